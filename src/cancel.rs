@@ -1,7 +1,8 @@
-//! How a call learns that it is to end.
+//! Cancellation of calls.
 //!
-//! Whatever may wait takes a [`Cancel`] and asks it at least every 100 ms. On the caller's own
-//! thread it is the caller's, who may look for a signal; on others it says whether the call goes on.
+//! Every function that may wait takes a [`Cancel`], and checks it at least every 100 ms. On the
+//! caller's own thread it is that of the caller, which may check for a signal. On other threads it
+//! tells whether the call goes on.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, TryLockError};
@@ -13,15 +14,15 @@ use crate::sys::process::PerProcess;
 use crate::sys::sync::mpsc::{RecvTimeoutError, sync_channel};
 use crate::sys::sync::{Mutex, thread};
 
-/// How often a wait asks whether to go on.
+/// Interval of checks for cancellation while waiting.
 pub const POLL: Duration = Duration::from_millis(50);
 
-/// How long who waits for a lock waits before it looks again.
+/// Poll interval while waiting for a lock.
 const TURN: Duration = Duration::from_millis(10);
 
-/// Says whether a call is to go on.
+/// Decides if a call is to go on.
 pub trait Cancel: Sync {
-    /// An error once the call is to end, for the call to end with.
+    /// Returns an error once the call is to end. The call ends with this error.
     fn check(&self) -> Result<()>;
 }
 
@@ -31,7 +32,7 @@ impl<F: Fn() -> Result<()> + Sync> Cancel for F {
     }
 }
 
-/// Lets a call go on until it ends by itself.
+/// Never cancels a call.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Never;
 
@@ -41,7 +42,7 @@ impl Cancel for Never {
     }
 }
 
-/// Waits for some time.
+/// Sleeps, and checks for cancellation meanwhile.
 pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
     let begun = clock::now();
     while let Some(left) = time.checked_sub(clock::since(begun)).filter(|left| !left.is_zero()) {
@@ -51,16 +52,16 @@ pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
     cancel.check()
 }
 
-/// Who does what is to be done once, while others wait: one of a process. What was forked off has nobody
-/// in it who would end what another thread has begun.
+/// A per-process lock for one-time work: one thread does it while others wait. A forked child has its
+/// own lock, because no thread there would release the parent's.
 pub type Turns = PerProcess<std::sync::Mutex<()>>;
 
-/// Waits for a turn.
+/// Waits for the lock of one-time work.
 pub fn turn<'t>(turns: &'t Turns, cancel: &dyn Cancel) -> Result<std::sync::MutexGuard<'t, ()>> {
     lock(turns.get(), cancel)
 }
 
-/// Waits for a lock that others may hold for long.
+/// Waits for a mutex that other threads may hold for long.
 pub fn lock<'m, T>(
     mutex: &'m std::sync::Mutex<T>,
     cancel: &dyn Cancel,
@@ -74,7 +75,8 @@ pub fn lock<'m, T>(
     }
 }
 
-/// What is done once. Who asks for it while another does it waits, and does it if that fails.
+/// Work that is done once. A thread that needs it while another does it waits, and does it if that
+/// fails.
 #[derive(Default)]
 pub struct Once {
     done: AtomicBool,
@@ -82,7 +84,7 @@ pub struct Once {
 }
 
 impl Once {
-    /// Does it, unless it was done.
+    /// Does the work, unless it was done before.
     pub fn run(&self, cancel: &dyn Cancel, work: impl FnOnce() -> Result<()>) -> Result<()> {
         let _turn = turn(&self.turns, cancel)?;
         if !self.done.load(Ordering::Relaxed) {
@@ -93,8 +95,9 @@ impl Once {
     }
 }
 
-/// Runs what cannot be stopped, such as a sync to a disk that hangs. It has a thread of its own,
-/// which is left behind, with what was moved into it, when the call is to end before it has ended.
+/// Runs work that cannot be stopped, such as a sync to a disk that hangs, on a thread of its own. If
+/// the call is cancelled before the work ends, that thread is left behind, with all that was moved into
+/// it.
 pub fn detached<T: Send + 'static>(
     cancel: &dyn Cancel,
     work: impl FnOnce() -> T + Send + 'static,
@@ -106,11 +109,11 @@ pub fn detached<T: Send + 'static>(
     let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(move || {
         if let Some(work) = take(&theirs) {
             drop(theirs);
-            // An error is that nobody waits any more.
+            // Fails if the call was cancelled: then there is no receiver.
             let _ = send.send(work());
         }
     });
-    // A process that may not have more threads waits by itself.
+    // If the process may not have more threads, this one does the work.
     let Ok(thread) = thread else {
         let work = take(&work).ok_or_else(|| Error::Bug("work without a thread".to_owned()))?;
         return Ok(work());
@@ -118,7 +121,7 @@ pub fn detached<T: Send + 'static>(
     loop {
         match receive.recv_timeout(POLL) {
             Ok(done) => {
-                // It has nothing left to do but to end.
+                // The thread has nothing left to do but to end.
                 let _ = thread.join();
                 return Ok(done);
             }
@@ -141,7 +144,7 @@ mod tests {
 
     use super::*;
 
-    /// Ends the call when it has been asked so often.
+    /// Cancels the call at the check after this many.
     fn after(times: u32) -> impl Cancel {
         let asked = AtomicU32::new(0);
         move || match asked.fetch_add(1, Ordering::Relaxed) {
@@ -156,7 +159,7 @@ mod tests {
         let (begin, begun) = sync_channel::<()>(0);
         let stuck = detached(&after(2), move || begun.recv());
         assert!(matches!(stuck, Err(Error::Cancelled)));
-        // It is still there, and ends when it can.
+        // The work is still running, and ends when it can.
         begin.send(()).unwrap();
     }
 

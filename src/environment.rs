@@ -1,4 +1,4 @@
-//! The one table of the environment variables that set options, and how the environment is read.
+//! The one table of the environment variables that set options, and access to the environment.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -8,23 +8,23 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::sys::brief::Brief;
 
-/// Calls a function while something holds, such as that nobody changes the environment.
+/// Calls a function under a condition, such as that no thread changes the environment meanwhile.
 pub type Guard = fn(&mut dyn FnMut());
 
 static GUARD: OnceLock<Guard> = OnceLock::new();
 
-/// Sets what keeps a program that changes its environment from doing so while it is read: that is
-/// a data race in C. Only the first call counts.
+/// Sets the guard under which the environment is read. It keeps the program from changing its
+/// environment meanwhile, which would be a data race in C. Only the first call counts.
 pub fn set_guard(guard: Guard) {
     GUARD.get_or_init(|| guard);
 }
 
-/// Runs what reads the environment.
+/// Runs code that reads the environment, within the guard.
 pub fn reading<T>(body: impl FnOnce() -> T) -> T {
     within(GUARD.get(), body)
 }
 
-/// Runs something within a guard, if there is one, or by itself if the guard does not run it.
+/// Runs code within a guard. Without a guard, or if the guard does not run it, it is run without one.
 pub fn within<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
     let (mut body, mut result) = (Some(body), None);
     let mut run = || {
@@ -47,35 +47,35 @@ pub struct Variable {
     known: Brief<Option<Known>>,
     /// Its name.
     pub name: &'static str,
-    /// What holds without it.
+    /// The value that holds if it is not set.
     pub default: u64,
-    /// What it sets, with its unit.
+    /// The option that it sets, with the unit.
     pub meaning: &'static str,
 }
 
-/// What a variable is set to.
+/// The parsed value of a variable.
 #[derive(Clone, Copy)]
 struct Known {
-    /// None if it is no whole number.
+    /// None if it is not a whole number.
     whole: Option<u64>,
-    /// None if it is no time in seconds.
+    /// None if it is not a time in seconds.
     seconds: Option<Duration>,
 }
 
 impl Variable {
-    /// What it is set to, or its default; an error if that is no whole number.
+    /// Its value, or its default if it is not set; an error if that is not a whole number.
     pub fn value(&self) -> Result<u64> {
         self.known().whole.ok_or_else(|| self.must_be("a whole number"))
     }
 
-    /// The same as a time in seconds, which may have a fraction.
+    /// Its value as a time in seconds, which may have a fraction.
     pub fn seconds(&self) -> Result<Duration> {
         self.known().seconds.ok_or_else(|| self.must_be("a number of seconds"))
     }
 
     fn known(&self) -> Known {
         let before = *self.known.lock();
-        // Read without the lock, which whoever holds the guard may wait for.
+        // Read without the lock: the thread that holds the guard may be waiting for it.
         let read = || {
             let text = reading(|| std::env::var_os(self.name));
             let text =
@@ -100,29 +100,29 @@ impl Variable {
 pub struct Text {
     /// Its name.
     pub name: &'static str,
-    /// What holds without it, for people.
+    /// The default, as the documentation shows it.
     pub default: &'static str,
-    /// What it sets.
+    /// The option that it sets.
     pub meaning: &'static str,
 }
 
 impl Text {
-    /// What it is set to; None where it is not set, or empty.
+    /// Its value; None if it is not set, or empty.
     pub fn value(&self) -> Option<OsString> {
         reading(|| std::env::var_os(self.name)).filter(|text| !text.is_empty())
     }
 
-    /// This variable, or the other where this one is not set.
+    /// This variable, or `other` if this one is not set.
     pub fn or<'t>(&'t self, other: &'t Text) -> &'t Text {
         if self.value().is_some() { self } else { other }
     }
 
-    /// The same as a path, of which `~` is the user's own folder.
+    /// Its value as a path, with the user's home folder in place of a leading `~`.
     pub fn path(&self) -> Option<PathBuf> {
         below_home(self.value()?.into())
     }
 
-    /// The same, with the values of variables that are named in it, as `$NAME` or `${NAME}`.
+    /// The same path, with the values of variables in place of `$NAME` and `${NAME}`.
     pub fn expanded(&self) -> Option<PathBuf> {
         let path = below_home(self.value()?.into())?;
         let value = |name: &str| reading(|| std::env::var(name)).ok();
@@ -130,7 +130,7 @@ impl Text {
         Some(expanded.unwrap_or(path))
     }
 
-    /// Whether it says yes.
+    /// True if its value means yes.
     pub fn is_true(&self) -> bool {
         let value = self.value().map(|value| value.to_ascii_uppercase());
         value.is_some_and(|value| ["1", "ON", "YES", "TRUE"].iter().any(|yes| value == *yes))
@@ -144,7 +144,7 @@ fn below_home(path: PathBuf) -> Option<PathBuf> {
     }
 }
 
-/// A text with values in the place of names; those without a value stay.
+/// Replaces the names of variables in a text by their values; names without a value stay.
 fn expand(text: &str, value: impl Fn(&str) -> Option<String>) -> String {
     let mut parts = text.split('$');
     let mut found = parts.next().unwrap_or("").to_owned();
@@ -164,7 +164,7 @@ fn expand(text: &str, value: impl Fn(&str) -> Option<String>) -> String {
     found
 }
 
-/// The user's own folder.
+/// The user's home folder.
 pub fn home() -> Option<PathBuf> {
     reading(|| std::env::var_os("HOME")).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
@@ -202,7 +202,7 @@ texts! {
     XDG_CACHE = "XDG_CACHE_HOME", "`~/.cache`", "where `huggingface` is the default of `HF_HOME`";
 }
 
-/// Has all variables read again at their next use, for tests.
+/// Makes all variables be read again at their next use, for tests.
 pub fn forget() {
     #[cfg(any(test, feature = "stand-in"))]
     {

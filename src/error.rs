@@ -1,7 +1,7 @@
-//! Every way in which the core fails, once.
+//! All errors of the core.
 //!
 //! The variants are sorted by what the caller can do about them; `python/src/errors.rs` maps each to a
-//! Python class. Messages say what failed, where, what was expected and what was found.
+//! Python class. Messages say what failed, on which file, what was expected and what was found.
 
 use std::io;
 
@@ -11,17 +11,17 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// An error raised by code that the caller supplied, such as a Python file object.
 pub type CallerError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Why a file could not be read or written.
+/// The error with which a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused: missing file, permission, full disk, lost device.
     #[error("{action} `{uri}`: {error}")]
     Io {
-        /// What was being done, as a gerund.
+        /// The operation that failed, as a gerund.
         action: &'static str,
         /// The file or address.
         uri: String,
-        /// What the operating system said.
+        /// The error of the operating system.
         error: io::Error,
     },
     /// The source ended before bytes that its own headers promise.
@@ -29,13 +29,13 @@ pub enum Error {
     Truncated {
         /// The file or address.
         uri: String,
-        /// What the bytes were for.
+        /// The purpose of the bytes.
         what: String,
         /// Position of the first byte wanted.
         start: u64,
         /// Position after the last byte wanted.
         end: u64,
-        /// How many bytes there are.
+        /// The number of bytes that there are.
         size: u64,
     },
     /// The bytes are not a well-formed file of their format.
@@ -45,7 +45,7 @@ pub enum Error {
         uri: String,
         /// Position of the offending bytes.
         offset: u64,
-        /// What is wrong, with expected and found.
+        /// The defect, with expected and found.
         what: String,
     },
     /// The file is of a data version that this release cannot read.
@@ -94,65 +94,65 @@ pub enum Error {
         uri: String,
         /// The name of the format.
         format: &'static str,
-        /// Why its server's do not help, if there might be some.
+        /// A remark on hashes that the server of the file may have; empty if it has none.
         elsewhere: &'static str,
     },
-    /// The bytes of a file are not those of which its hub publishes the hash.
+    /// The bytes of a file do not have the hash that its hub publishes.
     #[error(
         "`{uri}` failed SHA256 verification: the hub publishes {expected}, the bytes have {found}{kept}"
     )]
     FileHashMismatch {
         /// The address.
         uri: String,
-        /// The hash that is published.
+        /// The published hash.
         expected: Box<str>,
         /// The hash of the bytes read.
         found: Box<str>,
-        /// Where they are kept, and what cures that; empty if they came from the hub.
+        /// The local copy that was read, and how to replace it; empty if the bytes came from the hub.
         kept: Box<str>,
     },
     /// The file is encrypted in a way that this call cannot undo.
     #[error("{0}")]
     Crypt(String),
-    /// Memory could not be had.
+    /// Memory could not be allocated.
     #[error("cannot allocate {bytes} bytes for {what}: {error}")]
     OutOfMemory {
-        /// How much was asked for.
+        /// The number of bytes that were requested.
         bytes: u64,
-        /// What for.
+        /// The purpose of the memory.
         what: String,
-        /// What the operating system said.
+        /// The error of the operating system.
         error: io::Error,
     },
-    /// A device, or its driver, refused or was lost.
+    /// A device, or its driver, refused an operation or was lost.
     #[error("{device}: {what}")]
     Device {
-        /// What torch calls it, such as `cuda:0`.
+        /// The name of the device in torch, such as `cuda:0`.
         device: String,
-        /// What failed, and what the driver said.
+        /// The operation that failed, and the driver's message.
         what: String,
     },
-    /// Memory of a device could not be had.
+    /// Memory of a device could not be allocated.
     #[error("{what}")]
     DeviceMemory {
-        /// What its allocator said.
+        /// The message of its allocator.
         what: String,
     },
-    /// Well-formed, but not something this release does.
+    /// The request is valid, but this release does not support it.
     #[error("{0}")]
     Unsupported(String),
     /// The call's own arguments are wrong.
     #[error("{0}")]
     InvalidArgument(String),
-    /// A complete file has its name, which may not survive a crash of the system.
+    /// The file is complete and has its name, but the name may not survive a crash of the system.
     #[error("`{uri}` is complete and has its name, but its folder could not be synced: {error}")]
     Unsynced {
         /// The path.
         uri: String,
-        /// What the disk said.
+        /// The error of the disk.
         error: io::Error,
     },
-    /// A file may be written, but not replaced as a whole.
+    /// The file may be written, but not replaced as a whole.
     #[error(
         "`{uri}` may be written, but not replaced by a new file in its folder `{}` ({error}): \
          write another file, or, at the risk of a damaged one if that fails, write it in place by \
@@ -162,18 +162,18 @@ pub enum Error {
     Irreplaceable {
         /// The path.
         uri: String,
-        /// Where no file can be made, or renamed.
+        /// The folder in which no file can be created, or renamed.
         folder: std::path::PathBuf,
-        /// What the operating system said.
+        /// The error of the operating system.
         error: io::Error,
     },
-    /// The object was closed before.
+    /// The object is closed.
     #[error("{0}")]
     Closed(String),
     /// The caller interrupted the call.
     #[error("interrupted by the keyboard")]
     Cancelled,
-    /// Code that the caller supplied raised this.
+    /// The error was raised by code that the caller supplied.
     #[error("{0}")]
     Caller(#[source] CallerError),
     /// A defect of this crate.
@@ -182,7 +182,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Names the file that was being loaded or saved when a device failed.
+    /// Adds the file that was being loaded or saved to an error of a device.
     pub fn with_file(self, doing: &str, uri: &str) -> Self {
         match self {
             Error::Device { device, what } => {
@@ -195,7 +195,7 @@ impl Error {
         }
     }
 
-    /// Names the server that was asked, unless the message does already.
+    /// Adds the name of the server, unless the message has it already.
     #[cfg(feature = "http")]
     pub(crate) fn at_host(self, host: &str) -> Self {
         match self {
@@ -207,14 +207,14 @@ impl Error {
         }
     }
 
-    /// What the system refused, with the address.
+    /// Creates the error of an operation that the system refused.
     pub fn io(action: &'static str, uri: &str, error: io::Error) -> Self {
         Error::Io { action, uri: uri.to_owned(), error }
     }
 }
 
-/// Text that a file or a server has chosen, in a message: what a terminal would act on is escaped.
-/// Those are control characters, and marks that turn the direction of text or are not seen.
+/// Text that a file or a server has chosen, in a message. Characters on which a terminal would act are
+/// escaped: control characters, and marks that are invisible or change the direction of text.
 pub struct Shown<'t>(pub &'t str);
 
 impl std::fmt::Display for Shown<'_> {
@@ -232,7 +232,7 @@ impl std::fmt::Display for Shown<'_> {
     }
 }
 
-/// Text that may be long, in a message: its beginning, and how long it is.
+/// Text that may be long, in a message. A long one is cut after its beginning, and its length added.
 pub struct Brief<'t>(pub &'t str);
 
 impl std::fmt::Display for Brief<'_> {
@@ -248,12 +248,12 @@ impl std::fmt::Display for Brief<'_> {
     }
 }
 
-/// What is wrong with some bytes, before it is known which file they came from.
+/// A defect in some bytes, before it is known which file they came from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Malformed {
     /// Position in the file.
     pub offset: u64,
-    /// What is wrong, with expected and found.
+    /// The defect, with expected and found.
     pub what: String,
 }
 
@@ -262,7 +262,7 @@ impl Malformed {
         Malformed { offset, what: what.into() }
     }
 
-    /// Names the file.
+    /// Adds the file.
     pub fn of(self, uri: &str) -> Error {
         Error::Format { uri: uri.to_owned(), offset: self.offset, what: self.what }
     }

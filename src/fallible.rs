@@ -1,18 +1,18 @@
-//! Memory whose size data, a file or a server give. Where it cannot be had, the call ends with an error
-//! that says what it was for; Rust's own collections would end the process.
+//! Allocations whose size is given by data, a file or a server. If memory is short, the call ends with
+//! an error that names its purpose; Rust's own collections would end the process.
 
 use crate::error::{Error, Result};
 
-/// What lists of tensors are in messages.
+/// Names lists of tensors in error messages.
 pub const LISTS: &str = "lists of tensors";
 
-/// What is said where so many bytes cannot be had.
+/// The error for `bytes` bytes that could not be allocated.
 pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
     let error = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
     Error::OutOfMemory { bytes, what: what.into(), error }
 }
 
-/// So many zeros.
+/// Creates a slice of `len` zeros.
 pub fn zeroed(len: usize, what: impl FnOnce() -> String) -> Result<Box<[u8]>> {
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(len).map_err(|_| out_of_memory(len as u64, what()))?;
@@ -20,49 +20,50 @@ pub fn zeroed(len: usize, what: impl FnOnce() -> String) -> Result<Box<[u8]>> {
     Ok(bytes.into_boxed_slice())
 }
 
-/// An empty vector with room for so many.
+/// Creates an empty vector with room for `count` items.
 pub fn with_room<T>(count: usize, what: &str) -> Result<Vec<T>> {
     let mut out = Vec::new();
     out.try_reserve_exact(count).map_err(|_| out_of_memory(bytes_of::<T>(count), what))?;
     Ok(out)
 }
 
-/// The same value so many times.
+/// Creates a vector of `count` copies of a value.
 pub fn repeated<T: Clone>(value: T, count: usize, what: &str) -> Result<Vec<T>> {
     let mut out = with_room(count, what)?;
     out.resize(count, value);
     Ok(out)
 }
 
-/// Room for so many more. It at least doubles, so that adding one by one takes few steps.
+/// Makes room for `more` items. The capacity at least doubles when it grows, so adding items one by one
+/// takes few allocations.
 pub fn more_room<T>(out: &mut Vec<T>, more: usize, what: &str) -> Result<()> {
     let bytes = || bytes_of::<T>(out.len().saturating_add(more));
     let bytes = bytes();
     out.try_reserve(more).map_err(|_| out_of_memory(bytes, what))
 }
 
-/// So many bytes: what is there, and zeros behind it.
+/// Resizes a vector to `len` bytes; new bytes are zero.
 pub fn resize(out: &mut Vec<u8>, len: usize, what: &str) -> Result<()> {
     more_room(out, len.saturating_sub(out.len()), what)?;
     out.resize(len, 0);
     Ok(())
 }
 
-/// One more.
+/// Appends an item.
 pub fn push<T>(out: &mut Vec<T>, item: T, what: &str) -> Result<()> {
     more_room(out, 1, what)?;
     out.push(item);
     Ok(())
 }
 
-/// These too.
+/// Appends copies of some items.
 pub fn append<T: Clone>(out: &mut Vec<T>, items: &[T], what: &str) -> Result<()> {
     more_room(out, items.len(), what)?;
     out.extend_from_slice(items);
     Ok(())
 }
 
-/// All of an iterator, until the first error.
+/// Collects an iterator, up to its first error.
 pub fn collected<T>(items: impl IntoIterator<Item = Result<T>>, what: &str) -> Result<Vec<T>> {
     let items = items.into_iter();
     let mut out = with_room(items.size_hint().0, what)?;
@@ -72,12 +73,12 @@ pub fn collected<T>(items: impl IntoIterator<Item = Result<T>>, what: &str) -> R
     Ok(out)
 }
 
-/// All of an iterator.
+/// Collects an iterator.
 pub fn listed<T>(items: impl IntoIterator<Item = T>, what: &str) -> Result<Vec<T>> {
     collected(items.into_iter().map(Ok), what)
 }
 
-/// A copy of a text.
+/// Copies a text.
 pub fn owned(text: &str, what: &str) -> Result<String> {
     let mut out = String::new();
     out.try_reserve_exact(text.len()).map_err(|_| out_of_memory(text.len() as u64, what))?;
@@ -85,7 +86,7 @@ pub fn owned(text: &str, what: &str) -> Result<String> {
     Ok(out)
 }
 
-/// A text behind another one.
+/// Appends a text.
 pub fn push_str(out: &mut String, text: &str, what: &str) -> Result<()> {
     let bytes = out.len().saturating_add(text.len());
     out.try_reserve(text.len()).map_err(|_| out_of_memory(bytes as u64, what))?;

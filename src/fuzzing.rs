@@ -1,11 +1,11 @@
-//! A door for the fuzzer to what is private: see `tests/fuzz`.
+//! Access to private code for the fuzzer: see `tests/fuzz`.
 
 use reqwest::Response;
 
 use crate::io::http::response::{Range, first};
 
-/// Reads a first answer to a request for bytes `start` to `end`, and says whether another is taken
-/// for the same range of the same file.
+/// Parses the first response to a request for bytes `start` to `end`. True if another response is
+/// accepted for the same range of the same file.
 pub fn is_taken(one: &Response, other: &Response, (start, end): (u64, u64)) -> bool {
     let wanted = Range { start, end };
     first(one, wanted).is_ok_and(|first| first.validators.check(other, wanted).is_ok())

@@ -1,4 +1,5 @@
-//! Reads and writes files of tensors: `.tensors` and `.safetensors`, and reads checkpoints of several.
+//! Reads and writes files of tensors, `.tensors` and `.safetensors`, and reads checkpoints that consist
+//! of several files.
 //!
 //! The path of the data:
 //!
@@ -7,10 +8,10 @@
 //! tensor → origin → chunk → codec → sink          save
 //! ```
 //!
-//! The layers, of which each uses those below it:
+//! The layers, each of which uses those below it:
 //!
 //! ```text
-//! api      open a file, load from it, save to one: what is at the top of this crate
+//! api      open a file, load from it, save to one: the items at the top of this crate
 //! engine   plan, read, write: moves bytes, whatever their format, source and target
 //! io       sources and sinks: files, pipes, servers
 //! mem      host memory, staging buffers, devices
@@ -76,7 +77,7 @@ pub mod format;
 pub mod stats;
 mod sys;
 
-// What the torch operators and the Python module are made of. No promises to anybody else.
+// Internals of the torch operators and the Python module, without any promise of stability.
 #[doc(hidden)]
 pub mod codec;
 #[doc(hidden)]
@@ -140,8 +141,8 @@ pub use sys::cpu_count;
 #[doc(hidden)]
 pub use sys::process::{Inherited, Maker, PerProcess};
 
-/// What a library does as it is loaded, before there are threads, so that no process is forked off
-/// while one of them does it for the first time.
+/// Initialises a library while it is loaded, before there are threads. Otherwise the process might be
+/// forked while a thread does this at the first use.
 #[doc(hidden)]
 pub fn before_threads() {
     sys::brief::heed_forks();

@@ -1,60 +1,61 @@
-//! How much memory a call may have in flight beside its tensors, and how the parts of the call share it.
+//! The limit of the memory that a call may have in flight beside its tensors, and its division among
+//! the parts of the call.
 //!
-//! Pure functions of numbers, but for what the environment says.
+//! Pure functions of numbers, except for the limit of the environment.
 
 use crate::environment::MEMORY_MB;
 use crate::error::{Error, Result};
 
-/// What a connection takes beside what its server may send ahead: buffers of HTTP and TLS, an event
-/// loop, a thread.
+/// Bytes of a connection, apart from those that its server may send ahead: buffers of HTTP and TLS, an
+/// event loop, a thread.
 pub const CONNECTION: u64 = 1 << 20;
-/// Bytes of a part of an upload, while there may be more.
+/// Bytes of a part of an upload, as long as the number of parts allows it.
 pub const PART_LEN: u64 = 8 << 20;
-/// The least that a server may send ahead: what HTTP/2 begins with.
+/// Minimum bytes that a server may send ahead: the initial window of HTTP/2.
 const SHORTEST_WINDOW: u64 = 64 << 10;
-/// Of a limit, what a server may send ahead on each connection: with less, it waits for answers; with
-/// more, there are too few connections.
+/// The divisor of a limit that gives the bytes that a server may send ahead on a connection. With less
+/// it waits for acknowledgements; with more there is memory for too few connections.
 const WINDOWS: u64 = 8;
-/// For headers of tensors, and for what is read over between them: the least for a reader.
+/// Minimum bytes of a reader for headers of tensors, and for unwanted bytes that it reads between them.
 const PASSING: u64 = 256 << 10;
-/// Of a limit, what staging buffers, parts of uploads or tensors may take where readers or writers need
-/// some too: three quarters.
+/// The share of a limit that staging buffers, parts of uploads or tensors may take where readers or
+/// writers need memory too: three quarters.
 const SHARE: (u64, u64) = (3, 4);
-/// Bytes that a thread of a save copies at once, at most: two pieces of encryption, with what is beside
-/// them.
+/// Maximum bytes that a thread of a save copies at once: two pieces of encryption, and some bytes
+/// around them.
 const COPIED: u64 = 6 << 20;
-/// Copies that wait for their hash, at least.
+/// Minimum bytes for copies that wait for their hash.
 const WAITING: u64 = 2 << 20;
-/// The most tensors of which more than one is held at a time, and how much of a limit is for what
-/// reads them.
+/// Bytes for reading, before more than the largest tensor is held, or more than one batch is read at a
+/// time. At most half of a limit goes to reading for this reason.
 const READS: u64 = 16 << 20;
-/// A batch that a member of a group fetches, at least.
+/// Minimum bytes of a batch that a member of a group fetches.
 const BATCH: u64 = 1 << 20;
 
-/// How much memory a call may have in flight beside its tensors.
+/// The limit of the memory that a call may have in flight beside its tensors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// None where the caller sets no limit.
+    /// Bytes; None if the caller sets no limit.
     bytes: Option<u64>,
-    /// What the caller of this call keeps of its own limit for something else.
+    /// Bytes of the original limit that are set aside for something else, and are not part of `bytes`.
     beside: u64,
 }
 
-/// What a load would take.
+/// The memory that a load needs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LoadNeeds {
-    /// Readers at most.
+    /// Maximum number of readers.
     pub readers: usize,
-    /// What each takes, beside what passes it.
+    /// Bytes of each reader, without headers and unwanted bytes, which only pass through it.
     pub reader: u64,
-    /// The least that each has in memory to gather from; 0 where it does not.
+    /// Minimum bytes that each reader holds to gather parts from; 0 if it does not gather.
     pub gathers: u64,
-    /// Bytes of a staging buffer, at least and at most how many of them; None without a device.
+    /// Bytes of a staging buffer, and the minimum and maximum number of these; None without a device.
     pub staging: Option<(u64, u64, u64)>,
 }
 
 impl LoadNeeds {
-    /// The least with which one reader goes on.
+    /// The minimum memory with which one reader can load.
     pub fn least(&self) -> u64 {
         let (buffer, fewest, _) = self.staging.unwrap_or((0, 0, 0));
         self.each().saturating_add(fewest.saturating_mul(buffer))
@@ -64,48 +65,49 @@ impl LoadNeeds {
         self.reader.saturating_add(PASSING).saturating_add(self.gathers)
     }
 
-    /// The same, where a server sends ahead as much as the limit allows: that is no more than two
-    /// windows, a quarter of the limit.
+    /// The same if a server sends ahead as much as the limit allows: at most two windows, which are a
+    /// quarter of the limit.
     pub fn least_ahead(&self) -> u64 {
         let least = self.least();
         least.saturating_add((least / 3 + 1).max(2 * SHORTEST_WINDOW))
     }
 }
 
-/// What a load may take.
+/// The memory that a load may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadShares {
-    /// Readers at most.
+    /// Maximum number of readers.
     pub readers: usize,
-    /// Bytes of a batch that are headers, or that nobody wants.
+    /// Maximum bytes of a batch that are headers or unwanted.
     pub passing: u64,
-    /// Bytes of a batch to gather from.
+    /// Maximum bytes of a batch to gather parts from.
     pub gathers: u64,
-    /// Staging buffers.
+    /// Number of staging buffers.
     pub staging: u64,
 }
 
-/// What a save would take.
+/// The memory that a save needs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SaveNeeds {
-    /// Threads at most.
+    /// Maximum number of threads.
     pub threads: usize,
-    /// What each takes beside copies: connections, tensors that are brought one by one.
+    /// Bytes of each thread apart from copies: a connection, tensors that are brought one by one.
     pub thread: u64,
-    /// Copies of what it writes that each has: one, and another that is encrypted.
+    /// Number of copies that each thread has of the bytes it writes: one, and another if they are
+    /// encrypted.
     pub copies: u64,
-    /// Whether copies wait for hashes.
+    /// True if copies wait for hashes.
     pub hashes: bool,
-    /// Bytes that are kept until the end.
+    /// Bytes that are retained until the end.
     pub kept: u64,
-    /// Bytes of a part that is kept until it is sent; 0 for none.
+    /// Bytes of a part that is retained until it is sent; 0 without parts.
     pub part: u64,
-    /// Bytes of a staging buffer, and how many there are at most; None without a device.
+    /// Bytes of a staging buffer, and the maximum number of these; None without a device.
     pub staging: Option<(u64, u64)>,
 }
 
 impl SaveNeeds {
-    /// Of tensors in host memory, which are hashed.
+    /// The needs of a save of tensors in host memory, which are hashed.
     pub fn of_host(uploads: bool, encrypted: bool) -> Self {
         let (kept, part) = if uploads { (PART_LEN, PART_LEN) } else { (0, 0) };
         let thread = if uploads { CONNECTION } else { 0 };
@@ -113,7 +115,7 @@ impl SaveNeeds {
         SaveNeeds { threads: 1, thread, copies, hashes: true, kept, part, staging: None }
     }
 
-    /// The least with which one thread goes on.
+    /// The minimum memory with which one thread can save.
     pub fn least(&self) -> u64 {
         let buffer = self.staging.map_or(0, |(buffer, _)| buffer);
         let all = [self.each(), self.kept, self.part.saturating_mul(2), buffer];
@@ -129,38 +131,38 @@ impl SaveNeeds {
     }
 }
 
-/// What a save may take.
+/// The memory that a save may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SaveShares {
-    /// Threads at most.
+    /// Maximum number of threads.
     pub threads: usize,
-    /// Bytes that wait for their hash, beyond which threads hash before they write more; None for as
-    /// many as suit.
+    /// Bytes waiting for their hash beyond which threads hash before they write more; None for the
+    /// default.
     pub waiting: Option<u64>,
     /// Bytes of parts that are not sent yet.
     pub parts: u64,
-    /// Staging buffers.
+    /// Number of staging buffers.
     pub staging: u64,
 }
 
-/// What each member of a group may take.
+/// The memory that each member of a group may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupShares {
-    /// Bytes of a batch.
+    /// Bytes per batch.
     pub batch: u64,
-    /// Batches that are fetched at once.
+    /// Number of batches that are fetched at once.
     pub at_once: u64,
-    /// For each of them.
+    /// The limit of each of these fetches.
     pub load: MemoryLimit,
 }
 
 impl MemoryLimit {
-    /// So many bytes; None for what the environment says.
+    /// Creates a limit; None for that of the environment.
     pub fn of(bytes: Option<u64>) -> Self {
         MemoryLimit { bytes, beside: 0 }
     }
 
-    /// The same, with what the environment says where the caller says nothing.
+    /// Returns this limit, or that of the environment if the caller sets none.
     pub fn known(self) -> Result<Self> {
         let of_all = || -> Result<Option<u64>> {
             let all = Some(MEMORY_MB.value()?.saturating_mul(1 << 20)).filter(|&all| all > 0);
@@ -170,28 +172,29 @@ impl MemoryLimit {
         Ok(MemoryLimit { bytes, ..self })
     }
 
-    /// What is left where so much of it is kept for something else.
+    /// Returns what remains of the limit if `beside` bytes of it are set aside for something else.
     pub fn without(self, beside: u64) -> Self {
         let bytes = self.bytes.map(|bytes| bytes.saturating_sub(beside));
         MemoryLimit { bytes, beside: self.beside.saturating_add(beside) }
     }
 
-    /// What of it is kept for something else.
+    /// Bytes of the limit that are set aside for something else.
     pub fn beside(self) -> u64 {
         self.beside
     }
 
-    /// Bytes; None where there is no limit.
+    /// Bytes; None if there is no limit.
     pub fn bytes(self) -> Option<u64> {
         self.bytes
     }
 
-    /// What a server may send ahead on a connection.
+    /// Bytes that a server may send ahead on a connection, at most `most`.
     pub fn window(self, most: u64) -> u64 {
         self.bytes.map_or(most, |bytes| (bytes / WINDOWS).clamp(SHORTEST_WINDOW.min(most), most))
     }
 
-    /// Bytes that are held in host memory at once, of things of which the largest has so many.
+    /// Bytes of items that are held in host memory at once: `wanted`, or less if the limit is lower. It
+    /// must allow `largest`, the bytes of the largest item.
     pub fn held(self, wanted: u64, largest: u64) -> Result<u64> {
         let Some(bytes) = self.bytes else { return Ok(wanted) };
         self.needs(largest, || format!("a tensor of {largest} bytes is held as a whole"))?;
@@ -210,7 +213,7 @@ impl MemoryLimit {
         }
     }
 
-    /// How the readers of a load share it.
+    /// Divides the limit among the readers of a load.
     pub fn load(self, needs: &LoadNeeds) -> Result<LoadShares> {
         let LoadNeeds { readers, gathers, staging, .. } = *needs;
         let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
@@ -223,7 +226,7 @@ impl MemoryLimit {
             let staged = if staging.is_some() { staged } else { String::new() };
             format!("one reader takes {each} bytes{staged}")
         })?;
-        // What is left for one reader bounds the buffers too.
+        // Staging buffers leave enough for one reader.
         let staging = match buffer {
             0 => 0,
             _ => (share(bytes).min(bytes - each) / buffer).clamp(fewest, most.max(fewest)),
@@ -237,7 +240,7 @@ impl MemoryLimit {
         Ok(LoadShares { readers, passing, gathers, staging })
     }
 
-    /// How the threads of a save share it.
+    /// Divides the limit among the threads of a save.
     pub fn save(self, needs: &SaveNeeds) -> Result<SaveShares> {
         let SaveNeeds { threads, hashes, kept, part, staging, .. } = *needs;
         let (buffer, most) = staging.unwrap_or((0, 0));
@@ -245,7 +248,7 @@ impl MemoryLimit {
             return Ok(SaveShares { threads, waiting: None, parts: u64::MAX, staging: most });
         };
         let (waiting, each) = (needs.waiting(), needs.each());
-        // A part that is filled, and one that waits for the header of its tensor.
+        // Two parts: one that is being filled, and one that waits for the header of its tensor.
         let (parts, fewest) = (part.saturating_mul(2), u64::from(buffer > 0));
         let (fixed, least) = (kept.saturating_add(waiting), needs.least());
         self.needs(least, || {
@@ -265,7 +268,7 @@ impl MemoryLimit {
         };
         let left = left.saturating_sub(staging.saturating_mul(buffer));
         let more = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
-        // Each thread writes to a part of its own, and as many are on their way.
+        // Each thread fills a part of its own, while as many other parts are being sent.
         let fitting = for_parts
             .checked_div(parts)
             .map_or(usize::MAX, |pairs| usize::try_from(pairs).unwrap_or(usize::MAX).max(1));
@@ -273,8 +276,9 @@ impl MemoryLimit {
         Ok(SaveShares { threads, waiting: hashes.then_some(waiting), parts: for_parts, staging })
     }
 
-    /// How tensors that are held for the caller, of which the largest has so many bytes, share it with
-    /// what reads them, which takes `reader` at least: bytes of tensors, and the limit of the rest.
+    /// Divides the limit between tensors that are held for the caller and reading. `largest`: bytes of
+    /// the largest tensor. `reader`: minimum bytes for reading. Returns the bytes for tensors, and the
+    /// limit for reading.
     pub fn tensors(self, wanted: u64, largest: u64, reader: u64) -> Result<(u64, MemoryLimit)> {
         let Some(bytes) = self.bytes else { return Ok((wanted, self)) };
         let reads = READS.min(bytes / 2).max(bytes - share(bytes));
@@ -285,9 +289,11 @@ impl MemoryLimit {
         Ok((tensors, self.without(tensors)))
     }
 
-    /// How batches that a member of a group fetches for all share it with what reads them. Of `most`
-    /// bytes each; `reads` at once, and `others` that are sent or wait. `whole`: bytes of a batch that
-    /// cannot be shorter. What reads one takes `reader` at least.
+    /// Divides the limit between batches that a member of a group fetches for all members and reading.
+    ///
+    /// `most`: maximum bytes of a batch. `reads`: maximum number of batches that are fetched at once.
+    /// `others`: number of batches that are being sent or wait. `whole`: bytes of a batch that cannot
+    /// be shorter. `reader`: minimum bytes for reading one batch.
     pub fn group(
         self,
         most: u64,
@@ -301,9 +307,9 @@ impl MemoryLimit {
         };
         let batches = reads.saturating_add(others);
         let least = BATCH.max(whole);
-        // What reads has a quarter, and one reads at a time where that is little.
+        // Reading gets a quarter. If that is little, one batch is read at a time.
         let quarter = bytes - share(bytes);
-        // Each of those that read has a batch and a reader.
+        // Each batch that is being read takes its own bytes and those of its reader.
         let beside = bytes.saturating_sub(least.saturating_mul(others));
         let fitting = beside / least.saturating_add(reader).max(1);
         let at_once = (quarter / READS.max(reader)).min(fitting).clamp(1, reads.max(1));

@@ -1,4 +1,4 @@
-//! What a load or a save did, for whoever asks why it took so long.
+//! Reports of loads and saves, which show the time that each stage took.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -8,14 +8,14 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crate::sys::brief::Brief;
 
-/// What a thread does with its time.
+/// A stage of a call, for which the time of its threads is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// Finds out what is to be read, and how.
+    /// Finds out which bytes to read, and how.
     Plan,
-    /// Waits for staging memory: for the device, if all of it is in use.
+    /// Waits for staging memory; if all of it is in use, that means for the device.
     Memory,
-    /// Reads, or waits for the source; with the first touch.
+    /// Reads, or waits for the source; includes the first touch of new memory.
     Read,
     /// Decrypts or encrypts.
     Decrypt,
@@ -25,12 +25,12 @@ pub enum Stage {
     Copy,
     /// Writes, or waits for the sink.
     Write,
-    /// The part of reading in which the system gives new memory, where that is timed.
+    /// The part of reading in which the system allocates new memory, if that is timed.
     FirstTouch,
 }
 
 impl Stage {
-    /// All of them, in the order of their numbers, with their names in a report.
+    /// All stages, in the order of their numbers, with their names in a report.
     pub const ALL: [(Stage, &'static str); 8] = [
         (Stage::Plan, "plan"),
         (Stage::Memory, "memory"),
@@ -43,25 +43,25 @@ impl Stage {
     ];
 }
 
-/// True if loads touch the memory that they read into before they read, to time that by itself.
+/// True if loads touch new memory before they read into it, to time that separately.
 static TIMES_FIRST_TOUCH: AtomicBool = AtomicBool::new(false);
 
-/// Has the loads of this process time how long the system takes to give new memory, or not. Each byte
-/// is then touched twice.
+/// Enables or disables separate timing of the first touch of new memory in the loads of this process.
+/// If it is enabled, memory is touched once more, before it is read into.
 pub fn time_first_touch(timed: bool) {
     TIMES_FIRST_TOUCH.store(timed, Ordering::Relaxed);
 }
 
-/// True if loads do.
+/// True if loads time the first touch of new memory.
 pub fn times_first_touch() -> bool {
     TIMES_FIRST_TOUCH.load(Ordering::Relaxed)
 }
 
-/// A fallback: what the pool of staging memory says.
+/// The fallback of a pool of staging memory that is not all pinned.
 pub const PAGEABLE: &str =
     "pageable staging memory: the system or the driver refused to pin as much";
 
-/// What the threads of one call count.
+/// Counters of one call, shared by its threads.
 #[derive(Debug)]
 pub struct Counters {
     begun: Instant,
@@ -92,7 +92,7 @@ impl Default for Counters {
 }
 
 impl Counters {
-    /// Runs something, and counts its time for a stage.
+    /// Runs work, and counts its time for a stage.
     pub fn time<T>(&self, stage: Stage, work: impl FnOnce() -> T) -> T {
         let begun = Instant::now();
         let result = work();
@@ -100,7 +100,7 @@ impl Counters {
         result
     }
 
-    /// Counts the time since then for a stage.
+    /// Counts the time since `begun` for a stage.
     pub fn since(&self, stage: Stage, begun: Instant) {
         let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         if let Some(sum) = self.nanos.get(stage as usize) {
@@ -113,30 +113,30 @@ impl Counters {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Bytes that were counted so far.
+    /// Bytes of tensor data that were counted so far.
     pub fn moved(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// How many threads move them, and how many might.
+    /// Sets the number of threads that move bytes, and the maximum number.
     pub fn threads(&self, threads: usize, most: usize) {
         self.threads.store(threads, Ordering::Relaxed);
         self.most_threads.store(most, Ordering::Relaxed);
     }
 
-    /// How the source is read, where there is more than one way.
+    /// Sets the way in which the source is read, if it can be read in several.
     pub fn reading(&self, how: &'static str) {
         *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = how;
     }
 
-    /// Bytes of direct reads that were under way, on average, and that might have been. Of several
-    /// parts of a call the one with the most counts.
+    /// Records the bytes of direct reads under way: the average, and the maximum that was allowed. If a
+    /// call has several parts, the largest values count.
     pub fn in_flight(&self, bytes: u64, most: u64) {
         self.in_flight.fetch_max(bytes, Ordering::Relaxed);
         self.most_in_flight.fetch_max(most, Ordering::Relaxed);
     }
 
-    /// Says that something went a slower way than it could have.
+    /// Records that a slower way was taken than possible, and why.
     pub fn fallback(&self, why: &str) {
         let mut all = self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner);
         if !all.iter().any(|known| known == why) {
@@ -144,7 +144,7 @@ impl Counters {
         }
     }
 
-    /// What was counted, as the report of the last call of this process, and of this thread.
+    /// Publishes the counters as the report of the last call of this process and of this thread.
     pub fn publish(&self, what: &'static str, uri: &str, device: &str, tensors: usize) {
         let mut recent = RECENT.lock();
         let report = Report {
@@ -175,42 +175,42 @@ impl Counters {
     }
 }
 
-/// What one call did.
+/// The report of one call.
 #[derive(Debug, Clone)]
 pub struct Report {
     /// Its number among the calls of this process, from 1 on.
     pub call: u64,
-    /// When it ended.
+    /// The time at which it ended.
     pub ended: SystemTime,
     /// `load` or `save`.
     pub what: &'static str,
     /// The path or address.
     pub uri: String,
-    /// Where the tensors went or came from.
+    /// The device to which the tensors went, or from which they came.
     pub device: String,
-    /// How many.
+    /// The number of tensors.
     pub tensors: usize,
     /// Bytes of their data.
     pub bytes: u64,
     /// Threads that moved them.
     pub threads: usize,
-    /// Threads that there might have been, had more of them helped.
+    /// Maximum number of threads, had more of them helped.
     pub most_threads: usize,
-    /// From the call to its return.
+    /// Time from the call to its return.
     pub elapsed: Duration,
     /// Time in each stage, summed over the threads, in the order of [`Stage::ALL`].
     pub stages: [Duration; Stage::ALL.len()],
-    /// How the source was read, where there is more than one way; else nothing.
+    /// The way in which the source was read, if it could be read in several; else empty.
     pub reading: &'static str,
     /// Bytes of direct reads that were under way, on average.
     pub in_flight: u64,
-    /// Bytes of direct reads that might have been under way.
+    /// Maximum bytes of direct reads that were allowed to be under way.
     pub most_in_flight: u64,
-    /// Slower ways that were taken, and why.
+    /// Slower ways that were taken, and the reasons.
     pub fallbacks: Vec<String>,
 }
 
-/// So many reports are kept.
+/// The number of reports that are retained.
 pub const KEPT: usize = 256;
 
 static RECENT: Brief<VecDeque<Report>> = Brief::new(VecDeque::new());
@@ -219,18 +219,18 @@ thread_local! {
     static OWN: RefCell<Option<Report>> = const { RefCell::new(None) };
 }
 
-/// The report of the last load or save of this process that has ended well.
+/// The report of the last load or save of this process that has succeeded.
 pub fn last() -> Option<Report> {
     RECENT.lock().back().cloned()
 }
 
-/// The reports of the calls after that of a number, in their order; at most the last [`KEPT`].
+/// The reports of the calls after number `call`, in order; at most the last [`KEPT`].
 pub fn since(call: u64) -> Vec<Report> {
     let recent = RECENT.lock();
     recent.iter().filter(|report| report.call > call).cloned().collect()
 }
 
-/// The report of the last call on this thread, once.
+/// Returns the report of the last call on this thread, and removes it.
 pub fn take_own() -> Option<Report> {
     OWN.take()
 }

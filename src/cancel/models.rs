@@ -1,7 +1,7 @@
-//! What is detached, under schedules that are chosen.
+//! A model of detached work under chosen schedules.
 #![allow(clippy::unwrap_used)]
 
-// What is counted here is no part of the model.
+// Counters of the test, which are not part of the model.
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;

@@ -1,7 +1,7 @@
-//! Decryption of tensors whose bytes arrive in chunks, by the threads that bring them.
+//! Decryption of tensors whose bytes arrive in chunks, by the threads that read them.
 //!
-//! Chunks end where pieces of encryption do, in files of usual writers. A tensor whose pieces are
-//! longer, or of odd lengths, is left for its whole data to be decrypted at once.
+//! In files of usual writers, pieces of encryption do not cross chunks. A tensor whose pieces are
+//! longer, or of odd lengths, is decrypted as a whole when all of its data are there.
 
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::fallible::listed;
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::Header;
 
-/// How long a thread waits for another's header before it looks whether the call was given up.
+/// Interval of checks for cancellation while a thread waits for a header that another thread reads.
 const IDLE: Duration = Duration::from_millis(20);
 
 /// The encrypted tensors of one call.
@@ -21,12 +21,12 @@ pub struct Decryptor<'o> {
     options: &'o DecryptionOptions,
     uri: &'o str,
     entries: &'o [&'o Entry],
-    /// Each with its header; None for tensors without data.
+    /// Set when the header of the tensor is there; None for tensors without data.
     ciphers: Vec<OnceLock<Option<(Pieces, Key)>>>,
     came: (Mutex<()>, Condvar),
 }
 
-/// How the data of a tensor are encrypted; None if it has none.
+/// Returns the pieces and the key of a tensor's data; None if it has no data.
 pub fn cipher(
     header: &Header<'_>,
     entry: &Entry,
@@ -49,7 +49,7 @@ pub fn cipher(
 }
 
 impl<'o> Decryptor<'o> {
-    /// For these tensors.
+    /// Creates the decryptor of these tensors.
     pub fn new(
         options: &'o DecryptionOptions,
         uri: &'o str,
@@ -65,7 +65,7 @@ impl<'o> Decryptor<'o> {
         entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    /// Brings a header. False if the tensor's data cannot be decrypted in chunks.
+    /// Takes the header of a tensor. Returns false if the tensor's data cannot be decrypted in chunks.
     pub fn header(&self, tensor: usize, header: &Header<'_>, cancel: &dyn Cancel) -> Result<bool> {
         let found = cipher(header, self.entry(tensor)?, self.options, self.uri, cancel)?;
         let in_chunks = found.as_ref().is_none_or(|(pieces, _)| pieces.fit(PIECE_LEN));
@@ -76,7 +76,7 @@ impl<'o> Decryptor<'o> {
         Ok(in_chunks)
     }
 
-    /// How a tensor is encrypted, as soon as its header is there.
+    /// Waits for the header of a tensor, and returns the pieces and the key of its data.
     fn wait(&self, tensor: usize, cancel: &dyn Cancel) -> Result<Option<&(Pieces, Key)>> {
         let place = self.ciphers.get(tensor);
         let place = place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
@@ -91,8 +91,8 @@ impl<'o> Decryptor<'o> {
         Ok(place.get().and_then(Option::as_ref))
     }
 
-    /// Decrypts data from `start` on where they are, once their header has come. False for those of a
-    /// tensor that cannot be decrypted in chunks, which stay as they are.
+    /// Decrypts data from `start` on in place, once the tensor's header is there. Returns false if the
+    /// tensor cannot be decrypted in chunks: then its data stay as they are.
     pub fn chunk(
         &self,
         tensor: usize,
@@ -116,7 +116,7 @@ impl<'o> Decryptor<'o> {
         Ok(true)
     }
 
-    /// Decrypts all data of a tensor whose header has come.
+    /// Decrypts all data of a tensor, once its header is there.
     pub fn whole(&self, tensor: usize, bytes: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         match self.wait(tensor, cancel)? {
             Some((pieces, key)) => self.check(tensor, pieces.open_all(bytes, key)),
@@ -129,7 +129,7 @@ impl<'o> Decryptor<'o> {
     }
 }
 
-/// What a tag that does not fit means.
+/// The error for a tag that does not match.
 pub fn refused(entry: &Entry, uri: &str) -> Error {
     Error::Crypt(format!(
         "Tensor decryption failed: `{}` of `{uri}`: wrong key, or the data were changed",

@@ -1,4 +1,4 @@
-//! Encryption of one tensor, whose pieces any thread may bring.
+//! Encryption of one tensor, whose pieces may come from any thread.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -16,7 +16,7 @@ pub struct Seal<'p> {
 }
 
 impl<'p> Seal<'p> {
-    /// With a new nonce, for so many bytes of data; without any, there are no tags.
+    /// Creates a nonce, and room for the tags of `data_len` bytes of data.
     pub fn new(data_len: u64, options: &'p EncryptionOptions) -> Result<Self> {
         let count = usize::try_from(data_len.div_ceil(PIECE_LEN));
         let count = count.map_err(|_| Error::Bug("too many tags".to_owned()))?;
@@ -27,8 +27,7 @@ impl<'p> Seal<'p> {
         Ok(Seal { options, nonce: crypt::random()?, macs, encoded_len })
     }
 
-    /// The encrypted bytes of data that begin at a multiple of the length of pieces. The data
-    /// themselves are not touched.
+    /// Returns an encrypted copy of data, which begin at a multiple of the length of pieces.
     pub fn seal(&self, start: u64, data: &[u8]) -> Result<Vec<u8>> {
         let step = usize::try_from(PIECE_LEN).unwrap_or(usize::MAX);
         let mut sealed = with_room(data.len(), "an encrypted copy")?;
@@ -42,12 +41,12 @@ impl<'p> Seal<'p> {
         Ok(sealed)
     }
 
-    /// Bytes of the header's block.
+    /// Bytes of the encryption block in the header.
     pub fn encoded_len(&self) -> usize {
         self.encoded_len
     }
 
-    /// The header's block, complete once all data were sealed.
+    /// Encodes the encryption block of the header, which is complete once all data were encrypted.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let macs = self.macs.lock().unwrap_or_else(PoisonError::into_inner);
         crypt_info::encode(self.options.derivation.as_ref(), PIECE_LEN, &self.nonce, &macs)

@@ -1,4 +1,4 @@
-//! CRC-32 and SHA-256 of tensors: header and data as the format defines it.
+//! CRC-32 and SHA-256 of tensors, over header and data as the format defines it.
 
 use super::sha256::Sha256;
 use crate::cancel::Cancel;
@@ -14,33 +14,34 @@ pub struct Digests {
     pub sha: [u8; 32],
 }
 
-/// Which of the hashes in a file are compared. A tensor without one is an error.
+/// The hashes of a file that are compared. A tensor without such a hash is an error.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Verify {
     /// None.
     #[default]
     Nothing,
-    /// CRC-32, which finds damage by accident and costs little.
+    /// CRC-32 only, which detects accidental damage and costs little.
     Crc32,
-    /// All that are there: CRC-32 and SHA-256.
+    /// All hashes in the file: CRC-32 and SHA-256.
     All,
 }
 
 impl Verify {
-    /// All or nothing.
+    /// `All` if `wanted` is true, else `Nothing`.
     pub fn all_if(wanted: bool) -> Self {
         if wanted { Verify::All } else { Verify::Nothing }
     }
 }
 
-/// A tensor of this size or less is hashed by the thread that moves it, larger ones by whoever
-/// is free: see [`super::HashPool`].
+/// Maximum size of a tensor that is hashed by the thread that moves it. Larger ones are hashed by any
+/// thread that is free: see [`super::HashPool`].
 pub const SMALL: u64 = 1024 << 10;
 
-/// Bytes that are hashed before it is asked whether to go on: some milliseconds.
+/// Bytes that are hashed between two checks for cancellation: some milliseconds.
 const STEP: usize = 8 << 20;
 
-/// Hashes headers' covered bytes with their data, two at a time; without `sha`, that hash is left out.
+/// Hashes tensors, each given as the covered bytes of its header and its data. SHA-256 hashes two at a
+/// time; it is left out if `sha` is false.
 pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Result<Vec<Digests>> {
     if !sha {
         let digests = tensors.iter().map(|(header, data)| digest(header, data, false));
@@ -68,7 +69,7 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Result<Vec<Digests>>
         match &mut pair {
             [Some((_, first, a)), Some((_, second, b))] => {
                 [*a, *b] = Sha256::update_pair([first, second], [a, b]);
-                // The longer one goes on beside the next tensor, unless there is none.
+                // The longer one continues together with the next tensor, if there is one.
             }
             [Some((_, sha, rest)), None] | [None, Some((_, sha, rest))] => {
                 sha.update(rest);
@@ -90,14 +91,14 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Result<Vec<Digests>>
     listed(digests, "hashes of tensors")
 }
 
-/// Hashes one tensor; without `sha`, that hash is left out.
+/// Hashes one tensor; SHA-256 is left out if `sha` is false.
 pub fn digest(header: &[u8], data: &[u8], sha: bool) -> Digests {
     let mut hash = StreamHash::new(header, sha);
     hash.update(data);
     hash.finish()
 }
 
-/// The hashes of a tensor whose bytes come front to back.
+/// The hashes of a tensor whose bytes arrive front to back.
 #[derive(Clone)]
 pub struct StreamHash {
     crc: crc32fast::Hasher,
@@ -105,7 +106,7 @@ pub struct StreamHash {
 }
 
 impl StreamHash {
-    /// Begins with a header's covered bytes; without `sha`, that hash is left out.
+    /// Begins with the covered bytes of a header; SHA-256 is left out if `sha` is false.
     pub fn new(header: &[u8], sha: bool) -> Self {
         let sha = sha.then(Sha256::default);
         let mut hash = StreamHash { crc: crc32fast::Hasher::new(), sha };
@@ -121,7 +122,7 @@ impl StreamHash {
         }
     }
 
-    /// The same for bytes of any number, unless the call is to end before.
+    /// Hashes any number of bytes, and checks for cancellation in between.
     pub fn update_large(&mut self, bytes: &[u8], cancel: &dyn Cancel) -> Result<()> {
         for step in bytes.chunks(STEP) {
             cancel.check()?;

@@ -1,10 +1,12 @@
-//! Hashes of large tensors whose pieces many threads bring in any order.
+//! Hashes of large tensors whose pieces arrive from many threads in any order.
 //!
-//! CRC-32 values of pieces combine, so each thread computes that of its own piece while the piece
-//! is in its cache. SHA-256 must see the pieces of a tensor in order. A tensor whose next piece
-//! is there waits in a queue; threads take tensors from it, two at a time where there are enough,
-//! because one core hashes two streams faster than one after the other, and go on moving bytes
-//! when there are not. So one large tensor is hashed by one thread while others read.
+//! CRC-32 values of pieces can be combined, so each thread computes that of its own piece while the
+//! piece is in its cache. SHA-256 must see the pieces of a tensor in order. So a tensor whose next
+//! piece has arrived waits in a queue.
+//!
+//! Threads take tensors from the queue two at a time, because one core hashes two streams together
+//! faster than one after the other. While fewer than two are ready, they continue to move bytes. So one
+//! large tensor is hashed by one thread while the others read.
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 
@@ -18,14 +20,14 @@ use crate::error::Result;
 use crate::fallible::listed;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
-/// Bytes hashed before the queue is looked at again.
+/// Bytes that a thread hashes before it looks at the queue again.
 const QUANTUM: usize = 1 << 20;
-/// How long an idle thread sleeps before it looks whether the call was given up.
+/// Interval of checks for cancellation while a thread waits for work.
 const IDLE: Duration = Duration::from_millis(20);
 
-/// The tensors of one call that are hashed piece by piece. Pieces are kept until they were hashed.
+/// The tensors of one call that are hashed piece by piece. Pieces are retained until they are hashed.
 pub struct HashPool<B> {
-    /// None for tensors that are not hashed here, which may be many.
+    /// None for tensors that are not hashed here, of which there may be many.
     states: Vec<Option<Box<Mutex<State<B>>>>>,
     queue: Mutex<Queue>,
     changed: Condvar,
@@ -38,42 +40,43 @@ struct Queue {
     idle: usize,
 }
 
-/// One tensor.
+/// The hashes of one tensor, and its pieces that are not hashed yet.
 struct State<B> {
     data_len: u64,
-    /// Absent until the header is known, and while a thread is hashing.
+    /// None until the header is there, and while a thread is hashing.
     work: Option<Work<B>>,
     crc: crc32fast::Hasher,
-    /// Pieces that wait for their turn, by their position in the data.
+    /// Pieces that wait for their turn, by position in the data.
     waiting: BTreeMap<u64, Piece<B>>,
     /// Position after the pieces that were taken from `waiting`.
     next: u64,
 }
 
-/// Some of a tensor's data.
+/// A piece of a tensor's data.
 struct Piece<B> {
     len: u64,
     crc: crc32fast::Hasher,
-    /// The bytes, for SHA-256.
+    /// The bytes, if SHA-256 still needs them.
     bytes: Option<B>,
 }
-/// The next bytes of one or two tensors, which a thread has taken to hash them.
+/// The next bytes of one or two tensors, taken by a thread that will hash them.
 pub struct Taken<B>(Vec<(usize, Work<B>)>);
 
 struct Work<B> {
     sha: Sha256,
     piece: Option<B>,
-    /// Bytes of the piece that were hashed.
+    /// Bytes of the piece that are hashed.
     done: usize,
 }
 
 impl<B: AsRef<[u8]>> Work<B> {
-    /// Bytes of the piece that are left.
+    /// Bytes of the piece that are not hashed yet.
     fn left(&self) -> usize {
         self.piece.as_ref().map_or(0, |piece| piece.as_ref().len() - self.done)
     }
 
-    /// The hash, and the next bytes of the piece.
+    /// Returns the hash and the next bytes of the piece, at most `len`, which count as hashed from now
+    /// on.
     fn next(&mut self, len: usize) -> (&mut Sha256, &[u8]) {
         let bytes = self.piece.as_ref().map_or(&[][..], |piece| piece.as_ref());
         let end = bytes.len().min(self.done.saturating_add(len));
@@ -88,9 +91,10 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<B: AsRef<[u8]>> HashPool<B> {
-    /// A pool for tensors with these numbers of bytes; those of `None` are not hashed here.
+    /// Creates a pool for tensors of these lengths; tensors with `None` are not hashed here.
     ///
-    /// Without `sha`, only the CRC-32 is computed, and nothing is left for a queue to do.
+    /// If `sha` is false, only the CRC-32 is computed. Then only complete tensors are queued, to be
+    /// reported.
     pub fn new(data_lens: impl Iterator<Item = Option<u64>>, sha: bool) -> Result<Self> {
         let mut unfinished = 0;
         let states = data_lens.map(|data_len| {
@@ -113,14 +117,14 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         self.states.get(tensor)?.as_deref()
     }
 
-    /// Bytes of a tensor that are kept until it is their turn to be hashed.
+    /// Bytes of a tensor that are retained until it is their turn to be hashed.
     pub fn waiting(&self, tensor: usize) -> u64 {
         let Some(state) = self.state(tensor) else { return 0 };
         let state = locked(state);
         state.waiting.values().filter(|piece| piece.bytes.is_some()).map(|piece| piece.len).sum()
     }
 
-    /// Brings a header's covered bytes.
+    /// Takes the covered bytes of a tensor's header.
     pub fn header(&self, tensor: usize, bytes: &[u8]) {
         let Some(state) = self.state(tensor) else { return };
         let mut state = locked(state);
@@ -132,14 +136,14 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         self.park(tensor, Work { sha, piece: None, done: 0 }, &mut state);
     }
 
-    /// Brings the data from `start` on.
+    /// Takes a piece of data that begins at `start`.
     pub fn data(&self, tensor: usize, start: u64, piece: B) {
         let Some(state) = self.state(tensor) else { return };
         let mut crc = crc32fast::Hasher::new();
         crc.update(piece.as_ref());
         let mut state = locked(state);
         let len = piece.as_ref().len() as u64;
-        // Memory that nobody needs any more may be what others wait for.
+        // Without SHA-256 the bytes are freed now: other threads may be waiting for the memory.
         let bytes = self.sha.then_some(piece);
         state.waiting.insert(start, Piece { len, crc, bytes });
         if start == state.next
@@ -149,7 +153,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         }
     }
 
-    /// Puts work down: into the queue if there are bytes to hash, or if all of them were.
+    /// Puts work back. Queues the tensor if it has bytes to hash, or if all of its bytes are hashed.
     fn park(&self, tensor: usize, mut work: Work<B>, state: &mut State<B>) {
         if work.left() == 0 {
             work.piece = None;
@@ -175,7 +179,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         Some((tensor, locked(self.state(tensor)?).work.take()?))
     }
 
-    /// Leaves a tensor out, of which no header was brought.
+    /// Excludes a tensor whose header was not given to the pool.
     pub fn skip(&self, tensor: usize) {
         if self.state(tensor).is_some() {
             locked(&self.queue).unfinished -= 1;
@@ -183,10 +187,11 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         }
     }
 
-    /// Takes some bytes of one or two tensors, to hash them and report those that are complete.
+    /// Takes the next bytes of one or two tensors, which [`HashPool::hash`] is to hash.
     ///
-    /// With `more_to_move` it does nothing unless two are ready. Otherwise it waits for work, as
-    /// long as tensors are unfinished and `stopped` does not say so; None means that all is done.
+    /// If `more_to_move` returns true, it does not wait, and returns None unless two tensors are ready.
+    /// Otherwise it waits until one is ready. It returns None once all tensors are finished, or
+    /// `stopped` returns true.
     pub fn take(
         &self,
         more_to_move: impl Fn() -> bool,
@@ -204,12 +209,13 @@ impl<B: AsRef<[u8]>> HashPool<B> {
             queue.idle -= 1;
             more = more_to_move();
         }
-        // At the end, a thread that has nothing to do is better than a second stream.
+        // Near the end it is faster to leave the second stream to an idle thread than to hash both
+        // here.
         let pair = more || queue.ready.len() > queue.idle + 1;
         Some(self.taken(queue, pair))
     }
 
-    /// Takes something that is ready, if there is anything, without waiting.
+    /// Takes what is ready, without waiting; None if nothing is.
     pub fn take_ready(&self) -> Option<Taken<B>> {
         let queue = locked(&self.queue);
         (!queue.ready.is_empty()).then(|| self.taken(queue, true))
@@ -223,7 +229,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         Taken(tensors.filter_map(|tensor| self.work(tensor)).collect())
     }
 
-    /// Hashes what was taken, and reports the tensors that are complete.
+    /// Hashes what was taken, and calls `complete` for each tensor that is finished.
     pub fn hash(&self, taken: Taken<B>, mut complete: impl FnMut(usize, Digests)) {
         let Taken(mut works) = taken;
         match works.as_mut_slice() {
@@ -247,7 +253,8 @@ impl<B: AsRef<[u8]>> HashPool<B> {
             if work.left() == 0 && state.next == state.data_len {
                 let crc = state.crc.clone().finalize();
                 drop(state);
-                // Who waits until the bytes were let go is told below.
+                // The bytes are freed before the threads that may wait for their memory are notified
+                // below.
                 drop(work.piece);
                 complete(tensor, Digests { crc, sha: work.sha.finish() });
                 locked(&self.queue).unfinished -= 1;

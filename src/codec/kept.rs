@@ -1,5 +1,5 @@
-//! What is kept of a header once it was read and agreed with the index: enough to verify its tensor,
-//! at once or later, in few bytes however long the header is.
+//! A compact copy of a header that was read and agreed with the index. It suffices to verify its
+//! tensor, at once or later, and is short however long the header is.
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 
@@ -8,13 +8,13 @@ use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::{Algorithm, Header};
 
-/// Most covered bytes, zeros of padding apart, that are kept as they are.
+/// Maximum covered bytes, without zeros of padding, that are retained as they are.
 const MOST_BYTES: usize = 512;
-/// Bytes at the end of a header that follow its padding: the length of the data.
+/// Bytes of a header after its padding: the length of the data.
 const END_LEN: usize = 8;
 const ZEROS: [u8; 4096] = [0; 4096];
 
-/// A header that agreed with the index, in brief.
+/// A compact copy of a header that agreed with the index.
 pub struct KeptHeader {
     /// Number of the owning module in `named_modules()` order.
     pub module_index: u16,
@@ -25,20 +25,20 @@ pub struct KeptHeader {
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Hash {
     algorithm: Algorithm,
-    /// As many bytes as the algorithm's values have.
+    /// The value, followed by zeros if the algorithm's values are shorter.
     value: [u8; 32],
 }
 
-/// What hashes cover of a header.
+/// The part of a header that hashes cover.
 enum Covered {
-    /// Its bytes, without so many zeros before the last [`END_LEN`].
+    /// Its bytes, without the `zeros` zeros of padding before the last [`END_LEN`] bytes.
     Bytes { bytes: Box<[u8]>, zeros: usize },
-    /// The hashes after all of it.
+    /// The state of the hashes after all covered bytes.
     Hashed(Box<StreamHash>),
 }
 
 impl KeptHeader {
-    /// That of a tensor whose format has none.
+    /// The header of a tensor whose format has no headers.
     pub fn none() -> Self {
         KeptHeader {
             module_index: 0,
@@ -47,7 +47,7 @@ impl KeptHeader {
         }
     }
 
-    /// Keeps a header, and gives the bytes of it that hashes cover, if they are wanted.
+    /// Copies a header. Also returns the bytes of it that hashes cover if `wanted` is true, else none.
     pub fn of(header: &Header<'_>, wanted: bool) -> (Self, Vec<u8>) {
         let module_index = header.module_index;
         let hashes = distinct(header);
@@ -64,12 +64,12 @@ impl KeptHeader {
         (KeptHeader { module_index, hashes, covered: kept }, covered)
     }
 
-    /// What the header says: algorithm and value, as messages show them.
+    /// The hashes that the header states: algorithm and value, as in messages.
     pub fn hashes(&self) -> impl Iterator<Item = (&'static str, String)> + '_ {
         self.hashes.iter().map(|hash| (hash.algorithm.name(), hash.to_string()))
     }
 
-    /// The hashes after the header's covered bytes.
+    /// The state of the hashes after the header's covered bytes.
     pub fn begin(&self) -> StreamHash {
         match &self.covered {
             Covered::Hashed(hash) => (**hash).clone(),
@@ -87,7 +87,7 @@ impl KeptHeader {
         }
     }
 
-    /// Compares what was computed with what the header says. A header without the hash fails.
+    /// Compares computed hashes with those of the header. A header without the wanted hash is an error.
     pub fn verify(&self, digests: &Digests, entry: &Entry, uri: &str, which: Verify) -> Result<()> {
         let wanted = |hash: &&Hash| which == Verify::All || hash.algorithm == Algorithm::Crc32;
         if !self.hashes.iter().any(|hash| wanted(&hash)) {
@@ -111,8 +111,8 @@ impl KeptHeader {
     }
 }
 
-/// The hashes of a header without repetitions, and at most two values of an algorithm: where there
-/// are two, one of them fails.
+/// The hashes of a header without duplicates, and at most two values per algorithm: of two different
+/// values at least one fails anyway.
 fn distinct(header: &Header<'_>) -> Box<[Hash]> {
     let mut hashes: Vec<Hash> = Vec::with_capacity(2);
     for stored in header.hashes() {
@@ -148,7 +148,7 @@ impl Hash {
 }
 
 impl std::fmt::Display for Hash {
-    /// CRC-32 in decimal and SHA-256 in hexadecimal, as the old package's messages have them.
+    /// Writes CRC-32 in decimal and SHA-256 in hexadecimal, as in messages of the old package.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match (self.algorithm, self.value.first_chunk()) {
             (Algorithm::Crc32, Some(bytes)) => write!(f, "{}", u32::from_le_bytes(*bytes)),
@@ -167,7 +167,7 @@ mod tests {
     use crate::format::name::Name;
     use crate::format::tensors::header::{Draft, Hashes};
 
-    /// Headers of all kinds of length, padded with zeros or with something else.
+    /// Headers of many lengths, padded with zeros or with other bytes.
     #[test]
     fn what_is_kept_is_short_and_hashes_like_the_whole() {
         let data = [7; 100];

@@ -1,4 +1,4 @@
-//! What happens to bytes on their way: decryption and hashing.
+//! Processing of bytes between file and memory: encryption, decryption and hashing.
 
 pub mod crypt;
 pub mod decrypt;

@@ -1,7 +1,7 @@
 //! SHA-256 over one or two byte streams at once.
 //!
-//! One stream leaves a core's SHA unit waiting for the previous round; a second stream fills the
-//! gaps. With all cores busy that is a third more, CRC-32 included: two cores of Zen 5 hash
+//! With one stream, the SHA unit of a core waits for the result of the previous round; a second stream
+//! fills the gaps. With all cores busy this is a third more, CRC-32 included: two cores of Zen 5 hash
 //! 3.3 GB/s one by one and 4.4 GB/s in pairs (`benchmarks/sha256.rs`).
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
@@ -23,7 +23,7 @@ const INITIAL: [u32; 8] = [
     0x5be0_cd19,
 ];
 
-/// The state of one stream.
+/// The SHA-256 state of one stream.
 #[derive(Clone)]
 pub struct Sha256 {
     state: [u32; 8],
@@ -47,7 +47,7 @@ impl Sha256 {
         self.keep(tail);
     }
 
-    /// Hashes as much of two streams as can be hashed together, and returns what is left of each.
+    /// Hashes as much of two streams as can be hashed together, and returns the remainder of each.
     pub fn update_pair<'b>(pair: [&mut Sha256; 2], bytes: [&'b [u8]; 2]) -> [&'b [u8]; 2] {
         let [first, second] = pair;
         let [a, b] = bytes;
@@ -63,7 +63,7 @@ impl Sha256 {
             first.blocks(blocks[0]);
             second.blocks(blocks[1]);
         }
-        // What does not fill a block can only be kept once no full block comes before it.
+        // A remainder shorter than a block can be buffered only if no full block precedes it.
         [first.keep_if_short(tail_a), second.keep_if_short(tail_b)]
     }
 
@@ -87,7 +87,7 @@ impl Sha256 {
         self.total += (blocks.len() * BLOCK) as u64;
     }
 
-    /// Fills a begun block from the bytes, and returns those that it did not take.
+    /// Completes a partial block with some of the bytes, and returns the remaining ones.
     fn complete_block<'b>(&mut self, bytes: &'b [u8]) -> &'b [u8] {
         if self.rest_len == 0 {
             return bytes;

@@ -1,4 +1,4 @@
-//! A bounds-checked reader over bytes of a file, which knows their position for error messages.
+//! A bounds-checked cursor over bytes of a file, which knows their file position for error messages.
 
 use crate::error::Malformed;
 
@@ -12,7 +12,8 @@ pub struct Cursor<'a> {
 }
 
 impl<'a> Cursor<'a> {
-    /// `base` is the file position of `bytes[0]`; `what` names the record in messages.
+    /// Creates a cursor. `base` is the file position of `bytes[0]`; `what` names the record in
+    /// messages.
     pub fn new(bytes: &'a [u8], base: u64, what: &'static str) -> Self {
         Cursor { bytes, position: 0, base, what }
     }
@@ -82,7 +83,7 @@ impl<'a> Cursor<'a> {
         self.array(field)
     }
 
-    /// An error at the next byte.
+    /// Creates an error at the position of the next byte.
     pub fn error(&self, what: impl Into<String>) -> Malformed {
         Malformed::new(self.offset(), what)
     }

@@ -1,5 +1,5 @@
-//! What a format makes of a file, or of several: tensors, and where their bytes lie. What loads
-//! knows nothing else of it.
+//! The catalog: the tensors that a format finds in one or more files, and the positions of their bytes.
+//! The code that loads knows nothing else of a format.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,11 +17,11 @@ pub const MAX_DIMS: usize = 64;
 /// A format of files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// Our own.
+    /// `.tensors`, the format of this package.
     Tensors,
     /// `.safetensors`.
     Safetensors,
-    /// What `torch.save` writes: a zip archive.
+    /// A zip archive written by `torch.save`.
     TorchZip,
 }
 
@@ -35,34 +35,34 @@ impl Format {
         }
     }
 
-    /// Whether its files name tensors, and not only storages.
+    /// True if its files name tensors; false if they name only storages.
     pub fn names_tensors(self) -> bool {
         self != Format::TorchZip
     }
 
-    /// Whether its files hold hashes of tensors.
+    /// True if its files hold hashes of tensors.
     pub fn has_hashes(self) -> bool {
         self == Format::Tensors
     }
 }
 
-/// Names and values that files have beside their tensors; None if no file states any, which
-/// safetensors tells from an empty list. Tensors can be loaded although these are damaged.
+/// Names and values that files hold beside their tensors. None if no file has any, which safetensors
+/// distinguishes from an empty list. Damaged metadata do not prevent tensors from being loaded.
 pub type Metadata = Result<Option<Vec<(String, String)>>, Malformed>;
 
 /// Tensors of one file, or of the shards of a checkpoint.
 pub struct Catalog {
     /// The format of all files.
     pub format: Format,
-    /// The tensors: those of `.tensors` files in the order of their index, those of a pickle in that
-    /// of the pickle, others by position.
+    /// The tensors: of `.tensors` files in the order of the index, of a pickle in the order of the
+    /// pickle, of other files by position.
     pub entries: Arc<Vec<Entry>>,
-    /// Their numbers by name.
+    /// The number of each tensor, by name.
     pub names: NameTree,
-    /// What else the files say; shared by all catalogs of the same files.
+    /// The metadata of the files; shared by all catalogs of the same files.
     pub metadata: Arc<Metadata>,
-    /// Which tensor is in which file, as an index of shards says, where these entries are not yet the
-    /// tensors.
+    /// The file of each tensor, as an index of shards states it. Filled only where `entries` are
+    /// storages and not yet the tensors; empty otherwise.
     pub promised: BTreeMap<String, usize>,
 }
 
@@ -71,35 +71,37 @@ pub struct Catalog {
 pub struct Entry {
     /// Its name.
     pub name: Name,
-    /// What it was in the saved object.
+    /// Its role in the saved object.
     pub kind: TensorKind,
     /// Its element type.
     pub dtype: DType,
     /// Its dimensions.
     pub shape: Box<[u64]>,
-    /// Dimensions are stored in eight bytes, in the index and in the tensor's header (`.tensors`).
+    /// True if dimensions are stored in eight bytes, in the index and in the tensor's header
+    /// (`.tensors`).
     pub long: bool,
-    /// Which file it is in.
+    /// The number of its file.
     pub file: usize,
-    /// File position of its header; that of its data where a format has none.
+    /// File position of its header; that of its data in formats without headers.
     pub header_offset: u64,
     /// File position of its data.
     pub data_offset: u64,
     /// Bytes of data in the file; zero for a tensor of the `meta` device.
     pub data_len: u64,
-    /// What this is a slice of: `shape` is the slice's then, and the rest that of the whole tensor.
+    /// The whole tensor, if this is a slice of one. Then `shape` is that of the slice, and the other
+    /// fields describe the whole.
     pub whole: Option<Arc<Whole>>,
-    /// Its elements do not lie one behind the other in row-major order (`torch.save`): only who knows
-    /// its strides can load it, from its storage.
+    /// True if its elements are not contiguous in row-major order (`torch.save`). Such a tensor is
+    /// loaded from its storage by code that knows its strides.
     pub strided: bool,
 }
 
-/// A tensor of which a slice is wanted.
+/// The tensor of which a slice is loaded.
 #[derive(Debug)]
 pub struct Whole {
     /// Its dimensions.
     pub shape: Box<[u64]>,
-    /// The range of indices in each of them.
+    /// The range of indices in each dimension.
     pub slice: Box<[Range<u64>]>,
 }
 
@@ -109,12 +111,12 @@ impl Entry {
         element_count(&self.shape)?.checked_mul(self.dtype.size())
     }
 
-    /// Its dimensions as signed numbers; those of a catalog fit.
+    /// Its dimensions as signed numbers: all dimensions in a catalog fit.
     pub fn signed_shape(&self) -> &[i64] {
         bytemuck::cast_slice(&self.shape)
     }
 
-    /// The tensor was on the `meta` device: it has a size but no data.
+    /// True if the tensor was on the `meta` device: it has a size but no data.
     pub fn is_meta(&self) -> bool {
         let shape = self.whole.as_ref().map_or(&self.shape, |whole| &whole.shape);
         self.data_len == 0 && !shape.contains(&0)
@@ -131,15 +133,15 @@ impl Entry {
     }
 }
 
-/// Bytes that a tensor takes in memory, or None where it is too large for torch, which computes
-/// strides from all dimensions, those of empty tensors included.
+/// Bytes that a tensor takes in memory. None if it is too large for torch, which computes strides from
+/// all dimensions, also of empty tensors.
 pub fn checked_len(dtype: DType, shape: &[u64]) -> Option<u64> {
     let extent = shape.iter().try_fold(dtype.size(), |n, &dim| n.checked_mul(dim.max(1)))?;
     i64::try_from(extent).ok()?;
     element_count(shape)?.checked_mul(dtype.size())
 }
 
-/// Bytes of data of tensors together; what a file claims may be any number.
+/// Total bytes of data of some tensors. Saturates, because a file may state any number.
 pub fn data_len<'e>(entries: impl Iterator<Item = &'e Entry>) -> u64 {
     entries.fold(0, |sum, entry| sum.saturating_add(entry.data_len))
 }

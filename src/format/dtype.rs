@@ -1,5 +1,5 @@
-//! The one table of element types: torch's name, torch's code, bytes an element, stored string, and
-//! the name in safetensors.
+//! The one table of element types: torch's name and code, bytes per element, the stored string, and the
+//! name in safetensors.
 
 /// An element type that a file can hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -12,16 +12,16 @@ struct Row {
     size: u8,
     /// The numpy string of plain types; opaque ones are stored as `V<size>` and their name.
     plain: Option<&'static str>,
-    /// What it is in safetensors.
+    /// Its counterpart in safetensors, if there is one.
     safetensors: Option<Safetensors>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Safetensors {
     name: &'static str,
-    /// How many of its values make an element here.
+    /// The number of safetensors values in one element here.
     values: u8,
-    /// Its place among the types there, in whose falling order data are written.
+    /// Its sort rank in safetensors, which writes data in descending order of rank.
     rank: u8,
 }
 
@@ -89,7 +89,7 @@ static TABLE: [Row; 41] = [
     opaque("float4_e2m1fn_x2", 45, 1).packed("F4", 2, 1),
 ];
 
-/// Types of safetensors that torch has not: four values in three bytes.
+/// Types of safetensors that torch lacks: four values in three bytes.
 static BEYOND_TORCH: [Row; 2] = [
     opaque("float6_e2m3fn_x4", -1, 3).packed("F6_E2M3", 4, 2),
     opaque("float6_e3m2fn_x4", -2, 3).packed("F6_E3M2", 4, 3),
@@ -101,17 +101,17 @@ impl DType {
         TABLE.iter().map(DType)
     }
 
-    /// The type of torch's code (`c10::ScalarType`).
+    /// The type with torch's code (`c10::ScalarType`).
     pub fn from_code(code: i8) -> Option<Self> {
         TABLE.iter().find(|row| row.code == code).map(DType)
     }
 
-    /// The type of a name without `torch.`.
+    /// The type with this name, which is without `torch.`.
     pub fn from_name(name: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.name == name).map(DType)
     }
 
-    /// The type that safetensors calls so, and how many values of it make one element.
+    /// The type with this name in safetensors, and the number of values there in one element.
     pub fn from_safetensors(name: &str) -> Option<(Self, u64)> {
         TABLE.iter().chain(&BEYOND_TORCH).find_map(|row| {
             let found = row.safetensors.filter(|known| known.name == name)?;
@@ -119,22 +119,22 @@ impl DType {
         })
     }
 
-    /// What safetensors calls it, and how many values of it make one element.
+    /// Its name in safetensors, and the number of values there in one element.
     pub fn safetensors(self) -> Option<(&'static str, u64)> {
         self.0.safetensors.map(|found| (found.name, u64::from(found.values)))
     }
 
-    /// Its place among the types of safetensors, in whose falling order data are written there.
+    /// Its sort rank in safetensors, which writes data in descending order of rank.
     pub fn rank_in_safetensors(self) -> Option<u8> {
         self.0.safetensors.map(|found| found.rank)
     }
 
-    /// Whether torch has tensors of this type.
+    /// True if torch has this type.
     pub fn is_of_torch(self) -> bool {
         self.0.code >= 0
     }
 
-    /// torch's code; negative for types that it has not.
+    /// torch's code; negative for types that torch lacks.
     pub fn code(self) -> i8 {
         self.0.code
     }
@@ -144,17 +144,17 @@ impl DType {
         self.0.name
     }
 
-    /// Bytes an element.
+    /// Bytes per element.
     pub fn size(self) -> u64 {
         u64::from(self.0.size)
     }
 
-    /// Stored as untyped bytes and a torch name, because numpy has no such type.
+    /// True if it is stored as untyped bytes with torch's name, because numpy has no such type.
     pub fn is_opaque(self) -> bool {
         self.0.plain.is_none()
     }
 
-    /// The string in the file.
+    /// The string that files store for it.
     pub fn stored(self) -> String {
         match self.0.plain {
             Some(numpy) => numpy.to_owned(),
@@ -165,12 +165,13 @@ impl DType {
         }
     }
 
-    /// Whether a file's string is the one that is written for this type; False for some that are.
+    /// True if a file's string is the usual one of this type. False for its other spellings, and for
+    /// opaque types: [`DType::parse`] reads those.
     pub fn is_plainly(self, stored: &[u8]) -> bool {
         self.0.plain.is_some_and(|plain| plain.as_bytes() == stored)
     }
 
-    /// The type that a file's string stands for, or what is wrong with it.
+    /// Parses a file's string; the error says what is wrong with it.
     ///
     /// Plain strings may also be spelled with `=` or without a byte order.
     pub fn parse(stored: &[u8]) -> Result<Self, String> {
@@ -233,7 +234,7 @@ mod tests {
         {
             assert!(DType::parse(text.as_bytes()).is_err(), "{text:?}");
         }
-        // What is told is shown, not sent to the terminal.
+        // Control characters are escaped, so that a terminal does not act on them.
         let said = DType::parse(b"<V\x1b[2J\0torch.bfloat16").unwrap_err();
         assert_eq!(said, r#"unknown dtype "<V\u{1b}[2J\0torch.bfloat16""#);
     }

@@ -1,10 +1,10 @@
-//! Parts of JSON that the formats of others have in common.
+//! Helpers for parsing JSON, shared by the formats of other projects.
 
 use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 
-/// A value that nobody wants, which is well-formed all the same, and not nested too deeply.
+/// A value that is ignored. It must still be well-formed, and not nested too deeply.
 pub struct Discarded;
 
 impl<'de> Deserialize<'de> for Discarded {
@@ -13,7 +13,7 @@ impl<'de> Deserialize<'de> for Discarded {
     }
 }
 
-/// A string, a number or a truth value as text; None for anything else.
+/// A string, number or boolean as text; None for any other value.
 pub struct Scalar(pub Option<String>);
 
 impl<'de> Deserialize<'de> for Scalar {

@@ -1,7 +1,7 @@
-//! Bytes of files to structs and back. Pure: no I/O, no torch, no Python.
+//! Converts bytes of files to structs and back. Pure: no I/O, no torch, no Python.
 //!
-//! Each format becomes a [`catalog`]: tensors, and where their bytes lie. Nothing here allocates more
-//! than its input justifies, and nothing trusts a length.
+//! Each format becomes a [`catalog`]: tensors, and the positions of their bytes. Nothing here allocates
+//! more than its input justifies, and no length in a file is trusted.
 
 pub mod bytes;
 pub mod catalog;
@@ -15,7 +15,7 @@ pub mod shards;
 pub mod tensors;
 pub mod torch_zip;
 
-/// What a tensor was in the object that was saved.
+/// The role of a tensor in the object that was saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum TensorKind {
@@ -32,7 +32,7 @@ impl TensorKind {
     pub const ALL: [TensorKind; 3] =
         [TensorKind::Parameter, TensorKind::Buffer, TensorKind::StateDict];
 
-    /// What the command calls it.
+    /// Its name in the output of the command.
     pub fn name(self) -> &'static str {
         match self {
             TensorKind::Parameter => "param",
@@ -41,7 +41,7 @@ impl TensorKind {
         }
     }
 
-    /// The kind that a byte of the file stands for.
+    /// The kind that a byte of a file stands for.
     pub fn from_u8(value: u8) -> Option<Self> {
         match value {
             0 => Some(TensorKind::Parameter),

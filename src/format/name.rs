@@ -14,11 +14,12 @@ use crate::error::Shown;
 /// Longest name that the format can hold, in bytes.
 pub const MAX_NAME_LEN: usize = u16::MAX as usize;
 
-/// Most steps of a path. Real structures have a handful; what walks the tree may recurse.
+/// Maximum number of steps in a path. Real structures have a handful, and code that walks the tree may
+/// recurse.
 pub const MAX_DEPTH: usize = 256;
 
-/// A tensor's name as stored: a plain string, or a JSON array that was found well-formed. Clones
-/// share the text.
+/// A tensor's name as stored: a plain string, or a JSON array that has been validated. Clones share the
+/// text.
 #[derive(Debug, Clone)]
 pub struct Name(Arc<str>);
 
@@ -74,7 +75,7 @@ impl Name {
         Ok(name)
     }
 
-    /// Like [`Name::from_key`], but a string in the stored form of a structured name is one.
+    /// Like [`Name::from_key`], but a string in the stored form of a structured name is parsed as one.
     pub fn from_stored_or_key(text: &str) -> Result<Self, String> {
         if text.starts_with(MARK) { Self::parse(text.as_bytes()) } else { Self::from_key(text) }
     }
@@ -95,7 +96,7 @@ impl Name {
         &self.0
     }
 
-    /// The string that the name is, if it is one and no path.
+    /// The name as a string; None if its path is not a single string of valid UTF-8.
     pub fn key(&self) -> Option<String> {
         let mut steps = self.components();
         match (steps.next(), steps.next()) {
@@ -104,9 +105,9 @@ impl Name {
         }
     }
 
-    /// The path, read step by step, where it is stored as one.
+    /// The steps of the path, parsed lazily; None if the name is stored as a plain string.
     pub fn path(&self) -> Option<impl Iterator<Item = Component> + '_> {
-        // A name was read to its end when it was made, so that no step fails here.
+        // The name was validated when it was made, so no step fails here.
         Some(Steps::new(self.0.strip_prefix(MARK)?).map_while(Result::ok))
     }
 
@@ -117,7 +118,7 @@ impl Name {
         plain.into_iter().chain(path.into_iter().flatten())
     }
 
-    /// The one form that all spellings of the path have in common: the one that is written.
+    /// The canonical form, which all spellings of one path share: the one that is written.
     pub(super) fn canonical(&self) -> Arc<str> {
         let Some(json) = self.0.strip_prefix(MARK) else { return Arc::clone(&self.0) };
         if is_encoded(json) {
@@ -132,7 +133,7 @@ impl Name {
         encode(self.components()).into()
     }
 
-    /// Whether two names stand for one path, however spelled.
+    /// True if two names stand for the same path, even if they are spelled differently.
     pub fn same_path(&self, other: &Name) -> bool {
         self.0 == other.0 || self.components().eq(other.components())
     }

@@ -1,10 +1,11 @@
-//! The names of a file together: they form a tree, in which no path is the beginning of another and
-//! the keys of a level are all strings or all indices.
+//! The names of a file as a tree: no path is a prefix of another, and the keys of one level are all
+//! strings or all indices.
 //!
-//! The tree is not built. Names are sorted by the bytes of their canonical form, without the bracket
-//! at its end, so that whatever is below a path follows it at once: in this form, after the whole
-//! of a path come `,` or bytes that sort behind it. A new name can then only conflict with its two
-//! neighbours; plain names, which lie apart from the others, are looked up.
+//! The tree is never built. Names are sorted by the bytes of their canonical form, without its closing
+//! bracket. All paths below a path then follow it directly: their next byte is `,`, and the next byte
+//! of any other path that begins with the same bytes sorts after `,`. A new structured name can
+//! therefore conflict only with its two neighbours. Plain names sort apart from these, and are looked
+//! up.
 
 use std::borrow::Borrow;
 use std::cmp::Ordering;
@@ -19,17 +20,17 @@ use super::path::encode_key;
 /// The beginning of every path that is not a plain name.
 const ROOT: &str = "\u{1e}[";
 
-/// Adds names one by one and refuses those that do not form a tree with the earlier ones.
+/// Adds names one by one, and refuses those that do not form a tree with the earlier ones.
 #[derive(Default)]
 pub struct NameTree {
     numbers: BTreeMap<Path, usize>,
-    /// How many of the names are plain.
+    /// The number of names that are plain.
     plain: usize,
 }
 
 impl NameTree {
-    /// Adds the name with the number `index`, or says what it conflicts with. A refused name is not
-    /// added.
+    /// Adds a name with the number `index`. A name that conflicts with an earlier one is an error, and
+    /// is not added.
     pub fn insert(&mut self, name: &Name, index: usize) -> Result<(), String> {
         let conflict = || format!("Conflicting tensor paths: {name} conflicts with another name");
         let path = Path(name.canonical());
@@ -50,7 +51,7 @@ impl NameTree {
         Ok(())
     }
 
-    /// Takes a name out again.
+    /// Removes a name.
     pub fn remove(&mut self, name: &Name) {
         let path = Path(name.canonical());
         if self.numbers.remove(path.bytes()).is_some() {
@@ -58,7 +59,7 @@ impl NameTree {
         }
     }
 
-    /// The number of a name, by the form in which it is stored, however spelled.
+    /// The number of a name, given in any of its stored spellings.
     pub fn find(&self, stored: &str) -> Option<usize> {
         if !stored.starts_with(MARK) {
             return self.numbers.get(stored.as_bytes()).copied();
@@ -71,7 +72,8 @@ impl NameTree {
         self.numbers.len() - self.plain
     }
 
-    /// Whether a plain name stands where others have indices or a subtree.
+    /// True if a plain name conflicts with structured names: their top level has indices, or its own
+    /// key has a subtree.
     fn plain_conflicts(&self, path: &Path) -> bool {
         let first = self.from(ROOT.as_bytes()).filter(|path| !path.is_plain());
         if first.is_some_and(|path| path.get(ROOT.len()).is_some_and(u8::is_ascii_digit)) {
@@ -103,14 +105,14 @@ impl NameTree {
         })
     }
 
-    /// The first path from these bytes on.
+    /// The first path at or after these bytes.
     fn from(&self, bytes: &[u8]) -> Option<&Path> {
         let range = self.numbers.range::<[u8], _>((Bound::Included(bytes), Bound::Unbounded));
         range.map(|(path, _)| path).next()
     }
 }
 
-/// A name in its canonical form, ordered by its bytes without the bracket at the end.
+/// A name in its canonical form, ordered by its bytes without the closing bracket.
 struct Path(Arc<str>);
 
 impl Path {
@@ -132,12 +134,12 @@ impl Path {
     }
 }
 
-/// Whether a path begins with all of another one, and goes on.
+/// True if a path is longer than another one, and begins with all of its steps.
 fn is_below(path: &[u8], other: &[u8]) -> bool {
     path.strip_prefix(other).is_some_and(|rest| rest.first() == Some(&b','))
 }
 
-/// Whether two paths part where one has a key and the other an index.
+/// True if, at the first step that differs, one path has a key and the other an index.
 fn kinds_differ(path: &[u8], other: &Path) -> bool {
     let common = path.iter().zip(other.bytes()).take_while(|(a, b)| a == b).count();
     let kinds = [path.get(common), other.get(common)].map(|next| match next {
@@ -247,7 +249,7 @@ mod tests {
         assert_eq!((tree.find("a"), tree.find("\u{1e}[ 0 ]")), (None, Some(2)));
     }
 
-    /// The rule itself: nested maps.
+    /// The reference implementation: nested maps.
     #[derive(Default)]
     struct Level(HashMap<Component, Level>);
 
@@ -269,7 +271,7 @@ mod tests {
         false
     }
 
-    /// Few keys, such that digits, quotes and commas meet in all ways.
+    /// Few keys, in which digits, quotes and commas occur in all combinations.
     fn step() -> impl Strategy<Value = Component> {
         let key = prop_oneof![
             "[ab1,]{0,2}".prop_map(String::from),

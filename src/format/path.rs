@@ -1,4 +1,4 @@
-//! Paths as JSON: what is written, and what is read.
+//! Paths as JSON: encoding and parsing.
 
 use std::fmt::Write as _;
 
@@ -8,8 +8,8 @@ pub(super) const MARK: char = '\u{1e}';
 /// One step of a path.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Component {
-    /// A mapping's key: UTF-8, except that JSON can spell lone surrogates, which are kept in the
-    /// same way that UTF-8 would encode them.
+    /// A mapping's key, in UTF-8. JSON can also spell lone surrogates, which are stored as UTF-8 would
+    /// encode them.
     Key(Box<[u8]>),
     /// A list's index.
     Index(u64),
@@ -63,8 +63,8 @@ fn escape(key: &[u8], out: &mut String) {
     }
 }
 
-/// Whether a well-formed array is surely what [`encode`] writes, without the marker. False for
-/// those with escapes, and for those of one string, which may have a plain form.
+/// True if a well-formed array, without the marker, certainly is in the form that [`encode`] writes.
+/// False for arrays with escapes, and for those of one string, which may have a plain form.
 pub(super) fn is_encoded(json: &str) -> bool {
     let (mut in_string, mut steps) = (false, 1);
     for byte in json.bytes() {
@@ -79,12 +79,12 @@ pub(super) fn is_encoded(json: &str) -> bool {
     steps > 1 || !json.starts_with("[\"")
 }
 
-/// The UTF-16 code units of UTF-8 that may hold surrogates.
+/// The UTF-16 code units of UTF-8 that may contain surrogates.
 fn utf16_units(bytes: &[u8]) -> Vec<u16> {
     let mut units = Vec::with_capacity(bytes.len());
     let mut rest = bytes;
     while let Some((_, after)) = rest.split_first() {
-        // UTF-8 proper has no such three bytes.
+        // Three bytes that encode a surrogate, which valid UTF-8 never has.
         if let [0xed, second @ 0xa0..=0xbf, third @ 0x80..=0xbf, tail @ ..] = rest {
             units.push(0xd000 | (u16::from(second & 0x3f) << 6) | u16::from(third & 0x3f));
             rest = tail;
@@ -102,14 +102,13 @@ fn utf16_units(bytes: &[u8]) -> Vec<u16> {
     units
 }
 
-/// Whether a key has two surrogates that would be read back as one character.
+/// True if a key has two adjacent surrogates that would be read back as one character.
 pub(super) fn has_split_pair(key: &[u8]) -> bool {
     key.windows(6)
         .any(|six| matches!(six, [0xed, 0xa0..=0xaf, 0x80..=0xbf, 0xed, 0xb0..=0xbf, 0x80..=0xbf]))
 }
 
-/// Reads a JSON array of strings and non-negative integers, step by step, up to the first that is
-/// wrong.
+/// Parses a JSON array of strings and non-negative integers step by step, up to the first error.
 pub(super) struct Steps<'a> {
     text: &'a str,
     at: usize,
@@ -202,7 +201,7 @@ impl<'a> Steps<'a> {
         Ok(value)
     }
 
-    /// The rest of a string, up to its closing quote.
+    /// Parses the rest of a string, up to its closing quote.
     fn string(&mut self) -> Result<Vec<u8>, String> {
         let mut out = Vec::new();
         let mut pending: Option<u16> = None; // a high surrogate that waits for its low one

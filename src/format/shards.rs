@@ -1,5 +1,5 @@
-//! The index of a checkpoint in several files, `*.safetensors.index.json` or `*.bin.index.json`, as
-//! Hugging Face's libraries write it: which file each tensor is in.
+//! The index of a checkpoint in several files: `*.safetensors.index.json` or `*.bin.index.json`, as
+//! Hugging Face's libraries write it. It states the file of each tensor.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,11 +10,11 @@ use super::safetensors::{self, Strings};
 use crate::error::{Brief, Error, Malformed};
 use crate::fallible::with_room;
 
-/// Bytes of the longest index that is read, as of a safetensors header.
+/// Maximum bytes of an index that is read, as for a safetensors header.
 pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
-/// Files that a folder of a model may have, in the order in which they are looked for: those of
-/// transformers, diffusers and PEFT, and those of half precision where there are no others. Each costs a
-/// request where a server has none of those before it.
+/// File names that are looked for in the folder of a model, in this order: those of transformers,
+/// diffusers and PEFT, then those of half precision. Each costs a request if the server has none of the
+/// files before it.
 pub const IN_FOLDERS: [&str; 15] = [
     "model.safetensors",
     "model.safetensors.index.json",
@@ -32,20 +32,20 @@ pub const IN_FOLDERS: [&str; 15] = [
     "pytorch_model.fp16.bin",
     "diffusion_pytorch_model.fp16.bin",
 ];
-/// The same for messages.
+/// The same names, shortened for messages.
 pub const EXPECTED_IN_FOLDERS: &str = "model.safetensors, pytorch_model.bin, \
     diffusion_pytorch_model.safetensors, adapter_model.safetensors, their indexes and fp16 variants";
-/// What addresses of files end with, and hardly those of folders.
+/// Endings that addresses of files have, and those of folders hardly ever.
 pub const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
 
-/// What an index says.
+/// A parsed index.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Index {
-    /// The files, each once, in the order of their names.
+    /// The names of the files, without duplicates and in sorted order.
     pub files: Vec<String>,
-    /// For each tensor the number of its file.
+    /// The number of the file of each tensor.
     pub tensors: BTreeMap<String, usize>,
-    /// Names and values; those of numbers as they are written.
+    /// Names and values. Numbers and booleans are converted to text; other values are left out.
     pub metadata: Vec<(String, String)>,
 }
 
@@ -62,9 +62,9 @@ pub fn is_index_name(name: &str, format: &str) -> bool {
     )
 }
 
-/// Whether a file that begins so may be one.
+/// True if a file with these first bytes may be an index.
 pub fn begins(bytes: &[u8]) -> bool {
-    // The length of a safetensors header may begin like text.
+    // The length field of a safetensors file may look like the beginning of text.
     bytes.trim_ascii_start().starts_with(b"{") && !safetensors::begins(bytes)
 }
 
@@ -99,7 +99,8 @@ pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
     Ok(Index { metadata: metadata.collect(), files, tensors })
 }
 
-/// Shards lie beside their index, or below it.
+/// Describes what is wrong with a shard's name; None if nothing is. Shards lie in the folder of their
+/// index, or below it.
 fn what_is_wrong_with(name: &str) -> Option<&'static str> {
     let mut steps = name.split('/');
     if name.is_empty() {

@@ -1,10 +1,10 @@
-//! What `torch.save` writes: a zip archive of records, of which `data.pkl` is a pickle and `data/…` are
-//! the storages that it names.
+//! Files of `torch.save`: zip archives of records. The record `data.pkl` is a pickle, and the records
+//! `data/…` are the storages to which it refers.
 //!
-//! Records are used where they lie, so that none may be compressed or encrypted, share bytes with
-//! another or be described in two ways. torch writes a data descriptor behind each record (bit 3 of
-//! its flags) and no sizes into the header before it, pads that header to place the data, and ends
-//! the archive for large files (zip64) whatever its size.
+//! Records are used in place. So no record may be compressed or encrypted, overlap another, or have two
+//! descriptions that disagree. torch writes a data descriptor after each record (bit 3 of its flags),
+//! and no sizes into its local header. It pads that header to align the data, and ends every archive
+//! with the records for large files (zip64), whatever its size.
 
 use std::collections::HashSet;
 
@@ -13,42 +13,42 @@ use crate::error::{Brief, Malformed};
 
 /// Bytes of a local header before the record's name.
 pub const LOCAL_LEN: u64 = 30;
-/// Bytes from the end of a file that hold all that [`find_directory`] needs: the end of an archive
-/// for large files, its locator, the plain end, and the longest comment.
+/// Bytes at the end of a file that contain all that [`find_directory`] needs: the zip64 end record, its
+/// locator, the plain end record, and the longest comment.
 pub const TAIL_LEN: u64 = (END_LEN + LOCATOR_LEN + END64_LEN) as u64 + 0xffff;
 
 const END_LEN: usize = 22;
 const LOCATOR_LEN: usize = 20;
 const END64_LEN: usize = 56;
 const CENTRAL_LEN: u64 = 46;
-/// Bytes of the longest directory that is read: of a million records.
+/// Maximum bytes of a directory that is read: those of a million records.
 const MAX_DIRECTORY: u64 = 100_000_000;
 const LOCAL: [u8; 4] = *b"PK\x03\x04";
 const CENTRAL: u32 = u32::from_le_bytes(*b"PK\x01\x02");
 const END: [u8; 4] = *b"PK\x05\x06";
 const END64: u32 = u32::from_le_bytes(*b"PK\x06\x06");
 const LOCATOR: [u8; 4] = *b"PK\x06\x07";
-/// The extra field with what does not fit into 32 bits.
+/// The id of the extra field with the values that do not fit into 32 bits.
 const EXTRA64: u16 = 1;
 const ENCRYPTED: u16 = 1 | 1 << 6 | 1 << 13;
-/// Sizes are in a data descriptor, and may be missing from the local header.
+/// The flag of records whose sizes are in a data descriptor, and may be missing from the local header.
 const DESCRIBED: u16 = 1 << 3;
-/// How hard was compressed, that names are UTF-8, and the one above.
+/// Flags that are accepted: the compression level, UTF-8 names, and the one above.
 const KNOWN_FLAGS: u16 = 0b110 | DESCRIBED | 1 << 11;
 
-/// Whether a file that begins so may be one.
+/// True if a file with these first bytes may be such an archive.
 pub fn begins(bytes: &[u8]) -> bool {
     bytes.starts_with(&LOCAL)
 }
 
-/// Where the central directory lies, from the first byte of the archive on.
+/// The extent of the central directory, in positions from the first byte of the archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Directory {
     /// Position of its first byte.
     pub start: u64,
     /// Bytes.
     pub len: u64,
-    /// How many records it names.
+    /// The number of records that it lists.
     pub count: u64,
 }
 
@@ -64,8 +64,8 @@ pub struct Record {
     flags: u16,
 }
 
-/// Finds the central directory by the last bytes of an archive of `size` bytes, at least
-/// [`TAIL_LEN`] of them or all. Positions in errors count from `base`, where the archive begins.
+/// Finds the central directory from the last bytes of an archive of `size` bytes: at least [`TAIL_LEN`]
+/// of them, or all. `base` is the file position of the archive, for errors.
 pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Malformed> {
     let fail = |at: u64, what: String| Malformed::new(base.saturating_add(at), what);
     let at = end_of_archive(tail).ok_or_else(|| {
@@ -98,7 +98,7 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
         );
         return Err(fail(follows, what));
     }
-    // A name, and as much of other fields as a record can have.
+    // Each record has a name, extra fields and a comment, of at most 65,535 bytes each.
     let most = count.saturating_mul(CENTRAL_LEN + 3 * u64::from(u16::MAX)).min(MAX_DIRECTORY);
     if len > most {
         let what = format!("expected at most {most} bytes for {count} records, found {len}");
@@ -111,7 +111,7 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
     Ok(end.directory)
 }
 
-/// Where the end of the archive begins in its last bytes.
+/// The position of the end record in the last bytes of an archive.
 fn end_of_archive(tail: &[u8]) -> Option<usize> {
     let last = tail.len().checked_sub(END_LEN)?;
     (0..=last).rev().find(|&at| {
@@ -122,15 +122,15 @@ fn end_of_archive(tail: &[u8]) -> Option<usize> {
     })
 }
 
-/// What an end of the archive says.
+/// The end record of an archive.
 struct End {
     directory: Directory,
-    /// The archive is said to be in several parts.
+    /// True if the archive claims to consist of several parts.
     several: bool,
 }
 
 impl End {
-    /// The end that every archive has; `at` is its position.
+    /// Parses the end record that every archive has; `at` is its position.
     fn plain(bytes: &[u8], at: u64) -> Result<Self, Malformed> {
         let mut cursor = Cursor::new(bytes, at, "end of the zip archive");
         cursor.take(END.len(), "signature")?;
@@ -141,7 +141,8 @@ impl End {
         Ok(End { directory: Directory { start, len, count: counts[1].into() }, several })
     }
 
-    /// That of archives for large files, which lies with its locator before the plain one.
+    /// Parses the zip64 end record, which lies with its locator before the plain one; None if there is
+    /// none.
     fn large(before: &[u8], end_at: u64, base: u64) -> Result<Option<Self>, Malformed> {
         let Some((before, locator)) =
             before.len().checked_sub(LOCATOR_LEN).and_then(|at| before.split_at_checked(at))
@@ -178,7 +179,8 @@ impl End {
         Ok(Some(End { directory: Directory { start, len, count: counts[1] }, several }))
     }
 
-    /// Whether this is what the plain end says where `large` is true.
+    /// True if this plain end record agrees with the zip64 record `large`. The maximum of a field
+    /// stands for any value.
     fn is_short_for(&self, large: &Self) -> bool {
         let (plain, large) = (&self.directory, &large.directory);
         let same = |short: u64, most: u64, value: u64| short == value || short == most;
@@ -188,8 +190,8 @@ impl End {
     }
 }
 
-/// Reads a central directory: records in the order of their positions, which share no bytes as far as
-/// can be told without their local headers.
+/// Parses a central directory: the records, sorted by position. Overlaps are refused, as far as they
+/// can be found without the local headers.
 pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Record>, Malformed> {
     let at = base.saturating_add(directory.start);
     let mut cursor = Cursor::new(bytes, at, "directory of the zip archive");
@@ -221,7 +223,7 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
     Ok(records)
 }
 
-/// Refuses archives that `torch.save` has not written.
+/// Refuses archives that were not written by `torch.save`.
 fn check_kind(raw: &[Central<'_>], at: u64) -> Result<(), Malformed> {
     let folder = |central: &Central<'_>| central.name.iter().position(|&byte| byte == b'/');
     let first = raw.first().and_then(|first| first.name.get(..=folder(first)?));
@@ -246,7 +248,7 @@ fn check_kind(raw: &[Central<'_>], at: u64) -> Result<(), Malformed> {
     }
 }
 
-/// An entry of a central directory as it is.
+/// An entry of a central directory before it is validated.
 struct Central<'b> {
     position: u64,
     name: &'b [u8],
@@ -280,7 +282,7 @@ impl<'b> Central<'b> {
         let extra = cursor.take(lens[1].into(), "extra fields")?;
         cursor.take(lens[2].into(), "comment")?;
         let mut large = Large { cursor: extra64(extra, extra_at)? };
-        // In this order, and only those that are set to their largest value.
+        // The extra field has only those values that are set to their maximum here, in this order.
         let len = large.or(len, "size")?;
         let packed = large.or(packed, "size")?;
         let header_at = large.or(header_at, "position")?;
@@ -324,13 +326,13 @@ impl<'b> Central<'b> {
     }
 }
 
-/// The values of the extra field for large files.
+/// The values of the zip64 extra field.
 struct Large<'b> {
     cursor: Option<Cursor<'b>>,
 }
 
 impl Large<'_> {
-    /// A value, or the next of these in its place.
+    /// Returns a value, or the next one of the extra field if this one is set to its maximum.
     fn or(&mut self, value: u32, what: &'static str) -> Result<u64, Malformed> {
         match &mut self.cursor {
             Some(cursor) if value == u32::MAX => cursor.u64(what),
@@ -345,7 +347,7 @@ impl Large<'_> {
 
 fn extra64(extra: &[u8], at: u64) -> Result<Option<Cursor<'_>>, Malformed> {
     let mut cursor = Cursor::new(extra, at, "extra fields of a record");
-    // What is too short for a field is padding.
+    // A remainder that is too short for a field is padding.
     while cursor.rest().len() >= 4 {
         let (id, len) = (cursor.u16("number")?, cursor.u16("length")?);
         let from = cursor.offset();
@@ -358,7 +360,7 @@ fn extra64(extra: &[u8], at: u64) -> Result<Option<Cursor<'_>>, Malformed> {
 }
 
 impl Record {
-    /// Bytes of its local header, as far as the directory knows them.
+    /// Bytes of its local header, without the extra field, whose length the directory does not state.
     pub fn header_len(&self) -> u64 {
         LOCAL_LEN.saturating_add(self.name.len() as u64)
     }
@@ -377,8 +379,8 @@ impl Record {
         Malformed::new(at, what)
     }
 
-    /// The position of its data, from its local header, which must say what the directory says. They
-    /// must end where the next record or the directory begins, or before.
+    /// Returns the position of its data. The local header must agree with the directory, and the data
+    /// must end at `end`, where the next record or the directory begins, or before.
     pub fn data_at(&self, header: &[u8], end: u64, base: u64) -> Result<u64, Malformed> {
         let at = base.saturating_add(self.header_at);
         let differs = |what: &str| {
@@ -403,7 +405,7 @@ impl Record {
         let unset = if self.flags & DESCRIBED != 0 { 0 } else { self.len };
         for size in [cursor.u32("size")?, cursor.u32("size")?] {
             let is_one_of = [self.len, unset].contains(&u64::from(size));
-            // All bits are set where the size is in an extra field, which is not read here.
+            // A size in the extra field, which is not parsed here, has all bits set.
             if !is_one_of && size != u32::MAX {
                 return Err(differs("its size"));
             }

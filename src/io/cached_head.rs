@@ -1,9 +1,9 @@
-//! Heads of files of servers, by which other processes open them without a request.
+//! Cached headers of files on servers, with which other processes open these files without a request.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// The head of a response, and the first bytes of the file. It holds no secrets.
+/// A cached header: the head of a response, and the first bytes of the file. It holds no secrets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CachedHead {
     /// The address as messages show it: without user, password and signature, and of a query only the
@@ -21,17 +21,17 @@ pub struct CachedHead {
     pub first: Arc<[u8]>,
 }
 
-/// Heads of files by their addresses. Clones share them.
+/// Cached headers by address. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub struct CachedHeads(Arc<HashMap<String, CachedHead>>);
 
 impl CachedHeads {
-    /// The head of the file with this address, given as messages show it.
+    /// The cached header of the file with this address, given as messages show it.
     pub fn of(&self, shown: &str) -> Option<&CachedHead> {
         self.0.get(shown)
     }
 
-    /// The addresses of all heads.
+    /// The addresses of all cached headers.
     #[cfg(feature = "hf")]
     pub fn addresses(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)

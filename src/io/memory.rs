@@ -43,7 +43,7 @@ impl<B: AsRef<[u8]> + Send + Sync> ReadAt for MemorySource<B> {
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        // Behind the end there is nothing.
+        // After the end there are no bytes.
         Ok(buffers.put(self.bytes.as_ref().get(start..).unwrap_or(&[])))
     }
 }

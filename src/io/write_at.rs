@@ -25,7 +25,8 @@ pub trait WriteAt: Send + Sync {
         crate::sys::cpu_count().min(self.max_writers())
     }
 
-    /// The most places of the file that are written to in turns, from each one on in order.
+    /// Maximum number of positions at which the file is written in turns. From each one on, bytes come
+    /// in order.
     fn places(&self) -> usize {
         usize::MAX
     }
@@ -33,20 +34,21 @@ pub trait WriteAt: Send + Sync {
     /// True if other processes see written bytes before the file is published.
     fn shows_early(&self) -> bool;
 
-    /// Bytes of memory that it keeps until the end, and of each part that it keeps until it is sent.
+    /// Bytes of memory that are retained until the end, and bytes of each part that is retained until
+    /// it is sent.
     fn kept(&self) -> (u64, u64) {
         (0, 0)
     }
 
-    /// Has it keep parts of so many bytes at most.
+    /// Limits parts that are retained to so many bytes.
     fn limit_parts(&self, _bytes: u64) {}
 
     /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
     /// of the file's head and, where it shows early, of its end.
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize>;
 
-    /// Does what writes have left to do that takes long. Called by threads after their writes, when
-    /// they have nothing that others wait for.
+    /// Does remaining work of writes that takes long. Threads call it after their writes, when they
+    /// hold nothing that other threads wait for.
     fn settle(&self, _cancel: &dyn Cancel) -> Result<()> {
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What a limit gives is never more than it, and the least that it names is enough.
+//! Tests that no division exceeds its limit, and that the minimum that an error states is sufficient.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ fn of(bytes: u64) -> MemoryLimit {
     MemoryLimit::of(Some(bytes))
 }
 
-/// The least that an error names.
+/// The minimum memory that an error states.
 fn named(error: &Error) -> u64 {
     let text = error.to_string();
     let (_, after) = text.split_once("at least ").unwrap();

@@ -1,7 +1,7 @@
-//! A lock that no process is forked off under. One of the few doors to `unsafe`.
+//! A fork-safe mutex: no process is forked while it is held. One of the few modules with `unsafe` code.
 //!
-//! Of what a process was forked off from, only the thread that forked goes on: a lock that another
-//! held is never released. So `fork` waits until nobody holds one of these.
+//! In a forked child, only the thread that called `fork` continues. A mutex that another thread held
+//! would never be released there. So `fork` waits until no other thread holds one of these.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -9,27 +9,28 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A lock for a moment: whoever holds it neither forks, nor waits for others, nor calls what may.
+/// A fork-safe mutex for short sections. While a thread holds it, it neither forks, nor waits for other
+/// threads, nor calls code that may do so.
 #[derive(Debug, Default)]
 pub struct Brief<T>(Mutex<T>);
 
-/// Threads that hold such locks, or are about to.
+/// Threads that hold such mutexes, or are about to lock one.
 static HOLDERS: AtomicU32 = AtomicU32::new(0);
-/// Threads that fork, and wait for those.
+/// Threads that are forking, and wait until there are no holders.
 static FORKING: AtomicU32 = AtomicU32::new(0);
 
 thread_local! {
-    // How many of them this thread holds.
+    // The number of these mutexes that this thread holds.
     static HELD: Cell<u32> = const { Cell::new(0) };
 }
 
 impl<T> Brief<T> {
-    /// Around a value.
+    /// Wraps a value.
     pub const fn new(value: T) -> Self {
         Brief(Mutex::new(value))
     }
 
-    /// Waits for whoever has it.
+    /// Locks the mutex; waits while another thread holds it.
     pub fn lock(&self) -> Held<'_, T> {
         let within = Within::new();
         let value = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -37,9 +38,10 @@ impl<T> Brief<T> {
     }
 }
 
-/// The lock is held until this is dropped.
+/// Holds the lock until it is dropped.
 pub struct Held<'b, T> {
-    // First, as it is dropped first.
+    // The first field, because fields are dropped in order: the mutex is unlocked before forks may go
+    // on.
     value: MutexGuard<'b, T>,
     _within: Within,
 }
@@ -58,20 +60,22 @@ impl<T> DerefMut for Held<'_, T> {
     }
 }
 
-/// No process is forked off as long as this lives. Of the thread that made it: a guard of a mutex,
-/// beside which it lies, goes to no other.
+/// No process is forked while this lives. It stays on the thread that made it, because it lies beside
+/// the guard of a mutex, which is not `Send`.
 struct Within;
 
 impl Within {
     fn new() -> Self {
         heed_forks();
         let held = HELD.get();
-        // Who holds one already is waited for, and must not wait for who waits.
+        // `fork` waits for a thread that holds one already: if that waited for `fork`, both would wait
+        // for ever.
         if held == 0 {
             HOLDERS.fetch_add(1, Ordering::SeqCst);
             while FORKING.load(Ordering::SeqCst) > 0 {
                 HOLDERS.fetch_sub(1, Ordering::SeqCst);
-                // Only looked at: many that counted themselves again and again would keep it up.
+                // Only reads: if many threads kept counting themselves, `fork` might never see zero
+                // holders.
                 while FORKING.load(Ordering::SeqCst) > 0 {
                     std::thread::yield_now();
                 }
@@ -93,7 +97,7 @@ impl Drop for Within {
     }
 }
 
-/// Has forks wait from now on. Called by the first lock; a library calls it as it is loaded, before
+/// Installs the fork handlers. The first lock calls this; a library calls it while it is loaded, before
 /// there are threads.
 pub fn heed_forks() {
     static BEGUN: AtomicBool = AtomicBool::new(false);
@@ -107,8 +111,8 @@ pub fn heed_forks() {
         }
         return;
     }
-    // SAFETY: functions that take nothing and stay where they are as long as their library, with
-    // which the C library forgets them. If there is no memory for them, forks do not wait.
+    // SAFETY: functions that take nothing and stay in memory as long as their library; when that is
+    // unloaded, the C library drops them. If there is no memory to register them, forks do not wait.
     unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
     HEEDED.store(true, Ordering::Release);
 }
@@ -125,12 +129,12 @@ extern "C" fn in_parent() {
 }
 
 extern "C" fn in_child() {
-    // Others may have been about to fork, or to look whether somebody does.
+    // Threads of the parent that were forking, or checked whether one was, do not exist here.
     FORKING.store(0, Ordering::SeqCst);
     HOLDERS.store(ours(), Ordering::SeqCst);
 }
 
-/// How many holders this thread is: it does not wait for itself.
+/// 1 if this thread is among the holders, else 0: a thread that forks does not wait for itself.
 fn ours() -> u32 {
     HELD.get().min(1)
 }
@@ -139,7 +143,7 @@ fn ours() -> u32 {
 mod tests {
     use super::*;
 
-    /// Forks while threads take a lock; returns how many children could not take it.
+    /// Forks while threads take a lock; returns the number of children that could not take it.
     fn children_without(lock: &Brief<u64>, forks: u32) -> u32 {
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -153,7 +157,7 @@ mod tests {
                 });
             }
             let without = (0..forks).filter(|_| {
-                // SAFETY: the child takes locks, sets an alarm and ends, without anything between.
+                // SAFETY: the child only takes locks, sets an alarm and ends.
                 let child = unsafe { libc::fork() };
                 if child == 0 {
                     // SAFETY: takes a number.

@@ -1,4 +1,4 @@
-//! Memory that is read into, initialised or not. One of the few doors to `unsafe`.
+//! Buffers that are read into, initialised or not. One of the few modules with `unsafe` code.
 #![allow(unsafe_code)]
 
 use std::io::IoSlice;
@@ -13,30 +13,30 @@ use crate::fallible::{more_room, with_room};
 /// Bytes of the smallest page.
 const PAGE: usize = 4096;
 
-/// An observer of what arrives while buffers are filled: a long request would show only at its end
-/// whether it is fast.
+/// An observer of the bytes that arrive while buffers are filled. Without it, a long request would show
+/// its speed only at its end.
 pub trait Progress: Sync {
     /// Some bytes have arrived.
     fn arrived(&self, bytes: u64);
 }
 
-/// Buffers that are filled front to back. Their bytes are not read before they were written, and how
-/// many were is counted here.
+/// Buffers that are filled front to back. Their bytes are not read before they are written, and the
+/// written bytes are counted here.
 #[derive(Default)]
 pub struct Buffers<'a> {
-    /// Start and length of what is not filled yet.
+    /// Start and length of each part that is not filled yet.
     ranges: Vec<libc::iovec>,
-    /// The first range that is not full.
+    /// The index of the first range that is not full.
     at: usize,
     left: usize,
-    /// Grows by what was written, for whoever lent the memory.
+    /// Counts the bytes written, for the code that lent the memory.
     written: Option<&'a AtomicUsize>,
     progress: Option<&'a dyn Progress>,
     lent: PhantomData<&'a mut [MaybeUninit<u8>]>,
 }
 
 impl<'a> Buffers<'a> {
-    /// One buffer.
+    /// Wraps one buffer.
     pub fn of(bytes: &'a mut [u8]) -> Self {
         let mut buffers = Buffers::default();
         let range = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
@@ -44,7 +44,7 @@ impl<'a> Buffers<'a> {
         buffers
     }
 
-    /// Has `progress` observe what arrives while `body` fills them.
+    /// Runs `body`, and has `progress` observe the bytes that arrive while it fills the buffers.
     pub fn observed<T>(
         &mut self,
         progress: &dyn Progress,
@@ -58,26 +58,26 @@ impl<'a> Buffers<'a> {
         result
     }
 
-    /// Writes to each page of what is not filled yet, so that the system gives it.
+    /// Writes to each page that is not filled yet, so that the system allocates it.
     pub fn touch(&mut self) {
         for range in self.ranges.get(self.at..).unwrap_or(&[]) {
             let start: *mut u8 = range.iov_base.cast();
             for at in (0..range.iov_len).step_by(PAGE) {
                 // SAFETY: within a range that was lent to be written to, and is not filled yet. The
-                // compiler must not leave it out.
+                // compiler must not leave it out, so it is volatile.
                 unsafe { start.wrapping_add(at).write_volatile(0) };
             }
         }
     }
 
-    /// Tells the observer that some bytes have arrived from where they are read.
+    /// Tells the observer that bytes have arrived from the source.
     pub fn arrived(&self, bytes: u64) {
         if let Some(progress) = self.progress {
             progress.arrived(bytes);
         }
     }
 
-    /// Adds a buffer behind the others; what is adjacent in memory becomes one.
+    /// Appends a buffer. If it is adjacent in memory to the last one, both become one range.
     pub fn push(&mut self, bytes: &'a mut [MaybeUninit<u8>]) {
         self.add(libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() });
     }
@@ -86,8 +86,9 @@ impl<'a> Buffers<'a> {
         self.left += range.iov_len;
         match self.ranges.last_mut() {
             Some(last) if last.iov_base.addr() + last.iov_len == range.iov_base.addr() => {
-                // Of one allocation or not, both are lent: the pointers of the first reach its own
-                // bytes only, so that it is joined under the exposed provenance of both.
+                // Both are lent, whether or not they are of one allocation. The pointer of the first
+                // may reach only its own bytes, so the joint pointer is made from the exposed
+                // provenance of both.
                 last.iov_base.expose_provenance();
                 range.iov_base.expose_provenance();
                 last.iov_base = std::ptr::with_exposed_provenance_mut(last.iov_base.addr());
@@ -103,12 +104,12 @@ impl<'a> Buffers<'a> {
         self.left
     }
 
-    /// Bytes that can be filled in one piece of memory.
+    /// Bytes of the current range that are still to be filled.
     pub fn left_in_one(&self) -> usize {
         self.ranges.get(self.at).map_or(0, |range| range.iov_len)
     }
 
-    /// Takes as many of the bytes as there is room for, and says how many.
+    /// Copies as many of the bytes as there is room for, and returns their number.
     pub fn put(&mut self, bytes: &[u8]) -> usize {
         let mut done = 0;
         while let (Some(range), Some(rest)) = (self.ranges.get(self.at), bytes.get(done..)) {
@@ -116,8 +117,8 @@ impl<'a> Buffers<'a> {
             if len == 0 {
                 break;
             }
-            // SAFETY: `len` bytes of both exist; the buffer's are lent exclusively, so that no others
-            // overlap them.
+            // SAFETY: `len` bytes of both exist; the buffer's are lent exclusively, so the others do
+            // not overlap them.
             unsafe { std::ptr::copy_nonoverlapping(rest.as_ptr(), range.iov_base.cast(), len) };
             self.advance_by(len);
             done += len;
@@ -125,9 +126,10 @@ impl<'a> Buffers<'a> {
         done
     }
 
-    /// Has `fill` write at most `len` bytes, and before and behind them all of `before` and some of
-    /// `behind`. `arrived` sees all that was written so far each time that bytes arrive, and at the end,
-    /// also after an error, with true. Returns how many of the `len` bytes were written.
+    /// Has `fill` write all of `before`, then at most `len` bytes of these buffers, then some of
+    /// `behind`. Each time that bytes arrive, `arrived` is called with all bytes written so far. At the
+    /// end, also after an error, it is called once more, with true. Returns how many of the `len` bytes
+    /// were written.
     pub fn tee<E>(
         &mut self,
         len: usize,
@@ -158,16 +160,16 @@ impl<'a> Buffers<'a> {
         Ok(filled)
     }
 
-    /// Where the next bytes go, for system calls: at most so many ranges.
+    /// The destination of the next bytes, for system calls: at most `most` ranges.
     pub fn ranges(&mut self, most: usize) -> &[libc::iovec] {
         let end = self.ranges.len().min(self.at.saturating_add(most));
         self.ranges.get(self.at..end).unwrap_or(&[])
     }
 
-    /// Notes that somebody else has written the next bytes.
+    /// Records that other code, such as a system call, has written the next `len` bytes.
     ///
     /// # Safety
-    /// So many bytes from the start of [`Buffers::ranges`] on have been written.
+    /// The first `len` bytes of [`Buffers::ranges`] have been written.
     pub unsafe fn advance(&mut self, len: usize) {
         self.advance_by(len);
     }
@@ -215,12 +217,12 @@ pub struct Filled<'f> {
 }
 
 impl Filled<'_> {
-    /// How many bytes are filled.
+    /// The number of bytes that are filled.
     pub fn count(&self) -> usize {
         self.written.load(Ordering::Acquire)
     }
 
-    /// Those of a range of them; as far as they are filled.
+    /// The filled bytes of a range, which counts from the first byte.
     pub fn bytes(&self, range: Range<usize>) -> Vec<IoSlice<'_>> {
         let end = range.end.min(self.count());
         let mut at = 0;
@@ -229,9 +231,9 @@ impl Filled<'_> {
             let (from, to) = (range.start.clamp(at, at + len), end.clamp(at, at + len));
             if from < to {
                 let start = std::ptr::with_exposed_provenance::<u8>(address + (from - at));
-                // SAFETY: these bytes are lent exclusively until `tee` returns, which this does not
-                // outlive. They were written: only `put` and `advance`, whose caller promises it,
-                // raise the count, in the order of the pieces. And nobody writes to them again.
+                // SAFETY: these bytes are lent exclusively until `tee` returns, and this does not
+                // outlive that. They were written: only `put` and `advance`, whose caller promises it,
+                // raise the count, in the order of the pieces. No code writes to them again.
                 found.push(IoSlice::new(unsafe { std::slice::from_raw_parts(start, to - from) }));
             }
             at += len;
@@ -242,14 +244,14 @@ impl Filled<'_> {
 
 /// Memory that is lent to be filled.
 pub enum Lent<'a, 's> {
-    /// Its bytes are given back.
+    /// Its bytes are returned once they are filled.
     Kept(&'a mut [MaybeUninit<u8>]),
-    /// Its bytes are looked at by who lent it.
+    /// The lender itself looks at its bytes.
     Passing(&'s mut [u8]),
 }
 
-/// Has memory filled front to back, and gives back the bytes of what is kept. `fill` either fills all
-/// of it or fails.
+/// Has `fill` fill memory front to back, and returns the bytes of each [`Lent::Kept`]. `fill` either
+/// fills all of it or fails.
 pub fn filled<'a>(
     mut memory: Vec<Lent<'a, '_>>,
     fill: impl FnOnce(&mut Buffers<'_>) -> error::Result<()>,
@@ -272,7 +274,7 @@ pub fn filled<'a>(
     let mut out = with_room(memory.len(), WHAT)?;
     let kept = memory.into_iter().filter_map(|lent| match lent {
         // SAFETY: all bytes were written, each once and in order: only `put` and `advance`, whose
-        // caller promises it, raise the count, and nobody else has it.
+        // caller promises it, raise the count, to which no other code has access.
         Lent::Kept(bytes) => Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) }),
         Lent::Passing(_) => None,
     });
@@ -280,16 +282,17 @@ pub fn filled<'a>(
     Ok(out)
 }
 
-/// Memory as bytes, which are all zero.
+/// Zeroes memory and returns it as bytes.
 pub fn zero_filled(memory: &mut [MaybeUninit<u8>]) -> &mut [u8] {
     memory.fill(MaybeUninit::new(0));
     // SAFETY: initialised by the line above.
     unsafe { &mut *(std::ptr::from_mut(memory) as *mut [u8]) }
 }
 
-/// The same bytes, as memory to be written.
+/// The same bytes, as memory to be filled.
 pub(crate) fn to_fill(bytes: &mut [u8]) -> &mut [MaybeUninit<u8>] {
-    // SAFETY: the same layout. It is for `Buffers` and `filled`, which write initialised bytes only.
+    // SAFETY: the layout is the same. `Buffers` and `filled`, for which it is, write initialised bytes
+    // only.
     unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
 }
 

@@ -1,5 +1,5 @@
-//! Locks of parts of files, which end with the process that has them. One of the few doors to
-//! `unsafe`.
+//! Range locks of files (locks of open file descriptions), which end with the processes that hold them.
+//! One of the few modules with `unsafe` code.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -7,12 +7,12 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// What a try to lock has found.
+/// The outcome of an attempt to lock a range.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Claimed {
-    /// The range is this opening's now.
+    /// This open file description holds the lock of the range.
     Ours,
-    /// Another opening has some of it, from here on.
+    /// Another open file description holds a lock in the range, which begins at this position.
     Theirs(u64),
 }
 
@@ -29,8 +29,8 @@ fn lock(range: &Range<u64>, kind: libc::c_int) -> io::Result<libc::flock> {
     })
 }
 
-/// Locks a range for this opening of a file, and all its duplicates, without waiting. What the
-/// opening has already it may take again.
+/// Locks a range for this open file description, which all duplicates of the descriptor share. Does not
+/// wait. A range that it holds already can be locked again.
 pub fn claim(file: &File, range: &Range<u64>) -> io::Result<Claimed> {
     let mut wanted = lock(range, libc::F_WRLCK)?;
     // SAFETY: one structure that lives until the call returns.
@@ -41,7 +41,7 @@ pub fn claim(file: &File, range: &Range<u64>) -> io::Result<Claimed> {
     if !matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) {
         return Err(error);
     }
-    // SAFETY: as above; the kernel writes to it who has the first lock in the way.
+    // SAFETY: as above; the kernel writes the first conflicting lock to it.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut wanted) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -50,7 +50,7 @@ pub fn claim(file: &File, range: &Range<u64>) -> io::Result<Claimed> {
     Ok(Claimed::Theirs(from))
 }
 
-/// Gives a range back.
+/// Unlocks a range.
 pub fn release(file: &File, range: &Range<u64>) {
     if let Ok(wanted) = lock(range, libc::F_UNLCK) {
         // SAFETY: one structure that lives until the call returns.
@@ -58,7 +58,7 @@ pub fn release(file: &File, range: &Range<u64>) {
     }
 }
 
-/// Where openings say that they use a file: behind all that can be claimed.
+/// The range whose lock says that a file is in use. It lies behind all ranges that can be claimed.
 const IN_USE: Range<u64> = 1 << 62..(1 << 62) + 1;
 
 fn use_as(file: &File, kind: libc::c_int) -> io::Result<bool> {
@@ -73,23 +73,25 @@ fn use_as(file: &File, kind: libc::c_int) -> io::Result<bool> {
     }
 }
 
-/// Says that this opening uses a file, as others may. False where one wants it alone.
+/// Takes the shared lock of a file in use. False if another open file description holds the exclusive
+/// one.
 pub fn share(file: &File) -> io::Result<bool> {
     use_as(file, libc::F_RDLCK)
 }
 
-/// Says that this opening, which is for writing, wants a file alone. False where others use it.
+/// Takes the exclusive lock of a file that is open for writing. False if another open file description
+/// holds the shared or the exclusive one.
 pub fn take(file: &File) -> io::Result<bool> {
     use_as(file, libc::F_WRLCK)
 }
 
-/// The user that this process acts for.
+/// The effective user id of this process.
 pub fn user() -> u32 {
     // SAFETY: takes nothing and cannot fail.
     unsafe { libc::geteuid() }
 }
 
-/// Bytes that a file system has, and those that are free for this user.
+/// The size of a file system in bytes, and the bytes that are free for this user.
 pub fn space(file: &File) -> io::Result<(u64, u64)> {
     let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
     // SAFETY: one structure, which the kernel fills if it returns 0.

@@ -1,23 +1,23 @@
-//! What time it is. A test may have hours pass at once.
+//! The current time, which a test can simulate: hours may pass at once.
 
 #[cfg(feature = "http")]
 use std::time::SystemTime;
 use std::time::{Duration, Instant};
 
-/// This moment.
+/// The current time on the monotonic clock.
 pub fn now() -> Instant {
     let now = Instant::now();
     now.checked_add(later()).unwrap_or(now)
 }
 
-/// The same as a date.
+/// The current date and time.
 #[cfg(feature = "http")]
 pub fn date() -> SystemTime {
     let now = SystemTime::now();
     now.checked_add(later()).unwrap_or(now)
 }
 
-/// How long ago something was.
+/// The time that has passed since a moment.
 pub fn since(then: Instant) -> Duration {
     now().saturating_duration_since(then)
 }
@@ -41,7 +41,7 @@ mod simulated {
     use std::time::Duration;
 
     thread_local! {
-        /// How much later it is for this thread than in the world, if time passes as it says.
+        /// The lead of this thread's clock over the real one, if its time is simulated.
         static LATER: Cell<Option<Duration>> = const { Cell::new(None) };
     }
 
@@ -49,7 +49,7 @@ mod simulated {
         LATER.get().unwrap_or(Duration::ZERO)
     }
 
-    /// Has time pass by [`pass`] and [`sleep`] for this thread.
+    /// Simulates the time of this thread: from now on [`pass`] and [`sleep`] advance its clock at once.
     #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn simulate() {
         LATER.set(Some(later()));

@@ -1,4 +1,4 @@
-//! The system calls that the standard library does not offer. One of the few doors to `unsafe`.
+//! System calls that the standard library does not offer. One of the few modules with `unsafe` code.
 #![allow(unsafe_code)]
 
 pub mod brief;
@@ -23,7 +23,7 @@ pub(crate) use buffers::to_fill;
 pub use buffers::{Buffers, Filled, Lent, Progress, filled, zero_filled};
 pub use claims::{Claimed, claim, release, share, space, take, user};
 
-/// The most buffers that one vectored call may name (`UIO_MAXIOV` of Linux).
+/// The maximum number of buffers in one vectored call (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;
 
 fn position(offset: u64) -> io::Result<libc::off_t> {
@@ -49,7 +49,7 @@ pub fn read_vectored_at(file: &File, offset: u64, buffers: &mut Buffers<'_>) -> 
     let read = checked(unsafe {
         libc::preadv(file.as_raw_fd(), ranges.as_ptr(), vector_count(ranges.len()), offset)
     })?;
-    // SAFETY: the kernel has written so many bytes, in order.
+    // SAFETY: the kernel has written `read` bytes, in order.
     unsafe { buffers.advance(read) };
     Ok(read)
 }
@@ -61,7 +61,7 @@ pub fn read_vectored(file: &File, buffers: &mut Buffers<'_>) -> io::Result<usize
     let read = checked(unsafe {
         libc::readv(file.as_raw_fd(), ranges.as_ptr(), vector_count(ranges.len()))
     })?;
-    // SAFETY: the kernel has written so many bytes, in order.
+    // SAFETY: the kernel has written `read` bytes, in order.
     unsafe { buffers.advance(read) };
     Ok(read)
 }
@@ -80,9 +80,9 @@ pub fn write_vectored_at(file: &File, offset: u64, buffers: &[IoSlice<'_>]) -> i
     })
 }
 
-/// Waits until a read of a pipe, a socket or a terminal would not wait: there are bytes, or it has
-/// ended. False if there are none by then. A named pipe that nobody has opened for writing since it
-/// was opened without waiting has not ended.
+/// Waits until a read of a pipe, a socket or a terminal would not block: there are bytes, or it has
+/// ended. False if the time is over before that, or a signal interrupts. A named pipe that was opened
+/// at once has not ended as long as no writer has opened it.
 pub fn wait_readable(file: &File, at_most: Duration) -> io::Result<bool> {
     let mut wanted = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let milliseconds = c_int::try_from(at_most.as_millis()).unwrap_or(c_int::MAX);
@@ -96,19 +96,19 @@ pub fn wait_readable(file: &File, at_most: Duration) -> io::Result<bool> {
     }
 }
 
-/// Opens a path for reading. A named pipe is opened at once, whether or not anybody writes to it:
-/// see [`wait_readable`].
+/// Opens a path for reading. A named pipe is opened at once, with or without a writer: see
+/// [`wait_readable`].
 pub fn open_at_once(path: &Path) -> io::Result<File> {
     use std::os::unix::fs::OpenOptionsExt as _;
     File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
-/// Whether the byte at a position is in memory, if the kernel says.
+/// True if the byte at a position is in the page cache; None if the kernel does not say.
 pub fn is_cached(file: &File, offset: u64) -> Option<bool> {
     if let Some(cached) = in_page_cache(file, offset) {
         return Some(cached);
     }
-    // Older kernels: a read that may not wait, but may have the kernel read ahead.
+    // Older kernels: a read that may not block. It may make the kernel read ahead.
     let offset = position(offset).ok()?;
     let mut byte = 0u8;
     let vector = libc::iovec { iov_base: std::ptr::from_mut(&mut byte).cast(), iov_len: 1 };
@@ -118,11 +118,11 @@ pub fn is_cached(file: &File, offset: u64) -> Option<bool> {
     if read >= 0 { Some(true) } else { would_wait.then_some(false) }
 }
 
-/// What `cachestat(2)` says, of Linux 6.5 and later.
+/// The answer of `cachestat(2)`, which Linux has since 6.5; None without it.
 fn in_page_cache(file: &File, offset: u64) -> Option<bool> {
     /// The number of the call, the same on all architectures.
     const CACHESTAT: libc::c_long = 451;
-    // Structures of the kernel: a range, and five counts of pages, the first those in the cache.
+    // Structures of the kernel: a range, and five counts of pages. The first counts those in the cache.
     let range: [u64; 2] = [offset, 1];
     let mut counts = [0u64; 5];
     // SAFETY: the kernel reads the range and writes the counts, which live until it returns.
@@ -133,10 +133,10 @@ fn in_page_cache(file: &File, offset: u64) -> Option<bool> {
     (result == 0).then_some(cached > 0)
 }
 
-/// Asks the kernel to begin reading a range into the page cache. It waits only while more reads are
-/// under way than the disk takes.
+/// Asks the kernel to begin reading a range into the page cache. It blocks only while more reads are
+/// under way than the disk accepts.
 pub fn read_ahead(file: &File, offset: u64, len: u64) {
-    /// Of one call the kernel reads no more than its read-ahead, or what the disk takes at once.
+    /// For one call the kernel reads no more than its read-ahead, or the disk's limit of one request.
     const STEP: u64 = 512 << 10;
     let end = offset.saturating_add(len);
     let mut at = offset;
@@ -151,20 +151,20 @@ pub fn read_ahead(file: &File, offset: u64, len: u64) {
     }
 }
 
-/// The same file, opened once more for reading: the kernel keeps positions and its guess of what is
-/// read next for each opening. None where that is not possible.
+/// Opens the same file once more for reading. The kernel keeps the position, and its prediction of the
+/// next reads, for each open file description. None if that is not possible.
 pub fn reopen(file: &File) -> Option<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
 
-/// A file at one moment: another content has another stamp.
+/// Identifies the content of a file at one moment: other content has another stamp.
 #[cfg(any(feature = "http", feature = "redis"))]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Stamp {
     len: u64,
     inode: u64,
     modified: (i64, i64),
-    /// Also where the time of the content was set by hand.
+    /// The time of the last change of content or metadata, which cannot be set by hand.
     changed: (i64, i64),
 }
 
@@ -181,7 +181,7 @@ pub fn stamp(path: &Path) -> Option<Stamp> {
     })
 }
 
-/// Asks the kernel to begin writing a range to the disk, and does not wait for it.
+/// Asks the kernel to begin writing a range to disk, without waiting for it.
 ///
 /// Best effort: it only starts early what `fsync` will do anyway.
 pub fn start_writeback(file: &File, offset: u64, len: u64) {
@@ -193,8 +193,8 @@ pub fn start_writeback(file: &File, offset: u64, len: u64) {
     }
 }
 
-/// Reserves disk space for a range of a file, so that a full disk shows before anything is written.
-/// File systems that cannot do it are not an error.
+/// Reserves disk space for a range of a file, so that a full disk is found before anything is written.
+/// It is no error if the file system cannot do that.
 pub fn reserve(file: &File, range: Range<u64>) -> io::Result<()> {
     if range.is_empty() {
         return Ok(());
@@ -213,7 +213,7 @@ pub fn reserve(file: &File, range: Range<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Renames a file, unless something has the new name: that is `AlreadyExists`, and stays.
+/// Renames a file. If the new name exists, the error is `AlreadyExists`, and that file stays.
 pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
     let here = libc::AT_FDCWD;
     let old = CString::new(from.as_os_str().as_bytes())?;
@@ -228,11 +228,12 @@ pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
     if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) {
         return Err(error);
     }
-    // File systems without that call: a second name is not made where there is one already.
+    // File systems without that call: a hard link is not made either if the name exists.
     match std::fs::hard_link(from, to) {
         Ok(()) => std::fs::remove_file(from),
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(e),
-        // And without links: a look and a rename, with a moment between them.
+        // File systems without links: a check and a rename, between which another process may take the
+        // name.
         Err(_) => match std::fs::symlink_metadata(to) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => std::fs::rename(from, to),
             Err(e) => Err(e),
@@ -241,8 +242,8 @@ pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Takes the lock of an open file, which belongs to all duplicates of its descriptor, for writing.
-/// False where somebody else has it. Errors where locks do not work.
+/// Takes the exclusive `flock` of an open file description, which all duplicates of its descriptor
+/// share. Does not wait: false if another holds it. An error if locks do not work.
 pub fn try_lock(file: &File) -> io::Result<bool> {
     loop {
         // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
@@ -258,13 +259,14 @@ pub fn try_lock(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Gives that lock back, if it was held.
+/// Releases that lock, if it was held.
 pub fn unlock(file: &File) {
     // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
     let _ = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) };
 }
 
-/// Gives a name to an open file, which may have had none. One that is taken is `AlreadyExists`.
+/// Gives a name to an open file, which may have had none. If the name exists, the error is
+/// `AlreadyExists`.
 pub fn link(file: &File, name: &Path) -> io::Result<()> {
     let here = libc::AT_FDCWD;
     let name = CString::new(name.as_os_str().as_bytes())?;
@@ -278,7 +280,7 @@ pub fn link(file: &File, name: &Path) -> io::Result<()> {
     if io::Error::last_os_error().kind() == io::ErrorKind::AlreadyExists {
         return Err(io::Error::last_os_error());
     }
-    // That needs a privilege before Linux 6.10, and this needs /proc.
+    // The call above needs a privilege before Linux 6.10; this one needs /proc.
     let path = CString::new(format!("/proc/self/fd/{number}"))?;
     let flags = libc::AT_SYMLINK_FOLLOW;
     // SAFETY: as above.
@@ -298,7 +300,7 @@ pub fn attribute_names(file: &File) -> io::Result<Vec<CString>> {
     Ok(names.map(CString::new).collect::<Result<_, _>>()?)
 }
 
-/// An extended attribute; None where the file has no such, or its file system none at all.
+/// An extended attribute; None if the file has no such attribute, or its file system has none at all.
 pub fn attribute(file: &File, name: &CStr) -> io::Result<Option<Vec<u8>>> {
     let value = sized(|out, len| {
         // SAFETY: a string that ends in a zero; the kernel writes at most `len` bytes to `out`,
@@ -312,10 +314,10 @@ pub fn attribute(file: &File, name: &CStr) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// What a call writes that tells the length when it is given no room.
+/// The output of a call that returns the length if it is given no room.
 fn sized(call: impl Fn(*mut u8, usize) -> io::Result<usize>) -> io::Result<Vec<u8>> {
     let mut out = vec![0; call(std::ptr::null_mut(), 0)?];
-    // One of no bytes would ask for the length again.
+    // A call with room for zero bytes would ask for the length again.
     let len = if out.is_empty() { 0 } else { call(out.as_mut_ptr(), out.len())? };
     out.truncate(len);
     Ok(out)
@@ -340,13 +342,14 @@ pub fn set_attribute(file: &File, name: &CStr, value: Option<&[u8]>) -> io::Resu
     Ok(())
 }
 
-/// Gives the memory of whole pages back to the system.
+/// Returns the memory of whole pages to the system.
 ///
 /// # Safety
-/// `[start, start + len)` is page-aligned, lies in a private mapping, and nobody reads or writes
-/// it from now on: it reads as zeros or as the file afterwards.
+/// `[start, start + len)` is page-aligned, lies in a private mapping, and is neither read nor written
+/// from now on: its content is lost, and becomes zeros or that of the file.
 pub unsafe fn release_pages(start: *mut u8, len: usize) {
-    // SAFETY: the caller's promise. Failure leaves the pages until the unmapping; Miri has no such call.
+    // SAFETY: the caller's promise. After a failure the pages stay until they are unmapped. Miri has no
+    // such call.
     let _ = cfg!(miri) || unsafe { libc::madvise(start.cast(), len, libc::MADV_DONTNEED) } == 0;
 }
 
@@ -355,7 +358,7 @@ pub fn cpu_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: one structure that lives until the call returns.
     let result = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
-    // It cannot fail; no time would say that all CPUs are idle.
+    // It cannot fail. A time of zero would mean that all CPUs are idle.
     if result != 0 {
         return Duration::ZERO;
     }
@@ -363,12 +366,12 @@ pub fn cpu_time() -> Duration {
     Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// Random bytes, of which nobody knows the next. Who may ask for them in neither of two ways, as in a
-/// sandbox, has the error of the second.
+/// Fills a buffer with random bytes that cannot be predicted, by `getrandom` or else from
+/// `/dev/urandom`. If both are forbidden, as in a sandbox, the error is that of the second.
 pub fn random(bytes: &mut [u8]) -> io::Result<()> {
     let mut done = 0;
     while let Some(left) = bytes.get_mut(done..).filter(|left| !left.is_empty()) {
-        // SAFETY: writes at most so many bytes there.
+        // SAFETY: writes at most `left.len()` bytes there.
         let got = unsafe { libc::getrandom(left.as_mut_ptr().cast(), left.len(), 0) };
         match usize::try_from(got) {
             Ok(got) => done += got,
@@ -385,8 +388,8 @@ pub fn page_size() -> usize {
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// Cores that this process may use; the quota of its control group is respected. Asked for once: the
-/// answer takes some system calls and files, and this is wanted for each load of each tensor.
+/// The number of cores that this process may use, within the quota of its control group. It is cached:
+/// finding out takes some system calls and files, and each load of each tensor needs it.
 pub fn cpu_count() -> usize {
     static KNOWN: AtomicUsize = AtomicUsize::new(0);
     match KNOWN.load(Ordering::Relaxed) {
@@ -407,18 +410,20 @@ mod tests {
         let first = super::cpu_count();
         let again = std::thread::spawn(|| {
             let one = [1usize; 1];
-            // SAFETY: a mask of so many bytes, for this thread, which ends soon.
+            // SAFETY: a mask of `size_of_val(&one)` bytes, for this thread, which ends soon.
             let set = unsafe { libc::sched_setaffinity(0, size_of_val(&one), one.as_ptr().cast()) };
-            // Whoever may not run on the first core keeps its cores, and has nothing to show.
+            // If the process may not run on the first core, it keeps its cores, and there is nothing to
+            // test.
             (set, super::cpu_count())
         });
         assert_eq!(again.join().map_err(|_| "it panicked").map(|(_, count)| count), Ok(first));
     }
 
-    /// Has the system refuse calls to this thread from now on.
+    /// Makes the system refuse some calls of this thread from now on.
     fn refuse(calls: &[libc::c_long]) -> bool {
         let step = |code, k, jt| libc::sock_filter { code, jt, jf: 0, k };
-        // The number of the call; the next two steps once for each call; what is left is allowed.
+        // Loads the number of the call; two steps for each call that is refused; then all others are
+        // allowed.
         let mut steps = vec![step((libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, 0, 0)];
         for &call in calls {
             let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;

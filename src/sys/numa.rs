@@ -1,10 +1,10 @@
-//! Memory and threads near a NUMA node. One of the few doors to `unsafe`.
+//! Memory and threads near a NUMA node. One of the few modules with `unsafe` code.
 #![allow(unsafe_code)]
 
 use std::io;
 use std::mem::MaybeUninit;
 
-/// `MPOL_PREFERRED` of `linux/mempolicy.h`: from this node while it has memory, then from others.
+/// `MPOL_PREFERRED` of `linux/mempolicy.h`: use this node while it has memory, then others.
 const PREFERRED: libc::c_long = 1;
 /// Bits of a word of a mask of nodes.
 const WORD: usize = libc::c_ulong::BITS as usize;
@@ -13,10 +13,10 @@ const WORDS: usize = 1024 / WORD;
 /// CPUs that a `cpu_set_t` can name.
 const MOST_CPUS: usize = libc::CPU_SETSIZE as usize;
 
-/// Has the pages of some memory come from a NUMA node while it has any. Pages that are there stay.
+/// Asks for the pages of some memory to come from a NUMA node while it has any. Existing pages stay.
 ///
 /// # Errors
-/// There is no such node, or the kernel knows none.
+/// There is no such node, or the kernel has no support for NUMA.
 pub fn prefer(memory: &mut [u8], node: usize) -> io::Result<()> {
     let mut mask: [libc::c_ulong; WORDS] = [0; WORDS];
     match mask.get_mut(node / WORD) {
@@ -46,10 +46,10 @@ pub fn prefer(memory: &mut [u8], node: usize) -> io::Result<()> {
     if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The node from which pages at an address are to come, if one is preferred.
+/// The preferred node of the pages at an address, if there is one.
 #[cfg(test)]
 pub fn preferred(memory: &[u8]) -> io::Result<Option<usize>> {
-    /// `MPOL_F_ADDR`: of an address, and not of the thread.
+    /// `MPOL_F_ADDR`: the policy of an address, not of the thread.
     const OF_ADDRESS: libc::c_long = 2;
     let (mut mode, mut mask): (libc::c_int, [libc::c_ulong; WORDS]) = (0, [0; WORDS]);
     // SAFETY: writes to the two variables; the address is only looked up.
@@ -72,10 +72,10 @@ pub fn preferred(memory: &[u8]) -> io::Result<Option<usize>> {
     Ok(nodes.next().filter(|_| libc::c_long::from(mode) == PREFERRED))
 }
 
-/// The CPUs on which this thread may run, by their numbers.
+/// The numbers of the CPUs on which this thread may run.
 ///
 /// # Errors
-/// The machine has more than 1,024.
+/// The machine has more than 1,024 CPUs.
 pub fn allowed_cpus() -> io::Result<Vec<usize>> {
     let mut set = MaybeUninit::<libc::cpu_set_t>::zeroed();
     // SAFETY: all bits zero are an empty set, which the kernel fills.
@@ -86,17 +86,17 @@ pub fn allowed_cpus() -> io::Result<Vec<usize>> {
     if code != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: each number is below that of the bits of a set.
+    // SAFETY: each number is less than the number of bits in a set.
     Ok((0..MOST_CPUS).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) }).collect())
 }
 
-/// Has this thread run on some CPUs only.
+/// Restricts this thread to some CPUs.
 ///
 /// # Errors
 /// It may run on none of them.
 pub fn stay_on(cpus: &[usize]) -> io::Result<()> {
     let mut set = MaybeUninit::<libc::cpu_set_t>::zeroed();
-    // SAFETY: all bits zero are an empty set; each number is below that of its bits.
+    // SAFETY: all bits zero are an empty set; each number is less than the number of its bits.
     let code = unsafe {
         for &cpu in cpus.iter().filter(|&&cpu| cpu < MOST_CPUS) {
             libc::CPU_SET(cpu, set.assume_init_mut());
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn memory_prefers_a_node() {
         let mut map = memmap2::MmapMut::map_anon(1 << 20).unwrap();
-        // Kernels without NUMA, and sandboxes, have no such calls.
+        // Kernels without NUMA, and sandboxes, lack these calls.
         if let Ok(before) = preferred(&map) {
             assert_eq!(before, None);
             prefer(&mut map, 0).unwrap();

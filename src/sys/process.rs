@@ -1,5 +1,5 @@
-//! What a process that was forked off inherits, and must not undo a second time. One of the few
-//! doors to `unsafe`.
+//! Values that a forked child inherits, and must not release a second time. One of the few modules with
+//! `unsafe` code.
 #![allow(unsafe_code)]
 
 use std::mem::ManuallyDrop;
@@ -7,22 +7,22 @@ use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// The process that made something.
+/// The id of the process that owns something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Maker(u32);
 
 impl Maker {
-    /// This process.
+    /// The id of this process.
     pub fn this() -> Self {
         Maker(std::process::id())
     }
 
-    /// Whether this still is that process, and not one that was forked off it.
+    /// True if this process is the owner, and not a forked child of it.
     pub fn is_here(self) -> bool {
         self == Self::this()
     }
 
-    /// Refuses what only the maker may do.
+    /// Refuses an operation that only the owner may do.
     pub fn check(self, uri: &str) -> crate::error::Result<()> {
         if self.is_here() {
             return Ok(());
@@ -36,19 +36,19 @@ impl Maker {
     }
 }
 
-/// A value that is dropped by the process that made it, and in others left alone.
+/// A value that is dropped only in its owner, the process that made it. Forked children leave it alone.
 pub struct Inherited<T> {
     value: ManuallyDrop<T>,
     maker: Maker,
 }
 
 impl<T> Inherited<T> {
-    /// Made here.
+    /// Wraps a value that this process owns.
     pub fn new(value: T) -> Self {
         Inherited { value: ManuallyDrop::new(value), maker: Maker::this() }
     }
 
-    /// Who made it.
+    /// The process that made it.
     pub fn maker(&self) -> Maker {
         self.maker
     }
@@ -77,9 +77,8 @@ impl<T> Drop for Inherited<T> {
     }
 }
 
-/// A value that each process has for itself. One that was forked off begins with a new one: the
-/// parent's locks may have been held at that moment, and would never be released. What is inherited is
-/// never dropped.
+/// A value that each process has for itself. A forked child begins with a new one: the parent's locks
+/// may have been held at the fork, and would never be released. An inherited value is never dropped.
 pub struct PerProcess<T>(AtomicPtr<Made<T>>);
 
 impl<T: Default + Send + Sync> Default for PerProcess<T> {
@@ -94,7 +93,7 @@ struct Made<T> {
 }
 
 impl<T: Default + Send + Sync> PerProcess<T> {
-    /// Made when it is asked for.
+    /// Creates no value yet: that happens at the first use.
     pub const fn new() -> Self {
         PerProcess(AtomicPtr::new(ptr::null_mut()))
     }
@@ -102,7 +101,7 @@ impl<T: Default + Send + Sync> PerProcess<T> {
     /// The value of this process.
     pub fn get(&self) -> &T {
         let known = self.0.load(Ordering::Acquire);
-        // SAFETY: null, or from a box that is freed with `self`; shared, and never changed.
+        // SAFETY: null, or from a box that is freed only with `self`; it is shared, and never changed.
         if let Some(made) = unsafe { known.as_ref() }
             && made.maker.is_here()
         {
@@ -114,13 +113,13 @@ impl<T: Default + Send + Sync> PerProcess<T> {
         let made = match set {
             Ok(_) => new,
             Err(other) => {
-                // SAFETY: from the box above, which nobody else has seen.
+                // SAFETY: from the box above, which no other thread has seen.
                 drop(unsafe { Box::from_raw(new) });
                 other
             }
         };
-        // SAFETY: as above; not null. Another thread of this process has made `other`, after this
-        // one has looked: a process has one thread when it begins.
+        // SAFETY: as above; not null. `other` was made by another thread of this process after this
+        // thread had loaded `known`: a process has only one thread when it begins.
         unsafe { &(*made).value }
     }
 }
@@ -128,15 +127,15 @@ impl<T: Default + Send + Sync> PerProcess<T> {
 impl<T> Drop for PerProcess<T> {
     fn drop(&mut self) {
         let made = *self.0.get_mut();
-        // SAFETY: null, or from a box of `get`, in which it was put.
+        // SAFETY: null, or from a box that `get` has put there.
         if unsafe { made.as_ref() }.is_some_and(|made| made.maker.is_here()) {
-            // SAFETY: as above; nobody else has `self` now, from which alone it is had.
+            // SAFETY: as above; only `self` leads to the box, and it is borrowed exclusively here.
             drop(unsafe { Box::from_raw(made) });
         }
     }
 }
 
-/// The most descriptors that this process may have.
+/// The maximum number of file descriptors that this process may have open.
 pub fn descriptor_limit() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: writes one struct, which lives until the call returns.

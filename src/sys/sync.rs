@@ -1,5 +1,5 @@
-//! What threads wait for each other with, where schedules are modelled: that of the standard library, and
-//! in a model that of shuttle, which chooses who runs next.
+//! Locks and threads of code that has models: those of the standard library, or in a model those of
+//! shuttle, which chooses the thread that runs next.
 
 #[cfg(all(test, feature = "models"))]
 mod modelled;

@@ -1,4 +1,4 @@
-//! A key: locked in memory where that is allowed, wiped when it is dropped, never shown.
+//! A key: locked in memory if that is allowed, wiped when it is dropped, never shown.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ impl Key {
         }
         let mut page = Box::new(Page([0; KEY_LEN]));
         sodium::lock(&mut page);
-        // From there to here, and nowhere between.
+        // Copied straight into the locked page, so that no other copy is left.
         page.0.copy_from_slice(bytes);
         Some(Key(Arc::new(Locked(page))))
     }
@@ -31,7 +31,7 @@ impl Key {
         &self.0.0.0
     }
 
-    /// Another key, which tells nothing about this one.
+    /// Derives another key for a purpose. It reveals nothing about this one.
     pub fn subkey(&self, purpose: &str) -> Option<Key> {
         let derived = Zeroizing::new(sodium::keyed_hash(purpose.as_bytes(), self.bytes()));
         Key::new(&*derived)
@@ -81,7 +81,7 @@ mod tests {
         assert_eq!(page.0, [0; KEY_LEN]);
     }
 
-    /// What the system says of the memory that holds an address.
+    /// The kernel's flags of the mapping that contains an address.
     fn flags_at(address: usize) -> String {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut here = false;
@@ -107,7 +107,7 @@ mod tests {
             assert!(flags(key).split(' ').any(|flag| flag == "dd"), "{}", flags(key));
         }
         let mut keys = keys.into_iter();
-        // Those that stay have pages of their own.
+        // The other keys have pages of their own, which stay protected.
         drop(keys.next());
         assert!(keys.all(|key| flags(&key).split(' ').any(|flag| flag == "dd")));
     }

@@ -1,21 +1,22 @@
-//! A seal over all that the format's own encryption leaves open: names, types, shapes, order and
-//! positions of tensors, their hashes, nonces and tags.
+//! The manifest: an authentication tag over all that the format's own encryption leaves open. That is
+//! names, types, shapes, order and positions of tensors, their hashes, nonces and tags.
 //!
 //! It is in the last bytes of the index block, which other readers take for padding. The tag is a
-//! BLAKE2b under a key derived from the file's, over the prologue, the index up to the seal, and
-//! the BLAKE2b of each tensor's header in the order of the index. Headers hold the tags of all
-//! pieces of data, so that nothing in the file can be exchanged.
+//! BLAKE2b under a key derived from the file's. It covers the prologue, the index up to the manifest,
+//! and a keyed BLAKE2b of each tensor's header in the order of the index. Headers hold the tags of all
+//! pieces of data, so no part of the file can be exchanged unnoticed.
 
 use super::{Key, sodium};
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room};
 
-/// What the bytes begin with.
+/// The first bytes of a manifest.
 const MAGIC: [u8; 8] = *b"TZSEAL01";
 /// Bytes at the end of the index block: magic and tag.
 pub const MANIFEST_LEN: usize = MAGIC.len() + 32;
 
-/// What stands for a header; without the key nobody can tell it, not by the time of a comparison either.
+/// A keyed hash of a header. It cannot be computed without the key, nor be found by timing comparisons,
+/// which take constant time.
 #[derive(Clone, Copy)]
 pub struct HeaderTag([u8; 32]);
 
@@ -31,24 +32,24 @@ impl From<HeaderTag> for [u8; 32] {
     }
 }
 
-/// A seal in the making.
+/// Computes and verifies manifests with one key.
 pub struct Manifest {
     key: Key,
 }
 
 impl Manifest {
-    /// For a file with this key.
+    /// Derives the manifest's key from the key of a file.
     pub fn new(key: &Key) -> Result<Self> {
         let key = key.subkey("tensorizer manifest 1");
         Ok(Manifest { key: key.ok_or_else(|| Error::Bug("no key for a manifest".to_owned()))? })
     }
 
-    /// What stands for a header.
+    /// Computes the keyed hash of a header.
     pub fn digest(&self, header: &[u8]) -> HeaderTag {
         HeaderTag(sodium::keyed_hash(header, self.key.bytes()))
     }
 
-    /// Seals an index block, whose last bytes are free.
+    /// Writes the manifest of an index block into its last bytes, which are free.
     pub fn seal(&self, prologue: &[u8], index: &mut [u8], headers: &[[u8; 32]]) -> Result<()> {
         let tag = self.tag(prologue, index, headers)?;
         let end = index.last_chunk_mut::<MANIFEST_LEN>();
@@ -59,12 +60,12 @@ impl Manifest {
         Ok(())
     }
 
-    /// Whether an index block has a seal at all.
+    /// True if an index block ends with a manifest, valid or not.
     pub fn is_in(index: &[u8]) -> bool {
         index.last_chunk::<MANIFEST_LEN>().is_some_and(|end| end.starts_with(&MAGIC))
     }
 
-    /// Whether the seal of an index block is right.
+    /// True if the manifest of an index block is valid.
     pub fn verifies(&self, prologue: &[u8], index: &[u8], headers: &[HeaderTag]) -> Result<bool> {
         let Some(found) = index.last_chunk::<32>() else { return Ok(false) };
         let headers = listed(headers.iter().map(|tag| tag.0), "what a manifest covers")?;

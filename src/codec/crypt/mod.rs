@@ -1,4 +1,4 @@
-//! Keys, and the encryption of tensors' data: XSalsa20-Poly1305 in pieces, keys by Argon2id.
+//! Keys, and the encryption of tensor data: XSalsa20-Poly1305 in pieces, with keys by Argon2id.
 
 mod key;
 mod manifest;
@@ -24,7 +24,7 @@ pub const NONCE_LEN: usize = 24;
 /// Shorter pieces are refused, as by the old package.
 const MIN_PIECE_LEN: u64 = 1024;
 
-/// How the data of one tensor are cut and sealed.
+/// The pieces in which the data of one tensor are encrypted, with their nonces and tags.
 #[derive(Debug, Clone)]
 pub struct Pieces {
     data_len: u64,
@@ -34,7 +34,7 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// What a header says about the data of a tensor; what is wrong with that is the error.
+    /// Takes the pieces from a header's description of the data; the error says what is wrong with it.
     pub fn of(cipher: &Cipher, data_len: u64) -> std::result::Result<Self, String> {
         let (piece_len, nonce, macs) = match cipher {
             Cipher::Sequential { nonce, mac } => (data_len, *nonce, vec![*mac]),
@@ -45,7 +45,7 @@ impl Pieces {
                          found {piece_len}"
                     ));
                 }
-                // One tag seals everything, whatever the length of pieces is said to be.
+                // A single tag covers all data, whatever length of pieces the header states.
                 let piece_len = if macs.len() == 1 { data_len } else { *piece_len };
                 (piece_len, *nonce, macs.clone())
             }
@@ -60,19 +60,19 @@ impl Pieces {
         Ok(Pieces { data_len, piece_len: piece_len.max(1), nonce, macs })
     }
 
-    /// The number of the piece with a byte, and where that piece begins and ends.
+    /// The number of the piece that contains a byte, and the start and end of that piece.
     pub fn piece(&self, position: u64) -> (u64, u64, u64) {
         let number = position / self.piece_len;
         let start = number * self.piece_len;
         (number, start, start.saturating_add(self.piece_len).min(self.data_len))
     }
 
-    /// Whether whole pieces lie in each chunk of `chunk_len` bytes, counted from the first.
+    /// True if chunks of `chunk_len` bytes, counted from the first byte, consist of whole pieces.
     pub fn fit(&self, chunk_len: u64) -> bool {
         chunk_len.is_multiple_of(self.piece_len) || self.data_len <= chunk_len
     }
 
-    /// Decrypts one whole piece in place; false if it is not what was encrypted with the key.
+    /// Decrypts one whole piece in place; false if its tag does not match.
     #[must_use]
     pub fn open(&self, number: u64, bytes: &mut [u8], key: &Key) -> bool {
         let Some(mac) = usize::try_from(number).ok().and_then(|at| self.macs.get(at)) else {
@@ -81,7 +81,7 @@ impl Pieces {
         sodium::open(bytes, mac, &nonce_of(&self.nonce, number), key.bytes())
     }
 
-    /// Decrypts all pieces in place.
+    /// Decrypts all pieces in place; false if a tag does not match.
     #[must_use]
     pub fn open_all(&self, bytes: &mut [u8], key: &Key) -> bool {
         let step = usize::try_from(self.piece_len).unwrap_or(usize::MAX);
@@ -102,7 +102,7 @@ pub fn nonce_of(first: &[u8; NONCE_LEN], number: u64) -> [u8; NONCE_LEN] {
     nonce
 }
 
-/// Encrypts a piece in place and gives its tag.
+/// Encrypts a piece in place and returns its tag.
 pub fn seal(bytes: &mut [u8], nonce: &[u8; NONCE_LEN], number: u64, key: &Key) -> [u8; MAC_LEN] {
     sodium::seal(bytes, &nonce_of(nonce, number), key.bytes())
 }

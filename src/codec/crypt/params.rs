@@ -1,4 +1,4 @@
-//! What a caller says about encryption, and the keys that follow from it.
+//! The caller's options for encryption and decryption, and the keys that are derived from them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError};
@@ -12,58 +12,60 @@ use crate::error::{Error, Result};
 use crate::format::tensors::crypt_info::KeyDerivation;
 use crate::sys::brief::Brief;
 
-/// libsodium's limits of Argon2id.
+/// Minimum number of passes of Argon2id, as in libsodium.
 pub const MIN_OPSLIMIT: u64 = 1;
-/// See [`MIN_OPSLIMIT`].
+/// Maximum number of passes of Argon2id, as in libsodium.
 pub const MAX_OPSLIMIT: u64 = u32::MAX as u64;
-/// In bytes.
+/// Minimum memory of Argon2id in bytes, as in libsodium.
 pub const MIN_MEMLIMIT: u64 = 8192;
-/// In bytes.
+/// Maximum memory of Argon2id in bytes, as in libsodium.
 pub const MAX_MEMLIMIT: u64 = 4_398_046_510_080;
-/// What a file may ask for unless the caller allows more: above libsodium's `SENSITIVE`, which is
-/// 4 passes over 1 GiB.
+/// Limits of the derivations that a file may ask for, unless the caller allows more. They are above
+/// libsodium's `SENSITIVE`, which is 4 passes over 1 GiB.
 const USUAL_OPSLIMIT: u64 = 16;
 const USUAL_MEMLIMIT: u64 = 2 << 30;
-/// Passes times bytes that one file may ask for with all its keys: that of two `SENSITIVE` ones.
+/// Limit of passes times bytes for all keys of a file together: two derivations at `SENSITIVE`.
 const USUAL_WORK: u128 = 8 << 30;
-/// Keys that one file may ask for.
+/// Maximum number of keys that one file may ask for.
 const MAX_KEYS: usize = 64;
 
-/// How to encrypt.
+/// Options for encryption.
 #[derive(Debug, Clone)]
 pub struct EncryptionOptions {
     /// The key.
     pub key: Key,
-    /// How it was derived, so that readers can do the same; None for a key of its own.
+    /// The derivation of the key, so that readers can repeat it; None for a key that was given
+    /// directly.
     pub derivation: Option<KeyDerivation>,
-    /// Whether to seal names, shapes, order and tags as well; see [`super::Manifest`].
+    /// True if names, shapes, order and tags are to be authenticated as well; see [`super::Manifest`].
     pub manifest: bool,
 }
 
-/// What decrypts a file.
+/// The secret that decrypts a file.
 pub enum Secret {
     /// A key.
     Key(Key),
-    /// What keys are derived from.
+    /// A passphrase, from which keys are derived.
     Passphrase(Zeroizing<Vec<u8>>),
 }
 
-/// How to decrypt. Derived keys are kept as long as this is.
+/// Options for decryption. They cache the keys that were derived.
 pub struct DecryptionOptions {
     secret: Secret,
     max_opslimit: u64,
     max_memlimit: u64,
     max_work: u128,
-    /// Refuse a file whose names, shapes, order and tags are not sealed.
+    /// True to refuse a file without a manifest, whose names, shapes, order and tags are not
+    /// authenticated.
     pub require_manifest: bool,
     derived: Brief<Vec<(KeyDerivation, Key)>>,
-    /// Held while a key is derived, so that it is done once.
+    /// Held while a key is derived, so that each key is derived once.
     deriving: Turns,
-    /// By what files are called.
+    /// The derivations that each file has asked for, by its path or address.
     asked: Brief<HashMap<String, Asked>>,
 }
 
-/// What a file has asked for.
+/// The derivations that a file has asked for so far.
 
 #[derive(Clone, Copy)]
 struct Asked {
@@ -76,7 +78,7 @@ impl Asked {
 }
 
 impl DecryptionOptions {
-    /// With the usual limits.
+    /// Creates options with the default limits.
     pub fn new(secret: Secret) -> Self {
         DecryptionOptions {
             secret,
@@ -90,8 +92,8 @@ impl DecryptionOptions {
         }
     }
 
-    /// Sets the most passes, and the most memory in bytes, that a file may ask for; None for the
-    /// usual. All keys of a file together may then cost as much as one at both limits.
+    /// Sets the maximum passes, and the maximum memory in bytes, that a file may ask for; None for the
+    /// default. All keys of a file together may then cost as much as one derivation at both limits.
     pub fn allow(&mut self, opslimit: Option<u64>, memlimit: Option<u64>) {
         if opslimit.is_some() || memlimit.is_some() {
             self.max_opslimit = opslimit.unwrap_or(self.max_opslimit);
@@ -100,12 +102,13 @@ impl DecryptionOptions {
         }
     }
 
-    /// A file of this name was opened: what an earlier one has asked for is not counted.
+    /// Resets the count of a file that is opened: derivations of an earlier file with this name do not
+    /// count.
     pub fn opened(&self, uri: &str) {
         self.asked.lock().remove(uri);
     }
 
-    /// Whether there is no key without a derivation.
+    /// True if keys can only be derived: the secret is a passphrase.
     pub fn needs_derivation(&self) -> bool {
         matches!(self.secret, Secret::Passphrase(_))
     }
@@ -133,7 +136,7 @@ impl DecryptionOptions {
         Ok(())
     }
 
-    /// The key of a tensor whose header names this derivation.
+    /// Returns the key of a tensor whose header states this derivation.
     pub fn key(
         &self,
         derivation: Option<&KeyDerivation>,
@@ -177,11 +180,11 @@ impl DecryptionOptions {
     }
 }
 
-/// One derivation at a time: it takes as much memory as a file asks for.
+/// Lets one derivation run at a time: each takes as much memory as its file asks for.
 static DERIVING: Turns = Turns::new();
 
-/// Derives a key from a passphrase. That cannot be stopped: when the call is to end before, it ends
-/// by itself, and the next one waits for it.
+/// Derives a key from a passphrase. A derivation that runs cannot be stopped: if the call is cancelled,
+/// its thread is left to finish, and the next derivation waits for it.
 pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) -> Result<Key> {
     let out_of_memory = || Error::OutOfMemory {
         bytes: derivation.memlimit,
@@ -204,7 +207,7 @@ pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) ->
 }
 
 impl EncryptionOptions {
-    /// With a key that is derived from a passphrase.
+    /// Derives the key from a passphrase.
     pub fn from_passphrase(
         source: &[u8],
         derivation: KeyDerivation,
@@ -238,11 +241,11 @@ mod tests {
         };
         options.opened("file");
         ask(1, 2, "file").unwrap();
-        // Derived already, so that it costs nothing.
+        // This key was derived before, so it costs nothing.
         ask(1, 2, "file").unwrap();
         let refused = ask(2, 2, "file").unwrap_err().to_string();
         assert!(refused.contains("2 keys ask for 4194304 bytes"), "{refused}");
-        // What was refused does not count.
+        // A refused derivation does not count.
         ask(3, 1, "file").unwrap();
         assert!(ask(4, 1, "file").is_err());
         ask(4, 1, "another").unwrap();

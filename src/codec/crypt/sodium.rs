@@ -1,4 +1,4 @@
-//! The door to libsodium: each function proves its own call.
+//! The wrapper around libsodium: each function proves that its own call is safe.
 #![allow(unsafe_code)]
 
 use std::sync::OnceLock;
@@ -11,8 +11,8 @@ use crate::sys;
 /// Bytes of a key.
 pub const KEY_LEN: usize = 32;
 
-/// Has the library look once what the processor can do. It ends the process where it finds no source of
-/// random numbers: there it is left alone, and slower.
+/// Initialises the library once, which makes it use the features of the processor. Without a source of
+/// random numbers that would end the process. Then it is left out, and the library is slower.
 pub fn start() {
     static STARTED: OnceLock<()> = OnceLock::new();
     STARTED.get_or_init(|| {
@@ -23,12 +23,12 @@ pub fn start() {
     });
 }
 
-/// Decrypts in place; false, with the bytes unchanged, if the tag is not theirs.
+/// Decrypts in place. False, with the bytes unchanged, if the tag does not match.
 pub fn open(bytes: &mut [u8], mac: &[u8; MAC_LEN], nonce: &[u8; 24], key: &[u8; KEY_LEN]) -> bool {
     let pointer = bytes.as_mut_ptr();
     start();
-    // SAFETY: `pointer` is good for reading and writing `len` bytes, which may be the same bytes;
-    // tag, nonce and key have the lengths that the function reads.
+    // SAFETY: `pointer` is valid for reading and writing `bytes.len()` bytes, and the function allows
+    // input and output to be the same bytes; tag, nonce and key have the lengths that it reads.
     let outcome = unsafe {
         ffi::crypto_secretbox_open_detached(
             pointer,
@@ -42,7 +42,7 @@ pub fn open(bytes: &mut [u8], mac: &[u8; MAC_LEN], nonce: &[u8; 24], key: &[u8; 
     outcome == 0
 }
 
-/// Encrypts in place and gives the tag.
+/// Encrypts in place and returns the tag.
 pub fn seal(bytes: &mut [u8], nonce: &[u8; 24], key: &[u8; KEY_LEN]) -> [u8; MAC_LEN] {
     let mut mac = [0; MAC_LEN];
     let pointer = bytes.as_mut_ptr();
@@ -61,7 +61,7 @@ pub fn seal(bytes: &mut [u8], nonce: &[u8; 24], key: &[u8; KEY_LEN]) -> [u8; MAC
     mac
 }
 
-/// Argon2id 1.3; false if the memory cannot be had or the limits are not the function's.
+/// Derives a key by Argon2id 1.3. False if memory cannot be allocated, or a parameter is out of range.
 pub fn derive(
     out: &mut [u8; KEY_LEN],
     source: &[u8],
@@ -87,12 +87,12 @@ pub fn derive(
     outcome == 0
 }
 
-/// BLAKE2b of `data` under a key.
+/// Computes the BLAKE2b of `data` under a key.
 pub fn keyed_hash(data: &[u8], key: &[u8; KEY_LEN]) -> [u8; 32] {
     let mut out = [0; 32];
     start();
     // SAFETY: writes 32 bytes, reads `data.len()` and `KEY_LEN` bytes; both lengths are in the
-    // function's ranges, so that it cannot fail.
+    // function's ranges, so it cannot fail.
     unsafe {
         ffi::crypto_generichash(
             out.as_mut_ptr(),
@@ -106,28 +106,28 @@ pub fn keyed_hash(data: &[u8], key: &[u8; KEY_LEN]) -> [u8; 32] {
     out
 }
 
-/// Compares without telling by its time where the difference is.
+/// Compares in constant time.
 pub fn same(left: &[u8; 32], right: &[u8; 32]) -> bool {
     // SAFETY: reads 32 bytes of each.
     unsafe { ffi::sodium_memcmp(left.as_ptr().cast(), right.as_ptr().cast(), 32) == 0 }
 }
 
-/// A key in a page of its own: the system locks, and leaves out of core dumps, whole pages only.
+/// A key in a page of its own: the system can lock, and exclude from core dumps, only whole pages.
 #[cfg_attr(target_arch = "x86_64", repr(align(4096)))]
 #[cfg_attr(not(target_arch = "x86_64"), repr(align(65536)))]
 pub struct Page(pub [u8; KEY_LEN]);
 
-/// Keeps a page out of the swap space and of core dumps, where that is allowed.
+/// Keeps a page out of swap space and core dumps, if that is allowed.
 pub fn lock(page: &mut Page) {
     start();
-    // SAFETY: the memory is good for the size of its type; locking does not change it. A refusal
-    // is no error: the limit of locked memory may be zero.
+    // SAFETY: the memory is valid for the size of its type; locking does not change it. A refusal is no
+    // error: the limit of locked memory may be zero.
     unsafe { ffi::sodium_mlock(std::ptr::from_mut(page).cast(), size_of::<Page>()) };
 }
 
 /// Overwrites a page with zeros and unlocks it.
 pub fn unlock_and_wipe(page: &mut Page) {
-    // SAFETY: the memory is good for writing the size of its type.
+    // SAFETY: the memory is valid for writing the size of its type.
     unsafe { ffi::sodium_munlock(std::ptr::from_mut(page).cast(), size_of::<Page>()) };
     zeroize::Zeroize::zeroize(&mut page.0);
 }

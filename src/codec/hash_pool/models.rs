@@ -1,14 +1,14 @@
-//! Hashes under schedules that are chosen. No wait ends by itself.
+//! Models of the hash pool under chosen schedules. No wait times out.
 #![allow(clippy::unwrap_used)]
 
 use super::super::hash::digest;
 use super::*;
 use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
 
-/// Bytes of a piece.
+/// Bytes per piece.
 const PIECE: usize = 3;
 
-/// What a reader has to bring: a tensor's header, or some of its data.
+/// One job of a reader: to supply a tensor's header (None), or its data from a position on.
 type Job = (usize, Option<usize>);
 
 fn any_jobs(tensors: &[Vec<u8>]) -> Vec<Job> {
@@ -27,7 +27,7 @@ fn any_jobs(tensors: &[Vec<u8>]) -> Vec<Job> {
 fn every_tensor_is_hashed_once_and_all_readers_end() {
     check(Rules { patience: Duration::ZERO, refusals: false }, || {
         let tensors: Vec<Vec<u8>> = vec![vec![1; 7], Vec::new(), vec![2; 3], vec![3; 4]];
-        // The last one turns out not to be hashed, when its header comes.
+        // When its header comes, the last tensor turns out not to be hashed.
         let skipped = tensors.len() - 1;
         let lens = tensors.iter().map(|tensor| Some(tensor.len() as u64));
         let pool: HashPool<&[u8]> = HashPool::new(lens, true).unwrap();

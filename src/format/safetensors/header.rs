@@ -1,4 +1,4 @@
-//! Headers as they are read.
+//! Parses headers.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -16,25 +16,25 @@ use crate::format::dtype::DType;
 use crate::format::json::Discarded;
 use crate::format::name::Name;
 
-/// What a header says.
+/// A parsed header.
 #[derive(Debug, Default)]
 pub struct Header {
     /// Tensors, in the order of their data.
     pub entries: Vec<Entry>,
     /// Names and values; None if the header has no `__metadata__`.
     pub metadata: Option<Vec<(String, String)>>,
-    /// Where the data end, and the file.
+    /// Position after the data, which is also the end of the file.
     pub end: u64,
 }
 
-/// Reads a header that lies at `base + 8` of `uri`, which is file number `file`.
+/// Parses a header that lies at `base + 8` of `uri`; `file` is the number of that file.
 pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Header> {
     const WHAT: &str = "a safetensors header";
     let at = base.saturating_add(LENGTH_LEN);
     let malformed = |what: String| Malformed::new(at, what).of(uri);
     let failed = |what: &str| malformed(format!("the safetensors header: {}", Brief(what)));
     let text = std::str::from_utf8(json).map_err(|e| failed(&format!("it is not UTF-8: {e}")))?;
-    // A tensor has a colon behind its name at least.
+    // An upper bound of the number of tensors: each has at least the colon after its name.
     let most = json.iter().filter(|&&byte| byte == b':').count();
     let mut raw = Raw { tensors: with_room(most, WHAT)?, metadata: None };
     let mut from = serde_json::Deserializer::from_str(text);
@@ -73,14 +73,14 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Header> {
     Ok(Header { entries, metadata, end })
 }
 
-/// A header as it is written.
+/// A header before it is validated.
 struct Raw<'j> {
-    /// With room for all of them.
+    /// Allocated beforehand, with room for all tensors.
     tensors: Vec<(Cow<'j, str>, Info<'j>)>,
     metadata: Option<BTreeMap<String, String>>,
 }
 
-/// What it says of a tensor.
+/// The fields of one tensor.
 struct Info<'j> {
     dtype: Cow<'j, str>,
     shape: Shape,
@@ -130,13 +130,14 @@ impl<'de: 'j, 'j> Deserialize<'de> for Info<'j> {
                 })
             }
         }
-        // As an object, or as a list in that order.
+        // An object, or a list of the fields in this order.
         from.deserialize_struct("tensor", &["dtype", "shape", "data_offsets"], Fields)
     }
 }
 
 impl Info<'_> {
-    /// Type and shape, of data that begin at `end` and fit them.
+    /// Returns type and shape, and checks that the data begin at `end` and have the length that these
+    /// need.
     fn placed(&self, end: u64) -> Result<(DType, Box<[u64]>), String> {
         let (from, to) = self.data_offsets;
         if from != end || to < from {
@@ -157,7 +158,7 @@ impl Info<'_> {
         Ok((dtype, shape))
     }
 
-    /// Type and shape in torch, whose elements may be several of the values here.
+    /// Type and shape in torch, where one element may hold several of the values here.
     fn of_torch(&self) -> Result<(DType, Box<[u64]>), String> {
         let (dtype, values) = DType::from_safetensors(&self.dtype)
             .ok_or_else(|| format!("unknown dtype `{}`", Brief(&self.dtype)))?;
@@ -175,7 +176,7 @@ impl Info<'_> {
     }
 }
 
-/// Dimensions, of which there are not too many.
+/// Dimensions, at most [`MAX_DIMS`] of them.
 struct Shape(Vec<u64>);
 
 impl<'de> Deserialize<'de> for Shape {
@@ -203,7 +204,7 @@ impl<'de> Deserialize<'de> for Shape {
     }
 }
 
-/// Reads all that a header says.
+/// Parses all members of a header.
 struct Keys<'r, 'j>(&'r mut Raw<'j>);
 
 impl<'de: 'j, 'j> Visitor<'de> for Keys<'_, 'j> {
@@ -218,7 +219,7 @@ impl<'de: 'j, 'j> Visitor<'de> for Keys<'_, 'j> {
         let mut told = false;
         while let Some(Text(key)) = map.next_key()? {
             if key != METADATA {
-                // A name that comes twice is found when all of them are put together.
+                // Duplicate names are found later, when the names of all tensors are put together.
                 raw.tensors.push((key, map.next_value()?));
                 continue;
             }
@@ -231,11 +232,11 @@ impl<'de: 'j, 'j> Visitor<'de> for Keys<'_, 'j> {
     }
 }
 
-/// A string, borrowed where it is written without escapes.
+/// A string, borrowed from the input if it is written without escapes.
 #[derive(Deserialize)]
 struct Text<'j>(#[serde(borrow)] Cow<'j, str>);
 
-/// Names and values, no name twice.
+/// Names and values; duplicate names are refused.
 pub(in crate::format) struct Strings(pub BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for Strings {
@@ -272,7 +273,7 @@ mod tests {
 
     use super::*;
 
-    /// Types with the bits of a value.
+    /// Types, with the bits of one value.
     const SOME: [(&str, u64); 6] =
         [("U8", 8), ("F32", 32), ("C64", 64), ("F4", 4), ("F6_E2M3", 6), ("BOOL", 8)];
 
@@ -305,7 +306,7 @@ mod tests {
             let mut end = 0;
             for (name, (dtype, dims)) in tensors.iter().filter(|(name, _)| *name != METADATA) {
                 let (dtype, bits) = SOME[*dtype];
-                // Rows of whole elements of torch.
+                // Rows that consist of whole elements of torch.
                 let shape: Vec<u64> = dims.iter().copied().chain([8]).collect();
                 let len = shape.iter().product::<u64>() * bits / 8;
                 let info =

@@ -1,4 +1,4 @@
-//! Where a save puts each tensor.
+//! The layout of a new file: its header, and the position of each tensor.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,14 +11,14 @@ use crate::format::catalog::{Entry, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;
 
-/// What is written, in messages.
+/// Names the header in error messages.
 const WHAT: &str = "a safetensors header";
 
 fn refused(what: String) -> Error {
     Error::InvalidArgument(what)
 }
 
-/// A tensor about to be placed.
+/// A tensor that is to be placed in a file.
 #[derive(Debug, Clone)]
 pub struct Placed {
     /// Its name, which is a plain string.
@@ -39,7 +39,7 @@ impl Placed {
         checked_len(self.dtype, &self.shape).ok_or_else(|| self.too_large())
     }
 
-    /// What the header says of it.
+    /// The header's JSON for this tensor.
     fn described(&self, start: u64, end: u64) -> Result<String> {
         let none = || refused(format!("tensor `{}`: safetensors has no {}", self.name, self.dtype));
         let (dtype, values) = self.dtype.safetensors().ok_or_else(none)?;
@@ -53,7 +53,7 @@ impl Placed {
     }
 }
 
-/// Tensors with their names and numbers, in the order of a file.
+/// Returns the tensors in the order of a file, with their names and their numbers in `tensors`.
 fn sorted(tensors: Vec<Placed>) -> Result<Vec<(String, usize, Placed)>> {
     let mut sorted = with_room(tensors.len(), WHAT)?;
     for (number, tensor) in tensors.into_iter().enumerate() {
@@ -72,22 +72,22 @@ fn sorted(tensors: Vec<Placed>) -> Result<Vec<(String, usize, Placed)>> {
     listed(sorted.into_iter().map(|(_, key, number, tensor)| (key, number, tensor)), WHAT)
 }
 
-/// A file about to be written.
+/// The layout of a file that is to be written.
 #[derive(Debug)]
 pub struct Layout {
-    /// Length and header.
+    /// The length field and the header.
     pub head: Vec<u8>,
     /// The tensors, in the order of their data: larger elements first, then by name.
     pub entries: Vec<Entry>,
-    /// For each of them its number among those given.
+    /// For each entry, its number in the list of tensors that was given.
     pub order: Vec<usize>,
-    /// Where the data end, and the file.
+    /// Position after the data, which is also the end of the file.
     pub end: u64,
 }
 
 impl Layout {
-    /// A file at position `base`, byte for byte as the library writes it, except that metadata are
-    /// sorted by name. Says what cannot be written.
+    /// Lays out a file at position `base`, byte for byte as the safetensors library does, except that
+    /// metadata are sorted by name. The error says what cannot be written.
     pub fn new(
         tensors: Vec<Placed>,
         metadata: Option<&[(String, String)]>,
@@ -137,7 +137,7 @@ impl Layout {
     }
 }
 
-/// The header before its tensors.
+/// The part of the header before its tensors.
 fn beginning(metadata: Option<&[(String, String)]>) -> Result<String> {
     let mut json = String::from("{");
     let Some(metadata) = metadata else { return Ok(json) };
@@ -151,7 +151,7 @@ fn beginning(metadata: Option<&[(String, String)]>) -> Result<String> {
     Ok(json)
 }
 
-/// Its length and the header, so long that data begin at a multiple of eight bytes.
+/// Returns the length field and the header, padded so that data begin at a multiple of eight bytes.
 fn ended(mut json: String) -> Result<Vec<u8>> {
     if json.ends_with(',') {
         json.pop();

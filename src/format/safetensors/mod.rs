@@ -1,7 +1,7 @@
 //! `.safetensors` files: eight bytes with the length of a header, the header in JSON, data.
 //!
-//! What the library of that name refuses is refused: data must follow each other without holes or
-//! overlaps, and fill the file.
+//! Files that the safetensors library refuses are refused here too: the data of tensors must be
+//! contiguous, without holes or overlaps, and fill the file.
 
 mod header;
 mod layout;
@@ -14,12 +14,12 @@ use crate::error::Malformed;
 
 /// Bytes of the length in front of the header.
 pub const LENGTH_LEN: u64 = size_of::<u64>() as u64;
-/// Bytes of the longest header that is read, as in the library.
+/// Maximum bytes of a header that is read, as in the library.
 pub const MAX_HEADER_LEN: u64 = 100_000_000;
-/// Where a header holds strings instead of a tensor.
+/// The member of a header that holds strings instead of a tensor.
 const METADATA: &str = "__metadata__";
 
-/// Whether a file that begins so is one, whatever its header's length.
+/// True if a file with these first bytes is a safetensors file, whatever the length of its header.
 pub fn begins(bytes: &[u8]) -> bool {
     // No header is as long as 2⁴⁰ bytes.
     matches!(bytes, [_, _, _, _, _, 0, 0, 0, b'{', ..])

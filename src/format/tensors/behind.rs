@@ -1,25 +1,25 @@
-//! What the index block holds behind its last entry, where other readers see unused space. From its
-//! end on: a manifest, the identity of half of a saved object, metadata.
+//! The index trailer: data at the end of the index block, after its last entry, where other readers see
+//! unused space. From its end backwards: a manifest, the identity of a saved object, metadata.
 
 use super::metadata;
 use super::pair::{self, PAIR_LEN, PairId};
 use crate::error::{Error, Malformed, Result};
 
-/// What a file says there, its manifest apart.
+/// The contents of an index trailer, except its manifest.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Behind {
-    /// The identity by which the other half of a saved object knows the file.
+    /// The identity by which the pickle of a saved object recognises this file of its storages.
     pub pair_id: Option<PairId>,
     /// Names and values.
     pub metadata: std::result::Result<Vec<(String, String)>, Malformed>,
 }
 
-/// Bytes that [`put`] needs.
+/// Bytes that [`put`] writes.
 pub fn len(metadata: &[u8], paired: bool) -> usize {
     metadata.len() + if paired { PAIR_LEN } else { 0 }
 }
 
-/// Writes encoded metadata and an identity to the end of the space behind the entries.
+/// Writes encoded metadata and an identity to the end of `space`, which follows the entries.
 pub fn put(mut space: &mut [u8], metadata: &[u8], pair_id: Option<PairId>) -> Result<()> {
     let found = space.len();
     let short = || {
@@ -37,7 +37,7 @@ pub fn put(mut space: &mut [u8], metadata: &[u8], pair_id: Option<PairId>) -> Re
     Ok(())
 }
 
-/// What there is in the space behind the entries, which lies at file position `at`.
+/// Finds the contents of the space after the entries, which lies at file position `at`.
 pub fn find(space: &[u8], at: u64) -> Behind {
     let pair_id = pair::find(space);
     let unpaired = space.len().saturating_sub(pair_id.map_or(0, |_| PAIR_LEN));
@@ -81,7 +81,7 @@ mod tests {
         ) {
             for (at, which) in put_there {
                 let magic = [b"TZMETA01", b"TZPAIR01"][which];
-                // From the end, where they are looked for.
+                // Near the end, where they are looked for.
                 let from = space.len().saturating_sub(16 + 8 * (at % 6));
                 for (slot, byte) in space.iter_mut().skip(from).zip(magic) {
                     *slot = *byte;

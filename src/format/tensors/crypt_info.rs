@@ -1,6 +1,7 @@
-//! The block in each header of an encrypted file that says how its data were encrypted.
+//! The encryption block: the part of each header in an encrypted file that describes the encryption of
+//! the data.
 //!
-//! Only its bytes are known here; `crate::crypt` encrypts and decrypts.
+//! This module only parses and writes its bytes; `crate::crypt` encrypts and decrypts.
 
 use crate::error::{Malformed, Result};
 use crate::fallible::with_room;
@@ -12,15 +13,15 @@ const CHUNK_SEQUENTIAL: u16 = 3;
 const METHOD_ARGON2: u16 = 1;
 const ALGORITHM_ARGON2ID13: i32 = 2;
 const SALT_LEN: u16 = 16;
-/// Bytes of a tag.
+/// Bytes of an authentication tag.
 pub const MAC_LEN: usize = 16;
-/// Bytes that are encrypted as one piece, as in the package that this one succeeds.
+/// Bytes that are encrypted as one piece, as in the package that this one replaces.
 pub const PIECE_LEN: u64 = 2 << 20;
 
-/// How to derive the key from a passphrase: Argon2id version 1.3.
+/// The parameters for deriving the key from a passphrase: Argon2id version 1.3.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyDerivation {
-    /// Passes over the memory.
+    /// Number of passes over the memory.
     pub opslimit: u64,
     /// Memory in bytes.
     pub memlimit: u64,
@@ -28,38 +29,38 @@ pub struct KeyDerivation {
     pub salt: [u8; 16],
 }
 
-/// How the data were encrypted.
+/// The encryption of a tensor's data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cipher {
-    /// XSalsa20-Poly1305, each piece by itself.
+    /// XSalsa20-Poly1305 for each piece by itself.
     Parallel {
-        /// Bytes a piece; the last may be shorter.
+        /// Bytes per piece; the last may be shorter.
         piece_len: u64,
         /// Nonce of the first piece; a 192-bit little-endian counter.
         nonce: [u8; 24],
-        /// One tag a piece.
+        /// The authentication tag of each piece.
         macs: Vec<[u8; MAC_LEN]>,
     },
     /// XSalsa20-Poly1305 over all of the data at once.
     Sequential {
         /// The nonce.
         nonce: [u8; 24],
-        /// The tag.
+        /// The authentication tag.
         mac: [u8; MAC_LEN],
     },
 }
 
-/// All that a header says about encryption. Both are absent where the tensor has no data.
+/// The contents of an encryption block. Both fields are None for a tensor without data.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CryptInfo {
-    /// How the key was derived, unless it was given directly.
+    /// The derivation of the key; None if the key was given directly.
     pub key_derivation: Option<KeyDerivation>,
-    /// How the data were encrypted.
+    /// The encryption of the data.
     pub cipher: Option<Cipher>,
 }
 
 impl CryptInfo {
-    /// Reads the block's contents, which lie at `offset` of the file.
+    /// Parses the contents of a block, which lie at file position `offset`.
     pub fn parse(bytes: &[u8], offset: u64) -> Result<Self, Malformed> {
         let mut cursor = Cursor::new(bytes, offset, "encryption block");
         let mut info = CryptInfo::default();
@@ -118,14 +119,15 @@ impl CryptInfo {
     }
 }
 
-/// Length of what [`encode`] writes, its length field included.
+/// Bytes that [`encode`] writes, the length field included.
 pub fn encoded_len(derived: bool, mac_count: u64) -> u64 {
     let derivation = if derived && mac_count > 0 { 8 + 42 } else { 0 };
     let cipher = if mac_count > 0 { 8 + 42 + mac_count * MAC_LEN as u64 } else { 0 };
     8 + 2 + derivation + cipher
 }
 
-/// The block of a header, its length field included; without tags, that of a tensor without data.
+/// Encodes an encryption block with its length field. Without tags, it is that of a tensor without
+/// data.
 pub fn encode(
     derivation: Option<&KeyDerivation>,
     piece_len: u64,

@@ -1,4 +1,4 @@
-//! The record in front of each tensor's data, and the bytes of it that hashes cover.
+//! The record before each tensor's data, and the bytes of it that hashes cover.
 
 use std::ops::Range;
 
@@ -34,7 +34,7 @@ impl Algorithm {
         }
     }
 
-    /// The name in messages.
+    /// Its name in messages.
     pub fn name(self) -> &'static str {
         match self {
             Algorithm::Crc32 => "CRC32",
@@ -54,31 +54,31 @@ impl Algorithm {
 /// One hash of a header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredHash {
-    /// How it was computed.
+    /// The algorithm that computed it.
     pub algorithm: Algorithm,
-    /// Where in the header its value lies.
+    /// The range of the header that holds its value.
     pub at: Range<usize>,
 }
 
 /// A tensor's header, as read.
 #[derive(Debug, Clone)]
 pub struct Header<'h> {
-    /// The bytes, all of them.
+    /// All bytes of the header.
     pub raw: &'h [u8],
     /// Number of the owning module in `named_modules()` order.
     pub module_index: u16,
-    /// What the tensor was in the saved object.
+    /// The tensor's role in the saved object.
     pub kind: TensorKind,
-    /// Where the hashes of header and data lie, behind their count.
+    /// The range of the header that holds the hashes of header and data, after their count.
     hashes: Range<usize>,
-    /// How the data were encrypted, in encrypted files.
+    /// The encryption of the data; None in files without encryption.
     pub crypt_info: Option<CryptInfo>,
-    /// Where in the header the encryption block lies, its length field included.
+    /// The range of the header that holds the encryption block, its length field included.
     crypt_at: Option<Range<usize>>,
 }
 
 impl<'h> Header<'h> {
-    /// Reads the header that the index promises; everything both say must agree.
+    /// Parses the header that the index describes. All that both of them state must agree.
     pub fn parse(raw: &'h [u8], entry: &Entry, encrypted: bool) -> Result<Self, Malformed> {
         let base = entry.header_offset;
         let mut cursor = Cursor::new(raw, base, "tensor header");
@@ -122,27 +122,29 @@ impl<'h> Header<'h> {
         Ok(Header { raw, module_index, kind, hashes, crypt_info, crypt_at })
     }
 
-    /// The hashes of header and data: algorithm, and the place of the value in the header.
+    /// The hashes of header and data: each with its algorithm, and the range of its value in the
+    /// header.
     pub fn hashes(&self) -> impl Iterator<Item = StoredHash> + '_ {
         let mut at = self.hashes.start;
         std::iter::from_fn(move || {
             let [code, size] = *self.raw.get(at..self.hashes.end)?.first_chunk()?;
             let start = at + 2;
             at = start + usize::from(size);
-            // The parser has found both right.
+            // `parse` has validated the algorithm and the size.
             let algorithm = Algorithm::of(code)?;
             Some(StoredHash { algorithm, at: start..at })
         })
     }
 
     /// The value of a hash.
-    #[allow(clippy::indexing_slicing)] // Where the parser has found it.
+    #[allow(clippy::indexing_slicing)] // `parse` has validated the range.
     pub fn hash_value(&self, hash: &StoredHash) -> &'h [u8] {
         &self.raw[hash.at.clone()]
     }
 
-    /// The header's part of what hashes cover: hash values zeroed, encryption block cut out.
-    #[allow(clippy::indexing_slicing)] // Where the parser has found them.
+    /// The bytes of the header that hashes cover: hash values are zeroed, the encryption block is cut
+    /// out.
+    #[allow(clippy::indexing_slicing)] // `parse` has validated the ranges.
     pub fn covered(&self) -> Vec<u8> {
         let mut bytes = self.raw.to_vec();
         for hash in self.hashes() {
@@ -160,7 +162,8 @@ fn disagreement(entry: &Entry, what: String) -> Malformed {
     Malformed::new(entry.header_offset, what)
 }
 
-/// The name is that of the index, mostly to the byte.
+/// Checks that the name is that of the index. The bytes are usually equal; another spelling is
+/// accepted.
 fn check_name(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), Malformed> {
     let len = cursor.u16("name length")?;
     let at = cursor.offset();
@@ -175,7 +178,7 @@ fn check_name(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), Malformed> {
     Err(disagreement(entry, format!("Unexpected tensor name `{name}`")))
 }
 
-/// So are type and shape.
+/// Checks that type and shape are those of the index.
 fn check_dtype_and_shape(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), Malformed> {
     let mut ahead = cursor.clone();
     if is_of_entry(&mut ahead, entry).unwrap_or(false) {
@@ -191,7 +194,8 @@ fn check_dtype_and_shape(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), M
     Err(disagreement(entry, what))
 }
 
-/// Whether type and shape are spelled as they are written for the entry.
+/// True if type and shape are stored exactly as a plain type of this entry is written. False otherwise,
+/// even if they mean the same.
 fn is_of_entry(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<bool, Malformed> {
     let len = cursor.u8("dtype length")?;
     if !entry.dtype.is_plainly(cursor.take(usize::from(len), "dtype")?)
@@ -212,7 +216,7 @@ fn is_of_entry(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<bool, Malformed
     Ok(true)
 }
 
-/// Reads the section of hashes, and says where they lie behind their count.
+/// Validates the section of hashes, and returns its range in the header, without the count.
 fn check_hashes(cursor: &mut Cursor<'_>) -> Result<Range<usize>, Malformed> {
     let len = usize::from(cursor.u16("hash section length")?);
     let (from, at) = (cursor.position(), cursor.offset());
@@ -242,18 +246,18 @@ fn check_hashes(cursor: &mut Cursor<'_>) -> Result<Range<usize>, Malformed> {
     Ok(start..from + section.position())
 }
 
-/// Which hashes of a tensor the writer stores.
+/// The hashes of each tensor that the writer stores.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Hashes {
     /// CRC-32 and SHA-256, as the old package does.
     #[default]
     All,
-    /// CRC-32 only, which finds damage by accident and costs little.
+    /// CRC-32 only, which detects accidental damage and costs little.
     Crc32,
 }
 
 impl Hashes {
-    /// In the order in which they are stored.
+    /// The algorithms, in the order in which their hashes are stored.
     fn algorithms(self) -> &'static [Algorithm] {
         match self {
             Hashes::All => &[Algorithm::Crc32, Algorithm::Sha256],
@@ -261,19 +265,19 @@ impl Hashes {
         }
     }
 
-    /// Bytes of all of them with their types and sizes, after their count.
+    /// Bytes of all hashes with their types and sizes, without the count.
     fn encoded_len(self) -> usize {
         self.algorithms().iter().map(|algorithm| 2 + algorithm.size()).sum()
     }
 }
 
-/// A header about to be written, with zeros where its hashes will be.
+/// A header that is to be written, with zeros in place of its hashes.
 #[derive(Debug)]
 pub struct Draft {
     /// The bytes that hashes cover.
     pub bytes: Vec<u8>,
     hashes: Vec<(Algorithm, usize)>,
-    /// Where a block about encryption goes.
+    /// The position at which the encryption block is inserted.
     crypt_at: usize,
 }
 
@@ -291,9 +295,9 @@ pub fn encoded_len(name: &Name, dtype: DType, shape: &[u64], long: bool, hashes:
 }
 
 impl Draft {
-    /// The header of `entry`, padded with zeros to the length that the entry leaves for it.
+    /// Drafts the header of `entry`, padded with zeros to the length that the entry leaves for it.
     ///
-    /// `crypt_len`: bytes to leave for a block about encryption, which hashes do not cover.
+    /// `crypt_len`: bytes to leave for the encryption block, which hashes do not cover.
     pub fn new(entry: &Entry, module_index: u16, hashes: Hashes, crypt_len: usize) -> Result<Self> {
         let bug = |what: &str| Error::Bug(format!("header of `{}`: {what}", entry.name));
         let len = usize::try_from(entry.data_offset.saturating_sub(entry.header_offset))
@@ -329,7 +333,7 @@ impl Draft {
         Ok(Draft { bytes: out, hashes, crypt_at })
     }
 
-    /// Puts the hashes in, and the block about encryption, which may be empty.
+    /// Fills in the hashes, and inserts the encryption block, which may be empty.
     pub fn finish(mut self, crc: u32, sha: &[u8; 32], crypt: &[u8]) -> Vec<u8> {
         let crc = crc.to_le_bytes();
         for (algorithm, at) in self.hashes {

@@ -1,4 +1,4 @@
-//! The index: one entry a tensor, with everything that is needed to plan a load.
+//! The index: one entry per tensor, with all that is needed to plan a load.
 
 use super::prologue::{PROLOGUE_LEN, Prologue};
 use crate::error::{Error, Malformed, Result};
@@ -10,13 +10,13 @@ use crate::format::dtype::DType;
 use crate::format::name::{Component, Name};
 use crate::format::name_tree::NameTree;
 
-/// Bytes of the version tag that entries may have.
+/// Bytes of the version tag that begins entries of some files.
 pub const TAG_LEN: u64 = size_of::<u32>() as u64;
 const TAG_SHORT: u32 = 1;
 const TAG_LONG: u32 = 5;
 /// Bytes of the shortest possible entry: name, dtype and shape of nothing.
 const MIN_ENTRY_LEN: usize = 2 + 1 + 1 + 1 + 24;
-/// Bytes that an entry takes at least beside itself: a name, and its place among the names.
+/// Minimum bytes that an entry allocates beside itself: a name, and its node in the tree of names.
 const MORE_FOR_ENTRY: usize = 64;
 
 impl Entry {
@@ -47,7 +47,7 @@ impl Entry {
     }
 }
 
-/// Whether a shape needs eight bytes a dimension.
+/// True if a shape needs eight bytes per dimension.
 pub fn is_long(shape: &[u64]) -> bool {
     shape.iter().any(|&dim| dim > u64::from(u32::MAX))
 }
@@ -62,7 +62,7 @@ pub(super) fn dtype_and_shape_len(dtype: DType, shape: &[u64], long: bool) -> us
     1 + dtype.stored().len() + 1 + shape.len() * if long { 8 } else { 4 }
 }
 
-/// The part that an index entry and a tensor header share.
+/// Encodes type and shape, which index entries and tensor headers store in the same form.
 pub(super) fn encode_dtype_and_shape(
     dtype: DType,
     shape: &[u64],
@@ -85,7 +85,7 @@ pub(super) fn encode_dtype_and_shape(
     Ok(())
 }
 
-/// Reads what [`encode_dtype_and_shape`] writes.
+/// Parses the bytes that [`encode_dtype_and_shape`] writes.
 pub(super) fn parse_dtype_and_shape(
     cursor: &mut Cursor<'_>,
     long: bool,
@@ -109,7 +109,7 @@ pub(super) fn parse_dtype_and_shape(
     Ok((dtype, shape.into()))
 }
 
-/// Reads a tensor kind.
+/// Parses a tensor kind.
 pub(super) fn parse_kind(cursor: &mut Cursor<'_>) -> Result<TensorKind, Malformed> {
     let at = cursor.offset();
     let byte = cursor.u8("tensor type")?;
@@ -117,21 +117,21 @@ pub(super) fn parse_kind(cursor: &mut Cursor<'_>) -> Result<TensorKind, Malforme
         .ok_or_else(|| Malformed::new(at, format!("expected tensor type 0, 1 or 2, found {byte}")))
 }
 
-/// What an index block says.
+/// A parsed index block.
 pub struct Index {
     /// The tensors, in the order of the index.
     pub entries: Vec<Entry>,
-    /// Their numbers by name.
+    /// The number of each entry, by name.
     pub names: NameTree,
-    /// Bytes of all entries; what follows them in the block is no part of them.
+    /// Bytes of all entries, without the space that follows them in the block.
     pub len: usize,
 }
 
-/// Reads the index block, which lies at file position `base`.
+/// Parses the index block, which lies at file position `base`.
 ///
-/// `file_len` is the size of the file where that is known. Every entry is checked against it and
-/// against the other entries: the bytes of two tensors never overlap, so that the sizes of all
-/// tensors together are bounded by the file's.
+/// `file_len` is the size of the file, if it is known. Every entry is checked against it and against
+/// the other entries. The bytes of two tensors never overlap, so the total size of all tensors is
+/// bounded by the size of the file.
 pub fn parse(
     block: &[u8],
     base: u64,
@@ -155,8 +155,8 @@ pub fn parse(
                 .of(uri)
         })?;
     let mut entries = with_room(count, "an index")?;
-    // Names and shapes have memory of their own, in pieces that no error could be made of: it is
-    // looked whether there is enough for them, before they are begun.
+    // Names and shapes are allocated one by one, and a failure of that could not be reported as an
+    // error. So enough memory for all of them is requested once, before the first.
     with_room::<[u8; MORE_FOR_ENTRY]>(count, "names and shapes of an index")?;
     let mut names = NameTree::default();
     for number in 0..count {
@@ -171,17 +171,17 @@ pub fn parse(
     Ok(Index { entries, names, len: cursor.position() })
 }
 
-/// Bytes of the longest index that is read: room for 60,000 names of full length, or for tens of
-/// millions of usual ones.
+/// Maximum bytes of an index that is read: room for 60,000 names of full length, or for tens of
+/// millions of usual names.
 pub const MAX_LEN: u64 = 4 << 30;
 
-/// Bytes of the longest entry: tag, name, kind, dtype, dimensions, positions.
+/// Maximum bytes of an entry: tag, name, kind, dtype, dimensions, positions.
 const LONGEST_ENTRY: usize = 4 + (2 + 0xffff) + 1 + (1 + 0xff) + (1 + 8 * MAX_DIMS) + 24;
-/// Bytes behind the entries that are read where nobody knows how long the file is: metadata, and room
-/// for more tensors.
+/// Maximum bytes after the entries that are read if the length of the file is unknown: metadata, and
+/// reserved space for more tensors.
 const MOST_BEHIND: u64 = 256 << 20;
 
-/// How far the beginning of an index was looked at.
+/// Progress of validating an index while its bytes arrive.
 #[derive(Default)]
 pub struct Start {
     entries: u64,
@@ -189,7 +189,8 @@ pub struct Start {
 }
 
 impl Start {
-    /// Reads on in what has come of a block that lies at `base`, but no entry that may go on behind it.
+    /// Validates further entries of a block that lies at `base` and is still arriving. Stops before an
+    /// entry that may continue after the bytes that are there.
     pub fn read(&mut self, block: &[u8], base: u64, prologue: &Prologue) -> Result<(), Malformed> {
         let at = base.saturating_add(self.position as u64);
         let mut cursor = Cursor::new(block.get(self.position..).unwrap_or(&[]), at, "tensor index");
@@ -253,7 +254,7 @@ fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> 
         return fail(format!("shape {:?} of {} is too large", entry.shape, entry.dtype));
     };
     if entry.data_len == 0 && memory_len > 0 {
-        // Only version 4 introduced tensors without data; before, this is damage.
+        // Tensors without data exist since version 4; in older files this is damage.
         if version < super::prologue::VERSION_META {
             return fail(format!(
                 "expected {memory_len} bytes of data for shape {:?} of {}, found none",
@@ -280,8 +281,8 @@ impl Entry {
     }
 }
 
-/// Bytes of the longest header that the format can need: name, type, shape, hashes and padding of up
-/// to 2 MiB, and one authentication tag of 16 bytes for each piece of at least 1 KiB of data.
+/// Maximum bytes of a header that the format can need: name, type, shape, hashes, padding of up to 2
+/// MiB, and an authentication tag of 16 bytes for each piece of at least 1 KiB of data.
 const fn longest_header(data_len: u64) -> u64 {
     (4 << 20) + data_len / 64
 }
@@ -335,7 +336,7 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
     Ok(())
 }
 
-/// The index block of a file whose prologue lies at `base`: entries, then zeros up to `index_len`.
+/// Encodes the index block: entries, then zeros up to `index_len`.
 pub fn encode(entries: &[Entry], tagged: bool, index_len: u64) -> Result<Vec<u8>> {
     let len = usize::try_from(index_len).map_err(|_| {
         Error::InvalidArgument(format!("an index of {index_len} bytes is too large"))

@@ -1,4 +1,4 @@
-//! Where a save puts each tensor.
+//! The layout of a new file: the position of each tensor.
 
 use crate::error::{Error, Result};
 use crate::fallible::with_room;
@@ -15,21 +15,21 @@ use crate::format::tensors::prologue::{
     VERSION_ENCRYPTED, VERSION_LONG, VERSION_META, VERSION_OPAQUE, VERSION_PLAIN,
 };
 
-/// The index is never smaller than the old package's fixed one: 256 KiB.
+/// Minimum bytes of the index: the fixed length of the old package, 256 KiB.
 pub const MIN_INDEX_LEN: u64 = 256 << 10;
 
-/// A tensor about to be placed.
+/// A tensor that is to be placed in a file.
 #[derive(Debug, Clone)]
 pub struct Placed {
     /// Its name.
     pub name: Name,
-    /// What it is in the saved object.
+    /// Its role in the saved object.
     pub kind: TensorKind,
     /// Its element type.
     pub dtype: DType,
     /// Its dimensions.
     pub shape: Vec<u64>,
-    /// It has no data: a tensor of the `meta` device.
+    /// True if it has no data: a tensor of the `meta` device.
     pub meta: bool,
 }
 
@@ -40,13 +40,15 @@ pub struct FileLayout {
     pub entries: Vec<Entry>,
     /// File position after the last data.
     pub end: u64,
-    /// The oldest data version that can hold them.
+    /// The oldest data version that supports all entries.
     pub version: u32,
 }
 
-/// Places tensors one after another from `start`, each one's data at a multiple of `alignment`
-/// bytes of the file, by padding its header. `hashes`: those in the headers. `encrypted`: whether
-/// their keys are derived.
+/// Places tensors one after another from `start`. Headers are padded so that the data of each tensor
+/// begin at a multiple of `alignment` in the file.
+///
+/// `hashes`: those that headers hold. `encrypted`: None without encryption, otherwise true if keys are
+/// derived.
 pub fn place(
     tensors: Vec<Placed>,
     start: u64,
@@ -104,8 +106,8 @@ pub fn place(
     Ok(layout)
 }
 
-/// Bytes of index to reserve for entries that need `used` bytes: exact for what is known, in
-/// steps of 4 KiB so that it keeps every usual alignment.
+/// Bytes to reserve for an index whose entries need `used` bytes. Lengths above the minimum are rounded
+/// up to 4 KiB, which keeps every usual alignment.
 pub fn index_len_for(used: u64) -> u64 {
     if used <= MIN_INDEX_LEN { MIN_INDEX_LEN } else { used.next_multiple_of(4096) }
 }

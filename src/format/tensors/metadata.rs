@@ -1,6 +1,6 @@
-//! What a file says beside its tensors: names and values of its user.
+//! User metadata of a file: names and values beside its tensors.
 //!
-//! They lie in the index block behind its entries, where other readers see unused space:
+//! They lie in the index block after its entries, where other readers see unused space:
 //!
 //! ```text
 //! for each   u32 length of the name, name, u32 length of the value, value    (UTF-8)
@@ -15,18 +15,18 @@ use crate::error::{Brief, Error, Malformed, Result};
 use crate::fallible::{more_room, owned, push};
 use crate::format::bytes::Cursor;
 
-/// What tells them from unused space.
+/// Distinguishes metadata from unused space.
 const MAGIC: [u8; 8] = *b"TZMETA01";
 /// Bytes of magic, length and checksum.
 const END_LEN: usize = MAGIC.len() + 2 * size_of::<u32>();
-/// Bytes of the longest metadata, their lengths included: as many as a safetensors header has.
+/// Maximum bytes of metadata, length fields included: the limit of a safetensors header.
 pub const MAX_LEN: usize = 100_000_000;
-/// Names, each of which takes memory of its own.
+/// Maximum number of names. Each allocates memory of its own.
 const MAX_PAIRS: usize = 1_000_000;
-/// What they are in messages.
+/// Names the metadata in error messages.
 const WHAT: &str = "metadata";
 
-/// The bytes of names and values for `uri`, in their order; none if there are none.
+/// Encodes names and values for `uri`, in their order; empty if there are none.
 pub fn encode(pairs: &[(String, String)], uri: &str) -> Result<Vec<u8>> {
     let refused = |what: String| Error::InvalidArgument(format!("`{uri}`: {what}"));
     if pairs.is_empty() {
@@ -44,7 +44,7 @@ pub fn encode(pairs: &[(String, String)], uri: &str) -> Result<Vec<u8>> {
             return Err(refused(format!("metadata have `{}` twice", Brief(name))));
         }
         for text in [name, value] {
-            // Sums that are too long are refused below.
+            // Too long a text makes the sum too long, which is refused below.
             let len = u32::try_from(text.len()).unwrap_or(u32::MAX);
             more_room(&mut out, size_of::<u32>() + text.len() + END_LEN, WHAT)?;
             out.extend_from_slice(&len.to_le_bytes());
@@ -62,8 +62,8 @@ pub fn encode(pairs: &[(String, String)], uri: &str) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// The names and values that end with `space`, which lies at file position `at`; none if nothing
-/// says that there are some.
+/// Parses the names and values at the end of `space`, which lies at file position `at`; none if the
+/// magic is not there.
 pub fn find(space: &[u8], at: u64) -> Result<Vec<(String, String)>, Malformed> {
     let Some((before, end)) = space.split_last_chunk::<END_LEN>() else { return Ok(Vec::new()) };
     if !end.starts_with(&MAGIC) {
@@ -127,7 +127,7 @@ mod tests {
         (name.to_owned(), value.to_owned())
     }
 
-    /// Bytes of pairs with an end that fits them, whatever is in them.
+    /// Appends a valid end to the bytes of pairs, which may be anything.
     fn ended(pairs: &[u8]) -> Vec<u8> {
         let mut out = pairs.to_vec();
         out.extend(MAGIC);
@@ -213,7 +213,7 @@ mod tests {
 
         #[test]
         fn any_pairs_are_read_or_refused(pairs in proptest::collection::vec(0u8..6, 0..80)) {
-            // What is read is what would be written.
+            // Whatever is parsed encodes to the same bytes again.
             if let Ok(found) = find(&ended(&pairs), 0) {
                 prop_assert!(pairs.is_empty() || encode(&found, "f").unwrap() == ended(&pairs));
             }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! prologue  73 bytes: magic, version, flags, totals, length of the index
-//! index     one entry a tensor, then unused space, in the end of which may be what `behind` tells of
+//! index     one entry per tensor, then unused space, which may end with a trailer: see `behind`
 //! tensor    header, data          (repeated, in the order of the index)
 //! end       8 zero bytes
 //! ```

@@ -1,19 +1,19 @@
-//! What the two halves of an object saved by `torch.save` share: its pickle, and the `.tensors`
-//! file that holds its storages. The pickle states the identity of its file, so that no other
-//! file is taken for it.
+//! The identity that links the two halves of an object saved by `torch.save`: its pickle, and the
+//! `.tensors` file with its storages. The pickle states the identity of its file, so that no other file
+//! is mistaken for it.
 //!
-//! In the file the identity is at the end of the index block, behind all but a manifest: see
+//! In the file, the identity is at the end of the index block, and only a manifest follows it: see
 //! [`behind`](super::behind).
 
-/// What the bytes begin with.
+/// The first bytes of the record.
 const MAGIC: [u8; 8] = *b"TZPAIR01";
 /// Bytes of magic and identity.
 pub const PAIR_LEN: usize = MAGIC.len() + 16;
 
-/// Tells files of storages apart: the same for the same storages, saved the same way.
+/// Identifies a file of storages: equal for the same storages, saved in the same way.
 pub type PairId = [u8; 16];
 
-/// Writes an identity into the last bytes of `space`. False if they are too few.
+/// Writes an identity into the last bytes of `space`. Returns false if there are too few.
 pub fn put(space: &mut [u8], id: PairId) -> bool {
     let Some(end) = space.last_chunk_mut::<PAIR_LEN>() else { return false };
     for (slot, byte) in end.iter_mut().zip(MAGIC.into_iter().chain(id)) {

@@ -5,33 +5,33 @@ use crate::format::bytes::Cursor;
 
 /// `|TZR|`.
 pub const MAGIC: [u8; 5] = *b"|TZR|";
-/// Length of the prologue and of the index length behind it, in bytes.
+/// Bytes of the prologue, with the length of the index as its last field.
 pub const PROLOGUE_LEN: usize = 73;
 /// The newest data version.
 pub const NEWEST_VERSION: u32 = 5;
 
-/// Nothing special.
+/// The data version of files that need none of the following features.
 pub const VERSION_PLAIN: u32 = 1;
-/// A tensor of an opaque dtype.
+/// The oldest data version that supports opaque dtypes.
 pub const VERSION_OPAQUE: u32 = 2;
-/// Encryption, always on in this version.
+/// The oldest data version that supports encryption. Files of this version are always encrypted.
 pub const VERSION_ENCRYPTED: u32 = 3;
-/// A tensor on the `meta` device.
+/// The oldest data version that supports tensors on the `meta` device.
 pub const VERSION_META: u32 = 4;
-/// A dimension of 2³² or more.
+/// The oldest data version that supports dimensions of 2³² or more.
 pub const VERSION_LONG: u32 = 5;
 
 const FLAG_ENCRYPTED: u8 = 1;
 const FLAG_VERSIONED: u8 = 2;
 
-/// What the first bytes of a file say.
+/// The parsed prologue of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Prologue {
     /// Data version, 1 to 5.
     pub version: u32,
-    /// Every tensor header holds a block about its encryption.
+    /// True if every tensor header has an encryption block.
     pub encrypted: bool,
-    /// Every index entry begins with a version tag.
+    /// True if every index entry begins with a version tag.
     pub versioned_entries: bool,
     /// Sum of the lengths of all tensors' data, as the writer counted it.
     pub tensor_bytes: u64,
@@ -42,7 +42,7 @@ pub struct Prologue {
 }
 
 impl Prologue {
-    /// Reads the prologue from the first bytes of a file, which may be fewer than it needs.
+    /// Parses the prologue from the first bytes of a file, which may be too few.
     pub fn parse(bytes: &[u8], base: u64, uri: &str) -> Result<Self> {
         let malformed = |e: Malformed| e.of(uri);
         let mut cursor = Cursor::new(bytes, base, "file prologue");
@@ -97,7 +97,7 @@ impl Prologue {
         Ok(Prologue { version, encrypted, versioned_entries, tensor_bytes, count, index_len })
     }
 
-    /// The 73 bytes of the file.
+    /// Encodes the prologue.
     pub fn encode(&self) -> [u8; PROLOGUE_LEN] {
         let mut flags = [0u8; 32];
         if self.version > VERSION_ENCRYPTED && self.encrypted {
@@ -122,7 +122,8 @@ impl Prologue {
         out
     }
 }
-/// What another file is that begins so, where that is known.
+/// Describes a file of another kind by its first bytes, for the end of a message; None if the kind is
+/// unknown.
 pub fn looks_like(bytes: &[u8]) -> Option<&'static str> {
     let text = bytes.trim_ascii_start().to_ascii_lowercase();
     Some(match bytes {

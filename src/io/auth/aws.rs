@@ -89,8 +89,8 @@ impl ProvideCredentials for AwsKeys {
     }
 }
 
-/// The profile that the environment names; None for the default one. The SDK would take an empty name for
-/// that of a profile.
+/// The profile that the environment names; None for the default one. The SDK would take an empty name
+/// for the name of a profile.
 pub fn profile() -> Option<String> {
     reading(|| {
         let values = PROFILES.map(|name| std::env::var(name).ok());
@@ -125,7 +125,7 @@ async fn profiles() -> Option<ProfileSet> {
     aws_config::profile::load(&Fs::real(), &Env::real(), &Default::default(), profile).await.ok()
 }
 
-/// The certificates that the environment, or the profile by `ca_bundle`, names for AWS.
+/// The certificates that the environment, or `ca_bundle` of the profile, names for AWS.
 pub async fn trust() -> Option<Trust> {
     if let Some(trust) = Trust::of_variable("AWS_CA_BUNDLE") {
         return Some(trust);

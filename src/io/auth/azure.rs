@@ -162,7 +162,7 @@ fn account(
     let string = snapshot.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
     let string =
         string.map_or_else(|| Ok(Account::default()), |(_, text)| Account::of_string(text))?;
-    // Variables without an account belong to that of the others.
+    // Variables that name no account belong to the account of the other variables.
     let owner = mine.owner().or_else(|| string.owner()).map(|(name, _)| name);
     let mine = Account { name: owner.clone(), ..mine };
     let of_address = asked.account;
@@ -224,7 +224,7 @@ fn identity_header(snapshot: &Snapshot) -> Result<Option<HeaderValue>> {
 /// Settings, and their values.
 type AzureSettings<'p> = Vec<(AzureConfigKey, &'p str)>;
 
-/// The value of a setting: of two that mean the same the last counts.
+/// The value of a setting. If several set the same, the last one counts.
 fn value<'p>(given: &AzureSettings<'p>, key: AzureConfigKey) -> Option<&'p str> {
     given.iter().rev().find(|(other, _)| *other == key).map(|(_, text)| *text)
 }

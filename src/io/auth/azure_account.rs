@@ -3,7 +3,7 @@
 use super::settings::endpoint;
 use crate::error::{Error, Result};
 
-/// Hosts of accounts end with these: credentials go to no other.
+/// Host endings of accounts. Credentials are sent to no other hosts.
 const HOSTS: [&str; 4] =
     ["core.windows.net", "core.usgovcloudapi.net", "core.chinacloudapi.cn", "fabric.microsoft.com"];
 const USUAL_ENDING: &str = "core.windows.net";
@@ -84,7 +84,7 @@ impl Account {
         })
     }
 
-    /// True if there is anything that another account must not see.
+    /// True if it holds credentials or endpoints, which other accounts must not see.
     pub fn has_something(&self) -> bool {
         self.key.is_some() || self.signature.is_some() || self.endpoint.is_some()
     }

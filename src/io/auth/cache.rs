@@ -1,5 +1,6 @@
-//! The one cache of credentials: kept for the process as long as the variables and files that name them
-//! stay the same, renewed before they expire, and looked for again when a server refuses them.
+//! The one cache of credentials. They are kept for the process as long as the variables and files that
+//! name them stay the same. They are renewed before they expire, and looked up again when a server
+//! refuses them.
 
 use std::future::Future;
 use std::io::ErrorKind;
@@ -77,14 +78,14 @@ pub struct FoundCredential {
 pub enum Missing {
     /// Nothing names any: objects are read anonymously.
     Absent,
-    /// They could not be had.
+    /// They could not be obtained.
     Failed(Failure),
 }
 
 impl From<Missing> for Failure {
     fn from(missing: Missing) -> Self {
         match missing {
-            // Of a request: its bucket was opened with credentials.
+            // Only for a request whose bucket was opened with credentials, which are gone now.
             Missing::Absent => {
                 Failure::transient(ErrorKind::PermissionDenied, "no credentials were found")
             }
@@ -118,14 +119,15 @@ pub trait BuildChain: Send + Sync {
 pub struct CredentialProvider {
     snapshot: Arc<Snapshot>,
     builder: Arc<dyn BuildChain>,
-    /// True once it has found credentials: it is no proof of their absence that they cannot be had.
+    /// True once credentials were found. After that, a failure to get them does not prove that there
+    /// are none.
     has_found: Arc<AtomicBool>,
 }
 
 /// The cached state of a snapshot.
 #[derive(Default)]
 struct Slot {
-    /// Held while the chain is asked, so that one thread does.
+    /// Held while the chain is asked, so that only one thread asks.
     asking: tokio::sync::Mutex<()>,
     state: Mutex<SlotState>,
     /// True once a server of credentials has answered.

@@ -1,5 +1,5 @@
-//! Credentials of AWS, Google and Azure: where each cloud's own clients look for them, one cache of what
-//! was found, and their use in a request.
+//! Credentials of AWS, Google and Azure: the places in which each cloud's own clients find them, one
+//! cache, and their use in requests.
 
 #[cfg(feature = "clouds")]
 mod authorize;

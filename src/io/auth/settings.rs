@@ -18,11 +18,11 @@ pub struct CloudSettings {
 /// The identity that requests are made with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Identity {
-    /// None, as the settings ask for.
+    /// No identity, as the settings demand.
     Anonymous,
-    /// That of the settings; it is an error if its credentials cannot be had.
+    /// The identity of the settings; it is an error if its credentials cannot be obtained.
     Configured,
-    /// That of the machine, if it has one.
+    /// The identity of the machine, if it has one.
     Machine,
 }
 

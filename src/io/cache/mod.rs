@@ -1,7 +1,8 @@
-//! The cache: a folder with what servers have sent, for the next load of the same file.
+//! The cache: a folder with bytes that servers have sent, for the next load of the same file.
 //!
-//! Versions of a file are told apart by `ETag` and size, which each opening asks of the server: it answers
-//! without a body if it still has what is here. `entry.rs` describes the files of the folder.
+//! Versions of a file are distinguished by `ETag` and size. Each opening asks the server for them; the
+//! server answers without a body if the cached version is still current. `entry.rs` describes the files
+//! of the folder.
 
 mod entry;
 mod source;
@@ -29,11 +30,11 @@ const ENDING: &str = ".cached";
 const NEW: &str = ".new-";
 /// Age after which such a file is a leftover.
 const STALE: Duration = Duration::from_secs(60 * 60);
-/// Part of the disk that stays free unless a size is named: one in so many.
+/// The divisor of the disk's size that gives the bytes to leave free, unless a limit is set.
 const FREE: u64 = 20;
 /// Attempts of an opening whose entry another process removes.
 const TRIES: usize = 8;
-/// Pause between them.
+/// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 /// Attempts to lock the folder.
 const TURNS: usize = 200;
@@ -54,8 +55,8 @@ impl Cache {
         CACHE.path().map(Self::at).transpose()
     }
 
-    /// True if a server says of a file what the cache needs: a strong `ETag`, and a size. Not of local
-    /// files, and of servers that have neither.
+    /// True if the server of a file states a strong `ETag` and a size, which the cache needs. False for
+    /// local files.
     pub fn can_keep(source: &dyn ReadAt) -> bool {
         FileVersion::of(source, "").is_some()
     }
@@ -82,8 +83,8 @@ impl Cache {
         CacheEntry::open_latest(&latest, name).ok()?
     }
 
-    /// Puts the cache before a source of a server, if the server tells its versions apart. `latest` is
-    /// what [`Cache::latest`] has found. Another process is waited for at most `patience`.
+    /// Puts the cache before a source of a server, if the server distinguishes versions. `latest` is
+    /// the result of [`Cache::latest`]. Another process is waited for at most `patience`.
     pub fn before(
         &self,
         source: Arc<dyn ReadAt>,
@@ -96,7 +97,7 @@ impl Cache {
         match self.check() {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::PermissionDenied => return Err(self.failed(e)),
-            // A load does without the cache where the disk is full or broken.
+            // If the disk is full or broken, the load goes on without the cache.
             Err(_) => return Ok(source),
         }
         // An entry of another version is dropped here, so that it can be removed.
@@ -159,7 +160,7 @@ impl Cache {
     /// Creates an entry, unless another process just has; false where there is no room.
     fn make(&self, version: &FileVersion, path: &Path, cancel: &dyn Cancel) -> io::Result<bool> {
         let folder = File::open(&*self.folder)?;
-        // One process at a time, or each would count the same room; not for longer than this.
+        // One process at a time, or several would count on the same free space; the wait is bounded.
         for _ in 0..TURNS {
             if sys::try_lock(&folder)? {
                 break;

@@ -19,8 +19,8 @@ use crate::sys;
 /// Pause between two looks for what another process fetches.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// A file of which some chunks are cached. Others are fetched and written; or waited for, while another
-/// process fetches them.
+/// A source with a file of which some chunks are cached. Others are fetched and written. If another
+/// process is fetching them, they are waited for.
 struct CachedSource {
     origin: Origin,
     entry: CacheEntry,
@@ -74,7 +74,7 @@ pub fn before(origin: Origin, entry: CacheEntry) -> Arc<dyn ReadAt> {
     Arc::new(CachedSource { origin, entry, impatient, anew })
 }
 
-/// A complete file. Bytes that the disk does not give come from the server.
+/// A source with a complete file in the cache. Bytes that the disk fails to read come from the server.
 struct CompleteSource {
     here: Box<dyn ReadAt>,
     shared: Arc<Complete>,
@@ -198,7 +198,7 @@ impl CachedSource {
             return;
         }
         if self.entry.keep(start + before as u64, &filled.bytes(before..end)).is_err() {
-            // Such as a full disk. The chunks with a flag are valid, and the rest is not needed.
+            // The disk may be full. Chunks with a flag stay valid, and the others are not needed.
             self.entry.abandon();
         }
         kept.store(end, Ordering::Relaxed);

@@ -5,7 +5,7 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_enco
 use crate::error::{Error, Result, Shown};
 use crate::format::shards::{FILES, IN_FOLDERS};
 
-/// The revision that counts unless one is named.
+/// The revision that is used unless one is named.
 const MAIN: &str = "main";
 /// Repositories of other kinds.
 const OTHERS: [&str; 4] = ["datasets", "spaces", "kernels", "buckets"];
@@ -81,7 +81,7 @@ impl HubAddress {
         self.file(folder.map_or(name.to_owned(), |folder| format!("{folder}/{name}")))
     }
 
-    /// The files that it may name, in the order in which they are looked for.
+    /// The files that it may name, in the order in which they are tried.
     pub fn candidates(&self) -> Vec<HubAddress> {
         let path = &self.path;
         let file = (!self.folder).then(|| path.clone());
@@ -111,7 +111,7 @@ pub fn is_commit(text: &str) -> bool {
     text.len() == 40 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// As the hub has them, so that no two are one folder of its cache.
+/// True for a name that the hub allows. Then no two repositories share a folder of its client's cache.
 fn is_name(name: &str) -> bool {
     let letters = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
     let ends = |letter: char| letter == '-' || letter == '.';
@@ -125,7 +125,7 @@ fn are_steps(text: &str) -> bool {
     !text.split('/').any(bad) && !text.contains(|letter: char| letter.is_control())
 }
 
-/// The end of a revision: those of pull requests and conversions contain slashes.
+/// The length of the revision. Those of pull requests and conversions contain slashes.
 fn end_of_revision(rest: &str) -> usize {
     let special = rest.starts_with("refs/pr/") || rest.starts_with("refs/convert/");
     let mut slashes = rest.match_indices('/').map(|(at, _)| at);

@@ -1,4 +1,4 @@
-//! The hub: its answers about files.
+//! The hub, and its answers about files.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::io::transport::TransportOptions;
 use crate::io::{HubChecksum, http};
 
-/// The hub, unless the environment names another.
+/// The address of the hub, unless the environment names another.
 const ENDPOINT: &str = "https://huggingface.co";
 /// Time limit for an answer where there is a local copy.
 const SOON: Duration = Duration::from_secs(10);
@@ -32,7 +32,7 @@ pub struct Hub {
     options: TransportOptions,
 }
 
-/// Its answer about a file.
+/// The hub's answer about a file.
 pub struct HubAnswer {
     /// True if there is such a file.
     pub here: bool,
@@ -44,14 +44,14 @@ pub struct HubAnswer {
 }
 
 impl HubAnswer {
-    /// The answer; the error of a refusal.
+    /// Returns the answer, or the error of a refusal.
     pub fn granted(self) -> Result<Self> {
         self.refusal.map_or(Ok(HubAnswer { refusal: None, ..self }), Err)
     }
 }
 
 impl Hub {
-    /// The one that the environment names, with the token that is found there.
+    /// The hub that the environment names, with the token that is found there.
     pub fn from_environment(options: TransportOptions) -> Result<Self> {
         let named = HF_ENDPOINT.value().unwrap_or(ENDPOINT.into());
         let endpoint = named.to_str().and_then(|text| Url::parse(text).ok());
@@ -84,8 +84,8 @@ impl Hub {
         options
     }
 
-    /// Asks for a file without its bytes. Not to be answered is the error. `soon` is for when there is
-    /// another way.
+    /// Asks about a file, without its bytes. A request without an answer is an error. `soon` sets short
+    /// time limits, because a local copy can be used instead.
     pub fn ask(&self, place: &HubAddress, soon: bool, cancel: &dyn Cancel) -> Result<HubAnswer> {
         let mut options = self.options();
         if soon {
@@ -97,7 +97,7 @@ impl Hub {
         let (status, headers) = http::headers(self.url(place), &shown, &options, cancel)?;
         let commit = text(&headers, "x-repo-commit").filter(|text| is_commit(text));
         let commit = commit.map(str::to_owned);
-        // A redirect to another host may be that of every address.
+        // Any address of a server may redirect to another host, so that this alone proves nothing.
         let known = commit.is_some() || headers.contains_key(LINKED);
         let here = status.is_success() || (status.is_redirection() && known);
         let code = text(&headers, "x-error-code").unwrap_or("");
@@ -190,7 +190,7 @@ fn checksum(headers: &HeaderMap) -> HubChecksum {
     })
 }
 
-/// The SHA-256 that a file is known by, if it is one.
+/// The SHA-256 in the tag of a file, if it is one.
 pub fn sha256_of_tag(tag: &str) -> HubChecksum {
     let mut sha256 = [0; 32];
     let (pairs, rest) = tag.as_bytes().as_chunks::<2>();

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::address::{HubAddress, is_commit};
 use crate::environment::{HF_CACHE, HF_HOME, OLD_CACHE, XDG_CACHE, home};
 
-/// The folder where that client keeps what is its own.
+/// The folder in which that client keeps its own files.
 pub fn hf_home() -> Option<PathBuf> {
     HF_HOME.expanded().or_else(|| {
         let caches = XDG_CACHE.expanded().or_else(|| Some(home()?.join(".cache")))?;
@@ -19,7 +19,7 @@ pub fn hf_home() -> Option<PathBuf> {
 pub struct LocalCache(Option<PathBuf>);
 
 impl LocalCache {
-    /// The one that the environment names.
+    /// The cache that the environment names.
     pub fn from_environment() -> Self {
         LocalCache(HF_CACHE.or(&OLD_CACHE).expanded().or_else(|| Some(hf_home()?.join("hub"))))
     }

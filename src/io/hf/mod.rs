@@ -1,5 +1,5 @@
-//! `hf://org/repo[@revision][/path]`: files of Hugging Face's hub, all of one commit, or of what its
-//! own client has downloaded of it.
+//! `hf://org/repo[@revision][/path]`: files of Hugging Face's hub, all of the same commit, or the
+//! copies of them that the hub's own client has downloaded.
 
 mod address;
 mod hub;

@@ -28,7 +28,7 @@ pub struct ClientPool {
 pub struct PooledClient(PooledConnection<Client>);
 
 impl ClientPool {
-    /// Reads the certificates; what is wrong with them is the error if `tls` needs them at once.
+    /// Reads the certificates. If they cannot be used, that is an error if `tls` needs them at once.
     pub fn new(options: &TransportOptions, tls: bool) -> Result<Self, String> {
         let config = ClientConfig::new(options, tls)?;
         let (pool, window) = (ConnectionPool::default(), AtomicU32::new(HTTP2_WINDOW));

@@ -1,4 +1,4 @@
-//! The URL of a file: one that stays, or one that is signed, and expires.
+//! The URL of a file: a fixed one, or a signed one that expires.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -38,7 +38,7 @@ pub trait Sign: Send + Sync {
         false
     }
 
-    /// The server, for messages. None: the address names it.
+    /// The server, for messages; None if the address names it.
     fn host(&self) -> Option<String> {
         None
     }
@@ -48,8 +48,8 @@ pub trait Sign: Send + Sync {
         false
     }
 
-    /// True if these headers of a refusal from `asked` say where the object is, and the next signature is
-    /// for that place.
+    /// True if these headers of a refusal from `asked` name another server of the object, for which the
+    /// next signature is made.
     fn moves(&self, _asked: &Url, _headers: &HeaderMap) -> bool {
         false
     }
@@ -81,7 +81,7 @@ pub struct SignedUrl {
 /// The range and the conditions of a request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Wanted<'w> {
-    /// None: the whole file.
+    /// None for the whole file.
     pub range: Option<Range>,
     /// The file that was opened: another one is refused, if it has a strong `ETag`.
     pub opened: Option<&'w Validators>,
@@ -124,7 +124,7 @@ impl FileUrl {
         })
     }
 
-    /// True if it is one version of its file, which says nothing of versions of its siblings.
+    /// True if it names one version of its file. Siblings have other versions.
     pub fn is_version(&self) -> bool {
         match self {
             FileUrl::Fixed(location) => is_version(&location.url),

@@ -1,27 +1,29 @@
-//! The speed of a server, by which the bytes between two wanted ranges are read or skipped.
+//! The measured speed of a server. It decides if unwanted bytes between two ranges are read or skipped.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Unwanted bytes that cost less than another request, before anything was measured.
+/// The largest gap to read before anything was measured.
 pub const DEFAULT_GAP: u64 = 512 << 10;
-/// Its bounds: below, what is planned for a request is much beside its bytes; above, memory is.
+/// Bounds of the gap. Planning a request costs more than reading a shorter one; a longer one would take
+/// too much memory.
 const LEAST_GAP: u64 = 16 << 10;
 const MOST_GAP: u64 = 1 << 20;
-/// Shorter bodies come with their headers, and say nothing of a rate.
+/// Minimum bytes of a body whose rate counts. Shorter bodies arrive together with their headers.
 const LONG: u64 = 64 << 10;
 
 /// Measurements of the requests to one server; 0 for none.
 #[derive(Default)]
 pub struct Pace {
-    /// Nanoseconds to a response, the least.
+    /// Minimum nanoseconds from request to response.
     latency: AtomicU64,
-    /// Bytes a second of one body, the most.
+    /// Maximum bytes per second of one body.
     rate: AtomicU64,
 }
 
 impl Pace {
-    /// A response came. The first includes a connection, which takes a round trip of its own.
+    /// Records the time to a response. The first includes a new connection, which takes a round trip of
+    /// its own.
     pub fn answered(&self, after: Duration) {
         let found = u64::try_from(after.as_nanos()).unwrap_or(u64::MAX).max(1);
         let known = self.latency.load(Ordering::Relaxed);
@@ -29,7 +31,7 @@ impl Pace {
         self.latency.store(least, Ordering::Relaxed);
     }
 
-    /// A body came whole.
+    /// Records a body that has arrived completely.
     pub fn sent(&self, bytes: u64, within: Duration) {
         if bytes >= LONG {
             let rate = u128::from(bytes) * 1_000_000_000 / within.as_nanos().max(1);
@@ -37,8 +39,9 @@ impl Pace {
         }
     }
 
-    /// Unwanted bytes that cost less than another request on one of so many connections: what the server
-    /// sends of them while one waits. The others send meanwhile, and share the network with them.
+    /// The largest gap of unwanted bytes that is cheaper to read than another request. That is the
+    /// share of one of `connections` in the bytes that the server sends during the latency of a
+    /// request.
     pub fn gap(&self, connections: usize) -> u64 {
         let (latency, rate) =
             (self.latency.load(Ordering::Relaxed), self.rate.load(Ordering::Relaxed));

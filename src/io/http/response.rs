@@ -73,8 +73,8 @@ impl FirstResponse {
 }
 
 impl FirstResponse {
-    /// Completes the answer that a cached copy, of this size and `ETag`, is what the server has. Another
-    /// `ETag` than that is a failure: the request is to be repeated without the condition.
+    /// Completes the answer that a cached copy, of this size and `ETag`, is current. Another `ETag` is
+    /// a failure: the request is then repeated without the condition.
     pub fn confirm_copy(&mut self, copy: Option<(u64, &str)>) -> Result<(), Failure> {
         let Some((len, tag)) = copy else {
             let what = "the server answered 304, as for a cached copy, and was not asked for that";
@@ -145,8 +145,8 @@ impl Validators {
         Validators { len, tag: text(headers, &ETAG), modified: text(headers, &LAST_MODIFIED) }
     }
 
-    /// The `ETag` that is sent along with requests: one that promises the same bytes. Dates are not sent:
-    /// each machine of a server may have another.
+    /// The `ETag` that is sent along with requests: a strong one, which promises the same bytes. Dates
+    /// are not sent, because each machine of a server may have another.
     pub fn strong_tag(&self) -> Option<&str> {
         self.tag.as_deref().filter(|tag| !tag.starts_with("W/"))
     }
@@ -218,7 +218,7 @@ impl Validators {
                 (Some(before), Some(now)) if before != now => {
                     others.push(format!("its {what} was {before}, is {now}"));
                 }
-                // Another machine of the server may say it.
+                // Another machine of the server may send this header again.
                 (Some(before), None) if others.is_empty() => {
                     let what = format!(
                         "the file may have changed since it was opened: the first answer had the \

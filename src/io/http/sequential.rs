@@ -1,4 +1,4 @@
-//! A server without ranges: one response, read front to back.
+//! Files of a server without ranges: one response, read front to back.
 
 use crate::mem::Buffers;
 use std::io;
@@ -25,7 +25,7 @@ pub struct Body {
     options: TransportOptions,
     validators: Validators,
     shown: String,
-    /// The parent's in a forked child, which does not use it.
+    /// The connection and the response. In a forked child they are the parent's, and are not used.
     open: Option<Inherited<(PooledClient, Response)>>,
     /// Bytes that have arrived and were not asked for yet.
     rest: Bytes,

@@ -25,7 +25,7 @@ pub(super) fn copy(new: &File, old: &File) -> io::Result<()> {
     }
     let mut mode = was.mode() & 0o7777;
     if (is.uid(), is.gid()) != (was.uid(), was.gid()) {
-        // It must not run as another user now.
+        // The file must not run with another user's rights now.
         mode &= !0o6000;
     }
     if is.gid() != was.gid() {

@@ -1,8 +1,9 @@
-//! Local files that are not in the page cache, read around it. One of the few doors to `unsafe`.
+//! Direct reads of local files that are not in the page cache. One of the few modules with `unsafe`
+//! code.
 //!
-//! Several reads are under way at once, by io_uring where the kernel allows it. Direct reads want
-//! aligned memory and positions: where memory lies as the file does, block for block, they go
-//! straight into it. The rest, such as headers and the ends of tensors, goes through a buffer.
+//! Several reads are under way at once, by io_uring if the kernel allows it. Direct reads need aligned
+//! memory and positions. If memory is aligned like the file, block for block, they go straight into it.
+//! Other bytes, such as headers and the ends of tensors, go through a buffer.
 #![allow(unsafe_code)]
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
@@ -24,15 +25,15 @@ use crate::mem::{Arena, Buffers, DISK_BLOCK};
 
 /// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
 pub const BLOCK: usize = 1 << 20;
-/// Reads that one reader has under way at once, at most.
+/// Maximum number of reads that one reader has under way.
 pub const DEPTH: usize = 4;
-/// Reads that the readers of a load have under way, for each of them: half of what each may have, so
-/// that those in the middle of a batch make up for those that are between two.
+/// Reads that the readers of a load have under way together, per reader: half of the maximum of each.
+/// So readers in the middle of a batch make up for readers between two batches.
 pub const READS_FOR_EACH: usize = DEPTH / 2;
 /// Bytes of the buffer of one reader.
 pub const DIRECT_MEMORY: u64 = (DEPTH * BLOCK) as u64;
 
-/// One reader's way around the page cache.
+/// The direct reads of one reader.
 pub struct DirectReader {
     file: File,
     uri: String,
@@ -47,8 +48,8 @@ struct DirectState {
 }
 
 impl DirectReader {
-    /// Opens the file behind a source once more, for one of the readers whose reads are counted together.
-    /// None where its file system has no direct reads.
+    /// Opens the file of a source once more, for one of the readers that share the limit `in_flight`.
+    /// None if its file system has no direct reads.
     pub fn open(source: &dyn ReadAt, in_flight: &Arc<InFlight>) -> Option<Self> {
         let shared = source.file()?;
         let path = format!("/proc/self/fd/{}", shared.as_raw_fd());
@@ -56,7 +57,7 @@ impl DirectReader {
         let mut memory = Arena::new(DEPTH * BLOCK).ok()?;
         let probe = memory.bytes_mut().get_mut(..DISK_BLOCK)?;
         file.read_at(probe, 0).ok()?;
-        // Refused in many containers, and where too little memory may be locked.
+        // Refused in many containers, and if too little memory may be locked.
         let ring = IoUring::new(u32::try_from(DEPTH).ok()?).ok();
         let state = Mutex::new(DirectState { memory, ring });
         Some(DirectReader {
@@ -76,7 +77,7 @@ impl DirectReader {
         }
     }
 
-    /// Reads what is planned, and tells how many bytes of the buffers were filled.
+    /// Executes planned reads, and returns the number of bytes that were filled in.
     fn read_planned(
         &self,
         state: &mut DirectState,
@@ -92,7 +93,7 @@ impl DirectReader {
                     Some(at) => at.0,
                     None => memory[..planned.len].as_mut_ptr(),
                 };
-                // SAFETY: so many bytes are there, in our buffer or in memory of `into`, and no
+                // SAFETY: `planned.len` bytes are there, in our buffer or in memory of `into`, and no
                 // other code uses them now.
                 let read = unsafe { read_to(&self.file, to, planned.len, planned.position) }?;
                 let now = planned.take(&memory[..planned.len.min(memory.len())], read, into);
@@ -150,11 +151,11 @@ unsafe fn read_to(file: &File, to: *mut u8, len: usize, position: u64) -> io::Re
     }
 }
 
-/// Reads under way. Dropped, they are waited for: the kernel writes to their memory.
+/// Reads under way. Dropping this waits for them, because the kernel writes to their memory.
 struct Reads<'r> {
     ring: &'r mut IoUring,
     in_flight: &'r InFlight,
-    /// Reads that were begun, of those the ones that the kernel has taken, and that have ended.
+    /// Numbers of reads that were begun, that the kernel has taken, and that have ended.
     begun: usize,
     submitted: usize,
     ended: usize,
@@ -162,7 +163,7 @@ struct Reads<'r> {
 }
 
 impl Reads<'_> {
-    /// Begins a read that was counted.
+    /// Begins a read that is counted in `in_flight`.
     fn begin(&mut self, file: &File, memory: &mut [u8], planned: &Planned) -> io::Result<()> {
         let number = self.begun;
         // Counted as begun in any case, so that it is counted as ended when this is dropped.
@@ -204,7 +205,7 @@ impl Reads<'_> {
         Ok(())
     }
 
-    /// Takes note of the reads that have ended.
+    /// Collects the reads that have ended.
     fn look(&mut self) {
         let before = self.ended;
         for entry in self.ring.completion() {

@@ -1,12 +1,13 @@
-//! Plans of direct reads: which go straight to the caller's memory, and which through a buffer. One of the
-//! few doors to `unsafe`.
+//! Plans of direct reads, which go straight to the caller's memory or through a buffer. One of the few
+//! modules with `unsafe` code.
 #![allow(unsafe_code)]
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 
 use crate::mem::{Buffers, DISK_BLOCK};
 
-/// Less than this goes through the buffer together with what is beside it.
+/// Minimum bytes of a read that goes straight to memory. Fewer bytes go through the buffer together
+/// with their neighbours.
 const STRAIGHT_FROM: usize = 64 << 10;
 
 /// Memory of the caller.
@@ -19,10 +20,10 @@ pub struct Planned {
     pub position: u64,
     /// Bytes that it reads: whole blocks.
     pub len: usize,
-    /// Its bytes that are wanted: so many behind the first `skip`.
+    /// The wanted bytes: `wanted` of them, after the first `skip`.
     pub skip: usize,
     pub wanted: usize,
-    /// Its destination, if it does not go through the buffer. Then all of it is wanted.
+    /// Its destination if it does not go through the buffer. Then all of its bytes are wanted.
     pub straight: Option<Straight>,
 }
 
@@ -31,10 +32,11 @@ impl Planned {
     /// most `longest` bytes.
     pub fn all(offset: u64, ranges: &[libc::iovec], wanted: usize, longest: usize) -> Vec<Planned> {
         let phase = offset.to_le_bytes();
-        // The position in its block of the file.
+        // The position of the offset within its block of the file.
         let phase = usize::from(u16::from_le_bytes([phase[0], phase[1]])) % DISK_BLOCK;
         let mut plan = Plan { offset, phase, longest, reads: Vec::new() };
-        // Positions behind the offset: where what goes through the buffer begins, and a range does.
+        // Positions relative to the offset: the start of the bytes that go through the buffer next, and
+        // the start of the range.
         let (mut from, mut at) = (0, 0);
         for range in ranges {
             let len = range.iov_len.min(wanted - at);
@@ -52,8 +54,8 @@ impl Planned {
         plan.reads
     }
 
-    /// Takes note of so many bytes that were read, `block` being the buffer. Says how many of them
-    /// were wanted.
+    /// Records that `read` bytes were read; `block` is the buffer. Returns how many of them were
+    /// wanted.
     pub fn take(&self, block: &[u8], read: usize, into: &mut Buffers<'_>) -> usize {
         match self.straight {
             Some(_) => {
@@ -70,10 +72,10 @@ impl Planned {
     }
 }
 
-/// Reads in the making. Positions are those behind the offset.
+/// A plan under construction. Its positions are relative to the offset.
 struct Plan {
     offset: u64,
-    /// Of the offset in its block.
+    /// The position of the offset within its block.
     phase: usize,
     longest: usize,
     reads: Vec<Planned>,

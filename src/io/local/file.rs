@@ -11,15 +11,15 @@ use crate::error::{Error, Result};
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
 
-/// Bytes a read: large enough for a disk to stream, small enough that the hash of a chunk finds
-/// it in the cache and that an interrupt is seen at once.
+/// Bytes per read: enough for a disk to stream, and few enough that a chunk is still in the cache when
+/// it is hashed, and that an interrupt is noticed at once.
 const REQUEST_LEN: u64 = 8 << 20;
-/// Reading this much costs less than another system call.
+/// Reading this many unwanted bytes costs less than another system call.
 const MERGE_GAP: u64 = 16 << 10;
-/// One reader a core to begin with: from a warm cache more of them are no faster.
+/// One reader per core at first: if the file is in the page cache, more are no faster.
 const MIN_READERS: usize = 2;
 const MAX_FIRST_READERS: usize = 16;
-/// The factor of readers that wait for a disk, up to a number that no disk needs.
+/// The factor for readers that wait for a disk, up to a number that exceeds the needs of every disk.
 const MORE: usize = 4;
 const MAX_READERS: usize = 32;
 
@@ -32,9 +32,9 @@ pub struct FileSource {
 
 /// The descriptor of a file.
 enum Handle {
-    /// Stays open, and the path by which it was opened, if it was.
+    /// A descriptor that stays open, and the path by which it was opened, if it was opened by a path.
     Held(Arc<File>, Option<PathBuf>),
-    /// Of one of many files.
+    /// A shard of a checkpoint, whose descriptor may be closed and opened again.
     Shard(Shard),
 }
 
@@ -68,7 +68,7 @@ impl FileSource {
         Ok(Self::beginning(file, uri, len))
     }
 
-    /// The first bytes of a regular file, of which it has at least so many.
+    /// Takes the first `len` bytes of a regular file, which has at least that many.
     pub fn beginning(file: File, uri: String, len: u64) -> Self {
         FileSource { file: Handle::Held(Arc::new(file), None), uri, len }
     }
@@ -81,7 +81,7 @@ impl FileSource {
     }
 }
 
-/// The metadata of an open file, which may be no folder.
+/// The metadata of an open file; an error if it is a folder.
 fn examined(file: &File, uri: &str) -> Result<Metadata> {
     let found = file.metadata().map_err(|e| Error::io("examining", uri, e))?;
     if found.is_dir() {

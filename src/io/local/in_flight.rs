@@ -1,10 +1,11 @@
-//! The direct reads that the readers of one load have under way together.
+//! The limit of the direct reads that all readers of one load have under way together.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// Reads under way, of at most so many. A reader that waits for the last reads of a batch, or handles
-/// what has come, leaves its share to the others: the disk always has as many as it may.
+/// Counts reads under way, up to a maximum. A reader that waits for the last reads of a batch, or
+/// processes bytes, leaves its share to the others. So the disk always has as many reads as are
+/// allowed.
 #[derive(Debug)]
 pub struct InFlight {
     most: usize,
@@ -36,7 +37,7 @@ impl State {
 }
 
 impl InFlight {
-    /// At most so many; one at least.
+    /// Allows `most` reads at once, or one if that is 0.
     pub fn new(most: usize) -> Self {
         InFlight { most: most.max(1), state: Mutex::default(), ended: Condvar::new() }
     }
@@ -45,8 +46,8 @@ impl InFlight {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts one more read. False if there are as many as may be, and `wait` is not set. A reader that
-    /// waits has none under way, so that others end.
+    /// Counts one more read. If the maximum is reached, it waits if `wait` is true, else it returns
+    /// false. A reader may wait only while it has no reads under way itself: those of others then end.
     pub fn begin(&self, wait: bool) -> bool {
         let mut state = self.state();
         while state.now >= self.most {
@@ -75,8 +76,8 @@ impl InFlight {
         }
     }
 
-    /// Reads under way from the first to the last, on average, in thousandths; None before there were
-    /// any. And how many there may be.
+    /// The average number of reads under way from the first to the last, in thousandths, and the
+    /// maximum. The average is None if there were no reads.
     pub fn mean(&self) -> (Option<u64>, usize) {
         let state = self.state();
         let time = state.begun.zip(state.changed);

@@ -1,5 +1,5 @@
-//! Files of a checkpoint in many: their descriptors are opened when they are read, and the least recently
-//! used are closed, so that a process may have more files than descriptors.
+//! Shards: files of a checkpoint in many. Their descriptors are opened when they are read, and the
+//! least recently used ones are closed, so a process may use more files than descriptors.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Metadata};
@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::error::{Error, Result};
 use crate::sys::brief::Brief;
 
-/// The share of the descriptors of a process that shards may have, and how many they may have always.
+/// The divisor of the process's limit of descriptors that gives the number for shards, and the minimum
+/// number.
 const SHARE: u64 = 4;
 const AT_LEAST: u64 = 16;
 
@@ -24,7 +25,7 @@ struct OpenFiles {
 
 static OPEN: Brief<OpenFiles> = Brief::new(OpenFiles { uses: 0, files: BTreeMap::new() });
 
-/// Tells a file from another one of its name, and from its own later content.
+/// Distinguishes a file from another one with its name, and from its own later content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Identity {
     device: u64,
@@ -62,7 +63,7 @@ impl Shard {
         &self.path
     }
 
-    /// The open file, which stays open as long as what this returns.
+    /// The open file. It stays open as long as the returned value lives.
     pub fn file(&self, uri: &str) -> Result<Arc<File>> {
         if let Some(file) = self.kept() {
             return Ok(file);
@@ -96,7 +97,7 @@ impl Shard {
         open.files.insert(open.uses, file);
     }
 
-    /// Keeps the descriptor, and closes those that were not used for the longest time.
+    /// Retains the descriptor, and closes the least recently used ones.
     fn keep(&self, file: Arc<File>) {
         let most = most();
         let mut closed = Vec::new();
@@ -120,7 +121,7 @@ impl Drop for Shard {
     }
 }
 
-/// Descriptors that shards may have.
+/// Maximum number of descriptors for shards.
 fn most() -> u64 {
     (crate::sys::process::descriptor_limit() / SHARE).max(AT_LEAST)
 }

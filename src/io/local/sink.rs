@@ -1,4 +1,4 @@
-//! Local files. A file written under a path appears there whole or not at all.
+//! Local files. A file that is written under a path appears there complete or not at all.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, IoSlice};
@@ -16,22 +16,23 @@ use crate::mem::mapped;
 
 /// A local file.
 pub struct FileSink {
-    /// Until the file is published. Dropped before the file: its name goes under its lock.
+    /// The unpublished file; None once it is published. This field is dropped before `file`, so that
+    /// the hidden name is removed under the lock of the file.
     pending: Option<Temporary>,
     file: File,
     uri: String,
-    /// Space up to here was asked for.
+    /// End of the disk space that was requested so far.
     reserved: AtomicU64,
 }
 
 impl FileSink {
-    /// Begins a file that will be `path` once it is published; until then, and if it never is,
-    /// whatever is at `path` stays. Missing parent directories are created.
+    /// Begins a file that will be `path` once it is published. Until then, and if it never is, the
+    /// present file at `path` stays. Missing parent directories are created.
     ///
-    /// The bytes go to a file without a name in the same directory, or where the system has no such
-    /// thing to one with a hidden name, which is removed when the sink is dropped unpublished; what
-    /// killed savers of the same path have left is removed here. The file becomes the like of one
-    /// that it replaces; a symbolic link is followed.
+    /// The bytes go to a file without a name in the same directory. If the system does not support
+    /// that, the file has a hidden name, and is removed when the sink is dropped unpublished. Files
+    /// that killed writers of the same path have left are removed here. Owner, permissions and
+    /// attributes of a file that is replaced are copied; a symbolic link is followed.
     pub fn create(path: &Path) -> Result<Self> {
         let uri = path.display().to_string();
         let fail = |e| Error::io("creating", &uri, e);
@@ -94,8 +95,8 @@ impl FileSink {
         Ok(FileSink { pending: None, file, uri, reserved: AtomicU64::new(0) })
     }
 
-    /// Ends the file at `len` bytes, has it on the disk, and then gives it a name: what `publish`
-    /// returns. None if it is one of the caller's.
+    /// Ends the file at `len` bytes, syncs it, and then gives it a name by `publish`, whose result it
+    /// returns. None if the file is the caller's own.
     fn end_with<T>(
         &mut self,
         len: u64,
@@ -115,7 +116,7 @@ impl FileSink {
     }
 }
 
-/// Makes a folder and those above it, whose names are on the disk before anything is in them.
+/// Creates a folder and its missing ancestors. Their names are synced before anything is in them.
 fn make_folders(folder: &Path) -> io::Result<()> {
     let missing: Vec<&Path> = folder.ancestors().take_while(|above| !above.exists()).collect();
     fs::create_dir_all(folder)?;
@@ -207,9 +208,9 @@ impl WriteAt for FileSink {
     }
 }
 
-/// Has the name of a file on the disk too. The file is there in any case: where a folder cannot be
-/// synced that is no failure, and where the disk fails the error says that it is there. A disk that
-/// other processes keep busy takes its time for this; after an interruption the file is there.
+/// Syncs the name of a file that is complete. A folder that cannot be synced is no failure. If the disk
+/// fails, the error says that the file is there. On a busy disk this may take long; the file stays if
+/// the call is interrupted.
 fn sync_name(path: &Path, uri: &str, cancel: &dyn Cancel) -> Result<()> {
     let parent = parent(path).to_owned();
     let synced = detached(cancel, move || sync_folder(&parent))?;
@@ -220,7 +221,7 @@ fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Has the names in a folder on the disk, if that can be asked for.
+/// Syncs the names in a folder, if the system allows it.
 fn sync_folder(folder: &Path) -> io::Result<()> {
     match File::open(folder).and_then(|folder| folder.sync_all()) {
         Err(e) if CANNOT_SYNC.contains(&e.raw_os_error().unwrap_or(0)) => Ok(()),
@@ -228,6 +229,6 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Of folders that may not be read, and of file systems that do not sync folders.
+/// Errors for folders that may not be read, and of file systems that do not sync folders.
 const CANNOT_SYNC: [i32; 5] =
     [libc::EACCES, libc::EPERM, libc::EINVAL, libc::ENOTSUP, libc::ENOSYS];

@@ -11,20 +11,20 @@ use crate::error::Result;
 use crate::sys;
 use crate::sys::process::Maker;
 
-/// The file that holds the bytes until they are published. Removed when dropped.
+/// A file that holds the bytes until they are published. It is removed when this is dropped.
 pub(super) struct Temporary {
     /// The only process that may publish the file, or remove it.
     maker: Maker,
     target: PathBuf,
     hidden: TemporaryName,
-    /// None for a file without any name, which ends with the last process that has it open.
+    /// None for a file without a name, which ends with the last process that has it open.
     path: Option<PathBuf>,
-    /// Holds the lock of a copy with a hidden name.
+    /// A copy with a hidden name, kept open to hold its lock.
     copy: Option<File>,
 }
 
 impl Temporary {
-    /// Begins a file in the target's folder. A private one is its owner's alone for now.
+    /// Begins a file in the target's folder. If `private` is true, only its owner can open it for now.
     pub(super) fn create(
         target: PathBuf,
         hidden: TemporaryName,
@@ -41,12 +41,12 @@ impl Temporary {
         Ok((file, Temporary { maker: Maker::this(), target, hidden, path, copy: None }))
     }
 
-    /// Refuses what only the process may do that began the file.
+    /// Refuses an operation that only the process may do that began the file.
     pub(super) fn check(&self, uri: &str) -> Result<()> {
         self.maker.check(uri)
     }
 
-    /// Gives the file its name, over whatever has it, and returns that.
+    /// Gives the file its name, in place of any file there, and returns the name.
     pub(super) fn publish(mut self, file: &File) -> io::Result<PathBuf> {
         if self.path.is_none() && sys::link(file, &self.target).is_ok() {
             return Ok(self.target.clone());
@@ -56,8 +56,8 @@ impl Temporary {
         Ok(self.target.clone())
     }
 
-    /// Gives the file its name, if that is free, and else that of [`unclosed_name`], over an older file
-    /// there. Returns true for the first, and the name.
+    /// Gives the file its name, if that is free. Otherwise gives it that of [`unclosed_name`], in place
+    /// of any file there. Returns true in the first case, and the name.
     pub(super) fn publish_unclosed(mut self, file: &File) -> io::Result<(bool, PathBuf)> {
         let target = self.target.clone();
         match self.take_name(file, &target) {
@@ -113,7 +113,7 @@ impl Drop for Temporary {
         if let Some(path) = &self.path
             && self.maker.is_here()
         {
-            // Nothing more can be done about a file that cannot be removed.
+            // Nothing more can be done if the file cannot be removed.
             let _ = fs::remove_file(path);
         }
     }
@@ -128,7 +128,8 @@ fn unnamed(folder: &Path, mode: u32) -> Option<File> {
     if file.metadata().ok()?.mode() & 0o777 == 0o666 {
         return None;
     }
-    // The folder itself has this name: that is found out once all is well with the file.
+    // A trial. The name `.` exists, but the kernel says so only after all other checks of the link
+    // succeeded.
     let tried = sys::link(&file, &folder.join("."));
     tried.is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists).then_some(file)
 }

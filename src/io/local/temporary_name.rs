@@ -13,12 +13,12 @@ use crate::sys;
 
 /// Ends names of locked files, which are stale once the lock is free.
 const HELD: &str = ".tmp";
-/// Ends names of files where locks do not work, which only their saver removes.
+/// Ends names of files on mounts without locks. Only their own writer removes these.
 const UNHELD: &str = ".unlocked";
-/// So many names are tried.
+/// The number of names that are tried.
 const TRIES: u32 = 100;
-/// Some mounts grant locks without asking the other machines, so that a free lock there proves
-/// nothing of their savers: those are alive as long as they have written within this time.
+/// Some mounts grant locks without asking the other machines, so a free lock there does not prove that
+/// the writer has ended. A writer counts as alive if it has written within this time.
 const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The hidden names that belong to a target.
@@ -30,7 +30,7 @@ pub(super) struct TemporaryName {
 }
 
 impl TemporaryName {
-    /// Those beside a path; None if it ends in no name.
+    /// The hidden names beside a path; None if the path ends in no name.
     pub(super) fn of(target: &Path) -> Option<Self> {
         let mut shown = target.file_name()?.to_string_lossy().into_owned();
         // Leave room for the rest of the name within the usual limit of 255 bytes.
@@ -114,7 +114,7 @@ impl TemporaryName {
         self.folder.join(format!("{}{origin:08x}-{unique:08x}{ending}", self.prefix))
     }
 
-    /// The origin of a name, if it is one of these and stands for a lock.
+    /// The origin of a name; None if it is not one of these, or without a lock.
     fn origin_of(&self, name: &str) -> Option<u32> {
         let numbers = name.strip_prefix(&self.prefix)?.strip_suffix(HELD)?;
         let (origin, unique) = numbers.split_once('-')?;
@@ -127,8 +127,8 @@ impl TemporaryName {
     }
 }
 
-/// Stands for a mount of this running system, whose savers all see one another's locks. None where
-/// that cannot be told.
+/// Identifies a mount of this running system, on which all writers see each other's locks; None if that
+/// is not certain.
 fn origin(folder: &Path) -> Option<u32> {
     let boot = fs::read("/proc/sys/kernel/random/boot_id").ok()?;
     let mount = fs::metadata(folder).ok()?.dev();

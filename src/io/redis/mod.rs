@@ -119,7 +119,7 @@ impl RedisSource {
         // A scan may give a key twice.
         keys.sort_unstable();
         keys.dedup();
-        // Others may have keys with the same beginning: those without a position are theirs.
+        // Keys of other programs may begin the same way. They have no position, and are left out.
         let keys: Vec<(u64, Vec<u8>)> =
             keys.into_iter().filter_map(|key| Some((position(&key)?, key))).collect();
         let mut held = self.held(&keys, &budget)?;
@@ -211,8 +211,8 @@ impl RedisSource {
         Ok(held)
     }
 
-    /// Which parts of which values hold some bytes: keys, first and last byte, and whether that
-    /// is all of the value. Stops after as much as one batch should hold.
+    /// The parts of values that hold some bytes of the file: key, first and last byte, and true if that
+    /// is all of the value. Stops after about as much as one batch should hold.
     fn pieces(&self, start: u64, end: u64) -> Result<Vec<Piece<'_>>> {
         let mut pieces = Vec::new();
         let mut at = start;

@@ -56,7 +56,7 @@ impl EventLoop {
 impl Drop for EventLoop {
     fn drop(&mut self) {
         if let Some(runtime) = self.0.take() {
-            // The resolution of a name cannot be stopped: its thread is left behind.
+            // Name resolution cannot be cancelled: its thread is left behind.
             runtime.shutdown_background();
         }
     }

@@ -55,7 +55,7 @@ mod paused {
     struct Wait {
         end: Duration,
         number: u64,
-        /// It has let the other waits be polled once.
+        /// True once it has let the other waits be polled.
         waited: bool,
     }
 

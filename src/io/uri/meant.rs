@@ -1,4 +1,4 @@
-//! What a missing path may have been meant to be, for messages.
+//! Guesses at the intended meaning of a path that does not exist, for messages.
 
 use super::scheme::SCHEMES;
 
@@ -6,7 +6,7 @@ use super::scheme::SCHEMES;
 const FILES: [&str; 9] =
     ["tensors", "safetensors", "bin", "pt", "pth", "json", "index", "gguf", "ckpt"];
 
-/// The end of a message about a path that does not exist; None if nothing comes to mind.
+/// The end of a message about a path that does not exist; None without a guess.
 pub fn meant(path: &str) -> Option<String> {
     let one_slash = path.split_once(":/").filter(|(scheme, rest)| {
         !rest.starts_with('/') && SCHEMES.iter().any(|(name, _)| name == scheme)

@@ -1,4 +1,4 @@
-//! Addresses: what they name, and how it is opened or created.
+//! Addresses: parsing them, and opening or creating the files that they name.
 
 mod meant;
 mod model;

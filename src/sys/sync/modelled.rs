@@ -1,7 +1,7 @@
-//! Shuttle's locks and threads, with a clock that goes on only while somebody waits.
+//! Shuttle's locks and threads, with a clock that advances only while a thread waits.
 //!
-//! `cargo test --features models --lib models::` runs all models, each for `MODEL_SECONDS` and from
-//! `MODEL_SEED`. What a failure prints of its schedule is run again with `MODEL_SCHEDULE`.
+//! `cargo test --features models --lib models::` runs all models, each for `MODEL_SECONDS` and from the
+//! seed `MODEL_SEED`. `MODEL_SCHEDULE` runs the schedule again that a failure has printed.
 #![allow(clippy::unwrap_used)]
 
 use std::cell::Cell;
@@ -14,12 +14,13 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 pub use shuttle::sync::{Condvar, Mutex, MutexGuard, atomic};
 use shuttle::{Config, Runner};
 
-/// What holds in a model.
+/// The rules of a model.
 #[derive(Debug, Clone, Copy)]
 pub struct Rules {
-    /// Waits that are longer do not end by themselves: who is not woken from them waits for ever.
+    /// Waits up to this long may time out. Longer ones never do: a thread that is not woken waits for
+    /// ever.
     pub patience: Duration,
-    /// Whether the system may refuse threads.
+    /// True if the system may refuse to start threads.
     pub refusals: bool,
 }
 
@@ -33,13 +34,13 @@ fn setting<T: FromStr>(name: &str, usual: T) -> T {
     std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(usual)
 }
 
-/// Runs a model under as many schedules as there is time for: random ones, and those with few
-/// changes of who runs, which find what needs a few at certain places.
+/// Runs a model under as many schedules as there is time for: random ones, and ones with few thread
+/// switches. The latter find defects that need a few switches at certain places.
 pub fn check(rules: Rules, model: impl Fn() + Send + Sync + 'static) {
     let model = Arc::new(move || {
         RULES.set(rules);
         CLOCK.set(Duration::ZERO);
-        // So that there is a choice where a model comes out without threads, too.
+        // A second thread, so that there is a choice even in a model that uses no threads.
         shuttle::thread::spawn(shuttle::thread::yield_now);
         model();
     });
@@ -58,7 +59,7 @@ pub fn check(rules: Rules, model: impl Fn() + Send + Sync + 'static) {
     println!("{schedules} schedules");
 }
 
-/// Lets others run, and some time pass: so much, or longer as on a machine that is busy.
+/// Lets other threads run and time pass: `time`, or longer, as on a busy machine.
 fn lapse(time: Duration) {
     let until = CLOCK.get() + time * thread_rng().gen_range(1..64);
     shuttle::thread::yield_now();
@@ -69,7 +70,7 @@ fn ends(time: Duration) -> bool {
     time <= RULES.get().patience
 }
 
-/// What the process has computed: nothing.
+/// The CPU time of the process: none in a model.
 pub fn cpu_time() -> Duration {
     Duration::ZERO
 }
@@ -102,7 +103,7 @@ pub mod thread {
     pub fn park_timeout(time: Duration) {
         if ends(time) {
             lapse(time);
-            // Whoever was woken meanwhile has noticed.
+            // The `park` below returns at once, and consumes a wake-up that came meanwhile too.
             current().unpark();
         }
         park();

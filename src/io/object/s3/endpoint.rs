@@ -20,8 +20,8 @@ pub const DEFAULT_WRITE_ENDPOINT: &str = "object.ord1.coreweave.com";
 /// Hosts whose buckets are part of the host's name, as at AWS.
 const VIRTUAL_HOSTS: [&str; 2] = ["cwobject.com", "cwlota.com"];
 
-/// The endpoint that is named: `given` by the call or `.s3cfg`, by AWS's variables, by AWS's profile,
-/// `assigned` by the program as its default, or by `TENSORIZER_S3_ENDPOINT`, in this order.
+/// The first endpoint that is named: `given` by the call or `.s3cfg`, or by AWS's variables, or by
+/// AWS's profile, or `assigned` by the program as its default, or by `TENSORIZER_S3_ENDPOINT`.
 pub fn named(
     given: Option<String>,
     assigned: Option<String>,
@@ -68,7 +68,8 @@ pub enum Server {
 }
 
 impl Server {
-    /// An endpoint. `http_allowed`: a plain `http://` of the address is taken, as that of settings.
+    /// An endpoint. `http_allowed` is true if a plain `http://` in the address is accepted, as it is in
+    /// settings.
     pub fn endpoint(address: &str, force_http: bool, http_allowed: bool) -> Result<Self> {
         let url = endpoint_url(address, force_http, http_allowed)?;
         let host = url.host_str().unwrap_or("").to_ascii_lowercase();

@@ -1,4 +1,4 @@
-//! `s3://bucket/key`: which server is meant, signed reads, and uploads by AWS's SDK.
+//! `s3://bucket/key`: the choice of the server, signed reads, and uploads by AWS's SDK.
 
 mod address;
 mod endpoint;

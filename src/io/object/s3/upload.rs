@@ -314,13 +314,13 @@ fn number_of(number: u64) -> Result<i32> {
     i32::try_from(number).map_err(|_| Error::Bug(format!("a part with the number {number}")))
 }
 
-/// The sums of further tries of a request that was refused with one: the same, for bytes that were
-/// spoiled on their way are refused too, and then none.
+/// The checksums for further attempts of a request that was refused with one. First the same, because
+/// bytes that were damaged in transit are refused too; then none.
 fn again(sum: &Option<String>) -> Vec<Option<String>> {
     if sum.is_some() { vec![sum.clone(), None] } else { Vec::new() }
 }
 
-/// True if a server may refuse a request because of its sums.
+/// True if a server may have refused a request because it does not know checksums.
 fn knows_no_sums<E: ProvideErrorMetadata>(error: &SdkError<E, HttpResponse>) -> bool {
     match error.raw_response().map(|response| response.status().as_u16()) {
         Some(400) => error.code().is_some_and(|code| code.starts_with("Invalid")),

@@ -11,8 +11,8 @@ use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// Connections unless a setting says otherwise: 100 MB/s each fill a network of 12 Gbit/s.
 pub const USUAL_WRITERS: usize = 16;
-/// Parts in memory to each four that are on their way, where the number of bytes is not set: the
-/// one that is being filled, and the one that waits for the header of its tensor.
+/// Parts in memory for each four that are being sent, unless the number of bytes is set. The further
+/// one allows for a part that is being filled, and one that waits for the header of its tensor.
 const PARTS_TO_FOUR: u64 = 5;
 /// Parts that an object of few parts may have in memory, however short it is.
 const FEW_PARTS: u64 = 4;
@@ -22,14 +22,14 @@ const FEW_PARTS: u64 = 4;
 pub struct Budget {
     /// The most connections.
     pub writers: usize,
-    /// None: what so many connections need.
+    /// None for as much as the connections need.
     pub bytes: Option<u64>,
     /// Bytes that the object will have, as far as is known.
     pub object: Option<u64>,
 }
 
 impl Budget {
-    /// As the options and the environment say.
+    /// Creates the limits that the options and the environment set.
     pub fn new(options: &TransportOptions) -> Result<Self> {
         let bytes = Some(UPLOAD_MB.value()?).filter(|&mb| mb > 0);
         Ok(Budget {
@@ -39,8 +39,9 @@ impl Budget {
         })
     }
 
-    /// Bytes that parts of such a length may take together, at least one of them. One part less than
-    /// the object has: with what is copied beside them they take no more memory than it is long.
+    /// Bytes that parts of this length may take together, at least one part. At most the object's
+    /// length less one part: with the copies beside them, parts then take no more memory than the
+    /// object is long.
     pub fn limit(&self, part_len: u64) -> u64 {
         let enough = (self.writers as u64).saturating_mul(PARTS_TO_FOUR).div_ceil(4);
         let enough = enough.saturating_mul(part_len);
@@ -55,15 +56,15 @@ impl Budget {
         parts.clamp(1, self.writers.max(1))
     }
 
-    /// Places of the file that may be written to in turns: each has a part that is not complete, and
-    /// so has the end of the tensor before it.
+    /// Positions of the file that may be written in turns. Each has an incomplete part, and so has the
+    /// end of the tensor before it.
     pub fn places(&self, part_len: u64) -> usize {
         let parts = usize::try_from(self.limit(part_len) / part_len).unwrap_or(usize::MAX);
         (parts.saturating_sub(self.writers(part_len)) / 2).max(1)
     }
 }
 
-/// The memory in use.
+/// The memory of the parts of an upload.
 pub struct PartMemory {
     budget: Mutex<Budget>,
     held: Mutex<HeldBytes>,
@@ -73,9 +74,9 @@ pub struct PartMemory {
 #[derive(Default)]
 struct HeldBytes {
     bytes: u64,
-    /// Parts on their way, whose memory comes back by itself.
+    /// Parts that are being sent. Their memory will come back.
     sending: usize,
-    /// PartMemory of parts that were sent.
+    /// Memory of parts that were sent, for reuse.
     free: Vec<Vec<u8>>,
 }
 
@@ -85,14 +86,14 @@ impl HeldBytes {
         self.free.is_empty() && self.sending > 0 && more > limit
     }
 
-    /// PartMemory of a part that was sent, or an empty vector for memory that is counted now. None if
-    /// there is too little.
+    /// Memory of a part that was sent, or an empty vector for memory that is counted from now on. None
+    /// if there is too little.
     fn take(&mut self, len: usize, limit: u64) -> Option<Vec<u8>> {
         while let Some(free) = self.free.pop() {
             if free.len() == len {
                 return Some(free);
             }
-            // The parts have grown.
+            // The length of parts has grown since.
             self.bytes = self.bytes.saturating_sub(free.len() as u64);
         }
         if self.is_short(len, limit) {
@@ -103,7 +104,7 @@ impl HeldBytes {
     }
 }
 
-/// A part's way ends when this is dropped.
+/// A part that is being sent, until this is dropped.
 pub struct Sending<'m>(&'m PartMemory);
 
 impl PartMemory {
@@ -116,13 +117,13 @@ impl PartMemory {
         *self.budget.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has it be no more than that.
+    /// Lowers the limit to `bytes`; a lower limit from before stays.
     pub fn limit(&self, bytes: u64) {
         let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
         budget.bytes = Some(budget.bytes.map_or(bytes, |before| before.min(bytes)));
     }
 
-    /// The object will have at least so many bytes.
+    /// Announces that the object will have at least `len` bytes.
     pub fn announce(&self, len: u64) {
         let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
         budget.object = budget.object.max(Some(len));
@@ -132,9 +133,9 @@ impl PartMemory {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// PartMemory for a part; its bytes are anything. While there is none and parts are on their way,
-    /// sends some, or waits for it. Where none is, others can only become complete with this one,
-    /// and it has its memory.
+    /// Returns memory for a part, with any content. While there is too little and parts are being sent,
+    /// it sends some or waits for memory. If no part is being sent, the memory is granted beyond the
+    /// limit: other parts can become complete only with this one.
     pub fn take(&self, len: usize, send: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
         let limit = self.budget().limit(len as u64);
         let mut held = self.held();
@@ -157,24 +158,24 @@ impl PartMemory {
         }
     }
 
-    /// A part is complete, and on its way from now on.
+    /// Counts a complete part, which is being sent from now on.
     pub fn complete(&self) {
         self.held().sending += 1;
     }
 
-    /// Ends with the way of a part that is complete.
+    /// Returns the guard of a complete part, which ends its sending when it is dropped.
     pub fn sending(&self) -> Sending<'_> {
         Sending(self)
     }
 
-    /// Everything is given up.
+    /// Frees unused memory, after the upload was given up.
     pub fn clear(&self) {
         self.held().free = Vec::new();
     }
 }
 
 impl Sending<'_> {
-    /// Its memory comes back, or not, where a request that was given up still has it.
+    /// Takes back the memory of a part; None if a cancelled request still has it.
     pub fn done(self, len: usize, memory: Option<Vec<u8>>) {
         let mut held = self.0.held();
         match memory {
@@ -242,7 +243,7 @@ mod tests {
         ] {
             assert_eq!(budget(object).limit(10) / 10, parts, "{object:?}");
         }
-        // What is asked for goes before.
+        // A limit that was set takes precedence.
         assert_eq!(Budget { bytes: Some(300), ..budget(Some(20)) }.limit(10), 300);
         let memory = PartMemory::new(budget(None));
         memory.announce(60);
@@ -253,7 +254,8 @@ mod tests {
     #[test]
     fn nobody_waits_for_parts_that_only_they_complete() {
         let memory = PartMemory::new(Budget { writers: 1, bytes: Some(10), object: None });
-        // Nothing is on its way: the second part is had although the first takes all there is.
+        // No part is being sent, so the second part gets memory although the first takes all of the
+        // limit.
         let parts = [
             memory.take(10, &nothing_to_send).unwrap(),
             memory.take(10, &nothing_to_send).unwrap(),
@@ -263,7 +265,7 @@ mod tests {
             memory.complete();
             memory.sending().done(10, Some(part));
         }
-        // Longer parts have no use for the memory of shorter ones.
+        // Longer parts cannot use the memory of shorter ones.
         assert_eq!(memory.take(30, &nothing_to_send).unwrap().len(), 30);
         assert_eq!(memory.held().bytes, 30);
     }

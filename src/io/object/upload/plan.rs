@@ -17,28 +17,28 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Numbers that are kept free for the head, which may grow.
+    /// Part numbers that are reserved for the head, which may grow.
     pub fn head_parts(self) -> u64 {
         self.parts / 10
     }
 
-    /// Numbers that are left for what is behind the head.
+    /// Part numbers for the bytes behind the head.
     fn body_parts(self) -> u64 {
         self.parts - self.head_parts()
     }
 
-    /// As many of them as what was announced may take: more may be written than that.
+    /// Part numbers for the announced length. More may be written, so some numbers stay free.
     fn announced_parts(self) -> u64 {
         self.parts / 10 * 8
     }
 
-    /// The length of parts that are to have at least so many bytes.
+    /// Rounds a minimum length of parts up to one that the protocol allows.
     fn rounded(self, len: u64) -> u64 {
         len.clamp(PART_LEN.max(self.least), self.longest).next_multiple_of(PART_UNIT)
     }
 }
 
-/// So many times what was written before is far more.
+/// An announced length is far more than what was written before if it is this many times as long.
 const MUCH_MORE: u64 = 3;
 
 /// The parts of an object, as far as they were asked for.
@@ -134,7 +134,7 @@ impl Plan {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// Numbers that are left.
+    /// Part numbers that are left.
     fn left(&self) -> u64 {
         self.limits.body_parts().saturating_sub(self.ends.len() as u64).max(1)
     }

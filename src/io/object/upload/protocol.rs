@@ -1,4 +1,4 @@
-//! The protocol of an upload: how a server takes an object, whole or in parts.
+//! The protocol of an upload: the requests by which a server takes an object, whole or in parts.
 
 use std::sync::Arc;
 use std::time::Duration;
