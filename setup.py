@@ -103,6 +103,8 @@ class BuildRust(build_rust):
         super().run()
         build_lib = self.get_finalized_command("build").build_lib
         package = Path("python") if self.inplace else Path(build_lib)
+        if not self.inplace:
+            strip_symbols(package)
         (package / "tensorizer/_build.py").write_text(
             f'"""Written by the build."""\n\nTORCH_MINOR = "{minor}"\n'
             f'VERSION = "{cargo_version()}"\n'
@@ -149,6 +151,17 @@ class BuildRust(build_rust):
         plain = Path(path).with_name("libtensorizer_torch.so")
         plain.parent.mkdir(parents=True, exist_ok=True)
         return str(plain)
+
+
+def strip_symbols(package: Path) -> None:
+    """Leave the names of functions out of what is installed, a fifth of it.
+
+    Messages of panics name file and line without them; linking needs the dynamic symbols, which
+    stay. Here and not by Cargo, which would compile everything anew.
+    """
+    strip = shutil.which("strip")
+    for library in package.glob("tensorizer/**/*.so") if strip else ():
+        subprocess.run([str(strip), "--strip-unneeded", str(library)], check=True)
 
 
 def cargo_version() -> str:
