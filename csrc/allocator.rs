@@ -1,4 +1,4 @@
-//! Memory of a device from torch's allocator. One of the few doors to `unsafe`.
+//! Device memory from torch's allocator. One of the few modules that may use `unsafe`.
 #![allow(unsafe_code)]
 
 use cxx::UniquePtr;
@@ -15,17 +15,17 @@ pub struct TorchAllocator {
 }
 
 impl TorchAllocator {
-    /// None yet.
+    /// Makes a list without blocks.
     pub fn new(device: Index) -> Self {
         TorchAllocator { device, blocks: torch::new_blocks(device) }
     }
 
-    /// All of them.
+    /// Returns the blocks, which then belong to the caller.
     pub fn into_blocks(self) -> UniquePtr<Blocks> {
         self.blocks
     }
 
-    /// The tensors of blocks, for the stream that is current.
+    /// Takes blocks out, given by number, for use on the device's current stream.
     pub fn take(&mut self, blocks: &[usize]) -> Result<UniquePtr<Blocks>> {
         self.blocks.pin_mut().take(blocks).map_err(thrown)
     }
@@ -37,8 +37,9 @@ impl Allocate for TorchAllocator {
         added.map_err(|exception| out_of_memory(&exception))?;
         let blocks = self.blocks.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
         let memory = lens.iter().zip(first..).map(|(&len, at)| {
-            // SAFETY: a new tensor of so many bytes that nothing else knows. The list keeps it until it
-            // is handed out, for a stream that waits for its copies, or until all copies have ended.
+            // SAFETY: the block is new, has `len` bytes, and no other code has its address. The
+            // list keeps it until it is handed out, for a stream that waits for its copies, or
+            // until all copies have ended.
             Ok(unsafe { DeviceMemory::new(blocks.block_address(at).map_err(thrown)?, size(len)?) })
         });
         memory.collect()
@@ -49,10 +50,10 @@ impl Allocate for TorchAllocator {
     }
 }
 
-/// The error for what torch's allocator throws.
+/// Returns the error for an exception of torch's allocator.
 fn out_of_memory(exception: &cxx::Exception) -> Error {
     let what = exception.what().to_owned();
-    // The allocator of CUDA, and that of the CPU.
+    // The texts of torch's allocators for CUDA and for the CPU.
     if what.contains("out of memory") || what.contains("allocate memory") {
         Error::DeviceMemory { what }
     } else {

@@ -13,9 +13,9 @@ namespace tensorizer {
 Blocks::Blocks(c10::Device device) : device_(device) {}
 
 void Blocks::add(rust::Slice<const std::uint64_t> lens) {
-  // One look at the current device for all of them: through at::empty each block takes several.
+  // Sets the device once for all blocks; at::empty would look it up several times for each.
   const c10::OptionalDeviceGuard guard(device_.is_cpu() ? std::nullopt : std::optional(device_));
-  // The one that torch uses now, which a program may have changed.
+  // The allocator that torch uses now; a program may have replaced it.
   auto* allocator =
       at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device_)).storage().allocator();
   TORCH_CHECK(allocator != nullptr, "torch has no allocator for ", device_);
@@ -27,7 +27,7 @@ void Blocks::add(rust::Slice<const std::uint64_t> lens) {
                          /*resizable=*/true);
     added.push_back({std::move(storage), stream});
   }
-  // All of them, or none.
+  // Reserved first, so that all blocks are added, or none.
   blocks_.reserve(blocks_.size() + added.size());
   for (auto& block : added) blocks_.push_back(std::move(block));
 }
@@ -44,7 +44,7 @@ std::unique_ptr<Blocks> Blocks::take(rust::Slice<const std::size_t> numbers) {
     auto block = std::exchange(blocks_.at(number), {c10::Storage(), 0});
     TORCH_CHECK(block.storage, "block ", number, " was taken before");
     if (block.stream != stream) {
-      // Otherwise the memory could be used again while this stream still uses it.
+      // Otherwise the allocator could reuse the memory while this stream still uses it.
       const c10::impl::VirtualGuardImpl guard(device_.type());
       guard.recordDataPtrOnStream(block.storage.data_ptr(), guard.getStream(device_));
     }

@@ -1,4 +1,4 @@
-// Memory of a device that loaded tensors are in.
+// Device memory that holds loaded tensors.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -20,7 +20,7 @@ class Blocks {
   // Adds blocks of so many bytes each, for this thread's current stream.
   void add(rust::Slice<const std::uint64_t> lens);
 
-  // The address of a block.
+  // Returns the address of a block.
   std::size_t address(std::size_t at) const;
 
   // Takes blocks out, for use on this thread's current stream.
@@ -40,7 +40,7 @@ class Blocks {
   std::vector<Block> blocks_;
 };
 
-// No blocks yet, of a device by its number.
+// Makes an empty list of blocks of a device, given by its number.
 std::unique_ptr<Blocks> new_blocks(std::int16_t device);
 
 }  // namespace tensorizer

@@ -1,7 +1,7 @@
-//! What Rust gives to C++: the functions behind the operators, and the tensors that were loaded.
-//! Nothing but `tch.rs` uses it from Rust.
+//! The Rust functions that C++ calls: those behind the operators, and access to loaded tensors.
+//! From Rust, only `tch.rs` uses this module.
 #![allow(unsafe_code)]
-// The bridge's own expansion is not documented.
+// The code that the bridge expands to is not documented.
 #![allow(missing_docs, clippy::missing_safety_doc)]
 
 use crate::exchange::{exchange_lend, exchange_take};

@@ -57,7 +57,7 @@ fn build() -> Result<(), String> {
         .flag("-Wno-unused-parameter")
         // A false alarm of GCC 12 inside torch's own headers.
         .flag_if_supported("-Wno-stringop-overflow")
-        // The same for every profile, so that they share what is compiled.
+        // The same for every profile, so that all profiles share the compiled library.
         .opt_level(2)
         .debug(false);
     if cfg!(feature = "tch") {
@@ -68,21 +68,22 @@ fn build() -> Result<(), String> {
     println!("cargo:rustc-link-search=native={}", lib.display());
     println!("cargo:rustc-link-lib=dylib=torch_cpu");
     println!("cargo:rustc-link-lib=dylib=c10");
-    // Of this package's library alone; those for cdylibs in particular would also reach the Python
-    // module. The path is as seen from tensorizer/lib, beside which torch/ is installed.
+    // These reach only this package's library; link arguments for cdylibs would also reach the Python
+    // module. The path is relative to tensorizer/lib; torch/ is installed next to tensorizer/.
     println!("cargo:rustc-link-arg=-Wl,-rpath,$ORIGIN/../../torch/lib");
     println!("cargo:rustc-link-arg=-Wl,-soname,libtensorizer_torch.so");
     Ok(())
 }
 
-/// Compiles the C++, unless another run of this script has with the same flags and sources: Cargo runs
-/// it once for each profile and kind of check, and the headers of torch take most of a minute.
+/// Compiles the C++, unless an earlier run of this script has compiled the same sources with the
+/// same flags. Cargo runs it once for each profile and kind of check, and the headers of torch take
+/// most of a minute.
 fn compile_once(build: &cc::Build, version: &str) -> Result<(), String> {
     const NAME: &str = "tensorizer_csrc";
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("Cargo gives no OUT_DIR")?);
     let library = format!("lib{NAME}.a");
     let key = key(build, &out, version).map_err(|e| format!("csrc/ cannot be read: {e}"))?;
-    // Of the profile's folder, which has one for each run of a script in `build`.
+    // The profile's folder, three levels up, is shared by all runs of this script.
     let kept = out.ancestors().nth(3).unwrap_or(&out).join("csrc").join(format!("{key:016x}"));
     if fs::copy(kept.join(&library), out.join(&library)).is_ok() {
         println!("cargo::rustc-link-search=native={}", out.display());
@@ -94,7 +95,8 @@ fn compile_once(build: &cc::Build, version: &str) -> Result<(), String> {
         let why = e.to_string().replace('\n', " ");
         format!("csrc/ does not compile against torch {version}: {why}")
     })?;
-    // Under its name at once and as a whole; without it the next run compiles again.
+    // Renamed when complete, so that its name never shows a partial file. If saving fails, the next
+    // run compiles again.
     let part = kept.with_extension(std::process::id().to_string());
     let saved = fs::create_dir_all(&kept)
         .and_then(|()| fs::copy(out.join(&library), &part))
@@ -105,7 +107,7 @@ fn compile_once(build: &cc::Build, version: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// A number for all that the library is made of: sources, generated ones too, flags, torch.
+/// Hashes everything that the library depends on: sources, compiler and flags, versions of torch and `cxx`.
 fn key(build: &cc::Build, out: &Path, version: &str) -> std::io::Result<u64> {
     let mut hasher = DefaultHasher::new();
     version.hash(&mut hasher);
@@ -115,7 +117,7 @@ fn key(build: &cc::Build, out: &Path, version: &str) -> std::io::Result<u64> {
     for flag in compiler.args() {
         flag.to_string_lossy().replace(&out, "").hash(&mut hasher);
     }
-    // What the bridges are made into follows from them and from the version of `cxx`.
+    // The code that `cxx` generates depends only on the bridges and on its version, which is in Cargo.lock.
     fs::read("../Cargo.lock")?.hash(&mut hasher);
     for source in SOURCES.iter().chain(HEADERS).chain(BRIDGES) {
         fs::read(source)?.hash(&mut hasher);
@@ -135,7 +137,7 @@ fn find() -> Result<PathBuf, String> {
                   print(s.submodule_search_locations[0] if s else '')";
     let output = Command::new(&python).args(["-I", "-c", script]).output();
     let found = output.ok().and_then(|o| String::from_utf8(o.stdout).ok());
-    // No answer is told as one without a path.
+    // A Python that does not answer is reported like one without torch.
     let found = found.unwrap_or(String::new());
     match found.trim() {
         "" => Err("torch was not found: install it first (pip install torch), or set \

@@ -13,7 +13,7 @@ use tensorizer::{Destination, DeviceLoad, LoadOptions, OneDevice};
 
 use crate::torch::{self, thrown};
 
-/// Some of the tensors that are loaded.
+/// A subset of the tensors of a call.
 pub struct Part {
     /// Their places in the selection.
     pub at: Vec<usize>,
@@ -22,7 +22,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// The tensors of a selection of which something holds.
+    /// Returns the tensors of a selection for which a condition holds. `of_each` has one value for each.
     pub fn of<T>(selection: &[usize], of_each: &[T], holds: impl Fn(&T) -> bool) -> Self {
         let chosen = selection.iter().zip(of_each).enumerate().filter(|(_, (_, one))| holds(one));
         let (at, numbers) = chosen.map(|(at, (&number, _))| (at, number)).unzip();
@@ -30,12 +30,12 @@ impl Part {
     }
 }
 
-/// Devices that can be reached from here, in the order in which they were asked for.
+/// The devices of a call that the core can reach, in the order in which they were asked for.
 #[derive(Default)]
 pub struct Devices {
     /// The devices that were found.
     pub found: Vec<Found>,
-    /// For each number that was asked for, its place among those that were found.
+    /// The place in `found` of each device that was asked for; None for host memory.
     known: Vec<(Index, Option<usize>)>,
 }
 
@@ -50,7 +50,8 @@ pub struct Found {
 }
 
 impl Devices {
-    /// The place of a device; None for host memory. `unreached` says what to do without the device.
+    /// Returns the place of a device in `found`; None for host memory. `unreached` decides what to
+    /// do if the device cannot be reached.
     pub fn place(
         &mut self,
         index: Index,
@@ -63,7 +64,7 @@ impl Devices {
             None => None,
             Some(device) => {
                 let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
-                // A graph that is being captured refuses here, before memory is taken.
+                // Fails here, before memory is taken, if the stream is being captured into a graph.
                 drop(Arc::clone(&device).stream(consumer)?);
                 self.found.push(Found { index, device, consumer });
                 Some(self.found.len() - 1)
@@ -73,12 +74,12 @@ impl Devices {
         Ok(place)
     }
 
-    /// Their names.
+    /// Returns the names of the devices.
     pub fn names(&self) -> Vec<String> {
         self.found.iter().map(|found| found.device.name().to_owned()).collect()
     }
 
-    /// Loads. Copies may be under way until the streams are handed over or dropped.
+    /// Runs a planned load. Copies may be under way until the streams are handed over or dropped.
     pub fn run(
         &self,
         planned: &DeviceLoad<'_>,
@@ -95,7 +96,7 @@ impl Devices {
     }
 }
 
-/// Fills a slot of a list.
+/// Puts a value into a slot of a list.
 pub fn put<T>(slots: &mut [Option<T>], at: usize, value: T) {
     if let Some(slot) = slots.get_mut(at) {
         *slot = Some(value);

@@ -1,4 +1,4 @@
-// How errors cross the bridge: as text, in both directions.
+// Errors cross the bridge between C++ and Rust as text, in both directions.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -10,8 +10,8 @@
 
 namespace rust::behavior {
 
-// C++ to Rust. cxx calls this for every function that is declared with `-> Result`; the text of
-// torch's errors goes without its backtrace.
+// C++ to Rust. cxx calls this for every function that is declared with `-> Result`. Errors of torch
+// are passed on without their backtrace.
 template <typename Try, typename Fail>
 void trycatch(Try&& call, Fail&& fail) noexcept {
   try {

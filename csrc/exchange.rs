@@ -1,5 +1,5 @@
-//! How tensors pass between the Python classes and torch: under a number that is good for one
-//! use. The private operators `_lend` and `_take` are the other half.
+//! Exchange of tensors between the Python classes and torch, under a number that is used once. The
+//! private operators `_lend` and `_take` are the other half.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::torch::{TensorList, thrown};
 pub struct Lent(UniquePtr<TensorList>);
 
 impl Lent {
-    /// The tensors.
+    /// Returns the tensors.
     pub fn list(&self) -> Result<&TensorList> {
         self.0.as_ref().ok_or_else(|| Error::Bug("no tensors were lent".to_owned()))
     }
@@ -32,12 +32,12 @@ static NEXT: AtomicI64 = AtomicI64::new(1);
 static LENT: Brief<Option<HashMap<i64, Lent>>> = Brief::new(None);
 static LOADED: Brief<Option<HashMap<i64, Loaded>>> = Brief::new(None);
 
-/// A number under which tensors pass. What nobody has fetched goes with it, so that a call which
-/// ends half-way leaves nothing behind.
+/// A number under which tensors are exchanged. Dropping it drops tensors that were not fetched, so
+/// that a call which fails half-way leaves nothing behind.
 pub struct Handle(i64);
 
 impl Handle {
-    /// One that was never used.
+    /// Returns a handle with a new number.
     pub fn reserve() -> Self {
         Handle(NEXT.fetch_add(1, Ordering::Relaxed))
     }
@@ -58,7 +58,7 @@ impl Drop for Handle {
 fn put<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64, value: T) {
     let mut table = table.lock();
     let earlier = table.get_or_insert_default().insert(number, value);
-    // Dropped without the lock: that may run other code.
+    // Dropped after the lock is released: dropping tensors may run other code.
     drop(table);
     drop(earlier);
 }
@@ -71,7 +71,7 @@ fn remove<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
         .ok_or_else(|| Error::InvalidArgument(format!("no tensors under the number {number}")))
 }
 
-/// From torch: keeps tensors under a handle's number until [`borrow`] fetches them.
+/// Called by torch: keeps tensors under a handle's number until [`borrow`] fetches them.
 pub fn exchange_lend(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()> {
     guard(|| {
         put(&LENT, handle, Lent(tensors));
@@ -79,19 +79,19 @@ pub fn exchange_lend(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()> 
     })
 }
 
-/// To the Python classes: the tensors that were lent.
+/// Called by the Python classes: returns the tensors that torch has lent.
 pub fn borrow(handle: &Handle) -> Result<Arc<Lent>> {
     remove(&LENT, handle.0).map(Arc::new)
 }
 
-/// From the Python classes: keeps loaded tensors until torch takes them.
+/// Called by the Python classes: keeps loaded tensors until torch takes them.
 pub fn offer(loaded: Loaded) -> Handle {
     let handle = Handle::reserve();
     put(&LOADED, handle.0, loaded);
     handle
 }
 
-/// To torch: the tensors that were loaded.
+/// Called by torch: returns the tensors that were loaded.
 pub fn exchange_take(handle: i64) -> Result<Box<Loaded>> {
     guard(|| remove(&LOADED, handle).map(Box::new))
 }

@@ -1,4 +1,4 @@
-//! Loads into tensors that exist, on whatever device. One of the few doors to `unsafe`.
+//! Loads into existing tensors, on any device. One of the few modules that may use `unsafe`.
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
@@ -15,8 +15,8 @@ use crate::devices::{Devices, Part, put};
 use crate::tensor::{expect_like, refused};
 use crate::torch::{self, thrown};
 
-/// Fills tensors that exist, each on its device, in place. They are checked before any is touched:
-/// type, shape, order in memory, and that no two overlap. Counts what it does.
+/// Fills existing tensors in place, each on its device. All are checked before any is changed:
+/// dtype, shape, row-major order in memory, and that no two overlap. Counts the work in `counters`.
 ///
 /// # Safety
 /// No other code reads or writes the tensors during the call.
@@ -41,11 +41,12 @@ pub unsafe fn load_into_tensors(
     }
     let on_devices = Part::of(selection, &of_each, |place| place.is_some());
     let in_host = Part::of(selection, &of_each, |place| place.is_none());
-    // Whatever fails, copies to all devices have ended when this returns.
+    // Dropping the streams waits for copies: after an error, too, all copies have ended when this returns.
     let mut streams: Vec<Streams> = Vec::new();
     if !on_devices.numbers.is_empty() {
         let tensors = found.iter().zip(&of_each).filter_map(|(one, of)| Some((one, (*of)?)));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that no other code uses the tensors during the call, and
+        // `out` keeps them alive. The streams are handed over or dropped before this returns.
         let filled = unsafe { fill_on_devices(file, tensors, &devices, options, counters, cancel) };
         let filled_headers;
         (filled_headers, streams) = filled?;
@@ -60,8 +61,8 @@ pub unsafe fn load_into_tensors(
     if !in_host.numbers.is_empty() {
         names.insert(0, "cpu".to_owned());
         let memory = in_host.at.iter().filter_map(|&at| found.get(at));
-        // SAFETY: the caller's promise; `check` has found that each tensor has its bytes in one piece
-        // and that no two overlap.
+        // SAFETY: the caller promises that no other code uses the tensors during the call. These
+        // are in host memory; `check` has found that each is contiguous and that no two overlap.
         let memory = memory.map(|tensor| unsafe { tensor.memory() }).collect();
         let filled = load_into_uninit(file, &in_host.numbers, memory, options, counters, cancel)?;
         for (&at, header) in in_host.at.iter().zip(filled) {
@@ -74,11 +75,11 @@ pub unsafe fn load_into_tensors(
     headers.into_iter().map(|header| header.ok_or_else(missing)).collect()
 }
 
-/// Fills tensors, each with the place of its device. Copies may be under way until the streams are
-/// handed over or dropped.
+/// Fills tensors, each given with the place of its device in `devices`. Copies may be under way
+/// until the streams are handed over or dropped.
 ///
 /// # Safety
-/// The tensors exist, and no other code reads or writes them until then.
+/// The tensors exist, and no other code reads or writes them until the streams are handed over or dropped.
 unsafe fn fill_on_devices<'t>(
     file: &TensorFile,
     tensors: impl Iterator<Item = (&'t ToFill, usize)>,
@@ -92,7 +93,8 @@ unsafe fn fill_on_devices<'t>(
         let len = if tensor.meta { 0 } else { tensor.len };
         numbers.push(tensor.number);
         of.push(device);
-        // SAFETY: the caller's promise; the tensor has its bytes in one piece (`check`).
+        // SAFETY: the caller promises that the tensor exists and that no other code uses it;
+        // `check` has found that it is contiguous.
         blocks.push(unsafe { DeviceMemory::new(tensor.address, len) });
     }
     let of = if devices.found.len() > 1 { of } else { Vec::new() };
@@ -109,25 +111,26 @@ struct ToFill {
     device: Index,
     address: usize,
     len: usize,
-    /// It has no data in the file, and becomes zeros.
+    /// True if the file has no data of the tensor, which becomes zeros.
     meta: bool,
 }
 
 impl ToFill {
-    /// Its memory in the host, which need not be initialised.
+    /// Returns the tensor's host memory, which need not be initialised.
     ///
     /// # Safety
-    /// The memory is the host's, and no other code uses it during `'a`.
+    /// The memory is host memory, and no other code uses it during `'a`.
     unsafe fn memory<'a>(&self) -> &'a mut [MaybeUninit<u8>] {
         if self.len == 0 {
             return &mut [];
         }
         let start = std::ptr::with_exposed_provenance_mut(self.address);
-        // SAFETY: the tensor has `len` bytes from here on; the caller's promise.
+        // SAFETY: the tensor has `len` bytes from this address on, in host memory that no other
+        // code uses during `'a`: the caller promises it.
         unsafe { std::slice::from_raw_parts_mut(start, self.len) }
     }
 
-    /// Finds the memory of tensors, after checking that they fit and do not overlap.
+    /// Checks that tensors fit the entries of the file and do not overlap. Returns them with their memory.
     fn check(file: &TensorFile, selection: &[usize], out: &torch::TensorList) -> Result<Vec<Self>> {
         let mut found = Vec::with_capacity(selection.len());
         for (at, &number) in selection.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! No panic crosses the bridge: it would end the process.
+//! Turns panics into errors: a panic that crosses the bridge to C++ would end the process.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -6,7 +6,7 @@ use tensorizer::error::{Error, Result};
 
 /// Runs the body of a function that C++ calls; a panic becomes an error.
 pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    // What a panicking body leaves behind is dropped with it: nothing is seen half-changed.
+    // A panicking body drops all that it has changed, so that no half-changed state is seen.
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
         let text = panic
             .downcast_ref::<&str>()

@@ -11,7 +11,7 @@ namespace tensorizer {
 
 namespace {
 
-// Devices of iterators: tensors that come to the CPU first are copied there.
+// The device of each iterator, by its number. Tensors that come to the CPU first are copied there.
 std::mutex devices_lock;
 std::unordered_map<std::int64_t, at::Device> devices;
 
@@ -20,7 +20,8 @@ std::unordered_map<std::int64_t, at::Device> devices;
 std::int64_t iterate(std::string uri, std::optional<Names> names, OptionalDevice device,
                      std::int64_t buffer_bytes, std::string order, bool verify, Readers num_readers,
                      Key key) {
-  // A tracer would begin a load that nothing ends, and keep its number as a constant.
+  // Under a tracer, this would begin a load that nothing ends, and its number would be a constant
+  // of the graph.
   TORCH_CHECK(
       !traced(),
       "iterate cannot be part of a graph: call it outside, or under torch.compiler.disable");
@@ -48,7 +49,7 @@ void iterate_close(std::int64_t iterator) {
 }
 
 Dict iterate_next(std::int64_t iterator) {
-  // With an error the iterator has ended.
+  // An error ends the iterator.
   auto loaded = [&] {
     try {
       return checked([&] { return op_iterate_next(iterator); });

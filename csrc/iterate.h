@@ -10,7 +10,7 @@ std::int64_t iterate(std::string uri, std::optional<Names> names, OptionalDevice
                      std::int64_t buffer_bytes, std::string order, bool verify, Readers num_readers,
                      Key key);
 
-// The next tensors by name: one, or several small ones; none at the end.
+// Returns the next tensors by name: one, or several small ones; none at the end.
 Dict iterate_next(std::int64_t iterator);
 
 // Ends the load. Closing again does nothing.

@@ -1,4 +1,4 @@
-//! Tensors of a file one by one, for torch: memory of devices comes from torch's allocator, on the
+//! Tensors of a file one by one, for torch. Device memory comes from torch's allocator, on the
 //! thread that asks for the next tensor.
 
 use std::collections::HashMap;
@@ -23,14 +23,13 @@ use crate::tensor::{Loaded, Place};
 pub struct Tensors {
     tensors: TensorIterator,
     file: TensorFile,
-    /// The source of device memory; None for host memory. A process that was forked off
-    /// leaves it alone.
+    /// The source of device memory; None for host memory. A forked child process does not touch it.
     allocator: Inherited<Option<TorchAllocator>>,
 }
 
 impl Tensors {
-    /// Begins to load tensors, given by number. Where a device cannot be reached from here, they come
-    /// to host memory, and torch has to copy them.
+    /// Begins to load tensors, given by number. If the core cannot reach the device, they come to
+    /// host memory, and torch has to copy them.
     pub fn new(
         file: &TensorFile,
         numbers: &[usize],
@@ -45,7 +44,7 @@ impl Tensors {
         let to = match (found, &mut allocator) {
             (Some(found), Some(allocator)) => {
                 let consumer = allocator.consumer()?;
-                // A graph that is being captured refuses here, before memory is taken.
+                // Fails here, before memory is taken, if the stream is being captured into a graph.
                 drop(Arc::clone(&found).stream(consumer)?);
                 let (pool, direct_storage) = (Pool::of(&found)?, GDS.value()? != 0);
                 Some(ToDevice { device: found, consumer, pool, direct_storage })
@@ -58,8 +57,7 @@ impl Tensors {
         Ok(Tensors { tensors, file: file.again(), allocator: Inherited::new(allocator) })
     }
 
-    /// Waits for the next tensors: one, or several small ones; none at the end. Returns their numbers,
-    /// too.
+    /// Waits for the next tensors: one, or several small ones; none at the end. Also returns their numbers.
     pub fn next(&mut self, cancel: &dyn Cancel) -> Result<(Loaded, Vec<usize>)> {
         let allocate = self.allocator.as_mut().map(|allocator| allocator as &mut dyn Allocate);
         let landed = self.tensors.next(allocate, cancel);
@@ -83,13 +81,13 @@ impl Tensors {
         Ok((Loaded::new(&self.file, &numbers, places, blocks), numbers))
     }
 
-    /// A handle that ends the load from another thread.
+    /// Returns a handle that ends the load from another thread.
     pub fn closer(&self) -> Closer {
         self.tensors.closer()
     }
 }
 
-/// Iterators of operators, by the number that a program has for each.
+/// The open iterators of the operators, by number.
 static OPEN: Brief<Option<HashMap<i64, Arc<Open>>>> = Brief::new(None);
 static NEXT: AtomicI64 = AtomicI64::new(1);
 
@@ -98,7 +96,7 @@ struct Open {
     closer: Closer,
 }
 
-/// Keeps an iterator for operators. Returns its number.
+/// Keeps an iterator for the operators. Returns its number.
 pub fn keep(tensors: Tensors) -> i64 {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let open = Open { closer: tensors.closer(), tensors: Mutex::new(tensors) };
@@ -106,7 +104,7 @@ pub fn keep(tensors: Tensors) -> i64 {
     number
 }
 
-/// The next tensors of an iterator; none at the end, with which it is closed.
+/// Returns the next tensors of an iterator; none at the end, which also closes it.
 pub fn next(number: i64, cancel: &dyn Cancel) -> Result<Loaded> {
     let open = OPEN.lock().as_ref().and_then(|open| open.get(&number).map(Arc::clone));
     let open = open.ok_or_else(|| {
@@ -118,7 +116,7 @@ pub fn next(number: i64, cancel: &dyn Cancel) -> Result<Loaded> {
     drop(tensors);
     match &taken {
         Err(_) => close(number),
-        // Calls of other threads that wait for tensors find the end too.
+        // Only removed: calls on other threads that wait for tensors find the end, too.
         Ok((loaded, _)) if loaded.size() == 0 => drop(remove(number)),
         Ok(_) => {}
     }
@@ -129,7 +127,7 @@ fn remove(number: i64) -> Option<Arc<Open>> {
     OPEN.lock().as_mut().and_then(|open| open.remove(&number))
 }
 
-/// Ends the load of an iterator, and lets it go. Closing again does nothing.
+/// Ends the load of an iterator, and removes it. Closing again does nothing.
 pub fn close(number: i64) {
     if let Some(open) = remove(number) {
         // A call that waits for tensors ends, and drops the iterator.

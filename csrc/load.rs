@@ -1,4 +1,4 @@
-//! Loads into new tensors, on whatever device.
+//! Loads into new tensors, on any device.
 
 use std::sync::Arc;
 
@@ -17,17 +17,17 @@ use crate::devices::{Devices, Found, Part, put};
 use crate::tensor::{Loaded, Place};
 use crate::torch;
 
-/// Where new tensors are to be.
+/// The destination of new tensors.
 #[derive(Clone, Copy)]
 pub struct Where<'d> {
     /// The device of each tensor, or of all of them.
     pub devices: &'d [Index],
-    /// Whether each tensor on a device has memory of its own, instead of a part of a block.
+    /// True if each tensor on a device has memory of its own, instead of a part of a block.
     pub apart: bool,
 }
 
 impl Where<'_> {
-    /// The devices, and for each tensor the place of its own among them; None for host memory.
+    /// Finds the devices, and for each tensor the place of its device among them; None for host memory.
     fn find(
         &self,
         file: &TensorFile,
@@ -50,8 +50,8 @@ impl Where<'_> {
     }
 }
 
-/// Loads tensors, given by number, into new memory. Where a device cannot be reached from here,
-/// they are in host memory, and torch has to copy them. Counts what it does.
+/// Loads tensors, given by number, into new memory. If the core cannot reach a device, its tensors
+/// come to host memory, and torch has to copy them. Counts the work in `counters`.
 pub fn load_tensors(
     file: &TensorFile,
     selection: &[usize],
@@ -63,7 +63,7 @@ pub fn load_tensors(
     let (devices, found) = to.find(file, selection, counters)?;
     let in_host = Part::of(selection, &found, |found| found.is_none());
     let mut places: Vec<Option<(Place, KeptHeader)>> = selection.iter().map(|_| None).collect();
-    // Dropped in the other order: copies end before the memory that they use is given back.
+    // Local values are dropped in reverse order: copies end before the memory that they use is freed.
     let mut blocks = Vec::new();
     let mut streams = Vec::new();
     if in_host.numbers.len() < selection.len() {
@@ -74,7 +74,7 @@ pub fn load_tensors(
             put(&mut places, at, place);
         }
     }
-    // The hash of a whole file is compared also where no tensor is asked for.
+    // Called also if no tensor is asked for: the hash of the whole file is compared then, too.
     if !in_host.numbers.is_empty() || selection.is_empty() {
         let loaded = load_counted(file, &in_host.numbers, options, counters, cancel)?;
         for (&at, tensor) in in_host.at.iter().zip(loaded) {
@@ -96,14 +96,14 @@ pub fn load_tensors(
 /// Tensors on devices. Copies may be under way until the streams are handed over or dropped.
 struct OnDevices<T> {
     tensors: Vec<T>,
-    // Dropped first: copies end before the memory that they use is given back.
+    // Dropped before the blocks: copies end before the memory that they use is freed.
     streams: Vec<Streams>,
     /// The blocks of each device.
     blocks: Vec<UniquePtr<torch::Blocks>>,
 }
 
-/// Loads the tensors of a selection for which a device was found into new blocks there. Returns each
-/// with its place in the selection.
+/// Loads those tensors of a selection that go to devices into new blocks. Returns each tensor with
+/// its place in the selection.
 fn load_on_devices(
     file: &TensorFile,
     selection: &[usize],
@@ -131,12 +131,12 @@ fn load_on_devices(
     Ok(OnDevices { tensors: loaded, streams, blocks })
 }
 
-/// The number of the first block of each device.
+/// Returns the number of the first block of each device.
 fn block_starts(device_of: &[usize], devices: usize) -> Vec<usize> {
     (0..devices).map(|device| device_of.partition_point(|of| *of < device)).collect()
 }
 
-/// Loads what was planned into new blocks, of which each device has those from its first one on.
+/// Runs a planned load into new blocks. `starts` has the number of each device's first block.
 fn into_new_blocks(
     file: &TensorFile,
     planned: &DeviceLoad<'_>,
@@ -152,7 +152,7 @@ fn into_new_blocks(
         let end = starts.get(at + 1).copied().unwrap_or(lens.len());
         allocations.push(Allocation::new(found, start, lens.get(start..end).unwrap_or(&[])));
     }
-    // Each in turn: the first reads for all devices do not wait for the memory of one.
+    // The devices take turns: the first reads for one do not wait for all memory of another.
     let mut turn = 0;
     let mut allocate = || {
         for _ in 0..allocations.len() {
@@ -178,7 +178,7 @@ struct Allocation<'d> {
     start: usize,
     /// Bytes of each block.
     lens: &'d [u64],
-    /// The number of those that are allocated.
+    /// The number of blocks that are allocated already.
     done: usize,
     allocator: TorchAllocator,
 }
@@ -198,7 +198,7 @@ impl<'d> Allocation<'d> {
         let end = self.done + together(self.lens.get(self.done..).unwrap_or(&[]));
         let lens = self.lens.get(self.done..end).unwrap_or(&[]);
         let memory = self.allocator.allocate(self.done, lens)?;
-        // Work that was put on the stream before may still use the memory.
+        // Work that was queued on the stream before may still use the memory.
         let after = Some(Arc::clone(&self.found.device).mark(self.found.consumer)?);
         for (at, memory) in (self.start + self.done..).zip(memory) {
             blocks.put(at, Block { memory, after: after.clone() })?;
@@ -208,7 +208,7 @@ impl<'d> Allocation<'d> {
     }
 }
 
-/// Refuses tensors of types that torch has not.
+/// Refuses tensors of dtypes that torch does not have.
 pub(crate) fn check_type(entry: &Entry) -> Result<()> {
     if entry.dtype.is_of_torch() {
         return Ok(());
@@ -217,7 +217,8 @@ pub(crate) fn check_type(entry: &Entry) -> Result<()> {
     Err(Error::Unsupported(format!("tensor `{}`: torch has no dtype for {known}", entry.name)))
 }
 
-/// The number of first blocks that are allocated together: the first reads do not wait for all.
+/// Returns how many of the first blocks to allocate together. Not all: the first reads need not
+/// wait for the last block.
 fn together(lens: &[u64]) -> usize {
     const LEN: u64 = 256 << 20;
     const MOST: usize = 1024;

@@ -1,4 +1,4 @@
-//! The operators are defined when the dynamic linker loads the library that this is part of:
+//! Defines the operators when the dynamic linker loads the library that contains this module:
 //! `libtensorizer_torch.so`, for processes without Python, or the Python module.
 #![allow(unsafe_code)]
 
@@ -7,11 +7,11 @@ use std::sync::OnceLock;
 use crate::guard::guard;
 use crate::torch::{register_operators, thrown};
 
-/// Why the operators are not this library's.
+/// The error of the registration; unset if the operators are those of this library.
 static FAILED: OnceLock<String> = OnceLock::new();
 
-// SAFETY: runs once, when the dynamic linker has initialised torch, on which this library depends;
-// catches every error, because nobody could.
+// SAFETY: runs once, after the dynamic linker has initialised torch, on which this library depends.
+// It handles every error itself, because it has no caller that could.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static REGISTER: extern "C" fn() = register;
@@ -24,12 +24,12 @@ extern "C" fn register() {
     }
 }
 
-/// Whether the operators of this process are those of this library; if not, why.
+/// Returns an error that says why, if the operators of this process are not those of this library.
 pub fn registered() -> std::result::Result<(), &'static str> {
     FAILED.get().map_or(Ok(()), |why| Err(why))
 }
 
-/// The version of what `tensorizer.h` assumes of this library.
+/// Returns the version of the interface that `tensorizer.h` expects of this library.
 // SAFETY: no other library that a C++ program links defines a function of this name.
 #[unsafe(no_mangle)]
 pub extern "C" fn tensorizer_abi_version() -> u32 {

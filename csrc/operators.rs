@@ -1,5 +1,5 @@
-//! What the operators call: an address and names in, tensors out, errors as text. One of the few
-//! doors to `unsafe`.
+//! The Rust functions behind the torch operators. They take an address and names, return tensors,
+//! and report errors as text. One of the few modules that may use `unsafe`.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
@@ -22,24 +22,25 @@ use crate::load::{Where, load_tensors};
 use crate::tensor::{Loaded, to_save};
 use crate::torch::{OpOptions, TensorList};
 
-/// Looked at now and then during every operator; set by the Python module to see Ctrl-C.
+/// Called at intervals during every operator; an error ends it. The Python module sets it to check
+/// for Ctrl-C.
 static INTERRUPT: OnceLock<fn() -> Result<()>> = OnceLock::new();
 
-/// Sets what the operators look at to see whether they should stop.
+/// Sets the function that operators call to check if they should stop. The first call counts.
 pub fn set_interrupt(hook: fn() -> Result<()>) {
     INTERRUPT.get_or_init(|| hook);
 }
 
-/// Around the body of every operator; set by the Python module: who calls one with the GIL must not
-/// keep it from threads that need it for a moment.
+/// A wrapper around the body of every operator. The Python module sets it to release the GIL: a
+/// caller that holds the GIL must not keep it from threads that need it for a moment.
 static UNLOCKED: OnceLock<Guard> = OnceLock::new();
 
-/// Sets what runs the operators.
+/// Sets the wrapper around the body of every operator. The first call counts.
 pub fn set_unlocked(hook: Guard) {
     UNLOCKED.get_or_init(|| hook);
 }
 
-/// The body of an operator.
+/// Runs the body of an operator in the wrapper that was set; a panic becomes an error.
 fn operator<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     within(UNLOCKED.get(), || guard(body))
 }
@@ -58,7 +59,7 @@ impl From<OpOptions> for LoadOptions {
     }
 }
 
-/// The key of an operator's call; its bytes are wiped.
+/// Makes a key of the bytes of an operator's argument, which are wiped; None if there are none.
 fn take_key(bytes: Vec<u8>) -> Result<Option<Key>> {
     let bytes = Zeroizing::new(bytes);
     if bytes.is_empty() {
@@ -68,7 +69,7 @@ fn take_key(bytes: Vec<u8>) -> Result<Option<Key>> {
     Key::new(&bytes).map(Some).ok_or_else(wrong)
 }
 
-/// Opens what an operator is to load from.
+/// Opens the file that an operator loads from.
 fn open(uri: &str, options: &mut OpOptions) -> Result<TensorFile> {
     let key = take_key(std::mem::take(&mut options.key))?;
     let file = TensorFile::open_uri(uri, &interrupt)?;
@@ -78,14 +79,14 @@ fn open(uri: &str, options: &mut OpOptions) -> Result<TensorFile> {
     }
 }
 
-/// All tensors of a file.
+/// Loads all tensors of a file.
 #[cfg(feature = "tch")]
 pub fn load_all(file: &TensorFile, device: Index) -> Result<Loaded> {
     let all: Vec<usize> = (0..file.entries().len()).collect();
     loaded(file, &all, device, LoadOptions::default())
 }
 
-/// Some tensors of a file.
+/// Loads the named tensors of a file.
 #[cfg(feature = "tch")]
 pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S], device: Index) -> Result<Loaded> {
     loaded(file, &file.select(names)?, device, LoadOptions::default())
@@ -106,7 +107,7 @@ pub fn op_load(uri: &str, names: Vec<String>, mut options: OpOptions) -> Result<
     })
 }
 
-/// What a tensor is, in the form that graphs carry: `float32[40,30]`.
+/// Returns dtype and shape of a tensor in the form that graphs carry: `float32[40,30]`.
 fn describe(entry: &Entry) -> String {
     let shape: Vec<String> = entry.shape.iter().map(u64::to_string).collect();
     format!("{}[{}]", entry.dtype.name(), shape.join(","))
@@ -170,7 +171,8 @@ pub fn op_load_into(
         let file = open(uri, &mut options)?;
         let selection = file.select(&names)?;
         let (options, counters) = (options.into(), Counters::default());
-        // SAFETY: the operator's caller hands `out` over for the length of the call.
+        // SAFETY: the caller of the operator lends `out` for the length of the call, and does not
+        // use it meanwhile.
         unsafe { load_into_tensors(&file, &selection, out, &options, &counters, &interrupt) }
             .map(drop)
     })
@@ -195,7 +197,7 @@ pub fn op_iterate(
     })
 }
 
-/// The next tensors of an iterator; none at the end.
+/// Returns the next tensors of an iterator; none at the end.
 pub fn op_iterate_next(iterator: i64) -> Result<Box<Loaded>> {
     operator(|| iterate::next(iterator, &interrupt).map(Box::new))
 }
@@ -208,7 +210,7 @@ pub fn op_iterate_close(iterator: i64) -> Result<()> {
     })
 }
 
-/// Whether memory of a device can be filled and read from here, without a copy by torch.
+/// True if the core itself can fill and read memory of a device, without a copy by torch.
 pub fn reaches(device: Index) -> bool {
     device == CPU || device::find(device).is_ok_and(|found| found.is_some())
 }

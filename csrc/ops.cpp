@@ -1,8 +1,8 @@
 // Schemas, then kernels, then the registration.
 //
-// The classic registration, built from source against the torch of the environment, not the
-// stable ABI: that one cannot return Dict(str, Tensor) and cannot declare alias analysis, and
-// without CONSERVATIVE alias analysis TorchScript deletes saves and merges repeated loads.
+// The operators use the classic registration and are built from source against the torch of the
+// environment. The stable ABI cannot return Dict(str, Tensor) and cannot declare alias analysis.
+// Without CONSERVATIVE alias analysis, TorchScript deletes saves and merges repeated loads.
 #include "ops.h"
 
 #include <ATen/ATen.h>
@@ -40,8 +40,9 @@ struct Schema {
 constexpr Schema kSchemas[] = {
     {"load(str uri, *, Device? device=None, " LOAD_OPTIONS ") -> Dict(str, Tensor)", true},
     {"load.list(str uri, str[] names, *, Device? device=None, " LOAD_OPTIONS ") -> Tensor[]", true},
-    // Torch tries overloads in this order, and its error of one that does not fit prints what was
-    // given: here names and never tensors, though a string fits where strings are asked for.
+    // torch tries overloads in this order, and its error for one that does not fit prints the
+    // argument. With this order it prints names, and never tensors, although a string fits where a
+    // list of strings is expected.
     {"load.into_one(str uri, str name, Tensor(a!) out, *, " LOAD_OPTIONS ") -> ()", false},
     {"load.into(str uri, str[] names, Tensor(a!)[] out, *, " LOAD_OPTIONS ") -> ()", false},
     {"load.checked(str uri, str[] names, str[] expected, *, Device? device=None, " LOAD_OPTIONS
@@ -51,35 +52,36 @@ constexpr Schema kSchemas[] = {
     {"iterate(str uri, *, str[]? names=None, Device? device=None, int buffer_bytes=1073741824, "
      "str order=\"file\", " LOAD_OPTIONS ") -> int",
      true},
-    // The next tensors of an iterator by name: one, or several small ones; none at the end.
+    // Returns the next tensors of an iterator by name: one, or several small ones; none at the end.
     {"iterate_next(int iterator) -> Dict(str, Tensor)", true},
     {"iterate_close(int iterator) -> ()", true},
     {"names(str uri) -> str[]", true},
     {"save(str uri, Dict(str, Tensor) tensors, *, Tensor? key=None) -> ()", true},
     {"save.list(str uri, str[] names, Tensor[] tensors, *, Tensor? key=None) -> ()", true},
-    // What load.into becomes in a graph. A tracer orders operators that have effects, but those
-    // that change their arguments may not have any: a fence before and one after, tied to it by
-    // the tensors that they pass on, keep loads in their place among saves.
+    // The form of load.into in a graph. A tracer keeps operators that have effects in order, but
+    // operators that change their arguments may not have effects. Two fences, one before and one
+    // after, keep loads in their place among saves. They are tied to the operator by the tensors
+    // that they pass on.
     {"_load_into(str uri, str[] names, Tensor(a!)[] out, Tensor after, *, " LOAD_OPTIONS ") -> ()",
      false},
     {"_begin(str uri) -> Tensor", true},
     {"_end(Tensor[] after) -> ()", true},
-    // What load.checked is to expect: dtype and shape of tensors, such as float32[40,30].
+    // Returns what load.checked is to expect: dtype and shape of tensors, such as float32[40,30].
     {"_describe(str uri, str[] names) -> str[]", true},
 };
 
 #undef LOAD_OPTIONS
 
-// Whether a tracer, or another dispatch mode, watches what this thread calls. Then the operators
-// that are made of others call those through the dispatcher, and otherwise do the work at once.
+// True if a tracer or another dispatch mode watches the calls of this thread. Then operators that
+// are made of others call those through the dispatcher; otherwise they do the work at once.
 bool watched() {
   return c10::impl::dispatch_mode_enabled() ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PreDispatch);
 }
 
-// Left to itself, a class of tensors that are made of others handles each operator: many then pass
-// on the plain tensors that they stand for, which is not what they are. So do modes that only look
-// on, such as those that count operations.
+// Refuses tensor subclasses that implement __torch_dispatch__. Without this, the subclass would
+// handle the operator: many then pass on the plain tensors inside, which are not the value of the
+// tensor. Modes that only observe, such as those that count operations, do the same.
 void refuse_subclasses(const Names& names, at::TensorList tensors) {
   if (traced()) return;
   for (std::size_t at = 0; at < tensors.size(); ++at) {
@@ -111,8 +113,8 @@ Names describe(std::string uri, Names names) {
   return out;
 }
 
-// In a graph, together with what the file holds while it is traced, so that the graph needs no
-// file to know its shapes and another file is an error when it runs.
+// Loads through load.checked. Dtypes and shapes that the file has during tracing become part of the
+// graph: it needs no file to know its shapes, and fails at run time if the file has others.
 std::vector<at::Tensor> load_watched(const std::string& uri, Names names, OptionalDevice device,
                                      bool verify, Readers num_readers, Key key) {
   static const auto op =
@@ -154,8 +156,8 @@ Dict load(std::string uri, OptionalDevice device, bool verify, Readers num_reade
   return by_name(std::move(keys), std::move(tensors));
 }
 
-// Fills `out`. Bytes go straight into tensors that are contiguous in memory of the CPU or of CUDA;
-// others get them by way of a copy.
+// Fills `out`. Bytes are read straight into tensors that are contiguous in memory of the CPU or of
+// CUDA; others get them from a copy.
 void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor after, bool verify,
                    Readers num_readers, Key key) {
   const c10::NoGradGuard no_grad;
@@ -190,7 +192,7 @@ void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor 
   try {
     checked([&] { op_load_into(str(uri), strings(names), destinations, given); });
   } catch (...) {
-    // Some of the new bytes may be there.
+    // Some tensors may have new bytes already.
     changed.changed();
     throw;
   }
@@ -228,7 +230,9 @@ void save_list(std::string uri, Names names, std::vector<at::Tensor> tensors, Ke
   checked([&] { op_save(str(uri), strings(names), list, key_bytes(key)); });
 }
 
-// Where torch notes for Python what surrounds a call, before it goes to a class or a mode there.
+// The kernel for PythonTLSSnapshot, the key at which torch saves the thread's dispatch state before
+// a Python class or mode handles the call. Refuses tensor subclasses before one of these gets the
+// call.
 void save_list_for_python(c10::DispatchKeySet keys, std::string uri, Names names,
                           std::vector<at::Tensor> tensors, Key key) {
   refuse_subclasses(names, tensors);
@@ -247,14 +251,14 @@ void save(std::string uri, Dict tensors, Key key) {
     names.push_back(item.key());
     values.push_back(item.value());
   }
-  // Through the dispatcher, so that what traces or functionalizes save.list sees it.
+  // Through the dispatcher, so that tracing and functionalization see save.list.
   static const auto op =
       find<void(std::string, Names, std::vector<at::Tensor>, Key)>("tensorizer::save", "list");
   op.call(std::move(uri), std::move(names), std::move(values), std::move(key));
 }
 
-// True inside a call of a tracer, which sends its fake tensors to the kernels for Meta. Tensors
-// that really are of the meta device get there, too.
+// True inside a call of a tracer, which sends its fake tensors to the Meta kernels. Real tensors of
+// the meta device get there, too.
 bool only_traced() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Meta); }
 
 void load_into_meta(std::string uri, Names names, at::TensorList out, at::Tensor after, bool verify,
@@ -266,13 +270,13 @@ void save_list_meta(std::string uri, Names names, std::vector<at::Tensor> tensor
   if (!only_traced()) save_list(uri, names, tensors, key);
 }
 
-// How the Python classes hand tensors over: the core keeps them under a handle's number, so that
+// Takes tensors from the Python classes. The core keeps them under a handle's number, so that
 // neither side ever holds the other's addresses.
 void lend(std::int64_t handle, std::vector<at::Tensor> tensors) {
   checked([&] { exchange_lend(handle, std::make_unique<TensorList>(std::move(tensors))); });
 }
 
-// For Python, which copies some tensors itself.
+// Refuses tensors whose storage is too small. For Python, which copies some tensors itself.
 void refuse_short(Names names, std::vector<at::Tensor> tensors) {
   TORCH_CHECK_VALUE(names.size() == tensors.size(), "as many names as tensors");
   for (std::size_t at = 0; at < tensors.size(); ++at) {
@@ -286,8 +290,9 @@ std::vector<at::Tensor> take(std::int64_t handle) {
   return take_tensors(*loaded);
 }
 
-// Conjugated and negated views are carried out one by one when their turn comes, not all at once
-// before the call; nested tensors reach the kernel, which refuses them with a sentence.
+// Registers a kernel that takes every kind of tensor. Conjugated and negated views are resolved one
+// by one as each is used, not all at once before the call. Nested tensors reach the kernel, which
+// refuses them with a message.
 template <typename F>
 void accept_every_tensor(torch::Library& library, const char* name, F&& kernel) {
   for (const auto key :
@@ -308,8 +313,9 @@ void define(torch::Library& library) {
   }
   const auto explicit_ = c10::DispatchKey::CompositeExplicitAutograd;
   const auto meta = c10::DispatchKey::Meta;
-  // Made of others, or of strings only: no tracer sees these, only what they are made of. One
-  // that keeps composites would have to put dicts and strings into its graph.
+  // These operators are made of others, or take and return strings only. Tracers see only the
+  // operators that they are made of; a tracer that keeps them would have to put dicts and strings
+  // into its graph.
   for (const char* name : {"load", "load.list", "load.into", "load.into_one", "load_", "save",
                            "names", "_describe", "iterate", "iterate_next", "iterate_close"}) {
     for (const auto key : {c10::DispatchKey::PreDispatch, c10::DispatchKey::Python}) {
@@ -361,7 +367,7 @@ void register_operators() {
   TORCH_CHECK(!c10::Dispatcher::singleton().findSchema({"tensorizer::load", ""}),
               "the tensorizer operators are in this process already, from another library: load "
               "either the Python package or libtensorizer_torch.so, not both");
-  // Lives as long as the process: nothing is left to run when libraries are being unloaded.
+  // Lives as long as the process, so that nothing runs when libraries are unloaded.
   auto library = std::make_unique<torch::Library>(torch::Library::DEF, "tensorizer", std::nullopt,
                                                   __FILE__, __LINE__);
   define(*library);

@@ -17,12 +17,12 @@ use crate::operators::{load_all, load_some};
 use crate::tensor::{Loaded, to_save};
 use crate::torch::{self, TensorList, thrown};
 
-/// The address of an `at::Tensor`, which is what a `tch::Tensor` holds.
+/// Returns the address of the `at::Tensor` that a `tch::Tensor` holds.
 fn address(tensor: &Tensor) -> usize {
     tensor.as_ptr().expose_provenance()
 }
 
-/// New references to the tensors.
+/// Makes a list of new references to the tensors.
 fn list<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Result<UniquePtr<TensorList>> {
     let addresses: Vec<usize> = tensors.map(address).collect();
     // SAFETY: each is the address of an `at::Tensor` that its `tch::Tensor` keeps alive for 't.
@@ -41,7 +41,7 @@ fn take(mut loaded: Loaded, device: Device) -> Result<Vec<(String, Tensor)>> {
     Ok(names.into_iter().zip(tensors).collect())
 }
 
-/// A device as the core numbers it; those that it does not know are filled by way of the CPU.
+/// Returns the core's number of a device. Tensors for devices that it does not know come to the CPU first.
 fn index(device: Device) -> Index {
     match device {
         Device::Cuda(index) => Index::try_from(index).unwrap_or(CPU),
@@ -49,20 +49,20 @@ fn index(device: Device) -> Index {
     }
 }
 
-/// All tensors of a file, with their names, in its order.
+/// Loads all tensors of a file with their names, in its order.
 pub fn load(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
     take(load_all(&TensorFile::open(path)?, index(device))?, device)
 }
 
-/// Tensors of these names, in this order.
+/// Loads the tensors with these names, in this order.
 pub fn load_named<S: AsRef<str>>(path: &Path, names: &[S], device: Device) -> Result<Vec<Tensor>> {
     let file = TensorFile::open(path)?;
     let loaded = take(load_some(&file, names, index(device))?, device)?;
     Ok(loaded.into_iter().map(|(_, tensor)| tensor).collect())
 }
 
-/// Fills tensors that exist, of the same types and shapes, in place, wherever they are. If names,
-/// types or shapes do not fit, none is touched.
+/// Fills existing tensors of the same dtypes and shapes in place, on any device. If a name, dtype
+/// or shape does not fit, no tensor is changed.
 pub fn load_into<S: AsRef<str>>(path: &Path, out: &mut [(S, &mut Tensor)]) -> Result<()> {
     let uri = path.to_str().ok_or_else(|| {
         Error::InvalidArgument(format!("the path {} is not UTF-8", path.display()))
@@ -73,7 +73,7 @@ pub fn load_into<S: AsRef<str>>(path: &Path, out: &mut [(S, &mut Tensor)]) -> Re
     torch::load_into_list(uri, &names, tensors).map_err(thrown)
 }
 
-/// Writes a file with these tensors: it appears whole, or not at all with the old one left.
+/// Writes a file with these tensors. It appears whole; on an error, an older file stays.
 pub fn save<S: AsRef<str>>(path: &Path, tensors: &[(S, &Tensor)]) -> Result<()> {
     let names: Vec<String> = tensors.iter().map(|(name, _)| name.as_ref().to_owned()).collect();
     let list = list(tensors.iter().map(|(_, tensor)| *tensor))?;

@@ -17,7 +17,8 @@ namespace tensorizer {
 
 namespace {
 
-// The core names element types by these codes; torch keeps them because it serializes them.
+// The core identifies element types by these codes. torch keeps them stable, because it serializes
+// them.
 static_assert(static_cast<int>(at::kByte) == 0 && static_cast<int>(at::kBool) == 11);
 static_assert(static_cast<int>(at::kBFloat16) == 15 && static_cast<int>(at::kBits16) == 22);
 static_assert(static_cast<int>(at::kFloat8_e5m2) == 23 && static_cast<int>(at::kUInt64) == 29);
@@ -30,7 +31,8 @@ bool is_ready(const at::Tensor& tensor) {
          !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
-// A tensor in a storage. Through the dispatcher it would take as long as loading a small one does.
+// Makes a tensor in a storage without the dispatcher, which would take as long as loading a small
+// tensor.
 at::Tensor in_storage(c10::Storage storage, std::int64_t offset, at::ScalarType dtype,
                       at::IntArrayRef shape) {
   const auto type = c10::scalarTypeToTypeMeta(dtype);
@@ -47,7 +49,8 @@ bool has_streams(const at::Device& device) {
   return !device.is_cpu() && c10::impl::hasDeviceGuardImpl(device.type());
 }
 
-// Has this thread use the stream of another one, on which the tensors' last changes may be.
+// Makes the stream of another thread current on this one, until it is destroyed. The last changes
+// of the tensors may be queued on that stream.
 class OnStream {
  public:
   OnStream(const at::Device& device, std::int64_t stream) {
@@ -78,14 +81,14 @@ at::Tensor wrap(Loaded& loaded, const std::vector<std::unique_ptr<Blocks>>& all,
       return in_storage(blocks->storage(static_cast<std::size_t>(block)),
                         static_cast<std::int64_t>(loaded.offset(at)), dtype, sizes);
     }
-    // As bytes: some types have no kernels.
+    // Made as bytes: torch has no kernels for some dtypes.
     auto len = static_cast<std::int64_t>(c10::scalarTypeToTypeMeta(dtype).itemsize());
     for (const auto size : sizes) len *= size;
     const auto zeros =
         at::zeros({len}, at::TensorOptions().dtype(at::kByte).device(blocks->device()));
     return in_storage(zeros.storage(), 0, dtype, sizes);
   }
-  // The tensor's storage owns the buffer and frees it, on whatever thread, without the GIL.
+  // The tensor's storage owns the buffer and frees it, on any thread, without the GIL.
   HostMemory* owner = loaded.take(at).into_raw();
   c10::DataPtr data(
       owner->data(), owner,
@@ -152,7 +155,7 @@ std::size_t TensorList::address(std::size_t at) const {
 }
 
 std::size_t TensorList::writable(std::size_t at) const {
-  // Gives a tensor that shares its memory until it is written to memory of its own.
+  // Gives a copy-on-write tensor memory of its own.
   static_cast<void>(tensors_.at(at).mutable_data_ptr());
   return address(at);
 }
@@ -191,7 +194,8 @@ std::size_t current_stream(std::int16_t device) {
   const c10::impl::VirtualGuardImpl guard(at::kCUDA);
   return reinterpret_cast<std::size_t>(guard.getStream(where).native_handle());
 #else
-  // Before torch 2.11, only its CUDA library knows, to which this one is not linked.
+  // Before torch 2.11, only its CUDA library returns the driver's handle. This library is not
+  // linked to it, so the function is looked up.
   using Get = std::int32_t(std::int32_t, void**);
   void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   TORCH_CHECK(library != nullptr, "this torch has no CUDA");

@@ -28,62 +28,64 @@ class TensorList {
   std::size_t size() const noexcept;
   const std::vector<at::Tensor>& tensors() const noexcept { return tensors_; }
 
-  // Type, shape and whether the bytes can be used as they are. Throws for tensors that have no
-  // bytes of a fixed layout: sparse, quantized, nested, or of a subclass without storage.
+  // Returns dtype, shape and device, and whether the bytes can be used as they are. Throws for
+  // tensors that have no bytes of a fixed layout: sparse, quantized, nested, or of a subclass
+  // without storage.
   TensorInfo info(std::size_t at) const;
 
-  // The bytes of a tensor whose info says that it is ready, in row-major order.
+  // Returns the bytes of a tensor whose info says that it is ready, in row-major order.
   rust::Slice<const std::uint8_t> bytes(std::size_t at) const;
 
-  // Where such a tensor's bytes are, on its device.
+  // Returns the address of such a tensor's bytes, on its device.
   std::size_t address(std::size_t at) const;
 
-  // The same, to be written to.
+  // Returns the same address, for writing.
   std::size_t writable(std::size_t at) const;
 
-  // Bytes of a tensor.
+  // Returns the number of bytes of a tensor.
   std::uint64_t len(std::size_t at) const;
 
   // Fills a tensor with zeros, on its device's current stream.
   void fill_zero(std::size_t at) const;
 
-  // The stream of this thread on a tensor's device, for host_copy on another thread.
+  // Returns this thread's stream of a tensor's device, for host_copy on another thread.
   std::int64_t stream(std::size_t at) const;
 
   // Tells autograd that the tensors were changed.
   void changed() const;
 
-  // The tensor in row-major order in host memory, conjugation and negation carried out, as what was
-  // begun on a stream leaves it.
+  // Copies the tensor to host memory in row-major order, with conjugation and negation carried out.
+  // The copy runs on `stream`, after the work that is queued there.
   std::unique_ptr<TensorList> host_copy(std::size_t at, std::int64_t stream) const;
 
  private:
   std::vector<at::Tensor> tensors_;
 };
 
-// Why a tensor's storage is too small for it, as after resize_(0) of the storage, which FSDP does
-// with parameters that are not gathered; empty if it is not.
+// Returns why a tensor's storage is too small for it; empty if it is not. FSDP makes it so: it
+// calls resize_(0) on the storages of parameters that are not gathered.
 std::string missing_memory(const at::Tensor& tensor);
 
-// How the core knows a device: the index for CUDA, these for others.
+// Device numbers of the core: the index for CUDA, these for others.
 constexpr std::int16_t kCpu = -1;
 constexpr std::int16_t kOther = -2;
 std::int16_t device_number(const at::Device& device);
 
-// The id of this thread's current stream of a device; 0 for devices without streams.
+// Returns the id of this thread's current stream of a device; 0 for devices without streams.
 std::int64_t stream_of(const at::Device& device);
 
-// What the driver knows as this thread's current stream of a device.
+// Returns the driver's handle of this thread's current stream of a CUDA device; 0 for other
+// devices.
 std::size_t current_stream(std::int16_t device);
 
-// The loaded tensors, which own their memory or share that of their block.
+// Takes the loaded tensors. Each owns its memory, or shares that of its block.
 std::vector<at::Tensor> take_tensors(Loaded& loaded);
 
 #ifdef TENSORIZER_TCH
-// The at::Tensors at these addresses.
+// Makes a list of the at::Tensors at these addresses.
 std::unique_ptr<TensorList> list_tensors(rust::Slice<const std::size_t> addresses);
 
-// The addresses of new at::Tensors on the heap, which the caller owns.
+// Returns the addresses of new at::Tensors on the heap, which the caller owns.
 rust::Vec<std::size_t> new_tensors(Loaded& loaded);
 #endif
 

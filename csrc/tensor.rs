@@ -1,8 +1,8 @@
-//! The hand-off between the core and torch: dtype, shape and bytes to a tensor and back.
+//! Conversion between the core and torch: dtype, shape and bytes to a tensor and back.
 //!
 //! A loaded tensor owns its memory: the storage that C++ makes of a [`HostMemory`] drops it. A
 //! tensor being saved is lent: the list that holds it outlives every use of its bytes. One of the
-//! few doors to `unsafe`.
+//! few modules that may use `unsafe`.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -20,34 +20,35 @@ use tensorizer::{Data, HostCopy, SaveTensor};
 
 use crate::torch::{self, Blocks, TensorInfo, TensorList, thrown};
 
-/// Tensors that were loaded and wait to become torch's.
+/// Tensors that were loaded, before torch takes them.
 pub struct Loaded {
     what: What,
     places: Vec<Place>,
-    /// Memory that tensors are in, by device.
+    /// The memory blocks of each device.
     blocks: Vec<UniquePtr<Blocks>>,
 }
 
-/// Names, types and shapes.
+/// Names, dtypes and shapes.
 enum What {
-    /// Of a file's index, by number.
+    /// Those of entries in a file's index, by number.
     Entries(Arc<Vec<Entry>>, Vec<usize>),
-    /// Of lent tensors, without names.
+    /// Those of lent tensors, without names.
     Like(Vec<(i8, Vec<i64>)>),
 }
 
-/// Where a loaded tensor is.
+/// The memory of a loaded tensor.
 pub enum Place {
     /// In host memory of its own.
     Host(HostBuffer),
-    /// In the memory of a device: its place among the devices, the block, and the first byte there.
+    /// In the memory of a device: the device's place among the devices, the number of the block,
+    /// and the position of the first byte in it.
     Block(usize, usize, u64),
-    /// Nowhere: a tensor of zeros is to be made on the device of this place.
+    /// No memory yet: a tensor of zeros is to be made on the device at this place.
     Zeros(usize),
 }
 
 impl Loaded {
-    /// The tensors with these numbers, each with its place.
+    /// Makes a list of the tensors with these numbers, each with its place.
     pub fn new(
         file: &TensorFile,
         numbers: &[usize],
@@ -58,7 +59,7 @@ impl Loaded {
         Loaded { what, places, blocks }
     }
 
-    /// Copies of lent tensors in host memory, in their order and without names.
+    /// Makes a list of copies of lent tensors in host memory, in their order and without names.
     pub fn copies(tensors: &TensorList, memory: Vec<HostBuffer>) -> Result<Self> {
         let like = (0..memory.len()).map(|at| {
             let TensorInfo { dtype, shape, .. } = tensors.info(at).map_err(thrown)?;
@@ -74,9 +75,9 @@ impl Loaded {
         })
     }
 
-    // C++ stays below `size()`; beyond it there is nothing to return.
+    // C++ passes only indices below `size()`. For others these return an empty or default value.
 
-    /// How many.
+    /// Returns the number of tensors.
     pub fn size(&self) -> usize {
         self.places.len()
     }
@@ -88,12 +89,12 @@ impl Loaded {
         }
     }
 
-    /// The stored form of a name.
+    /// Returns the stored form of a tensor's name.
     pub fn name(&self, at: usize) -> &str {
         self.entry(at).map_or("", |entry| entry.name.stored())
     }
 
-    /// `c10::ScalarType`.
+    /// Returns the dtype, as a `c10::ScalarType`.
     pub fn dtype(&self, at: usize) -> i8 {
         match &self.what {
             What::Entries(..) => self.entry(at).map_or(0, |entry| entry.dtype.code()),
@@ -101,7 +102,7 @@ impl Loaded {
         }
     }
 
-    /// The dimensions.
+    /// Returns the dimensions.
     pub fn shape(&self, at: usize) -> &[i64] {
         match &self.what {
             What::Entries(..) => self.entry(at).map_or(&[0], Entry::signed_shape),
@@ -109,7 +110,7 @@ impl Loaded {
         }
     }
 
-    /// Host memory; empty when it was taken before, or is none.
+    /// Takes a tensor's host memory; empty if it was taken before, or if the tensor has none.
     pub fn take(&mut self, at: usize) -> Box<HostMemory> {
         let none = HostBuffer::empty();
         let taken = match self.places.get_mut(at) {
@@ -119,7 +120,7 @@ impl Loaded {
         Box::new(HostMemory(taken))
     }
 
-    /// The block in which a tensor is; -1 for host memory, -2 for zeros that are to be made.
+    /// Returns the number of a tensor's block; -1 for host memory, -2 for zeros that are to be made.
     pub fn block(&self, at: usize) -> i64 {
         match self.places.get(at) {
             Some(Place::Block(_, block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
@@ -128,7 +129,7 @@ impl Loaded {
         }
     }
 
-    /// The place among the devices of the one that a tensor is on.
+    /// Returns the place of a tensor's device among the devices.
     pub fn device(&self, at: usize) -> usize {
         match self.places.get(at) {
             Some(Place::Block(device, ..) | Place::Zeros(device)) => *device,
@@ -136,7 +137,7 @@ impl Loaded {
         }
     }
 
-    /// Where in its block a tensor begins, in bytes.
+    /// Returns the position of a tensor's first byte in its block.
     pub fn offset(&self, at: usize) -> u64 {
         match self.places.get(at) {
             Some(Place::Block(_, _, offset)) => *offset,
@@ -144,34 +145,34 @@ impl Loaded {
         }
     }
 
-    /// The number of devices that tensors are on.
+    /// Returns the number of devices that tensors are on.
     pub fn devices(&self) -> usize {
         self.blocks.len()
     }
 
-    /// The blocks of a device; null when they were taken before, or there are none.
+    /// Takes the blocks of a device; null if they were taken before, or if there are none.
     pub fn take_blocks(&mut self, device: usize) -> UniquePtr<Blocks> {
         let blocks = self.blocks.get_mut(device);
         blocks.map_or_else(UniquePtr::null, |blocks| std::mem::replace(blocks, UniquePtr::null()))
     }
 }
 
-/// Host memory that becomes torch's.
+/// Host memory that is handed to torch.
 pub struct HostMemory(HostBuffer);
 
 impl HostMemory {
-    /// Where the bytes are; valid as long as this value lives.
+    /// Returns the address of the bytes; valid as long as this value lives.
     pub fn data(&self) -> *mut u8 {
         self.0.as_ptr()
     }
 
-    /// How many.
+    /// Returns the number of bytes.
     pub fn size(&self) -> usize {
         self.0.bytes().len()
     }
 }
 
-/// The tensors of a list, to be saved as a state dict under these names.
+/// Describes the tensors of a list, to be saved as a state dict under these names.
 pub fn to_save<'t>(names: &[String], tensors: &'t TensorList) -> Result<Vec<SaveTensor<'t>>> {
     if names.len() != tensors.size() {
         return Err(Error::InvalidArgument(format!(
@@ -191,12 +192,12 @@ pub fn to_save<'t>(names: &[String], tensors: &'t TensorList) -> Result<Vec<Save
         .collect()
 }
 
-/// The error for a tensor that torch's side refuses.
+/// Returns the error for a tensor that the C++ side refuses.
 pub fn refused(name: &Name, exception: &cxx::Exception) -> Error {
     Error::Unsupported(format!("tensor `{name}`: {}", exception.what()))
 }
 
-/// One tensor of a list, to be saved.
+/// Describes one tensor of a list, to be saved.
 pub fn one_to_save<'t>(
     name: Name,
     kind: TensorKind,
@@ -217,14 +218,15 @@ pub fn one_to_save<'t>(
     Ok(SaveTensor { name, kind, module_index, dtype, shape, data })
 }
 
-/// The devices of lent tensors, and who uses them; each is looked for once a call.
+/// The devices of lent tensors, each with the stream that uses its memory. Each is looked up once per call.
 #[derive(Default)]
 pub struct Devices(Vec<(Index, Option<Used>)>);
 
 type Used = (Arc<dyn Device>, Consumer);
 
 impl Devices {
-    /// None where tensors are in host memory, or have to be copied by torch.
+    /// Returns a device with its current stream; None for host memory, and for devices that the
+    /// core cannot reach, whose tensors torch has to copy.
     fn find(&mut self, index: Index) -> Result<Option<Used>> {
         if let Some((_, known)) = self.0.iter().find(|(known, _)| *known == index) {
             return Ok(known.clone());
@@ -238,7 +240,7 @@ impl Devices {
     }
 }
 
-/// The bytes of a tensor, wherever they are.
+/// Returns the source of a tensor's bytes: host memory, a device, or a copy that torch makes later.
 pub fn data_of<'t>(
     tensors: &'t TensorList,
     at: usize,
@@ -252,8 +254,8 @@ pub fn data_of<'t>(
     if let Some((device, consumer)) = found {
         let len = usize::try_from(tensors.len(at).map_err(thrown)?);
         let len = len.map_err(|_| Error::Bug("the size of a tensor".to_owned()))?;
-        // SAFETY: the tensor's own bytes, which the list keeps alive; they are only read, and all
-        // copies have ended when the call for which the tensor was lent returns.
+        // SAFETY: these are the tensor's own bytes, which the list keeps alive. They are only read,
+        // and all copies have ended when the call for which the tensor was lent returns.
         let memory = unsafe { DeviceMemory::new(tensors.address(at).map_err(thrown)?, len) };
         return Ok(Data::Device(OnDevice { device, consumer, memory }));
     }
@@ -268,7 +270,7 @@ pub fn data_of<'t>(
     })))
 }
 
-/// Where lent tensors are, all of them in row-major order on devices.
+/// Returns the device memory of lent tensors, all of which are in row-major order on devices.
 pub fn all_on_devices(tensors: &TensorList) -> Result<Vec<OnDevice>> {
     let mut devices = Devices::default();
     (0..tensors.size())
@@ -279,7 +281,7 @@ pub fn all_on_devices(tensors: &TensorList) -> Result<Vec<OnDevice>> {
         .collect()
 }
 
-/// A tensor that was brought into host memory.
+/// A copy of a tensor in host memory.
 struct HostTensor(UniquePtr<TensorList>);
 
 impl HostTensor {
@@ -292,7 +294,7 @@ impl HostTensor {
 
 impl AsRef<[u8]> for HostTensor {
     fn as_ref(&self) -> &[u8] {
-        // Checked when the copy was made.
+        // Cannot fail: this was checked when the copy was made.
         match self.bytes() {
             Ok(bytes) => bytes,
             Err(error) => panic!("{error}"),
@@ -300,7 +302,7 @@ impl AsRef<[u8]> for HostTensor {
     }
 }
 
-/// Checks that a tensor can take what an entry holds.
+/// Checks that a tensor can take the data of an entry: its dtype, its shape, and row-major order.
 pub fn expect_like(entry: &Entry, found: &TensorInfo) -> Result<()> {
     let dtype = DType::from_code(found.dtype);
     if dtype != Some(entry.dtype) || found.shape != *entry.shape || !found.ready {

@@ -1,34 +1,35 @@
-//! What C++ gives to Rust: lists of tensors, and what both sides must know of them. Names nothing of
-//! the other files here, so that they can all use it; what Rust gives to C++ is in `bridge.rs`.
+//! The C++ functions that Rust calls, for lists of tensors, and the types that both sides share.
+//! Uses no other Rust file of this folder, so that all of them can use it. `bridge.rs` has the
+//! other direction.
 #![allow(unsafe_code)]
-// The bridge's own expansion is not documented.
+// The code that the bridge expands to is not documented.
 #![allow(missing_docs, clippy::missing_safety_doc)]
 
 use tensorizer::error::Error;
 
 #[cxx::bridge(namespace = "tensorizer")]
 mod ffi {
-    /// What the core needs to know of a tensor.
+    /// The properties of a tensor that the core needs.
     struct TensorInfo {
-        /// `c10::ScalarType`.
+        /// The dtype, as a `c10::ScalarType`.
         dtype: i8,
         shape: Vec<u64>,
-        /// On the `meta` device.
+        /// True for tensors of the `meta` device.
         meta: bool,
-        /// In row-major order in memory.
+        /// True if its bytes can be used as they are: in row-major order, on a device that the core knows.
         ready: bool,
-        /// -1 for the CPU, the index for CUDA, -2 for others.
+        /// The device: -1 for the CPU, the index for CUDA, -2 for others.
         device: i16,
     }
 
     /// Load options of an operator.
     struct OpOptions {
         verify: bool,
-        /// 0 for the source's own number.
+        /// The number of reader threads; 0 for the source's own number.
         readers: u64,
-        /// Empty for none.
+        /// The bytes of the key; empty for none.
         key: Vec<u8>,
-        /// Where the tensors go: -1 for the CPU, the index for CUDA.
+        /// The device that tensors go to: -1 for the CPU, the index for CUDA.
         device: i16,
     }
 
@@ -41,13 +42,13 @@ mod ffi {
         fn size(self: &TensorList) -> usize;
         fn info(self: &TensorList, at: usize) -> Result<TensorInfo>;
         fn bytes(self: &TensorList, at: usize) -> Result<&[u8]>;
-        /// This thread's stream of a tensor's device, for `host_copy` on another thread.
+        /// Returns this thread's stream of a tensor's device, for `host_copy` on another thread.
         fn stream(self: &TensorList, at: usize) -> Result<i64>;
         fn host_copy(self: &TensorList, at: usize, stream: i64) -> Result<UniquePtr<TensorList>>;
 
         /// Uninitialised blocks of a device's memory.
         type Blocks;
-        /// No blocks yet.
+        /// Makes an empty list of blocks.
         fn new_blocks(device: i16) -> UniquePtr<Blocks>;
         /// Adds blocks of so many bytes each.
         fn add(self: Pin<&mut Blocks>, lens: &[u64]) -> Result<()>;
@@ -55,7 +56,7 @@ mod ffi {
         fn block_address(self: &Blocks, at: usize) -> Result<usize>;
         /// Takes blocks out, for the current stream of their device.
         fn take(self: Pin<&mut Blocks>, numbers: &[usize]) -> Result<UniquePtr<Blocks>>;
-        /// The stream that the driver knows as this thread's current one of a device.
+        /// Returns the driver's handle of this thread's current stream of a device.
         fn current_stream(device: i16) -> Result<usize>;
         fn address(self: &TensorList, at: usize) -> Result<usize>;
         fn writable(self: &TensorList, at: usize) -> Result<usize>;
@@ -79,16 +80,16 @@ mod ffi {
 
 pub use ffi::*;
 
-// SAFETY: storages, whose reference counts are atomic; changed by their only owner.
+// SAFETY: holds storages, whose reference counts are atomic, and only its owner changes it.
 unsafe impl Send for Blocks {}
 
 // SAFETY: a list of `at::Tensor`s that is never changed after it was made. Their reference counts
 // are atomic, and the methods of the bridge only read the tensors or make new ones.
 unsafe impl Send for TensorList {}
-// SAFETY: as above.
+// SAFETY: as for `Send` above: shared references only read the tensors or make new ones.
 unsafe impl Sync for TensorList {}
 
-/// Everything that the C++ side throws is about tensors that cannot be handled.
+/// Converts an exception of the C++ side. All of them are about tensors that cannot be handled.
 pub fn thrown(exception: cxx::Exception) -> Error {
     Error::Unsupported(exception.what().to_owned())
 }

@@ -22,29 +22,32 @@ using Readers = std::optional<std::int64_t>;
 using Key = std::optional<at::Tensor>;
 using Dict = c10::Dict<std::string, at::Tensor>;
 
-// A string for Rust, whose strings are UTF-8; others are refused with the text that is not.
+// Converts a string for Rust, whose strings are UTF-8. For other text it throws an error that shows
+// the text.
 rust::Str str(const std::string& text);
 rust::Vec<rust::String> strings(const Names& names);
 
-// The bytes of a key. It is a tensor, so that no graph has it as a constant and no trace prints it.
+// Returns the bytes of a key. A key is a tensor, so that no graph has it as a constant and no trace
+// prints it.
 rust::Vec<std::uint8_t> key_bytes(const Key& key);
 
-// Load options of an operator.
+// Makes the load options of an operator.
 OpOptions options(bool verify, Readers num_readers, const Key& key, std::int16_t device = kCpu);
 
-// The device that is meant, with its index.
+// Returns the device with its index: CUDA without an index is the current device.
 OptionalDevice resolved(OptionalDevice device);
 
-// The device to which the core loads, by its number; the CPU for devices that it does not know.
+// Returns the number of the device to which the core loads; the CPU for devices that it does not
+// know.
 std::int16_t number(const OptionalDevice& device);
 
-// The tensors where the caller wants them.
+// Takes the loaded tensors, and copies those to the given device that are not there.
 std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device);
 
-// True if torch traces what this thread calls: it takes tensors apart by itself.
+// True if torch traces the calls of this thread. A tracer takes tensor subclasses apart by itself.
 bool traced();
 
-// Tensors by name.
+// Makes a dict of tensors by name.
 Dict by_name(Names keys, std::vector<at::Tensor> tensors);
 
 }  // namespace tensorizer

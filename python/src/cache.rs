@@ -1,4 +1,4 @@
-//! What is in the cache, for the command.
+//! The contents of the cache, for the command line.
 
 use std::path::PathBuf;
 use std::time::UNIX_EPOCH;
@@ -10,8 +10,8 @@ use tensorizer::io::cache::{Cache, CachedFile};
 use crate::errors::Answer;
 use crate::gil;
 
-/// Where a file is from, its bytes, how many of them are here, and when it was opened last, in
-/// seconds since 1970.
+/// The address of a file, its bytes, the bytes of it that are cached, and the time of its last
+/// opening, in seconds since 1970.
 type Row = (String, u64, u64, f64);
 
 fn rows(
@@ -33,14 +33,14 @@ fn rows(
     Ok(found.into_iter().map(row).collect())
 }
 
-/// What a cache holds: that of a folder, or of the environment.
+/// Lists the files of a cache: of that in a folder, or of the one that the environment names.
 #[pyfunction]
 #[pyo3(signature = (folder = None))]
 pub fn cache_entries(py: Python<'_>, folder: Option<PathBuf>) -> Answer<Vec<Row>> {
     rows(py, folder, Cache::entries)
 }
 
-/// Removes what nobody is using, and says what that was.
+/// Removes files that no process is using, and returns them.
 #[pyfunction]
 #[pyo3(signature = (folder = None))]
 pub fn clear_cache(py: Python<'_>, folder: Option<PathBuf>) -> Answer<Vec<Row>> {

@@ -1,4 +1,4 @@
-//! `tensorizer._C.Encryption` and `.Decryption`: keys that Python holds without seeing them.
+//! `tensorizer._C.Encryption` and `.Decryption`: opaque objects that hold keys.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ fn key(bytes: &[u8]) -> Result<Key> {
         .ok_or_else(|| Error::InvalidArgument(format!("a key has 32 bytes, found {}", bytes.len())))
 }
 
-/// How to encrypt.
+/// Options of encryption, with the key.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Encryption(pub Arc<EncryptionOptions>);
 
@@ -29,7 +29,7 @@ impl Encryption {
 
 #[pymethods]
 impl Encryption {
-    /// With a key, and how it was derived: `(opslimit, memlimit, salt)`.
+    /// Takes a key, and the parameters with which it was derived: `(opslimit, memlimit, salt)`.
     #[staticmethod]
     #[pyo3(signature = (bytes, manifest, derivation=None))]
     fn from_key(
@@ -48,7 +48,7 @@ impl Encryption {
         Ok(Self::new(key(&*bytes)?, None, manifest))
     }
 
-    /// By Argon2id, with a random salt unless one is given.
+    /// Derives a key by Argon2id, with a random salt unless one is given.
     #[staticmethod]
     #[pyo3(signature = (source, opslimit, memlimit, salt, manifest))]
     fn derive(
@@ -66,13 +66,13 @@ impl Encryption {
         Ok(Self::new(derived.key, derived.derivation, manifest))
     }
 
-    /// The key, for whoever asks for it by name.
+    /// The bytes of the key.
     #[getter]
     fn key<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.0.key.bytes())
     }
 
-    /// How the key was derived, if it was: `(opslimit, memlimit, salt)`.
+    /// The parameters with which the key was derived, if it was: `(opslimit, memlimit, salt)`.
     #[getter]
     fn derivation<'py>(&self, py: Python<'py>) -> Option<(u64, u64, Bound<'py, PyBytes>)> {
         let derivation = self.0.derivation.as_ref()?;
@@ -90,7 +90,7 @@ impl Encryption {
         self.0.manifest
     }
 
-    /// Whether both encrypt in the same way, compared in constant time.
+    /// True if both encrypt in the same way. Keys are compared in constant time.
     fn same(&self, other: &Self) -> bool {
         self.0.key == other.0.key
             && self.0.derivation == other.0.derivation
@@ -98,13 +98,13 @@ impl Encryption {
     }
 }
 
-/// How to decrypt.
+/// Options of decryption, with the key or the passphrase.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Decryption(pub Arc<DecryptionOptions>);
 
 #[pymethods]
 impl Decryption {
-    /// With a key, or with a passphrase that keys are derived from.
+    /// Takes a key, or a passphrase from which keys are derived.
     #[new]
     #[pyo3(signature = (*, key, source, require_manifest, max_opslimit, max_memlimit))]
     fn new(

@@ -1,4 +1,4 @@
-//! Parts of many tensors of a file, in one call: what indices of Python select, or what a rank has.
+//! Parts of many tensors of a file in one call: those that Python indices select, or those of a rank.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::reader::Reader;
 
 /// One dimension of an index.
 enum Step {
-    /// Every so many indices of a range.
+    /// A range of indices, and the step between those that are selected.
     Of(Range<u64>, u64),
     /// One index, whose dimension is dropped.
     At(u64),
@@ -25,7 +25,7 @@ impl Step {
         }
     }
 
-    /// The index into what was loaded of the dimension.
+    /// Returns the index to apply to the loaded part of the dimension.
     fn left<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Step::Of(_, stride) => py.get_type::<PySlice>().call1((py.None(), py.None(), *stride)),
@@ -40,13 +40,13 @@ impl Step {
 
 /// First index and end in each dimension.
 type Slice = Vec<(u64, u64)>;
-/// A slice, and the index into what is loaded.
+/// A slice, and the index to apply to its loaded part.
 type Found<'py> = (Slice, Bound<'py, PyTuple>);
 
-/// The same file with what indices select of some of its tensors as its only tensors; and for those of
-/// which an index has steps or drops dimensions, the place and the index into what is loaded. `other`
-/// is called with the place of an index that is not known here: it gives ranges and the index into
-/// what is loaded, or raises.
+/// Returns the same file with the selected parts of some tensors as its only tensors. For each
+/// index that has steps or drops dimensions, it also returns the place of the tensor and the index
+/// to apply to the loaded part. `other` is called with the place of an index that is not handled
+/// here: it returns ranges and the index to apply, or raises.
 #[pyfunction]
 #[allow(clippy::type_complexity)]
 pub fn indexed<'py>(
@@ -77,9 +77,9 @@ pub fn indexed<'py>(
     Ok((reader.sliced(slices)?, lefts))
 }
 
-/// The same file with what a rank of `world` has of some of its tensors as its only tensors. Each is cut
-/// in one dimension, as `torch.chunk` cuts it. `other` is called with the place of a tensor that has no
-/// such dimension, and raises.
+/// Returns the same file with the parts of some tensors that a rank of `world` has as its only
+/// tensors. Each tensor is cut in one dimension, as `torch.chunk` cuts it. `other` is called with
+/// the place of a tensor that has no such dimension: it returns ranges, or raises.
 #[pyfunction]
 pub fn shards<'py>(
     reader: &Reader,
@@ -103,7 +103,7 @@ pub fn shards<'py>(
     reader.sliced(slices)
 }
 
-/// The share of a rank of a tensor that is cut in one dimension; None if there is no such dimension.
+/// Returns the part that a rank has of a tensor cut in one dimension; None if it has no such dimension.
 fn shard_of(entry: &Entry, dim: i64, rank: u64, world: u64) -> Option<Slice> {
     let dim = place_of(dim, entry.shape.len() as u64)?;
     let ranges = (0..).zip(&entry.shape).map(|(at, &len)| {
@@ -117,7 +117,7 @@ fn shard_of(entry: &Entry, dim: i64, rank: u64, world: u64) -> Option<Slice> {
     Some(ranges.collect())
 }
 
-/// The steps of an index in each dimension; None if it is not known here, or no index.
+/// Returns the steps of an index in each dimension; None if it is not handled here, or is no index.
 fn steps_of(shape: &[u64], index: &Bound<'_, PyAny>) -> Option<Vec<Step>> {
     let Ok(given) = index.cast::<PyTuple>() else {
         return steps_of_items(shape, std::slice::from_ref(index));
@@ -131,7 +131,7 @@ fn steps_of(shape: &[u64], index: &Bound<'_, PyAny>) -> Option<Vec<Step>> {
     steps_of_items(shape, &items)
 }
 
-/// The same of a dimension, first index and end.
+/// Returns the same for an index of a dimension, a first index and an end.
 fn steps_of_range(
     shape: &[u64],
     dim: &Bound<'_, PyAny>,
@@ -157,7 +157,7 @@ fn steps_of_range(
     steps.collect()
 }
 
-/// The same of what is in brackets.
+/// Returns the same for the items of an index in brackets.
 fn steps_of_items(shape: &[u64], items: &[Bound<'_, PyAny>]) -> Option<Vec<Step>> {
     let rests = items.iter().filter(|item| is_rest(item)).count();
     let missing = shape.len().checked_sub(items.len() - rests)?;
@@ -192,12 +192,12 @@ fn is_rest(item: &Bound<'_, PyAny>) -> bool {
     item.is(item.py().Ellipsis())
 }
 
-/// A number of exactly that type: others may be indices too, and booleans are none.
+/// Returns the value of an exact `int`. Other types may be indices too, and booleans are none.
 fn number_of(item: &Bound<'_, PyAny>) -> Option<i64> {
     item.is_exact_instance_of::<PyInt>().then(|| item.extract().ok()).flatten()
 }
 
-/// One of so many, which a negative number counts from the end; None beyond them.
+/// Resolves an index into `count` items: a negative one counts from the end. None if it is out of range.
 fn place_of(number: i64, count: u64) -> Option<u64> {
     let from_back = || count.checked_sub(number.unsigned_abs());
     let place = u64::try_from(number).ok().or_else(from_back)?;

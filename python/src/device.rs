@@ -1,4 +1,4 @@
-//! What Python asks about devices: where loads can go, what they did, what memory they keep.
+//! Functions for Python about devices: staging, reports of calls, and staging memory.
 
 use std::collections::HashMap;
 use std::time::{Duration, UNIX_EPOCH};
@@ -17,19 +17,19 @@ use crate::gil;
 use crate::handle::Handle;
 use crate::signals;
 
-/// Whether loads to a device go through staging memory into its own.
+/// True if loads to a device go through staging memory into its own.
 #[pyfunction]
 pub fn staged(device: Index) -> bool {
     find(device).is_ok_and(|found| found.is_some())
 }
 
-/// The report of the last load or save that has ended well; None before the first.
+/// Returns the report of the last load or save that has succeeded; None before the first.
 #[pyfunction]
 pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
     last().map(|report| shown(py, report)).transpose()
 }
 
-/// The reports of the calls after that of a number.
+/// Returns the reports of the calls after the one with this number.
 #[pyfunction]
 pub fn stats_since(py: Python<'_>, call: u64) -> Answer<Vec<Bound<'_, PyDict>>> {
     since(call).into_iter().map(|report| shown(py, report)).collect()
@@ -80,14 +80,14 @@ fn shown(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {
     Ok(out)
 }
 
-/// The most bytes of staging memory that all loads to and saves from one device take.
+/// Sets the most bytes of staging memory that all loads to and saves from one device take.
 #[pyfunction]
 pub fn set_pinned_limit(bytes: u64) {
     Pool::limit_all(bytes);
 }
 
-/// Copies lent tensors, which are on devices, into host memory. Returns the handle with which
-/// `_take` fetches the copies.
+/// Copies lent tensors from devices into host memory. Returns the handle with which `_take` fetches
+/// the copies.
 #[pyfunction]
 pub fn snapshot(py: Python<'_>, handle: &Handle) -> Answer<Handle> {
     Ok(gil::without(py, || -> Result<_> {
@@ -98,7 +98,7 @@ pub fn snapshot(py: Python<'_>, handle: &Handle) -> Answer<Handle> {
     })?)
 }
 
-/// Gives staging memory that is not in use back, and says how many bytes.
+/// Frees staging memory that is not in use, and returns its number of bytes.
 #[pyfunction]
 pub fn release_pinned(py: Python<'_>) -> Answer<usize> {
     Ok(gil::without(py, || Ok(Pool::all().into_iter().map(Pool::release).sum()))?)

@@ -1,4 +1,4 @@
-//! Which Python class each error of the core becomes. The classes are in `tensorizer._errors`.
+//! Conversion of the core's errors to Python exceptions. The classes are in `tensorizer._errors`.
 
 use std::io;
 
@@ -9,7 +9,7 @@ use pyo3::types::PyType;
 use tensorizer::error::Error;
 use tensorizer::io::uri::meant;
 
-/// What a method returns: an error of the core becomes its Python class on the way out.
+/// The result of a method. An error of the core becomes its Python exception on the way out.
 pub type Answer<T> = std::result::Result<T, Raised>;
 
 /// An exception on its way to Python.
@@ -63,7 +63,7 @@ impl From<Error> for Raised {
     }
 }
 
-/// An exception class of this package.
+/// Makes an exception of one of this package's classes.
 fn own(class: &str, arguments: impl PyErrArguments + 'static) -> PyErr {
     Python::attach(|py| {
         let found = py.import("tensorizer._errors").and_then(|module| module.getattr(class));
@@ -74,8 +74,8 @@ fn own(class: &str, arguments: impl PyErrArguments + 'static) -> PyErr {
     })
 }
 
-/// `OSError` with errno and path, so that Python picks the subclass; or the exception that a
-/// Python file object raised.
+/// Makes an `OSError` with errno and path, for which Python picks the subclass; or returns the
+/// exception that a Python file object raised.
 fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
     if let Some(raised) = error.get_mut().and_then(|inner| inner.downcast_mut::<PyErr>()) {
         return Python::attach(|py| raised.clone_ref(py));

@@ -1,5 +1,5 @@
-//! Python file objects as sources and sinks. Only this code takes the GIL during a transfer. One of
-//! the few doors to `unsafe`.
+//! Python file objects as sources and sinks. During a transfer, only this code takes the GIL. One
+//! of the few modules that may use `unsafe`.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
@@ -19,10 +19,10 @@ use tensorizer::io::WriteAt;
 use tensorizer::io::{Capabilities, ReadAt, Stream};
 use tensorizer::mem::Buffers;
 
-/// Bytes asked of a Python object at a time; each one is copied once.
+/// Bytes per call of a Python object; each of them is copied once.
 const REQUEST_LEN: usize = 1 << 20;
 
-/// A Python object with `read`, and perhaps `seek` and `write`. One call at a time: a position
+/// A Python object with `read`, and perhaps `seek` and `write`. Calls run one at a time: a position
 /// and the transfer at it belong together.
 pub struct PyFile {
     object: Py<PyAny>,
@@ -36,7 +36,7 @@ fn raised(error: PyErr) -> io::Error {
 }
 
 impl PyFile {
-    /// `len` is the object's size, where it can seek.
+    /// Wraps an object. `len` is its size, if it can seek.
     pub fn new(object: Py<PyAny>, uri: String, len: Option<u64>) -> Self {
         PyFile { object, turn: PerProcess::new(), uri, len }
     }
@@ -72,7 +72,7 @@ impl PyFile {
 
     fn locked<T>(&self, body: impl FnOnce(Python<'_>) -> io::Result<T>) -> io::Result<T> {
         let done = gil::with(|py| {
-            // Waits for the turn without the GIL, which whoever has the turn may need.
+            // Waits for the lock without the GIL, which the thread that holds the lock may need.
             let turn = self.turn.get().lock_py_attached(py);
             let _turn = turn.unwrap_or_else(std::sync::PoisonError::into_inner);
             body(py)
@@ -148,7 +148,7 @@ impl WriteAt for PyFile {
                     .call_method1(py, "write", (PyBytes::new(py, chunk),))
                     .map_err(raised)?;
                 let written: Option<usize> = written.extract(py).map_err(raised)?;
-                // Objects that return nothing have written everything.
+                // An object that returns None has written everything.
                 let written = written.unwrap_or(chunk.len()).min(chunk.len());
                 total += written;
                 if written < chunk.len() {
@@ -177,12 +177,13 @@ impl WriteAt for PyFile {
     }
 }
 
-/// Duplicates a descriptor that somebody else owns.
+/// Duplicates a descriptor that the caller owns.
 pub fn duplicate(descriptor: c_int) -> io::Result<File> {
     if descriptor < 0 {
         return Err(io::Error::from_raw_os_error(libc::EBADF));
     }
-    // SAFETY: not negative, and borrowed only for the duplication, which reports a closed one.
+    // SAFETY: the descriptor is not negative, and is borrowed only for the duplication, which
+    // returns an error if it is closed.
     let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
     borrowed.try_clone_to_owned().map(File::from)
 }

@@ -1,9 +1,9 @@
-//! The GIL: given away while something takes long, and not asked for when the interpreter ends. One
-//! of the few doors to `unsafe`.
+//! The GIL: released during long work, and not requested when the interpreter ends. One of the few
+//! modules that may use `unsafe`.
 //!
-//! An interpreter that ends, before Python 3.14, ends every thread that asks for the GIL, in the
-//! middle of whatever called; that cannot pass through Rust, and aborts the process. Such threads
-//! wait here for the end of the process instead, as Python 3.14 has them do.
+//! Before Python 3.14, an interpreter that ends terminates every thread that requests the GIL, in
+//! the middle of the calling function. That cannot unwind through Rust, and aborts the process.
+//! Such threads wait here for the end of the process instead, as Python 3.14 makes them do.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -15,30 +15,32 @@ use pyo3::prelude::*;
 use tensorizer::error::{Error, Result};
 use tensorizer_torch::guard::guard;
 
-/// How often a thread looks for signals: that takes the GIL, which others may have for long.
+/// The interval at which a thread checks for signals: a check takes the GIL, which other threads
+/// may hold for long.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// The thread that ends the interpreter, as it began it.
+/// The interpreter's main thread, which is the one that ends it.
 static MAIN: OnceLock<libc::pthread_t> = OnceLock::new();
 
 fn this_thread() -> libc::pthread_t {
-    // SAFETY: takes nothing, and names the thread that calls.
+    // SAFETY: takes no arguments, and returns the id of the calling thread.
     unsafe { libc::pthread_self() }
 }
 
-/// Notes which thread is the interpreter's main one.
+/// Notes the interpreter's main thread.
 pub fn note_main(py: Python<'_>) -> PyResult<()> {
     let main = py.import("threading")?.call_method0("main_thread")?.getattr("ident")?;
     let main = main.extract()?;
     MAIN.get_or_init(|| main);
-    // Looks for it now, before there is a thread that could be forked from while it does.
+    // Initialises its static now: a fork while another thread initialises it would leave it locked
+    // in the child.
     is_held();
     Ok(())
 }
 
-/// Whether this thread may go on although the interpreter ends.
+/// True if this thread may go on while the interpreter ends.
 fn is_main() -> bool {
-    // SAFETY: both take nothing.
+    // SAFETY: both take no arguments, and cannot fail.
     let first = unsafe { libc::getpid() == libc::gettid() };
     first || MAIN.get() == Some(&this_thread())
 }
@@ -54,7 +56,7 @@ fn wait_for_the_end() -> ! {
     }
 }
 
-/// Runs what may take long without the GIL. A panic is an error.
+/// Runs work that may take long without the GIL. A panic becomes an error.
 pub fn without<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     py.detach(|| {
         let result = guard(body);
@@ -65,14 +67,14 @@ pub fn without<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send)
     })
 }
 
-/// Whether this thread has the GIL. Not part of Python's stable interface, so looked for.
+/// True if this thread holds the GIL. The function is not in Python's stable ABI, and is looked up.
 fn is_held() -> bool {
     static CHECK: OnceLock<Option<extern "C" fn() -> libc::c_int>> = OnceLock::new();
     let check = CHECK.get_or_init(|| {
-        // SAFETY: a string that ends in a zero.
+        // SAFETY: the name is a null-terminated string.
         let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"PyGILState_Check".as_ptr()) };
-        // SAFETY: a function that takes nothing and returns an int, in every Python there is; or
-        // null, which is none.
+        // SAFETY: in every version of Python, the function takes no arguments and returns an int;
+        // null becomes None.
         unsafe {
             std::mem::transmute::<*mut libc::c_void, Option<extern "C" fn() -> libc::c_int>>(found)
         }
@@ -80,23 +82,24 @@ fn is_held() -> bool {
     check.is_some_and(|check| check() == 1)
 }
 
-/// Runs the body of an operator without the GIL, if its caller has it: torch gives it away, but code
-/// that is compiled ahead of time may not. The body does not panic.
+/// Runs the body of an operator without the GIL, if its caller holds it: torch releases it, but
+/// code that is compiled ahead of time may not. The body does not panic.
 pub fn unlocked(body: &mut dyn FnMut()) {
     if !is_held() {
         return body();
     }
-    // SAFETY: the GIL is held, is given away, and taken back by the same thread.
+    // SAFETY: this thread holds the GIL, releases it here, and takes it back below.
     let state = unsafe { pyo3::ffi::PyEval_SaveThread() };
     body();
     if is_ending() && !is_main() {
         wait_for_the_end();
     }
-    // SAFETY: as above.
+    // SAFETY: the state is that which this thread got when it released the GIL above.
     unsafe { pyo3::ffi::PyEval_RestoreThread(state) };
 }
 
-/// Runs something with the GIL; an error on the thread that ends the interpreter.
+/// Runs a function with the GIL. If the interpreter is ending, this is an error on the thread that
+/// ends it; other threads wait for the end of the process.
 pub fn with<T>(body: impl FnOnce(Python<'_>) -> T) -> Result<T> {
     match Python::try_attach(body) {
         Some(result) => Ok(result),
@@ -105,7 +108,7 @@ pub fn with<T>(body: impl FnOnce(Python<'_>) -> T) -> Result<T> {
     }
 }
 
-/// Asked by whatever waits: lets Ctrl-C end a call.
+/// Checks for signals, so that Ctrl-C ends a call. Long work calls it at intervals.
 pub fn signals() -> Result<()> {
     thread_local! {
         static LOOKED: Cell<Option<Instant>> = const { Cell::new(None) };
@@ -115,14 +118,14 @@ pub fn signals() -> Result<()> {
     }
     let found = match with(|py| py.check_signals()) {
         Ok(found) => found.map_err(|e| Error::Caller(Box::new(e))),
-        // Files that were forgotten are finished by the thread that ends the interpreter.
+        // The thread that ends the interpreter also finishes files that were never closed: it goes on.
         Err(_) => Ok(()),
     };
     LOOKED.set(Some(Instant::now()));
     found
 }
 
-/// The same for operators, which can raise text only: their caller sees a `RuntimeError`.
+/// Does the same for operators, whose errors are text only: their caller sees a `RuntimeError`.
 pub fn signals_in_operator() -> Result<()> {
     signals().map_err(|_| Error::Cancelled)
 }

@@ -1,9 +1,9 @@
-//! `tensorizer._C.Handle`: what owns tensors on their way between torch and the native module.
+//! `tensorizer._C.Handle`, which owns tensors on their way between torch and the native module.
 
 use pyo3::prelude::*;
 use tensorizer_torch::exchange;
 
-/// A number for the operators `_lend` and `_take`. Tensors that nobody has fetched go with it.
+/// A number for the operators `_lend` and `_take`. Dropping it drops tensors that were not fetched.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Handle(pub exchange::Handle);
 

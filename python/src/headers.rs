@@ -10,23 +10,23 @@ use tensorizer_torch::tensor::{Devices, one_to_save};
 
 use crate::signals;
 
-/// By number.
+/// Headers by the numbers of their tensors.
 #[derive(Default)]
 pub struct Headers(Brief<Vec<Option<Arc<KeptHeader>>>>);
 
 impl Headers {
-    /// That of a tensor, if it is here.
+    /// Returns the header of a tensor, if it was read.
     pub fn known(&self, number: usize) -> Option<Arc<KeptHeader>> {
         self.0.lock().get(number).cloned().flatten()
     }
 
-    /// Which of some are not here.
+    /// Returns those of some numbers whose headers were not read.
     pub fn missing(&self, numbers: &[usize]) -> Vec<usize> {
         let missing = |&number: &usize| self.known(number).is_none();
         numbers.iter().copied().filter(missing).collect()
     }
 
-    /// Keeps some.
+    /// Keeps the headers of some tensors.
     pub fn keep(&self, numbers: &[usize], headers: Vec<KeptHeader>) {
         let mut known = self.0.lock();
         for (&number, header) in numbers.iter().zip(headers) {

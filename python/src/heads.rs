@@ -1,18 +1,18 @@
-//! Heads of files as Python hands them on: plain tuples.
+//! Cached heads of files, as plain tuples for Python.
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use tensorizer::io::{CachedHead, CachedHeads};
 
-/// Address, bytes of the file, `ETag`, `Last-Modified`, what the server sent along, first bytes.
+/// Address, length of the file, `ETag`, `Last-Modified`, headers of the response, first bytes.
 type Head<B> = (String, u64, Option<String>, Option<String>, Vec<(String, String)>, B);
-/// One that Python hands in.
+/// A head that Python passes in.
 pub type Given = Head<PyBackedBytes>;
-/// One that it is handed.
+/// A head that Python gets.
 pub type Shown<'py> = Head<Bound<'py, PyBytes>>;
 
-/// What Python hands in, for the core.
+/// Converts heads from Python for the core.
 pub fn known(heads: impl Iterator<Item = Given>) -> CachedHeads {
     let heads = heads.map(|(uri, len, tag, modified, headers, first)| {
         let first: &[u8] = &first;
@@ -21,7 +21,7 @@ pub fn known(heads: impl Iterator<Item = Given>) -> CachedHeads {
     heads.collect()
 }
 
-/// What the core has found, for Python.
+/// Converts heads of the core for Python.
 pub fn for_python<'py>(py: Python<'py>, heads: &[CachedHead]) -> Vec<Shown<'py>> {
     let heads = heads.iter().map(|head| {
         let CachedHead { uri, len, tag, modified, headers, first } = head.clone();

@@ -25,7 +25,7 @@ pub struct TensorIterator {
 }
 
 impl TensorIterator {
-    /// An iterator that has begun.
+    /// Wraps an iterator whose load has begun.
     pub fn new(tensors: Tensors, loads: Arc<Loads>, uri: &str) -> Self {
         let closer = tensors.closer();
         TensorIterator { tensors: Mutex::new(Some(tensors)), closer, loads, uri: uri.to_owned() }
@@ -47,14 +47,14 @@ impl TensorIterator {
 }
 
 impl Drop for TensorIterator {
-    /// Lets the GIL go: the load that is waited for may read from a Python object.
+    /// Releases the GIL while it waits for the load, which may read from a Python object.
     fn drop(&mut self) {
         let tensors = self.tensors.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         let Some(tensors) = tensors else { return };
         let mut tensors = Some(tensors);
         let dropped = Python::try_attach(|py| py.detach(|| drop(tensors.take())));
         if dropped.is_none() {
-            // The interpreter ends, and the load with the process.
+            // The interpreter is ending; the load ends with the process.
             self.closer.close();
             std::mem::forget(tensors);
         }
@@ -63,8 +63,9 @@ impl Drop for TensorIterator {
 
 #[pymethods]
 impl TensorIterator {
-    /// Waits for the next tensors: one, or several small ones, which count as taken when this is called
-    /// again. Returns the handle with which `_take` fetches them, and their numbers; None at the end.
+    /// Waits for the next tensors: one, or several small ones. Several count as taken only when
+    /// this is called again. Returns the handle with which `_take` fetches them, and their numbers;
+    /// None at the end.
     fn next(&self, py: Python<'_>) -> Answer<Option<(Handle, Vec<usize>)>> {
         self.closer.check_process()?;
         let next = gil::without(py, || self.take_next())?;

@@ -33,7 +33,7 @@ use tensorizer_torch::{registered, set_interrupt, set_unlocked};
 
 use crate::gil::signals;
 
-/// Has the variables `TENSORIZER_*` read again, for tests.
+/// Makes the variables `TENSORIZER_*` be read again, for tests.
 #[pyfunction]
 fn forget_environment() {
     environment::forget();
@@ -45,7 +45,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     gil::note_main(module.py())?;
     set_interrupt(gil::signals_in_operator);
     set_unlocked(gil::unlocked);
-    // Who changes `os.environ` holds the GIL.
+    // Code that changes `os.environ` holds the GIL, so that reads of the environment take it, too.
     set_guard(|body| {
         Python::try_attach(|_| body());
     });

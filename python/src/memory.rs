@@ -1,4 +1,4 @@
-//! How Python's parts of a call share a memory limit, and whether new memory is timed.
+//! Shares of a memory limit for the Python parts of a call, and the switch that times new memory.
 
 use pyo3::prelude::*;
 use tensorizer::MemoryLimit;
@@ -6,9 +6,10 @@ use tensorizer::memory_limit::SaveNeeds;
 
 use crate::errors::Answer;
 
-/// How a limit is shared between tensors that are held, of which the largest has so many bytes, and
-/// what reads them, which takes `reader` at least: bytes of tensors, and what is not for what reads
-/// them, with what the caller keeps of the limit. Without a limit the `wanted`.
+/// Divides a limit between tensors that are held and the readers that bring them. `largest`: bytes
+/// of the largest tensor; `reader`: bytes that the readers need at least; `kept`: bytes of the
+/// limit that the caller uses itself. Returns the bytes of tensors, and the bytes that are not for
+/// the readers, with `kept`. Without a limit, tensors get the `wanted` bytes.
 #[pyfunction]
 #[pyo3(signature = (limit, wanted, largest, reader, kept = 0))]
 pub fn shares_of_tensors(
@@ -23,9 +24,10 @@ pub fn shares_of_tensors(
     Ok((tensors, rest.beside()))
 }
 
-/// How a member of a group shares a limit: bytes of a batch, how many it fetches at once, and what is
-/// not for one of them. `most`: bytes of a batch at most; `reads` at once, while `others` are sent or
-/// wait; `whole`: bytes of a batch at least; `reader`: what reads one takes at least.
+/// Divides a limit for a member of a group. `most`: bytes of a batch at most; `reads`: batches that
+/// are fetched at once, while `others` are sent or wait; `whole`: bytes of a batch at least;
+/// `reader`: bytes that fetching a batch needs at least. Returns the bytes of a batch, the number
+/// that is fetched at once, and the bytes of the limit that are not for fetching one of them.
 #[pyfunction]
 pub fn shares_of_group(
     limit: Option<u64>,
@@ -39,19 +41,19 @@ pub fn shares_of_group(
     Ok((shares.batch, shares.at_once, shares.load.beside()))
 }
 
-/// The bytes of a limit, or of that of the environment; None for none.
+/// Returns the bytes of a limit, or of that of the environment; None for no limit.
 #[pyfunction]
 pub fn known_limit(limit: Option<u64>) -> Answer<Option<u64>> {
     Ok(MemoryLimit::of(limit).known()?.bytes())
 }
 
-/// The least that a save takes which writes tensors in host memory and hashes them.
+/// Returns the minimum memory of a save that writes tensors from host memory and hashes them.
 #[pyfunction]
 pub fn least_of_save(uploads: bool, encrypted: bool) -> u64 {
     SaveNeeds::of_host(uploads, encrypted).least()
 }
 
-/// Has the loads of this process time how long the system takes to give new memory, or not.
+/// Makes the loads of this process measure, or not, how long the system takes to provide new memory.
 #[pyfunction]
 pub fn time_first_touch(timed: bool) {
     tensorizer::stats::time_first_touch(timed);

@@ -11,14 +11,14 @@ use tensorizer::format::name::{Component, Name};
 
 use crate::errors::Raised;
 
-/// First steps of the names of numbered entries, in their order: each with the number of its entry
-/// or, where paths go on below it, with the list of theirs.
+/// Returns the first components of the names of numbered entries, in their order. Each has the
+/// number of its entry or, if names go on below it, the list of the numbers of those entries.
 pub fn top_level<'e, 'py>(
     py: Python<'py>,
     entries: impl Iterator<Item = (usize, &'e Entry)>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let top = PyDict::new(py);
-    // What belongs together mostly stands together.
+    // Entries with the same first component are mostly neighbours, so the last one is kept.
     let mut last: Option<(Component, Bound<'py, PyList>)> = None;
     for (number, entry) in entries {
         let Some(mut steps) = entry.name.path() else {
@@ -50,7 +50,7 @@ pub fn top_level<'e, 'py>(
     Ok(top)
 }
 
-/// A name as Python callers know it.
+/// Converts a name to the form that Python callers use.
 pub fn name_to_python<'py>(py: Python<'py>, name: &Name) -> PyResult<Bound<'py, PyAny>> {
     let Some(path) = name.path() else {
         return Ok(PyString::new(py, name.stored()).into_any());
@@ -73,7 +73,7 @@ fn step_to_python<'py>(py: Python<'py>, step: &Component) -> PyResult<Bound<'py,
     }
 }
 
-/// The name of a path that Python gave as a `str` or as a tuple of `str` and `int`.
+/// Makes a name of a path that Python passed as a `str` or as a tuple of `str` and `int`.
 pub fn name_from_python(name: &Bound<'_, PyAny>) -> PyResult<Name> {
     let invalid = |what: String| PyErr::from(Raised::from(Error::InvalidArgument(what)));
     if let Ok(text) = name.cast::<PyString>() {
@@ -86,15 +86,15 @@ pub fn name_from_python(name: &Bound<'_, PyAny>) -> PyResult<Name> {
     Name::from_path(steps).map_err(invalid)
 }
 
-/// The same; None for what is no name, and for a `str` that may be a name in its stored form.
+/// Does the same; None for an invalid name, and for a `str` that may be a name in its stored form.
 pub fn plain_name(name: &Bound<'_, PyAny>) -> Option<Name> {
     let stored = |text: &str| text.starts_with('\u{1e}');
     let text = name.cast::<PyString>().ok().and_then(|text| text.to_str().ok());
     if text.is_some_and(stored) { None } else { name_from_python(name).ok() }
 }
 
-/// Dtype without `torch.` and shape of entries. Those that are alike share one object: many of them would
-/// have the garbage collector look at all others.
+/// Returns dtype without `torch.` and shape of entries. Equal ones share one object: many objects
+/// would make the garbage collector look at all others.
 pub fn described<'e, 'py>(
     py: Python<'py>,
     entries: impl Iterator<Item = &'e Entry>,
@@ -128,7 +128,7 @@ fn component(step: &Bound<'_, PyAny>) -> PyResult<Component> {
     Ok(Component::Key(bytes.into()))
 }
 
-/// The form in which a name is stored, which callers may give too.
+/// Returns the stored form of a name. Callers may also pass that form.
 pub fn stored(name: &Bound<'_, PyAny>) -> Result<String, Raised> {
     if let Ok(text) = name.cast::<PyString>()
         && let Ok(text) = text.to_str()

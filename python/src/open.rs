@@ -1,4 +1,4 @@
-//! `tensorizer._C.open` and `.create`: the one way to open anything.
+//! `tensorizer._C.open` and `.create`, which open sources and sinks of every kind.
 
 use std::ffi::{OsString, c_int};
 use std::path::PathBuf;
@@ -61,7 +61,7 @@ impl<'py> Options<'py> {
         })
     }
 
-    /// The options of the environment, with those of the call.
+    /// Returns the options of the environment, replaced by those of the call where it has any.
     fn resolved(&self) -> Answer<OpenOptions> {
         let mut found = OpenOptions::from_environment().map_err(Raised::from)?;
         found.s3 = self.s3()?;
@@ -144,10 +144,10 @@ pub fn open(
     Ok(Source::new(source, base))
 }
 
-/// True once the warning was given, which is the same for all files of most servers.
+/// True once the warning was given: for most servers, it is the same for all their files.
 static WARNED: AtomicBool = AtomicBool::new(false);
 
-/// Warns, once a process, that the cache keeps nothing of a file.
+/// Warns, once per process, that the cache keeps nothing of a file.
 fn warn_of_no_tag(py: Python<'_>, uri: &str) -> PyResult<()> {
     if WARNED.swap(true, Ordering::Relaxed) {
         return Ok(());
@@ -168,7 +168,7 @@ pub fn create(py: Python<'_>, address: String, options: Option<Bound<'_, PyDict>
     Ok(Sink::new(gil::without(py, || uri::create_object(&address, &options, &signals))?))
 }
 
-/// The path that a string names, or None for the address of a server.
+/// Returns the path that a string names, or None for the address of a server.
 #[pyfunction]
 pub fn local_path(uri: OsString) -> Answer<Option<OsString>> {
     Ok(match uri::parse(&uri).map_err(Raised::from)? {
@@ -177,14 +177,14 @@ pub fn local_path(uri: OsString) -> Answer<Option<OsString>> {
     })
 }
 
-/// Names of the files that a folder of a model may have, in the order in which they are looked for, and
-/// endings by which the address of a file is told from that of a folder.
+/// Returns the names of the files that a model's folder may have, in the order in which they are
+/// looked for, and the endings by which the address of a file is distinguished from that of a folder.
 #[pyfunction]
 pub fn model_files() -> (Vec<&'static str>, Vec<&'static str>) {
     (IN_FOLDERS.to_vec(), FILES.to_vec())
 }
 
-/// The scheme of the address of a server, and whether objects can be written there; None for a path.
+/// Returns the scheme of a server's address, and whether objects can be written there; None for a path.
 #[pyfunction]
 pub fn scheme(uri: OsString) -> Answer<Option<(&'static str, bool)>> {
     Ok(match uri::parse(&uri).map_err(Raised::from)? {
@@ -196,7 +196,7 @@ pub fn scheme(uri: OsString) -> Answer<Option<(&'static str, bool)>> {
 /// Access key, secret key, host and use of https, each None where the file does not have it.
 type S3Keys = (Option<String>, Option<String>, Option<String>, Option<bool>);
 
-/// The `[default]` section of a configuration file of `s3cmd`.
+/// Reads the `[default]` section of a configuration file of `s3cmd`.
 #[pyfunction]
 pub fn s3cfg(path: PathBuf) -> PyResult<S3Keys> {
     let failed = |e: std::io::Error| PyValueError::new_err(format!("{}: {e}", path.display()));

@@ -8,10 +8,10 @@ use tensorizer::{Pickled, TensorFile};
 use crate::errors::Answer;
 use crate::names::name_from_python;
 
-/// See `Reader::tensors`.
+/// A tensor of a pickle, as `Reader::tensors` takes it.
 pub type PickledTensor<'py> = (Bound<'py, PyAny>, String, Vec<u64>, Option<(usize, u64)>, bool);
 
-/// The file with these as its tensors.
+/// Returns the file with these tensors.
 pub fn pickled(
     file: &TensorFile,
     py: Python<'_>,

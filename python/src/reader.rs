@@ -1,4 +1,5 @@
-//! `tensorizer._C.Reader`: an open file for `TensorDeserializer`. One of the few doors to `unsafe`.
+//! `tensorizer._C.Reader`: an open file for `TensorDeserializer`. One of the few modules that may use
+//! `unsafe`.
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;
@@ -35,7 +36,7 @@ use crate::watch::Loads;
 pub struct Reader {
     pub file: TensorFile,
     headers: Headers,
-    /// What its loads share with those of its slices.
+    /// The state that its loads share with those of its slices.
     loads: Arc<Loads>,
 }
 
@@ -44,12 +45,12 @@ impl Reader {
         Reader { file, headers: Headers::default(), loads: Arc::default() }
     }
 
-    /// The same file with other tensors.
+    /// Returns a reader of the same file with other tensors.
     fn of_same(&self, file: TensorFile) -> Self {
         Reader { loads: Arc::clone(&self.loads), ..Self::new(file) }
     }
 
-    /// Keeps headers, and gives their module indices.
+    /// Keeps headers, and returns their module indices.
     fn keep_all(&self, numbers: &[usize], headers: Vec<KeptHeader>) -> Vec<u16> {
         let modules = headers.iter().map(|header| header.module_index).collect();
         self.headers.keep(numbers, headers);
@@ -63,9 +64,9 @@ impl Reader {
 
 #[pymethods]
 impl Reader {
-    /// Reads a source from `base` on, or from where its file begins. With `keep_heads` it keeps the heads of
-    /// its files for others. Of a checkpoint in several files only those are opened in which its index says
-    /// the `wanted` tensors are; all of them if it does not name one.
+    /// Reads a source from `base` on, or from the beginning of its file. With `keep_heads`, cached
+    /// heads are kept for other processes. Of a checkpoint in several files, only those are opened
+    /// that the index names for the `wanted` tensors; all if it does not name one.
     #[new]
     #[pyo3(signature = (source, base = None, keep_heads = false, wanted = None))]
     fn open(
@@ -75,7 +76,7 @@ impl Reader {
         keep_heads: bool,
         wanted: Option<Vec<Bound<'_, PyAny>>>,
     ) -> Answer<Self> {
-        // A value that is no name gets its error where it is looked for.
+        // An invalid name is an error later, when the tensor is looked up.
         let wanted = wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
         let wanted: Option<BTreeSet<String>> = wanted;
         let base = base.unwrap_or(source.base());
@@ -89,12 +90,12 @@ impl Reader {
         Ok(Self::new(gil::without(py, || opening.source(source, base))?))
     }
 
-    /// What others need to open its files without a request.
+    /// Returns cached heads, with which other processes open its files without a request.
     fn heads<'py>(&self, py: Python<'py>) -> Vec<Shown<'py>> {
         for_python(py, self.file.heads())
     }
 
-    /// What a server sent along when the file was opened.
+    /// Returns the headers of the servers' responses when its files were opened.
     fn headers(&self) -> Vec<(String, String)> {
         let sources = self.file.sources();
         sources
@@ -104,41 +105,41 @@ impl Reader {
             .collect()
     }
 
-    /// Has loads decrypt.
+    /// Makes loads decrypt with a key or a passphrase.
     fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> Answer<()> {
         let options = Arc::clone(&decryption.0);
         Ok(gil::without(py, || self.file.unlock(options, &signals))?)
     }
 
-    /// Has a callable told of the bytes of tensor data that all loads have moved.
+    /// Sets a callable that is told the bytes of tensor data that all loads have moved.
     fn watch(&self, tell: Py<PyAny>) {
         self.loads.watch.set(tell);
     }
 
-    /// Bounds what its loads have in flight: `limit` bytes, less what the caller keeps `beside`.
+    /// Limits the memory of its loads to `limit` bytes, less the bytes `beside` that the caller uses.
     #[pyo3(signature = (limit, beside = 0))]
     fn limit_memory(&self, limit: Option<u64>, beside: u64) {
         self.loads.set_memory(MemoryLimit::of(limit).without(beside));
     }
 
-    /// Has its loads read cold files through the page cache: other processes of this machine load the
-    /// same file at the same time.
+    /// Makes its loads read files through the page cache even if they are not in it: other
+    /// processes of this machine load the same file at the same time.
     fn share_cache(&self) {
         self.loads.share_cache();
     }
 
-    /// The least that a load has in flight, of `parts` of tensors, or through staging memory.
+    /// Returns the minimum memory of a load: of `parts` of tensors, or with staging buffers.
     fn least(&self, parts: bool, staged: bool) -> Answer<u64> {
         Ok(self.file.least(parts, staged)?)
     }
 
-    /// Ends loads that are under way on other threads, and refuses more.
+    /// Ends loads that are under way on other threads, and refuses new ones.
     fn stop(&self) {
         self.loads.stop();
     }
 
-    /// The same file with slices of some of its tensors as its only tensors: for each its number, and
-    /// first index and end in each dimension, or None for the whole tensor.
+    /// Returns the same file with slices of some of its tensors as its only tensors. Each is given
+    /// by its number, and first index and end in each dimension, or None for the whole tensor.
     #[allow(clippy::type_complexity)]
     pub fn sliced(&self, slices: Vec<(usize, Option<Vec<(u64, u64)>>)>) -> Answer<Reader> {
         let slices = slices.into_iter().map(|(number, ranges)| {
@@ -148,7 +149,7 @@ impl Reader {
         Ok(self.of_same(self.file.with_slices(slices)?))
     }
 
-    /// Of a slice its range in each dimension of the whole tensor; None of a whole tensor.
+    /// Returns the range of a slice in each dimension of the whole tensor; None for a whole tensor.
     fn ranges(&self, number: usize) -> Answer<Option<Vec<(u64, u64)>>> {
         Ok(self
             .file
@@ -158,7 +159,7 @@ impl Reader {
             .map(|whole| whole.slice.iter().map(|range| (range.start, range.end)).collect()))
     }
 
-    /// The hashes that the file holds of tensors: algorithm and value, as messages show them.
+    /// Returns the hashes of tensors in the file: algorithm and value, as messages show them.
     fn hashes(
         &self,
         py: Python<'_>,
@@ -189,43 +190,43 @@ impl Reader {
         self.file.is_encrypted()
     }
 
-    /// What its format is called.
+    /// The name of its format.
     #[getter]
     fn format(&self) -> &'static str {
         self.file.format().name()
     }
 
-    /// The same files as tensors of their records, which a pickle names: each as name, dtype without
-    /// `torch.`, shape, `(record, position in it)` or None for the `meta` device, and whether it has
-    /// strides, so that this cannot load it.
+    /// Returns the same files with the tensors of a pickle, which lie in their records. Each has
+    /// name, dtype without `torch.`, shape, `(record, position in it)` or None for the `meta`
+    /// device, and whether it has strides, so that this cannot load it.
     fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTensor<'py>>) -> Answer<Self> {
         Ok(self.of_same(pickled(&self.file, py, tensors)?))
     }
 
-    /// The bytes of some entries.
+    /// Returns the bytes of some entries.
     fn read<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Vec<Bound<'py, PyBytes>>> {
         let options = LoadOptions::default();
         let loaded = gil::without(py, || load(&self.file, &numbers, &options, &signals))?;
         Ok(loaded.iter().map(|entry| PyBytes::new(py, entry.bytes())).collect())
     }
 
-    /// Which tensor is in which file, where an index of shards names them and this does not.
+    /// Returns the number of each tensor's file, if only an index of shards names the tensors.
     fn promised(&self) -> BTreeMap<String, usize> {
         self.file.promised().clone()
     }
 
-    /// What it says beside its tensors; an error where that is damaged.
+    /// The metadata of the file; an error if they are damaged.
     #[getter]
     fn metadata(&self) -> Answer<Option<Vec<(String, String)>>> {
         Ok(self.file.metadata()?.map(<[_]>::to_vec))
     }
 
-    /// The path or address of each of its files.
+    /// Returns the path or address of each of its files.
     fn files(&self) -> Vec<String> {
         self.file.sources().iter().map(|source| source.uri().to_owned()).collect()
     }
 
-    /// For each tensor the number of its file.
+    /// Returns the number of each tensor's file.
     fn file_numbers(&self) -> Vec<usize> {
         self.file.entries().iter().map(|entry| entry.file).collect()
     }
@@ -242,19 +243,19 @@ impl Reader {
         self.file.prologue().map_or_else(all, |prologue| prologue.tensor_bytes)
     }
 
-    /// Whether several readers may read at once.
+    /// True if several readers may read at once.
     #[getter]
     fn parallel(&self) -> bool {
         self.file.sources().iter().all(|source| source.capabilities().max_readers > 1)
     }
 
-    /// Whether tensors can be read in any order.
+    /// True if tensors can be read in any order.
     #[getter]
     fn seekable(&self) -> bool {
         self.file.is_seekable()
     }
 
-    /// Whether all of it is in files of this machine.
+    /// True if all of it is in files of this machine.
     #[getter]
     fn local(&self) -> bool {
         self.file.sources().iter().all(|source| source.is_local())
@@ -264,79 +265,79 @@ impl Reader {
         self.file.entries().len()
     }
 
-    /// A tensor's name.
+    /// Returns a tensor's name.
     fn name<'py>(&self, py: Python<'py>, number: usize) -> Answer<Bound<'py, PyAny>> {
         Ok(name_to_python(py, &self.file.entry(number)?.name)?)
     }
 
-    /// The names of tensors.
+    /// Returns the names of tensors.
     fn names<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Vec<Bound<'py, PyAny>>> {
         let names = self.some(&numbers)?.into_iter().map(|entry| name_to_python(py, &entry.name));
         Ok(names.collect::<PyResult<_>>()?)
     }
 
-    /// A tensor's name in its stored form.
+    /// Returns a tensor's name in its stored form.
     fn stored_name(&self, number: usize) -> Answer<&str> {
         Ok(self.file.entry(number)?.name.stored())
     }
 
-    /// The number of the tensor of this name.
+    /// Returns the number of the tensor of this name; None if there is none.
     fn find(&self, name: &Bound<'_, PyAny>) -> Answer<Option<usize>> {
         Ok(self.file.find(name_from_python(name)?.stored()))
     }
 
-    /// The same of several names. None also where a name is none, and where it may be in its stored form.
+    /// Does the same for several names. None also for invalid names, and for possible stored forms.
     fn find_all(&self, names: Vec<Bound<'_, PyAny>>) -> Vec<Option<usize>> {
         names.iter().map(|name| self.file.find(plain_name(name)?.stored())).collect()
     }
 
-    /// First steps of the names of these tensors, each with the number of its tensor or the list of
-    /// those below it.
+    /// Returns the first components of the names of these tensors. Each has the number of its
+    /// tensor, or the list of the numbers of tensors below it.
     fn top_level<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Bound<'py, PyDict>> {
         let entries = self.some(&numbers)?;
         Ok(top_level(py, numbers.into_iter().zip(entries))?)
     }
 
-    /// Bytes in the file of these tensors together.
+    /// Returns the bytes in the file of these tensors together.
     fn data_len(&self, numbers: Vec<usize>) -> Answer<u64> {
         Ok(data_len(self.some(&numbers)?.into_iter()))
     }
 
-    /// A tensor's number of bytes in memory.
+    /// Returns a tensor's number of bytes in memory.
     fn memory_len(&self, number: usize) -> Answer<u64> {
         Ok(self.file.entry(number)?.memory_len().unwrap_or(u64::MAX))
     }
 
-    /// Every tensor's number of bytes in memory.
+    /// Returns every tensor's number of bytes in memory.
     fn memory_lens(&self) -> Vec<u64> {
         self.file.entries().iter().map(|entry| entry.memory_len().unwrap_or(u64::MAX)).collect()
     }
 
-    /// Every tensor's number of bytes in the file: 0 for tensors of the `meta` device.
+    /// Returns every tensor's number of bytes in the file: 0 for tensors of the `meta` device.
     fn data_lens(&self) -> Vec<u64> {
         self.file.entries().iter().map(|entry| entry.data_len).collect()
     }
 
-    /// Every tensor's `(position of its header, position of its data)`.
+    /// Returns every tensor's `(position of its header, position of its data)`.
     fn offsets(&self) -> Vec<(u64, u64)> {
         self.file.entries().iter().map(|entry| (entry.header_offset, entry.data_offset)).collect()
     }
 
-    /// Prologue and index of a file with only these tensors, at the same positions.
+    /// Returns prologue and index of a file with only these tensors, at the same positions.
     fn head_of<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.file.head_of(&numbers)?))
     }
 
-    /// Bytes of the file as they are.
+    /// Reads bytes of the file as they are.
     fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
         let read = |buffer: &mut [u8]| gil::without(py, || self.file.raw(offset, buffer, &signals));
         Ok(PyBytes::new_with(py, len, |buffer| Ok(read(buffer).map_err(Raised::from)?))?)
     }
 
-    /// Has the kernel begin to read bytes of one tensor's data, from its byte `start` on, where they
-    /// are in a local file and not in memory.
+    /// Makes the kernel begin to read bytes of one tensor's data, from its byte `start` on, if they
+    /// are in a local file and not in the page cache.
     fn read_ahead(&self, py: Python<'_>, number: usize, start: u64, len: u64) -> Answer<()> {
-        // The GIL is kept for a look, as it may take long to get it back.
+        // The check keeps the GIL: after a release, it may take long to get it back.
         if let Some(begin) = self.file.read_ahead(number, start, len)? {
             gil::without(py, || {
                 begin();
@@ -346,18 +347,18 @@ impl Reader {
         Ok(())
     }
 
-    /// Every tensor's kind: 0 parameter, 1 buffer, 2 state dict.
+    /// Returns every tensor's kind: 0 parameter, 1 buffer, 2 state dict.
     fn kinds(&self) -> Vec<u8> {
         self.file.entries().iter().map(|entry| entry.kind as u8).collect()
     }
 
-    /// `(dtype without "torch.", shape, opaque)` of one tensor.
+    /// Returns `(dtype without "torch.", shape, opaque)` of one tensor.
     fn describe(&self, number: usize) -> Answer<(&'static str, Vec<u64>, bool)> {
         let entry = self.file.entry(number)?;
         Ok((entry.dtype.name(), entry.shape.to_vec(), entry.dtype.is_opaque()))
     }
 
-    /// `(dtype without "torch.", shape)` of each of some tensors.
+    /// Returns `(dtype without "torch.", shape)` of each of some tensors.
     fn describe_all<'py>(
         &self,
         py: Python<'py>,
@@ -366,9 +367,9 @@ impl Reader {
         Ok(described(py, self.some(&numbers)?.into_iter())?)
     }
 
-    /// Loads tensors to a device, or each to its own of `devices`: -1 for the CPU, the index for CUDA.
-    /// With `apart`, each tensor there has memory of its own. Returns the handle with which `_take` fetches them, and their
-    /// module indices.
+    /// Loads tensors to a device, or each to its own of `devices`: -1 for the CPU, the index for
+    /// CUDA. With `apart`, each tensor there has memory of its own. Returns the handle with which
+    /// `_take` fetches them, and their module indices.
     #[pyo3(signature = (numbers, *, verify, readers, map, device, apart, devices=None))]
     #[allow(clippy::too_many_arguments)]
     fn load(
@@ -391,9 +392,9 @@ impl Reader {
         Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))
     }
 
-    /// Begins to load tensors one by one, in the order of the file, or as they are `ready`: at most
-    /// `buffer_bytes` bytes of them are held for the caller. They are handed out for the current stream
-    /// of the device, or for all its streams when their copies are `complete`.
+    /// Begins to load tensors one by one, in the order of the file, or as they are `ready`. At most
+    /// `buffer_bytes` bytes of them are held for the caller. They are handed out for the device's
+    /// current stream or, with `complete`, after their copies, for all its streams.
     #[pyo3(signature = (numbers, *, verify, readers, device, buffer_bytes, ready, complete))]
     #[allow(clippy::too_many_arguments)]
     fn iterate(
@@ -414,7 +415,7 @@ impl Reader {
         Ok(TensorIterator::new(tensors, Arc::clone(&self.loads), self.file.uri()))
     }
 
-    /// Fills lent tensors, which must have the types and shapes of these. Returns module indices.
+    /// Fills lent tensors, which must have the dtypes and shapes of these. Returns module indices.
     #[pyo3(signature = (handle, numbers, *, verify, readers))]
     fn load_into(
         &self,
@@ -426,11 +427,11 @@ impl Reader {
     ) -> Answer<Vec<u16>> {
         let headers = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let (options, lent) = (self.loads.options(readers, verify, false), borrow(&handle.0)?);
-            // SAFETY: the Python caller owns the tensors and does not use them meanwhile.
+            // SAFETY: the Python caller owns the tensors, and does not use them during the call.
             let headers = unsafe {
                 load_into_tensors(&self.file, &numbers, lent.list()?, &options, counters, go_on)
             };
-            // Some of the new bytes may be there, whatever failed.
+            // After an error, too: some tensors may have new bytes already.
             lent.changed()?;
             headers
         })?;

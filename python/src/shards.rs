@@ -21,7 +21,7 @@ pub struct ShardIndex {
 }
 
 impl ShardIndex {
-    /// The index, unless it was closed.
+    /// Returns the index, unless it was closed.
     fn shared(&self) -> Result<Arc<Index>> {
         let index = self.index.lock();
         index
@@ -43,7 +43,7 @@ impl ShardIndex {
         }))
     }
 
-    /// The number of the file that has a tensor; None where the index does not say.
+    /// Returns the number of the file that has a tensor; None if the index does not name it.
     fn file_of(&self, name: &Bound<'_, PyAny>) -> Answer<Option<usize>> {
         let index = self.shared()?;
         Ok(plain_name(name).and_then(|name| index.file_of(name.stored())))

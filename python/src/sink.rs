@@ -1,4 +1,4 @@
-//! `tensorizer._C.Sink` and `.PathSink`: what `stream_io` writes.
+//! `tensorizer._C.Sink` and `.PathSink`, to which `stream_io` writes.
 
 use std::ffi::{OsString, c_int};
 use std::os::fd::IntoRawFd as _;
@@ -20,11 +20,11 @@ use crate::signals;
 /// Bytes that one thread sends at a time.
 const CHUNK_LEN: usize = 8 << 20;
 
-/// Whether a forgotten file is anywhere, and its path if that is not the one it was to have.
+/// Returns whether a file that was never closed exists, and its path if it did not get its own name.
 pub fn place(of: Unclosed) -> (bool, Option<OsString>) {
     match of {
         Unclosed::InPlace => (true, None),
-        // Not as a Path, for which the interpreter may be too near its end.
+        // Not as a `Path`: that may not work while the interpreter ends.
         Unclosed::Beside(path) => (true, Some(path.into_os_string())),
         Unclosed::GivenUp => (false, None),
     }
@@ -38,7 +38,7 @@ pub struct Sink {
 
 impl Drop for Sink {
     fn drop(&mut self) {
-        // Giving an object up may wait for others who need the GIL.
+        // Abandoning an object may wait for threads that need the GIL.
         Python::try_attach(|py| {
             gil::without(py, || {
                 self.sink = None;
@@ -53,7 +53,7 @@ impl Sink {
         Sink { sink: Some(sink) }
     }
 
-    /// The same object, for a writer.
+    /// Returns the same object, for a writer.
     pub fn shared(&self) -> Result<UploadSink> {
         self.sink.clone().ok_or_else(|| Error::Closed("the object is closed".to_owned()))
     }
@@ -86,7 +86,7 @@ impl Sink {
         Ok(gil::without(py, || self.shared()?.publish(len, &signals))?)
     }
 
-    /// Gives the object up.
+    /// Abandons the object.
     fn abandon(&self, py: Python<'_>) -> Answer<()> {
         let sink = self.shared()?;
         Ok(gil::without(py, || sink.abandon(&signals))?)
@@ -112,7 +112,7 @@ impl PathSink {
         Ok(PathSink { sink: Mutex::new(Some(FileSink::create(Path::new(&path))?)) })
     }
 
-    /// A descriptor for reading and writing, which belongs to the caller.
+    /// Returns a descriptor for reading and writing, which belongs to the caller.
     fn open(&self) -> Answer<c_int> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner);
         let sink = sink.as_ref().ok_or_else(|| Error::Closed("the file is closed".to_owned()))?;
@@ -125,15 +125,15 @@ impl PathSink {
         Ok(gil::without(py, || sink.map_or(Ok(()), |mut sink| sink.publish(len, &signals)))?)
     }
 
-    /// The same for a file that was forgotten, without harm to one of its name. Returns whether it
-    /// is anywhere, and its path if that is not the one it was to have.
+    /// Does the same for a file that was never closed; another file that has its name stays.
+    /// Returns whether it exists, and its path if it did not get its own name.
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Answer<(bool, Option<OsString>)> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
         Ok(place(gil::without(py, || sink.publish_unclosed(len, &signals))?))
     }
 
-    /// Gives the file up.
+    /// Abandons the file.
     fn abandon(&self) {
         self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
     }

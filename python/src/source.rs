@@ -13,7 +13,7 @@ use crate::errors::Answer;
 use crate::gil;
 use crate::signals;
 
-/// Bytes that a read takes memory for at first; then it doubles.
+/// Bytes for which a read allocates memory at first; then the memory doubles.
 const STEP: usize = 8 << 20;
 
 /// An open source. All methods may be called from several threads.
@@ -46,7 +46,7 @@ impl Source {
 
 #[pymethods]
 impl Source {
-    /// Up to `len` bytes at a position: fewer only at the end.
+    /// Reads up to `len` bytes at a position; fewer only at the end.
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
         let source = self.shared()?;
         let bytes = gil::without(py, || -> Result<_> {
@@ -56,7 +56,8 @@ impl Source {
             let mut done = 0;
             while done < len {
                 if done == bytes.len() {
-                    // What was asked for, and what a server promises, is not believed.
+                    // Allocates step by step: neither the requested length nor that which a server
+                    // states is trusted.
                     let more = STEP.max(done).min(len - done);
                     bytes.try_reserve(more).map_err(|_| Error::OutOfMemory {
                         bytes: (done + more) as u64,
@@ -95,7 +96,7 @@ impl Source {
         Ok(self.shared()?.capabilities().len)
     }
 
-    /// What the server sent along.
+    /// Returns the headers of the server's response.
     fn headers(&self) -> Answer<Vec<(String, String)>> {
         Ok(self.shared()?.response_head().map_or_else(Vec::new, |head| head.headers))
     }

@@ -1,8 +1,8 @@
-//! Texts for people.
+//! Text for messages and logs.
 
 use pyo3::prelude::*;
 
-/// A number of bytes: `"123.5 MB"`, or `"117.8 MiB"` if not decimal.
+/// Formats a number of bytes: `"123.5 MB"`, or `"117.8 MiB"` if not decimal.
 #[pyfunction]
 #[pyo3(signature = (num, decimal = true))]
 pub fn convert_bytes(num: f64, decimal: bool) -> String {

@@ -1,8 +1,8 @@
-//! Which hashes a load compares, as Python names them.
+//! Python's names for the hashes that a load compares.
 
 use tensorizer::Verify;
 
-/// What a name stands for.
+/// Returns the option that a name stands for.
 pub fn verification(name: &str) -> Verify {
     match name {
         "nothing" => Verify::Nothing,

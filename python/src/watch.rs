@@ -1,5 +1,5 @@
-//! How far the loads or the writes of a file have come: told to a callable while they run, and to the
-//! log when they have ended.
+//! The progress of the loads or writes of a file: reported to a callable while they run, and logged
+//! when they have ended.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,24 +15,24 @@ use crate::errors::Answer;
 use crate::verification::verification;
 use crate::{gil, signals};
 
-/// What a callable is told.
+/// Reports progress to a callable.
 #[derive(Default)]
 pub struct Watch {
-    /// Takes the bytes of tensor data that were moved by all calls.
+    /// The callable. It takes the bytes of tensor data that all calls have moved.
     tell: OnceLock<Py<PyAny>>,
-    /// Of the calls that have ended.
+    /// Bytes of the calls that have ended.
     before: AtomicU64,
     told: AtomicU64,
 }
 
 impl Watch {
-    /// Has a callable told from here on; the first one stays.
+    /// Sets the callable that is told from now on; only the first one counts.
     pub fn set(&self, tell: Py<PyAny>) {
         let _ = self.tell.set(tell);
     }
 
-    /// Tells what a call that is under way has moved, on the thread that looks for signals. What the
-    /// callable raises ends the call.
+    /// Reports what a running call has moved, on the thread that checks for signals. An exception
+    /// of the callable ends the call.
     pub fn tick(&self, moved: u64) -> Result<()> {
         let Some(tell) = self.tell.get() else { return Ok(()) };
         let sum = self.before.load(Ordering::Relaxed).saturating_add(moved);
@@ -43,14 +43,14 @@ impl Watch {
         told.map_err(|e| Error::Caller(Box::new(e)))
     }
 
-    /// Counts what a call has moved that has ended, and tells it.
+    /// Adds what an ended call has moved, and reports the sum.
     pub fn end(&self, moved: u64) -> Result<()> {
         self.before.fetch_add(moved, Ordering::Relaxed);
         self.tick(0)
     }
 }
 
-/// What all loads of a file share.
+/// The state that all loads of a file share.
 #[derive(Default)]
 pub struct Loads {
     stopped: AtomicBool,
@@ -60,30 +60,30 @@ pub struct Loads {
 }
 
 impl Loads {
-    /// Ends those that are under way, and refuses more.
+    /// Ends loads that are under way, and refuses new ones.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// How each of them loads.
+    /// Returns the options of a load.
     pub fn options(&self, readers: Option<usize>, verify: &str, map: bool) -> LoadOptions {
         let memory = *self.memory.lock();
         let shares_cache = self.shares_cache.load(Ordering::Relaxed);
         LoadOptions { readers, verify: verification(verify), map, memory, shares_cache }
     }
 
-    /// Has those that begin from here on read cold files through the page cache, as other processes of
-    /// this machine load them too.
+    /// Makes later loads read files through the page cache even if they are not in it, because
+    /// other processes of this machine load them too.
     pub fn share_cache(&self) {
         self.shares_cache.store(true, Ordering::Relaxed);
     }
 
-    /// Bounds what those have in flight that begin from here on.
+    /// Limits the memory that later loads have in flight.
     pub fn set_memory(&self, limit: MemoryLimit) {
         *self.memory.lock() = limit;
     }
 
-    /// Says whether a load goes on that has moved so many bytes, and tells them.
+    /// Reports the bytes that a load has moved. Returns an error if the load is to end.
     pub fn go_on(&self, uri: &str, moved: u64) -> Result<()> {
         if self.stopped.load(Ordering::Relaxed) {
             return Err(Error::Closed(format!("the load of `{uri}` was given up")));
@@ -92,7 +92,7 @@ impl Loads {
         self.watch.tick(moved)
     }
 
-    /// Runs one without the GIL; it is told of while it runs, and logged.
+    /// Runs a load without the GIL. Its progress is reported while it runs, and it is logged.
     pub fn run<T: Send>(
         &self,
         py: Python<'_>,
@@ -127,13 +127,13 @@ pub fn log(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// What a call did, in one line.
+/// Describes a call in one line.
 fn line(report: &Report) -> String {
     let Report { what, uri, device, tensors, bytes, threads, elapsed, reading, fallbacks, .. } =
         report;
     let (what, way) = if *what == "save" { ("saved", "from") } else { ("loaded", "to") };
     let seconds = elapsed.as_secs_f64();
-    #[allow(clippy::cast_precision_loss)] // For people.
+    #[allow(clippy::cast_precision_loss)] // Only for a log message.
     let rate = *bytes as f64 / seconds.max(1e-9) / 1e9;
     let mut line = format!(
         "{what} {tensors} tensors, {bytes} bytes in {seconds:.3} s ({rate:.2} GB/s) {way} {device}, \

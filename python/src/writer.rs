@@ -29,7 +29,7 @@ use crate::signals;
 use crate::sink::{Sink, place};
 use crate::watch::{Watch, log};
 
-/// A file under construction. One call at a time.
+/// A file under construction. Calls run one at a time.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Writer {
     inner: Mutex<tensorizer::Writer>,
@@ -39,7 +39,7 @@ pub struct Writer {
     watch: Watch,
 }
 
-/// What a call says about the file.
+/// The options of a new file, as Python passes them.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct Given {
@@ -81,7 +81,7 @@ impl Given {
 impl Drop for Writer {
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // Giving a file up may wait for others who need the GIL.
+        // Abandoning a file may wait for threads that need the GIL.
         Python::try_attach(|py| {
             gil::without(py, || {
                 inner.abandon();
@@ -110,7 +110,7 @@ impl Writer {
         body: impl FnOnce(&mut tensorizer::Writer) -> Result<T> + Send,
     ) -> Answer<T> {
         let mut inner = match self.inner.try_lock() {
-            // It may be that of a thread which is not in this process.
+            // In a forked child, the thread that holds the lock does not exist: that is an error here.
             Err(TryLockError::WouldBlock) => {
                 self.maker.check(&self.uri)?;
                 self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
@@ -122,7 +122,7 @@ impl Writer {
         Ok(gil::without(py, || body(inner))?)
     }
 
-    /// Runs a write, which is told of while it runs, and logged.
+    /// Runs a write. Its progress is reported while it runs, and it is logged.
     fn counted(
         &self,
         py: Python<'_>,
@@ -180,7 +180,7 @@ impl Writer {
         self.progress.load(Ordering::Relaxed)
     }
 
-    /// Has a callable told of the bytes of tensor data that were written.
+    /// Sets a callable that is told the bytes of tensor data that were written.
     fn watch(&self, tell: Py<PyAny>) {
         self.watch.set(tell);
     }
@@ -191,7 +191,7 @@ impl Writer {
         self.with(py, |writer| Ok(writer.end()))
     }
 
-    /// Gives the file an identity: that of the file which it is a copy of, or one of its own.
+    /// Gives the file an identity: that of the file of which it is a copy, or one of its own.
     #[pyo3(signature = (given))]
     fn set_pair(&self, py: Python<'_>, given: Option<[u8; 16]>) -> Answer<()> {
         let pair = given.map_or(Pair::FromContent, Pair::Given);
@@ -220,7 +220,7 @@ impl Writer {
         })
     }
 
-    /// Writes lent tensors as all of a safetensors file.
+    /// Writes lent tensors as the whole content of a safetensors file.
     fn write_safetensors(
         &self,
         py: Python<'_>,
@@ -241,13 +241,13 @@ impl Writer {
         self.with(py, |writer| writer.finish(&signals))
     }
 
-    /// Ends a file that was forgotten, without harm to one of its name. Returns whether it is
-    /// anywhere, and its path if that is not the one it was to have.
+    /// Ends a file that was never closed; another file that has its name stays. Returns whether it
+    /// exists, and its path if it did not get its own name.
     fn finish_unclosed(&self, py: Python<'_>) -> Answer<(bool, Option<OsString>)> {
         Ok(place(self.with(py, |writer| writer.finish_unclosed(&signals))?))
     }
 
-    /// Whether a write has failed half-way, so that the file can only be given up.
+    /// True if a write has failed half-way, so that the file can only be abandoned.
     #[getter]
     fn failed(&self, py: Python<'_>) -> Answer<bool> {
         self.with(py, |writer| Ok(writer.failed()))
@@ -259,7 +259,7 @@ impl Writer {
         self.with(py, |writer| Ok(writer.uri().to_owned()))
     }
 
-    /// Gives the file up.
+    /// Abandons the file.
     fn abandon(&self, py: Python<'_>) -> Answer<()> {
         self.with(py, |writer| {
             writer.abandon();
@@ -268,7 +268,7 @@ impl Writer {
     }
 }
 
-/// Lent tensors, with what is to be said of each.
+/// Describes lent tensors, to be saved.
 fn to_save(
     lent: &Lent,
     names: Vec<Name>,

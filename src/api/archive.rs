@@ -1,4 +1,4 @@
-//! Archives of `torch.save`: their records as entries, and the tensors in these that a pickle names.
+//! Archives of `torch.save`: their records as entries, and the tensors in them that a pickle names.
 
 use std::sync::{Arc, OnceLock};
 
@@ -20,11 +20,12 @@ use crate::io::ReadAt;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
-/// Requests for local headers at once to a server, which has to be waited for however little it sends.
+/// Requests for local headers that are sent to a server at once: each has a latency, however little
+/// it returns.
 const REQUESTS: usize = 32;
 
-/// Reads what an archive that begins at `base` holds, as number `file` of several, of which `at_once`
-/// are opened at once. Each record becomes an entry of bytes, named `<file>/<record>`.
+/// Reads the records of an archive that begins at `base`. It is number `file` of several, of which
+/// `at_once` are opened at once. Each record becomes an entry of bytes, named `<file>/<record>`.
 pub fn read_archive(
     source: Arc<dyn ReadAt>,
     base: u64,
@@ -49,7 +50,7 @@ pub fn read_archive(
     let records = read_directory(&*source, base, size, opening.cancel)?;
     let readers = (!source.is_local()).then_some((REQUESTS / at_once.max(1)).max(1));
     let positions = read_headers(&*source, base, &records, readers, opening.cancel)?;
-    // The name of the archive's folder, which is whatever the file was called.
+    // Names begin with the archive's folder, which `torch.save` names after the file.
     let folder = |name: &str| name.find('/').map_or(0, |at| at + 1);
     let entries = records.0.iter().zip(positions).map(|(record, data_offset)| {
         let name = record.name.split_at(folder(&record.name)).1;
@@ -78,7 +79,7 @@ fn bytes_dtype() -> Result<DType> {
     DType::from_name("uint8").ok_or_else(|| Error::Bug("no type of bytes".to_owned()))
 }
 
-/// Records, and where the directory behind the last of them begins.
+/// Records, and the position of the directory behind the last of them.
 type Records = (Vec<Record>, u64);
 
 fn read_directory(
@@ -108,7 +109,7 @@ fn read_directory(
     Ok((records.map_err(|e| e.of(uri))?, found.start))
 }
 
-/// Reads the local headers, which say where the data of records begin. Gives their positions.
+/// Reads the local headers of records, and returns the positions of their data.
 fn read_headers(
     source: &dyn ReadAt,
     base: u64,
@@ -144,7 +145,7 @@ fn read_headers(
     collected(positions, LISTS)
 }
 
-/// What the read engine asks about local headers.
+/// The codec of a read that brings nothing but local headers.
 struct LocalHeaders<'r> {
     uri: &'r str,
     base: u64,
@@ -189,7 +190,8 @@ pub struct Pickled {
 }
 
 impl TensorFile {
-    /// The same files as tensors of their storages, in the order given. Tensors may share bytes.
+    /// Returns the same files with tensors that lie in their storages, in the order given. Tensors
+    /// may share bytes.
     #[doc(hidden)]
     pub fn pickled(&self, tensors: Vec<Pickled>) -> Result<Self> {
         let entries = tensors.into_iter().map(|tensor| self.pickled_entry(tensor));
@@ -219,7 +221,7 @@ impl TensorFile {
                         record.data_len
                     )));
                 }
-                // Empty ones lie in no other's bytes.
+                // Empty tensors are placed at the start of the record, not inside another tensor's bytes.
                 let offset = if len == 0 { 0 } else { offset };
                 (record.file, record.data_offset.saturating_add(offset), len)
             }

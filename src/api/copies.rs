@@ -1,4 +1,4 @@
-//! Bytes of a server that come from a copy on this disk, which may be damaged.
+//! Local copies of a server's files, which may be damaged.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::io::ReadAt;
 
 impl TensorFile {
-    /// Does some work with bytes of its files. See [`with_sound_copies`].
+    /// Runs some work on its files. See [`with_sound_copies`].
     pub(super) fn with_sound_copies<T>(
         &self,
         cancel: &dyn Cancel,
@@ -18,7 +18,7 @@ impl TensorFile {
         with_sound_copies(&|error| self.suspects(error), cancel, work)
     }
 
-    /// The files whose bytes an error is about.
+    /// Returns the files whose bytes an error may be about.
     fn suspects(&self, error: &Error) -> Vec<Arc<dyn ReadAt>> {
         let sources = self.sources();
         let number = match error {
@@ -38,8 +38,8 @@ impl TensorFile {
     }
 }
 
-/// Does some work. Where it fails because bytes are damaged that came from copies of what servers have,
-/// these copies are removed, and it is done once more with bytes of the servers.
+/// Runs some work. If it fails because local copies of a server's files are damaged, these copies
+/// are removed, and the work runs once more with the server's own bytes.
 pub fn with_sound_copies<T>(
     suspects: &dyn Fn(&Error) -> Vec<Arc<dyn ReadAt>>,
     cancel: &dyn Cancel,
@@ -49,7 +49,8 @@ pub fn with_sound_copies<T>(
         Err(error) if may_be_damage(&error) => error,
         done => return done,
     };
-    // A wrong key looks like damage: which of them it is shows with the server's own bytes.
+    // A wrong key looks like damage. The second run, with the server's own bytes, tells which of
+    // them it is.
     let sure = !matches!(error, Error::Crypt(_));
     let sources = suspects(&error);
     let distrust = |remove| {
@@ -70,7 +71,7 @@ pub fn with_sound_copies<T>(
     )
 }
 
-/// The file that is opened, if an error is about it and not about another one that it names.
+/// Returns the file that is being opened, if an error is about it and not about another file that it names.
 pub fn opened(source: &Arc<dyn ReadAt>, error: &Error) -> Vec<Arc<dyn ReadAt>> {
     let other = match error {
         Error::Format { uri, .. } | Error::Truncated { uri, .. } => uri != source.uri(),
@@ -89,7 +90,7 @@ fn may_be_damage(error: &Error) -> bool {
     )
 }
 
-/// What was damaged, and that it could not be had anew.
+/// Returns the error that a copy was damaged, and that its bytes could not be fetched again.
 fn not_fetched(copies: &[PathBuf], damage: &Error, again: Error) -> Error {
     let Error::Io { action, uri, error } = again else { return again };
     let copies: Vec<String> = copies.iter().map(|copy| format!("`{}`", copy.display())).collect();

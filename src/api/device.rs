@@ -19,7 +19,7 @@ use crate::mem::device::Streams;
 use crate::mem::pinned::fewest;
 use crate::stats::{Counters, PAGEABLE};
 
-/// A load to devices: which tensors, and where in blocks of their memory they go.
+/// A load to devices: the tensors, and their places in blocks of device memory.
 pub struct DeviceLoad<'f> {
     selection: Selection<'f>,
     layout: Layout,
@@ -28,8 +28,9 @@ pub struct DeviceLoad<'f> {
 }
 
 impl<'f> DeviceLoad<'f> {
-    /// A load of tensors, given by number, into new blocks. Each goes to a device, given by its place
-    /// among all; with an empty list, all go to the only one. With `apart`, each has a block of its own.
+    /// Plans a load of tensors, given by number, into new blocks. `device_of` has the device of
+    /// each, by its place among all devices; if it is empty, all go to the only one. With `apart`,
+    /// each tensor has a block of its own.
     pub fn new(
         file: &'f TensorFile,
         numbers: &[usize],
@@ -75,8 +76,9 @@ impl<'f> DeviceLoad<'f> {
         Ok(DeviceLoad { selection, layout: Layout::of(blocks, places), device_of })
     }
 
-    /// A load of tensors into memory that exists: a block each, in the order of their numbers. Each is
-    /// on a device, given by its place among all; with an empty list, all are on the only one.
+    /// Plans a load of tensors into existing memory: a block each, in the order of their numbers.
+    /// `device_of` has the device of each, by its place among all devices; if it is empty, all are
+    /// on the only one.
     pub fn into_blocks(
         file: &'f TensorFile,
         numbers: &[usize],
@@ -94,24 +96,24 @@ impl<'f> DeviceLoad<'f> {
         Ok(DeviceLoad { selection, layout: Layout::of(blocks, places), device_of })
     }
 
-    /// The device of each block, by its place among all; empty if there is one device.
+    /// Returns the device of each block, by its place among all; empty if there is one device.
     pub fn block_devices(&self) -> &[usize] {
         &self.device_of
     }
 
-    /// Bytes of each block.
+    /// Returns the bytes of each block.
     pub fn block_lens(&self) -> Result<Vec<u64>> {
         listed(self.layout.blocks.iter().map(|block| block.len), LISTS)
     }
 
-    /// The place of each tensor, in the order of their numbers.
+    /// Returns the place of each tensor, in the order of their numbers.
     pub fn places(&self) -> Result<Vec<Place>> {
         self.selection.restore(listed(self.layout.places.iter().copied(), LISTS)?)
     }
 
-    /// Loads. Copies may still be under way when it returns; the consumer's stream waits for them once
-    /// they are handed over. Tensors without data are left alone. Meanwhile it calls `allocate` on
-    /// this thread, until that says that all blocks are there.
+    /// Runs the load. Copies may still be under way when it returns; the consumer's stream waits for
+    /// them once the returned streams are handed over. Tensors without data are left alone. Meanwhile
+    /// it calls `allocate` on this thread, until that returns false: then all blocks are there.
     pub fn run(
         &self,
         to: &Destination<'_>,
@@ -127,7 +129,7 @@ impl<'f> DeviceLoad<'f> {
         file.with_sound_copies(cancel, || self.load(to, options, counters, cancel, allocate))
     }
 
-    /// The same for what was checked.
+    /// Runs the load after the checks.
     fn load(
         &self,
         to: &Destination<'_>,
@@ -151,7 +153,8 @@ impl<'f> DeviceLoad<'f> {
         let headers = Headers::new(selection, options.verify, &|_, _| Ok(()))?;
         let several = to.devices.len() > 1;
         let headers = if (headers.decrypts() || several) && !file.is_seekable() {
-            // It can be read only once, so that nothing may turn out to be impossible later.
+            // A stream cannot be read again, should the direct way to the devices turn out to be
+            // impossible.
             counters.fallback(if several {
                 "through host memory: what comes front to back is read once, for all devices"
             } else {
@@ -163,7 +166,7 @@ impl<'f> DeviceLoad<'f> {
         } else {
             let left = self.read(&headers, &upload, allocate)?;
             if !left.is_empty() {
-                // Bytes that were copied there meanwhile must not come later.
+                // Copies that are under way must not overwrite these bytes later.
                 upload.finish()?;
                 counters
                     .fallback("decrypted in host memory: pieces of encryption of unusual length");
@@ -177,8 +180,8 @@ impl<'f> DeviceLoad<'f> {
         Ok((headers, streams))
     }
 
-    /// Loads slices: those of long contiguous ranges as they come, and those of short ones gathered. What
-    /// is verified or encrypted comes by way of host memory, some at a time.
+    /// Loads slices. Long contiguous ranges are read straight to their places, and short ones are
+    /// gathered. Slices that are verified or encrypted come by way of host memory, some at a time.
     fn slices(&self, upload: &Upload<'_>) -> Result<()> {
         let file = self.selection.file;
         let rules = RunRules::of(&self.selection, upload.options)?;
@@ -208,7 +211,7 @@ impl<'f> DeviceLoad<'f> {
         upload.gather(file, &listed(others.iter().filter_map(slice), LISTS)?, &rules)
     }
 
-    /// Brings tensors to host memory and from there to the device, some at a time.
+    /// Loads tensors to host memory and copies them to the device, some at a time.
     fn parts_through_host(&self, tensors: &[usize], upload: &Upload<'_>) -> Result<()> {
         if tensors.is_empty() {
             return Ok(());
@@ -216,7 +219,7 @@ impl<'f> DeviceLoad<'f> {
         let len =
             |&tensor: &usize| self.selection.entries.get(tensor).map_or(0, |entry| held_len(entry));
         let largest = tensors.iter().map(len).max().unwrap_or(0);
-        // A reader of the host is the same for all devices; each has staging buffers of its own.
+        // Readers to host memory serve all devices, but each device has staging buffers of its own.
         let others = upload.to.devices.iter().skip(1).map(|one| {
             let len = one.pool.buffer_len() as u64;
             len.saturating_mul(fewest(len))

@@ -19,30 +19,30 @@ use crate::mem::Buffers;
 use crate::sys;
 use crate::sys::brief::Brief;
 
-/// Tensors, and where their bytes come from.
+/// An open file or checkpoint: its tensors, and the sources of their bytes.
 pub struct TensorFile {
     uri: String,
     sources: Brief<Arc<[Arc<dyn ReadAt>]>>,
     catalog: Arc<Catalog>,
-    /// What only `.tensors` files have.
+    /// The state of a `.tensors` file; None for other formats.
     own: Option<Arc<Own>>,
     heads: Arc<[CachedHead]>,
-    /// Its bytes have the hashes that its hub publishes, or need not have them.
+    /// Done once the bytes match the checksums of the hub, or need not.
     proven: Arc<Once>,
 }
 
-/// What a `.tensors` file has beside its tensors.
+/// The state that only `.tensors` files have.
 pub(super) struct Own {
-    /// Where the file begins in its source.
+    /// The position of the file's first byte in its source.
     pub base: u64,
-    /// What its first bytes say.
+    /// The prologue, which is the first bytes of the file.
     pub prologue: Prologue,
-    /// Prologue and index as they are, if the file says that it is sealed.
+    /// Prologue and index as they are in the file, if it has a manifest (a seal).
     pub head: Option<Vec<u8>>,
     /// The identity by which the other half of a saved object knows it.
     pub pair_id: Option<PairId>,
     pub decryption: OnceLock<Arc<DecryptionOptions>>,
-    /// What headers must be, once the seal was found right.
+    /// The tags that headers must have, by stored name. Set once the manifest was verified.
     pub sealed: OnceLock<(Manifest, HashMap<String, HeaderTag>)>,
     pub key_fits: AtomicBool,
 }
@@ -60,7 +60,7 @@ impl TensorFile {
         TensorFile { uri, sources: Brief::new(sources.into()), catalog, own, heads, proven }
     }
 
-    /// The same file with other tensors in it.
+    /// Returns the same file with other tensors.
     pub(super) fn with_entries(&self, entries: Vec<Entry>) -> Result<Self> {
         let mut names = NameTree::default();
         for (number, entry) in entries.iter().enumerate() {
@@ -69,8 +69,8 @@ impl TensorFile {
         Ok(self.with_named(entries, names))
     }
 
-    /// The same file with parts of its tensors in it, of one tensor perhaps several: its name is that
-    /// of the first.
+    /// Returns the same file with parts of its tensors. A tensor may have several parts; its name
+    /// then belongs to the first one.
     pub(super) fn with_parts(&self, entries: Vec<Entry>) -> Result<Self> {
         let mut names = NameTree::default();
         for (number, entry) in entries.iter().enumerate() {
@@ -92,7 +92,7 @@ impl TensorFile {
         TensorFile { catalog: Arc::new(catalog), ..self.again() }
     }
 
-    /// The same file once more, which stays open when this one is closed.
+    /// Returns the same file once more. It stays open when this one is closed.
     #[doc(hidden)]
     pub fn again(&self) -> Self {
         TensorFile {
@@ -105,13 +105,13 @@ impl TensorFile {
         }
     }
 
-    /// What its servers have said, where [`Opening::keeps_heads`] has asked for it: of each file that can
-    /// be read at positions what others need to open it without a request. The index of shards comes
-    /// first, if there is one, then the files in their order. Local files are in it only if they are of a
-    /// hub: they name its commit, without any bytes.
+    /// Returns cached heads, if [`Opening::keeps_heads`] asked for them. With these, other
+    /// processes open the same files without a request. There is one for each file that can be read
+    /// at positions: first the index of shards, if there is one, then the files in their order.
+    /// Local files have one only if they are of a hub: it names the hub's commit, and has no bytes.
     ///
-    /// The bytes of a head are all that come before the tensors; of archives of `torch.save`, whose
-    /// directory is at their end, they are the few by which the format is told.
+    /// The bytes of a head are all that come before the tensors. Archives of `torch.save` have
+    /// their directory at their end: their heads have only the few bytes that tell the format.
     ///
     /// [`Opening::keeps_heads`]: super::part::Opening::keeps_heads
     #[doc(hidden)]
@@ -119,36 +119,36 @@ impl TensorFile {
         &self.heads
     }
 
-    /// The comparison of its bytes with what its hub publishes.
+    /// The state of the comparison of its bytes with the checksums of its hub.
     pub(super) fn proven(&self) -> &Once {
         &self.proven
     }
 
-    /// Prologue and index as they are, if the file says that it is sealed.
+    /// Returns prologue and index as they are in the file, if it has a manifest.
     pub(super) fn sealed_head(&self) -> Option<(&[u8], &[u8])> {
         self.own.as_ref()?.head.as_ref()?.split_at_checked(PROLOGUE_LEN)
     }
 
-    /// Remembers the seal, and what stands for each header.
+    /// Remembers the verified manifest, and the tag of each header.
     pub(super) fn set_sealed(&self, manifest: Manifest, digests: Vec<HeaderTag>) -> Result<()> {
         let mut by_name = HashMap::new();
         let count = digests.len();
         by_name.try_reserve(count).map_err(|_| out_of_memory(count as u64, LISTS))?;
         let names = self.entries().iter().map(|entry| entry.name.stored().to_owned());
         by_name.extend(names.zip(digests));
-        // Headers are read again with their data, and whoever sends them may send others then.
+        // Kept, because headers are read again with their data: a server may send different ones then.
         if let Some(own) = &self.own {
             own.sealed.get_or_init(|| (manifest, by_name));
         }
         Ok(())
     }
 
-    /// Has loads decrypt; false if they do already.
+    /// Makes loads decrypt with these options. Returns false if options were set before.
     pub(super) fn set_decryption(&self, options: Arc<DecryptionOptions>) -> bool {
         self.own.as_ref().is_some_and(|own| own.decryption.set(options).is_ok())
     }
 
-    /// Refuses a header that is not the one that was sealed.
+    /// Refuses a header that differs from the one that the manifest covers.
     pub(super) fn check_header(&self, entry: &Entry, raw: &[u8]) -> Result<()> {
         let sealed = self.own.as_ref().and_then(|own| own.sealed.get());
         let Some((manifest, digests)) = sealed else { return Ok(()) };
@@ -156,7 +156,7 @@ impl TensorFile {
         if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.unsealed()) }
     }
 
-    /// Whether something was decrypted with the key already.
+    /// True if data were decrypted with the key before.
     pub(super) fn key_fits(&self) -> bool {
         self.own.as_ref().is_some_and(|own| own.key_fits.load(Ordering::Relaxed))
     }
@@ -176,7 +176,7 @@ impl TensorFile {
         ))
     }
 
-    /// How loads decrypt.
+    /// Returns the options with which loads decrypt; None if they do not.
     pub fn decryption(&self) -> Option<&DecryptionOptions> {
         self.own.as_ref()?.decryption.get().map(Arc::as_ref)
     }
@@ -191,7 +191,7 @@ impl TensorFile {
         &self.uri
     }
 
-    /// Where the bytes come from: a source for each file, as entries number them.
+    /// Returns the sources of the bytes: one for each file, as entries number the files.
     pub fn sources(&self) -> Arc<[Arc<dyn ReadAt>]> {
         Arc::clone(&self.sources.lock())
     }
@@ -202,12 +202,12 @@ impl TensorFile {
         found.ok_or_else(|| Error::Bug(format!("no file {file} of `{}`", self.uri)))
     }
 
-    /// Whether tensors can be read in any order.
+    /// True if tensors can be read in any order.
     pub fn is_seekable(&self) -> bool {
         self.sources().iter().all(|source| source.capabilities().len.is_some())
     }
 
-    /// Lets the sources go, once the reads under way have ended. The catalog stays.
+    /// Releases the sources once the reads under way have ended. The catalog stays.
     pub fn close(&self) {
         let sources = self.sources();
         let closed = sources.iter().map(|source| {
@@ -222,10 +222,10 @@ impl TensorFile {
         self.catalog.format
     }
 
-    /// What the file says beside its tensors, as names and values; None if it states none, which a
-    /// safetensors file tells from an empty list. Those of a `.tensors` file are
-    /// authenticated where it is sealed by a manifest, once it was opened with a key, and else not.
-    /// Where they are damaged this is the error, and tensors can be loaded all the same.
+    /// Returns the metadata as names and values. None if the file has none; a safetensors file
+    /// distinguishes that from an empty list. If they are damaged this is an error, but tensors can
+    /// still be loaded. Metadata of a `.tensors` file are authenticated only if it has a manifest
+    /// and was opened with a key.
     pub fn metadata(&self) -> Result<Option<&[(String, String)]>> {
         match &*self.catalog.metadata {
             Ok(pairs) => Ok(pairs.as_deref()),
@@ -233,37 +233,38 @@ impl TensorFile {
         }
     }
 
-    /// Which tensor is in which file, where the entries are storages that an index of shards does not
-    /// know.
+    /// Returns the number of each tensor's file, as the index of shards says. Filled only where the
+    /// entries are storages, which the index does not name.
     #[doc(hidden)]
     pub fn promised(&self) -> &BTreeMap<String, usize> {
         &self.catalog.promised
     }
 
-    /// What the first bytes of a `.tensors` file say.
+    /// Returns the prologue, which is the first bytes of a `.tensors` file; None for other formats.
     pub fn prologue(&self) -> Option<&Prologue> {
         self.own.as_ref().map(|own| &own.prologue)
     }
 
-    /// Whether its tensors' data are encrypted.
+    /// True if the data of its tensors are encrypted.
     pub fn is_encrypted(&self) -> bool {
         self.prologue().is_some_and(|prologue| prologue.encrypted)
     }
 
-    /// Refuses to verify a format that has nothing to verify against.
+    /// Refuses to verify a file whose format has no hashes.
     #[doc(hidden)]
     pub fn check_hashes(&self) -> Result<()> {
         if self.format().has_hashes() { Ok(()) } else { Err(self.no_hashes(&self.uri, "")) }
     }
 
-    /// That the format of a file has nothing to verify against, nor what is said here.
+    /// Returns the error that the format of a file has no hashes. `elsewhere` adds why no other
+    /// source has one.
     pub(super) fn no_hashes(&self, uri: &str, elsewhere: &'static str) -> Error {
         let (uri, format) = (uri.to_owned(), self.format().name());
         Error::NoHashes { uri, format, elsewhere }
     }
 
-    /// Prologue and index of a file that holds only the tensors with these numbers, at the same
-    /// positions: what is not named any more becomes a gap.
+    /// Returns prologue and index of a file that holds only the tensors with these numbers, at the
+    /// same positions. Other tensors become gaps.
     #[doc(hidden)]
     pub fn head_of(&self, numbers: &[usize]) -> Result<Vec<u8>> {
         let Some(own) = &self.own else {
@@ -280,7 +281,7 @@ impl TensorFile {
             )));
         }
         if let Some(head) = own.head.as_ref().filter(|_| numbers.len() == self.entries().len()) {
-            // As it is, so that its seal stays right.
+            // Unchanged, so that its manifest stays valid.
             return Ok(head.clone());
         }
         let entries = numbers.iter().map(|&number| self.entry(number).cloned());
@@ -295,7 +296,7 @@ impl TensorFile {
         let tagged = prologue.versioned_entries;
         let mut block = index::encode(&entries, tagged, prologue.index_len)?;
         let used: usize = entries.iter().map(|entry| entry.encoded_len(tagged)).sum();
-        // The identity is that of all tensors.
+        // The identity is that of all tensors: a part of the file has none.
         let pair_id = own.pair_id.filter(|_| numbers.len() == self.entries().len());
         let pairs = self.metadata()?.unwrap_or(&[]);
         let metadata = metadata::encode(pairs, self.uri())?;
@@ -303,15 +304,16 @@ impl TensorFile {
         listed(prologue.encode().into_iter().chain(block), "a head")
     }
 
-    /// Bytes of the file as they are.
+    /// Reads bytes of the file as they are.
     #[doc(hidden)]
     pub fn raw(&self, offset: u64, buffer: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         let what = || "a copy of the file".to_owned();
         read_exact_at(&*self.source(0)?, offset, &mut Buffers::of(buffer), &what, cancel)
     }
 
-    /// What has the kernel begin to read bytes of one tensor's data, from its byte `start` on; None
-    /// where they are in no local file, or in memory already, as far as samples tell.
+    /// Returns a function that makes the kernel begin to read bytes of one tensor's data, from its
+    /// byte `start` on. None if the data are not in a local file, or are in the page cache as far
+    /// as samples tell.
     #[doc(hidden)]
     pub fn read_ahead(&self, number: usize, start: u64, len: u64) -> Result<Option<impl FnOnce()>> {
         let entry = self.entry(number)?;
@@ -335,18 +337,18 @@ impl TensorFile {
         &self.catalog.entries
     }
 
-    /// The same, to be kept beyond the file.
+    /// The same, shared: they may outlive the file.
     #[doc(hidden)]
     pub fn shared_entries(&self) -> &Arc<Vec<Entry>> {
         &self.catalog.entries
     }
 
-    /// The number of a tensor, by the form in which its name is stored.
+    /// Returns the number of a tensor, by the stored form of its name.
     pub fn find(&self, stored: &str) -> Option<usize> {
         self.catalog.names.find(stored)
     }
 
-    /// The entry with this number.
+    /// Returns the entry with this number.
     pub fn entry(&self, number: usize) -> Result<&Entry> {
         self.entries().get(number).ok_or_else(|| {
             Error::InvalidArgument(format!(
@@ -357,7 +359,7 @@ impl TensorFile {
         })
     }
 
-    /// The numbers of tensors, by the form in which their names are stored; none twice.
+    /// Returns the numbers of tensors, by the stored forms of their names. A name given twice is an error.
     pub fn select<S: AsRef<str>>(&self, names: &[S]) -> Result<Vec<usize>> {
         let mut seen = std::collections::HashSet::new();
         names

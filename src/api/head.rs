@@ -1,4 +1,4 @@
-//! The beginning of a file, from which its format is told, and what follows it.
+//! The first bytes of a file, which tell its format, and the reading of what follows them.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -20,7 +20,7 @@ use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::torch_zip;
 use crate::io::{PrefixedSource, ReadAt};
 
-/// A source of which the first bytes were read.
+/// A source whose first bytes were read.
 pub struct Head {
     source: Arc<dyn ReadAt>,
     base: u64,
@@ -37,22 +37,22 @@ impl Head {
         Ok(Head { source, base, bytes })
     }
 
-    /// The first bytes.
+    /// Returns the first bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The position of the first of them.
+    /// Returns the position of the first byte.
     pub fn base(&self) -> u64 {
         self.base
     }
 
-    /// Where they come from.
+    /// Returns the source of the bytes.
     pub fn source(&self) -> &Arc<dyn ReadAt> {
         &self.source
     }
 
-    /// All of the file, which may not be longer than `most`.
+    /// Reads the whole file, which may not be longer than `most`.
     pub fn whole(&self, most: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let too_long = |found: String| {
             let what = format!("expected {what} of at most {most} bytes, found {found}");
@@ -79,7 +79,7 @@ impl Head {
         Err(too_long("more".to_owned()))
     }
 
-    /// So many bytes from the first on.
+    /// Returns the first `len` bytes of the file; reads those that are missing.
     fn first(&self, len: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let mut bytes = self.bytes.clone();
         bytes.truncate(usize::try_from(len).unwrap_or(usize::MAX));
@@ -88,7 +88,7 @@ impl Head {
         Ok(bytes)
     }
 
-    /// Opens a file by itself.
+    /// Opens a single file.
     pub fn open(self, opening: &Opening<'_>) -> Result<TensorFile> {
         if !safetensors::begins(&self.bytes) && !torch_zip::begins(&self.bytes) {
             return self.open_tensors(opening);
@@ -107,10 +107,11 @@ impl Head {
         Ok(TensorFile::new(uri, vec![source], catalog, None, heads))
     }
 
-    /// Reads what the file has, as number `file` of several, of which `at_once` are opened at once.
+    /// Reads the catalog of the file, as number `file` of several, of which `at_once` are opened at once.
     pub fn part(self, (file, at_once): (usize, usize), opening: &Opening<'_>) -> Result<Part> {
         if torch_zip::begins(&self.bytes) {
-            // Its directory is at its end, and asked for again: this is what its format is told by.
+            // The cached head has only the bytes that tell the format: the directory is at the end
+            // of the file, and is requested again.
             let head = opening.known(&*self.source, self.base, &self.bytes, &[]);
             let part = read_archive(self.source, self.base, (file, at_once), opening)?;
             return Ok(Part { head, ..part });
@@ -148,12 +149,12 @@ impl Head {
             );
             return Err(Error::Format { uri: uri.to_owned(), offset: found.end, what });
         }
-        // As much as the format is told by, also of a shorter header.
+        // The cached head has at least the bytes that tell the format, even if the header is shorter.
         let rest = start.get(self.bytes.len()..).unwrap_or(&[]);
         let head = opening.known(&*self.source, base, &self.bytes, rest);
         let passed = traits.len.is_none() && start.len() < self.bytes.len();
         let source = if passed {
-            // Front to back only, and some of the data were read already.
+            // The source is read front to back only, and some of its data were read already.
             Arc::new(PrefixedSource::new(self.source, base, self.bytes)) as Arc<dyn ReadAt>
         } else {
             self.source
@@ -190,7 +191,7 @@ impl Head {
         let block = read_index(&*source, index_at, &prologue, cancel)?;
         let Index { entries, names, len } =
             index::parse(&block, index_at, &prologue, file_len, uri)?;
-        // All that a seal covers is needed again to check it.
+        // A manifest covers prologue and index, which are kept to verify it.
         let sealed = Manifest::is_in(&block);
         let unsealed = block.len().saturating_sub(if sealed { MANIFEST_LEN } else { 0 });
         let space = block.get(len..unsealed).unwrap_or(&[]);
@@ -214,8 +215,8 @@ impl Head {
     }
 }
 
-/// Reads an index block. Where nobody knows how long the file is, what has come of it is looked at
-/// before more is read: a server may send anything, and never end.
+/// Reads an index block. If the length of the file is unknown, each part is checked before more is
+/// read: a server may send anything, without end.
 fn read_index(
     source: &dyn ReadAt,
     at: u64,

@@ -1,4 +1,4 @@
-//! Headers of tensors: what the read engine asks of the format.
+//! Headers of tensors, which the read engine passes to the codec of their format.
 
 use std::sync::OnceLock;
 
@@ -20,7 +20,8 @@ use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
-/// Sees whole headers, each with the place of its tensor in the caller's order, in any order.
+/// A callback for whole headers, each with the place of its tensor in the caller's order. They come
+/// in any order.
 pub type See<'s> = &'s (dyn Fn(usize, &Header<'_>) -> Result<()> + Sync);
 
 /// The codec of a `.tensors` file, for the tensors of one call.
@@ -33,7 +34,7 @@ pub struct Headers<'s> {
 }
 
 impl<'s> Headers<'s> {
-    /// For a load.
+    /// Makes the codec of a load. `see` is called with each header.
     pub fn new(selection: &'s Selection<'s>, verify: Verify, see: See<'s>) -> Result<Self> {
         let file = selection.file;
         let decryptor = file
@@ -63,7 +64,7 @@ impl<'s> Headers<'s> {
         kept.ok_or_else(|| Error::Bug(format!("no header {tensor}")))
     }
 
-    /// Decrypts, and verifies, all data of a tensor whose header came.
+    /// Decrypts and verifies all data of a tensor whose header has come.
     pub fn whole(&self, tensor: usize, bytes: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         if let Some(decryptor) = &self.decryptor {
             decryptor.whole(tensor, bytes, cancel)?;
@@ -76,7 +77,7 @@ impl<'s> Headers<'s> {
         self.compare(tensor, &hash.finish())
     }
 
-    /// What is kept of the headers, in the caller's order.
+    /// Returns the retained part of each header, in the caller's order.
     pub fn into_kept(self) -> Result<Vec<KeptHeader>> {
         let kept = self.kept.into_iter().zip(&self.selection.entries).map(|(kept, entry)| {
             let kept = kept.into_inner();
@@ -123,7 +124,7 @@ impl Codec for Headers<'_> {
     }
 }
 
-/// Reads the headers of tensors, given by number, and not their data.
+/// Reads only the headers of tensors, given by number.
 pub fn read_headers(
     file: &TensorFile,
     numbers: &[usize],
@@ -132,7 +133,7 @@ pub fn read_headers(
     see_headers(file, numbers, cancel, &|_, _| Ok(()))
 }
 
-/// The same, and shows each of them whole while it is in memory.
+/// Reads headers as [`read_headers`] does, and passes each to `see` as a whole while it is in memory.
 pub fn see_headers(
     file: &TensorFile,
     numbers: &[usize],
@@ -162,16 +163,17 @@ pub fn see_headers(
 }
 
 /// Decrypts the first piece of the smallest tensor, so that a wrong key is found before everything
-/// has been read. A key that has fitted once is not tried again.
+/// has been read. A key that has worked once is not tried again.
 pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let file = selection.file;
     let Some(options) = file.decryption().filter(|_| !file.key_fits()) else { return Ok(()) };
     let source = file.source(0)?;
     if source.capabilities().len.is_none() {
-        // It can be read only once.
+        // The source can be read only once.
         return Ok(());
     }
-    // The entry of a slice has the slice's shape, and its header that of the tensor.
+    // Slices are left out: their entries have the slice's shape, and their headers that of the
+    // whole tensor.
     let sealed = selection.entries.iter();
     let sealed = sealed.filter(|entry| entry.data_len > 0 && entry.whole.is_none());
     let Some(entry) = sealed.min_by_key(|entry| entry.data_len) else { return Ok(()) };
@@ -182,7 +184,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let Some((pieces, key)) = cipher(&header, entry, options, uri, cancel)? else { return Ok(()) };
     let (_, _, end) = pieces.piece(0);
     if end > PIECE_LEN {
-        // Longer than what is worth reading twice.
+        // The piece is too long to be read twice.
         return Ok(());
     }
     let mut bytes =

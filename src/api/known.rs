@@ -1,16 +1,17 @@
-//! What opening a file has learnt of it, for others that open it too.
+//! Cached heads: the results of opening a file, for other processes that open it.
 
 use super::part::Opening;
 use crate::io::{CachedHead, ReadAt};
 
-/// Headers of a response that are handed on: they describe the file. Any other may hold a secret, such as
-/// a session, or a signed address.
+/// Response headers that are passed on: they describe the file. Any other may hold a secret, such
+/// as a session or a signed address.
 const HANDED_ON: [&str; 6] =
     ["accept-ranges", "content-length", "content-range", "content-type", "etag", "last-modified"];
 
 impl Opening<'_> {
-    /// What its server said of a file that begins with these bytes, in two pieces. None where nobody has
-    /// asked for it, of local files, of servers without ranges, and where the file is part of another.
+    /// Returns the cached head of a file that begins with these bytes, given in two pieces. None if
+    /// heads are not kept, for local files that are of no hub, for servers without ranges, and for
+    /// a file inside another one.
     pub(super) fn known(
         &self,
         source: &dyn ReadAt,
@@ -21,7 +22,8 @@ impl Opening<'_> {
         let mut known = source.response_head().filter(|_| self.keeps_heads && base == 0)?;
         known.headers.retain(|(name, _)| HANDED_ON.contains(&name.as_str()));
         if known.tag.is_none() && known.modified.is_none() {
-            // Nothing would prove that another file begins with the same bytes.
+            // With neither a tag nor a date, no response could prove that the file still begins
+            // with these bytes.
             return Some(known);
         }
         Some(CachedHead { first: [first, rest].concat().into(), ..known })
@@ -38,7 +40,7 @@ mod tests {
     use crate::error::{Error, Result};
     use crate::io::{CachedHeads, OpenOptions, uri};
 
-    /// Nobody listens there.
+    /// No server listens at this address.
     const ADDRESS: &str = "http://user:word@127.0.0.1:1/f?token=hidden";
 
     fn head() -> CachedHead {

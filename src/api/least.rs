@@ -1,4 +1,4 @@
-//! The least of a memory limit with which a file can be read.
+//! The minimum memory limit with which a file can be read.
 
 use super::file::TensorFile;
 use crate::engine::cold;
@@ -8,12 +8,12 @@ use crate::io::{Capabilities, borrowed};
 use crate::mem::pinned;
 use crate::memory_limit::{CONNECTION, LoadNeeds};
 
-/// The most that a connection, or a file of another language, takes of any limit.
+/// The most that one connection, or one file object of another language, needs under any limit.
 const READER: u64 = 2 * CONNECTION;
 
 impl TensorFile {
-    /// Bytes that a load has in flight at least: of `parts` of tensors, or to a device by way of
-    /// staging buffers.
+    /// Returns the minimum of the bytes that a load has in flight. `parts`: it loads parts of
+    /// tensors. `staged`: it loads to a device through staging buffers.
     pub fn least(&self, parts: bool, staged: bool) -> Result<u64> {
         let sources = self.sources();
         let files = borrowed(&sources);
@@ -26,7 +26,7 @@ impl TensorFile {
             gathers: if parts { gather::least(self.is_encrypted()) } else { 0 },
             staging: staged.then(|| (buffer, pinned::fewest(buffer), 0)),
         };
-        // A hub's files are hashed before, piece by piece.
+        // Files of a hub are hashed before the load, piece by piece, which also takes memory.
         let ahead =
             of_server > CONNECTION || files.iter().any(|source| source.capabilities().of_hub);
         Ok(if ahead { needs.least_ahead() } else { needs.least() })

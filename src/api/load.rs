@@ -24,11 +24,12 @@ use crate::io::borrowed;
 use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
 use crate::stats::{Counters, Stage};
 
-/// Tensors in a mapped file, and storages whatever is in them, are used in place from this alignment
-/// on, or their element size's; code that torch generates assumes as much. Safetensors files promise
-/// their element size's at most, with which their own library uses tensors in place.
+/// The alignment from which tensors in a mapped file are used in place, or that of their element
+/// size if it is larger: code that torch generates assumes as much. It holds for storages, too,
+/// whatever is in them. Safetensors files promise only the alignment of the element size, and with
+/// that their own library uses tensors in place.
 const MAPPED_ALIGNMENT: u64 = 16;
-/// Less than this is read in any case: each mapping costs one of the few that a process may have.
+/// Fewer bytes than this are read and not mapped: the number of mappings of a process is limited.
 const MAPPED_FROM: u64 = 1 << 20;
 
 /// Loads tensors, given by number, into memory of their own.
@@ -41,7 +42,7 @@ pub fn load(
     load_counted(file, numbers, options, &Counters::default(), cancel)
 }
 
-/// The same, and counts what it does.
+/// Does the same, and counts the work in `counters`.
 pub fn load_counted(
     file: &TensorFile,
     numbers: &[usize],
@@ -61,7 +62,7 @@ pub fn load_counted(
     file.with_sound_copies(cancel, load)
 }
 
-/// The same for what was checked.
+/// Loads tensors that were checked before.
 fn load_selected(
     selection: &Selection<'_>,
     numbers: &[usize],
@@ -87,8 +88,8 @@ fn load_selected(
     listed(loaded.map(tensor), LISTS)
 }
 
-/// Loads tensors, given by number, into memory that the caller has. Each destination must have
-/// exactly the tensor's length; nothing is written to any of them if one has not.
+/// Loads tensors, given by number, into memory of the caller. Each destination must have exactly
+/// the tensor's length; if one has not, nothing is written to any of them.
 pub fn load_into(
     file: &TensorFile,
     numbers: &[usize],
@@ -100,8 +101,8 @@ pub fn load_into(
     load_into_uninit(file, numbers, destinations, options, &Counters::default(), cancel)
 }
 
-/// The same for memory that need not be initialised: it is, when this returns without an error. Counts
-/// what it does.
+/// Does the same for memory that need not be initialised; it is, if this returns without an error.
+/// Counts the work in `counters`.
 pub fn load_into_uninit(
     file: &TensorFile,
     numbers: &[usize],
@@ -170,18 +171,18 @@ fn fill(
         headers.into_kept()
     });
     if loaded.is_err() {
-        // Nothing is left of what could not be authenticated.
+        // Data that could not be authenticated are wiped.
         bytes.into_iter().for_each(|bytes| bytes.fill(0));
     }
     loaded
 }
 
-/// Slices are loaded without headers.
+/// Returns empty headers, one for each tensor: slices are loaded without headers.
 pub fn no_headers(selection: &Selection<'_>) -> Result<Vec<KeptHeader>> {
     listed(selection.entries.iter().map(|_| KeptHeader::none()), LISTS)
 }
 
-/// Reads to host memory. Gives the tensors that are still to be decrypted as a whole.
+/// Reads to host memory. Returns the tensors that are still to be decrypted as a whole.
 fn run<'s>(
     selection: &'s Selection<'s>,
     mut target: Host<'_>,
@@ -207,7 +208,7 @@ fn run<'s>(
     Ok((headers, left))
 }
 
-/// Decrypts tensors as a whole, several at once.
+/// Decrypts tensors, each as a whole, several at once.
 fn whole(
     headers: &Headers<'_>,
     left: &[usize],
@@ -235,16 +236,16 @@ fn whole(
 struct Memory {
     blocks: Vec<Arena>,
     layout: Layout,
-    /// The beginnings of files in which tensors are used in place, by their numbers.
+    /// Mappings of the beginnings of files in which tensors are used in place, by file number.
     mappings: BTreeMap<usize, Arena>,
     tensors: Vec<Spot>,
 }
 
-/// Where a tensor's bytes are.
+/// The location of a tensor's bytes.
 enum Spot {
     /// In a block.
     Block { block: usize, at: usize, len: usize },
-    /// In the mapping, and so is its header.
+    /// In the mapping of its file, which also has its header.
     Mapped { file: usize, header: usize, at: usize, len: usize },
 }
 
@@ -294,13 +295,13 @@ impl Memory {
         headers.into_kept()
     }
 
-    /// The bytes of each tensor; none for those that are mapped.
+    /// Returns the bytes of each tensor; none for those that are mapped.
     fn bytes(&mut self) -> Result<Vec<&mut [u8]>> {
         let blocks = self.blocks.iter_mut().map(|block| Some(Rest::of(block.bytes_mut())));
         cut(&self.tensors, listed(blocks, LISTS)?)
     }
 
-    /// All of it, as the engine fills it.
+    /// Returns all memory as a target for the engine.
     fn target(&mut self) -> Result<Host<'_>> {
         let bug = || Error::Bug("an image beyond its block".to_owned());
         let mut images = Vec::new();
@@ -332,7 +333,7 @@ impl Memory {
         Ok(Host::new(listed(tensors.into_iter().map(to_fill), LISTS)?, images))
     }
 
-    /// The buffers that tensors own from now on.
+    /// Turns the memory into the buffers that tensors own from now on.
     fn freeze(self) -> Result<Vec<HostBuffer>> {
         let mut ranges = listed(self.blocks.iter().map(|_| Vec::new()), LISTS)?;
         let mut mapped: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
@@ -367,7 +368,7 @@ impl Memory {
     }
 }
 
-/// The bytes of each tensor in blocks; none for those that are elsewhere, or in no block given.
+/// Returns the bytes of each tensor in the given blocks; none for tensors that are elsewhere.
 fn cut<'a>(tensors: &[Spot], mut blocks: Vec<Option<Rest<'a>>>) -> Result<Vec<&'a mut [u8]>> {
     let bytes = tensors.iter().map(|spot| {
         let Spot::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
@@ -415,7 +416,8 @@ fn map_tensors(
         let bug = || Error::Bug("a mapping of no file".to_owned());
         let handle = source.file().ok_or_else(bug)?;
         let uri = source.uri().to_owned();
-        // A file that has shrunk since it was opened must fail here, not when it is touched.
+        // A file that has shrunk since it was opened must fail here, and not with SIGBUS when it is
+        // touched.
         let size = handle.metadata().map_err(|e| Error::io("examining", &uri, e))?.len();
         if size < end {
             let what = "mapping".to_owned();

@@ -1,4 +1,4 @@
-//! What programs call: open a file, load from it, save to one.
+//! The interface for programs: opens a file, loads from it, saves to one.
 
 pub mod archive;
 mod copies;

@@ -1,4 +1,4 @@
-//! Opening: what a path or an address names, and which format its bytes are of.
+//! Opens files: finds the file that a path or an address names, and the format of its bytes.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -21,7 +21,8 @@ impl TensorFile {
         Self::open_path(path, &Never)
     }
 
-    /// The same, unless the call is to end before: a named pipe is waited for.
+    /// Opens a local path, as [`TensorFile::open`] does. `cancel` can end the call while it waits
+    /// for a named pipe.
     pub fn open_path(path: &Path, cancel: &dyn Cancel) -> Result<Self> {
         Opening::new(cancel).source(uri::open_path(path)?, 0)
     }
@@ -29,15 +30,15 @@ impl TensorFile {
     /// Opens an address, such as `https://host/model.safetensors`, or a local path.
     pub fn open_uri(uri: &str, cancel: &dyn Cancel) -> Result<Self> {
         let source = match uri::parse(OsStr::new(uri))? {
-            // Options of servers do not matter to it, nor what is wrong with them.
+            // Options for servers are not read for a path: errors in them do not matter.
             Address::Path(path) => uri::open_path(&path)?,
             Address::Server(_) => uri::open_model(uri, &OpenOptions::from_environment()?, cancel)?,
         };
         Opening::new(cancel).source(source, 0)
     }
 
-    /// Opens a source. `base` is the position of the file's first byte in it; positions inside a
-    /// `.tensors` file are the source's own, as the format has it.
+    /// Opens a source. `base` is the position of the file's first byte in it. Positions inside a
+    /// `.tensors` file count from the start of the source, as the format has it.
     pub fn from_source(source: Arc<dyn ReadAt>, base: u64, cancel: &dyn Cancel) -> Result<Self> {
         Opening::new(cancel).source(source, base)
     }

@@ -1,4 +1,4 @@
-//! What a file adds to a catalog, and how its first and last bytes are read.
+//! The part of a catalog that one file adds, and reads of its first and last bytes.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,48 +10,48 @@ use crate::format::catalog::{Entry, Format};
 use crate::io::{CachedHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 
-/// How files are opened.
+/// Options for opening files.
 #[derive(Clone, Copy)]
 pub struct Opening<'c> {
-    /// Ends the call: a named pipe is waited for.
+    /// Ends the call, for example while it waits for a named pipe.
     pub cancel: &'c dyn Cancel,
-    /// Whether what `torch.save` wrote is opened as its storages. What they are to become is in a
+    /// True to open archives of `torch.save` as their storages. Their tensors are described in a
     /// pickle, which only Python reads, so that such files are refused elsewhere.
     pub storages: bool,
-    /// Whether what servers say is kept, for others that open the same files.
+    /// True to keep cached heads, for other processes that open the same files.
     pub keeps_heads: bool,
-    /// The tensors that are wanted, by the stored forms of their names: of a checkpoint in several files
-    /// only those are opened that its index names for them. None for all.
+    /// The wanted tensors, by the stored forms of their names; None for all. Of a checkpoint in
+    /// several files, only those are opened that its index names for them.
     pub wanted: Option<&'c BTreeSet<String>>,
 }
 
 impl<'c> Opening<'c> {
-    /// With nothing that is not asked for.
+    /// Returns options with nothing optional switched on.
     pub const fn new(cancel: &'c dyn Cancel) -> Self {
         Opening { cancel, storages: false, keeps_heads: false, wanted: None }
     }
 }
 
-/// What a file adds to a catalog of one or several.
+/// The part of a catalog that one file adds.
 pub struct Part {
-    /// Where its data come from.
+    /// The source of its data.
     pub source: Arc<dyn ReadAt>,
     /// Its format.
     pub format: Format,
-    /// What others need to open it without a request, if that is kept.
+    /// The cached head with which other processes open it without a request, if it is kept.
     pub head: Option<CachedHead>,
     /// Its tensors, by position.
     pub entries: Vec<Entry>,
-    /// Names and values; None if it states none.
+    /// Its metadata, as names and values; None if it states none.
     pub metadata: Option<Vec<(String, String)>>,
 }
 
-/// An error about a file as a whole.
+/// Returns an error about a file as a whole.
 pub fn malformed(uri: &str, what: String) -> Error {
     Error::Format { uri: uri.to_owned(), offset: 0, what }
 }
 
-/// Fills as much of the buffer as the source has.
+/// Fills as much of the buffer as the source has bytes. Returns their number.
 pub fn read_up_to(
     source: &dyn ReadAt,
     offset: u64,
@@ -69,8 +69,8 @@ pub fn read_up_to(
     Ok(done)
 }
 
-/// Reads on from `offset` until there are `len` bytes, without believing that there are so many:
-/// memory grows with what arrives.
+/// Reads on from `offset` until there are `len` bytes. The length is not trusted: memory grows with
+/// the bytes that arrive.
 pub fn read_growing(
     source: &dyn ReadAt,
     offset: u64,

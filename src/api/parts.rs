@@ -1,4 +1,4 @@
-//! Checkpoints in several files, which an index names: one catalog of all of them.
+//! Checkpoints in several files (shards), which an index names. They are opened as one catalog.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,20 +17,20 @@ use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, Index, MAX_LEN};
 use crate::io::{CachedHead, ReadAt};
 
-/// Files that are opened at once, of this machine and of a server, which takes its time for the request
-/// of each.
+/// The number of files that are opened at once: of this machine, and of a server, where each
+/// request has a latency.
 const AT_ONCE: usize = 16;
 const AT_ONCE_OF_SERVERS: usize = 64;
-/// Bytes that a server is asked for first of a file in which one tensor is wanted.
+/// Bytes of the first request to a server for a file of which one tensor is wanted.
 const FIRST_OF_ONE: u64 = 64 << 10;
 
-/// The index of a checkpoint in several files, which lie beside it.
+/// The index of a checkpoint in several files, which are siblings of the index.
 pub struct ShardIndex {
     head: Head,
     index: Index,
-    /// The file of each tensor that the index names, by the stored form of its name.
+    /// The number of the file of each tensor that the index names, by the stored form of the tensor's name.
     promised: BTreeMap<String, usize>,
-    /// The head by which others open the index without a request, if that is kept.
+    /// The cached head with which other processes open the index without a request, if it is kept.
     known: Option<CachedHead>,
 }
 
@@ -39,7 +39,7 @@ struct Chosen<'i> {
     index: &'i ShardIndex,
     /// Their numbers in it, in rising order.
     numbers: Vec<usize>,
-    /// Bytes that a server is asked for first of each; None for the usual number.
+    /// Bytes of the first request to a server for each; None for the usual number.
     first: Option<u64>,
 }
 
@@ -49,7 +49,7 @@ impl Chosen<'_> {
         self.numbers.iter().filter_map(|&number| self.index.index.files.get(number))
     }
 
-    /// True if the index says that a tensor is in another file than this of those that are opened.
+    /// True if the index says that a tensor is not in this one of the opened files, but in another file.
     fn is_elsewhere(&self, name: &Name, file: usize) -> bool {
         let found = self.index.promised.get(name.stored());
         found.is_some_and(|promised| self.numbers.get(file) != Some(promised))
@@ -57,8 +57,7 @@ impl Chosen<'_> {
 }
 
 impl ShardIndex {
-    /// Reads the index of a source; None if its first bytes are of something else, or can be read only
-    /// once.
+    /// Reads the index of a source. None if the source is no index, or can be read only once.
     pub fn of_source(
         source: Arc<dyn ReadAt>,
         base: u64,
@@ -74,7 +73,7 @@ impl ShardIndex {
         })
     }
 
-    /// Reads an index, of which the first bytes are known.
+    /// Reads an index whose first bytes were read already.
     pub fn read(head: Head, opening: &Opening<'_>) -> Result<Self> {
         let uri = head.source().uri();
         let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
@@ -100,7 +99,7 @@ impl ShardIndex {
         self.open(&chosen, opening)
     }
 
-    /// Opens the files of the tensors that are wanted; all where the index does not name one of these.
+    /// Opens the files of the wanted tensors; all files if the index does not name one of these tensors.
     pub fn open_wanted(&self, opening: &Opening<'_>) -> Result<TensorFile> {
         let files = opening.wanted.and_then(|wanted| {
             wanted.iter().map(|name| self.file_of(name)).collect::<Option<BTreeSet<_>>>()
@@ -158,7 +157,7 @@ impl ShardIndex {
         if format.names_tensors() {
             check_all_are_there(chosen, &names, uri)?;
         } else {
-            // One by one, as `promised` does.
+            // Inserted one by one, to need little memory at once: see the function `promised`.
             for (name, file) in &self.index.tensors {
                 if let Ok(opened) = chosen.numbers.binary_search(file) {
                     promised.insert(name.clone(), opened);
@@ -170,9 +169,9 @@ impl ShardIndex {
     }
 }
 
-/// The file of each tensor that the index names, by the stored form of its name.
+/// Returns the number of the file of each tensor that the index names, by the stored form of its name.
 fn promised(index: &Index, uri: &str) -> Result<BTreeMap<String, usize>> {
-    // One by one, each in a small piece of memory: `collect` would sort a list of all of them.
+    // Inserted one by one, each in a small piece of memory: `collect` would first sort a list of them all.
     let mut promised = BTreeMap::new();
     for (name, &file) in &index.tensors {
         let name = Name::from_key(name).map_err(|what| malformed(uri, what))?;
@@ -195,7 +194,7 @@ fn check_all_are_there(chosen: &Chosen<'_>, names: &NameTree, uri: &str) -> Resu
     Err(malformed(uri, what))
 }
 
-/// Files of a source like this that are opened at once, unless there is a number of connections.
+/// Returns how many files of such a source to open at once: fewer if the number of its connections is set.
 fn at_once(source: &dyn ReadAt) -> usize {
     let traits = source.capabilities();
     let any_number = traits.first_readers < traits.most_readers;

@@ -1,5 +1,5 @@
-//! Files of a hub that publishes their SHA-256: all their bytes are compared with it before a tensor is
-//! handed out.
+//! Checksums of a hub. If it publishes the SHA-256 of a file, all bytes of the file are compared
+//! with it before a tensor is handed out.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -17,16 +17,17 @@ use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, borrowed, read_exa
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
 
-/// The most bytes that a reader asks for at once, and keeps until those before them are hashed.
+/// The most bytes that a reader requests at once, and holds until those before them are hashed.
 const PIECE: u64 = 16 << 20;
 /// Files that are read at once: each is hashed by one core at a time.
 const AT_ONCE: usize = 8;
-/// Files whose hashes are asked for at once.
+/// Files whose checksums are requested at once.
 const ASKED_AT_ONCE: usize = 16;
 
 impl TensorFile {
-    /// Compares the bytes of its files with what their hubs publish, once. Gives what is to be
-    /// verified beyond that; refuses what holds no hashes and is not published with one.
+    /// Compares the bytes of its files with the checksums that their hubs publish, once. Returns
+    /// which hashes the load itself has to verify. Refuses a file with neither hashes of its own
+    /// nor a published checksum.
     pub(super) fn prove(&self, options: &LoadOptions, cancel: &dyn Cancel) -> Result<Verify> {
         let verify = options.verify;
         let own = self.format().has_hashes();
@@ -38,7 +39,7 @@ impl TensorFile {
         Ok(rest)
     }
 
-    /// The same for all of its files. Those with hashes of their own, as `own` says, need no others.
+    /// Compares all of its files. Files with hashes of their own (`own`) do not need a published checksum.
     fn prove_all(&self, own: bool, options: &LoadOptions, cancel: &dyn Cancel) -> Result<()> {
         let sources = self.sources();
         if !sources.iter().any(|source| source.capabilities().of_hub) {
@@ -66,7 +67,7 @@ impl TensorFile {
     }
 }
 
-/// What is published of each of some files.
+/// Returns the checksum that is published of each file.
 fn ask(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<HubChecksum>> {
     let answers = Mutex::new(vec![HubChecksum::NoHub; sources.len()]);
     let queue = Mutex::new(sources.iter().enumerate());
@@ -85,14 +86,14 @@ fn ask(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<HubChecks
     Ok(answers.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// A file that is being compared.
+/// The comparison of one file with its checksum.
 struct Proof<'s> {
     source: &'s dyn ReadAt,
     len: u64,
     /// Bytes of each piece but the last.
     piece: u64,
     expected: [u8; 32],
-    /// How many pieces were hashed, and their hash.
+    /// The number of pieces that were hashed, and their hash.
     hashed: Mutex<(u64, Sha256)>,
     turn: Condvar,
 }
@@ -108,7 +109,7 @@ impl<'s> Proof<'s> {
             ))
         })?;
         let hashed = Mutex::new((0, Sha256::default()));
-        // A reader has one, and its connection as much again.
+        // Each reader holds one piece, and its connection may hold as much again.
         let most = memory.window(PIECE);
         let piece = traits.request_len.clamp(1, most);
         Ok(Proof { source, len, piece, expected, hashed, turn: Condvar::new() })
@@ -118,7 +119,7 @@ impl<'s> Proof<'s> {
         self.len.div_ceil(self.piece)
     }
 
-    /// Reads a piece, and hashes it when those before it were.
+    /// Reads a piece, and hashes it once all pieces before it were hashed.
     fn piece(&self, number: u64, buffer: &mut Vec<u8>, control: &Control<'_>) -> Result<()> {
         let start = number * self.piece;
         let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
@@ -161,7 +162,7 @@ impl<'s> Proof<'s> {
     }
 }
 
-/// Reads files side by side, each in order, with as many readers as help.
+/// Reads files side by side, each in order, with as many readers as speed it up.
 fn compare(
     files: &[Proof<'_>],
     memory: MemoryLimit,

@@ -28,16 +28,17 @@ const MAX_ALIGNMENT: u64 = 2 << 20;
 /// Marks the end of a file.
 const END_MARK: [u8; 8] = [0; 8];
 
-/// What metadata leave to entries of the shortest index: room for 2,000 usual ones.
+/// Bytes for entries that metadata leave in the shortest index: room for some 2,000 entries.
 const ENTRIES_LEN: u64 = MIN_INDEX_LEN / 2;
 
-/// What is sealed or named as a whole is shown once it has grown by one part in so many.
+/// An index with a manifest or an identity is written again once the number of tensors has grown by
+/// one part in so many.
 const SHOWN_GROWTH: usize = 8;
 
-/// A file under construction: a `.tensors` file, unless [`Writer::write_safetensors`] says otherwise.
+/// A file under construction: a `.tensors` file, unless [`Writer::write_safetensors`] is called.
 ///
-/// After each [`Writer::write`] a sink that shows early holds a complete file: of all tensors
-/// written so far or, where it has a manifest or an identity, of at least eight ninths of them.
+/// If the sink makes bytes visible early, it holds a complete file after each [`Writer::write`]. That
+/// has all tensors written so far or, with a manifest or an identity, at least eight ninths of them.
 pub struct Writer {
     maker: Maker,
     sink: Option<Box<dyn WriteAt>>,
@@ -47,10 +48,10 @@ pub struct Writer {
     pub(super) entries: Vec<Entry>,
     /// Bytes of their entries in the index, without tags.
     entries_len: u64,
-    /// What stands for their headers in a manifest and in the file's identity.
+    /// The digests of their headers, for a manifest and for the file's identity.
     digests: Vec<[u8; 32]>,
     names: NameTree,
-    /// As they are written behind the index.
+    /// The encoded metadata, which are written behind the entries of the index.
     metadata: Vec<u8>,
     index_len: u64,
     shown: Shown,
@@ -59,11 +60,11 @@ pub struct Writer {
     pub(super) tensor_bytes: u64,
     pub(super) progress: Arc<AtomicU64>,
     pub(super) failed: bool,
-    /// A file of another format, which is written as a whole and has no index at its end.
+    /// True for a file of another format, which is written as a whole and has no index at its end.
     pub(super) foreign: bool,
 }
 
-/// The index in a file that shows early, as it was written last.
+/// The index that was written last, in a file whose bytes are visible early.
 #[derive(Clone, Copy, Default)]
 struct Shown {
     entries: usize,
@@ -115,17 +116,18 @@ impl Writer {
         })
     }
 
-    /// The path or address.
+    /// Returns the path or address.
     pub fn uri(&self) -> &str {
         &self.uri
     }
 
-    /// Bytes of tensor data written so far.
+    /// Returns the bytes of tensor data written so far.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes
     }
 
-    /// Bytes of tensor data written so far, to be watched while [`Writer::write`] runs.
+    /// Returns a counter of the bytes of tensor data written so far, to be watched while
+    /// [`Writer::write`] runs.
     pub fn progress(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.progress)
     }
@@ -139,7 +141,7 @@ impl Writer {
         Ok(())
     }
 
-    /// The file's identity, of the tensors written so far.
+    /// Returns the file's identity, of the tensors written so far.
     pub fn pair_id(&self) -> Option<PairId> {
         match self.options.pair? {
             Pair::Given(id) => Some(id),
@@ -147,7 +149,7 @@ impl Writer {
         }
     }
 
-    /// Position after the last byte of the file, its end mark included.
+    /// Returns the position after the last byte of the file, its end mark included.
     pub fn end(&self) -> u64 {
         if self.foreign { self.end } else { self.end + END_MARK.len() as u64 }
     }
@@ -209,8 +211,8 @@ impl Writer {
         self.end_with(cancel, |sink, len| sink.publish(len, cancel))
     }
 
-    /// Ends a file that nobody has finished, without harm to one of its name: see
-    /// [`WriteAt::publish_unclosed`]. Says where it is.
+    /// Ends a file that the caller has not finished. If another file has its name, that one stays:
+    /// see [`WriteAt::publish_unclosed`]. Returns the outcome.
     pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<Unclosed> {
         let mut place = Unclosed::GivenUp;
         self.end_with(cancel, |sink, len| {
@@ -246,12 +248,12 @@ impl Writer {
         Ok(())
     }
 
-    /// Whether a write has failed half-way, so that the file can only be given up.
+    /// True if a write has failed half-way, so that the file can only be abandoned.
     pub fn failed(&self) -> bool {
         self.failed
     }
 
-    /// Gives the file up: nothing becomes visible.
+    /// Abandons the file: nothing becomes visible.
     pub fn abandon(&mut self) {
         self.sink = None;
     }
@@ -275,7 +277,7 @@ impl Writer {
         for (at, tensor) in tensors.iter().enumerate() {
             let inserted = self.names.insert(&tensor.name, first + at);
             if let Err(what) = inserted {
-                // Names of this call that were taken in before must not block a corrected call.
+                // Names of this call that were inserted before must not block a corrected call.
                 tensors.iter().take(at).for_each(|earlier| self.names.remove(&earlier.name));
                 return Err(Error::InvalidArgument(format!("{what} (`{}`)", self.uri)));
             }
@@ -283,7 +285,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Places tensors behind the earlier ones, making room in the index first.
+    /// Places tensors behind the earlier ones, after making room in the index.
     fn lay_out(&mut self, placed: Vec<Placed>, cancel: &dyn Cancel) -> Result<FileLayout> {
         let SaveOptions { alignment, hashes, .. } = self.options;
         let encryption = self.options.encryption.as_deref();
@@ -328,35 +330,36 @@ impl Writer {
         Ok(())
     }
 
-    /// Bytes at the end of the index block that a manifest takes.
+    /// Returns the bytes at the end of the index block that a manifest takes.
     fn seal_len(&self) -> usize {
         let encryption = self.options.encryption.as_deref();
         if encryption.is_some_and(|options| options.manifest) { MANIFEST_LEN } else { 0 }
     }
 
-    /// Bytes at the end of the index block that are no entries.
+    /// Returns the bytes at the end of the index block that are not entries.
     fn behind_len(&self) -> u64 {
         (behind::len(&self.metadata, self.options.pair.is_some()) + self.seal_len()) as u64
     }
 
-    /// Bytes to reserve for an index whose entries have so many. Metadata leave room for later ones.
+    /// Returns the bytes to reserve for an index whose entries have `used` bytes. Metadata leave
+    /// room for later entries.
     fn index_len_for(&self, used: u64) -> u64 {
         index_len_for(used.max(ENTRIES_LEN) + self.behind_len())
     }
 
-    /// Bytes of all entries in the index.
+    /// Returns the bytes of all entries in the index.
     fn used(&self, tagged: bool) -> u64 {
         let tags = if tagged { self.entries.len() as u64 * index::TAG_LEN } else { 0 };
         self.entries_len + tags
     }
 
-    /// Whether entries of the index have tags.
+    /// True if entries of the index have tags.
     fn tagged(&self) -> bool {
         self.version >= VERSION_LONG
     }
 
-    /// Has the file show what was written. Many calls write their entries once: they are added to
-    /// the index in the file, which is written anew only when its length or form has changed.
+    /// Makes written tensors visible in the file. New entries are added to the index in the file. It is
+    /// written anew only if its length or form has changed, or if it has a manifest or an identity.
     fn show(&mut self, cancel: &dyn Cancel) -> Result<()> {
         let Shown { entries, entries_len, tagged, index_len } = self.shown;
         let whole = self.seal_len() > 0 || self.options.pair.is_some();
@@ -426,7 +429,7 @@ pub fn save(
     save_to(Box::new(crate::io::local::FileSink::create(path)?), tensors, options, cancel)
 }
 
-/// The same for any sink.
+/// Does the same for any sink.
 pub fn save_to(
     sink: Box<dyn WriteAt>,
     tensors: Vec<SaveTensor<'_>>,

@@ -1,4 +1,4 @@
-//! What callers save, and how.
+//! The tensors and the options of a save.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::memory_limit::MemoryLimit;
 pub struct SaveTensor<'a> {
     /// Its name.
     pub name: Name,
-    /// What it is in the saved object.
+    /// Its kind in the saved object: a parameter, a buffer, or an item of a state dict.
     pub kind: TensorKind,
     /// Number of the owning module in `named_modules()` order.
     pub module_index: u16,
@@ -27,7 +27,7 @@ pub struct SaveTensor<'a> {
     pub data: Origin<'a>,
 }
 
-/// How to save.
+/// Options of a save.
 #[derive(Debug, Clone)]
 pub struct SaveOptions {
     /// Every tensor's data begin at a multiple of this in the file; a power of two. 1 gives the
@@ -35,23 +35,23 @@ pub struct SaveOptions {
     pub alignment: u64,
     /// Threads that hash and write at once.
     pub threads: Option<usize>,
-    /// Which hashes to store.
+    /// The hashes to store.
     pub hashes: Hashes,
-    /// Encrypt the tensors' data.
+    /// If set, the tensors' data are encrypted.
     pub encryption: Option<Arc<EncryptionOptions>>,
-    /// Give the file an identity, by which the other half of a saved object knows it.
+    /// If set, the file gets an identity, by which the other half of a saved object knows it.
     pub pair: Option<Pair>,
-    /// What the file says beside its tensors, as names and values: no name twice, and 100,000,000
-    /// bytes at most. A safetensors file tells an empty list from none.
+    /// Metadata of the file, as names and values: no name twice, and at most 100,000,000 bytes. A
+    /// safetensors file distinguishes an empty list from none.
     pub metadata: Option<Vec<(String, String)>>,
-    /// Whether a file that encrypts its tensors may have metadata, which are not encrypted.
+    /// True if a file with encrypted tensors may have metadata, which are not encrypted.
     pub clear_metadata: bool,
-    /// Bytes that a save may have in flight beside its tensors: copies, parts of an upload, staging
-    /// buffers. None for what `TENSORIZER_MEMORY_MB` says.
+    /// The memory that a save may have in flight beside its tensors: copies, parts of an upload,
+    /// staging buffers. If it is not set, `TENSORIZER_MEMORY_MB` applies.
     pub memory: MemoryLimit,
 }
 
-/// Where the identity of a file comes from.
+/// The source of a file's identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pair {
     /// From the tensors in it.

@@ -1,4 +1,4 @@
-//! Files of safetensors: written as a whole, as that format has its header first.
+//! Safetensors files: written as a whole, because that format has its header first.
 
 use std::io::IoSlice;
 
@@ -13,7 +13,7 @@ use crate::io::write_all_at;
 
 impl Writer {
     /// Writes all tensors of a safetensors file. Nothing may have been written before, and nothing
-    /// can be after.
+    /// can be written after.
     pub fn write_safetensors(
         &mut self,
         tensors: Vec<SaveTensor<'_>>,

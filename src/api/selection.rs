@@ -8,18 +8,18 @@ use crate::format::catalog::Entry;
 
 /// Tensors that were asked for, sorted by their positions; the engine numbers them in this order.
 pub struct Selection<'f> {
-    /// Where they are.
+    /// The file that has them.
     pub file: &'f TensorFile,
-    /// What the index says of them.
+    /// Their entries in the index.
     pub entries: Vec<&'f Entry>,
     /// Their numbers in the file.
     numbers: Vec<usize>,
-    /// For each of them its place in the caller's order.
+    /// The place of each in the caller's order.
     order: Vec<usize>,
 }
 
 impl<'f> Selection<'f> {
-    /// Tensors by number, none of them twice.
+    /// Selects tensors by number; one that is given twice is an error.
     pub fn new(file: &'f TensorFile, numbers: &[usize]) -> Result<Self> {
         let in_order = numbers.is_sorted_by(|a, b| a < b);
         let mut seen = repeated(false, if in_order { 0 } else { file.entries().len() }, LISTS)?;
@@ -39,7 +39,7 @@ impl<'f> Selection<'f> {
             }
             sorted.push((entry, (number, at)));
         }
-        // Without headers, empty tensors lie where others begin.
+        // An empty tensor without a header has the position of the next one, and is sorted before it.
         sorted.sort_unstable_by_key(|(entry, (_, at))| {
             (entry.file, entry.header_offset, entry.data_len, *at)
         });
@@ -63,34 +63,34 @@ impl<'f> Selection<'f> {
         Ok(())
     }
 
-    /// Where the tensors lie in the file.
+    /// Returns the ranges of the tensors in their files.
     pub fn extents(&self) -> Result<Vec<Extent>> {
         let extents = self.entries.iter().map(|entry| Extent {
             file: entry.file,
             header_offset: entry.header_offset,
             data_offset: entry.data_offset,
-            // What a slice needs is planned by itself.
+            // The ranges of slices are planned separately.
             data_len: if entry.whole.is_some() { 0 } else { entry.data_len },
         });
         listed(extents, LISTS)
     }
 
-    /// For each tensor its place in the caller's order.
+    /// Returns the place of each tensor in the caller's order.
     pub fn order(&self) -> &[usize] {
         &self.order
     }
 
-    /// Their numbers in the file, in the order of the file.
+    /// Returns their numbers in the file, in the order of the file.
     pub fn numbers(&self) -> &[usize] {
         &self.numbers
     }
 
-    /// Whether they are slices of tensors.
+    /// True if any of them is a slice.
     pub fn is_sliced(&self) -> bool {
         self.entries.iter().any(|entry| entry.whole.is_some())
     }
 
-    /// Puts one thing for each tensor into the caller's order.
+    /// Reorders one value for each tensor from the order of the file to the caller's order.
     pub fn restore<T>(&self, sorted: Vec<T>) -> Result<Vec<T>> {
         let mut restored = listed(sorted.iter().map(|_| None), LISTS)?;
         for (thing, &at) in sorted.into_iter().zip(&self.order) {
@@ -103,7 +103,7 @@ impl<'f> Selection<'f> {
         Ok(out)
     }
 
-    /// The same the other way round.
+    /// Reorders one value for each tensor from the caller's order to the order of the file.
     pub fn sort<T>(&self, given: Vec<T>) -> Result<Vec<T>> {
         let mut given = listed(given.into_iter().map(Some), LISTS)?;
         let mut out = with_room(given.len(), LISTS)?;

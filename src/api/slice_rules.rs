@@ -9,16 +9,16 @@ use crate::engine::plan::Runs;
 use crate::error::Result;
 use crate::io::{Capabilities, borrowed};
 
-/// Shorter runs are read together with what lies between them: what is planned for each is then small
-/// beside its bytes.
+/// Shorter ranges are read with the bytes between them: the plan of a longer one is small compared
+/// with its bytes.
 const SHORT: u64 = 16 << 10;
-/// Bytes that are planned and read together, about: a source may promise any number of them.
+/// About how many bytes are planned and read together: a file may claim any number of them.
 pub const ROUND_LEN: u64 = 16 << 30;
 
 /// Rules for the contiguous ranges of the slices of a load.
 #[derive(Clone, Copy)]
 pub struct RunRules {
-    /// Shorter ones are read with what lies between them, if that is no more than `gap`.
+    /// Shorter ranges are read with the bytes between them, if these are no more than `gap`.
     long: u64,
     /// Bytes between two ranges that are cheaper to read than to skip.
     gap: u64,
@@ -37,17 +37,17 @@ impl RunRules {
             return Ok(RunRules { long: cold::DIRECT_GAP, gap: cold::DIRECT_GAP, seekable });
         }
         let gap = Capabilities::of_all(&files).map_or(0, |traits| traits.merge_gap);
-        // A stream is read once, from front to back, so that all of it comes.
+        // A stream is read from front to back, so that the bytes between ranges come in any case.
         Ok(RunRules { long: SHORT, gap: if seekable { gap } else { u64::MAX }, seekable })
     }
 
-    /// True if each range is read by itself, to where it goes.
+    /// True if each range is read by itself, straight to its destination.
     pub fn are_long(&self, runs: &Runs) -> bool {
         let between = runs.gap().is_none_or(|gap| gap > self.gap);
         self.seekable && runs.run() >= if between { SHORT } else { self.long }
     }
 
-    /// Ranges of a tensor that are read for short ones, in rising order.
+    /// Returns the ranges of a tensor that are read to gather short ones from, in rising order.
     pub fn spans<'r>(&self, runs: &'r Runs) -> impl Iterator<Item = Range<u64>> + use<'r> {
         let spans = runs.spans(self.gap).filter(|_| runs.total() > 0);
         spans.flat_map(|Range { start, end }| {

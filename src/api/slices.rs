@@ -1,8 +1,8 @@
-//! Slices of tensors: loads that read the bytes of the slices only.
+//! Loads of slices, which read only the bytes of the slices.
 //!
-//! Runs of some length are read to where they go. Short ones are read with what lies between them,
-//! and so are pieces of encryption, which are decrypted as a whole. A tensor whose hashes are to be
-//! verified is read as a whole, and cut then.
+//! Long contiguous ranges (runs) are read straight to their destination. Short ones are read with
+//! the bytes between them, and so are pieces of encryption, which are decrypted as a whole. A
+//! tensor whose hashes are to be verified is read as a whole, and then cut.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -29,27 +29,27 @@ use crate::format::catalog::{Entry, Whole};
 use crate::io::{ReadAt, borrowed};
 use crate::stats::Counters;
 
-/// Bytes of tensors that are held as a whole while they are cut.
+/// The most bytes of whole tensors that are held while slices are cut from them.
 pub const HELD: u64 = 256 << 20;
 
-/// How whole tensors are loaded.
+/// The function that loads whole tensors.
 pub type LoadWhole<'l> =
     &'l dyn Fn(&TensorFile, &[usize], &LoadOptions, &Counters, &dyn Cancel) -> Result<Vec<Tensor>>;
 
-/// Ranges that are planned and read together, at most.
+/// The most ranges that are planned and read together.
 pub const ROUND: usize = 64 << 10;
 
 /// A slice: a range of indices for each dimension.
 pub type Slice = Box<[Range<u64>]>;
 
 impl TensorFile {
-    /// The same file, with slices of some of its tensors as its only tensors, in the order given and
-    /// under the names of the tensors. Of one tensor there may be several.
+    /// Returns the same file with slices of some of its tensors as its only tensors, in the order
+    /// given and under the names of the tensors. A tensor may have several slices.
     pub fn sliced(&self, slices: Vec<(usize, Slice)>) -> Result<Self> {
         self.with_slices(slices.into_iter().map(|(number, slice)| (number, Some(slice))))
     }
 
-    /// The same with whole tensors among them: those without a slice.
+    /// Does the same; tensors without a slice are taken whole.
     #[doc(hidden)]
     pub fn with_slices(
         &self,
@@ -75,7 +75,7 @@ impl TensorFile {
     }
 }
 
-/// The runs of an entry that is a slice; none if the tensor has no data.
+/// Returns the contiguous ranges of an entry that is a slice; none if the tensor has no data.
 pub fn runs_of(entry: &Entry) -> Result<Runs> {
     let runs = match &entry.whole {
         Some(_) if entry.is_meta() => Runs::new(1, &[0], std::slice::from_ref(&(0..0))),
@@ -85,7 +85,7 @@ pub fn runs_of(entry: &Entry) -> Result<Runs> {
     runs.ok_or_else(|| Error::Bug(format!("the slice of `{}`", entry.name)))
 }
 
-/// Loads slices, in the order of the file, each to memory of its length.
+/// Loads slices, in the order of the file, each into memory of its length.
 pub fn load_slices(
     selection: &Selection<'_>,
     mut destinations: Vec<&mut [MaybeUninit<u8>]>,
@@ -122,7 +122,7 @@ struct SliceLoad<'s> {
 }
 
 impl SliceLoad<'_> {
-    /// Reads long runs to where they go, and short ones with what lies between them.
+    /// Reads long ranges straight to their destination, and short ones with the bytes between them.
     fn read_plain(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
         let SliceLoad { selection, runs, options, counters, cancel, .. } = *self;
         let file = selection.file;
@@ -158,7 +158,7 @@ impl SliceLoad<'_> {
         read_round(round)
     }
 
-    /// Reads whole pieces of encryption, and takes from them what is wanted.
+    /// Reads whole pieces of encryption, and copies the wanted bytes from them.
     fn gather_decrypted(
         &self,
         decryption: &DecryptionOptions,
@@ -205,7 +205,7 @@ impl SliceLoad<'_> {
         read(&reading, &mut Gather::new(spans), counters, cancel).map(drop)
     }
 
-    /// Loads whole tensors, some at a time, and takes from them what is wanted.
+    /// Loads whole tensors, some at a time, and cuts the slices from them.
     fn cut_wholes(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
         let SliceLoad { selection, runs, options, counters, cancel, load_whole } = *self;
         let wholes = wholes(selection)?;
@@ -248,14 +248,14 @@ impl SliceLoad<'_> {
     }
 }
 
-/// What is planned and read together: a slice may have more runs than there is memory for plans.
+/// Ranges that are planned and read together. A slice may have more of them than there is memory for plans.
 #[derive(Default)]
 struct Round<'r> {
     direct: Vec<Extent>,
     to_direct: Vec<&'r mut [MaybeUninit<u8>]>,
     gathered: Vec<Extent>,
     spans: Vec<Span<'r>>,
-    /// Bytes of what is gathered from.
+    /// Bytes of the ranges that are gathered from.
     len: u64,
 }
 
@@ -293,7 +293,7 @@ impl Round<'_> {
     }
 }
 
-/// The first bytes of what is left of a slice's memory.
+/// Cuts the first `len` bytes off the rest of a slice's memory.
 fn cut<'a>(rest: &mut &'a mut [MaybeUninit<u8>], len: u64) -> Result<&'a mut [MaybeUninit<u8>]> {
     let bug = || Error::Bug("a slice beyond its memory".to_owned());
     let len = usize::try_from(len).map_err(|_| bug())?;
@@ -307,8 +307,8 @@ pub fn are_plain(file: &TensorFile, verify: Verify) -> bool {
     verify == Verify::Nothing && file.decryption().is_none() && file.is_seekable()
 }
 
-/// The contiguous ranges of a slice that are read by themselves to where they go, each as an extent and
-/// its place in the slice. None where they have to be gathered.
+/// Returns the contiguous ranges of a slice that are read straight to their destination, each as an
+/// extent and its position in the slice. None if they have to be gathered.
 pub fn direct_runs(
     file: &TensorFile,
     entry: &Entry,
@@ -325,14 +325,14 @@ pub fn direct_runs(
     Ok(Some(listed(extents.zip(places), LISTS)?))
 }
 
-/// A range of a tensor's data.
+/// Returns a range of a tensor's data as an extent.
 pub fn extent(entry: &Entry, range: &Range<u64>) -> Extent {
     let data_offset = entry.data_offset + range.start;
     let data_len = range.end - range.start;
     Extent { file: entry.file, header_offset: data_offset, data_offset, data_len }
 }
 
-/// The pieces of encryption in which spans lie. Neighbours become one.
+/// Extends ranges to whole pieces of encryption. Neighbours become one.
 fn whole_pieces(spans: impl Iterator<Item = Range<u64>>, data_len: u64) -> Result<Vec<Range<u64>>> {
     let mut pieces: Vec<Range<u64>> = Vec::new();
     for span in spans {
@@ -346,7 +346,7 @@ fn whole_pieces(spans: impl Iterator<Item = Range<u64>>, data_len: u64) -> Resul
     Ok(pieces)
 }
 
-/// The tensors of which slices are wanted, in the order of the file.
+/// Returns a file of the whole tensors of which slices are wanted, in the order of the file.
 fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
     let entries = selection.entries.iter().map(|entry| {
         let shape = entry.whole.as_ref().map_or_else(|| entry.shape.clone(), |w| w.shape.clone());
@@ -355,12 +355,12 @@ fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
     selection.file.with_parts(listed(entries, LISTS)?)
 }
 
-/// Bytes of a tensor that is held as a whole.
+/// Returns the bytes of memory of a tensor that is held as a whole.
 pub fn held_len(entry: &Entry) -> u64 {
     entry.data_len.max(entry.loaded_len())
 }
 
-/// Takes a slice from a tensor.
+/// Copies a slice from a loaded tensor.
 fn cut_one(tensor: &Tensor, runs: &Runs, mut rest: &mut [MaybeUninit<u8>]) -> Result<()> {
     let bug = || Error::Bug("a slice beyond its tensor".to_owned());
     for (at, len) in runs.within(&(0..u64::MAX)) {
@@ -374,7 +374,7 @@ fn cut_one(tensor: &Tensor, runs: &Runs, mut rest: &mut [MaybeUninit<u8>]) -> Re
     Ok(())
 }
 
-/// Bytes that are only to be read.
+/// A codec for bytes that are only read: they have no headers, and are neither decrypted nor verified.
 pub struct Plain;
 
 impl Codec for Plain {
@@ -391,10 +391,10 @@ impl Codec for Plain {
     }
 }
 
-/// Pieces of tensors whose headers have come.
+/// A codec for pieces of encryption of tensors whose headers were read before.
 struct Sealed<'s> {
     decryptor: &'s Decryptor<'s>,
-    /// For each span its tensor, and its position there.
+    /// The tensor of each span, and the position of the span in it.
     spans: &'s [(usize, u64)],
 }
 

@@ -1,4 +1,4 @@
-//! One small tensor of a local file: a read on the calling thread, which needs no plan.
+//! A fast path for one small tensor of a local file: a read on the calling thread, without a plan.
 
 use std::sync::Arc;
 
@@ -17,11 +17,11 @@ use crate::io::read_exact_at;
 use crate::mem::{Arena, Buffers, to_fill};
 use crate::stats::{Counters, Stage};
 
-/// The most bytes of a tensor with its header that are read in this way: a plan costs more than they do.
+/// The most bytes of a tensor with its header for this path: they take less time than a plan does.
 const MOST: u64 = 64 << 10;
 
-/// Loads a tensor that is alone in its call, if it is small and its bytes are used as they are in a
-/// local file. None if it has to be planned.
+/// Loads the only tensor of a call, if it is small and its bytes are used as they are in a local
+/// file. None if the load has to be planned.
 pub fn load_small(
     file: &TensorFile,
     numbers: &[usize],
@@ -65,7 +65,7 @@ pub fn load_small(
     Ok(Some(loaded))
 }
 
-/// The part of a header that is kept, after checking that it is what the index says.
+/// Checks that a header agrees with the index, and returns the part of it that is retained.
 fn header_of(file: &TensorFile, entry: &Entry, raw: &[u8]) -> Result<KeptHeader> {
     if raw.is_empty() {
         return Ok(KeptHeader::none());

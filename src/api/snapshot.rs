@@ -1,4 +1,4 @@
-//! Copies in host memory of bytes that are on devices.
+//! Copies of device memory in host memory.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,11 +11,11 @@ use crate::mem::device::{OnDevice, StreamsByDevice};
 use crate::mem::{Arena, HostBuffer, Rest};
 use crate::stats::Counters;
 
-/// Bytes of a job: large, so that each has units on the way, and small beside a model.
+/// Bytes of a job: large enough to keep several staging buffers busy, and small compared with a model.
 const JOB_LEN: usize = 64 << 20;
 
-/// Copies bytes as what has been begun on their consumers' streams will leave them. All bytes are
-/// here when it returns.
+/// Copies device memory to host memory, after the work that is queued on the consumers' streams.
+/// All copies have ended when it returns.
 pub fn snapshot(sources: &[OnDevice], cancel: &dyn Cancel) -> Result<Vec<HostBuffer>> {
     let lens = sources.iter().map(|bytes| Some(bytes.memory.size() as u64));
     let (places, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;

@@ -52,42 +52,42 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Its number in the file.
+    /// Returns its number in the file.
     pub fn number(&self) -> usize {
         self.number
     }
 
-    /// What the index says of it.
+    /// Returns its entry in the index.
     #[allow(clippy::indexing_slicing)] // It was loaded from these.
     pub fn entry(&self) -> &Entry {
         &self.entries[self.number]
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &Name {
         &self.entry().name
     }
 
-    /// Its element type.
+    /// Returns its element type.
     pub fn dtype(&self) -> DType {
         self.entry().dtype
     }
 
-    /// Its dimensions; none for a scalar.
+    /// Returns its dimensions; none for a scalar.
     pub fn shape(&self) -> &[u64] {
         &self.entry().shape
     }
 
-    /// Its bytes, in row-major order, whatever its element type.
+    /// Returns its bytes in row-major order, for any element type.
     pub fn bytes(&self) -> &[u8] {
         self.memory.bytes()
     }
 
-    /// Its elements in row-major order; an error if they are of another type.
+    /// Returns its elements in row-major order; an error if they are of another type.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
         expect::<T>(self.name(), self.dtype())?;
         match bytemuck::try_cast_slice(self.bytes()) {
-            // An empty tensor has no address.
+            // The address of an empty tensor need not be aligned.
             Err(PodCastError::TargetAlignmentGreaterAndInputNotAligned)
                 if self.bytes().is_empty() =>
             {
@@ -98,7 +98,7 @@ impl Tensor {
     }
 }
 
-/// Refuses another element type than the one found.
+/// Refuses an element type that differs from the one found.
 pub(super) fn expect<T: Element>(name: &Name, found: DType) -> Result<()> {
     if found.name() == T::NAME {
         return Ok(());

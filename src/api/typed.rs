@@ -1,4 +1,4 @@
-//! The short way for Rust programs without torch: tensors as slices of numbers.
+//! A simple interface for Rust programs without torch: tensors as slices of numbers.
 
 use std::path::Path;
 
@@ -41,14 +41,14 @@ impl TensorFile {
 }
 
 impl<'a> SaveTensor<'a> {
-    /// A tensor from its elements in row-major order.
+    /// Makes a tensor of its elements in row-major order.
     ///
     /// `name` is a plain key or the stored form of a nested one.
     pub fn new<T: Element>(name: &str, shape: &[u64], elements: &'a [T]) -> Result<Self> {
         Self::from_bytes(name, dtype_of::<T>()?, shape, bytemuck::cast_slice(elements))
     }
 
-    /// A tensor of any element type from its bytes in row-major order, little-endian.
+    /// Makes a tensor of any element type of its bytes in row-major order, little-endian.
     pub fn from_bytes(name: &str, dtype: DType, shape: &[u64], bytes: &'a [u8]) -> Result<Self> {
         let name = Name::from_stored_or_key(name).map_err(Error::InvalidArgument)?;
         let wanted = shape.iter().try_fold(dtype.size(), |len, &dim| len.checked_mul(dim));
@@ -69,7 +69,7 @@ impl<'a> SaveTensor<'a> {
     }
 }
 
-/// Writes a file: it appears at the path whole, or not at all with the old one left.
+/// Writes a file. It appears at the path whole; on an error, an older file stays.
 pub fn write(path: &Path, tensors: Vec<SaveTensor<'_>>) -> Result<()> {
     save(path, tensors, SaveOptions::default(), &Never)
 }

@@ -1,4 +1,4 @@
-//! What opening an encrypted file takes: its key, and its seal if it has one.
+//! Unlocks encrypted files: takes the key, and checks the manifest (the seal) if there is one.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -10,14 +10,14 @@ use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, repeated};
 
 impl TensorFile {
-    /// Has loads decrypt. A file that is not encrypted is refused, and so is one that is not sealed
-    /// if that is demanded; a seal that is there must be right in any case.
+    /// Makes loads decrypt. Refuses a file that is not encrypted, and one without a manifest if
+    /// that is required. A manifest that is there must be valid in any case.
     pub fn decrypt(self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<Self> {
         self.unlock(options, cancel)?;
         Ok(self)
     }
 
-    /// The same for a file that is shared already.
+    /// Does the same for a file that is shared already.
     pub fn unlock(&self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<()> {
         if !self.is_encrypted() {
             return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri())));
@@ -50,7 +50,7 @@ impl TensorFile {
         let mut derivation = None;
         if options.needs_derivation() {
             let Some(number) = self.entries().iter().position(|entry| entry.data_len > 0) else {
-                // Nothing is encrypted, so that no header says how the key is derived.
+                // No data are encrypted, so that no header says how the key is derived.
                 return if options.require_manifest { Err(self.unsealed()) } else { Ok(()) };
             };
             let found = OnceLock::new();

@@ -1,4 +1,5 @@
-//! The way of a load's bytes to devices: read to their places, gathered, or through host memory.
+//! The transfer of a load's bytes to devices: read straight to their places, gathered, or copied
+//! from host memory.
 
 use std::sync::Arc;
 
@@ -27,7 +28,7 @@ use crate::stats::Counters;
 pub struct OneDevice<'d> {
     /// The device.
     pub device: &'d Arc<dyn Device>,
-    /// The stream of what uses its memory before and after.
+    /// The stream of the work that uses its memory before and after the load.
     pub consumer: Consumer,
     /// Its staging buffers.
     pub pool: &'d Pool,
@@ -37,9 +38,9 @@ pub struct OneDevice<'d> {
 pub struct Destination<'d> {
     /// The devices, at least one.
     pub devices: &'d [OneDevice<'d>],
-    /// Their memory, a block each as the plan of a load has them.
+    /// Their memory: the blocks of the plan.
     pub memory: &'d Blocks,
-    /// True if a device is to read local files by itself, where it can and is the only one.
+    /// True if a device is to read local files itself (GPUDirect Storage), if it can and is the only one.
     pub direct_storage: bool,
 }
 
@@ -50,30 +51,30 @@ pub struct Upload<'u> {
     pub to: &'u Destination<'u>,
     /// The device of each block; empty if there is one device.
     pub device_of: &'u [usize],
-    /// The way to each device.
+    /// The copy streams of each device.
     pub streams: &'u [Streams],
     /// Load options.
     pub options: &'u LoadOptions,
-    /// Count what is done.
+    /// Counters of the work done.
     pub counters: &'u Counters,
-    /// Ends it.
+    /// Ends the load early.
     pub cancel: &'u dyn Cancel,
 }
 
 impl Upload<'_> {
-    /// Waits for everything that was begun.
+    /// Waits for all copies that were begun.
     pub fn finish(&self) -> Result<()> {
         self.streams.iter().try_for_each(Streams::finish)
     }
 
-    /// Events at the end of everything that was begun.
+    /// Returns events that follow all copies that were begun.
     pub fn marks(&self) -> Result<Vec<Arc<dyn Event>>> {
         let of_each = self.streams.iter().map(Streams::marks);
         Ok(of_each.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
-    /// Reads extents to their places in blocks of this layout. Returns those that could not be
-    /// decrypted in chunks.
+    /// Reads extents to their places in blocks of this layout. Returns the numbers of those that
+    /// could not be decrypted in chunks.
     pub fn read(
         &self,
         what: &Reading<'_>,
@@ -107,7 +108,7 @@ impl Upload<'_> {
         read_while(what, &mut target, counters, cancel, allocate)
     }
 
-    /// Reads bytes as they are to places of their own.
+    /// Reads extents without headers straight to their places, as they are in the file.
     pub fn copy(&self, files: &[&dyn ReadAt], extents: &[Extent], places: &[Place]) -> Result<()> {
         if extents.is_empty() {
             return Ok(());
@@ -116,7 +117,7 @@ impl Upload<'_> {
         read(&reading, &mut self.plain_target(places), self.counters, self.cancel).map(drop)
     }
 
-    /// The devices as a target of bytes without headers.
+    /// Returns the devices as a target of bytes without headers.
     fn plain_target<'t>(&'t self, places: &'t [Place]) -> ToDevice<'t> {
         let routes = self.to.devices.iter().zip(self.streams);
         let routes = routes.map(|(one, streams)| Route { streams, pool: one.pool, share: None });
@@ -130,7 +131,7 @@ impl Upload<'_> {
         }
     }
 
-    /// A read of bytes as they are.
+    /// Describes a read of bytes as they are in the file.
     fn plain_reading<'t>(
         &'t self,
         files: &'t [&'t dyn ReadAt],
@@ -167,7 +168,7 @@ impl Upload<'_> {
                 push(&mut extents, extent(entry, &range), LISTS)?;
                 push(&mut places, place, LISTS)?;
                 push(&mut spans, DeviceSpan { start: range.start, runs }, LISTS)?;
-                // A source may promise any number of bytes: no more are planned together.
+                // Bounds what is planned together: a file may claim any number of bytes.
                 if spans.len() == ROUND || len >= ROUND_LEN {
                     self.gather_round(&files, &extents, &places, &spans)?;
                     extents.clear();
@@ -180,7 +181,7 @@ impl Upload<'_> {
         self.gather_round(&files, &extents, &places, &spans)
     }
 
-    /// The same for ranges that are planned together.
+    /// Gathers from ranges that are planned together.
     fn gather_round(
         &self,
         files: &[&dyn ReadAt],
@@ -196,8 +197,8 @@ impl Upload<'_> {
         read(&self.plain_reading(files, extents), &mut target, self.counters, self.cancel).map(drop)
     }
 
-    /// Brings tensors, given by number in the order of the file, to host memory, and from there to
-    /// their places.
+    /// Loads tensors, given by number in the order of the file, to host memory, and copies them
+    /// from there to their places.
     pub fn through_host(
         &self,
         file: &TensorFile,

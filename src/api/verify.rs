@@ -1,4 +1,4 @@
-//! Whether tensors are what the headers of their file say.
+//! Comparison of tensors with the headers of their file.
 
 use crate::cancel::Cancel;
 use crate::codec::KeptHeader;
@@ -10,7 +10,7 @@ use crate::format::catalog::Entry;
 use crate::mem::device::Streams;
 use crate::stats::Counters;
 
-/// Whether a tensor, wherever it is, has the hashes of a header.
+/// True if a tensor, in host memory or on a device, has the hashes of a header.
 pub fn matches_header(
     origin: &Origin<'_>,
     header: &KeptHeader,
@@ -20,7 +20,7 @@ pub fn matches_header(
 ) -> Result<bool> {
     let mut hash = header.begin();
     match origin {
-        // The data of a meta tensor are zeros once it was loaded, and nothing was hashed.
+        // A tensor that was saved from the meta device has no data that were hashed; loaded, it is zeros.
         _ if entry.is_meta() => {}
         Origin::Meta => return Ok(false),
         Origin::Bytes(bytes) => hash.update_large(bytes, cancel)?,

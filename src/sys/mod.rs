@@ -1,6 +1,7 @@
 //! System calls that the standard library does not offer. One of the few modules with `unsafe` code.
 #![allow(unsafe_code)]
 
+mod attributes;
 pub mod brief;
 mod buffers;
 mod claims;
@@ -9,7 +10,7 @@ pub mod numa;
 pub mod process;
 pub mod sync;
 
-use std::ffi::{CStr, CString, c_int};
+use std::ffi::{CString, c_int};
 use std::fs::File;
 use std::io::{self, IoSlice, Read as _};
 use std::ops::Range;
@@ -19,6 +20,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+pub use attributes::{attribute, attribute_names, set_attribute};
 pub(crate) use buffers::to_fill;
 pub use buffers::{Buffers, Filled, Lent, Progress, filled, zero_filled};
 pub use claims::{Claimed, claim, release, share, space, take, user};
@@ -290,58 +292,6 @@ pub fn link(file: &File, name: &Path) -> io::Result<()> {
     Err(io::Error::last_os_error())
 }
 
-/// The names of a file's extended attributes.
-pub fn attribute_names(file: &File) -> io::Result<Vec<CString>> {
-    let list = sized(|out, len| {
-        // SAFETY: the kernel writes at most `len` bytes to `out`, see `sized`.
-        checked(unsafe { libc::flistxattr(file.as_raw_fd(), out.cast(), len) })
-    })?;
-    let names = list.split(|byte| *byte == 0).filter(|name| !name.is_empty());
-    Ok(names.map(CString::new).collect::<Result<_, _>>()?)
-}
-
-/// An extended attribute; None if the file has no such attribute, or its file system has none at all.
-pub fn attribute(file: &File, name: &CStr) -> io::Result<Option<Vec<u8>>> {
-    let value = sized(|out, len| {
-        // SAFETY: a string that ends in a zero; the kernel writes at most `len` bytes to `out`,
-        // see `sized`.
-        let got = unsafe { libc::fgetxattr(file.as_raw_fd(), name.as_ptr(), out.cast(), len) };
-        checked(got)
-    });
-    match value {
-        Err(e) if matches!(e.raw_os_error(), Some(libc::ENODATA | libc::ENOTSUP)) => Ok(None),
-        other => other.map(Some),
-    }
-}
-
-/// The output of a call that returns the length if it is given no room.
-fn sized(call: impl Fn(*mut u8, usize) -> io::Result<usize>) -> io::Result<Vec<u8>> {
-    let mut out = vec![0; call(std::ptr::null_mut(), 0)?];
-    // A call with room for zero bytes would ask for the length again.
-    let len = if out.is_empty() { 0 } else { call(out.as_mut_ptr(), out.len())? };
-    out.truncate(len);
-    Ok(out)
-}
-
-/// Sets an extended attribute, or with None removes it.
-pub fn set_attribute(file: &File, name: &CStr, value: Option<&[u8]>) -> io::Result<()> {
-    let number = file.as_raw_fd();
-    let result = match value {
-        Some(value) => {
-            let bytes = value.as_ptr().cast();
-            // SAFETY: a string that ends in a zero, and as many bytes as it says, which all
-            // live until the call returns.
-            unsafe { libc::fsetxattr(number, name.as_ptr(), bytes, value.len(), 0) }
-        }
-        // SAFETY: a string that ends in a zero and lives until the call returns.
-        None => unsafe { libc::fremovexattr(number, name.as_ptr()) },
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
-}
-
 /// Returns the memory of whole pages to the system.
 ///
 /// # Safety
@@ -442,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_have_no_random_numbers_is_told() {
+    fn a_system_without_random_numbers_is_an_error() {
         let ask = || crate::codec::crypt::random::<16>().map(|_| ()).map_err(|e| e.to_string());
         let asked = std::thread::spawn(move || {
             let first = refuse(&[libc::SYS_getrandom]).then(ask);

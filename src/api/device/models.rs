@@ -1,6 +1,6 @@
-//! Whole loads under schedules that are chosen: workers that come and go, the queue of their work, staging
-//! buffers and hashes together. The caller's thread alone looks around by itself; all others have to be
-//! woken.
+//! Models of whole loads, under schedules that the model checker chooses: workers that start and
+//! retire, their work queue, staging buffers and hashes together. Only the caller's thread polls;
+//! all others have to be woken.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
@@ -22,10 +22,10 @@ use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
 
 /// Bytes of a staging buffer.
 const LEN: usize = 256;
-/// Tensors that are hashed at once, and such as come in several batches.
+/// Lengths of tensors: some are hashed at once, others come in several batches.
 const LENS: [usize; 5] = [40, 900, 0, 300, 100];
 
-/// A file as of a server, to which more readers may bring more.
+/// A file like that of a server, from which more readers may read faster.
 struct Distant(&'static [u8]);
 
 impl ReadAt for Distant {
@@ -63,7 +63,7 @@ fn tensor(number: usize) -> Vec<u8> {
     (0..LENS[number]).map(|at| u8::try_from((at * 7 + number) % 251).unwrap()).collect()
 }
 
-/// A file of all tensors, which is written once.
+/// Returns a file of all tensors, which is written once.
 fn file() -> &'static [u8] {
     static FILE: OnceLock<Vec<u8>> = OnceLock::new();
     if FILE.get().is_none() {
@@ -89,7 +89,7 @@ fn load(interrupted: bool) {
         .iter()
         .map(|&len| vec![0; usize::try_from(len).unwrap()])
         .collect();
-    // SAFETY: their own bytes, which are looked at after the load only.
+    // SAFETY: each block has bytes of its own, which are not touched until the load has ended.
     let block = |block: &mut Vec<u8>| unsafe {
         DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len())
     };
@@ -98,7 +98,8 @@ fn load(interrupted: bool) {
     let pool = Pool::new(LEN, 4, 2);
     let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
     let to = Destination { devices: &one, memory: &blocks, direct_storage: false };
-    // Who waits for a hash looks around by itself whether to give up, which locks of models never do.
+    // A thread that waits for a hash polls for cancellation. Locks of models never wake a thread
+    // for a poll, so that a load that may be cancelled verifies nothing here.
     let kinds = if interrupted { 1 } else { 3 };
     let verify = [Verify::Nothing, Verify::Crc32, Verify::All][thread_rng().gen_range(0..kinds)];
     let options = LoadOptions { verify, ..LoadOptions::default() };

@@ -1,4 +1,4 @@
-//! The whole path to a device under random schedules, on the stand-in for one.
+//! Tests of the whole path to a device, under random schedules, on a stand-in for the device.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 
@@ -25,7 +25,7 @@ use crate::mem::device::{Blocks, Consumer, Device, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
 
-/// xorshift64, as the stand-in has it.
+/// A random number generator (xorshift64), the same as that of the stand-in.
 struct Random(u64);
 
 impl Random {
@@ -58,14 +58,15 @@ impl Memory {
         let (mut starts, mut blocks, mut at) = (Vec::new(), Vec::new(), 0);
         for len in lens {
             starts.push(at);
-            // SAFETY: its own range of `bytes`, which is touched again after the load only.
+            // SAFETY: each block has a range of `bytes` of its own, which is not touched until the
+            // load has ended.
             blocks.push(unsafe { DeviceMemory::new(base + at, *len as usize) });
             at += *len as usize;
         }
         Memory { bytes, starts, blocks: Blocks::of(blocks).unwrap(), later: VecDeque::new() }
     }
 
-    /// Blocks of which none is there before the load asks for them.
+    /// Makes memory whose blocks are allocated only when the load asks for them.
     fn late(lens: &[u64]) -> Self {
         let mut memory = Self::new(lens);
         let blocks = std::mem::replace(&mut memory.blocks, Blocks::new(lens.len()).unwrap());
@@ -89,7 +90,7 @@ struct Files {
     tensors: Vec<Vec<u8>>,
 }
 
-/// A file of tensors with these lengths.
+/// Saves a file of tensors with these lengths.
 fn file(lens: &[usize], options: SaveOptions) -> Files {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
@@ -105,7 +106,7 @@ fn file(lens: &[usize], options: SaveOptions) -> Files {
     Files { plain: std::fs::read(&path).unwrap(), _folder: folder, path, tensors }
 }
 
-/// How one load is to go.
+/// The settings of one load.
 #[derive(Debug)]
 struct Schedule {
     seed: u64,
@@ -128,13 +129,13 @@ struct Schedule {
 }
 
 impl Schedule {
-    /// The device of each tensor; none if there is one device.
+    /// Returns the device of each tensor; none if there is one device.
     fn device_of(&self) -> Vec<usize> {
         let of = |number: &usize| (number * 5 + self.seed as usize / 7) % self.devices;
         if self.devices > 1 { self.selection.iter().map(of).collect() } else { Vec::new() }
     }
 
-    /// The devices.
+    /// Makes the devices.
     fn fakes(&self) -> Vec<Arc<FakeDevice>> {
         let faults = |at| {
             let faults = if at == 0 { self.faults } else { Faults::default() };
@@ -144,7 +145,7 @@ impl Schedule {
     }
 }
 
-/// The file of a schedule, opened.
+/// Opens the file of a schedule.
 fn opened(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<TensorFile> {
     let mut bytes = files.plain.clone();
     if let Some(at) = schedule.flipped {
@@ -189,7 +190,8 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
         .collect();
     let direct_storage = schedule.direct_storage;
     let to = Destination { devices: &devices, memory: blocks, direct_storage };
-    // What is read from a file without decryption takes buffers only, and what passes one reader.
+    // A load from a file, without decryption, needs only staging buffers and 256 KiB for the bytes
+    // that pass one reader.
     let buffers = 4 + schedule.seed % 5;
     let plain = !schedule.pipe && !schedule.direct_storage && !encrypted;
     let bounded = plain && schedule.seed.is_multiple_of(3);
@@ -215,7 +217,7 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
             assert!(size <= buffers * schedule.buffer_len as u64, "{buffers} buffers");
         }
         pool.release();
-        // A lost device may still use any of it.
+        // A lost device may still use staging memory, which is then not freed.
         if schedule.faults.lost.is_none() {
             assert_eq!((pool.size(), fake.pinned()), (0, 0), "all staging memory came back");
         }

@@ -13,8 +13,8 @@ use crate::codec::KeptHeader;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 
-/// Tensors of a file in host memory, one by one, while the next are being read. Dropping it ends the
-/// load. After an error it has ended.
+/// Tensors of a file in host memory, one by one, while the next are being read. Dropping it ends
+/// the load, and so does an error.
 pub struct Tensors {
     tensors: TensorIterator,
     entries: Arc<Vec<Entry>>,
@@ -23,7 +23,7 @@ pub struct Tensors {
 }
 
 impl TensorFile {
-    /// Tensors, given by number, one by one: each as soon as it is there, in memory of its own.
+    /// Iterates over tensors, given by number: each as soon as it has arrived, in memory of its own.
     ///
     /// # Errors
     /// An encrypted file without a key, a number that the file does not have, or a memory limit that

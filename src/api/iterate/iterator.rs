@@ -22,18 +22,18 @@ use crate::sys::process::Inherited;
 
 /// Allocates memory of a device, on the caller's thread.
 pub trait Allocate {
-    /// Memory for tensors, each of so many bytes; `first` is the place of the first of them.
+    /// Allocates memory for tensors, each of so many bytes. `first` is the place of the first of them.
     fn allocate(&mut self, first: usize, lens: &[u64]) -> Result<Vec<DeviceMemory>>;
 
-    /// The stream that is current on the device.
+    /// Returns the stream that is current on the device.
     fn consumer(&mut self) -> Result<Consumer>;
 }
 
-/// A tensor that is the caller's.
+/// A tensor that is handed out to the caller.
 pub struct Landed {
     /// Its number in the file.
     pub number: usize,
-    /// Its bytes: on a device for what is put on the current stream from now on.
+    /// Its bytes. Those on a device are for work that is queued on the current stream from now on.
     pub memory: Memory,
 }
 
@@ -101,15 +101,15 @@ impl TensorIterator {
         Ok(iterator)
     }
 
-    /// Waits for the next tensors: one, or several small ones, which count as taken when this is called
-    /// again. None at the end.
+    /// Waits for the next tensors: one, or several small ones. Several count as taken only when
+    /// this is called again. None at the end.
     pub fn next(
         &mut self,
         mut allocate: Option<&mut dyn Allocate>,
         cancel: &dyn Cancel,
     ) -> Result<Vec<Landed>> {
         if let (Some(allocate), Some((to, _))) = (allocate.as_deref_mut(), &self.shared.device) {
-            // Nothing of this can be part of a graph that is being captured.
+            // Fails if the stream is being captured into a graph, of which a load cannot be a part.
             to.device.check_consumer(allocate.consumer()?)?;
         }
         loop {
@@ -131,7 +131,7 @@ impl TensorIterator {
         }
     }
 
-    /// Waits for the tensors that the caller gets, or has its stream wait for them.
+    /// Hands tensors out: waits for their copies, or makes the caller's stream wait for them.
     fn handed_out(
         &mut self,
         items: Vec<Item>,
@@ -163,7 +163,7 @@ impl TensorIterator {
         collected(landed, LISTS)
     }
 
-    /// Allocates what memory may be taken now.
+    /// Allocates the memory that may be taken now.
     fn allocate(&self, allocate: &mut dyn Allocate) -> Result<()> {
         let Some((to, blocks)) = &self.shared.device else { return Ok(()) };
         let window = &self.shared.window;
@@ -173,7 +173,7 @@ impl TensorIterator {
                 Err(Error::DeviceMemory { .. }) if window.refused(lens.len()) => continue,
                 allocated => allocated?,
             };
-            // Work that was put on the stream before may still use the memory.
+            // Work that was queued on the stream before may still use the memory.
             let after = Some(Arc::clone(&to.device).mark(allocate.consumer()?)?);
             for (tensor, memory) in tensors.clone().zip(memory) {
                 blocks.put(tensor, Block { memory, after: after.clone() })?;
@@ -183,7 +183,7 @@ impl TensorIterator {
         Ok(())
     }
 
-    /// A handle that ends the load from another thread.
+    /// Returns a handle that ends the load from another thread.
     pub fn closer(&self) -> Closer {
         Closer(Inherited::new(Arc::clone(&self.shared)))
     }
@@ -196,18 +196,18 @@ impl TensorIterator {
 
     fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // A read of a Python object may collect garbage, and the iterator with it, on the thread of
-            // the load: that cannot wait for itself, and ends by itself.
+            // A read from a Python object may run the garbage collector, which may drop the iterator
+            // on the thread of the load. That thread cannot join itself; it ends on its own.
             if thread.thread().id() != thread::current().id() {
                 // A panic has become an error.
                 let _ = thread.join();
             }
-            // A `Closer` may live on, without connections.
+            // A `Closer` may outlive the iterator, and must not keep connections open.
             self.shared.file.close();
         }
     }
 
-    /// Tells what was done.
+    /// Waits for the load, and publishes the report of it.
     fn finish(&mut self) {
         if self.thread.is_none() {
             return;
@@ -219,8 +219,8 @@ impl TensorIterator {
     }
 }
 
-/// Waits until everything before an event has ended. The first sleep is of 50 µs, and each other one
-/// twice as long as the one before it, up to 2 ms.
+/// Waits until everything before an event has ended. The first sleep takes 50 µs, and each later
+/// one twice as long as the one before, up to 2 ms.
 fn wait(event: &dyn Event, cancel: &dyn Cancel) -> Result<()> {
     let mut rest = Duration::from_micros(50);
     while !event.passed()? {
@@ -230,7 +230,8 @@ fn wait(event: &dyn Event, cancel: &dyn Cancel) -> Result<()> {
     Ok(())
 }
 
-/// The bytes that are read ahead, and the options of the load, which has the rest of a memory limit.
+/// Divides the memory limit. Returns the bytes that are read ahead, and the options of the load,
+/// which has the rest of the limit.
 fn shares(
     selection: &Selection<'_>,
     lens: &[u64],
@@ -238,7 +239,7 @@ fn shares(
     options: &IterateOptions,
 ) -> Result<(u64, LoadOptions)> {
     let file = selection.file;
-    // Tensors that are brought together in host memory are held there as a whole.
+    // Slices that are cut from whole tensors in host memory need memory for the whole tensor.
     let whole = options.load.verify != Verify::Nothing || file.decryption().is_some();
     let sliced = selection.entries.iter().filter(|entry| entry.whole.is_some());
     let sliced = sliced.filter(|_| whole || !file.is_seekable());
@@ -254,20 +255,20 @@ fn shares(
 pub struct Closer(Inherited<Arc<Shared>>);
 
 impl Closer {
-    /// Has the load end, and calls that wait for tensors. Does not wait for it.
+    /// Ends the load, and calls that wait for tensors. Does not wait for the load to end.
     pub fn close(&self) {
-        // A lock may have been held when this process was forked off.
+        // In a forked child, the lock may have been held at the time of the fork.
         if self.0.maker().is_here() {
             self.0.window.close();
         }
     }
 
-    /// Bytes of tensor data that were read so far.
+    /// Returns the bytes of tensor data that were read so far.
     pub fn moved(&self) -> u64 {
         self.0.counters.moved()
     }
 
-    /// Refuses calls of a process that was forked off: the load goes on in the other one.
+    /// Refuses calls in a forked child: the load runs in the parent process.
     pub fn check_process(&self) -> Result<()> {
         if self.0.maker().is_here() {
             return Ok(());
@@ -280,7 +281,8 @@ impl Closer {
 
 impl Drop for TensorIterator {
     fn drop(&mut self) {
-        // In a process that was forked off, there is no thread to wait for, and a lock may be held.
+        // A forked child has no thread to wait for, and the lock may have been held at the time of
+        // the fork.
         if self.shared.maker().is_here() {
             self.close();
         }

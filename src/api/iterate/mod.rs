@@ -1,8 +1,8 @@
 //! Tensors of a file one by one, in host memory or on a device, while the next are being read.
 //!
-//! One thread for each iterator carries out the load (`run`), with readers as every load has them.
-//! Between it and the caller lies the window: tensors that have landed, and how far others are read
-//! ahead. Memory of a device comes from the caller, on the caller's thread.
+//! Each iterator has a thread for its load (`run`), which has readers as every load does. The
+//! window is between the load and the caller: it holds tensors that have landed, and bounds how far
+//! others are read ahead. Device memory is allocated by the caller, on the caller's thread.
 
 mod host;
 mod iterator;

@@ -17,18 +17,18 @@ pub enum Order {
 pub struct IterateOptions {
     /// Load options.
     pub load: LoadOptions,
-    /// Bytes of tensors that are in memory, or on their way, and not yet taken: at most so many, or
-    /// one tensor that is larger.
+    /// The most bytes of tensors that are in memory or in flight, and not yet taken. A single
+    /// tensor may be larger.
     pub buffer_bytes: u64,
     /// The order in which they are handed out.
     pub order: Order,
-    /// True: tensors are handed out when their copies to a device have ended, for all its streams.
-    /// False: for the stream that is current then, which waits for them.
+    /// True: tensors are handed out after their copies to a device have ended, for use on all its streams.
+    /// False: they are handed out for the stream that is current then, which waits for the copies.
     pub complete: bool,
 }
 
 impl Default for IterateOptions {
-    /// 1 GiB ahead of the caller, in the order of the file.
+    /// Reads up to 1 GiB ahead of the caller, in the order of the file.
     fn default() -> Self {
         let load = LoadOptions::default();
         IterateOptions { load, buffer_bytes: 1 << 30, order: Order::default(), complete: false }

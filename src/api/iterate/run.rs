@@ -1,5 +1,5 @@
-//! The load of an iterator, on a thread of its own: tensors in the order of the file, those that can be
-//! read straight to where they go by one read, others group by group by way of host memory.
+//! The load of an iterator, on a thread of its own, in the order of the file. Tensors that can be
+//! read straight to their destination come in one read, others in groups by way of host memory.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,7 +43,7 @@ pub fn run(shared: &Shared, streams: Option<&Streams>) -> Result<()> {
     let rules = RunRules::of(&Selection::new(&shared.file, &shared.numbers)?, &options)?;
     shared.file.with_sound_copies(&cancel, || {
         let run = Run { shared, options: &options, rules, cancel: &cancel };
-        // After damage to a copy in a cache, tensors that have landed are not read again.
+        // Run again after damage to a cached copy, this skips tensors that have landed.
         match (&shared.device, streams) {
             (Some((to, blocks)), Some(streams)) => run.on_device(to, blocks, streams),
             _ => run.all(&shared.window.missing(), None),
@@ -80,7 +80,7 @@ impl Run<'_> {
             cancel: self.cancel,
         };
         let done = self.all(&self.shared.window.missing(), Some(&upload));
-        // Memory is let go, or written again, only after copies to it have ended.
+        // Memory is freed, or written again, only after copies to it have ended.
         streams.finish()?;
         done?;
         if to.pool.is_pageable() {
@@ -89,8 +89,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Loads tensors, given by their places in the order of the file: those that are read straight to
-    /// where they go, and groups of others at the same time.
+    /// Loads tensors, given by their places in the order of the file: those that are read straight
+    /// to their destination, and groups of others at the same time.
     fn all(&self, tensors: &[usize], upload: Option<&Upload<'_>>) -> Result<()> {
         let file = &self.shared.file;
         let numbers = tensors.iter().filter_map(|&tensor| self.shared.numbers.get(tensor).copied());
@@ -104,7 +104,7 @@ impl Run<'_> {
             push(list, (tensor, number), LISTS)?;
         }
         if !file.is_seekable() && !grouped.is_empty() {
-            // A stream is read once, in its order.
+            // A stream can be read only once, in its order.
             grouped.append(&mut direct);
             grouped.sort_unstable();
         }
@@ -136,23 +136,23 @@ impl Run<'_> {
             (readers, groups)
         });
         match (one, other) {
-            // That it was told to stop is no reason.
+            // One half was cancelled because the other failed: the other's error is reported.
             (Err(Error::Cancelled), Err(error)) => Err(error),
             (one, other) => one.and(other),
         }
     }
 
-    /// True if a tensor is read straight to where it goes.
+    /// True if a tensor is read straight to its destination.
     fn is_direct(&self, entry: &Entry, on_device: bool) -> Result<bool> {
         let file = &self.shared.file;
         if entry.whole.is_some() {
             return Ok(direct_runs(file, entry, self.options.verify, &self.rules)?.is_some());
         }
-        // A stream is read once, so that nothing may turn out to be impossible later.
+        // A stream cannot be read again, should decryption in chunks turn out to be impossible.
         Ok(!on_device || file.decryption().is_none() || file.is_seekable())
     }
 
-    /// Reads tensors to where they go.
+    /// Reads tensors straight to their destination.
     fn direct(&self, tensors: &[(usize, usize)], upload: Option<&Upload<'_>>) -> Result<()> {
         let (shared, options) = (self.shared, self.options);
         let (file, window) = (&shared.file, &shared.window);
@@ -194,7 +194,7 @@ impl Run<'_> {
         upload.read(&what, (&[], &places), &mut || Ok(false)).map(drop)
     }
 
-    /// Loads tensors group by group by way of host memory.
+    /// Loads tensors group by group, by way of host memory.
     fn grouped(&self, tensors: &[(usize, usize)], upload: Option<&Upload<'_>>) -> Result<()> {
         let window = &self.shared.window;
         let mut left = tensors;
@@ -215,8 +215,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The number of first tensors that are loaded together: slices or whole ones, of which the span,
-    /// with what others bring that lies between them, is a part of what may be read ahead.
+    /// Returns how many of the first tensors form one group: all slices, or all whole. The span of
+    /// a group, with other tensors that lie in it, is limited to a part of the bytes read ahead.
     fn group_len(&self, tensors: &[(usize, usize)]) -> Result<usize> {
         let (file, window) = (&self.shared.file, &self.shared.window);
         let most = window.part();
@@ -239,7 +239,7 @@ impl Run<'_> {
         let Run { shared, options, cancel, .. } = *self;
         let loaded = load_counted(&shared.file, numbers, options, &shared.counters, cancel)?;
         for (&(tensor, _), loaded) in tensors.iter().zip(loaded) {
-            // Small ones come in blocks, which one that is kept would keep.
+            // Small tensors share blocks: a copy does not keep the whole block alive.
             let small = (loaded.memory.bytes().len() as u64) < SMALL;
             let own = if small { loaded.memory.copied()? } else { loaded.memory };
             shared.window.land(tensor, Memory::Host(own), Marks::new())?;
@@ -273,7 +273,7 @@ impl Run<'_> {
     }
 }
 
-/// The memory of a tensor that has no data in the file.
+/// Returns the memory of a tensor that has no data in the file.
 fn without_data(window: &Window, tensor: usize, on_device: bool) -> Result<Memory> {
     if on_device {
         return Ok(Memory::Zeros);
@@ -291,11 +291,11 @@ fn bug(number: usize) -> Error {
 #[derive(Default)]
 struct Plan {
     extents: Vec<Extent>,
-    /// For each extent where its data go.
+    /// The destination of each extent's data.
     locations: Vec<Location>,
-    /// For each extent the place of its tensor in the order of the file.
+    /// The place of each extent's tensor in the order of the file.
     tensors: Vec<usize>,
-    /// For each extent the number of its tensor in the selection.
+    /// The number of each extent's tensor in the selection.
     selected: Vec<usize>,
     /// Tensors of which nothing is read, by their places in the order of the file.
     unread: Vec<usize>,
@@ -346,10 +346,10 @@ impl Plan {
     }
 }
 
-/// Headers of tensors, for extents of which several may be of one tensor.
+/// A codec for extents, of which several may be of one tensor: it passes them on by tensor.
 struct OfExtents<'h> {
     headers: &'h Headers<'h>,
-    /// For each extent the number of its tensor in the selection.
+    /// The number of each extent's tensor in the selection.
     selected: &'h [usize],
 }
 
@@ -379,7 +379,7 @@ impl Codec for OfExtents<'_> {
     }
 }
 
-/// Tensors on their way from the engine to the window.
+/// The receiver that passes tensors from the engine to the window.
 struct Landings<'l> {
     run: &'l Run<'l>,
     plan: &'l Plan,
@@ -439,7 +439,7 @@ impl Receiver for Landings<'_> {
         };
         let why = "decrypted in host memory: pieces of encryption of unusual length";
         shared.counters.fallback(why);
-        // Bytes that were copied there meanwhile must not come later.
+        // Copies that are under way must not overwrite these bytes later.
         upload.finish()?;
         let &number = self.numbers.get(selected).ok_or_else(|| bug(selected))?;
         upload.through_host(&shared.file, &[number], &[Place { block: tensor, offset: 0 }])?;

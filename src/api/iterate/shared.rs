@@ -17,7 +17,7 @@ pub struct ToDevice {
     pub consumer: Consumer,
     /// Its staging buffers.
     pub pool: &'static Pool,
-    /// True if the device is to read local files by itself, where it can.
+    /// True if the device is to read local files itself (GPUDirect Storage), if it can.
     pub direct_storage: bool,
 }
 
@@ -37,6 +37,6 @@ pub struct Shared {
     pub device: Option<(ToDevice, Blocks)>,
     /// Bytes of the block of each tensor on the device.
     pub block_lens: Vec<u64>,
-    /// Count what is done.
+    /// Counters of the work done.
     pub counters: Counters,
 }

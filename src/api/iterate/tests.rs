@@ -1,4 +1,4 @@
-//! Iterators to host memory and to the stand-in for a device, under random schedules.
+//! Tests of iterators to host memory and to the stand-in for a device, under random schedules.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 
@@ -49,7 +49,7 @@ struct HostBlocks {
     /// Bytes of blocks that were allocated and not let go.
     held: usize,
     most_held: usize,
-    /// Blocks from this one on cannot be allocated, as long as others are held.
+    /// Blocks from this one on cannot be allocated while others are held.
     refused_from: Option<usize>,
 }
 
@@ -61,7 +61,7 @@ impl Allocate for HostBlocks {
         }
         let memory = lens.iter().map(|&len| {
             let mut block = vec![0xEE; len as usize];
-            // SAFETY: the block stays where it is, and is looked at when it has landed.
+            // SAFETY: the block's bytes do not move, and are not touched until it has landed.
             let memory =
                 unsafe { DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len()) };
             self.held += block.len();
@@ -110,7 +110,7 @@ impl Schedule {
         }
     }
 
-    /// Loads all tensors, of which the caller keeps none. Returns their numbers as they come.
+    /// Loads all tensors, of which the caller keeps none. Returns their numbers in the order of arrival.
     fn run(&self, file: &TensorFile) -> Result<Vec<usize>> {
         let device: Arc<dyn Device> = FakeDevice::new(self.seed + 1, self.faults);
         let pool: &'static Pool = Box::leak(Box::new(Pool::new(self.buffer_len, 8, 16)));
@@ -263,10 +263,10 @@ fn closing_ends_the_load_and_calls_that_wait() {
     assert!(matches!(given_up.next(None, &cancel), Err(Error::Cancelled)));
 }
 
-/// A file of which some bytes come only once the rest was handed out.
+/// A file that withholds some bytes until the rest was handed out.
 struct Withheld {
     file: FileSource,
-    /// The last of them.
+    /// Reads that include this position have to wait.
     position: u64,
     let_go: Arc<AtomicBool>,
 }

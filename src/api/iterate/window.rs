@@ -1,4 +1,5 @@
-//! The window between readers and the caller: the bytes read ahead, and tensors that have landed.
+//! The window between readers and the caller. It holds tensors that have landed, and bounds the
+//! bytes that are read ahead.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::PoisonError;
@@ -12,13 +13,12 @@ use crate::fallible::{LISTS, push, repeated};
 use crate::mem::HostBuffer;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
-/// Of the bytes that may be read ahead, the part that one batch or one group may have: so that several
-/// are on their way.
+/// The part of the bytes read ahead that one batch or one group may have, so that several are in flight.
 const PART: u64 = 8;
-/// Small tensors are handed out together: so many at most, and this part of the bytes read ahead.
+/// Small tensors are handed out together: at most so many, with at most this part of the bytes read ahead.
 const TOGETHER: usize = 1024;
 const TOGETHER_PART: u64 = 16;
-/// Blocks that are allocated together, and their bytes at most.
+/// The most blocks that are allocated together, and the most bytes of them.
 const BLOCKS: usize = 256;
 const BLOCKS_LEN: u64 = 64 << 20;
 
@@ -26,9 +26,9 @@ const BLOCKS_LEN: u64 = 64 << 20;
 pub enum Memory {
     /// In host memory of its own.
     Host(HostBuffer),
-    /// In the block of a device that was allocated for it, which has the number of the tensor.
+    /// In a block of a device that was allocated for it. The block has the number of the tensor.
     Block(usize),
-    /// Nowhere: it has no data in the file, and is all zeros.
+    /// No memory: it has no data in the file, and is all zeros.
     Zeros,
 }
 
@@ -38,12 +38,12 @@ pub struct Item {
     pub tensor: usize,
     /// Its bytes.
     pub memory: Memory,
-    /// Events after which they are there.
+    /// Events after which the bytes have arrived.
     pub marks: Marks,
 }
 
-/// The tensors between those that are read and those that the caller has taken. The bytes of tensors
-/// that are admitted and not taken are at most `budget`, or those of one tensor.
+/// The tensors between those that are still to be read and those that the caller has taken. Tensors
+/// that are admitted and not taken have at most `budget` bytes, or are a single larger one.
 pub struct Window {
     /// Bytes of each tensor in memory.
     lens: Vec<u64>,
@@ -51,22 +51,22 @@ pub struct Window {
     /// True if the caller allocates memory before tensors may be read.
     allocates: bool,
     state: Mutex<State>,
-    /// More tensors may be read.
+    /// Notified when more tensors may be read.
     room: Condvar,
-    /// More tensors may be taken.
+    /// Notified when more tensors may be taken.
     landed: Condvar,
 }
 
-/// A load that asks for room. Both ask for tensors in rising order.
+/// A half of a load that asks for room. Each asks for tensors in rising order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Asker {
-    /// Readers, which bring tensors to where they go.
+    /// Readers, which read tensors straight to their destination.
     Readers,
-    /// Groups of tensors, by way of host memory.
+    /// Groups of tensors, which are loaded by way of host memory.
     Groups,
 }
 
-/// Tensors that can only come together: those before `end`, from `first` on.
+/// Tensors that can only come together: from `first` on, up to `end`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Needed {
     first: usize,
@@ -76,9 +76,9 @@ struct Needed {
 #[derive(Default)]
 struct State {
     budget: u64,
-    /// Tensors for which there is memory: so many of the first.
+    /// The number of tensors, from the first one on, that were granted memory.
     granted: usize,
-    /// The batch that waits for memory, of each asker.
+    /// The tensors that each asker waits for: those of its next batch.
     needed: [Needed; 2],
     /// Bytes of tensors that are granted and not taken.
     outstanding: u64,
@@ -95,15 +95,16 @@ struct State {
     /// The place of the next tensor in the order of the file.
     next: usize,
     taken: usize,
-    /// Bytes of several tensors that the caller has got together, and may not all have taken.
+    /// Bytes of several tensors that the caller got together. They count as outstanding until the
+    /// next call.
     handed: u64,
     ended: Option<Result<()>>,
     closed: bool,
 }
 
 impl State {
-    /// True if a batch waits for memory, and the caller has taken all tensors before those of the batch:
-    /// none of its tensors could come without the others.
+    /// True if a batch waits for memory, and the caller has taken all tensors before it. Its
+    /// tensors can only come together, so that they have to be granted beyond the budget.
     fn is_starved(&self) -> bool {
         let starves =
             |needed: &Needed| self.granted < needed.end && self.all_taken_to >= needed.first;
@@ -127,16 +128,16 @@ impl State {
 
 /// The result of waiting for tensors.
 pub enum Taken {
-    /// These tensors.
+    /// Tensors that were taken.
     Items(Vec<Item>),
-    /// Nothing within the time, or memory may be allocated.
+    /// None came within the time, or memory may be allocated now.
     Nothing,
     /// All tensors were taken.
     End,
 }
 
 impl Window {
-    /// For tensors of these lengths.
+    /// Makes a window for tensors of these lengths.
     pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Result<Self> {
         let none = repeated(false, lens.len(), LISTS)?;
         let (has_landed, has_taken) = (none.clone(), none);
@@ -149,7 +150,7 @@ impl Window {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes of each tensor in memory.
+    /// Returns the bytes of each tensor in memory.
     pub fn lens(&self) -> &[u64] {
         &self.lens
     }
@@ -158,7 +159,7 @@ impl Window {
         self.lens.get(tensor).copied().unwrap_or(0)
     }
 
-    /// The most bytes of a batch, or of a group of tensors that are read together.
+    /// Returns the most bytes of a batch, or of a group of tensors that are read together.
     pub fn part(&self) -> u64 {
         (self.state().budget / PART).max(1)
     }
@@ -167,12 +168,12 @@ impl Window {
     fn has_room(&self, state: &State) -> bool {
         let Some(len) = self.lens.get(state.granted) else { return false };
         let fits = state.outstanding.saturating_add(*len) <= state.budget;
-        // One that is larger comes alone.
+        // A tensor that is larger than the budget comes alone.
         fits || state.outstanding == 0 || state.is_starved()
     }
 
     fn grant(&self, state: &mut State) {
-        // Tensors of which nothing is read may be taken before it is their turn.
+        // A tensor of which nothing is read may be taken before it is granted, and does not count then.
         if !state.has_taken(state.granted) {
             state.outstanding = state.outstanding.saturating_add(self.len(state.granted));
         }
@@ -214,7 +215,7 @@ impl Window {
     pub fn land_together(&self, items: Vec<Item>) -> Result<()> {
         let mut state = self.state();
         if state.closed {
-            // The caller has let go what would come.
+            // The iterator was closed: these tensors are dropped.
             return Ok(());
         }
         let mut wanted = self.order == Order::Ready;
@@ -235,7 +236,7 @@ impl Window {
         Ok(())
     }
 
-    /// The tensors that have not landed, of all.
+    /// Returns the places of all tensors that have not landed.
     pub fn missing(&self) -> Vec<usize> {
         let state = self.state();
         let landed = state.has_landed.iter().enumerate();
@@ -250,14 +251,14 @@ impl Window {
         }
     }
 
-    /// Notes that all has been read, or why not.
+    /// Notes that everything has been read, or the error that ended the load.
     pub fn end(&self, outcome: Result<()>) {
         self.state().ended = Some(outcome);
         self.landed.notify_all();
         self.room.notify_all();
     }
 
-    /// Lets go what waits for the caller, and has readers stop.
+    /// Drops tensors that wait for the caller, and makes readers stop.
     pub fn close(&self) {
         let mut state = self.state();
         state.closed = true;
@@ -281,15 +282,16 @@ impl Window {
         self.room.notify_all();
     }
 
-    /// Notes that memory for so many tensors could not be allocated: no more is read ahead than now.
-    /// False if that is an error: there is not enough for one tensor, and nothing will be let go.
+    /// Notes that memory for so many tensors could not be allocated: from now on, no more is read
+    /// ahead than now. Returns false if the load has to fail: there is not enough memory for one
+    /// tensor, and none will be freed.
     pub fn refused(&self, count: usize) -> bool {
         let mut state = self.state();
         state.budget = state.outstanding.max(1);
         count > 1 || (state.outstanding > 0 && !state.is_starved())
     }
 
-    /// Memory that may be allocated now.
+    /// Returns the tensors whose memory may be allocated now.
     pub fn to_allocate(&self) -> Option<std::ops::Range<usize>> {
         let state = self.state();
         let start = state.granted;
@@ -308,8 +310,8 @@ impl Window {
         Some(start..end)
     }
 
-    /// Takes the next tensor, and small ones behind it that have landed too. What was taken before is
-    /// the caller's from now on.
+    /// Takes the next tensor, and small ones behind it that have landed too. Tensors that an
+    /// earlier call took no longer count against the budget.
     pub fn take(&self, time: Duration) -> Result<Taken> {
         let mut state = self.state();
         let handed = std::mem::take(&mut state.handed);
@@ -362,7 +364,7 @@ impl Window {
                 Order::Ready => drop(state.queue.pop_front()),
             }
             state.note_taken(tensor);
-            // A tensor that is taken before it is granted is not counted then.
+            // A tensor that is taken before it is granted is never counted.
             if tensor < state.granted {
                 bytes = bytes.saturating_add(len);
             }

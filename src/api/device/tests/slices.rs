@@ -1,5 +1,5 @@
-//! Several slices of one tensor: each in its place by every way, and a tensor that is read as a whole is
-//! read once for all of them.
+//! Tests of several slices of one tensor. Each gets its bytes by every path, and a tensor that is
+//! read as a whole is read once for all its slices.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::mem::pinned::Pool;
 /// Number of the tensor, rows and columns.
 type Part = (usize, Range<u64>, Range<u64>);
 
-/// Rows and columns: runs of 16 KiB and more are read to where they go.
+/// Rows and columns. Contiguous ranges of 16 KiB and more are read straight to their destination.
 const SHAPES: [[u64; 2]; 3] = [[40, 20_000], [30, 50], [7, 300_001]];
 
-/// Neither in the order of the file nor without overlaps, and one of them twice.
+/// Returns slices that are out of order and overlap, one of them twice.
 fn parts() -> Vec<Part> {
     vec![
         (2, 3..5, 1..280_000),
@@ -34,7 +34,7 @@ fn parts() -> Vec<Part> {
     ]
 }
 
-/// Bytes of a file, which counts those that are read.
+/// A file that counts the bytes that are read from it.
 struct Counting(FileSource, Arc<AtomicU64>);
 
 impl ReadAt for Counting {
@@ -82,7 +82,7 @@ fn saved(key: Option<Key>) -> Saved {
 }
 
 impl Saved {
-    /// The slices as a file of their own, and what counts the bytes that are read.
+    /// Returns the slices as a file of their own, and the count of the bytes that are read.
     fn sliced(&self, parts: &[Part]) -> (TensorFile, Arc<AtomicU64>) {
         let read = Arc::new(AtomicU64::new(0));
         let source = Counting(FileSource::open(&self.path).unwrap(), Arc::clone(&read));

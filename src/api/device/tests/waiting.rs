@@ -1,4 +1,5 @@
-//! Hashes and decryption that wait for bytes which wait for memory: never for each other.
+//! Tests that hashes and decryption, which wait for bytes, and bytes, which wait for memory, never
+//! deadlock.
 
 use super::*;
 
@@ -23,7 +24,7 @@ fn a_short_load_pins_no_more_than_its_bytes_and_a_buffer() {
     }
 }
 
-/// Medium tensors whose end shares a batch with the beginning of a larger one.
+/// Lengths of medium tensors: the end of each shares a batch with the beginning of a larger one.
 const NEIGHBOURS: [usize; 8] =
     [9 << 20, 15 << 20, 9 << 20, 14 << 20, 9 << 20, 13 << 20, 9 << 20, 12 << 20];
 

@@ -1,4 +1,4 @@
-//! The window without threads.
+//! Tests of the window, without threads.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
