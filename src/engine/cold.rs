@@ -13,35 +13,36 @@ use crate::stats::Counters;
 /// Memory that a reader takes for direct reads.
 pub use crate::io::local::DIRECT_MEMORY as READER_MEMORY;
 
-/// Bytes between two ranges of a cold file that are cheaper to read than to skip: a separate read takes
-/// the time in which a disk of 2 GB/s reads as much, and more CPU time than this takes.
+/// The longest gap between two ranges of a cold file that is cheaper to read than to skip. A
+/// separate read takes as long as a disk of 2 GB/s needs for this gap, and costs more CPU time.
 pub const DIRECT_GAP: u64 = 128 << 10;
-/// With less memory than for so many readers, files are read through the page cache, which takes none.
+/// Minimum number of readers that must have memory for direct reads. With less memory, files are
+/// read through the page cache, which needs no buffers.
 const READERS_AT_LEAST: u64 = 4;
 
-/// Values of `TENSORIZER_DIRECT_IO`: by the page cache always, and around it also where several
-/// processes of this machine load.
+/// Values of `TENSORIZER_DIRECT_IO`: no direct reads, and direct reads even if several processes of
+/// this machine load.
 const NEVER: u64 = 0;
 const ALWAYS: u64 = 2;
 
-/// The share of the data of a load that is in the page cache.
+/// The page-cache residency of a load's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cached {
     /// All of it, as far as samples tell.
     All,
-    /// Something between, or it is unknown.
+    /// Some of it, or it is unknown.
     Some,
     /// Less than half.
     Little,
 }
 
-/// Looks whether files are in the page cache.
+/// Samples the page-cache residency of files.
 pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
-    /// Places that are looked at, in equal distances.
+    /// The most positions that are sampled, at equal distances.
     const SAMPLES: u64 = 32;
     const PAGE: u64 = 4 << 10;
     let total = extents.iter().fold(0, |sum: u64, extent| sum.saturating_add(extent.data_len));
-    // One of a page is enough: each of them is a call of the system.
+    // One sample per page is enough; each sample is a system call.
     let samples = (total / PAGE).clamp(1, SAMPLES);
     let step = (total / samples).max(1);
     let (mut next, mut sampled, mut cold, mut unknown) = (step / 2, 0, 0, 0);
@@ -68,7 +69,8 @@ pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
 }
 
 /// True if cold files of a load are read around the page cache. `shared`: other processes of this
-/// machine load them at the same time, and the page cache has each byte once for all.
+/// machine load the same files at the same time. Then the page cache is better, as it reads each
+/// byte once for all of them.
 pub fn may_read_directly(files: &[&dyn ReadAt], memory: MemoryLimit, shared: bool) -> Result<bool> {
     let wanted = match DIRECT_IO.value()? {
         NEVER => false,
@@ -79,28 +81,29 @@ pub fn may_read_directly(files: &[&dyn ReadAt], memory: MemoryLimit, shared: boo
     Ok(wanted && room && files.iter().all(|source| source.is_local()))
 }
 
-/// True if a launcher says that this process is one of several on this machine, which load the same
-/// files as a rule.
+/// True if a launcher says that this process is one of several on this machine. These usually load
+/// the same files.
 fn has_local_ranks() -> bool {
     let size = LOCAL_WORLD_SIZE.value().and_then(|text| text.into_string().ok());
     size.and_then(|text| text.trim().parse().ok()).is_some_and(|size: u64| size > 1)
 }
 
-/// Direct reads of the readers of one load.
+/// State that the direct reads of all readers of a load share.
 pub struct DirectReads<'c> {
     in_flight: Arc<InFlight>,
     counters: &'c Counters,
 }
 
 impl<'c> DirectReads<'c> {
-    /// For so many readers.
+    /// Creates the state for a number of readers.
     pub fn new(readers: usize, counters: &'c Counters) -> Self {
         let reads = readers.saturating_mul(READS_FOR_EACH).max(READS_AT_MOST);
         let in_flight = Arc::new(InFlight::new(reads));
         DirectReads { in_flight, counters }
     }
 
-    /// A handle of one reader to a file; None where its file system has no direct reads.
+    /// Opens a file for the direct reads of one reader; None if its file system does not support
+    /// them.
     pub fn open(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
         let Some(reader) = DirectReader::open(source, &self.in_flight) else {
             self.counters.fallback(

@@ -1,45 +1,46 @@
-//! How many workers a call should have: few at first, and more while they bring more.
+//! The concurrency controller, which finds the number of workers of a call. It begins with few, and
+//! adds more while they raise the throughput.
 //!
-//! A pure function of samples. No threads, no clock.
+//! A pure function of samples, without threads or a clock.
 
 use std::time::Duration;
 
-/// With no byte yet for so long, the answer is far away, and twice as many are asked for. Local
-/// servers and disks have answered by then; the wait is short beside the latency of others.
+/// No byte within this time means high latency: double the workers. Local servers and disks answer
+/// sooner, and compared with the latency of others the wait is short.
 const SILENCE: Duration = Duration::from_millis(10);
 /// The shortest time over which a rate is measured: some time slices of a scheduler.
 const WINDOW: Duration = Duration::from_millis(50);
-/// Arrivals for each worker without which a rate is chance.
+/// Minimum number of arrivals per worker in a window. With fewer, its rate is a matter of chance.
 const ARRIVALS: u64 = 4;
-/// The longest wait for new workers before a rate is measured without some of them. A call that ends by
-/// then gets no more.
+/// The longest wait for the first bytes of new workers; then the rate is measured without them. A
+/// call that would end within this time gets no more workers.
 const SETTLE: Duration = Duration::from_millis(200);
-/// A rate must grow by this for twice the workers to be worth it, in percent. Rates over a window
-/// vary by less from one to the next.
+/// Minimum growth of the rate, in percent, that justifies doubling the workers. It exceeds the
+/// usual variation between two windows.
 const GAIN: u64 = 15;
-/// CPUs that work for more than this much of a window have no time for more workers, in percent.
+/// CPU load of a window, in percent of all cores, from which on no workers are added.
 const BUSY: u64 = 85;
-/// After this long more workers are tried again, and then after twice as long each time.
+/// Time until more workers are tried again. It doubles each time.
 const REST: Duration = Duration::from_secs(1);
 
-/// What is known at one moment. All but `running` and `heard` only grow.
+/// The state of a call at one moment. All but `running` and `heard` only grow.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Sample {
     /// Time since the call began.
     pub at: Duration,
     /// Bytes that have arrived.
     pub bytes: u64,
-    /// How often some have.
+    /// Number of arrivals, of any length.
     pub arrivals: u64,
     /// CPU time that the process has used.
     pub cpu: Duration,
-    /// Workers at the moment.
+    /// Workers that run now.
     pub running: usize,
-    /// Those of them that some bytes have reached.
+    /// Running workers that have received bytes.
     pub heard: usize,
 }
 
-/// A number of workers, and the bytes a second that they brought.
+/// A number of workers, and the rate that they achieved in bytes per second.
 #[derive(Debug, Clone, Copy)]
 struct Level {
     workers: usize,
@@ -48,13 +49,13 @@ struct Level {
 
 #[derive(Debug, Clone, Copy)]
 enum Phase {
-    /// No byte has arrived; since the last step.
+    /// No byte has arrived yet. Since this time the number is the same.
     Silent(Duration),
-    /// The number has changed, then.
+    /// New workers begin to receive bytes. The number has changed at this time.
     Settling(Duration),
-    /// A rate is measured, from this sample on.
+    /// The rate is measured from this sample on.
     Measuring(Sample),
-    /// The number stays until then.
+    /// The number does not change before this time.
     Resting(Duration),
 }
 
@@ -64,16 +65,16 @@ pub struct ConcurrencyController {
     wanted: usize,
     most: usize,
     cores: usize,
-    /// Bytes of the call; the most there can be where that is unknown.
+    /// Bytes of the call; `u64::MAX` if unknown.
     total: u64,
     phase: Phase,
-    /// What half as many brought, while more are tried.
+    /// The previous level, with half as many workers, while more are tried.
     before: Option<Level>,
     rest: Duration,
 }
 
 impl ConcurrencyController {
-    /// Begins with `first` workers, of at most `most`, on so many CPUs.
+    /// Creates a controller that begins with `first` workers, of at most `most`, on `cores` CPUs.
     pub fn new(first: usize, most: usize, cores: usize) -> Self {
         let most = most.max(1);
         ConcurrencyController {
@@ -87,12 +88,12 @@ impl ConcurrencyController {
         }
     }
 
-    /// The same for a call of so many bytes, if that is known.
+    /// Sets the bytes of the call, if they are known.
     pub fn of_bytes(self, total: Option<u64>) -> Self {
         ConcurrencyController { total: total.unwrap_or(u64::MAX), ..self }
     }
 
-    /// Takes note of a sample, and says how many workers there should be.
+    /// Takes a sample, and returns the number of workers that are wanted.
     pub fn look(&mut self, now: &Sample) -> usize {
         match self.phase {
             Phase::Silent(since) if now.bytes == 0 => {
@@ -122,7 +123,7 @@ impl ConcurrencyController {
         self.wanted
     }
 
-    /// Goes on, stays or goes back, by what a window has brought.
+    /// Doubles, keeps or restores the number of workers, depending on the rate of a window.
     fn judge(&mut self, from: &Sample, now: &Sample, time: Duration) {
         let bytes = u128::from(now.bytes.saturating_sub(from.bytes));
         let rate = bytes * 1_000_000 / time.as_micros().max(1);
@@ -136,7 +137,7 @@ impl ConcurrencyController {
             self.wanted = before.workers;
             return self.rest(now.at);
         }
-        // The rest comes before more workers have brought much.
+        // If the call ends soon, more workers would not bring much.
         let left = u128::from(self.total.saturating_sub(now.bytes));
         let ending = left * 1_000_000 < u128::from(rate) * SETTLE.as_micros();
         if busy || ending || self.wanted == self.most {
@@ -163,8 +164,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Something that answers after a while, and then brings bytes at a rate that depends on the
-    /// number of workers.
+    /// A source that answers after a while, and then delivers at a rate that depends on the number
+    /// of workers.
     struct World<R: Fn(usize) -> f64> {
         latency: Duration,
         rate: R,
@@ -173,8 +174,8 @@ mod tests {
     }
 
     impl<R: Fn(usize) -> f64> World<R> {
-        /// The numbers wanted, every 5 ms: those who are wanted are there at once, and have their
-        /// first bytes when the world has answered them.
+        /// Returns the number of wanted workers, every 5 ms. Wanted workers start at once, and
+        /// receive their first bytes after the latency.
         fn run(&self, controller: &mut ConcurrencyController, seconds: u64) -> Vec<usize> {
             let (tick, mut now) = (Duration::from_millis(5), Sample::default());
             let (mut bytes, mut started, mut found) = (0.0, Vec::new(), Vec::new());
@@ -194,7 +195,7 @@ mod tests {
         }
     }
 
-    /// How long each number is kept, the longest first.
+    /// Returns the most frequent number.
     fn usual(found: &[usize]) -> usize {
         let count = |number| found.iter().filter(|&&other| other == number).count();
         found.iter().copied().max_by_key(|&number| count(number)).unwrap_or(0)
@@ -202,7 +203,8 @@ mod tests {
 
     #[test]
     fn a_call_that_is_about_to_end_gets_no_more_workers() {
-        // 10 MB/s of each worker: after the first window there is half a second left, or a tenth of one.
+        // 10 MB/s per worker: after the first window, half a second is left, or a tenth of a
+        // second.
         let world = World { latency: Duration::ZERO, rate: |n| n as f64 * 1e7, busy: 0.0 };
         for (total, most) in [(20_000_000, 8), (6_000_000, 4)] {
             let mut controller = ConcurrencyController::new(4, 64, 2).of_bytes(Some(total));
@@ -224,7 +226,7 @@ mod tests {
         let world = World { latency: Duration::ZERO, rate: |n| n as f64 * 1e9, busy: 1.9 };
         let found = world.run(&mut ConcurrencyController::new(2, 64, 2), 5);
         assert!(found.iter().all(|&wanted| wanted == 2), "{found:?}");
-        // On a machine with more of them, two workers that compute leave room for others.
+        // On a machine with more cores, two busy workers leave room for others.
         let found = world.run(&mut ConcurrencyController::new(2, 64, 16), 5);
         assert_eq!(found.last(), Some(&64));
     }

@@ -1,4 +1,4 @@
-//! Bytes of devices on their way to host memory, through staging buffers.
+//! Downloads from devices to host memory, through staging buffers.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,20 +11,21 @@ use crate::stats::{Counters, Stage};
 
 /// Downloads for one call.
 pub struct Downloader<'d> {
-    /// Count the time.
+    /// The counters of the time that copies take.
     pub counters: &'d Counters,
-    /// Ends it.
+    /// The check that cancels a download.
     pub cancel: &'d dyn Cancel,
-    /// Called before a thread waits for a staging buffer. It has to see to it that buffers which
-    /// were handed out come back whatever this thread waits for.
+    /// Called before a thread waits for a staging buffer. It must ensure that the buffers handed
+    /// out earlier are returned even while this thread waits; otherwise the wait may deadlock.
     pub before_waiting: &'d dyn Fn() -> Result<()>,
-    /// How many staging buffers the call may have, if that is bounded.
+    /// The call's limit on staging buffers; None if it has none.
     pub share: Option<&'d Arc<Share>>,
 }
 
 impl Downloader<'_> {
-    /// Calls `each` with the bytes of a range, a staging buffer at a time, front to back, each with
-    /// its position. The next are on their way meanwhile.
+    /// Downloads a range of device memory one staging buffer at a time, front to back. Calls `each`
+    /// with the position and the bytes of each; the next buffer is downloaded meanwhile, if one is
+    /// free.
     pub fn each_chunk(
         &self,
         from: &OnDevice,
@@ -47,7 +48,8 @@ impl Downloader<'_> {
                 Some(lease) => lease,
                 None => begin(self.lease(&from.device)?, at)?,
             };
-            // Who waited for a second buffer while it has one could wait for ever.
+            // Without waiting: a thread that holds one buffer and waits for a second one may
+            // deadlock.
             if at + step < end
                 && let Some(more) = pool.try_lease(1, self.share)
             {
@@ -60,8 +62,8 @@ impl Downloader<'_> {
         Ok(())
     }
 
-    /// All bytes of tensors on one device that fit into a staging buffer together, each aligned,
-    /// and where each is.
+    /// Downloads tensors of one device that fit together into one staging buffer. Returns the bytes
+    /// of the buffer, and the aligned range of each tensor in them.
     pub fn together(
         &self,
         all: &[&OnDevice],

@@ -4,14 +4,14 @@ use super::cold::DirectReads;
 use crate::error::{Error, Result};
 use crate::io::ReadAt;
 
-/// The kind of handles that a reader has to the files of a load.
+/// The kind of file handles that a reader uses.
 #[derive(Clone, Copy)]
 pub enum Access<'r> {
     /// Handles that all readers share.
     Shared,
-    /// Its own, where those are faster.
+    /// Handles of the reader's own, where those are faster.
     Own,
-    /// Its own, for direct reads where the file system has them.
+    /// Handles of the reader's own, for direct reads where the file system supports them.
     Direct(&'r DirectReads<'r>),
 }
 
@@ -24,12 +24,12 @@ pub struct FileHandles<'r> {
 }
 
 impl<'r> FileHandles<'r> {
-    /// None are open yet.
+    /// Creates the handles; a file is opened when it is first read.
     pub fn new(files: &'r [&'r dyn ReadAt], access: Access<'r>) -> Self {
         FileHandles { files, access, open: None }
     }
 
-    /// The handle to a file.
+    /// Returns the handle to a file.
     pub fn of(&mut self, file: usize) -> Result<&dyn ReadAt> {
         let shared = self.files.get(file).copied();
         let shared = shared.ok_or_else(|| Error::Bug(format!("no file {file}")))?;

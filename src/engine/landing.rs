@@ -1,4 +1,4 @@
-//! Tensors that are handed out one by one, while others are being read.
+//! Hands out tensors one by one, while others are being read.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError};
@@ -14,35 +14,35 @@ use crate::sys::sync::Mutex;
 /// Events after which the bytes of a tensor are on its device; none for host memory.
 pub type Marks = Vec<Arc<dyn Event>>;
 
-/// Takes tensors one by one, and bounds how many are read ahead.
+/// Receives tensors one by one, and limits the read-ahead.
 pub trait Receiver: Sync {
-    /// The most bytes of a batch: with longer ones too few tensors would be on their way.
+    /// Returns the most bytes of a batch. With longer batches, too few tensors would be in flight.
     fn batch_len(&self) -> u64;
 
-    /// True if these tensors, of which parts are in one batch, may be read now. Asked for in rising
-    /// order, until the answer is true.
+    /// True if the tensors from `first` to `last`, which share a batch, may be read now. Called in
+    /// rising order, again and again until it returns true.
     fn admits(&self, first: usize, last: usize) -> Result<bool>;
 
-    /// Waits until more tensors may be admitted, for this time at most.
+    /// Waits until more tensors may be admitted, for at most this time.
     fn wait(&self, time: Duration);
 
-    /// Takes tensors of which all bytes are there, authenticated, and with the hashes that were to be
-    /// verified: those that one batch has completed.
+    /// Takes the tensors that one batch has completed. All their bytes are there and authenticated,
+    /// and the requested hashes verified.
     fn landed(&self, tensors: Vec<(usize, Marks)>) -> Result<()>;
 
-    /// Takes a tensor of which all bytes have come that cannot be decrypted in chunks: they are as they
-    /// are in the file, and on a device they are not there. `extent`: the one that it is.
+    /// Takes a complete tensor that cannot be decrypted in chunks. In host memory its bytes are as
+    /// in the file; on a device they are missing. `extent`: the extent of the tensor.
     fn sealed(&self, tensor: usize, extent: usize) -> Result<()>;
 }
 
-/// Counts what has come of each tensor of a read.
+/// Counts the parts of each tensor of a read that have arrived.
 pub struct Landing<'r> {
     receiver: &'r dyn Receiver,
-    /// For each extent the tensor that it is a part of.
+    /// For each extent, the tensor that it is a part of.
     tensors: &'r [usize],
     /// Parts of each tensor: its bytes, its header if it has one, its hash if that is verified.
     parts: Vec<u64>,
-    /// Tensors of which some parts have come.
+    /// Tensors of which some parts have arrived.
     partial: Mutex<HashMap<usize, Partial>>,
 }
 
@@ -54,19 +54,19 @@ struct Partial {
     sealed: bool,
 }
 
-/// A part of an extent that has come.
+/// Parts of an extent that have arrived.
 #[derive(Debug, Clone, Copy)]
 pub struct Arrival {
-    /// The extent.
+    /// Index of the extent.
     pub extent: usize,
-    /// The parts of it: bytes of data, and one each for the header and the hash.
+    /// The number of parts: one for each byte of data, for the header and for the hash.
     pub parts: u64,
     /// True for the header of a tensor that cannot be decrypted in chunks.
     pub sealed: bool,
 }
 
 impl<'r> Landing<'r> {
-    /// For a read of `extents`.
+    /// Creates the counts for a read of `extents`.
     pub fn new(
         receiver: &'r dyn Receiver,
         tensors: &'r [usize],
@@ -85,12 +85,12 @@ impl<'r> Landing<'r> {
         Ok(Landing { receiver, tensors, parts, partial: Mutex::default() })
     }
 
-    /// The receiver of the tensors.
+    /// Returns the receiver of the tensors.
     pub fn receiver(&self) -> &dyn Receiver {
         self.receiver
     }
 
-    /// The tensor that an extent is a part of.
+    /// Returns the tensor that an extent is a part of.
     pub fn tensor(&self, extent: usize) -> Result<usize> {
         self.tensors
             .get(extent)
@@ -98,8 +98,8 @@ impl<'r> Landing<'r> {
             .ok_or_else(|| Error::Bug(format!("extent {extent} of no tensor")))
     }
 
-    /// Counts parts that have come, on a device after `mark`, and hands out the tensors that are
-    /// complete now.
+    /// Counts parts that have arrived, and hands out the tensors that are complete now. `mark`: the
+    /// event after which the parts are on their device.
     pub fn arrived(&self, arrivals: &[Arrival], mark: Option<&Arc<dyn Event>>) -> Result<()> {
         let mut complete: Vec<(usize, usize, Partial)> = Vec::new();
         let mut arrivals = arrivals.iter().copied().peekable();

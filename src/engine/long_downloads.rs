@@ -1,6 +1,6 @@
-//! A download of 140 GB from S3 by simulation: requests, connections, memory, signatures. Nothing is
-//! measured: the plan, the controller and the times of renewal are those of a load, the network is a line
-//! that all connections share.
+//! Simulates a download of 140 GB from S3: requests, connections, memory, signatures. The plan, the
+//! concurrency controller and the renewal times are those of a real load; the network is a line
+//! that all connections share. No real time is measured.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 #![allow(clippy::cast_precision_loss)]
 
@@ -17,7 +17,7 @@ use crate::io::transport::{HTTP2_WINDOW, TransportOptions};
 
 const GB: u64 = 1_000_000_000;
 const TICK: Duration = Duration::from_millis(5);
-/// How long an answer takes to begin.
+/// Time until a response begins.
 const LATENCY: Duration = Duration::from_millis(30);
 /// Bytes a second of one connection to S3.
 const OF_ONE: f64 = 1e8;
@@ -41,13 +41,13 @@ fn model() -> Vec<Extent> {
     extents
 }
 
-/// Signs when that is due, with credentials of some seconds that are asked for when that is due.
+/// Counts signed URLs and requested credentials. Both are renewed when they are due.
 struct Signing {
     credentials_hold: Option<Duration>,
     begun: SystemTime,
-    /// Until when the address is used, and when its credentials expire.
+    /// The time until which the signed URL is used, and the expiry of its credentials.
     address: Option<(SystemTime, Option<SystemTime>)>,
-    /// Until when the credentials are used, and when they expire.
+    /// The time until which the credentials are used, and their expiry.
     credentials: Option<(SystemTime, SystemTime)>,
     signed: usize,
     asked: usize,
@@ -60,7 +60,7 @@ impl Signing {
         Signing { credentials_hold, begun, address, credentials, signed: 0, asked: 0 }
     }
 
-    /// A request begins so long after the first.
+    /// Begins a request, at a time after the first one.
     fn request(&mut self, at: Duration) {
         let now = self.begun + at;
         if self.address.is_none_or(|(until, _)| now >= until) {
@@ -74,18 +74,18 @@ impl Signing {
             });
             self.address = Some((signed_until(now, expiry), expiry));
         }
-        // A server would take it, and some time more.
+        // A server would accept the URL for at least another minute.
         let expiry = self.address.unwrap().1;
         assert!(expiry.is_none_or(|expiry| now + Duration::from_secs(60) <= expiry), "{at:?}");
     }
 }
 
-/// What a download took.
+/// Figures of a simulated download.
 #[derive(Debug)]
 struct Took {
     seconds: f64,
     requests: usize,
-    /// The most connections, and how many there were for most of the time.
+    /// The maximum number of connections, and the number at most times.
     most: usize,
     usual: usize,
     /// Bytes of the longest request.
@@ -107,7 +107,7 @@ fn download(line: f64, signing: &mut Signing) -> Took {
     let (mut now, mut bytes) = (Sample::default(), 0.0);
     let mut counts = vec![0usize; range.most + 1];
     let mut queue = batches.iter().map(|batch| batch.len());
-    // For each connection when its answer begins, and how many bytes are left of it.
+    // For each connection, the time at which its response begins and the bytes that are left of it.
     let mut running: Vec<(Duration, f64)> = Vec::new();
     let mut requests = 0;
     loop {
@@ -145,9 +145,10 @@ fn download(line: f64, signing: &mut Signing) -> Took {
 
 #[test]
 fn at_100_mb_a_second_and_at_3_gb() {
-    // A line that one connection fills has the 16 that are asked for before the first answer comes.
+    // A line that one connection fills keeps the 16 connections that were opened before the first
+    // response.
     for (line, usual) in [(1e8, 16), (3e9, 32)] {
-        // Of a role for an hour; the shortest that there are; those that do not expire.
+        // Credentials of a role, for an hour; the shortest possible ones; permanent ones.
         for hold in [Some(3600), Some(900), None] {
             let mut signing = Signing::new(hold);
             let took = download(line, &mut signing);
@@ -155,12 +156,12 @@ fn at_100_mb_a_second_and_at_3_gb() {
             assert!(took.seconds < 1.1 * ideal, "{took:?}");
             assert_eq!(took.usual, usual, "{took:?}");
             assert!(took.most <= 32, "{took:?}");
-            // 64 MiB each, those at the end less; bytes go from a connection to where they stay, so
-            // that beside the tensors there is what servers may send unasked.
+            // Requests of 64 MiB, shorter at the end. Bytes go straight from a connection into
+            // their tensors, so other memory is needed only for the HTTP/2 windows.
             assert!((2000..2400).contains(&took.requests), "{took:?}");
             assert!(took.longest <= 66 << 20, "{took:?}");
             assert!(took.most as u64 * u64::from(HTTP2_WINDOW) <= 512 << 20);
-            // 1400 s are more than a quarter of an hour.
+            // The slow download takes 1400 s, longer than the shortest credentials (900 s).
             let renewed = usize::from(line < 1e9 && hold == Some(900));
             assert_eq!(signing.signed, 1 + renewed, "{line} {hold:?}");
             assert_eq!(signing.asked, if hold.is_some() { 1 + renewed } else { 0 });
@@ -170,7 +171,7 @@ fn at_100_mb_a_second_and_at_3_gb() {
 
 #[test]
 fn over_a_slow_line() {
-    // 1 MB/s: 39 hours, so that addresses that are good for a day expire too.
+    // 1 MB/s takes 39 hours, so even URLs that are valid for a day expire.
     for (hold, renewals) in [(Some(3600), 41), (Some(900), 160), (None, 1)] {
         let mut signing = Signing::new(hold);
         let seconds_each = (64u64 << 20) / 1_000_000;

@@ -1,5 +1,5 @@
-//! Moves bytes: one engine that reads and one that writes, whatever the format and wherever the
-//! bytes come from and go to.
+//! The read engine and the write engine, which move bytes between sources, memory and sinks. Both
+//! are independent of the file format.
 
 pub mod cold;
 pub mod concurrency;

@@ -1,18 +1,19 @@
-//! In which order batches are read.
+//! The order in which batches are read.
 
 use super::plan::{Batch, Extent, PLAN, Segment, SegmentKind};
 use super::target::Target;
 use crate::error::Result;
 use crate::fallible::{collected, listed, with_room};
 
-/// When SHA-256 is verified, a tensor of this size is begun before smaller ones: its hash cannot be
-/// shared out, and would otherwise be waited for at the end.
+/// When SHA-256 is verified, tensors of at least this size are read before smaller ones. The hash
+/// of one tensor cannot be split among threads; begun last, it would delay the end of the load.
 pub const LARGE: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
 
-/// Batches for one reader, read one after another, each with what the target has planned for it.
+/// Batches that one reader reads one after another, each with the target's plan for it.
 pub type Job<T> = Vec<(Batch, <T as Target>::Job)>;
 
-/// Plans all batches, in the order in which they are begun.
+/// Plans all batches, and returns them in the order in which they are read. `step` and `whole`: see
+/// [`Batch::steps`].
 pub fn jobs<T: Target>(
     extents: &[Extent],
     batches: Vec<Batch>,
@@ -34,12 +35,12 @@ pub fn jobs<T: Target>(
         });
         jobs.push((first, collected(steps, PLAN)?));
     }
-    // Targets plan in file order; only then are jobs put into their own.
+    // Targets must plan batches in file order, so the jobs are sorted only afterwards.
     jobs.sort_by_key(|(first, _)| std::cmp::Reverse(*first));
     listed(jobs.into_iter().map(|(_, job)| job), PLAN)
 }
 
-/// The first and the last tensor of a job; None if it has none.
+/// Returns the first and the last tensor of a job; None if it has none.
 pub fn outer_tensors<J>(job: &[(Batch, J)]) -> Option<(usize, usize)> {
     let segments = job.iter().flat_map(|(batch, _)| &batch.segments);
     let mut tensors = segments.filter_map(tensor_of);
@@ -55,7 +56,7 @@ fn tensor_of(segment: &Segment) -> Option<usize> {
     }
 }
 
-/// The tensor that all of a job is of, header and data; None if it is of several.
+/// Returns the tensor that all headers and data of a job belong to; None if they belong to several.
 pub fn only_tensor<J>(job: &[(Batch, J)]) -> Option<usize> {
     let segments = job.iter().flat_map(|(batch, _)| &batch.segments);
     let mut tensors = segments.filter_map(tensor_of);

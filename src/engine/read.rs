@@ -25,17 +25,19 @@ use crate::mem::numa::Affinity;
 use crate::stats::{Counters, Stage};
 use crate::sys::sync::Mutex;
 
-/// Less than this is read on the calling thread: until a second one runs, the first has read as much.
+/// Loads of fewer bytes are read on the calling thread: it would be done before a second thread
+/// runs.
 const INLINE_LEN: u64 = 4 << 20;
-/// The same where bytes are decrypted or hashed.
+/// The same limit if bytes are decrypted or hashed.
 const INLINE_HASHED: u64 = 1 << 20;
-/// When hashes are verified, a step of reading: a part of the second-level cache of a core.
+/// Bytes of one read step when hashes are verified. They stay in a core's L2 cache until they are
+/// hashed.
 const STEP: u64 = 512 << 10;
-/// Bytes of a batch at least, however little may be read ahead.
+/// Minimum length of a batch, however small the read-ahead is.
 const SHORTEST_BATCH: u64 = 64 << 10;
 
-/// Reads everything to its target. Gives the tensors whose data could not be decrypted in chunks, and
-/// were neither decrypted nor verified.
+/// Reads all extents into the target. Returns the tensors whose data could not be decrypted in
+/// chunks; these were neither decrypted nor verified.
 pub fn read<T: Target>(
     what: &Reading<'_>,
     target: &mut T,
@@ -45,8 +47,8 @@ pub fn read<T: Target>(
     read_while(what, target, counters, cancel, &mut || Ok(false))
 }
 
-/// The same. Calls `meanwhile` on the calling thread while others read, until it says that there is no
-/// more to do.
+/// Reads like [`read`]. While the readers work, the calling thread calls `meanwhile` until it
+/// returns false.
 pub fn read_while<T: Target>(
     what: &Reading<'_>,
     target: &mut T,
@@ -72,10 +74,10 @@ pub fn read_while<T: Target>(
     let block = if sources.direct { DISK_BLOCK as u64 } else { 1 };
     let mut limits = bounded(Limits { passing, block, ..limits }, what);
     let step = if target.takes_steps() { step(what, &sources) } else { u64::MAX };
-    // Tensors that come in one chunk are hashed at once.
+    // Tensors up to this length come in one chunk, and are hashed at once.
     let whole = hash::SMALL.min(limits.len).min(target.unit());
     let sha = what.verify == Verify::All;
-    // Tensors that are handed out while others are read come in the order of the file.
+    // Tensors that are handed out while others are read come in file order.
     let in_order = what.receiver.is_some();
     let room = target.room(&traits, range).filter(|_| sha && !in_order);
     if room.is_some() {
@@ -86,7 +88,8 @@ pub fn read_while<T: Target>(
     let jobs = jobs(what.extents, batches, target, (step, whole), large_first)?;
     let most = if is_inline(what, &traits, total) { 1 } else { jobs.len() };
     let range = WorkerRange { bytes: Some(total), ..range.at_most(most) };
-    // Bytes that are hashed, decrypted or handed out in an order of their own are read in turns.
+    // SHA-256, decryption and a receiver depend on the order of reads: then all readers take from
+    // one queue, instead of one share each.
     let any_order = !sha && !what.decrypts && !in_order;
     let affinity = affinity(target, range);
     let own = any_order && range.most > 1 && sources.are_local() && affinity.node(0).is_none();
@@ -108,19 +111,20 @@ pub fn read_while<T: Target>(
     carry_out(&task, range, access(reads.as_ref(), range.most), cancel, meanwhile)
 }
 
-/// Cuts what is read into batches, each for one device.
+/// Cuts the extents into batches, each for one device.
 fn batches<T: Target>(what: &Reading<'_>, target: &T, limits: &Limits) -> Result<Vec<Batch>> {
     let device_of = |tensor| target.device_of(tensor);
     partition_by_device(what.extents, limits, (target.devices(), &device_of))
 }
 
-/// The CPUs of readers. One that reads on the calling thread runs where that does.
+/// Returns the CPUs of the readers. A single reader runs on the calling thread, which is not bound.
 fn affinity<T: Target>(target: &T, range: WorkerRange) -> Affinity {
     let devices = if range.most > 1 { target.devices() } else { 0 };
     Affinity::of((0..devices).map(|device| target.node(device)))
 }
 
-/// Has readers do the work. Returns the tensors that could not be decrypted in chunks.
+/// Runs the readers until all work is done. Returns the tensors that could not be decrypted in
+/// chunks.
 fn carry_out<T: Target>(
     task: &ReadTask<'_, T>,
     range: WorkerRange,
@@ -140,8 +144,8 @@ fn carry_out<T: Target>(
     Ok(left.map(|(tensor, _)| tensor).collect())
 }
 
-/// Limits of batches where tensors are handed out while others are read: several batches are on their
-/// way within what may be read ahead.
+/// Shortens batches if tensors are handed out while others are read, so that several batches fit
+/// into the read-ahead.
 fn bounded(limits: Limits, what: &Reading<'_>) -> Limits {
     let Some((receiver, _)) = what.receiver else { return limits };
     let most = receiver.batch_len();
@@ -149,13 +153,13 @@ fn bounded(limits: Limits, what: &Reading<'_>) -> Limits {
     Limits { len, apart: limits.apart.min(most), tapers: false, ..limits }
 }
 
-/// Hands out tensors as they land, if anything takes them.
+/// Returns what hands out tensors as they land, if the call has a receiver.
 fn landing<'r>(what: &Reading<'r>) -> Result<Option<Landing<'r>>> {
     let new = |(receiver, tensors)| Landing::new(receiver, tensors, what.extents, what.verify);
     what.receiver.map(new).transpose()
 }
 
-/// Bytes of all headers and data.
+/// Returns the bytes of all headers and data.
 fn total(what: &Reading<'_>) -> Result<u64> {
     let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
     if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
@@ -165,26 +169,27 @@ fn total(what: &Reading<'_>) -> Result<u64> {
     Ok(lens.fold(0, u64::saturating_add))
 }
 
-/// True if large tensors are read first: where bytes stay for their hash without being waited for, neither
-/// by readers that need the memory nor for the header to decrypt them, which may come later then.
+/// True if large tensors are read first. Their bytes may then wait long for their hash, so nothing
+/// else may wait for these bytes. No reader may need their memory, and no header that is read later
+/// may be needed to decrypt them.
 fn begins_with_large<T: Target>(what: &Reading<'_>, source: &Capabilities, target: &T) -> bool {
     let any_order = !what.decrypts && what.receiver.is_none();
     what.verify == Verify::All && source.max_readers > 1 && any_order && target.takes_steps()
 }
 
-/// True if the calling thread reads everything. Many answers that are waited for take longer than their
-/// bytes, however few.
+/// True if the calling thread reads everything. Never from servers: their latency exceeds the time
+/// of the transfer, so requests must overlap however few the bytes.
 fn is_inline(what: &Reading<'_>, source: &Capabilities, total: u64) -> bool {
     let hashed = what.decrypts || what.verify != Verify::Nothing;
     let most = if hashed { INLINE_HASHED } else { INLINE_LEN };
     total < most && !source.has_long_requests()
 }
 
-/// Bytes that are read at a time.
+/// Returns the bytes of one read step.
 fn step(what: &Reading<'_>, sources: &Sources) -> u64 {
     match (what.decrypts, what.verify) {
-        // Long requests are not cut: each one waits for its answer. Direct reads of a batch are under
-        // way together.
+        // Long requests are not cut, as each request costs a round trip. Nor are direct reads:
+        // those of one batch run at the same time.
         _ if sources.traits.has_long_requests() || sources.direct => u64::MAX,
         (true, _) => PIECE_LEN,
         (false, Verify::Nothing) => u64::MAX,
@@ -192,7 +197,7 @@ fn step(what: &Reading<'_>, sources: &Sources) -> u64 {
     }
 }
 
-/// The hashes of tensors that come in more than one chunk.
+/// Returns the hash pool for tensors that come in more than one chunk.
 fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> Result<HashPool<B>> {
     let lens = what.extents.iter().map(|extent| {
         let pooled = what.verify != Verify::Nothing && extent.data_len > whole;

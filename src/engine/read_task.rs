@@ -1,6 +1,8 @@
-//! The work of the readers of one call: a batch from the work queue and memory for it from the target,
-//! one request, headers to the codec, data decrypted and hashed where they lie, the memory back to the
-//! target.
+//! The work of the readers of one call.
+//!
+//! A reader takes a batch from the work queue and memory for it from the target, and reads the
+//! batch with one request. It passes headers to the codec, decrypts and hashes data in place, and
+//! commits the memory to the target.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -25,7 +27,7 @@ use crate::mem::numa::Affinity;
 use crate::stats::{Counters, Stage, times_first_touch};
 use crate::sys::sync::Mutex;
 
-/// The sleep of a reader that may not read ahead, before it looks for something to hash.
+/// Sleep of a reader that may not read ahead, before it checks again for bytes to hash.
 const IDLE: Duration = Duration::from_millis(20);
 
 /// State that the readers of one call share.
@@ -33,12 +35,12 @@ pub struct ReadTask<'r, T: Target> {
     pub what: &'r Reading<'r>,
     pub target: &'r T,
     pub counters: &'r Counters,
-    /// Tensors of this size or less come in one chunk.
+    /// Tensors of at most this length come in one chunk.
     pub whole: u64,
     /// See [`Target::room`].
     pub room: Option<u64>,
     pub hashes: HashPool<T::Bytes>,
-    /// Tensors whose data could not be decrypted in chunks.
+    /// For each tensor, true if its data could not be decrypted in chunks.
     pub left: Vec<AtomicBool>,
     pub queue: WorkQueue<Job<T>>,
     pub turn: Mutex<()>,
@@ -48,7 +50,8 @@ pub struct ReadTask<'r, T: Target> {
     pub affinity: Affinity,
 }
 
-/// A tensor that is hashed at once: its number, its header's covered bytes, and its chunk.
+/// A tensor that is hashed at once: its number, the header bytes that its hash covers, and its
+/// chunk.
 struct Whole {
     tensor: usize,
     covered: Vec<u8>,
@@ -64,7 +67,7 @@ struct Taken {
     pooled: Vec<Pooled>,
     /// Tensors that cannot be decrypted in chunks.
     sealed: Vec<usize>,
-    /// Parts of tensors, if those are handed out as they land.
+    /// Parts of tensors that have arrived, if tensors are handed out as they land.
     arrivals: Vec<Arrival>,
     /// Bytes of data.
     data_len: u64,
@@ -74,7 +77,7 @@ struct Taken {
 type Pooled = (usize, usize, u64);
 
 impl<T: Target> ReadTask<'_, T> {
-    /// The work of one reader, with its file handles.
+    /// Runs one reader, with its file handles, until there is no more work.
     pub fn work(
         &self,
         number: usize,
@@ -116,7 +119,7 @@ impl<T: Target> ReadTask<'_, T> {
         Ok(())
     }
 
-    /// The next job of a reader.
+    /// Takes the next job of a reader.
     fn next(&self, number: usize) -> Result<Option<Next<Job<T>>>> {
         let Some(landing) = &self.landing else {
             let (mut known, node) = (None, self.affinity.node(number));
@@ -133,12 +136,12 @@ impl<T: Target> ReadTask<'_, T> {
         })
     }
 
-    /// Notes parts of tensors that have come.
+    /// Counts parts of tensors that have arrived, and hands out tensors that are complete.
     fn arrived(&self, arrivals: &[Arrival], mark: Option<&Arc<dyn Event>>) -> Result<()> {
         self.landing.as_ref().map_or(Ok(()), |landing| landing.arrived(arrivals, mark))
     }
 
-    /// True if a job is for a device of a NUMA node, or for any where there is one node.
+    /// True if a job is for a device of this NUMA node, or if readers have no node.
     fn is_near(&self, job: &Job<T>, node: Option<usize>) -> bool {
         let tensor = || outer_tensors(job).map(|(first, _)| first);
         let near = |node| {
@@ -148,10 +151,12 @@ impl<T: Target> ReadTask<'_, T> {
         node.and_then(near).unwrap_or(true)
     }
 
-    /// True if a job is of a large tensor of which so much waits for its hash that others had better
-    /// be read. Such a tensor shares no job with others, and its jobs stay in order, so that nothing
-    /// that is in memory ever waits for a job in the queue. `known` is the last answer, as neighbours
-    /// have the same.
+    /// True if a job should be put off, because it is of a large tensor of which too many bytes
+    /// wait for their hash.
+    ///
+    /// Such a tensor shares no job with others, and its jobs stay in order. So bytes in memory
+    /// never wait for a job that is still in the queue. `known` caches the last answer, as adjacent
+    /// jobs are mostly of the same tensor.
     fn is_crowded(&self, job: &Job<T>, known: &mut Option<(usize, bool)>) -> bool {
         let Some(room) = self.room else { return false };
         let large = |tensor: &usize| {
@@ -230,17 +235,18 @@ impl<T: Target> ReadTask<'_, T> {
         self.arrived(&listed(verified, PLAN)?, None)
     }
 
-    /// Notes a part that has come, if tensors are handed out as they land.
+    /// Adds a part that has arrived, if tensors are handed out as they land.
     fn note(&self, arrivals: &mut Vec<Arrival>, arrival: Arrival) -> Result<()> {
         if self.landing.is_some() { push(arrivals, arrival, PLAN) } else { Ok(()) }
     }
 
-    /// Parts that the hash of a tensor counts for.
+    /// Returns the number of parts that a tensor's hash counts as: 1 if hashes are verified, else
+    /// 0.
     fn hash_part(&self) -> u64 {
         u64::from(self.what.verify != Verify::Nothing)
     }
 
-    /// Takes headers, and decrypts data where they lie.
+    /// Passes headers to the codec, and decrypts data in place.
     fn chunks(&self, chunks: Vec<Chunk<'_>>, control: &Control<'_>) -> Result<Taken> {
         let mut taken = Taken::default();
         for (number, chunk) in chunks.into_iter().enumerate() {
@@ -283,8 +289,8 @@ impl<T: Target> ReadTask<'_, T> {
         Ok(taken)
     }
 
-    /// Takes a header. Returns true if the tensor's data come in chunks, and the tensor if it is hashed
-    /// at once.
+    /// Passes a header to the codec. Returns true if the tensor's data can be decrypted in chunks,
+    /// and the tensor if it is hashed at once.
     fn header(
         &self,
         tensor: usize,
@@ -324,7 +330,7 @@ impl<T: Target> ReadTask<'_, T> {
             .time(Stage::Decrypt, || self.what.codec.decrypt(tensor, start, chunk.bytes, control))
     }
 
-    /// Hashes the bytes of a batch, or leaves them to the pool.
+    /// Hashes the tensors that a batch has whole, and passes other data to the hash pool.
     fn verify(&self, bytes: Vec<T::Bytes>, wholes: &[Whole], pooled: Vec<Pooled>) -> Result<()> {
         let of = |whole: &Whole| whole.chunk.and_then(|chunk| bytes.get(chunk));
         let inputs = wholes
@@ -343,12 +349,12 @@ impl<T: Target> ReadTask<'_, T> {
         Ok(())
     }
 
-    /// Hashes something; false if there is nothing to do, or not enough while more is to be read.
+    /// Hashes some bytes of the pool. False if there are none, or too few while more is to be read.
     fn hash(&self, more_to_read: bool, control: &Control<'_>) -> Result<bool> {
         self.hash_taken(self.hashes.take(|| more_to_read, || control.stopped()))
     }
 
-    /// Hashes what is there, and does not wait.
+    /// Hashes bytes that are ready, without waiting.
     fn hash_now(&self) -> Result<bool> {
         self.hash_taken(self.hashes.take_ready())
     }
@@ -371,7 +377,8 @@ impl<T: Target> ReadTask<'_, T> {
         }
     }
 
-    /// Has the device read the data of a batch; headers are read as ever. False if it does not.
+    /// Lets the device read the data of a batch; headers are read on the host. False if the device
+    /// fails to read.
     fn by_device(
         &self,
         batch: &Batch,
@@ -416,7 +423,7 @@ impl<T: Target> ReadTask<'_, T> {
     }
 }
 
-/// The hash of a tensor has been compared.
+/// The arrival of a tensor's verified hash.
 fn verified(extent: usize) -> Arrival {
     Arrival { extent, parts: 1, sealed: false }
 }

@@ -10,10 +10,11 @@ use crate::memory_limit::MemoryLimit;
 
 /// The format of headers and data. Tensors are numbered as their extents are.
 pub trait Codec: Sync {
-    /// Takes a tensor's header, which it checks.
+    /// Parses and checks a tensor's header.
     fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun>;
 
-    /// Decrypts data from `start` on where they lie. False if that is not possible in chunks.
+    /// Decrypts in place the data of a tensor from `start` on. Returns false if the data cannot be
+    /// decrypted in chunks.
     fn decrypt(
         &self,
         tensor: usize,
@@ -22,13 +23,13 @@ pub trait Codec: Sync {
         cancel: &dyn Cancel,
     ) -> Result<bool>;
 
-    /// Compares the hashes of a tensor.
+    /// Compares computed hashes of a tensor with the stored ones.
     fn compare(&self, tensor: usize, digests: &Digests) -> Result<()>;
 }
 
 /// The facts in a header that the engine needs.
 pub struct Begun {
-    /// The bytes of it that hashes cover, if they are to be verified.
+    /// The header bytes that the hashes cover, if hashes are verified.
     pub covered: Vec<u8>,
     /// True if the tensor's data can be decrypted in chunks, or need not be.
     pub in_chunks: bool,
@@ -46,9 +47,9 @@ pub struct Reading<'r> {
     pub verify: Verify,
     /// True if data are decrypted.
     pub decrypts: bool,
-    /// Readers at once, if the caller wants so many.
+    /// The number of readers, if the caller sets it.
     pub readers: Option<usize>,
-    /// The limit of bytes in flight beside the memory of the tensors.
+    /// The limit on memory in use besides that of the tensors.
     pub memory: MemoryLimit,
     /// True if other processes of this machine load the same files at the same time.
     pub shares_cache: bool,

@@ -8,21 +8,22 @@ use crate::io::Capabilities;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
-/// Less of a cold file comes with what the kernel reads ahead, which stays for those who read on there.
+/// Loads of fewer bytes are read through the page cache even if the file is not in it. The kernel's
+/// read-ahead covers them, and later reads of the file find it in the cache.
 const DIRECT_FROM: u64 = 4 << 20;
 
 /// The sources of one load.
 pub struct Sources {
-    /// Their capabilities, with the memory that each reader takes.
+    /// Their capabilities, including the memory of each reader.
     pub traits: Capabilities,
-    /// The share of them that is in the page cache; None unless all are local files.
+    /// Their page-cache residency; None unless all are local files.
     pub cached: Option<Cached>,
-    /// True if they are read around it.
+    /// True if they are read with direct I/O, around the page cache.
     pub direct: bool,
 }
 
 impl Sources {
-    /// Looks at the sources of so many bytes. None if there are no sources.
+    /// Examines the sources of a load of `total` bytes. None if there are no sources.
     pub fn of(what: &Reading<'_>, total: u64, memory: MemoryLimit) -> Result<Option<Self>> {
         let Some(traits) = Capabilities::of_all(what.files) else { return Ok(None) };
         let local = what.files.iter().all(|file| file.is_local());
@@ -40,7 +41,7 @@ impl Sources {
         self.cached.is_some()
     }
 
-    /// Direct reads of so many readers, if there are to be any.
+    /// Returns the state for direct reads by `readers` readers, if direct I/O is used.
     pub fn direct_reads<'c>(
         &self,
         readers: usize,
@@ -50,7 +51,7 @@ impl Sources {
     }
 }
 
-/// The kind of handles that each of so many readers has.
+/// Returns the kind of file handles that each of `readers` readers has.
 pub fn access<'r>(direct: Option<&'r DirectReads<'r>>, readers: usize) -> Access<'r> {
     match direct {
         Some(reads) => Access::Direct(reads),

@@ -1,4 +1,4 @@
-//! The number of readers of a load, and what they may have in memory.
+//! The number of readers of a load, and their share of the memory limit.
 
 use super::cold::Cached;
 use super::target::Target;
@@ -8,8 +8,8 @@ use crate::error::Result;
 use crate::io::{Capabilities, ReadAt};
 use crate::memory_limit::MemoryLimit;
 
-/// The number of readers to begin with, and the most there may be; `wanted` if the caller asks for a
-/// number. `cached`: what is in the page cache, if all files are local.
+/// Returns the initial and the maximum number of readers. `wanted`: the number that the caller asks
+/// for. `cached`: the page-cache residency, if all files are local.
 pub fn range(
     traits: &Capabilities,
     cached: Option<Cached>,
@@ -25,15 +25,15 @@ pub fn range(
         return Ok(range);
     }
     Ok(match cached {
-        // Memory gets no faster by more readers than cores.
+        // The page cache is not read faster by more readers than cores.
         Some(Cached::All) => WorkerRange::fixed(crate::cpu_count().clamp(range.first, range.most)),
         Some(Cached::Some) | None => range,
-        // A disk is kept busy by all of them from the first byte on.
+        // All readers are needed to keep a disk busy, from the first byte on.
         Some(Cached::Little) => WorkerRange::fixed(range.most),
     })
 }
 
-/// The memory limit of a load; its sources are told.
+/// Returns the memory limit of a load, and limits the receive windows of its sources accordingly.
 pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> {
     let memory = memory.known()?;
     if memory.bytes().is_some() {
@@ -43,8 +43,8 @@ pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> 
     Ok(memory)
 }
 
-/// The number of readers that there is memory for, and the bytes of a batch that may be no data. The
-/// target is told.
+/// Returns the number of readers that fit into the memory limit, and the most bytes of headers and
+/// gaps in a batch. Passes the limit on to the target.
 pub fn share<T: Target>(
     memory: MemoryLimit,
     range: WorkerRange,

@@ -1,8 +1,8 @@
-//! Threads for the length of one call.
+//! Worker threads that live as long as one call.
 //!
-//! They are started for the call and joined before it returns: nothing is left that a fork could
-//! break, and memory can be lent to them. The calling thread waits, looks for an interrupt, and
-//! starts more of them while that helps.
+//! They are started for the call and joined before it returns. So no thread is left for a fork to
+//! break, and the threads may borrow memory from the caller. The calling thread waits, checks for
+//! an interrupt, and starts more workers while that raises the throughput.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -16,27 +16,28 @@ use crate::sys::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sys::sync::thread::{self, ScopedJoinHandle, Thread};
 use crate::sys::sync::{Instant, Mutex, MutexGuard, cpu_time};
 
-/// How often the calling thread looks whether more workers help.
+/// Poll interval of the calling thread while more workers may be started.
 const TICK: Duration = Duration::from_millis(5);
 
-/// How many workers a call has.
+/// The number of workers of a call: its initial and maximum value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerRange {
-    /// At its beginning.
+    /// Workers at the beginning of the call.
     pub first: usize,
-    /// At most.
+    /// The most workers.
     pub most: usize,
-    /// Bytes that they are to move, if that is known.
+    /// Bytes that the workers move in total, if that is known.
     pub bytes: Option<u64>,
 }
 
 impl WorkerRange {
-    /// Always the same number.
+    /// A fixed number of workers.
     pub fn fixed(workers: usize) -> Self {
         WorkerRange { first: workers, most: workers, bytes: None }
     }
 
-    /// As many as the caller has asked for, or as suits the source.
+    /// The number that the caller has asked for, or else the range that suits the source. The
+    /// source's `max_readers` limits both.
     pub fn of(traits: &Capabilities, asked: Option<usize>) -> Self {
         let allowed = |number: usize| number.clamp(1, traits.max_readers.max(1));
         match asked {
@@ -49,49 +50,51 @@ impl WorkerRange {
         }
     }
 
-    /// Into how many shares its work is to be cut, so that all have some to the end. Half of the
-    /// most where the number is found: the most are seldom reached, and short requests cost more.
+    /// Returns the number of shares into which the work is cut, so that all workers are busy to the
+    /// end. For an adaptive number it is half of the maximum. The maximum is seldom reached, and
+    /// more shares mean shorter requests, which cost more.
     pub fn shares(self) -> usize {
         if self.first < self.most { self.first.max(self.most / 2) } else { self.most }
     }
 
-    /// The same, but no more than there is work for.
+    /// The same range, with no more workers than pieces of work.
     pub fn at_most(self, work: usize) -> Self {
         WorkerRange { first: self.first.min(work), most: self.most.min(work), ..self }
     }
 }
 
-/// What the workers of one call share.
+/// State that the workers of one call share.
 struct Shared<'c> {
     stopped: AtomicBool,
     error: Mutex<Option<Error>>,
     caller: &'c dyn Cancel,
-    /// Whether the work is done on the caller's thread.
+    /// True if the work runs on the calling thread.
     inline: AtomicBool,
     count: Mutex<Count>,
-    /// Of those that take work, how many have moved something.
+    /// Running workers that have moved at least one byte.
     heard: AtomicUsize,
-    /// A worker has found no more work.
+    /// True once a worker has found no more work.
     ending: AtomicBool,
     bytes: AtomicU64,
     arrivals: AtomicU64,
 }
 
-/// Looked at together: a worker that knew an old `wanted` would leave before another one is started.
+/// The running and the wanted number of workers, under one lock. A worker that saw an outdated
+/// `wanted` would retire just before another worker is started.
 #[derive(Debug, Clone, Copy)]
 struct Count {
-    /// Workers that take work.
+    /// Workers that have neither ended nor retired.
     running: usize,
-    /// How many there should be.
+    /// The number of workers that the concurrency controller wants.
     wanted: usize,
 }
 
-/// What one worker knows of its call: the first error, that it is time to stop, or that there are
-/// more workers than help.
+/// A worker's view of its call. It counts the bytes that the worker has moved, and tells it to
+/// stop, or to retire because there are too many workers.
 pub struct Control<'c> {
     shared: &'c Shared<'c>,
     heard: AtomicBool,
-    /// It has been told that it is one too many, and counts no more.
+    /// Retired; no longer counted as running.
     left: AtomicBool,
 }
 
@@ -114,18 +117,18 @@ impl Progress for Control<'_> {
 }
 
 impl Control<'_> {
-    /// Whether to take no more work.
+    /// True if the worker must take no more work.
     pub fn stopped(&self) -> bool {
         self.shared.stopped()
     }
 
-    /// True on the caller's thread.
+    /// True if the work runs on the calling thread.
     pub fn is_inline(&self) -> bool {
         self.shared.inline.load(Ordering::Relaxed)
     }
 
-    /// Whether this worker is to end, between two pieces of work, because more workers did not
-    /// help. It must end if so; at least one never hears it.
+    /// True if this worker must end now, between two pieces of work, because more workers did not
+    /// help. It is then no longer counted as running. At least one worker is never retired.
     pub fn is_retired(&self) -> bool {
         let mut count = self.shared.count();
         let left = count.running > count.wanted.max(1);
@@ -137,7 +140,7 @@ impl Control<'_> {
         left
     }
 
-    /// Counts this worker no more.
+    /// Marks this worker as gone, and no longer counts it among those that have moved bytes.
     fn leave(&self) {
         self.left.store(true, Ordering::Relaxed);
         if self.heard.swap(true, Ordering::Relaxed) {
@@ -175,7 +178,8 @@ impl<'c> Shared<'c> {
         self.stopped.load(Ordering::Relaxed)
     }
 
-    /// The caller's own error is told before any other: it was taken from where it came from.
+    /// Stores the error of the caller's own check, in place of any other. The check has consumed
+    /// its cause, such as a pending signal, so the error must not be lost.
     fn interrupt(&self, error: Error) {
         *self.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
         self.stopped.store(true, Ordering::Relaxed);
@@ -211,8 +215,9 @@ impl<'c> Shared<'c> {
 
 /// Runs `work` on `threads` threads at once and returns the first error.
 ///
-/// With `threads` 0 or 1 it runs on the calling thread: a thread of its own would not be faster, and
-/// what the caller supplied, such as a Python file, sees the signals that end it.
+/// With `threads` 0 or 1 it runs on the calling thread. A separate thread would not be faster. A
+/// signal can also interrupt what the caller supplied, such as a Python file, only on the calling
+/// thread.
 pub fn run(
     threads: usize,
     cancel: &dyn Cancel,
@@ -221,9 +226,12 @@ pub fn run(
     run_adapting(WorkerRange::fixed(threads), cancel, |control, _| work(control))
 }
 
-/// The same with as many threads as help, see [`ConcurrencyController`]: they tell what they have moved, and ask
-/// between two pieces of work whether to go on. `work` is told how many were started before. One
-/// that returns without having been told to has found no more work.
+/// Runs `work` like [`run`], on a number of threads that a [`ConcurrencyController`] adapts.
+/// Workers report the bytes that they have moved, and ask between two pieces of work whether to
+/// retire.
+///
+/// `work` gets the number of workers that were started before it. A worker that returns without
+/// being told to end has found no more work.
 pub fn run_adapting(
     range: WorkerRange,
     cancel: &dyn Cancel,
@@ -232,8 +240,8 @@ pub fn run_adapting(
     run_while(range, cancel, work, &mut || Ok(false))
 }
 
-/// The same. Meanwhile the calling thread calls `meanwhile`, until that says that there is no more to
-/// do.
+/// Runs like [`run_adapting`]. Meanwhile the calling thread calls `meanwhile` until it returns
+/// false.
 pub fn run_while(
     range: WorkerRange,
     cancel: &dyn Cancel,
@@ -259,7 +267,7 @@ pub fn run_while(
             of_all.count().running += 1;
             alive.fetch_add(1, Ordering::Relaxed);
             let worker = move || {
-                // What counts it no more runs when the work panics too.
+                // Dropped also when the work panics, so that the counts stay right.
                 let worker = Worker { control, alive, caller };
                 attempt(&worker.control, number);
             };
@@ -273,7 +281,8 @@ pub fn run_while(
         };
         let mut handles: Vec<_> = (0..range.first.max(1)).map_while(start).collect();
         let (mut watch, mut more) = (Watch::new(range, &shared), true);
-        // A process that may not have more threads goes on with those that it has.
+        // If no more threads can be started, those that exist do the work, or else the calling
+        // thread.
         if handles.is_empty() {
             shared.inline.store(true, Ordering::Relaxed);
             while one_step(meanwhile, &shared) {}
@@ -295,7 +304,7 @@ pub fn run_while(
     shared.outcome()
 }
 
-/// Does a step of what the calling thread does; true if there is more to do.
+/// Calls `meanwhile` once. Returns true if it has more to do; false also after an error.
 fn one_step(meanwhile: &mut dyn FnMut() -> Result<bool>, shared: &Shared<'_>) -> bool {
     if shared.stopped() {
         return false;
@@ -306,14 +315,16 @@ fn one_step(meanwhile: &mut dyn FnMut() -> Result<bool>, shared: &Shared<'_>) ->
     })
 }
 
-/// The scope would only wait for the work; joined threads are gone from the process.
+/// Joins a thread, and passes its panic on. The scope alone waits only for the end of the work; a
+/// joined thread is also gone from the process.
 fn join(handle: ScopedJoinHandle<'_, ()>) {
     if let Err(panic) = handle.join() {
         std::panic::resume_unwind(panic);
     }
 }
 
-/// One thread's part in the call, until it ends.
+/// The registration of one thread in the call. Its drop updates the counts and wakes the calling
+/// thread.
 struct Worker<'w, 'c> {
     control: Control<'c>,
     alive: &'w AtomicUsize,
@@ -323,7 +334,7 @@ struct Worker<'w, 'c> {
 impl Drop for Worker<'_, '_> {
     fn drop(&mut self) {
         let shared = self.control.shared;
-        // A panic must not leave the others waiting for what it would have done.
+        // After a panic, other workers must not wait for the work that this one has left undone.
         if thread::panicking() {
             shared.stopped.store(true, Ordering::Relaxed);
         }
@@ -337,12 +348,12 @@ impl Drop for Worker<'_, '_> {
     }
 }
 
-/// What the calling thread does while it waits.
+/// State of the calling thread while it waits for the workers.
 struct Watch<'s, 'c> {
     shared: &'s Shared<'c>,
     begun: Instant,
     asked: Instant,
-    /// None where the number of workers stays.
+    /// None if the number of workers is fixed.
     controller: Option<ConcurrencyController>,
 }
 
@@ -358,7 +369,7 @@ impl<'s, 'c> Watch<'s, 'c> {
         if self.controller.is_some() { TICK } else { POLL }
     }
 
-    /// Looks for an interrupt, and how many workers are to be started.
+    /// Checks for an interrupt, and returns the number of workers to start.
     fn missing(&mut self) -> usize {
         if self.shared.stopped() {
             return 0;
@@ -370,7 +381,7 @@ impl<'s, 'c> Watch<'s, 'c> {
                 return 0;
             }
         }
-        // Whoever found no more work has shown that there is none for others.
+        // A worker that found no work shows that there is none for a new worker either.
         let ending = self.shared.ending.load(Ordering::Relaxed);
         let Some(controller) = self.controller.as_mut().filter(|_| !ending) else { return 0 };
         let sample = self.shared.sample(self.begun);
@@ -424,7 +435,7 @@ mod tests {
         for (ending, stopped, missing) in [(false, false, 4), (true, false, 0), (false, true, 0)] {
             let shared = Shared::new(range, &Never, false);
             let mut watch = Watch::new(range, &shared);
-            // Silence for long enough.
+            // Without a byte for long enough that the controller wants more workers.
             watch.begun = watch.begun.checked_sub(Duration::from_secs(1)).unwrap();
             shared.ending.store(ending, Ordering::Relaxed);
             shared.stopped.store(stopped, Ordering::Relaxed);

@@ -1,13 +1,14 @@
-//! One block of memory for many tensors. One of the few doors to `unsafe`.
+//! Blocks of host memory, each for many tensors. One of the few doors to `unsafe`.
 //!
-//! Fresh memory is the hidden cost of a load: a copy into untouched 4 KiB pages ran at a third of
-//! the speed of one into huge pages, because each page costs a fault. So a load takes few, large
-//! blocks, advised to be backed by huge pages, and its readers fault them in as they read.
+//! The first touch of new memory is an expensive part of a load: each page costs a page fault. A
+//! copy into untouched 4 KiB pages ran at a third of the speed of one into huge pages. So a load
+//! allocates few, large blocks and asks for huge pages, and its readers touch the pages as they
+//! read.
 //!
-//! A block lives as long as the last tensor in it. A large tensor that goes earlier returns its
+//! A block lives as long as the last tensor in it. A large tensor that is freed earlier returns its
 //! own pages to the system at once.
 #![allow(unsafe_code)]
-// A broken invariant ends the call by a panic that its boundary catches.
+// A broken invariant panics; the boundary of the call catches the panic.
 #![allow(clippy::indexing_slicing)]
 
 use std::ptr::NonNull;
@@ -26,12 +27,12 @@ pub const HUGE_PAGE: usize = 2 << 20;
 pub const ALIGNMENT: usize = 64;
 /// Smaller pieces are not worth a system call when they are freed.
 const RELEASE_FROM: usize = 1 << 20;
-/// Smaller blocks come from the heap. They hold no huge page, and the heap has pages that were used
-/// before: each page of a fresh mapping costs a fault, which for such a block takes longer than to read
-/// it.
+/// Smaller blocks come from the heap. They contain no huge page, and the heap reuses pages that
+/// were touched before. In a fresh mapping, each page costs a fault, which for such a block takes
+/// longer than reading it.
 const MAPPED_FROM: usize = HUGE_PAGE;
 
-/// A block of memory under construction: exclusively ours until it is frozen.
+/// A block of memory under construction: exclusively owned until [`Arena::freeze`].
 pub struct Arena {
     memory: Memory,
     start: usize,
@@ -39,13 +40,13 @@ pub struct Arena {
 }
 
 enum Memory {
-    /// Small blocks: a mapping each would soon be more than a process may have.
+    /// Small blocks. With a mapping for each, a process would soon exceed its limit of mappings.
     Heap(Vec<Block>),
-    /// Anonymous, or a private mapping of a file: writes to it are seen by nobody else.
+    /// An anonymous mapping, or a private one of a file: writes to it do not reach the file.
     Mapped(MmapMut, #[allow(dead_code)] Option<InUse>),
 }
 
-/// Aligned as tensors are.
+/// A unit of heap memory, aligned as tensors are.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Block([u8; ALIGNMENT]);
@@ -65,7 +66,7 @@ impl Memory {
 }
 
 impl Arena {
-    /// `len` zeroed bytes, at least one huge page's alignment where they fill one.
+    /// Allocates `len` zeroed bytes, aligned to a huge page if they fill one.
     pub fn new(len: usize) -> Result<Self> {
         if len >= MAPPED_FROM {
             return Self::mapped(len);
@@ -74,7 +75,8 @@ impl Arena {
         Ok(Arena { memory: Memory::Heap(blocks), start: 0, len })
     }
 
-    /// The same in a mapping of its own, however short, which can be left out of forks.
+    /// Allocates `len` zeroed bytes in a mapping of their own, however few. Only such a block can
+    /// be left out of forked processes.
     pub fn mapped(len: usize) -> Result<Self> {
         let out_of_memory =
             |error| Error::OutOfMemory { bytes: len as u64, what: "tensors".to_owned(), error };
@@ -83,16 +85,16 @@ impl Arena {
         let map = MmapOptions::new().len(mapped).map_anon().map_err(out_of_memory)?;
         let address = map.as_ptr().addr();
         let start = if huge { address.next_multiple_of(HUGE_PAGE) - address } else { 0 };
-        // Only whole huge pages: a partly used one would cost memory that nobody asked for.
-        // Kernels without them refuse, which costs speed only. Miri has no such call.
+        // Only whole huge pages: a partly used one would waste memory. Kernels without huge pages
+        // refuse, which costs speed only. Miri has no such call.
         if huge && !cfg!(miri) {
             let _ = map.advise_range(Advice::HugePage, start, len - len % HUGE_PAGE);
         }
         Ok(Arena { memory: Memory::Mapped(map, None), start, len })
     }
 
-    /// A private mapping of the first `len` bytes of a file, which must not shrink: touching
-    /// bytes that the file no longer has ends the process. No memory is reserved for pages that may be
+    /// Maps the first `len` bytes of a file privately. The file must not shrink: touching bytes
+    /// that it no longer has ends the process (SIGBUS). No memory is reserved for pages that may be
     /// written to, so that a file may be larger than memory.
     pub fn map_file(file: &std::fs::File, len: u64, uri: &str) -> Result<Self> {
         let len = usize::try_from(len).map_err(|_| {
@@ -100,42 +102,43 @@ impl Arena {
                 "`{uri}` of {len} bytes does not fit into the address space"
             ))
         })?;
-        // SAFETY: the mapping is private, so that nobody sees our writes. Others may change the
-        // file's bytes under it; that is the documented condition of asking for a mapping, and
-        // the bytes are only ever treated as plain numbers.
+        // SAFETY: the mapping is private: our writes reach neither the file nor another mapping of
+        // it. The file's bytes may change under it; that is the documented condition of asking for
+        // a mapping, and the bytes are only ever treated as plain numbers.
         let map = unsafe { MmapOptions::new().len(len).no_reserve_swap().map_copy(file) }
             .map_err(|e| Error::io("mapping", uri, e))?;
         let in_use = InUse::note(file).map_err(|e| Error::io("examining", uri, e))?;
         Ok(Arena { memory: Memory::Mapped(map, Some(in_use)), start: 0, len })
     }
 
-    /// Leaves the block out of processes that are forked off, which have nothing at its addresses:
-    /// none of them may use it, nor free it. Blocks without a mapping of their own are inherited.
+    /// Leaves the block out of forked processes. They have nothing at its addresses, so none of
+    /// them may use it or free it. Blocks without a mapping of their own are inherited.
     pub fn leave_out_of_forks(&self) {
         if let Memory::Mapped(map, _) = &self.memory {
-            // A refusal costs a child its copies of the pages, and nothing else.
+            // If the kernel refuses, a child inherits the pages copy-on-write, which costs memory
+            // only.
             let _ = map.advise(Advice::DontFork);
         }
     }
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True if it has none.
+    /// True if it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// All of the bytes.
+    /// Returns all of the bytes, to be written to.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         let range = self.start..self.start + self.len;
         &mut self.memory.bytes_mut()[range]
     }
 
-    /// Splits the block into buffers that keep it alive together. Ranges are `(offset, len)`
-    /// within the block; overlapping ranges or ranges beyond it are an error.
+    /// Splits the block into buffers that share its ownership. Ranges are `(offset, len)` within
+    /// the block; overlapping ranges or ranges beyond it are an error.
     pub fn freeze(mut self, ranges: &[(usize, usize)]) -> Result<Vec<HostBuffer>> {
         let len = self.len;
         let mut order = listed(ranges.iter().copied(), LISTS)?;
@@ -161,7 +164,7 @@ impl Arena {
     }
 }
 
-/// Keeps the memory; nobody reaches its bytes through this.
+/// Keeps the memory alive; its bytes are not accessed through this.
 struct Owner(#[allow(dead_code)] Memory);
 
 /// Bytes that one tensor owns. Dropping it takes no lock and may happen on any thread.
@@ -178,35 +181,35 @@ unsafe impl Send for HostBuffer {}
 unsafe impl Sync for HostBuffer {}
 
 impl HostBuffer {
-    /// No bytes.
+    /// A buffer without bytes.
     pub fn empty() -> Self {
         HostBuffer { start: NonNull::dangling(), len: 0, owner: None }
     }
 
-    /// Where the bytes are; valid as long as this value lives.
+    /// Returns the address of the bytes; valid as long as this value lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// `len` zeroed bytes of its own.
+    /// Allocates `len` zeroed bytes in a block of their own.
     pub fn zeroed(len: usize) -> Result<Self> {
         let mut whole = Arena::new(len)?.freeze(&[(0, len)])?;
         whole.pop().ok_or_else(|| Error::Bug("a block without a buffer".to_owned()))
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: exclusive range of live, initialised memory, see the `Send` proof.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 
-    /// The bytes, to be written to.
+    /// Returns the bytes, to be written to.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 
-    /// A copy in memory of its own.
+    /// Returns a copy in a block of its own.
     pub fn copied(&self) -> Result<Self> {
         let mut copy = Self::zeroed(self.len)?;
         copy.bytes_mut().copy_from_slice(self.bytes());
@@ -214,16 +217,17 @@ impl HostBuffer {
     }
 }
 
-/// A buffer of which pieces are being filled on several threads.
+/// A buffer whose pieces are being filled by several threads.
 pub struct Unfilled {
     buffer: HostBuffer,
-    /// The first position of the next piece.
+    /// The lowest position at which the next piece may begin.
     next: usize,
 }
 
 impl Unfilled {
-    /// `len` zeroed bytes, which lie in a block of memory as those from `position` on lie in a block of
-    /// their file, so that direct reads can go straight there; but aligned as tensors are.
+    /// Allocates `len` zeroed bytes for data at `position` of a file. They get the same offset
+    /// within a disk block as in the file, if that is aligned for tensors. Direct reads can then go
+    /// straight there.
     pub fn new(len: usize, position: usize) -> Result<Self> {
         let skip = position % DISK_BLOCK;
         let skip = if len >= MAPPED_FROM && skip.is_multiple_of(ALIGNMENT) { skip } else { 0 };
@@ -233,7 +237,7 @@ impl Unfilled {
         Ok(Unfilled { buffer, next: 0 })
     }
 
-    /// The bytes from `at` on; pieces come in rising order and do not overlap.
+    /// Takes the piece of `len` bytes at `at`. Pieces are taken in rising order and do not overlap.
     pub fn piece(&mut self, at: usize, len: usize) -> Result<Piece> {
         let end = at.checked_add(len).filter(|&end| at >= self.next && end <= self.buffer.len);
         let bug = || Error::Bug(format!("a piece of {len} bytes at {at} of a buffer"));
@@ -243,7 +247,7 @@ impl Unfilled {
         Ok(Piece { start, len, owner: self.buffer.owner.clone() })
     }
 
-    /// The buffer, once all pieces were dropped.
+    /// Returns the buffer; an error unless all pieces were dropped.
     pub fn filled(mut self) -> Result<HostBuffer> {
         let in_use = self.buffer.owner.as_mut().is_some_and(|owner| Arc::get_mut(owner).is_none());
         if in_use {
@@ -253,21 +257,21 @@ impl Unfilled {
     }
 }
 
-/// Bytes of a buffer that is being filled, which nothing else reads or writes.
+/// A part of a buffer that is being filled; nothing else reads or writes its bytes.
 pub struct Piece {
     start: NonNull<u8>,
     len: usize,
     owner: Option<Arc<Owner>>,
 }
 
-// SAFETY: the range is exclusive to this value until it is dropped (`Unfilled::piece` gives out each
-// byte once, and `Unfilled::filled` waits for the drop); `owner` keeps the memory.
+// SAFETY: the range is exclusive to this value until it is dropped (`Unfilled::piece` gives out
+// each byte once, and `Unfilled::filled` fails before the drop); `owner` keeps the memory.
 unsafe impl Send for Piece {}
 // SAFETY: shared access only reads.
 unsafe impl Sync for Piece {}
 
 impl Piece {
-    /// The bytes, to be written to.
+    /// Returns the bytes, to be written to.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         debug_assert!(self.owner.is_some(), "memory that nothing keeps");
         // SAFETY: exclusive range of live, initialised memory, see the `Send` proof.

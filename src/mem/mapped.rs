@@ -1,5 +1,7 @@
-//! Which files tensors of this process are used in place of. What writes into a file that is open
-//! looks here first: the tensors would change, or end the process when they are touched.
+//! The files that tensors of this process are mapped from.
+//!
+//! Code that writes into an open file checks here first. Otherwise the tensors would change, or end
+//! the process when they are touched.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -8,10 +10,10 @@ use std::os::unix::fs::MetadataExt as _;
 
 use crate::sys::brief::Brief;
 
-/// Device and inode.
+/// Device and inode numbers of a file.
 type Identity = (u64, u64);
 
-/// How many mappings each file has.
+/// The number of mappings of each file.
 static MAPPED: Brief<Option<HashMap<Identity, usize>>> = Brief::new(None);
 
 fn identity(file: &File) -> io::Result<Identity> {
@@ -19,11 +21,11 @@ fn identity(file: &File) -> io::Result<Identity> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// A file is mapped as long as this lives.
+/// Marks a file as mapped as long as this value lives.
 pub struct InUse(Identity);
 
 impl InUse {
-    /// Notes that a file is mapped.
+    /// Marks a file as mapped.
     pub fn note(file: &File) -> io::Result<Self> {
         let identity = identity(file)?;
         let mut mapped = MAPPED.lock();
@@ -46,7 +48,7 @@ impl Drop for InUse {
     }
 }
 
-/// Whether tensors of this process are used in place of a file.
+/// True if tensors of this process are mapped from the file.
 pub fn is_mapped(file: &File) -> io::Result<bool> {
     let identity = identity(file)?;
     let mapped = MAPPED.lock();

@@ -1,4 +1,5 @@
-//! Host memory that bytes are read into and that tensors then own.
+//! Host memory that bytes are read into and that tensors then own, staging memory, and device
+//! memory.
 
 mod arena;
 pub mod device;
@@ -12,6 +13,6 @@ pub use crate::sys::{Buffers, Filled, Lent, Progress, filled, zero_filled};
 pub use arena::{ALIGNMENT, Arena, HUGE_PAGE, HostBuffer, Piece, Unfilled};
 pub use rest::Rest;
 
-/// Positions and lengths of direct reads are multiples of this, and files of the cache have their parts
-/// there: the largest block of usual disks.
+/// Largest block of common disks. Positions and lengths of direct reads are multiples of it, and so
+/// are the ranges of files in the cache.
 pub const DISK_BLOCK: usize = 4096;

@@ -1,11 +1,11 @@
-//! The NUMA nodes of devices and of CPUs, as the kernel tells them in `/sys`.
+//! The NUMA nodes of devices and of CPUs, as the kernel reports them in `/sys`.
 
 use std::fs;
 use std::path::PathBuf;
 
 use crate::sys::numa::{allowed_cpus, prefer, stay_on};
 
-/// The root of what the kernel tells.
+/// Returns the root of sysfs.
 fn root() -> PathBuf {
     #[cfg(any(test, feature = "stand-in"))]
     if let Some(root) = crate::environment::FAKE_SYS.path() {
@@ -14,34 +14,35 @@ fn root() -> PathBuf {
     PathBuf::from("/sys")
 }
 
-/// The node that a device is attached to, by its PCI bus id such as `0000:C1:00.0`. None where the
-/// machine has no nodes.
+/// Returns the node that a device is attached to, by its PCI bus id such as `0000:C1:00.0`. None if
+/// the machine has no nodes.
 pub fn node_of_pci(id: &str) -> Option<usize> {
     let id = id.to_ascii_lowercase();
     let node =
         fs::read_to_string(root().join("bus/pci/devices").join(id).join("numa_node")).ok()?;
-    // -1 where the firmware does not say it.
+    // -1 if the firmware does not report it.
     node.trim().parse().ok()
 }
 
-/// Has memory come from a node. Where that cannot be, it comes from anywhere.
+/// Lets memory come from a node if that is possible, otherwise from any.
 pub fn place(memory: &mut [u8], node: Option<usize>) {
     if let Some(node) = node {
         let _ = prefer(memory, node);
     }
 }
 
-/// The CPUs on which the readers of a load stay: those of the nodes that its devices are attached to.
+/// The CPUs to which the readers of a load are bound: those of the nodes that its devices are
+/// attached to.
 #[derive(Debug, Default)]
 pub struct Affinity {
     /// Nodes, each with those of its CPUs on which this process may run.
     nodes: Vec<(usize, Vec<usize>)>,
-    /// The CPUs on which this process may run.
+    /// The number of CPUs on which this process may run.
     allowed: usize,
 }
 
 impl Affinity {
-    /// That of devices with these nodes.
+    /// Returns the affinity for devices on these nodes.
     pub fn of(nodes: impl Iterator<Item = Option<usize>>) -> Self {
         let mut known: Vec<usize> = nodes.flatten().collect();
         known.sort_unstable();
@@ -58,15 +59,16 @@ impl Affinity {
         Affinity { nodes: nodes.collect(), allowed: allowed.len() }
     }
 
-    /// The node of a reader, if there are several: readers take turns.
+    /// Returns the node of a reader, if there are several: readers are distributed over the nodes
+    /// in turn.
     pub fn node(&self, reader: usize) -> Option<usize> {
         let several = self.nodes.len() > 1;
         let (node, _) = self.nodes.get(reader.checked_rem(self.nodes.len())?)?;
         several.then_some(*node)
     }
 
-    /// The CPUs on which a reader stays; none where it may run on all. A node has no more readers than
-    /// CPUs: others run where there is room.
+    /// Returns the CPUs to which a reader is bound; none if it may run on all. A node gets no more
+    /// readers than it has CPUs; further readers are not bound.
     fn cpus(&self, reader: usize) -> &[usize] {
         let Some(turn) = reader.checked_rem(self.nodes.len()) else { return &[] };
         let Some((_, cpus)) = self.nodes.get(turn) else { return &[] };
@@ -74,7 +76,8 @@ impl Affinity {
         if is_among && cpus.len() < self.allowed { cpus } else { &[] }
     }
 
-    /// Has this thread, which reads for one call and ends with it, stay on the CPUs of its node.
+    /// Binds this thread to the CPUs of its node. It must be a reader thread, which ends with its
+    /// call.
     pub fn settle(&self, reader: usize) {
         let cpus = self.cpus(reader);
         if !cpus.is_empty() {
@@ -83,15 +86,15 @@ impl Affinity {
     }
 }
 
-/// The CPUs of a node; none where that is not known.
+/// Returns the CPUs of a node; none if that is not known.
 fn cpus_of(node: usize) -> Vec<usize> {
     let path = root().join("devices/system/node").join(format!("node{node}")).join("cpulist");
     fs::read_to_string(path).map_or_else(|_| Vec::new(), |list| parsed(&list))
 }
 
-/// A list of CPUs such as `0-3,8`. What is none of these counts as no CPU.
+/// Parses a list of CPUs such as `0-3,8`. Malformed parts are ignored.
 fn parsed(list: &str) -> Vec<usize> {
-    /// No kernel has more.
+    /// The highest CPU number that is accepted; no kernel has more CPUs.
     const MOST: usize = 1 << 16;
     let mut cpus = Vec::new();
     for range in list.trim().split(',') {
@@ -140,7 +143,7 @@ mod tests {
         assert!(all.cpus(0).is_empty() && all.node(0).is_none());
         let none = Affinity::default();
         assert!(none.cpus(0).is_empty() && none.node(0).is_none());
-        // CPUs of which this process may use none.
+        // A node without CPUs that this process may use.
         let elsewhere = Affinity { nodes: vec![(1, vec![])], allowed: 2 };
         assert!(elsewhere.cpus(0).is_empty());
     }

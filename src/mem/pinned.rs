@@ -1,9 +1,11 @@
-//! Host memory through which bytes go to and from a device.
+//! Pools of pinned staging buffers, through which bytes go to and from devices.
 //!
-//! One pool serves each device. Its buffers are leased, filled, copied from while the host
-//! goes on, and come back by themselves when the event after the copies has passed: nobody waits
-//! for a copy unless the pool is used up. Memory is taken in slabs as it is needed, up to a
-//! limit, pinned for the device, and kept for the next load.
+//! Each device has one pool. A buffer is leased and filled, and the host goes on while copies from
+//! it run. The buffer returns to the pool when the event after its copies has passed. So a thread
+//! waits for copies only if the pool is used up.
+//!
+//! Memory is allocated in slabs as it is needed, up to a limit. It is pinned for the device, and
+//! kept for the next load.
 
 mod buffers;
 mod lease;
@@ -27,47 +29,48 @@ use crate::sys::process::PerProcess;
 use crate::sys::sync::{Mutex, MutexGuard, thread};
 use buffers::{Buffer, Inner, State, Waiter};
 
-/// Bytes that are allocated and pinned together: of which a reader has the most when readers need
-/// them at the same time, and far below what drivers refuse to pin at once.
+/// Bytes that are allocated and pinned together. With this size, readers that allocate at the same
+/// time get their memory soonest; it is far below the size that drivers refuse to pin at once.
 const SLAB: usize = 32 << 20;
-/// A part of a file may need this many at once.
+/// Minimum number of buffers of a pool: one batch may need this many at once.
 pub const MIN_BUFFERS: usize = 4;
-/// How often a reader that waits for others looks whether its call was given up.
+/// Poll interval of a reader that waits for other readers, to notice that its call was cancelled.
 const IDLE: Duration = Duration::from_millis(20);
 
-/// The fewest buffers of a length with which a load goes on.
+/// Returns the minimum number of buffers of a length with which a load makes progress.
 pub fn fewest(buffer_len: u64) -> u64 {
     if buffer_len >= 2 * PIECE_LEN { 2 } else { MIN_BUFFERS as u64 }
 }
 
-/// Staging buffers, shared by all loads to and saves from one device: who waits for another
-/// device's copies could wait for ever, for these may wait for what comes after the load.
+/// Staging buffers of one device, shared by all its loads and saves. Devices do not share a pool.
+/// Another device's copies may depend on work that follows this load, so waiting for its buffers
+/// could deadlock.
 pub struct Pool {
     inner: Inner,
-    /// Buffers that are allocated and pinned together.
+    /// Number of buffers that are allocated and pinned together.
     slab: usize,
-    /// With so many buffers on their way more would not make the bus faster: then whoever needs one
-    /// waits, instead of taking more memory.
+    /// Number of buffers in flight that saturates the bus. From then on a thread waits for a
+    /// buffer, instead of allocating more memory.
     plenty: usize,
 }
 
-/// A place in the queue for buffers: who came first is served first, but for calls that have all that
-/// they may.
+/// A position in the queue for buffers. Tickets are served in order, except that calls which have
+/// used up their share are passed over.
 pub struct Ticket<'p> {
     pool: &'p Pool,
     number: u64,
-    /// What the call may have, if that is bounded.
+    /// The call's limit; None if it has none.
     share: Option<Arc<Share>>,
 }
 
 impl Pool {
-    /// A pool of at most so many buffers, of which so many on their way are enough.
+    /// Creates a pool of at most `limit` buffers. `plenty` of them in flight saturate the bus.
     pub fn new(buffer_len: usize, limit: usize, plenty: usize) -> Self {
         let slab = (SLAB / buffer_len.max(1)).clamp(1, 8);
         Pool { inner: Inner::new(buffer_len, limit), slab, plenty: plenty.max(1) }
     }
 
-    /// The pool of a device, which lives as long as the process.
+    /// Returns the pool of a device, which lives as long as the process.
     pub fn of(device: &Arc<dyn Device>) -> Result<&'static Pool> {
         let (len, limit, plenty) = (buffer_len()?, limit()?, IN_FLIGHT_MB.value()?);
         let mut pools = POOLS.get().lock().unwrap_or_else(PoisonError::into_inner);
@@ -83,13 +86,13 @@ impl Pool {
         Ok(pool)
     }
 
-    /// The pools of all devices that were used.
+    /// Returns the pools of all devices that were used.
     pub fn all() -> Vec<&'static Pool> {
         let pools = POOLS.get().lock().unwrap_or_else(PoisonError::into_inner);
         pools.iter().map(|(_, pool)| *pool).collect()
     }
 
-    /// Sets the most bytes that the pool of each device may take.
+    /// Sets the maximum bytes of the pool of each device.
     pub fn limit_all(bytes: u64) {
         LIMIT.store(bytes.min(NO_LIMIT - 1), Ordering::Relaxed);
         for pool in Pool::all() {
@@ -101,36 +104,36 @@ impl Pool {
         self.inner.state()
     }
 
-    /// Bytes of a buffer.
+    /// Returns the bytes of a buffer.
     pub fn buffer_len(&self) -> usize {
         self.inner.len
     }
 
-    /// The most buffers that a lease can have.
+    /// Returns the maximum number of buffers of the pool, and so of a lease.
     pub fn limit(&self) -> usize {
         self.state().limit
     }
 
-    /// Sets the most bytes that the pool may take, at least one buffer.
+    /// Sets the maximum bytes of the pool; at least [`MIN_BUFFERS`] buffers.
     pub fn set_limit(&self, bytes: u64) {
         self.state().limit = buffers_of(bytes, self.inner.len);
         self.release();
     }
 
-    /// Bytes of host memory that the pool has.
+    /// Returns the bytes of host memory that the pool has.
     pub fn size(&self) -> usize {
         self.state().made * self.inner.len
     }
 
-    /// Whether memory could not be pinned, so that copies are slower.
+    /// True if some memory could not be pinned, so that copies are slower.
     pub fn is_pageable(&self) -> bool {
         self.state().pageable
     }
 
-    /// Gives memory that is not in use back to the system, and says how many bytes.
+    /// Returns unused memory to the system, and gives the number of bytes.
     pub fn release(&self) -> usize {
         let mut state = self.state();
-        // A device that was lost is told of by the next load.
+        // The error of a lost device is reported by the next load.
         let _ = state.reap();
         let mut idle: HashMap<usize, usize> = HashMap::new();
         for buffer in &state.free {
@@ -148,7 +151,7 @@ impl Pool {
         unused.len() * self.inner.len
     }
 
-    /// Takes a place in the queue, for a call that may have so many if that is bounded.
+    /// Takes a position in the queue. `share`: the limit of the call, if it has one.
     pub fn enter(&self, share: Option<&Arc<Share>>) -> Ticket<'_> {
         let mut state = self.state();
         state.last_ticket += 1;
@@ -158,7 +161,8 @@ impl Pool {
         Ticket { pool: self, number, share }
     }
 
-    /// Buffers that are there at once, if nobody waits for them.
+    /// Takes buffers without waiting. None if too few are free, if the call's share is used up, or
+    /// if other threads are ahead in the queue.
     pub fn try_lease(&self, buffers: usize, share: Option<&Arc<Share>>) -> Option<Lease<'_>> {
         let mut state = self.state();
         let waits = state.ahead(None, share) > 0 || state.reap().is_err();
@@ -169,8 +173,9 @@ impl Pool {
         Some(Lease::new(&self.inner, taken, share.map(|share| share.hold(buffers))))
     }
 
-    /// Makes more buffers; false if there may be no more. Who needs more than the limit at once gets
-    /// them all the same: the limit may have been lowered since its parts were planned.
+    /// Allocates more buffers; false if the limit is reached. A single request for more than the
+    /// limit is granted all the same, as the limit may have been lowered since its batch was
+    /// planned.
     fn grow(
         &self,
         buffers: usize,
@@ -179,7 +184,7 @@ impl Pool {
     ) -> Result<bool> {
         let count = {
             let mut state = self.state();
-            // A call that may have few makes no more than those.
+            // A call with a small share allocates no more than that.
             let most = share.map_or(usize::MAX, |share| share.left().max(buffers));
             let there = state.free.len() + state.coming;
             let count = state.limit.max(buffers).saturating_sub(state.made).min(self.slab);
@@ -202,7 +207,8 @@ impl Pool {
             }
             Err(error) => {
                 state.made -= count;
-                // Who has less than was allowed goes on with that.
+                // If fewer buffers than allowed fit into memory but they suffice, the call goes on
+                // with those.
                 if state.made >= buffers { Ok(false) } else { Err(error) }
             }
         };
@@ -211,13 +217,14 @@ impl Pool {
     }
 }
 
-/// A process that was forked off has no pool yet: the memory of the parent's is not there.
+/// The pools of this process. A forked process starts without pools, as it does not inherit the
+/// memory of its parent's.
 static POOLS: PerProcess<Mutex<Vec<(String, &'static Pool)>>> = PerProcess::new();
-/// The most bytes of each pool that were asked for.
+/// The maximum bytes of each pool, as set by [`Pool::limit_all`].
 static LIMIT: AtomicU64 = AtomicU64::new(NO_LIMIT);
 const NO_LIMIT: u64 = u64::MAX;
 
-/// The most bytes of each pool.
+/// Returns the maximum bytes of each pool.
 fn limit() -> Result<u64> {
     match LIMIT.load(Ordering::Relaxed) {
         NO_LIMIT => Ok(PINNED_MB.value()?.saturating_mul(1 << 20)),
@@ -225,9 +232,11 @@ fn limit() -> Result<u64> {
     }
 }
 
-/// Bytes of a buffer in the pools of devices. By default so long that starting a copy costs nothing
-/// beside it (a bus of 55 GB/s takes 76 µs for 4 MiB), so short that the buffers in use stay in a
-/// processor's last cache. In whole blocks of direct reads.
+/// Returns the bytes of a staging buffer.
+///
+/// The default is long enough that starting a copy costs little in comparison (a bus of 55 GB/s
+/// takes 76 µs for 4 MiB). It is short enough that the buffers in use stay in a processor's
+/// last-level cache. The length is a multiple of the block of direct reads.
 pub fn buffer_len() -> Result<usize> {
     let kib = STAGING_KB.value()?.clamp(1 << 10, 64 << 10) & !3;
     Ok(usize::try_from(kib << 10).unwrap_or(SLAB))
@@ -240,7 +249,8 @@ fn buffers_of(bytes: u64, len: usize) -> usize {
 impl<'p> Ticket<'p> {
     /// Waits for buffers.
     ///
-    /// Whoever waits must not hold a lease that somebody who waits before needs to be given back.
+    /// The calling thread must not hold a lease whose return a ticket ahead of it needs: that would
+    /// deadlock.
     pub fn lease(
         self,
         buffers: usize,
@@ -250,7 +260,8 @@ impl<'p> Ticket<'p> {
         self.lease_or(buffers, device, &|| Ok(false), cancel)
     }
 
-    /// The same; as long as it waits it calls `idle`, which says whether it found something to do.
+    /// Waits like [`Ticket::lease`], and meanwhile calls `idle`, which returns true if it found
+    /// something to do.
     pub fn lease_or(
         self,
         buffers: usize,
@@ -268,7 +279,7 @@ impl<'p> Ticket<'p> {
             let wait = {
                 let mut state = pool.state();
                 let ahead = state.ahead(Some(self.number), share);
-                // Free buffers first: a look at those on their way costs calls of the driver.
+                // Free buffers first: checking those in flight costs driver calls.
                 let has = || share.is_none_or(|share| share.has(buffers));
                 let lacks = state.free.len() < buffers || !has();
                 if ahead == 0 && lacks && !state.returns.is_early() {
@@ -283,8 +294,8 @@ impl<'p> Ticket<'p> {
                     return Ok(Lease::new(&pool.inner, taken, held));
                 }
                 let under_way: usize = state.in_flight.iter().map(|f| f.buffers.len()).sum();
-                // All readers that need memory pin it at the same time: what one of them is pinning
-                // counts for one of them only, whichever asked first.
+                // All readers that need memory pin it at the same time. Buffers that are being
+                // pinned are subtracted from the demand once, whichever reader began to pin them.
                 let there = state.free.len() + state.coming;
                 let wanted = there < state.wanted() && under_way < pool.plenty;
                 let rest = if ahead > 0 || under_way == 0 { IDLE } else { state.returns.rest() };

@@ -2,20 +2,21 @@
 
 use crate::error::{Error, Result};
 
-/// What is left of some memory.
+/// The part of some memory that is left after cuts.
 pub struct Rest<'a> {
     bytes: &'a mut [u8],
-    /// Where in the whole it begins.
+    /// Its position in the whole.
     position: usize,
 }
 
 impl<'a> Rest<'a> {
-    /// All of it.
+    /// Starts with all of the memory.
     pub fn of(bytes: &'a mut [u8]) -> Self {
         Rest { bytes, position: 0 }
     }
 
-    /// The range from `at` of the whole on, which lies behind those that were cut before.
+    /// Cuts off the range at `at` of the whole, which must lie after all ranges that were cut
+    /// before.
     pub fn cut(&mut self, at: usize, len: usize) -> Result<&'a mut [u8]> {
         let bug = || Error::Bug(format!("{len} bytes at {at} behind {}", self.position));
         let skip = at.checked_sub(self.position).ok_or_else(bug)?;

@@ -1,11 +1,11 @@
-//! Batches for several devices, in an order in which all of them are kept busy.
+//! Batches for several devices, in an order that keeps all devices busy.
 
 use super::partition::{Batch, Extent, Limits, PLAN, Segment, SegmentKind, partition};
 use crate::error::{Error, Result};
 use crate::fallible::{listed, push};
 
-/// Cuts extents into batches as [`partition`] does, each of them for one of several devices. The next
-/// batch is always for the device of which the smallest part is planned, by bytes.
+/// Cuts extents into batches as [`partition`] does, each of them for one of several devices. The
+/// next batch is always for the device with the smallest planned fraction of its bytes.
 pub fn partition_by_device(
     extents: &[Extent],
     limits: &Limits,
@@ -35,13 +35,13 @@ pub fn partition_by_device(
     listed(all.into_iter().map(|(_, batch)| batch), PLAN)
 }
 
-/// A part of a whole, in units of which the whole has 2^32.
+/// Returns `part / whole` as a fixed-point number with 32 fractional bits.
 fn share_of(part: u64, whole: u64) -> u64 {
     let share = (u128::from(part) << 32) / u128::from(whole.max(1));
     u64::try_from(share).unwrap_or(u64::MAX)
 }
 
-/// Gives a segment the number that its tensor has among all.
+/// Replaces the tensor number of a segment, an index into `own`, by the number among all tensors.
 fn renumber(segment: &mut Segment, own: &[(usize, Extent)]) -> Result<()> {
     if let SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } = &mut segment.kind {
         let bug = || Error::Bug("a batch of no tensor of its device".to_owned());
@@ -78,7 +78,8 @@ mod tests {
         lens.iter().map(extent).collect()
     }
 
-    /// The tensor and the position in it of every byte of data, in the order of batches.
+    /// Returns tensor, position in it, length and file position of all data, in the order of
+    /// batches.
     fn pieces(batches: &[Batch]) -> Vec<(usize, u64, u64, u64)> {
         let mut found = Vec::new();
         for batch in batches {

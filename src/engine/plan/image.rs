@@ -1,52 +1,54 @@
-//! Where in memory tensors go.
+//! The memory layout of a load: the blocks of memory, and the location of each tensor in them.
 //!
-//! Small neighbours share a block that is an image of their span of the file, headers included: one
-//! range to read and one to copy to a device, instead of three for each tensor. Nothing large is ever
-//! kept alive by something small: blocks end after 64 MiB, and large tensors are in none of them.
+//! Small tensors that are adjacent in the file share a block that is an image of their range of the
+//! file, headers included. So one range is read and one is copied to a device, instead of three for
+//! each tensor. A small tensor never keeps a large block alive for itself: shared blocks have at
+//! most 64 MiB, and contain no large tensors.
 
 use super::Extent;
 use crate::mem::{ALIGNMENT, DISK_BLOCK};
 
-/// Tensors below this share blocks.
+/// Tensors of fewer bytes share blocks.
 pub const SMALL: u64 = 1 << 20;
-/// The most bytes of a shared block.
+/// Maximum bytes of a shared block.
 pub const BLOCK_LEN: u64 = 64 << 20;
-/// Unwanted bytes between two tensors of an image; more would cost more memory than they are worth.
+/// Maximum gap between two tensors of an image. A longer one would cost more memory than it is
+/// worth.
 const MAX_GAP: u64 = 4 << 10;
 /// The longest header within an image.
 const MAX_HEADER: u64 = 64 << 10;
 
-/// The place of a tensor's data.
+/// The location of a tensor's data.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Place {
-    /// Which block.
+    /// Index of the block.
     pub block: usize,
-    /// Position in it.
+    /// Position in the block.
     pub offset: u64,
 }
 
-/// Memory for tensors.
+/// A block of memory for tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Block {
-    /// Bytes.
+    /// Number of bytes.
     pub len: u64,
-    /// What it is an image of.
+    /// The range of a file that it is an image of, if it is one.
     pub image: Option<Span>,
 }
 
-/// A range of a file that a block is an image of, to the end of the block.
+/// The range of a file that a block is an image of. It extends to the end of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// Which file.
+    /// Index of the file.
     pub file: usize,
     /// The position of its first byte.
     pub start: u64,
-    /// Where in the block that byte lies, so that data are as aligned as in the file.
+    /// Position of that byte in the block, so that data are aligned as in the file.
     pub skip: u64,
 }
 
 impl Block {
-    /// Where in the block some bytes of a file lie, if it is an image of them.
+    /// Returns the position in the block of some bytes of a file, if it is an image of them.
     pub fn find(&self, file: usize, position: u64, len: u64) -> Option<u64> {
         let span = self.image.filter(|span| span.file == file)?;
         let offset = position.checked_sub(span.start)?.checked_add(span.skip)?;
@@ -54,31 +56,32 @@ impl Block {
     }
 }
 
-/// Where tensors lie that share no block with small ones.
+/// The memory of tensors that share no block with small ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Large {
-    /// In one block of host memory, which gives the memory of each back as it goes. Their bytes, and
-    /// those of long images, lie in blocks of memory as they lie in blocks of the disk.
+    /// In one block of host memory, which returns the memory of each tensor to the system when that
+    /// tensor is freed. The tensors, and long images, have the same offset within a disk block as
+    /// in the file.
     Together,
-    /// In a block each.
+    /// In one block each.
     Apart,
 }
 
-/// Memory for all tensors of a load.
+/// The memory layout of all tensors of a load.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Layout {
     /// The blocks.
     pub blocks: Vec<Block>,
-    /// The place of each tensor.
+    /// The location of each tensor.
     pub places: Vec<Place>,
     large: Option<usize>,
     small: Option<usize>,
 }
 
 impl Layout {
-    /// A layout for tensors, each of one extent and with its bytes in memory, in rising order of
-    /// files and positions. None where sizes do not fit into 64 bits, or
-    /// the layout itself does not fit into memory.
+    /// Plans a layout for tensors, each given as its extent and its bytes in memory, in rising
+    /// order of files and positions. None if sizes exceed 64 bits, or if the layout itself does not
+    /// fit into memory.
     pub fn new(tensors: &[(Extent, u64)], large: Large) -> Option<Self> {
         let mut layout = Layout::default();
         layout.places.try_reserve_exact(tensors.len()).ok()?;
@@ -99,7 +102,7 @@ impl Layout {
         Some(layout)
     }
 
-    /// A block for each tensor of so many bytes.
+    /// Plans one block for each tensor, given the tensors' lengths.
     pub fn apart(lens: impl Iterator<Item = u64>) -> Option<Self> {
         let mut layout = Layout::default();
         for len in lens {
@@ -109,7 +112,7 @@ impl Layout {
         Some(layout)
     }
 
-    /// A layout in blocks that exist.
+    /// A layout of given blocks and locations.
     pub fn of(blocks: Vec<Block>, places: Vec<Place>) -> Self {
         Layout { blocks, places, ..Layout::default() }
     }
@@ -154,7 +157,7 @@ impl Layout {
         Some(())
     }
 
-    /// Behind what a block has, aligned like torch's own allocations.
+    /// Appends a tensor to a block, aligned like torch's own allocations.
     fn behind(&mut self, block: usize, len: u64) -> Option<()> {
         let end = &mut self.blocks.get_mut(block)?.len;
         let offset = end.checked_next_multiple_of(ALIGNMENT as u64)?;
@@ -180,9 +183,9 @@ impl Layout {
     }
 }
 
-/// The first position from an aligned one on that lies in a block of memory as `offset` lies in a block
-/// of its file, so that direct reads can go straight there; the same position where no such one is
-/// aligned.
+/// Returns the first position at or after the aligned `position` that has the same offset within a
+/// disk block as the file position `offset`. Direct reads can then go straight there. Returns
+/// `position` itself if no such position is aligned.
 fn like_file(position: u64, offset: u64) -> Option<u64> {
     let block = DISK_BLOCK as u64;
     if !offset.is_multiple_of(ALIGNMENT as u64) {
@@ -191,8 +194,8 @@ fn like_file(position: u64, offset: u64) -> Option<u64> {
     position.checked_add((offset % block + block - position % block) % block)
 }
 
-/// How many of the first tensors can be in one image; at least one. What those before them have of
-/// the file ends at `read`: a file and a position.
+/// Returns how many of the first tensors fit into one image; at least one. `read`: the end, as file
+/// and position, of the extents before them.
 fn image_len(tensors: &[(Extent, u64)], read: (usize, u64)) -> usize {
     let Some((first, _)) = tensors.first() else { return 0 };
     if (first.file, first.header_offset) < read {
@@ -201,13 +204,13 @@ fn image_len(tensors: &[(Extent, u64)], read: (usize, u64)) -> usize {
     let mut end = first.header_offset;
     let base = end - end % ALIGNMENT as u64;
     let fits = |(extent, len): &&(Extent, u64)| {
-        // Extents that share bytes are read one by one.
+        // Extents that overlap are read one by one.
         let near = extent.header_offset.checked_sub(end).is_some_and(|gap| gap <= MAX_GAP);
         let header_len = extent.data_offset.saturating_sub(extent.header_offset);
         end = extent.end();
         near && extent.file == first.file
             && *len < SMALL
-            // What has no data in the file needs memory of its own.
+            // A tensor without data in the file needs memory of its own.
             && extent.data_len == *len
             && extent.data_offset.is_multiple_of(ALIGNMENT as u64)
             && header_len <= MAX_HEADER

@@ -1,4 +1,5 @@
-//! Which bytes, in what order, in what segments: pure functions over ranges. No I/O, no clock.
+//! Plans of loads and saves: the byte ranges of a call, their order and their memory. Pure
+//! functions over ranges, without I/O or a clock.
 
 mod by_device;
 mod image;

@@ -1,4 +1,4 @@
-//! Where in one block of memory each tensor goes.
+//! The positions of tensors that share one block of memory.
 
 use crate::mem::ALIGNMENT;
 

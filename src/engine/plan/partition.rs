@@ -1,16 +1,16 @@
-//! Cuts the extents of tensors in files into batches of about equal size, each one contiguous range
-//! that one reader or writer moves with one call.
+//! Cuts the extents of tensors in files into batches of about equal size. Each batch is a
+//! contiguous range of a file, which one reader or writer handles with one call.
 
 use crate::error::Result;
 use crate::fallible::push;
 
-/// What lists of batches are in messages.
+/// The name of lists of batches in error messages.
 pub const PLAN: &str = "the plan of a load or a save";
 
-/// Data of a tensor that lie together in a file, behind the tensor's header if there is one.
+/// Contiguous data of a tensor in a file, after the tensor's header if it has one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Extent {
-    /// Which file.
+    /// Index of the file.
     pub file: usize,
     /// Position of the header.
     pub header_offset: u64,
@@ -21,33 +21,33 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Position after the data.
+    /// Returns the position after the data.
     pub fn end(&self) -> u64 {
         self.data_offset + self.data_len
     }
 }
 
-/// What some bytes of a batch belong to. `tensor` counts within the extents given.
+/// The part of a file that a segment belongs to. `tensor` is an index into the extents given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SegmentKind {
     /// The whole header of a tensor.
     Header {
-        /// Which.
+        /// Index of the tensor.
         tensor: usize,
     },
     /// Data of a tensor.
     Data {
-        /// Which.
+        /// Index of the tensor.
         tensor: usize,
         /// Position within the tensor's data.
         start: u64,
     },
-    /// Bytes that nobody wants.
+    /// Unwanted bytes between tensors.
     Gap,
 }
 
 impl SegmentKind {
-    /// What the bytes from `done` on belong to.
+    /// Returns the kind of the bytes from `done` on.
     pub fn later(self, done: u64) -> Self {
         match self {
             SegmentKind::Data { tensor, start } => {
@@ -61,16 +61,16 @@ impl SegmentKind {
 /// Adjacent bytes with one destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
-    /// Whose they are.
+    /// The header, data or gap that they belong to.
     pub kind: SegmentKind,
-    /// How many.
+    /// Number of bytes.
     pub len: u64,
 }
 
-/// One contiguous range of a file, which one request moves.
+/// One contiguous range of a file, which is read or written with one request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// Which file.
+    /// Index of the file.
     pub file: usize,
     /// File position of its first byte.
     pub offset: u64,
@@ -79,18 +79,19 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Bytes in the batch.
+    /// Returns the bytes in the batch.
     pub fn len(&self) -> u64 {
         self.segments.iter().map(|piece| piece.len).sum()
     }
 
-    /// Whether it has no bytes, which [`partition`] never returns.
+    /// True if it has no bytes; [`partition`] never returns such a batch.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The same in shorter steps, so that the hash of each finds its bytes in the cache. Only data of
-    /// more than `whole` bytes are cut; others stay with their header.
+    /// Cuts the batch into steps of about `step` bytes, so that hashing finds the bytes of each
+    /// step in the CPU cache. Only data of more than `whole` bytes are cut; shorter data stay with
+    /// their header.
     pub fn steps(self, step: u64, whole: u64) -> Result<Vec<Batch>> {
         let mut steps: Vec<Batch> = Vec::new();
         let (mut offset, mut len) = (self.offset, 0);
@@ -129,34 +130,36 @@ impl Batch {
     }
 }
 
-/// A tensor of at least this size may be cut where a batch ends, not only where it is longer than one.
+/// Tensors of at least this length may be cut to fill a batch. Shorter ones are cut only if they
+/// are longer than a batch.
 const CUT_LEN: u64 = 4 << 20;
 
-/// How extents become batches.
+/// Limits on the batches of a plan.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Bytes of a batch, about.
+    /// Approximate bytes of a batch.
     pub len: u64,
-    /// Whether batches become shorter towards the end, so that all readers end together, however many
-    /// there are.
+    /// True if batches become shorter towards the end, so that all readers end at the same time,
+    /// whatever their number.
     pub tapers: bool,
-    /// Gaps of at most so many bytes are read over; wider ones start a new batch.
+    /// Gaps of at most this length are read over; longer ones start a new batch.
     pub merge_gap: u64,
-    /// The most segments of a batch.
+    /// Maximum number of segments in a batch.
     pub segments: usize,
     /// Data are cut at multiples of this, which may make batches longer.
     pub unit: u64,
-    /// Block of the file, in bytes. With a `unit` of 1, data are cut at the end of one, which may make
-    /// batches shorter: direct reads of both parts would read the block.
+    /// Block length of the file, in bytes. With a `unit` of 1, data are cut at block ends, which
+    /// may make batches shorter. Otherwise, direct reads of two adjacent batches would both read
+    /// the block that they share.
     pub block: u64,
-    /// Tensors with so many bytes of data share no batch with others.
+    /// Tensors with at least this many bytes of data share no batch with others.
     pub apart: u64,
-    /// Bytes of headers and gaps in a batch of more than one tensor, at most.
+    /// Maximum bytes of headers and gaps in a batch of more than one tensor.
     pub passing: u64,
 }
 
-/// Covers every byte of the extents exactly once. A header is never cut, and comes in one batch with
-/// the first of its data.
+/// Cuts extents into batches that cover every byte exactly once. A header is never cut, and shares
+/// a batch with the beginning of its data.
 ///
 /// Extents are in rising order of files and positions, and do not overlap.
 pub fn partition(extents: &[Extent], limits: &Limits) -> Result<Vec<Batch>> {
@@ -198,10 +201,11 @@ pub fn partition(extents: &[Extent], limits: &Limits) -> Result<Vec<Batch>> {
     Ok(making.batches)
 }
 
-/// Below this part of what suits the source, a request costs more than its bytes.
+/// A tapered batch has at least this fraction (1/8) of the usual length: a shorter request costs
+/// more than its bytes.
 const SHORTEST: u64 = 8;
-/// A batch that tapers has no more than this part of what is left: with so many readers or a few
-/// more, all end together, whoever began a long one last.
+/// A tapered batch has at most this fraction (1/32) of the bytes that are left. With about so many
+/// readers, all end at nearly the same time, even the one that began a long batch last.
 const SHARES: u64 = 32;
 
 struct Making {
@@ -209,7 +213,7 @@ struct Making {
     open: Option<Open>,
     /// The limits of the next batch.
     limits: Limits,
-    /// Bytes of a batch at most, and how many are left for others.
+    /// Maximum bytes of a batch, and the bytes that are left for later batches.
     most: u64,
     left: u64,
 }
@@ -242,28 +246,29 @@ impl Making {
 }
 
 impl Limits {
-    /// Bytes of data for a batch that has `used`, of a tensor of `all` of which `rest` are left. `most`:
-    /// what `len` was before it tapered.
+    /// Returns the bytes of data to add to a batch of `used` bytes. The tensor has `all` bytes, of
+    /// which `rest` are left. `most`: the value of `len` before it tapered.
     fn cut(&self, most: u64, used: u64, all: u64, rest: u64) -> u64 {
         let room = self.len.saturating_sub(used).max(self.len.div_ceil(16));
         let room = (room / self.unit).max(1).saturating_mul(self.unit);
-        // The last cut must not leave crumbs, and short tensors stay whole.
+        // The last cut must not leave a tiny rest, and short tensors stay whole.
         let whole = all <= most && all < CUT_LEN;
         if whole || rest <= room.saturating_add(self.len / 16) { rest } else { room }
     }
 
-    /// The same bytes from a position on, or fewer, so that they end with a block where the data go on.
+    /// Shortens `len` bytes at `position` so that they end at a block boundary. The last bytes of a
+    /// tensor, and those within one block, stay as they are.
     fn whole_blocks(&self, position: u64, len: u64, rest: u64) -> u64 {
         let over = position.saturating_add(len) % self.block.max(1);
         if self.unit == 1 && len < rest && over < len { len - over } else { len }
     }
 }
 
-/// A batch that may become longer.
+/// A batch that more extents may be added to.
 struct Open {
     batch: Batch,
     end: u64,
-    /// Bytes of it that are no data.
+    /// Bytes of headers and gaps in it.
     passing: u64,
 }
 
@@ -287,11 +292,11 @@ impl Open {
         Ok(())
     }
 
-    /// Whether the next extent belongs to this batch.
+    /// True if the next extent is added to this batch.
     fn fits(&self, extent: &Extent, limits: &Limits) -> bool {
         let Some(gap) = extent.header_offset.checked_sub(self.end) else { return false };
         let offset = self.batch.offset;
-        // A long tensor fills what is left of a batch; a short one is not worth a cut.
+        // A long tensor fills the room that is left in a batch; a short one is not worth a cut.
         let room = limits.len.saturating_sub(extent.data_offset.saturating_sub(offset));
         let cut = extent.data_len >= CUT_LEN && room >= limits.len / 16;
         let passing = extent.data_offset.saturating_sub(self.end);

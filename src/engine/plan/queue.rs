@@ -1,4 +1,4 @@
-//! Who does what: work in the order of the file, in one share for each reader.
+//! The work queue of a load: work in file order, in one share per reader or in one for all.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -8,23 +8,23 @@ use crate::error::Result;
 use crate::fallible::{collected, with_room};
 use crate::sys::sync::Mutex;
 
-/// Shares of neighbours, so that a reader reads on where it was. A kernel then reads ahead for each
-/// of them: from a cold cache that was a third faster than taking turns. Whoever has done its own
-/// share, or comes later, takes over the second half of the longest.
+/// Work in contiguous shares, so that each reader reads a contiguous part of the file. The kernel
+/// then reads ahead for each reader: with a cold cache, this was a third faster than one share for
+/// all. A reader without work takes over the second half of the longest share.
 pub struct WorkQueue<T> {
     shares: Mutex<Vec<VecDeque<T>>>,
 }
 
 /// The next step of a reader.
 pub enum Next<T> {
-    /// This.
+    /// Work to do now.
     Work(T),
-    /// Nothing as yet: the first work is not ready.
+    /// No work yet: the first is not ready.
     Later,
 }
 
 impl<T> WorkQueue<T> {
-    /// Divides work; with one share all readers take turns.
+    /// Divides work into shares. With one share, all readers take turns.
     pub fn new(work: Vec<T>, shares: usize) -> Result<Self> {
         let (total, count) = (work.len(), shares.max(1));
         let mut work = work.into_iter();
@@ -37,8 +37,8 @@ impl<T> WorkQueue<T> {
         Ok(WorkQueue { shares: Mutex::new(collected(shares, PLAN)?) })
     }
 
-    /// The first work of a queue with one share, if `ready` says that it can be done now. None if there
-    /// is no more.
+    /// Takes the first work of a queue with one share, or returns [`Next::Later`] if `ready` is
+    /// false for it. None if there is no more work.
     pub fn next_if(&self, ready: impl FnOnce(&T) -> Result<bool>) -> Result<Option<Next<T>>> {
         let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(share) = shares.first_mut() else { return Ok(None) };
@@ -47,11 +47,11 @@ impl<T> WorkQueue<T> {
         Ok(Some(next.unwrap_or(Next::Later)))
     }
 
-    /// The next work of one reader; they are counted from 0 as they come. Where all take turns, the
-    /// first that is not put off, if there is any.
+    /// Takes the next work of a reader; readers are numbered from 0. With one share, it is the
+    /// first work that is not put off, or the first of all if every one is.
     pub fn next(&self, reader: usize, mut put_off: impl FnMut(&T) -> bool) -> Option<T> {
         let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
-        // With one share all take turns.
+        // With one share, all readers take from it in turn.
         let own = if shares.len() == 1 { 0 } else { reader };
         if let [share] = shares.as_mut_slice() {
             let first = share.iter().position(|work| !put_off(work)).unwrap_or(0);
@@ -86,7 +86,7 @@ mod tests {
             [0, 1, 2, 0].map(|reader| shares.next(reader, |_| false).unwrap()),
             [0, 3, 6, 1]
         );
-        // The second does its share, and then halves of what is left to others.
+        // The second reader does its share, and then halves of what is left of the others.
         let rest: Vec<i32> = std::iter::from_fn(|| shares.next(1, |_| false)).collect();
         assert_eq!(rest, [4, 5, 8, 9, 7, 2]);
     }

@@ -1,23 +1,26 @@
-//! Slices of tensors: which bytes of the whole they are, in row-major order.
+//! The contiguous byte ranges (runs) of a slice within its tensor, in row-major order.
 
 use std::ops::Range;
 
-/// The bytes of a slice within those of its tensor: runs of equal length, in rising order.
+/// The contiguous ranges (runs) of a slice within the bytes of its tensor. All have the same
+/// length, and they come in rising order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Runs {
     /// Bytes of a run.
     run: u64,
-    /// Position of the first.
+    /// Position of the first run.
     first: u64,
-    /// Bytes from one step to the next and the number of steps of each loop, the outermost first.
+    /// The loops over the runs, outermost first: the stride of each in bytes, and its number of
+    /// steps.
     loops: Vec<(u64, u64)>,
     /// Bytes of all runs.
     total: u64,
 }
 
 impl Runs {
-    /// A range of indices for each dimension. `size`: bytes of an element. None if a range leaves its
-    /// dimension, there is not one for each, or the tensor has more than 2⁶⁴ − 1 bytes.
+    /// Creates the runs of a slice, given as one range of indices per dimension. `size`: bytes of
+    /// an element. None if a range exceeds its dimension, if there is not one range per dimension,
+    /// or if the tensor has more than 2⁶⁴ − 1 bytes.
     pub fn new(size: u64, shape: &[u64], slice: &[Range<u64>]) -> Option<Self> {
         let fits =
             |(&dim, range): (&u64, &Range<u64>)| range.start <= range.end && range.end <= dim;
@@ -25,7 +28,7 @@ impl Runs {
             return None;
         }
         shape.iter().try_fold(size, |len, &dim| len.checked_mul(dim.max(1)))?;
-        // Positions behind the end, where such ranges may lie, add up to more than there are.
+        // Empty ranges may lie at the very end, where the sum of their positions would overflow.
         if slice.iter().any(Range::is_empty) {
             return Some(Runs { run: 0, first: 0, loops: Vec::new(), total: 0 });
         }
@@ -48,27 +51,27 @@ impl Runs {
         Some(Runs { run, first, loops, total })
     }
 
-    /// Bytes of the slice.
+    /// Returns the bytes of the slice.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// Bytes of each run; 0 if there are none.
+    /// Returns the bytes of each run; 0 if there are none.
     pub fn run(&self) -> u64 {
         self.run
     }
 
-    /// Bytes between a run and the next; None if there is no next one.
+    /// Returns the bytes between a run and the next; None if there is no next one.
     pub fn gap(&self) -> Option<u64> {
         self.loops.last().map(|(stride, _)| stride - self.run)
     }
 
-    /// How many runs there are.
+    /// Returns the number of runs.
     fn count(&self) -> u64 {
         self.total.checked_div(self.run).unwrap_or(0)
     }
 
-    /// Where run number `index` begins.
+    /// Returns the position of run number `index`.
     fn start(&self, mut index: u64) -> u64 {
         let mut at = self.first;
         for &(stride, count) in self.loops.iter().rev() {
@@ -78,12 +81,12 @@ impl Runs {
         at
     }
 
-    /// Where the runs begin.
+    /// Returns the positions of all runs.
     pub fn starts(&self) -> impl Iterator<Item = u64> + '_ {
         (0..self.count()).map(|index| self.start(index))
     }
 
-    /// Bytes of the slice that lie before a position.
+    /// Returns the number of the slice's bytes before a position.
     pub fn before(&self, position: u64) -> u64 {
         let Some(mut rest) = position.checked_sub(self.first) else { return 0 };
         let (mut inner, mut done) = (self.total, 0);
@@ -99,9 +102,10 @@ impl Runs {
         done + rest.min(self.run)
     }
 
-    /// Ranges that hold all runs, in rising order: gaps of at most `gap` bytes are part of them.
+    /// Returns coalesced reads: ranges that cover all runs, in rising order. Gaps of at most `gap`
+    /// bytes are part of them.
     pub fn spans(&self, gap: u64) -> impl Iterator<Item = Range<u64>> + use<> {
-        // What lies in one step of a loop is one span where all its gaps are short.
+        // An inner loop whose gaps are all short becomes a single range.
         let mut step = self.run;
         let mut inner = self.loops.len();
         for &(stride, count) in self.loops.iter().rev() {
@@ -125,7 +129,7 @@ impl Runs {
         })
     }
 
-    /// Position and length of all that lies in a range, in rising order.
+    /// Returns the position and length of each run, or part of one, in a range, in rising order.
     pub fn within(&self, range: &Range<u64>) -> impl Iterator<Item = (u64, u64)> + '_ {
         let (mut done, to) = (self.before(range.start), self.before(range.end));
         std::iter::from_fn(move || {
@@ -145,7 +149,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The bytes of a slice, found one by one.
+    /// Returns the bytes of a slice, found one by one.
     fn bytes(size: u64, shape: &[u64], slice: &[Range<u64>]) -> Vec<u64> {
         let count: u64 = shape.iter().product();
         let wanted = (0..count).filter(|&element| {

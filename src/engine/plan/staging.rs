@@ -1,5 +1,5 @@
-//! Where in staging buffers the bytes of a batch go, and which copies bring them from there to a
-//! device.
+//! Plans the staging of a batch: the positions of its bytes in staging buffers, and the copies from
+//! there to a device.
 
 use super::image::Place;
 use super::partition::{Batch, Segment, SegmentKind};
@@ -8,52 +8,53 @@ use crate::error::{Error, Result};
 /// Bytes that stay together in one staging buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Staged {
-    /// Whose they are.
+    /// The header, data or gap that they belong to.
     pub kind: SegmentKind,
-    /// Which buffer; None for bytes that go nowhere.
+    /// Index of the buffer; None for bytes that are not copied to the device.
     pub buffer: Option<usize>,
     /// Position within the buffer.
     pub at: usize,
-    /// Bytes.
+    /// Number of bytes.
     pub len: usize,
 }
 
 /// Adjacent bytes of a buffer that go to adjacent bytes of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Copy {
-    /// Which buffer.
+    /// Index of the buffer.
     pub buffer: usize,
     /// Position within the buffer.
     pub at: usize,
-    /// Bytes.
+    /// Number of bytes.
     pub len: usize,
-    /// Which block.
+    /// Index of the block.
     pub block: usize,
     /// Position within the block.
     pub offset: usize,
 }
 
-/// The way of one batch.
+/// The staging plan of one batch.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Staging {
     /// Its bytes, in order.
     pub staged: Vec<Staged>,
-    /// The copies.
+    /// The copies to the device.
     pub copies: Vec<Copy>,
-    /// Buffers that it takes.
+    /// Number of buffers that it needs.
     pub buffers: usize,
 }
 
-/// Tensors in a block are aligned to this, and so are they in buffers. The bytes between two tensors
-/// of a block belong to nobody, so that one copy can bring both.
+/// Alignment of tensors in blocks and in buffers. The padding between two tensors of a block is
+/// unused, so that one copy can bring both.
 const ALIGNMENT: usize = crate::mem::ALIGNMENT;
-/// Data of this length lie in a buffer as they lie in the blocks of the file, so that direct reads
-/// can go straight there.
+/// Data of at least this length have the same offset within a disk block in the buffer as in the
+/// file. Direct reads can then go straight there.
 const BLOCKS_FROM: usize = 64 << 10;
 const BLOCK: usize = crate::mem::DISK_BLOCK;
 
-/// Places the bytes of a batch. Data are cut at multiples of `unit` bytes of their tensor only; `unit`
-/// is at most `buffer_len`. `place` says where a segment at a position of the file goes, if anywhere.
+/// Plans the staging of a batch. Data are cut only at multiples of `unit` bytes of their tensor;
+/// `unit` is at most `buffer_len`. `place` returns the destination of a segment at a position of
+/// the file, if it has one.
 pub fn stage(
     batch: &Batch,
     buffer_len: usize,
@@ -101,7 +102,8 @@ struct Making {
 }
 
 impl Making {
-    /// Adds bytes, which lie so in a block of the file if that matters.
+    /// Adds bytes that go to `offset` of `block`. `like`: the offset within a disk block that they
+    /// must have in the buffer, if that matters.
     fn add(
         &mut self,
         kind: SegmentKind,
@@ -113,7 +115,8 @@ impl Making {
         if len > self.buffer_len {
             return Err(Error::Bug(format!("{len} bytes for a buffer of {}", self.buffer_len)));
         }
-        // The first position from `end` on that lies as the bytes do.
+        // Returns the first position from `end` on that is aligned, or has the offset `like` within
+        // a disk block.
         let next = |end: usize| match like {
             Some(like) => end + (like + BLOCK - end % BLOCK) % BLOCK,
             None => end.next_multiple_of(ALIGNMENT),

@@ -1,8 +1,9 @@
-//! The memory of devices as a target: bytes are read into staging buffers, so that what is adjacent
-//! on the device is adjacent there, and copied from there while others are read.
+//! Device memory as a target. Bytes are read into staging buffers, in which bytes that are adjacent
+//! on the device are adjacent too. They are copied from there while other batches are read.
 //!
-//! Nothing waits for a device unless all its staging buffers are in use; in the end the consumer's
-//! stream is told to. A batch is for one device, and waits for the buffers of no other one.
+//! No thread waits for a device unless all its staging buffers are in use; at the end, the
+//! consumer's stream waits for the copies. A batch is for one device, and never waits for the
+//! buffers of another.
 
 use std::sync::Arc;
 
@@ -22,34 +23,34 @@ use crate::mem::pinned::{self, Pool, Share, Ticket};
 use crate::mem::{Buffers, Rest, to_fill};
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
-/// The way to one device.
+/// The route to one device: its streams and its staging buffers.
 pub struct Route<'d> {
     /// Its streams.
     pub streams: &'d Streams,
     /// Its staging buffers.
     pub pool: &'d Pool,
-    /// The share of these that the load may have, if that is bounded.
+    /// The load's limit on these buffers; None if it has none.
     pub share: Option<Arc<Share>>,
 }
 
-/// The places of a load's tensors on devices.
+/// Device memory for the tensors of a load, as a target.
 pub struct ToDevice<'d> {
-    /// Blocks of their memory.
+    /// The blocks of memory.
     pub memory: &'d Blocks,
     /// The layout of each block.
     pub blocks: &'d [Block],
     /// The location of each tensor's data.
     pub places: &'d [Place],
-    /// The ways there, at least one.
+    /// The route to each device, at least one.
     pub routes: Vec<Route<'d>>,
-    /// The route to each block; empty if there is one route.
+    /// The index of the route to each block; empty if there is one route.
     pub route_of: &'d [usize],
-    /// A file that the only device reads by itself.
+    /// The files that the device reads itself; only with a single device.
     pub direct: Option<&'d Direct<'d>>,
 }
 
 impl<'d> ToDevice<'d> {
-    /// The most staging buffers of each device.
+    /// Returns the number of staging buffers that the load may use on each of its devices.
     fn buffers(&self) -> u64 {
         let of_each = self.routes.iter().map(|route| {
             let most = route.pool.limit();
@@ -58,12 +59,12 @@ impl<'d> ToDevice<'d> {
         of_each.min().unwrap_or(0) as u64
     }
 
-    /// Bytes of a staging buffer that all devices have.
+    /// Returns the bytes that a staging buffer of any device holds.
     fn buffer_len(&self) -> usize {
         self.routes.iter().map(|route| route.pool.buffer_len()).min().unwrap_or(1)
     }
 
-    /// The route of a batch.
+    /// Returns the route of a batch.
     fn route(&self, batch: &Batch) -> Result<&Route<'d>> {
         let tensor = batch.segments.iter().find_map(|segment| match segment.kind {
             SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
@@ -73,8 +74,8 @@ impl<'d> ToDevice<'d> {
         self.routes.get(route).ok_or_else(|| Error::Bug("a batch for no device".to_owned()))
     }
 
-    /// Where a segment at a position of a file goes, if anywhere: what is between tensors goes along
-    /// in an image.
+    /// Returns the destination of a segment at a file position, if it has one. A header has one
+    /// only in an image, where it is copied along with the tensors.
     fn place(&self, file: usize, segment: &Segment, position: u64) -> Result<Option<Place>> {
         let bug = || Error::Bug("a tensor without a place".to_owned());
         match segment.kind {
@@ -84,7 +85,7 @@ impl<'d> ToDevice<'d> {
             }
             SegmentKind::Header { tensor } => {
                 let Place { block, .. } = *self.places.get(tensor).ok_or_else(bug)?;
-                // What does not fit into a staging buffer goes nowhere.
+                // A header that does not fit into a staging buffer is not copied.
                 let fits = segment.len <= self.buffer_len() as u64;
                 let image = self.blocks.get(block).filter(|_| fits);
                 let offset = image.and_then(|image| image.find(file, position, segment.len));
@@ -107,8 +108,9 @@ impl<'d> Target for ToDevice<'d> {
         Self: 't;
     type Bytes = Kept<'d>;
 
-    /// One staging buffer, or as many as suit a source that waits for answers and leave each reader
-    /// two batches. Batches get longer than this by a third, and may fill buffers by half.
+    /// Batches of one staging buffer. For servers, batches of as many buffers as suit the source
+    /// and leave each reader two batches. Batches may get a third longer than this, and may fill
+    /// their buffers only by half.
     fn limits(
         &self,
         source: &Capabilities,
@@ -123,7 +125,7 @@ impl<'d> Target for ToDevice<'d> {
         } else {
             1
         };
-        // With few buffers a batch must not need more than those.
+        // With few buffers, a batch must not need more than there are.
         let part = limit.min(pinned::MIN_BUFFERS as u64);
         batches_of(
             buffers * (buffer - buffer / 16) * part / pinned::MIN_BUFFERS as u64,
@@ -143,14 +145,14 @@ impl<'d> Target for ToDevice<'d> {
     fn bound(&mut self, shares: &LoadShares) {
         let most = shares.staging / self.routes.len().max(1) as u64;
         let most = usize::try_from(most).unwrap_or(usize::MAX);
-        // Others may set another limit of the pools meanwhile.
+        // Another call may change the limits of the pools meanwhile, so the load keeps its own.
         for route in &mut self.routes {
             route.share = Some(Share::new(most));
         }
     }
 
-    /// A short load pins as many buffers as hold its bytes, and one more: pinning takes longer than
-    /// copying.
+    /// A short load pins only as many buffers as hold its bytes, and one more: pinning takes longer
+    /// than copying.
     fn expect(&mut self, total: u64) {
         let buffer = self.buffer_len() as u64;
         let most = (total.div_ceil(buffer) + 1).max(pinned::fewest(buffer));
@@ -162,12 +164,13 @@ impl<'d> Target for ToDevice<'d> {
         }
     }
 
-    /// A piece of encryption, or what suits the buffers.
+    /// The length of an encrypted piece, or half a buffer if that is shorter.
     fn unit(&self) -> u64 {
         PIECE_LEN.min(self.buffer_len() as u64 / 2).max(1)
     }
 
-    /// So that each reader finds a tensor of its own to hash. Not for what is read front to back.
+    /// Few enough bytes that each reader finds a tensor of its own to hash. None for sources that
+    /// are read front to back, and for servers.
     fn room(&self, source: &Capabilities, readers: WorkerRange) -> Option<u64> {
         let bytes = self.buffers() * self.buffer_len() as u64;
         let any_order = source.max_readers > 1 && !source.has_long_requests();
@@ -216,7 +219,7 @@ impl<'d> Target for ToDevice<'d> {
     }
 
     fn withhold(&self, lease: &mut Buffered<'d>, tensor: usize) {
-        // Such a tensor is larger than a piece of encryption, and alone in its block.
+        // Such a tensor is larger than an encrypted piece, and alone in its block.
         let block = self.places.get(tensor).map(|place| place.block);
         lease.staging.copies.retain(|copy| Some(copy.block) != block);
     }
@@ -229,7 +232,7 @@ impl<'d> Target for ToDevice<'d> {
     ) -> Result<Committed<Kept<'d>>> {
         let Buffered { staging, streams, mut lease, .. } = full;
         let mut uploads = with_room(staging.copies.len(), PLAN)?;
-        // Blocks that were allocated together have one event.
+        // Blocks that were allocated together share one event.
         let mut before: Vec<&Arc<dyn Event>> = Vec::new();
         for copy in &staging.copies {
             let block = self.memory.get(copy.block, cancel)?;
@@ -243,7 +246,7 @@ impl<'d> Target for ToDevice<'d> {
         let _entered = streams.device().enter()?;
         let stream = streams.next()?;
         for event in before {
-            // Once it has passed, it costs no call of the driver for later batches.
+            // An event that has passed costs later batches no driver call.
             if !event.passed()? {
                 event.hold_back(stream.handle())?;
             }
@@ -270,18 +273,18 @@ impl<'d> Target for ToDevice<'d> {
     }
 }
 
-/// Staging buffers with a batch.
+/// Staging buffers that hold a batch.
 pub struct Buffered<'d> {
     staging: Staging,
     /// The streams of its device.
     streams: &'d Streams,
     lease: pinned::Lease<'d>,
-    /// Bytes that go nowhere.
+    /// Memory for bytes that are not copied to the device.
     passing: Box<[u8]>,
 }
 
 impl Buffered<'_> {
-    /// The memory of everything staged, in order.
+    /// Returns the memory of all staged bytes, in order.
     pub(super) fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
         let bug = || Error::Bug("staged bytes without memory".to_owned());
         let mut buffers: Vec<Rest<'_>> = self.lease.buffers().into_iter().map(Rest::of).collect();
@@ -317,7 +320,7 @@ impl Lease for Buffered<'_> {
     }
 }
 
-/// Bytes in a staging buffer, which is not used again as long as this lives.
+/// Bytes in a staging buffer, which is not reused as long as this value lives.
 pub struct Kept<'d> {
     lease: Arc<pinned::Lease<'d>>,
     staged: Staged,

@@ -1,4 +1,5 @@
-//! Files that the device reads by itself, once that was found to give the right bytes.
+//! GPUDirect Storage: files that the device reads itself. It is used only after a trial read has
+//! given the right bytes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,12 +14,12 @@ use crate::mem::device::{Blocks, DeviceFile, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
-/// Bytes that are read both ways before the device is trusted.
+/// Maximum bytes of the trial read, which the device and the host both do.
 const TRIED: usize = 1 << 20;
-/// Poll interval while memory is still in use by what had it before.
+/// Poll interval while the previous user of the memory still uses it.
 const STILL_USED: Duration = Duration::from_micros(100);
 
-/// Files as the device reads them.
+/// Files that the device reads, and the memory that it reads them into.
 pub struct Direct<'d> {
     files: Vec<Box<dyn DeviceFile>>,
     memory: &'d Blocks,
@@ -27,7 +28,8 @@ pub struct Direct<'d> {
 }
 
 impl<'d> Direct<'d> {
-    /// None where the device cannot read the files of the sources, or gave other bytes.
+    /// Opens the sources for the device. None if the device cannot read them, or if its trial read
+    /// gave other bytes.
     pub fn open(
         sources: &[&dyn ReadAt],
         extents: &[Extent],
@@ -43,7 +45,8 @@ impl<'d> Direct<'d> {
             counters.fallback("GPUDirect Storage is not there, or not for this file system");
             return Ok(None);
         };
-        // It knows no streams: whatever the memory was used for before must have ended.
+        // GPUDirect Storage is not ordered with streams, so earlier uses of the memory must have
+        // ended.
         streams.finish()?;
         let direct = Direct { files, memory, places, refused: AtomicBool::new(false) };
         for (file, source) in sources.iter().enumerate() {
@@ -56,8 +59,9 @@ impl<'d> Direct<'d> {
         Ok(Some(direct))
     }
 
-    /// Reads bytes of a file both ways, into the memory of the first tensor, which is allocated first
-    /// and gets its own bytes later.
+    /// Reads bytes of a file with the device and with a plain read, and returns true if they are
+    /// the same. The device reads into the memory of the first tensor, which is allocated first and
+    /// gets its own bytes later.
     fn gives_the_same(
         &self,
         (file, source): (usize, &dyn ReadAt),
@@ -89,7 +93,7 @@ impl<'d> Direct<'d> {
         Ok(lease.buffers().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
     }
 
-    /// The memory of a tensor's data from `start` on, once nothing uses it any more.
+    /// Returns the memory of a tensor's data from `start` on, once its previous use has ended.
     fn place(
         &self,
         tensor: usize,
@@ -107,13 +111,13 @@ impl<'d> Direct<'d> {
         Ok((&block.memory, usize::try_from(place.offset + start).map_err(|_| bug())?))
     }
 
-    /// Whether it was of use until now.
+    /// True unless a read has failed.
     pub fn is_of_use(&self) -> bool {
         !self.refused.load(Ordering::Relaxed)
     }
 
-    /// Has the device read bytes of a tensor from a position of a file. False, now and from now on,
-    /// if it does not: then they have to come another way.
+    /// Lets the device read bytes of a tensor from a position of a file. False if that fails: then
+    /// the host must read these bytes, and [`Direct::is_of_use`] is false from now on.
     pub fn read(
         &self,
         file: usize,
@@ -128,7 +132,7 @@ impl<'d> Direct<'d> {
         while done < len {
             let at = position + done as u64;
             match block.read_from(&**file, offset + done, len - done, at) {
-                // A plain read says what there is to say about the file's end.
+                // A plain read will report the cause, such as the file's early end.
                 Ok(0) | Err(_) => {
                     self.refused.store(true, Ordering::Relaxed);
                     return Ok(false);

@@ -1,5 +1,7 @@
-//! Parts of what is read, brought together in host memory: of slices whose runs are short, or that
-//! have to be decrypted with their neighbours.
+//! Gathers slices in host memory: whole batches are read, and the wanted bytes are copied out.
+//!
+//! For slices whose contiguous ranges are short, or that must be decrypted together with adjacent
+//! bytes.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -15,44 +17,45 @@ use crate::io::Capabilities;
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
-/// The most bytes of a batch: each reader has one in memory.
+/// Maximum bytes of a batch; each reader has one batch in memory.
 pub const MOST: u64 = 16 << 20;
-/// What its most is at least.
+/// The smallest value of that maximum, in bytes.
 const LEAST: u64 = 1 << 20;
 
-/// So many times its usual length a batch may have.
+/// A batch may be this many times as long as planned.
 const LONGER: u64 = 2;
 
-/// The least that a reader has in memory to gather from.
+/// Returns the minimum memory that a reader needs for its batch.
 pub fn least(decrypts: bool) -> u64 {
     LONGER * if decrypts { PIECE_LEN } else { LEAST }
 }
 
-/// The most bytes of a batch where memory is bounded.
+/// Returns the maximum bytes of a batch under a memory limit.
 pub fn most(shares: &LoadShares) -> u64 {
     (shares.gathers / LONGER).min(MOST)
 }
 
-/// A range of a tensor that is read, for the runs in it. The engine knows it as a tensor.
+/// A range of a tensor that is read for the runs in it. The engine treats it as a tensor of its
+/// own.
 pub struct Span<'a> {
-    /// The tensor's position of its first byte.
+    /// Position of its first byte in the tensor.
     pub start: u64,
-    /// The runs of the tensor.
+    /// The wanted contiguous ranges of the tensor.
     pub runs: &'a Runs,
-    /// Memory for those in the range that were not planned yet.
+    /// Memory for the wanted bytes that are not planned yet.
     pub to: &'a mut [MaybeUninit<u8>],
 }
 
-/// Memory for slices.
+/// Memory of slices, as a target.
 pub struct Gather<'a> {
     spans: Vec<Span<'a>>,
     scratch: ScratchPool,
-    /// The most bytes of a batch.
+    /// Maximum bytes of a batch.
     most: u64,
 }
 
 impl<'a> Gather<'a> {
-    /// For spans, as the engine numbers them.
+    /// Creates the target for spans, in the order of the engine's tensor numbers.
     pub fn new(spans: Vec<Span<'a>>) -> Self {
         Gather { spans, scratch: ScratchPool::default(), most: MOST }
     }
@@ -64,12 +67,12 @@ pub struct Part<'a> {
     pub at: u64,
     /// The range.
     pub range: Range<u64>,
-    /// The bytes of the tensor that are wanted.
+    /// The wanted contiguous ranges of the tensor.
     pub runs: &'a Runs,
 }
 
 impl Part<'_> {
-    /// The bytes of the batch that are wanted, in rising order.
+    /// Returns the wanted bytes of the batch, in rising order.
     pub fn of<'b>(&self, batch: &'b [u8]) -> impl Iterator<Item = Result<&'b [u8]>> {
         self.runs.within(&self.range).map(|(position, len)| {
             let bug = || Error::Bug("a run beyond its batch".to_owned());
@@ -80,7 +83,7 @@ impl Part<'_> {
     }
 }
 
-/// Bytes of a batch that are wanted, and the memory that they go to.
+/// Wanted bytes of a batch, and the memory that they are copied to.
 pub struct Wanted<'a> {
     part: Part<'a>,
     to: &'a mut [MaybeUninit<u8>],

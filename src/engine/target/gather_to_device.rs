@@ -1,5 +1,5 @@
-//! Parts of what is read, brought together in staging buffers on their way to a device: slices whose
-//! contiguous ranges are short.
+//! Gathers slices in staging buffers on their way to a device, for slices whose contiguous ranges
+//! are short.
 
 use super::device::{Buffered, Kept, ToDevice};
 use super::gather::{self, Part};
@@ -15,26 +15,28 @@ use crate::mem::Buffers;
 use crate::mem::pinned::Ticket;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
-/// A range of a tensor that is read for a slice of it. The engine knows it as a tensor.
+/// A range of a tensor that is read for a slice of it. The engine treats it as a tensor of its own.
 #[derive(Clone, Copy)]
 pub struct DeviceSpan<'a> {
-    /// The tensor's position of its first byte.
+    /// Position of its first byte in the tensor.
     pub start: u64,
     /// The contiguous ranges of the slice.
     pub runs: &'a Runs,
 }
 
-/// The memory of a device, to which slices go without the bytes between them.
+/// Device memory as a target for slices, whose contiguous ranges are copied without the bytes
+/// between them.
 pub struct GatherToDevice<'d> {
     to: ToDevice<'d>,
     spans: &'d [DeviceSpan<'d>],
     scratch: ScratchPool,
-    /// The most bytes of a batch.
+    /// Maximum bytes of a batch.
     most: u64,
 }
 
 impl<'d> GatherToDevice<'d> {
-    /// For spans, as the engine numbers them; the places of `to` are those of their slices.
+    /// Creates the target for spans, in the order of the engine's tensor numbers. The locations of
+    /// `to` are those of their slices.
     pub fn new(to: ToDevice<'d>, spans: &'d [DeviceSpan<'d>]) -> Self {
         GatherToDevice { to, spans, scratch: ScratchPool::default(), most: gather::MOST }
     }
@@ -52,7 +54,8 @@ impl<'d> Target for GatherToDevice<'d> {
         Self: 't;
     type Bytes = Kept<'d>;
 
-    /// Of a batch no more is wanted than staging buffers take.
+    /// The limits of `to` suit here too: the wanted bytes of a batch are no more than the batch,
+    /// and so fit into its staging buffers.
     fn limits(
         &self,
         source: &Capabilities,
@@ -143,7 +146,7 @@ impl<'d> Target for GatherToDevice<'d> {
     }
 }
 
-/// Memory for one batch, and staging buffers for what is wanted of it.
+/// Memory for one batch, and staging buffers for its wanted bytes.
 pub struct Gathered<'d> {
     parts: Vec<Part<'d>>,
     buffered: Buffered<'d>,
@@ -175,7 +178,7 @@ impl Lease for Gathered<'_> {
         Ok(())
     }
 
-    /// The bytes that are wanted; the others are in no chunk.
+    /// Returns the wanted bytes; the others are in no chunk.
     fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
         self.buffered.chunks()
     }

@@ -1,4 +1,4 @@
-//! Host memory as a target: bytes are read to where they stay.
+//! Host memory as a target: bytes are read straight into the memory of the tensors.
 
 use std::mem::MaybeUninit;
 
@@ -12,32 +12,32 @@ use crate::fallible::{listed, with_room, zeroed};
 use crate::io::Capabilities;
 use crate::mem::{Buffers, Lent, filled};
 
-/// Less than this is not worth a batch.
+/// Minimum bytes of a batch; fewer are not worth one.
 const MIN_BATCH: u64 = 1 << 20;
 
 /// Memory for the tensors of a load.
 pub struct Host<'a> {
-    /// For each tensor the memory of its data that was not planned yet, unless it is in an image.
+    /// For each tensor, the part of its memory that is not planned yet, unless it is in an image.
     tensors: Vec<&'a mut [MaybeUninit<u8>]>,
-    /// In the order of their files and positions.
+    /// The images, in the order of their files and positions.
     images: Vec<Image<'a>>,
 }
 
-/// Memory that is like a range of a file.
+/// Memory that is an image of a range of a file.
 pub struct Image<'a> {
-    /// Which file.
+    /// Index of the file.
     pub file: usize,
-    /// The position of its next byte that was not planned yet.
+    /// File position of its first byte that is not planned yet.
     pub position: u64,
-    /// The memory from there on.
+    /// The memory from that position on.
     pub memory: Span<'a>,
 }
 
 /// Memory of an image.
 pub enum Span<'a> {
-    /// To be read into.
+    /// Memory to read into.
     Empty(&'a mut [MaybeUninit<u8>]),
-    /// A mapping of the file, whose bytes are there.
+    /// A mapping of the file, which needs no read.
     Mapped(&'a mut [u8]),
 }
 
@@ -49,7 +49,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Cuts the first bytes off.
+    /// Cuts off and returns the first `len` bytes; None if there are fewer.
     fn cut(&mut self, len: usize) -> Option<Self> {
         match self {
             Span::Empty(bytes) => {
@@ -83,13 +83,13 @@ impl<'a> Image<'a> {
 }
 
 impl<'a> Host<'a> {
-    /// `tensors` have no bytes where they are in an image; images are in the order of their files
-    /// and positions.
+    /// Creates the target. Slices of `tensors` are empty for those in an image; images are in the
+    /// order of their files and positions.
     pub fn new(tensors: Vec<&'a mut [MaybeUninit<u8>]>, images: Vec<Image<'a>>) -> Self {
         Host { tensors, images }
     }
 
-    /// The image that holds some bytes, if any does.
+    /// Returns the image that contains some bytes of a file, if one does.
     fn image(&mut self, file: usize, position: u64, len: u64) -> Option<&mut Image<'a>> {
         let after =
             self.images.partition_point(|image| (image.file, image.position) <= (file, position));
@@ -107,7 +107,7 @@ pub struct Run<'a> {
 enum Memory<'a> {
     Empty(&'a mut [MaybeUninit<u8>]),
     Full(&'a mut [u8]),
-    /// Of the lease: headers, and bytes that nobody wants.
+    /// Memory of the lease, for headers and unwanted bytes.
     Passing(usize),
 }
 
@@ -133,8 +133,8 @@ impl<'a> Target for Host<'a> {
         Self: 't;
     type Bytes = &'a [u8];
 
-    /// As many bytes as suit the source; a number of readers that stays has rounds in which each has
-    /// the same to do.
+    /// Batches have the length that suits the source. With a fixed number of readers, the bytes are
+    /// divided into rounds, in each of which every reader has the same amount to read.
     fn limits(
         &self,
         source: &Capabilities,
@@ -146,7 +146,8 @@ impl<'a> Target for Host<'a> {
         let number = readers.most as u64;
         let rounds = total.div_ceil(number.saturating_mul(source.request_len)).max(1);
         let even = total.div_ceil(number.saturating_mul(rounds));
-        // Batches end where tensors do, if that is near: a little more, so that there are not more.
+        // A batch ends where a tensor does, if that is near, and may so be shorter. A slightly
+        // larger length keeps the number of batches.
         let even = even.saturating_add(even / 32).max(MIN_BATCH);
         let len = if stays { even } else { source.request_len };
         Limits { tapers: !stays, ..batches_of(len, source, decrypts) }
@@ -252,7 +253,7 @@ impl Lease for HostLease<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
         let mut passing = &mut *self.passing;
         let mut position = 0;
-        // What is there already lies between what is to be read.
+        // Mapped runs need no read; the others between two of them are filled with one read.
         let is_full = |run: &Run<'_>| matches!(run.memory, Memory::Full(_));
         for runs in self.runs.chunk_by_mut(|a, b| is_full(a) == is_full(b)) {
             let len: u64 = runs.iter().map(|run| run.memory.len() as u64).sum();
@@ -292,7 +293,7 @@ impl Lease for HostLease<'_> {
     }
 }
 
-/// Fills adjacent runs; those that pass take their memory from `passing`.
+/// Fills adjacent runs with one read. Headers and unwanted bytes go into memory of `passing`.
 fn fill(
     runs: &mut [Run<'_>],
     passing: &mut &mut [u8],

@@ -1,4 +1,5 @@
-//! Where the bytes of a load go: memory for a batch, and what happens to it once it is full.
+//! Targets of a load. A target provides the memory for each batch, and takes it back once it is
+//! full.
 
 pub mod device;
 pub mod direct;
@@ -20,11 +21,11 @@ use crate::mem::Buffers;
 use crate::mem::device::Event;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
-/// Memory for the batches of a load.
+/// The destination of a load, which provides memory for its batches.
 pub trait Target: Sync {
-    /// What was planned for a batch.
+    /// The plan of a batch.
     type Job: Send;
-    /// A place in the queue for memory.
+    /// A position in the queue for memory.
     type Turn<'t>
     where
         Self: 't;
@@ -32,11 +33,11 @@ pub trait Target: Sync {
     type Lease<'t>: Lease
     where
         Self: 't;
-    /// Bytes that stay where they are as long as somebody has this.
+    /// Bytes that are valid as long as this value lives.
     type Bytes: AsRef<[u8]> + Send;
 
-    /// How batches are cut for so many readers of so many bytes. `decrypts`: segments end where
-    /// pieces of encryption do.
+    /// Returns the limits on batches, for a range of readers and `total` bytes. `decrypts`:
+    /// segments end where encrypted pieces do.
     fn limits(
         &self,
         source: &Capabilities,
@@ -45,18 +46,19 @@ pub trait Target: Sync {
         decrypts: bool,
     ) -> Limits;
 
-    /// What it takes beside the memory of the tensors, for so many readers of such a source at most.
+    /// Returns the memory that the load needs besides its tensors, with at most `readers` readers
+    /// of such a source.
     fn needs(&self, source: &Capabilities, readers: usize, _decrypts: bool) -> LoadNeeds {
         LoadNeeds { readers, reader: source.reader_memory, gathers: 0, staging: None }
     }
 
-    /// Has it take no more than that.
+    /// Limits its memory to these shares.
     fn bound(&mut self, _shares: &LoadShares) {}
 
-    /// Has it take no more memory than a load of so many bytes needs.
+    /// Limits its memory to that which a load of `_total` bytes needs.
     fn expect(&mut self, _total: u64) {}
 
-    /// Bytes in whose multiples data are cut within a batch, at most.
+    /// Returns the unit of cuts: within a batch, data are cut only at multiples of this many bytes.
     fn unit(&self) -> u64;
 
     /// True if batches are read in shorter steps, so that hashes find their bytes in the CPU's cache.
@@ -64,23 +66,24 @@ pub trait Target: Sync {
         false
     }
 
-    /// Bytes of one tensor that may wait for their hash before other tensors are read. None where
-    /// they wait in memory that is their own.
+    /// Returns the bytes of one tensor that may wait for their hash before readers prefer other
+    /// tensors. None if they wait in the tensors' own memory.
     fn room(&self, _source: &Capabilities, _readers: WorkerRange) -> Option<u64> {
         None
     }
 
-    /// Devices among which tensors are shared out. A batch is for one of them.
+    /// Returns the number of devices among which tensors are distributed. A batch is for one of
+    /// them.
     fn devices(&self) -> usize {
         1
     }
 
-    /// The device of a tensor.
+    /// Returns the device of a tensor.
     fn device_of(&self, _tensor: usize) -> usize {
         0
     }
 
-    /// The NUMA node of a device's staging memory, if that is known.
+    /// Returns the NUMA node of a device's staging memory, if it is known.
     fn node(&self, _device: usize) -> Option<usize> {
         None
     }
@@ -88,16 +91,16 @@ pub trait Target: Sync {
     /// Plans a batch. Batches for one device come in the order of their files and positions.
     fn plan(&mut self, batch: &Batch) -> Result<Self::Job>;
 
-    /// Takes memory for batches that are read next, where that was not done when they were planned.
-    /// Called in the order of the work queue, by one thread at a time.
+    /// Allocates memory for batches that are read next, unless [`Target::plan`] has done so. Called
+    /// in the order of the work queue, by one thread at a time.
     fn prepare(&self, _job: &mut [(Batch, Self::Job)]) -> Result<()> {
         Ok(())
     }
 
-    /// Takes a place in the queue for the memory of a batch.
+    /// Takes a position in the queue for the memory of a batch.
     fn enter(&self, batch: &Batch) -> Result<Self::Turn<'_>>;
 
-    /// Waits for memory. Meanwhile it calls `idle`, which says whether it found something to do.
+    /// Waits for memory. Meanwhile it calls `idle`, which returns true if it found something to do.
     fn acquire<'t>(
         &'t self,
         turn: Self::Turn<'t>,
@@ -107,10 +110,11 @@ pub trait Target: Sync {
         cancel: &dyn Cancel,
     ) -> Result<Self::Lease<'t>>;
 
-    /// Keeps the data of a tensor, which could not be decrypted, from where they were to go.
+    /// Prevents the data of a tensor that could not be decrypted from reaching their destination.
     fn withhold(&self, _lease: &mut Self::Lease<'_>, _tensor: usize) {}
 
-    /// Takes a full lease. With `keep`, gives the bytes of its chunks, in their order.
+    /// Takes a lease whose memory is full. With `keep`, returns the bytes of its chunks, in their
+    /// order.
     fn commit(
         &self,
         lease: Self::Lease<'_>,
@@ -118,17 +122,17 @@ pub trait Target: Sync {
         cancel: &dyn Cancel,
     ) -> Result<Committed<Self::Bytes>>;
 
-    /// What brings bytes into place by itself, without host memory.
+    /// Returns the files that the device reads itself, without host memory, if it does.
     fn direct(&self) -> Option<&direct::Direct<'_>> {
         None
     }
 }
 
-/// A batch that is where it belongs, or on its way there.
+/// A batch that has reached its destination, or is on its way to a device.
 pub struct Committed<B> {
     /// The bytes of its chunks, if they are kept.
     pub bytes: Vec<B>,
-    /// The event after which they are there, if they go to a device.
+    /// The event after which the bytes are on their device; None for host memory.
     pub mark: Option<Arc<dyn Event>>,
 }
 
@@ -139,10 +143,10 @@ impl<B> Committed<B> {
     }
 }
 
-/// The most segments of a batch.
+/// Maximum number of segments in a batch.
 const MAX_SEGMENTS: usize = 64 << 10;
 
-/// Limits of batches of `len` bytes: of any source, into any memory.
+/// Returns limits for batches of `len` bytes, without what depends on the target.
 fn batches_of(len: u64, source: &Capabilities, decrypts: bool) -> Limits {
     Limits {
         len,
@@ -158,16 +162,16 @@ fn batches_of(len: u64, source: &Capabilities, decrypts: bool) -> Limits {
 
 /// Memory for one batch.
 pub trait Lease {
-    /// Has it filled. `read` fills buffers from a position of the batch on.
+    /// Fills the memory. `read` fills buffers with the bytes from a position of the batch on.
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()>;
 
-    /// The bytes of the batch, in order and without gaps, once they are there.
+    /// Returns the bytes of the batch, in order and without gaps, once they are there.
     fn chunks(&mut self) -> Result<Vec<Chunk<'_>>>;
 }
 
 /// Bytes of a segment, or of part of one.
 pub struct Chunk<'l> {
-    /// Whose they are.
+    /// The header, data or gap that they belong to.
     pub kind: SegmentKind,
     /// The bytes.
     pub bytes: &'l mut [u8],

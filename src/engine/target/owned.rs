@@ -1,5 +1,5 @@
-//! Host memory that each tensor owns, as a target: it is taken when the tensor is about to be read,
-//! and handed out when all of it is there.
+//! Host memory of each tensor's own, as a target. It is allocated when the tensor is about to be
+//! read, and handed out when the tensor is complete.
 
 use std::collections::HashMap;
 use std::sync::PoisonError;
@@ -17,11 +17,11 @@ use crate::sys::sync::Mutex;
 /// The position of an extent's data in the memory of its tensor.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Location {
-    /// Which tensor.
+    /// Index of the tensor.
     pub tensor: usize,
-    /// Position in its memory.
+    /// Position in the tensor's memory.
     pub offset: u64,
-    /// The position in the file that the first byte of that memory has, or would have.
+    /// The file position that corresponds to the first byte of that memory, for its alignment.
     pub like: u64,
 }
 
@@ -30,7 +30,7 @@ pub struct Location {
 pub struct Store(Mutex<HashMap<usize, Unfilled>>);
 
 impl Store {
-    /// Takes the memory of a tensor of which all bytes have come; none of one without any.
+    /// Takes the memory of a complete tensor; an empty buffer for a tensor without bytes.
     pub fn take(&self, tensor: usize) -> Result<HostBuffer> {
         let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&tensor);
         taken.map_or_else(|| Ok(HostBuffer::empty()), Unfilled::filled)
@@ -41,14 +41,14 @@ impl Store {
 pub struct Owned<'p> {
     /// The location of each extent.
     locations: &'p [Location],
-    /// Bytes of each tensor.
+    /// Number of bytes of each tensor.
     lens: &'p [u64],
     /// Tensors that are being filled.
     store: &'p Store,
 }
 
 impl<'p> Owned<'p> {
-    /// For extents, and tensors of these lengths.
+    /// Creates the target for extents at `locations`, of tensors with `lens` bytes.
     pub fn new(locations: &'p [Location], lens: &'p [u64], store: &'p Store) -> Self {
         Owned { locations, lens, store }
     }
@@ -70,7 +70,7 @@ impl<'p> Owned<'p> {
 }
 
 impl Target for Owned<'_> {
-    /// For each segment its memory; None for headers and gaps.
+    /// For each segment, its memory; None for headers and gaps.
     type Job = Vec<Option<Piece>>;
     type Turn<'t>
         = ()
@@ -82,7 +82,8 @@ impl Target for Owned<'_> {
         Self: 't;
     type Bytes = Piece;
 
-    /// Batches that suit the source: the order of tensors matters more than that readers end together.
+    /// Batches have the length that suits the source. The order of tensors matters more than that
+    /// all readers end at the same time.
     fn limits(&self, source: &Capabilities, _: WorkerRange, _total: u64, decrypts: bool) -> Limits {
         batches_of(source.request_len, source, decrypts)
     }
@@ -157,7 +158,7 @@ pub struct OwnedLease {
 }
 
 impl OwnedLease {
-    /// The memory of each segment.
+    /// Returns the memory of each segment.
     fn memory(&mut self) -> Result<Vec<Chunk<'_>>> {
         let bug = || Error::Bug("a header without memory".to_owned());
         let mut passing = &mut *self.passing;

@@ -1,21 +1,21 @@
-//! Memory that batches are read to before parts of them are taken.
+//! Temporary memory that batches are read into before parts of them are copied out.
 
 use std::sync::{Mutex, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::mem::{Arena, DISK_BLOCK, HUGE_PAGE};
 
-/// Memory of batches that were read, for those that come: a piece for each reader at most.
+/// Temporary memory that is reused for later batches; at most one piece per reader.
 #[derive(Default)]
 pub struct ScratchPool(Mutex<Vec<Arena>>);
 
 impl ScratchPool {
-    /// Memory for so many bytes from a position of a file on. They lie in blocks of it as in those of the
-    /// file, so that direct reads can go straight there.
+    /// Takes memory for `len` bytes from a file position on. They have the same offset within a
+    /// disk block as in the file, so that direct reads can go straight there.
     pub fn take(&self, position: u64, len: usize) -> Result<Scratch> {
         let bug = |_| Error::Bug(format!("position {position} in a block"));
         let start = usize::try_from(position % DISK_BLOCK as u64).map_err(bug)?;
-        // Direct reads take a disk less long into huge pages.
+        // Direct reads into huge pages take less time.
         let wanted = len.saturating_add(DISK_BLOCK);
         let unit = if wanted > HUGE_PAGE / 2 { HUGE_PAGE } else { DISK_BLOCK };
         let wanted = wanted.checked_next_multiple_of(unit).unwrap_or(wanted);
@@ -24,7 +24,8 @@ impl ScratchPool {
             let found = free.iter().position(|memory| memory.len() >= wanted);
             let known = found.map(|at| free.swap_remove(at));
             if known.is_none() {
-                // A longer one takes its place: there are no more than readers.
+                // The new, longer piece replaces it, so that there are never more pieces than
+                // readers.
                 drop(free.pop());
             }
             known
@@ -33,7 +34,7 @@ impl ScratchPool {
         Ok(Scratch { memory, start, len })
     }
 
-    /// Takes memory back.
+    /// Returns memory to the pool.
     pub fn give_back(&self, scratch: Scratch) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(scratch.memory);
     }
@@ -47,7 +48,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// The bytes.
+    /// Returns the bytes, to be written to.
     pub fn bytes(&mut self) -> &mut [u8] {
         let bytes = self.memory.bytes_mut().get_mut(self.start..).unwrap_or(&mut []);
         bytes.get_mut(..self.len).unwrap_or(&mut [])

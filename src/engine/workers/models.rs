@@ -1,7 +1,7 @@
-//! Calls with workers that come and go, under schedules that are chosen.
+//! Model checks of calls whose workers come and go, under schedules that the checker chooses.
 #![allow(clippy::unwrap_used)]
 
-// What is counted here is no part of the model.
+// Atomics of the standard library: the counters of the test are no part of the model.
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ fn any_crew() -> WorkerRange {
     WorkerRange { first: thread_rng().gen_range(1..=most.min(2)), most, bytes: None }
 }
 
-/// The number of workers adapts by the clock of the model, in which any wait may take long.
+/// The number of workers adapts to the model's clock, by which any wait may take long.
 #[test]
 fn each_piece_of_work_is_done_once_by_however_many() {
     check(Rules { patience: TICK, refusals: true }, || {
@@ -47,7 +47,7 @@ fn each_piece_of_work_is_done_once_by_however_many() {
     });
 }
 
-/// No wait ends by itself, of workers or of the caller's thread.
+/// No wait of a worker or of the calling thread times out, so a lost wake-up shows as a deadlock.
 #[test]
 fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
     check(Rules { patience: Duration::ZERO, refusals: true }, || {
@@ -100,7 +100,7 @@ fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
         let callers = interrupted.into_inner();
         assert_eq!(who, if callers { "by the caller" } else { "by a worker" });
         assert!(callers || failed.into_inner());
-        // Each of them hears it between two pieces.
+        // Each worker notices the error between two pieces of work.
         assert!(left.into_inner() > 20);
     });
 }

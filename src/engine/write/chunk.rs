@@ -1,4 +1,5 @@
-//! What origins feed: bytes that nobody changes any more, each as long as it is needed.
+//! Chunks of tensor data on their way into the file. Their bytes do not change any more, and are
+//! released when they are no longer needed.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,25 +7,25 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::copies::Copy;
 
-/// The share of a batch that waits to be hashed, for each thread; beyond, threads hash before they write
-/// more. Hashing and writing take about as long.
+/// The fraction (1/2) of a batch that may wait to be hashed, for each thread. Beyond that, threads
+/// hash before they write more. Hashing and writing take about the same time.
 const WAITING: u64 = 2;
 
-/// Some of a tensor's data.
+/// A part of a tensor's data.
 pub struct Chunk<'c> {
-    /// Whose.
+    /// Index of the tensor.
     pub tensor: usize,
     /// Position within the data.
     pub start: u64,
-    /// As they are hashed and written.
+    /// The bytes, before encryption.
     pub bytes: Bytes<'c>,
 }
 
-/// Bytes that stay as they are.
+/// Bytes that do not change any more.
 pub enum Bytes<'c> {
     /// A copy of memory that the caller may change.
     Copied(Copy<'c>),
-    /// A range of memory that is let go with the last of its chunks.
+    /// A range of shared memory, which is released with its last chunk.
     Shared(Arc<dyn AsRef<[u8]> + Send + Sync>, Range<usize>),
 }
 
@@ -32,21 +33,21 @@ impl AsRef<[u8]> for Bytes<'_> {
     fn as_ref(&self) -> &[u8] {
         match self {
             Bytes::Copied(copy) => copy.as_ref(),
-            // Whoever makes the range has checked it.
+            // The creator of the range has checked it.
             Bytes::Shared(all, range) => (**all).as_ref().get(range.clone()).unwrap_or(&[]),
         }
     }
 }
 
-/// How many bytes wait to be hashed.
+/// The number of bytes that wait to be hashed.
 pub struct Backlog {
     waiting: AtomicUsize,
     enough: usize,
 }
 
 impl Backlog {
-    /// For so many threads, or with a bound. At least two batches wait, so that one is there when another
-    /// was hashed.
+    /// Creates the backlog of a number of threads, of at most `most` bytes. Unless `most` is less,
+    /// two batches may wait, so that one is ready when another has been hashed.
     pub fn new(threads: usize, batch_len: u64, most: Option<u64>) -> Self {
         let least = batch_len.saturating_mul(2);
         let usual = (batch_len / WAITING).saturating_mul(threads as u64).max(least);
@@ -56,12 +57,12 @@ impl Backlog {
         Backlog { waiting: AtomicUsize::new(0), enough }
     }
 
-    /// Whether so many bytes wait that threads hash before they write more.
+    /// True if so many bytes wait that threads must hash before they write more.
     pub fn is_enough(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) >= self.enough
     }
 
-    /// Counts bytes until they are dropped.
+    /// Counts bytes as waiting until they are dropped.
     pub fn add<'c>(&'c self, bytes: Bytes<'c>) -> Waiting<'c> {
         self.waiting.fetch_add(bytes.as_ref().len(), Ordering::Relaxed);
         Waiting { bytes, backlog: self }

@@ -1,5 +1,5 @@
-//! Copies of what is written, to be hashed as it was written: the caller may change a tensor while
-//! it is saved, and hashes of other bytes than those in the file would condemn it.
+//! Copies of the bytes that are written, so that exactly these bytes are hashed. The caller may
+//! change a tensor while it is saved, and a file whose hashes do not match its bytes is rejected.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 
@@ -7,31 +7,32 @@ use crate::cancel::{Cancel, POLL};
 use crate::error::Result;
 use crate::fallible::append;
 
-/// Bytes of shorter copies are not worth to be kept.
+/// The memory of shorter copies is not worth keeping.
 const SHORT: usize = 64 << 10;
 
-/// Memory for copies, used again and again.
+/// A pool of memory for copies.
 #[derive(Default)]
 pub struct Copies {
     free: Mutex<Vec<Vec<u8>>>,
 }
 
-/// Has few threads make copies at once: most of those of an upload only wait for its server.
+/// Limits the number of threads that copy at once. Most threads of an upload only wait for its
+/// server.
 pub struct CopyTurns {
     free: Mutex<usize>,
     freed: Condvar,
 }
 
-/// A thread's turn, until it is dropped.
+/// A thread's permission to copy, until it is dropped.
 pub struct CopyTurn<'t>(&'t CopyTurns);
 
 impl CopyTurns {
-    /// For so many threads.
+    /// Lets so many threads copy at once.
     pub fn new(threads: usize) -> Self {
         CopyTurns { free: Mutex::new(threads.max(1)), freed: Condvar::new() }
     }
 
-    /// Waits for a turn.
+    /// Waits for permission to copy.
     pub fn next(&self, cancel: &dyn Cancel) -> Result<CopyTurn<'_>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         while *free == 0 {
@@ -50,7 +51,7 @@ impl Drop for CopyTurn<'_> {
     }
 }
 
-/// Bytes as they were when they were copied.
+/// A copy of bytes. Its memory returns to the pool when it is dropped.
 pub struct Copy<'c> {
     bytes: Vec<u8>,
     of: &'c Copies,

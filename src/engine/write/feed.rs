@@ -1,4 +1,4 @@
-//! How each origin feeds the pass: with chunks that nobody changes any more.
+//! Feeds the bytes of each origin into the file, in chunks that do not change any more.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,19 +18,19 @@ use crate::fallible::{collected, listed};
 use crate::mem::device::{OnDevice, StreamsByDevice};
 use crate::mem::pinned::Share;
 
-/// Does the jobs of one call, on any thread.
+/// Carries out the jobs of one save, on any thread.
 pub struct Feeder<'f, 'p> {
     pub pass: &'f Pass<'p>,
     pub copies: &'p Copies,
-    /// Bounds the copies of an upload; None where threads do not wait for a server.
+    /// Limits the concurrent copies of an upload; None if threads do not wait for a server.
     pub turns: Option<&'f CopyTurns>,
     pub streams: &'f StreamsByDevice,
-    /// How many staging buffers the call may have, if that is bounded.
+    /// The call's limit on staging buffers; None if it has none.
     pub share: Option<&'f Arc<Share>>,
 }
 
 impl<'p> Feeder<'_, 'p> {
-    /// Feeds the bytes of one job.
+    /// Hashes, encrypts and writes the bytes of one job.
     pub fn feed(&self, job: Job, control: &Control<'_>) -> Result<()> {
         match job {
             Job::Memory(spans) => self.memory(&spans, control)?,
@@ -56,7 +56,8 @@ impl<'p> Feeder<'_, 'p> {
         self.pass.put(collected(chunks, PLAN)?, control)
     }
 
-    /// Each thread holds one copy at most, so it hashes until its own was let go.
+    /// Copies a tensor into memory, and writes it. Each thread holds one such copy at most, so it
+    /// hashes until its copy is released.
     fn deferred(&self, tensor: usize, control: &Control<'_>) -> Result<()> {
         let item = self.pass.item(tensor)?;
         let Origin::Deferred(bring) = &item.origin else {

@@ -1,23 +1,23 @@
-//! What is to be written.
+//! The tensors of a save.
 
 use super::origin::Origin;
 use crate::codec::hash::SMALL;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 
-/// A tensor with its place in the file.
+/// A tensor with its location in the file.
 pub struct Item<'a> {
-    /// Its place.
+    /// Its metadata and location.
     pub entry: &'a Entry,
-    /// Number of the owning module.
+    /// Index of the module that owns it.
     pub module_index: u16,
-    /// Its bytes.
+    /// The origin of its bytes.
     pub origin: Origin<'a>,
 }
 
 impl Item<'_> {
-    /// Whether the data are hashed chunk by chunk, and the header is written after them; else
-    /// they are hashed at once, and written together with the header.
+    /// True if the data are hashed chunk by chunk, and the header is written after them. Otherwise,
+    /// the tensor is hashed at once and written together with its header.
     pub fn is_large(&self) -> bool {
         self.entry.data_len > SMALL
     }

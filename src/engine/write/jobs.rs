@@ -1,4 +1,4 @@
-//! What one thread feeds at a time, and in which order.
+//! The jobs of a save, each of them done by one thread, and their order.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,32 +10,32 @@ use crate::engine::plan::{Batch, Extent, Limits, PLAN, SegmentKind, partition};
 use crate::error::Result;
 use crate::fallible::{collected, listed, more_room, push};
 
-/// Bytes a write; long enough for a disk to stream and short enough to stay in the cache.
+/// Bytes of one write: long enough for a disk to stream, and short enough to stay in the CPU cache.
 pub const BATCH_LEN: u64 = 4 << 20;
-/// The same of an upload, where a write is a copy into a part: long enough that taking the next one costs
-/// nothing beside it.
+/// Bytes of one write of an upload, which is a copy into a part of the multipart upload. Long
+/// enough that taking the next job costs little in comparison.
 pub const UPLOAD_BATCH_LEN: u64 = 512 << 10;
-/// SHA-256 sees a tensor front to back: tensors of this size take turns, so that several are hashed
-/// at once.
+/// SHA-256 must see a tensor front to back. The batches of tensors of at least this length are
+/// interleaved, so that several tensors are hashed at once.
 const TURN_LEN: u64 = 16 << 20;
-/// The most tensors of a device that are written together: each has a header and data, and one
-/// call may name only so many buffers.
+/// Maximum number of tensors of a device that are written together. Each has a header and data, and
+/// one system call takes only so many buffers.
 const MOST: usize = crate::sys::MAX_VECTORS / 2;
 
-/// Some of the data of one tensor. A tensor without data has one span, of no bytes.
+/// A part of the data of one tensor. A tensor without data has one span, of no bytes.
 pub struct Span {
-    /// Whose.
+    /// Index of the tensor.
     pub tensor: usize,
     /// Position within the data.
     pub start: u64,
-    /// Bytes.
+    /// Number of bytes.
     pub len: u64,
 }
 
 pub enum Job {
     /// Data in memory that are written together.
     Memory(Vec<Span>),
-    /// A tensor that must be brought into memory first, by itself.
+    /// A tensor that must first be copied into memory, by itself.
     Deferred(usize),
     /// A tensor on a device that does not fit into a staging buffer.
     Device(usize),
@@ -43,9 +43,11 @@ pub enum Job {
     DeviceGroup(Range<usize>),
 }
 
-/// Cuts runs of tensors in memory into batches; the others are jobs of their own. In file order,
-/// except that so many large tensors take turns. Batches of each tensor stay in order, and have
-/// `batch_len` bytes at most. A device's staging buffers have `staging` bytes.
+/// Cuts adjacent tensors in memory into batches of at most `batch_len` bytes; other tensors become
+/// jobs of their own.
+///
+/// Jobs are in file order, except that up to `in_turns` large tensors are interleaved; the batches
+/// of each tensor stay in order. `staging`: bytes of a device's staging buffer.
 pub fn jobs(
     items: &[Item<'_>],
     in_turns: usize,
@@ -57,7 +59,7 @@ pub fn jobs(
         |tensors| listed(batches(items, tensors, batch_len)?.into_iter().map(Job::Memory), PLAN);
     let mut first = 0;
     for (tensor, item) in items.iter().enumerate() {
-        // A tensor that was grouped with those before.
+        // Already in a group with tensors before it.
         if tensor < first {
             continue;
         }
@@ -93,7 +95,7 @@ const LIMITS: Limits = Limits {
     passing: u64::MAX,
 };
 
-/// The data of neighbours in the file, in batches of so many bytes at most.
+/// Cuts the data of tensors that are adjacent in the file into batches of at most `len` bytes.
 pub fn batches(items: &[Item<'_>], tensors: Range<usize>, len: u64) -> Result<Vec<Vec<Span>>> {
     let first = tensors.start;
     let run = items.get(tensors).unwrap_or(&[]).iter();
@@ -122,8 +124,8 @@ fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<Span>> {
     listed(spans, PLAN)
 }
 
-/// Where the tensors end that are downloaded together with one that fits into a staging buffer:
-/// neighbours in the file, on the same device.
+/// Returns the end of the group of tensors, from `first` on, that are downloaded together into one
+/// staging buffer. They are adjacent in the file, and on the same device.
 fn group_end(items: &[Item<'_>], first: usize, staging: usize) -> usize {
     let mut used = 0usize;
     let mut end: Option<(u64, &str)> = None;
@@ -143,7 +145,7 @@ fn group_end(items: &[Item<'_>], first: usize, staging: usize) -> usize {
 
 struct Turns {
     in_turns: usize,
-    /// The batches of tensors that take turns.
+    /// The batches of tensors that are to be interleaved.
     begun: Vec<VecDeque<Job>>,
     jobs: Vec<Job>,
 }

@@ -1,4 +1,5 @@
-//! The write engine: origins feed the bytes of tensors, one pass hashes, encrypts and writes them.
+//! The write engine: the bytes of tensors come from their origins, and one code path hashes,
+//! encrypts and writes them.
 
 mod chunk;
 mod copies;

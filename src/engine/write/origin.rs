@@ -1,26 +1,27 @@
-//! Where the bytes of a tensor are before they are written.
+//! The origin of a tensor's bytes: host memory, a device, or a function that copies them into
+//! memory.
 
 use crate::error::Result;
 use crate::mem::device::OnDevice;
 
-/// Bytes of a tensor that had to be brought into one piece of host memory first.
+/// A contiguous copy of a tensor in host memory, made for the save.
 pub type HostCopy = Box<dyn AsRef<[u8]> + Send + Sync>;
 
-/// Where the bytes of a tensor are.
+/// The origin of a tensor's bytes.
 pub enum Origin<'a> {
-    /// A tensor of the `meta` device: nowhere.
+    /// A tensor of the `meta` device, which has no bytes.
     Meta,
     /// In memory, in row-major order.
     Bytes(&'a [u8]),
-    /// On a device, in row-major order: brought into staging memory chunk by chunk.
+    /// On a device, in row-major order; downloaded into staging memory chunk by chunk.
     Device(OnDevice),
-    /// Elsewhere, or in another order: brought into memory when their turn comes, so that only
-    /// one copy a thread is held at a time.
+    /// Elsewhere, or in another order. The tensor is copied into memory when it is its turn, so
+    /// that each thread holds only one copy at a time.
     Deferred(Box<dyn Fn() -> Result<HostCopy> + Send + Sync + 'a>),
 }
 
 impl Origin<'_> {
-    /// How many bytes there are, as far as that is known.
+    /// Returns the number of bytes, if it is known.
     pub fn size(&self) -> Option<u64> {
         match self {
             Origin::Bytes(bytes) => Some(bytes.len() as u64),

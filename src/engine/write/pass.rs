@@ -1,4 +1,5 @@
-//! The one way of data into a file: hashed, encrypted, written, and their headers finished.
+//! The one code path of data into a file: they are hashed, encrypted and written, and their headers
+//! finished.
 
 use std::io::IoSlice;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,24 +20,24 @@ use crate::format::tensors::header::{Draft, Hashes};
 use crate::io::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
 
-/// What the threads of one call share.
+/// State that the threads of one save share.
 pub struct Pass<'p> {
     pub sink: &'p dyn WriteAt,
     pub items: &'p [Item<'p>],
-    /// How the data of each tensor are encrypted.
+    /// The encryption of each tensor, if there is one.
     pub seals: Vec<Option<Seal<'p>>>,
     pub manifest: Option<Manifest>,
-    /// Whether headers get a digest where there is no manifest.
+    /// True if digests of headers are needed even without a manifest.
     pub named: bool,
-    /// Those in headers, if there are headers.
+    /// The hashes that headers store; None without headers.
     pub hashes: Option<Hashes>,
-    /// Those of large tensors.
+    /// The hashes of large tensors.
     pub pool: HashPool<Waiting<'p>>,
     pub backlog: &'p Backlog,
-    /// True if the sink keeps what is written until it is sent. Then copies are hashed and let go before
-    /// a thread waits for a server, so that bytes are not held twice.
+    /// True if the sink keeps written bytes until they are sent. Copies are then hashed and
+    /// released before a thread waits for a server, so that bytes are not held twice.
     pub sends: bool,
-    /// What stands for each header in a manifest or a name.
+    /// A digest of each header, for the manifest or the file's identity.
     pub digests: Mutex<Vec<[u8; 32]>>,
     /// Grows by the data written.
     pub progress: &'p AtomicU64,
@@ -55,15 +56,16 @@ impl<'p> Pass<'p> {
         self.items.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    /// Whether there is a SHA-256 among the hashes.
+    /// True if SHA-256 is among the hashes.
     pub fn has_sha(&self) -> bool {
         self.hashes == Some(Hashes::All)
     }
 
-    /// Writes chunks that follow each other in the file. A small tensor comes whole: it is hashed
-    /// first, and its header goes with it. The chunks of a large one may come in any order; its
-    /// header is written when the pool has hashed all of them. Parts that are complete wait for
-    /// [`Pass::settle`].
+    /// Writes chunks that are adjacent in the file.
+    ///
+    /// A small tensor comes as one chunk: it is hashed first, and its header is written with it.
+    /// The chunks of a large tensor may come in any order; its header is written when the pool has
+    /// hashed all of them. Complete parts are sent later, by [`Pass::settle`].
     pub fn put(&self, chunks: Vec<Chunk<'p>>, control: &Control<'_>) -> Result<()> {
         let sealed = collected(chunks.iter().map(|chunk| self.sealed(chunk)), PLAN)?;
         let plain = self.hashes.is_none();
@@ -101,9 +103,9 @@ impl<'p> Pass<'p> {
         if self.sends { self.hash_all_ready(control) } else { Ok(()) }
     }
 
-    /// Hashes some of what was written; false if there is nothing to do, or not enough while more
-    /// is to be written, as `more_to_write` says. Writes the headers of tensors whose hashes have
-    /// become complete.
+    /// Hashes some of the written bytes, and writes the headers of tensors whose hashes are then
+    /// complete. False if there is nothing to hash, or too little while `more_to_write` returns
+    /// true.
     pub fn hash(&self, more_to_write: &dyn Fn() -> bool, control: &Control<'_>) -> Result<bool> {
         let taken = self.pool.take(more_to_write, || control.stopped());
         let found = self.hash_taken(taken, control)?;
@@ -113,8 +115,9 @@ impl<'p> Pass<'p> {
         Ok(found)
     }
 
-    /// Hashes what can be hashed at once, as long as there is something. Whoever is about to wait
-    /// for memory that may be in the backlog calls it before; others see to what they took.
+    /// Hashes all bytes that can be hashed without waiting. A thread calls this before it waits for
+    /// memory that the backlog may hold. Bytes that another thread is hashing are released by that
+    /// thread.
     pub fn hash_all_ready(&self, control: &Control<'_>) -> Result<()> {
         while self.hash_taken(self.pool.take_ready(), control)? {
             control.check()?;
@@ -122,7 +125,7 @@ impl<'p> Pass<'p> {
         Ok(())
     }
 
-    /// Hashes as long as enough waits for it, so that what waits does not grow.
+    /// Hashes until the backlog is below its limit, so that it does not grow.
     pub fn hash_backlog(&self, control: &Control<'_>) -> Result<()> {
         while self.hash(&|| !self.backlog.is_enough(), control)? {
             control.check()?;
@@ -144,7 +147,8 @@ impl<'p> Pass<'p> {
         Ok(true)
     }
 
-    /// The finished headers of the small tensors, in order. Their data were encrypted before.
+    /// Returns the finished headers of the small tensors, in order. Their data must be encrypted
+    /// already.
     fn headers_of_small(&self, chunks: &[Chunk<'p>]) -> Result<Vec<Vec<u8>>> {
         let mut drafts = Vec::new();
         for chunk in chunks {
@@ -168,7 +172,7 @@ impl<'p> Pass<'p> {
         Ok(seal.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.as_ref())
     }
 
-    /// The encrypted bytes, if the file is encrypted.
+    /// Returns the encrypted bytes of a chunk, if the file is encrypted.
     fn sealed(&self, chunk: &Chunk<'_>) -> Result<Option<Vec<u8>>> {
         let bytes = chunk.bytes.as_ref();
         let seal =
@@ -184,7 +188,7 @@ impl<'p> Pass<'p> {
         Draft::new(item.entry, item.module_index, hashes, crypt_len)
     }
 
-    /// A header with everything in it. Its data were encrypted before.
+    /// Returns the complete header of a tensor, whose data must be encrypted already.
     fn finish(&self, tensor: usize, draft: Draft, digests: &Digests) -> Result<Vec<u8>> {
         let crypt = self.seal(tensor)?.map(Seal::encode).transpose()?.unwrap_or(Vec::new());
         let header = draft.finish(digests.crc, &digests.sha, &crypt);
@@ -205,7 +209,7 @@ impl<'p> Pass<'p> {
         self.counters.time(Stage::Write, || write_all_at(self.sink, offset, buffers, control))
     }
 
-    /// Sends what the sink has that is complete.
+    /// Lets the sink send its complete parts.
     pub fn settle(&self, control: &Control<'_>) -> Result<()> {
         self.counters.time(Stage::Write, || self.sink.settle(control))
     }

@@ -1,4 +1,4 @@
-//! One call: tensors with their places in the file go to a sink, on several threads.
+//! One save: tensors with their locations in the file are written to a sink, on several threads.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, PoisonError};
@@ -24,29 +24,31 @@ use crate::mem::pinned::{Pool, Share, buffer_len};
 use crate::memory_limit::{CONNECTION, MemoryLimit, SaveNeeds, SaveShares};
 use crate::stats::{Counters, PAGEABLE};
 
-/// Less than this is written on the calling thread.
+/// Saves of fewer bytes are written on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
 
-/// Threads that send for each one that copies what is uploaded: it copies and hashes 1 to 2 GB/s, and a
-/// connection sends some 100 MB/s.
+/// Number of sending threads for each copying thread of an upload. One thread copies and hashes 1
+/// to 2 GB/s; one connection sends some 100 MB/s.
 const SENDING_FOR_ONE_COPYING: usize = 8;
 
-/// How to write.
+/// Options of [`write_tensors`].
 pub struct WriteOptions<'o> {
-    /// Threads that hash and write at once.
+    /// Number of threads that hash and write, if the caller sets it.
     pub threads: Option<usize>,
-    /// Which hashes to store; None for a format whose tensors have no headers.
+    /// The hashes to store; None for a format whose tensors have no headers.
     pub hashes: Option<Hashes>,
-    /// Encrypt the tensors' data.
+    /// Encryption of the tensors' data, if they are encrypted.
     pub encryption: Option<&'o EncryptionOptions>,
-    /// Whether the headers together are to name the file.
+    /// True if digests of the headers are needed for the file's identity.
     pub named: bool,
-    /// What they may have in flight beside the tensors.
+    /// The limit on memory in use besides that of the tensors.
     pub memory: MemoryLimit,
 }
 
-/// Writes headers and data of the items to their places. Gives what stands for each header where
-/// all of them together are to be sealed or named. `progress` grows by the data written.
+/// Writes headers and data of the items to their locations. `progress` grows by the data written.
+///
+/// Returns a digest of each header, if there is a manifest of all headers or if they identify the
+/// file; otherwise zeros.
 pub fn write_tensors(
     sink: &dyn WriteAt,
     items: &[Item<'_>],
@@ -62,11 +64,7 @@ pub fn write_tensors(
     let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
     let part_len = sink.kept().1;
     let sends = part_len > 0;
-    let batch_len = match options.encryption {
-        None if sends => UPLOAD_BATCH_LEN,
-        Some(_) if sends => PIECE_LEN,
-        _ => BATCH_LEN,
-    };
+    let batch_len = batch_len(sends, options.encryption.is_some());
     let jobs = jobs(items, in_turns, buffer_len()?, batch_len)?;
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let useful = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
@@ -110,7 +108,16 @@ pub fn write_tensors(
     Ok(std::mem::take(&mut pass.digests.lock().unwrap_or_else(PoisonError::into_inner)))
 }
 
-/// The most threads of a call, and their shares of memory.
+/// The length of a batch. An upload copies it into a part, encrypted in whole pieces.
+fn batch_len(sends: bool, encrypts: bool) -> u64 {
+    match (sends, encrypts) {
+        (false, _) => BATCH_LEN,
+        (true, false) => UPLOAD_BATCH_LEN,
+        (true, true) => PIECE_LEN,
+    }
+}
+
+/// Returns the maximum number of threads, and their shares of the memory limit.
 fn wanted(
     sink: &dyn WriteAt,
     items: &[Item<'_>],
@@ -120,14 +127,16 @@ fn wanted(
     let wanted = options.threads.unwrap_or_else(|| sink.default_writers()).clamp(1, most);
     let shares = shares(sink, items, options, wanted)?;
     let mut wanted = shares.threads.min(sink.max_writers().max(1));
-    // Such a tensor is written by one thread from its beginning to its end, in a place of its own.
+    // Such a tensor is written front to back by one thread, and the sink accepts a limited number
+    // of such sequences at a time.
     if items.iter().any(|item| matches!(item.origin, Origin::Deferred(_) | Origin::Device(_))) {
         wanted = wanted.min(sink.places().max(1));
     }
     Ok((wanted, shares))
 }
 
-/// What the threads of a call may take, of which at most so many are wanted. Tells the sink.
+/// Returns the shares of the memory limit for at most `wanted` threads, and limits the parts that
+/// the sink keeps.
 fn shares(
     sink: &dyn WriteAt,
     items: &[Item<'_>],
@@ -159,7 +168,7 @@ fn shares(
     Ok(shares)
 }
 
-/// How each tensor is encrypted.
+/// Returns the encryption of each tensor, if there is one.
 fn seals<'o>(items: &[Item<'_>], options: &WriteOptions<'o>) -> Result<Vec<Option<Seal<'o>>>> {
     let seal = |item: &Item<'_>| {
         options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
@@ -167,14 +176,16 @@ fn seals<'o>(items: &[Item<'_>], options: &WriteOptions<'o>) -> Result<Vec<Optio
     collected(items.iter().map(seal), "tags of encrypted pieces")
 }
 
-/// The hashes of tensors that are written in several chunks; none without headers.
+/// Returns the hash pool of the tensors that are written in several chunks; without headers it has
+/// none.
 fn pool<B: AsRef<[u8]>>(items: &[Item<'_>], hashes: Option<Hashes>) -> Result<HashPool<B>> {
     let large =
         |item: &Item<'_>| (hashes.is_some() && item.is_large()).then_some(item.entry.data_len);
     HashPool::new(items.iter().map(large), hashes == Some(Hashes::All))
 }
 
-/// One thread feeds a job, another can hash what it feeds.
+/// Returns the number of threads that have something to do. Each job needs one thread; with
+/// SHA-256, another can hash the bytes of a job that is a single tensor.
 fn useful_threads(jobs: &[Job], sha: bool) -> usize {
     let alone = |job: &&Job| sha && matches!(job, Job::Deferred(_) | Job::Device(_));
     jobs.len() + jobs.iter().filter(alone).count()
@@ -187,15 +198,15 @@ fn streams_of(items: &[Item<'_>]) -> Result<StreamsByDevice> {
     }))
 }
 
-/// The threads of an upload of so many parts, and those of them that copy at once. More would neither have
-/// a part to send nor copy.
+/// Returns the number of threads of an upload of `parts` parts, and how many of them may copy at
+/// once. Further threads would have neither a part to send nor a turn to copy.
 fn of_upload(useful: usize, wanted: usize, parts: u64) -> (usize, usize) {
     let copying = wanted.div_ceil(SENDING_FOR_ONE_COPYING);
     let parts = usize::try_from(parts).unwrap_or(usize::MAX);
     (useful.min(parts.saturating_add(copying)), copying)
 }
 
-/// Publishes what was counted.
+/// Publishes the counters of the save.
 fn report(pass: &Pass<'_>, streams: &StreamsByDevice, threads: usize) {
     let devices = streams.names();
     let device = if devices.is_empty() { "cpu" } else { &devices };

@@ -25,10 +25,10 @@ use crate::mem::device::{Consumer, Device, DeviceMemory, OnDevice};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
 
-/// Bytes of a staging buffer by default.
+/// Default bytes of a staging buffer.
 const BUFFER_LEN: usize = 4 << 20;
 
-/// Where a tensor of the test is.
+/// The origin of a tensor of the test.
 #[derive(Clone, Copy, PartialEq)]
 enum From {
     Memory,
@@ -36,7 +36,7 @@ enum From {
     Deferred,
 }
 
-/// Tensors of all sizes: none, those that are hashed at once, and those of several batches.
+/// Tensors of all sizes: empty ones, those that are hashed at once, and those of several batches.
 const LENS: [(From, usize); 16] = [
     (From::Memory, 3_000_000),
     (From::Memory, 10),
@@ -77,7 +77,7 @@ fn tensors(hashes: Hashes) -> Tensors {
     Tensors { entries: layout.entries, end: layout.end, data: data.collect() }
 }
 
-/// Copies that there are at once, and the most that there were.
+/// The number of copies that exist, and the maximum so far.
 #[derive(Default)]
 struct Live(AtomicUsize, AtomicUsize);
 
@@ -105,7 +105,8 @@ fn origin<'t>(
         From::Memory => Origin::Bytes(data),
         From::Device => {
             let address = data.as_ptr().expose_provenance();
-            // SAFETY: the stand-in's memory is the host's; the data outlive the save.
+            // SAFETY: the fake device's memory is host memory; the data outlive the save, which
+            // only reads them.
             let memory = unsafe { DeviceMemory::new(address, data.len()) };
             Origin::Device(OnDevice { device: Arc::clone(device), consumer: Consumer(0), memory })
         }
@@ -119,7 +120,7 @@ fn origin<'t>(
     }
 }
 
-/// Writes the tensors, from where `from` says, and gives the bytes of the file.
+/// Writes the tensors, each from the origin that `from` returns, and returns the bytes of the file.
 fn written(
     tensors: &Tensors,
     path: &Path,
@@ -151,8 +152,8 @@ fn written(
     std::fs::read(path).map_err(|error| Error::io("reading", "the file", error))
 }
 
-/// Chunks that wait to be hashed hold staging buffers: with as few as there may be, several saves
-/// come to their ends all the same.
+/// Chunks that wait to be hashed hold staging buffers. Several saves must finish even with the
+/// minimum number of buffers.
 #[test]
 fn every_origin_gives_the_same_file_with_little_memory() {
     let folder = tempfile::tempdir().unwrap();

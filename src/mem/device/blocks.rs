@@ -1,4 +1,4 @@
-//! Blocks of a device's memory, which are allocated one after another while others are being filled.
+//! Blocks of device memory, which are allocated one after another while others are being filled.
 
 use std::sync::{Arc, OnceLock, PoisonError};
 
@@ -16,22 +16,23 @@ pub struct Blocks {
     added: Condvar,
 }
 
-/// One block.
+/// One block of device memory.
 pub struct Block {
     /// Its memory.
     pub memory: DeviceMemory,
-    /// The end of what used the memory before: nothing is written to it earlier. None if nothing did.
+    /// The event at the end of the memory's previous use, before which nothing is written to it.
+    /// None if there was no previous use.
     pub after: Option<Arc<dyn Event>>,
 }
 
 impl Blocks {
-    /// Room for so many blocks, none of which is allocated yet.
+    /// Creates room for `count` blocks, none of which is allocated yet.
     pub fn new(count: usize) -> Result<Self> {
         let slots = listed((0..count).map(|_| OnceLock::new()), LISTS)?;
         Ok(Blocks { slots, adding: Mutex::new(()), added: Condvar::new() })
     }
 
-    /// Blocks that are all there.
+    /// Creates blocks that are all allocated.
     pub fn of(memory: Vec<DeviceMemory>) -> Result<Self> {
         let blocks = Self::new(memory.len())?;
         for (at, memory) in memory.into_iter().enumerate() {
@@ -40,13 +41,13 @@ impl Blocks {
         Ok(blocks)
     }
 
-    /// The memory of all blocks that are there.
+    /// Returns the memory of all blocks that are allocated.
     #[cfg(test)]
     pub fn into_memory(self) -> Vec<DeviceMemory> {
         self.slots.into_iter().filter_map(|slot| Some(slot.into_inner()?.memory)).collect()
     }
 
-    /// Adds a block, once.
+    /// Adds a block; an error if it was added before.
     pub fn put(&self, at: usize, block: Block) -> Result<()> {
         let bug = || Error::Bug(format!("block {at} is allocated twice, or too many are"));
         let slot = self.slots.get(at).ok_or_else(bug)?;
@@ -58,7 +59,7 @@ impl Blocks {
         Ok(())
     }
 
-    /// A block; waits until it is allocated.
+    /// Returns a block; waits until it is allocated.
     pub fn get(&self, at: usize, cancel: &dyn Cancel) -> Result<&Block> {
         let slot = self.slots.get(at).ok_or_else(|| Error::Bug(format!("no block {at}")))?;
         if let Some(block) = slot.get() {

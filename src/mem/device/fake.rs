@@ -1,9 +1,9 @@
-//! A device that exists in host memory, for tests: it copies late, in an order of its own among
-//! streams, and fails where its seed says. One of the few doors to `unsafe`.
+//! A fake device in host memory, for tests. It delays copies, changes their order among streams,
+//! and fails as [`Faults`] say. One of the few doors to `unsafe`.
 //!
-//! Nothing is copied when a copy is begun. Copies are carried out some time later, while somebody
-//! asks whether an event has passed, so that a chunk that was used again too early shows as wrong
-//! bytes. Which copies are late is decided by a generator with a seed.
+//! A copy is not carried out when it is begun, but some time later, while events are queried or
+//! other copies begun. So a buffer that was reused too early shows as wrong bytes. A random
+//! generator with a seed decides which copies are late.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -16,24 +16,24 @@ use crate::environment::FAKE_DEVICE;
 use crate::error::{Error, Result};
 use crate::sys::process::PerProcess;
 
-/// What the stand-in does wrong.
+/// The faults of the fake device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Faults {
     /// The number of the copy that cannot be begun.
     pub copy: Option<u64>,
     /// The number of the event that cannot be recorded.
     pub event: Option<u64>,
-    /// The number of the look at an event that finds the device lost.
+    /// The number of the event query that finds the device lost.
     pub lost: Option<u64>,
-    /// Host memory cannot be pinned.
+    /// True if host memory cannot be pinned.
     pub pin: bool,
-    /// What the device reads of files by itself is not what is in them.
+    /// True if the device reads wrong bytes from files.
     pub file: bool,
     /// The NUMA node that it is attached to.
     pub node: Option<usize>,
 }
 
-/// What stands in for the CPU, if the environment says so.
+/// Returns the fake device that takes the place of the CPU, if the environment asks for it.
 pub fn instead_of_cpu() -> Result<Option<Arc<dyn Device>>> {
     static ONE: PerProcess<OnceLock<Arc<FakeDevice>>> = PerProcess::new();
     let seed = FAKE_DEVICE.value()?;
@@ -41,7 +41,7 @@ pub fn instead_of_cpu() -> Result<Option<Arc<dyn Device>>> {
     Ok((seed > 0).then(|| Arc::clone(ONE.get().get_or_init(one)) as Arc<dyn Device>))
 }
 
-/// The stand-in for a CUDA device.
+/// The fake of a CUDA device.
 pub struct FakeDevice {
     state: Mutex<State>,
     faults: Faults,
@@ -51,7 +51,7 @@ pub struct FakeDevice {
 struct State {
     random: u64,
     streams: Vec<Queue>,
-    /// Streams that nobody has.
+    /// Streams that are not lent.
     idle: Vec<usize>,
     copies: u64,
     events: u64,
@@ -59,7 +59,7 @@ struct State {
     pinned: usize,
 }
 
-/// Copies of one stream that were begun and not carried out.
+/// Copies of one stream that were begun but not carried out yet.
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Copy>,
@@ -73,11 +73,12 @@ struct Copy {
     len: usize,
 }
 
-// SAFETY: whoever began the copy keeps both ranges until it was carried out, on whatever thread.
+// SAFETY: the caller that began the copy keeps both ranges until it was carried out, on whatever
+// thread.
 unsafe impl Send for Copy {}
 
 impl FakeDevice {
-    /// A device whose delays follow from the seed.
+    /// Creates a device whose delays follow from the seed.
     pub fn new(seed: u64, faults: Faults) -> Arc<Self> {
         let state = State { random: seed.max(1), ..State::default() };
         Arc::new(FakeDevice { state: Mutex::new(state), faults })
@@ -87,19 +88,19 @@ impl FakeDevice {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ranges of host memory that are pinned now.
+    /// Returns the number of ranges of host memory that are pinned now.
     #[cfg(test)]
     pub fn pinned(&self) -> usize {
         self.state().pinned
     }
 
-    /// Copies that were begun so far.
+    /// Returns the number of copies that were begun so far.
     #[cfg(test)]
     pub fn copies(&self) -> u64 {
         self.state().copies
     }
 
-    /// Copies that were begun and have not ended.
+    /// Returns the number of copies that were begun and have not ended.
     #[cfg(test)]
     pub fn under_way(&self) -> usize {
         self.state().streams.iter().map(|queue| queue.waiting.len()).sum()
@@ -119,7 +120,7 @@ impl State {
         self.random
     }
 
-    /// Time passes: some stream gets some copies done.
+    /// Lets time pass: one stream completes some copies.
     fn tick(&mut self) {
         let (which, count) = (self.random(), self.random() % 3);
         let mut busy: Vec<&mut Queue> =
@@ -136,7 +137,7 @@ impl Queue {
         for _ in 0..count {
             let Some(copy) = self.waiting.pop_front() else { return };
             // SAFETY: both ranges exist and are only ours until this copy was carried out: the
-            // promise of whoever began it.
+            // promise of the caller that began it.
             unsafe { copy.to.copy_from_nonoverlapping(copy.from, copy.len) };
             self.done += 1;
         }
@@ -182,13 +183,14 @@ impl Device for FakeDevice {
         Ok(Arc::new(FakeStream { device: self, number }))
     }
 
-    /// The consumer is the CPU, which has ended what it has begun.
+    /// Returns an event that has passed: the consumer is the CPU, which has ended what it has
+    /// begun.
     fn mark(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn Event>> {
         Ok(Arc::new(FakeEvent { device: self, stream: usize::MAX, after: 0 }))
     }
 }
 
-/// A file that the stand-in reads by itself, some bytes at a time.
+/// A file that the fake device reads itself, some bytes at a time.
 struct FakeFile {
     file: File,
     wrong: bool,
@@ -197,7 +199,7 @@ struct FakeFile {
 impl DeviceFile for FakeFile {
     unsafe fn read(&self, to: usize, len: usize, offset: u64) -> std::io::Result<usize> {
         let to = std::ptr::with_exposed_provenance_mut::<u8>(to);
-        // SAFETY: the caller's promise; the memory of the stand-in is host memory.
+        // SAFETY: the caller's promise; the memory of the fake device is host memory.
         let to = unsafe { std::slice::from_raw_parts_mut(to, len.min(100_000)) };
         let read = self.file.read_at(to, offset)?;
         if let Some(byte) = to.last_mut().filter(|_| self.wrong) {
@@ -255,7 +257,7 @@ impl Stream for FakeStream {
         Ok(Arc::new(FakeEvent { device: Arc::clone(&self.device), stream: self.number, after }))
     }
 
-    /// The consumer is the CPU, which cannot be made to wait later.
+    /// Waits: the consumer is the CPU, which cannot be made to wait later.
     fn hand_over(&self) -> Result<()> {
         self.finish()
     }

@@ -1,4 +1,4 @@
-//! What a device can do, whatever it is.
+//! The interface of a device, independent of its kind.
 //!
 //! The unsafe methods are called by [`crate::mem::pinned`] only.
 #![allow(unsafe_code)]
@@ -16,76 +16,79 @@ pub const CPU: Index = -1;
 
 /// A device.
 pub trait Device: Send + Sync {
-    /// What torch calls it, such as `cuda:0`.
+    /// Returns torch's name of the device, such as `cuda:0`.
     fn name(&self) -> &str;
 
-    /// The NUMA node of the host that it is attached to, if that is known.
+    /// Returns the NUMA node of the host that it is attached to, if that is known.
     fn node(&self) -> Option<usize> {
         None
     }
 
-    /// Makes this thread ready for calls of the device, which are cheaper until the result is
-    /// dropped. Nothing foreign, such as what was to be asked about cancellation, runs meanwhile.
+    /// Prepares this thread for calls of the device, which are cheaper until the result is dropped.
+    /// No foreign code, such as a cancellation check, may run meanwhile.
     fn enter(&self) -> Result<Scope> {
         Ok(Box::new(()))
     }
 
-    /// Makes the device copy from and to some host memory at full speed. False if it cannot: then
-    /// copies are slower, and right all the same.
+    /// Pins host memory, so that the device copies from and to it at full speed. False if it
+    /// cannot: then copies are slower, but still correct.
     ///
     /// # Safety
     /// The memory stays mapped until [`Device::unpin`] is called for it.
     unsafe fn pin(&self, memory: *mut u8, len: usize) -> bool;
 
-    /// Undoes [`Device::pin`]. No copy from or to the memory is under way.
+    /// Undoes [`Device::pin`]. No copy from or to the memory may be under way.
     ///
     /// # Safety
     /// The memory was pinned.
     unsafe fn unpin(&self, memory: *mut u8);
 
-    /// A stream of our own, on which nothing begins before what was put on the consumer's.
+    /// Lends a stream whose work begins only after the work that is on the consumer's stream now.
     fn stream(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>>;
 
-    /// Refuses a consumer's stream with which nothing can be ordered now.
+    /// Returns an error if nothing can be ordered with the consumer's stream now, as during a graph
+    /// capture.
     fn check_consumer(&self, _consumer: Consumer) -> Result<()> {
         Ok(())
     }
 
-    /// An event at the end of what was put on the consumer's stream until now.
+    /// Records an event after all work that is on the consumer's stream now.
     fn mark(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>>;
 
-    /// A file that the device can read by itself; None if it cannot.
+    /// Opens a file that the device can read itself; None if it cannot.
     fn file(self: Arc<Self>, _file: &File) -> Option<Box<dyn DeviceFile>> {
         None
     }
 }
 
-/// Until this is dropped a thread is ready for calls of a device.
+/// A scope in which a thread is ready for calls of a device; it ends when this is dropped.
 pub type Scope = Box<dyn Any>;
 
-/// A file that a device reads by itself, in no order with its streams.
+/// A file that a device reads itself, not ordered with its streams.
 pub trait DeviceFile: Send + Sync {
-    /// Reads bytes from a position of the file into the device's memory; 0 at its end.
+    /// Reads bytes from a position of the file into the device's memory. Returns 0 at the end of
+    /// the file.
     ///
     /// # Safety
-    /// The range of the device's memory exists, and nobody else uses it during the call.
+    /// The range of the device's memory exists, and nothing else uses it during the call.
     unsafe fn read(&self, to: usize, len: usize, offset: u64) -> std::io::Result<usize>;
 }
 
-/// The stream of whoever uses the device's memory before and after us, as the driver knows it.
+/// The driver's handle of the consumer's stream. The consumer is the code that uses the device's
+/// memory before and after a load or save, as torch does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Consumer(pub usize);
 
-/// Copies that run one after another.
+/// A queue of copies, which run one after another.
 pub trait Stream: Send + Sync {
-    /// As the driver knows it.
+    /// Returns the driver's handle of the stream.
     fn handle(&self) -> usize;
 
     /// Begins a copy to the device.
     ///
     /// # Safety
-    /// Both ranges exist, and nobody changes the host's or uses the device's, until an event that
-    /// is recorded later has passed.
+    /// Until an event that is recorded later has passed, both ranges exist, nothing changes the
+    /// host's, and nothing else uses the device's.
     unsafe fn upload(&self, to: usize, from: *const u8, len: usize) -> Result<()>;
 
     /// Begins several copies to the device, which may run in any order. By default one by one.
@@ -102,14 +105,14 @@ pub trait Stream: Send + Sync {
     /// Begins a copy from the device.
     ///
     /// # Safety
-    /// Both ranges exist, and nobody uses the host's or changes the device's, until an event that
-    /// is recorded later has passed.
+    /// Until an event that is recorded later has passed, both ranges exist, nothing else uses the
+    /// host's, and nothing changes the device's.
     unsafe fn download(&self, to: *mut u8, from: usize, len: usize) -> Result<()>;
 
-    /// Marks the end of what was begun so far.
+    /// Records an event after the copies begun so far.
     fn record(&self) -> Result<Arc<dyn Event>>;
 
-    /// Has everything that is put on the consumer's stream from now on wait for this one.
+    /// Makes future work on the consumer's stream wait for the work on this one.
     fn hand_over(&self) -> Result<()>;
 
     /// Waits for everything that was begun.
@@ -132,7 +135,7 @@ pub trait Event: Send + Sync {
     /// True if everything before it has ended.
     fn passed(&self) -> Result<bool>;
 
-    /// Has everything that is put on a stream of the device from now on wait for this event. `stream`:
-    /// a stream as the driver knows it, see [`Stream::handle`] and [`Consumer`].
+    /// Makes future work on a stream of the device wait for this event. `stream`: the driver's
+    /// handle, see [`Stream::handle`] and [`Consumer`].
     fn hold_back(&self, stream: usize) -> Result<()>;
 }

@@ -5,7 +5,7 @@ use std::io;
 
 use super::DeviceFile;
 
-/// Memory of a device that nobody else uses, by its address there.
+/// A range of device memory in exclusive use, by its address on the device.
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
     address: usize,
@@ -14,19 +14,19 @@ pub struct DeviceMemory {
 
 impl DeviceMemory {
     /// # Safety
-    /// The range is memory of the device for which it will be used. It exists, and nobody else
-    /// uses it, until every copy has ended that was begun while this value lived. For saving,
-    /// others may read it too.
+    /// The range is memory of the device for which it will be used. Until every copy has ended that
+    /// was begun while this value lived, the range exists and nothing else uses it. For saving, it
+    /// may also be read by others.
     pub unsafe fn new(address: usize, len: usize) -> Self {
         DeviceMemory { address, len }
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     pub fn size(&self) -> usize {
         self.len
     }
 
-    /// Has the device read bytes of a file to `offset`.
+    /// Lets the device read bytes of a file to `offset` of this memory.
     pub fn read_from(
         &self,
         file: &dyn DeviceFile,
@@ -36,11 +36,12 @@ impl DeviceMemory {
     ) -> io::Result<usize> {
         let to = self.at(offset, len);
         let to = to.ok_or_else(|| io::Error::other(format!("{len} bytes at {offset}")))?;
-        // SAFETY: inside the range that the maker of this value has promised.
+        // SAFETY: inside the range, for which the creator of this value has given the promise of
+        // `new`.
         unsafe { file.read(to, len, position) }
     }
 
-    /// The address of a range within, if it lies within.
+    /// Returns the address of a range within, if it lies within.
     pub fn at(&self, offset: usize, len: usize) -> Option<usize> {
         let end = offset.checked_add(len)?;
         (end <= self.len).then(|| self.address + offset)

@@ -1,7 +1,6 @@
-//! Devices with memory of their own, to and from which copies run while the host goes on.
+//! Devices with memory of their own. Copies to and from it run while the host goes on.
 //!
-//! Memory of a device comes from torch, host memory that it copies from and to from
-//! [`crate::mem::pinned`].
+//! Device memory comes from torch; the host memory of copies comes from [`crate::mem::pinned`].
 
 mod blocks;
 #[cfg(feature = "cuda")]
@@ -21,8 +20,8 @@ pub use streams::{OnDevice, Streams, StreamsByDevice};
 
 use crate::error::Result;
 
-/// The device behind a number. None for host memory; what kept us from a CUDA device is the error,
-/// and torch has to copy.
+/// Returns the device with torch's number `index`; None for host memory. An error says why a CUDA
+/// device cannot be used; then torch has to copy.
 pub fn find(index: Index) -> Result<Option<Arc<dyn Device>>> {
     #[cfg(any(test, feature = "stand-in"))]
     if index == CPU {

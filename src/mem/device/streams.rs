@@ -7,21 +7,21 @@ use super::{Consumer, Device, DeviceMemory, Event, Stream};
 use crate::environment::STREAMS;
 use crate::error::{Error, Result};
 
-/// Streams for the threads of a call, which take turns. While one of them goes from copy to copy, the other keeps
-/// the bus busy.
+/// The streams of a call, which its threads use in turn. While one stream goes from copy to copy,
+/// another keeps the bus busy.
 ///
-/// Dropped before they are handed over, they are waited for: memory that copies use must not be
+/// Unless they were handed over, their drop waits for them: memory that copies use must not be
 /// freed.
 pub struct Streams {
     device: Arc<dyn Device>,
-    /// At least one.
+    /// At least one stream.
     streams: Vec<Arc<dyn Stream>>,
     turn: AtomicUsize,
     handed_over: bool,
 }
 
 impl Streams {
-    /// Streams on which nothing begins before what was put on the consumer's.
+    /// Opens streams whose work begins only after the work that is on the consumer's stream now.
     pub fn open(device: &Arc<dyn Device>, consumer: Consumer) -> Result<Self> {
         let streams =
             (0..STREAMS.value()?.clamp(1, 16)).map(|_| Arc::clone(device).stream(consumer));
@@ -33,29 +33,30 @@ impl Streams {
         })
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.device
     }
 
-    /// The stream whose turn it is.
+    /// Returns the stream whose turn it is.
     pub fn next(&self) -> Result<&Arc<dyn Stream>> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed) % self.streams.len().max(1);
         self.streams.get(turn).ok_or_else(|| Error::Bug("no stream".to_owned()))
     }
 
-    /// Waits for what the consumer had put on its stream, and for everything that was begun.
+    /// Waits for the work that the consumer's stream had when these streams were opened, and for
+    /// everything begun since.
     pub fn finish(&self) -> Result<()> {
         self.streams.iter().try_for_each(|stream| stream.finish())
     }
 
-    /// Events at the end of everything that was begun.
+    /// Records events after everything that was begun.
     pub fn marks(&self) -> Result<Vec<Arc<dyn Event>>> {
         self.streams.iter().map(|stream| stream.record()).collect()
     }
 
-    /// Has the consumers' streams wait for everything that was begun: all of them, or everything is
-    /// waited for here.
+    /// Makes the consumers' streams wait for everything that was begun. If one fails, none is
+    /// handed over, and their drop waits for everything instead.
     pub fn hand_over_all(mut all: Vec<Self>) -> Result<()> {
         for streams in &all {
             streams.streams.iter().try_for_each(|stream| stream.hand_over())?;
@@ -69,7 +70,7 @@ impl Drop for Streams {
     fn drop(&mut self) {
         if !self.handed_over {
             for stream in &self.streams {
-                // Whoever fails here has failed before, and that error is the one to be told.
+                // A stream that fails here has failed before, and that error is the one to report.
                 let _ = stream.finish();
             }
         }
@@ -80,9 +81,9 @@ impl Drop for Streams {
 pub struct OnDevice {
     /// The device.
     pub device: Arc<dyn Device>,
-    /// Who has written them.
+    /// The consumer that has written them.
     pub consumer: Consumer,
-    /// Where they are.
+    /// Their memory on the device.
     pub memory: DeviceMemory,
 }
 
@@ -91,7 +92,7 @@ pub struct OnDevice {
 pub struct StreamsByDevice(Vec<(String, Streams)>);
 
 impl StreamsByDevice {
-    /// Streams for everything that is to be read.
+    /// Opens streams for all bytes that are to be read.
     pub fn open<'d>(all: impl Iterator<Item = &'d OnDevice>) -> Result<Self> {
         let mut known: Vec<(String, Streams)> = Vec::new();
         for one in all {
@@ -103,14 +104,14 @@ impl StreamsByDevice {
         Ok(StreamsByDevice(known))
     }
 
-    /// The stream whose turn it is for some bytes.
+    /// Returns the stream whose turn it is on the device of some bytes.
     pub fn next(&self, bytes: &OnDevice) -> Result<&Arc<dyn Stream>> {
         let known = self.0.iter().find(|(name, _)| name == bytes.device.name());
         let streams = known.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
         streams.1.next()
     }
 
-    /// The devices' names.
+    /// Returns the names of the devices.
     pub fn names(&self) -> String {
         let names: Vec<&str> = self.0.iter().map(|(name, _)| name.as_str()).collect();
         names.join(", ")

@@ -1,5 +1,5 @@
-//! The memory of a pool: buffers, the slabs that they are parts of, and who has them. One of the
-//! few doors to `unsafe`.
+//! The memory of a pool: its buffers, the slabs that they are parts of, and the queue for them. One
+//! of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -16,15 +16,15 @@ use crate::sys::process::Inherited;
 use crate::sys::sync::thread::Thread;
 use crate::sys::sync::{Mutex, MutexGuard};
 
-/// Buffers of one length.
+/// The buffers of a pool, all of one length.
 pub struct Inner {
-    /// Bytes of each.
+    /// Bytes of each buffer.
     pub len: usize,
     state: Mutex<State>,
 }
 
 impl Inner {
-    /// None yet, and at most so many.
+    /// Creates an empty pool of at most `limit` buffers.
     pub fn new(len: usize, limit: usize) -> Self {
         let state = State {
             limit: limit.max(1),
@@ -40,12 +40,12 @@ impl Inner {
         Inner { len, state: Mutex::new(state) }
     }
 
-    /// Who has which.
+    /// Locks and returns the state of the buffers.
     pub fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Memory for so many more, which nobody else knows.
+    /// Allocates `count` more buffers, which are not in the state yet.
     pub fn slab(&self, count: usize, device: &Arc<dyn Device>) -> Result<Vec<Buffer>> {
         let slab = Arc::new(Slab::new(count * self.len, device)?);
         let buffers = (0..count).map(|number| Buffer {
@@ -57,42 +57,42 @@ impl Inner {
     }
 }
 
-/// Who has which buffers of a pool.
+/// The state of a pool's buffers.
 pub struct State {
-    /// The most buffers that there may be.
+    /// Maximum number of buffers.
     pub limit: usize,
-    /// Buffers that there are, whoever has them.
+    /// Number of buffers that exist, in use or not.
     pub made: usize,
-    /// Those of them that are being allocated and pinned.
+    /// Number of these that are still being allocated and pinned.
     pub coming: usize,
-    /// Buffers that nobody uses; the last one used is the first to be used again.
+    /// Unused buffers; the last one used is the first to be reused.
     pub free: Vec<Buffer>,
-    /// Buffers that come back when their copies have ended.
+    /// Buffers that return when their copies have ended.
     pub in_flight: VecDeque<Flight>,
-    /// Who waits for buffers, in turn.
+    /// Threads that wait for buffers, in the order of their tickets.
     pub waiting: VecDeque<Waiter>,
-    /// The number of the last one who waited.
+    /// The number of the last ticket.
     pub last_ticket: u64,
     /// True if some buffers could not be pinned.
     pub pageable: bool,
-    /// The times at which buffers have come back.
+    /// Estimates when buffers return.
     pub returns: Returns,
 }
 
-/// Who waits for buffers.
+/// A thread that waits for buffers.
 pub struct Waiter {
-    /// Its ticket.
+    /// The number of its ticket.
     pub number: u64,
-    /// Whom to wake.
+    /// The thread to wake.
     pub thread: Thread,
-    /// What its call may have, if that is bounded.
+    /// The limit of its call; None if it has none.
     pub share: Option<Arc<Share>>,
-    /// How many it waits for; one as long as that is not known.
+    /// Number of buffers that it waits for; 1 until that is known.
     pub buffers: usize,
 }
 
 impl Waiter {
-    /// Whether its call has too many to take these now, however many are free.
+    /// True if the share of its call does not allow these buffers now, however many are free.
     fn is_full(&self) -> bool {
         self.share.as_ref().is_some_and(|share| !share.has(self.buffers))
     }
@@ -104,13 +104,13 @@ impl Waiter {
 
 /// Buffers from or to which copies may be under way.
 pub struct Flight {
-    /// Passes when they have ended.
+    /// Passes when the copies have ended.
     pub event: Arc<dyn Event>,
-    /// Whose copies pass one after another.
+    /// The stream of the copies; copies of one stream end in order.
     pub stream: usize,
     /// The buffers.
     pub buffers: Vec<Buffer>,
-    /// What they are of the share of a call, if that is bounded.
+    /// Their part of the share of a call; None if it has no limit.
     pub _held: Option<Held>,
 }
 
@@ -118,7 +118,7 @@ pub struct Flight {
 pub struct Buffer {
     /// Its first byte.
     pub start: NonNull<u8>,
-    /// What it is a part of.
+    /// The slab that it is a part of.
     pub slab: Arc<Slab>,
 }
 
@@ -127,8 +127,8 @@ unsafe impl Send for Buffer {}
 // SAFETY: through a shared buffer its bytes are only read (`Lease::bytes`, `Filled`).
 unsafe impl Sync for Buffer {}
 
-/// Memory that is allocated and pinned at once. A process that was forked off has nothing at its
-/// addresses, and leaves it alone.
+/// Memory that is allocated and pinned at once. A forked process has nothing at its addresses, and
+/// leaves it alone.
 pub struct Slab {
     start: NonNull<u8>,
     pinned: bool,
@@ -140,7 +140,7 @@ unsafe impl Send for Slab {}
 // SAFETY: as above.
 unsafe impl Sync for Slab {}
 
-/// The arena outlives the pinning.
+/// Memory and its pinning, which ends before the memory is freed.
 struct Memory {
     arena: Arena,
     pinned_by: Option<Arc<dyn Device>>,
@@ -149,14 +149,15 @@ struct Memory {
 impl Slab {
     fn new(len: usize, device: &Arc<dyn Device>) -> Result<Self> {
         let mut arena = Arena::mapped(len)?;
-        // Pages that a child shared with this process would be copied at the next write to them,
-        // and the device would go on with the child's.
+        // If a child process shared these pages, the next write to one would copy it
+        // (copy-on-write). The device would go on with the old page, which is then the child's.
         arena.leave_out_of_forks();
-        // Before the first of its pages is there.
+        // Before the first touch, which decides the node of a page.
         numa::place(arena.bytes_mut(), device.node());
-        // All bytes are reached by this pointer alone: one that is taken anew ends its right to them.
+        // All accesses to the bytes go through this pointer: another one taken from the arena would
+        // invalidate it (aliasing).
         let start = NonNull::from(arena.bytes_mut()).cast::<u8>();
-        // SAFETY: unpinned before the memory goes (`Memory::drop`).
+        // SAFETY: unpinned before the memory is freed (`Memory::drop`).
         let pinned = unsafe { device.pin(start.as_ptr(), len) };
         let pinned_by = pinned.then(|| Arc::clone(device));
         Ok(Slab { start, pinned, _memory: Inherited::new(Memory { arena, pinned_by }) })
@@ -167,7 +168,7 @@ impl Slab {
         self.start.as_ptr().addr()
     }
 
-    /// Whether the device copies at full speed.
+    /// True if the memory is pinned, so that the device copies at full speed.
     pub fn is_pinned(&self) -> bool {
         self.pinned
     }
@@ -177,23 +178,23 @@ impl Drop for Memory {
     fn drop(&mut self) {
         if let Some(device) = &self.pinned_by {
             // SAFETY: pinned when it was made, and no buffer is left from which a copy could be
-            // under way: those are kept until an event says that it has ended.
+            // under way: buffers are kept until an event shows that the copy has ended.
             unsafe { device.unpin(self.arena.bytes_mut().as_mut_ptr()) };
         }
     }
 }
 
 impl State {
-    /// Takes back the buffers whose copies have ended. An error is that of the device, whose buffers are
-    /// never used again.
+    /// Takes back the buffers whose copies have ended. An error is the device's; buffers of its
+    /// failed copies are never reused.
     pub fn reap(&mut self) -> Result<()> {
         let mut waiting: Vec<usize> = Vec::new();
         let free = self.free.len();
         let mut outcome = Ok(());
         for _ in 0..self.in_flight.len() {
             let Some(flight) = self.in_flight.pop_front() else { break };
-            // Copies of a stream end in their order. Streams share a bus: if one of them has a copy under
-            // way, the others are hardly ahead, and to ask them would be a call of the driver each.
+            // Copies of a stream end in order. Streams share a bus: if one of them has a copy under
+            // way, the others are hardly further. Each query would cost a driver call.
             let has_some = self.free.len() > free && !waiting.is_empty();
             if has_some || waiting.contains(&flight.stream) {
                 self.in_flight.push_back(flight);
@@ -217,32 +218,34 @@ impl State {
         outcome
     }
 
-    /// The same, where buffers of this device are the ones under way.
+    /// Takes buffers back like [`State::reap`], if the copies in flight are of this device. Enters
+    /// the device first if there are several queries.
     pub fn reap_on(&mut self, device: &Arc<dyn Device>) -> Result<()> {
         let _entered = if self.in_flight.len() > 1 { Some(device.enter()?) } else { None };
         self.reap()
     }
 
-    /// Nobody knows whether a copy still uses these: their memory is never freed.
+    /// Gives up buffers that a copy may still use: their memory is never freed.
     pub fn abandon(&mut self, buffers: Vec<Buffer>) {
         self.made -= buffers.len();
         std::mem::forget(buffers);
     }
 
-    /// So many buffers that nobody uses.
+    /// Takes free buffers; None if there are too few.
     pub fn take(&mut self, buffers: usize) -> Option<Vec<Buffer>> {
         let from = self.free.len().checked_sub(buffers)?;
         Some(self.free.split_off(from))
     }
 
-    /// How many are served before a ticket of a share, or before who has none: all who came before,
-    /// but for those of other calls that may take no more now.
+    /// Returns how many waiting tickets are served before `ticket`, or before a request without a
+    /// ticket. All earlier tickets count, except those of other calls whose share is used up.
     pub fn ahead(&self, ticket: Option<u64>, share: Option<&Arc<Share>>) -> usize {
         let before = self.waiting.iter().take_while(|waiter| Some(waiter.number) != ticket);
         before.filter(|waiter| waiter.shares(share) || !waiter.is_full()).count()
     }
 
-    /// Buffers for which readers wait, those of calls that may take no more now left out.
+    /// Returns the number of buffers that threads wait for, except those of calls whose share is
+    /// used up.
     pub fn wanted(&self) -> usize {
         self.waiting
             .iter()
@@ -250,8 +253,8 @@ impl State {
             .fold(0, |sum, waiter| sum.saturating_add(waiter.buffers))
     }
 
-    /// Has whoever is served next look again; and who waits longest, as it may not know yet that it may
-    /// have more.
+    /// Wakes the thread that is served next. Also wakes the first one in the queue, as it may not
+    /// know yet that its share allows more.
     pub fn wake_first(&self) {
         let next = self.waiting.iter().find(|waiter| {
             let share = waiter.share.as_ref();

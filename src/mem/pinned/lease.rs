@@ -1,4 +1,4 @@
-//! Buffers that one reader or writer has for a while. One of the few doors to `unsafe`.
+//! Leases of staging buffers to one reader or writer. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -12,20 +12,20 @@ use crate::fallible::collected;
 use crate::mem::device::{DeviceMemory, Event, Stream, Upload};
 use crate::sys::sync::thread;
 
-/// The name of lists of copies in messages.
+/// The name of lists of copies in error messages.
 const PLAN: &str = "copies to a device";
 
-/// Buffers that one reader or writer has.
+/// Staging buffers that one reader or writer has.
 pub struct Lease<'p> {
     pool: &'p Inner,
     buffers: Vec<Buffer>,
-    /// On which copies from or to these buffers are under way.
+    /// The stream on which copies from or to these buffers are under way.
     stream: Option<Arc<dyn Stream>>,
-    /// Passes when they have ended.
+    /// Passes when the copies have ended; None if it is not recorded.
     event: Option<Arc<dyn Event>>,
-    /// Whether a device writes to the buffers.
+    /// True if a device writes to the buffers.
     filling: bool,
-    /// What they are of the share of a call, if that is bounded.
+    /// Their part of the share of a call; None if it has no limit.
     held: Option<Held>,
 }
 
@@ -34,7 +34,7 @@ impl<'p> Lease<'p> {
         Lease { pool, buffers, stream: None, event: None, filling: false, held }
     }
 
-    /// The bytes of each buffer; none while copies are under way.
+    /// Returns the bytes of each buffer; none while copies are under way.
     pub fn buffers(&mut self) -> Vec<&mut [u8]> {
         if self.stream.is_some() {
             return Vec::new();
@@ -48,11 +48,11 @@ impl<'p> Lease<'p> {
         buffers.collect()
     }
 
-    /// Bytes of a buffer, also while copies from it are under way.
+    /// Returns bytes of a buffer, also while copies from it are under way.
     pub fn bytes(&self, buffer: usize, at: usize, len: usize) -> Option<&[u8]> {
         let start = self.range(buffer, at, len).ok().filter(|_| !self.filling)?;
-        // SAFETY: initialised bytes of the buffer (`range`). Nobody writes to them: `buffers` borrows the
-        // lease exclusively, and no download is under way.
+        // SAFETY: initialised bytes of the buffer (`range`). Nothing writes to them: `buffers`
+        // borrows the lease exclusively, and no download is under way.
         Some(unsafe { std::slice::from_raw_parts(start, len) })
     }
 
@@ -77,7 +77,7 @@ impl<'p> Lease<'p> {
     }
 
     /// Begins to copy bytes of a buffer to `offset` of a device's memory. From now on, all copies
-    /// of this lease are of this stream.
+    /// of this lease must be on this stream.
     pub fn upload(
         &mut self,
         stream: &Arc<dyn Stream>,
@@ -93,7 +93,7 @@ impl<'p> Lease<'p> {
         unsafe { stream.upload(to, from, len) }
     }
 
-    /// The same for several copies, which may run in any order.
+    /// Begins several copies like [`Lease::upload`], which may run in any order.
     pub fn upload_batch(
         &mut self,
         stream: &Arc<dyn Stream>,
@@ -129,8 +129,8 @@ impl<'p> Lease<'p> {
         unsafe { stream.download(to, from, len) }
     }
 
-    /// Says that all copies were begun: [`Lease::wait`] waits for no others on the stream. Returns the
-    /// event at their end; None if there are no copies.
+    /// Marks the end of this lease's copies, so that [`Lease::wait`] waits for no later copies of
+    /// the stream. Returns the event at their end; None if there are no copies.
     pub fn begun(&mut self) -> Result<Option<Arc<dyn Event>>> {
         if let Some(stream) = &self.stream {
             self.event = Some(stream.record()?);
@@ -154,8 +154,8 @@ impl<'p> Lease<'p> {
         Ok(())
     }
 
-    /// Waits for the copies that were begun, and gives the first bytes of the first buffer to be
-    /// read.
+    /// Waits for the copies that were begun, and returns the first `len` bytes of the first buffer,
+    /// to be read.
     pub fn filled(mut self, len: usize, cancel: &dyn Cancel) -> Result<Filled<'p>> {
         self.wait(cancel)?;
         self.range(0, 0, len)?;
@@ -164,10 +164,10 @@ impl<'p> Lease<'p> {
     }
 }
 
-/// Bytes that came from a device. Nobody writes to them as long as this value lives.
+/// Bytes that came from a device. Nothing writes to them as long as this value lives.
 pub struct Filled<'p> {
     pool: &'p Inner,
-    /// At least one. No copy is under way.
+    /// At least one buffer. No copy is under way.
     buffers: Vec<Buffer>,
     len: usize,
     held: Option<Held>,
@@ -176,8 +176,8 @@ pub struct Filled<'p> {
 impl AsRef<[u8]> for Filled<'_> {
     fn as_ref(&self) -> &[u8] {
         let Some(buffer) = self.buffers.first() else { return &[] };
-        // SAFETY: initialised bytes of the buffer's own, no more than it has (`Lease::filled`); this
-        // value has the buffer, and gives nobody a way to write to them.
+        // SAFETY: initialised bytes of the buffer's own, no more than it has (`Lease::filled`);
+        // this value has the buffer, and offers no way to write to them.
         unsafe { std::slice::from_raw_parts(buffer.start.as_ptr(), self.len) }
     }
 }
@@ -198,7 +198,7 @@ fn beyond(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
         let buffers = std::mem::take(&mut self.buffers);
-        // Recorded before the lock is taken: that may take long.
+        // The event is recorded before the lock is taken, as recording may take long.
         let ended = match (self.stream.take(), self.event.take()) {
             (None, _) => Ok(None),
             (Some(stream), Some(event)) => Ok(Some((event, stream.handle()))),
@@ -216,7 +216,7 @@ impl Drop for Lease<'_> {
             }
             Err(_) => state.abandon(buffers),
         }
-        // Whoever is woken looks at what its call has.
+        // Before the wake-up, as the thread that is woken checks the share of its call.
         self.held = None;
         state.wake_first();
     }

@@ -1,8 +1,8 @@
-//! The pool under schedules that are chosen. Only waits for copies end by themselves: a wake-up that is
-//! lost shows as a deadlock.
+//! Model checks of the pool, under schedules that the checker chooses. Only waits for copies time
+//! out, so a lost wake-up shows as a deadlock.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
-// What is counted here is no part of the model.
+// Atomics of the standard library: the counters of the test are no part of the model.
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use super::returns::POLL;
@@ -24,7 +24,7 @@ fn up_to(most: usize) -> usize {
     thread_rng().gen_range(1..=most)
 }
 
-/// Fills buffers, and sees that nobody else does.
+/// Fills buffers, and checks that no other thread writes to them.
 fn have(lease: &mut Lease<'_>, mark: u8) {
     lease.buffers().into_iter().for_each(|buffer| buffer.fill(mark));
     thread::yield_now();
@@ -62,14 +62,15 @@ fn calls_keep_to_their_shares_and_hold_nobody_up() {
                 let (share, held) = (calls[number].as_ref(), &held[number]);
                 scope.spawn(move || {
                     for _ in 0..2 {
-                        // Who needs more than its share has it alone.
+                        // A request for more than the share is granted while the call holds none.
                         let buffers = up_to(2);
                         let mut lease = pool.enter(share).lease(buffers, device, &Never).unwrap();
                         let now = held.fetch_add(buffers, Ordering::Relaxed) + buffers;
                         let most = share.map_or(3, |share| share.most());
                         assert!(now <= most.max(buffers), "{now} of {most}");
                         have(&mut lease, mark);
-                        // Before others may have them.
+                        // Before the drop of the lease, after which other threads may take the
+                        // buffers.
                         held.fetch_sub(buffers, Ordering::Relaxed);
                     }
                 });
@@ -114,7 +115,8 @@ fn buffers_come_back_after_their_copies() {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         let share = Share::new(1);
         let mut there = vec![0u8; 6 * LEN];
-        // SAFETY: outlives the copies; nobody else uses it.
+        // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else
+        // uses it until they end.
         let memory =
             unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
         let streams = [0, 1].map(|_| Arc::clone(&device).stream(Consumer(0)).unwrap());
@@ -169,7 +171,8 @@ fn the_limit_may_change_and_memory_be_given_back_meanwhile() {
 fn who_waits_does_what_others_wait_for() {
     check(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
-        // What was filled is let go by whoever has time, as pieces that wait for their hash are.
+        // A filled lease is dropped by any thread that has time, like pieces that wait for their
+        // hash.
         let kept: Mutex<Vec<Lease<'_>>> = Mutex::new(Vec::new());
         thread::scope(|scope| {
             for _ in 0..2 {

@@ -1,4 +1,4 @@
-//! The time of the next buffer's return, estimated from the times of others.
+//! The time at which the next buffer returns from its copies, estimated from earlier ones.
 
 use std::time::Duration;
 
@@ -6,26 +6,26 @@ use crate::sys::sync::Instant;
 
 /// The shortest sleep of a thread that waits for copies.
 pub const POLL: Duration = Duration::from_micros(20);
-/// The longest sleep of a thread that waits for copies: longer ones would gain nothing, and a bus that
-/// has become faster would be noticed late. In a model no sleep longer than `POLL` ends by itself.
+/// The longest sleep of a thread that waits for copies. Longer sleeps would gain nothing, and delay
+/// the discovery that a bus has become faster. In a model, only sleeps of at most `POLL` time out.
 const LONGEST: Duration =
     if cfg!(all(test, feature = "models")) { POLL } else { Duration::from_millis(10) };
 
-/// The times at which buffers come back from a device.
+/// The times at which buffers return from a device.
 #[derive(Default)]
 pub struct Returns {
     last: Option<Instant>,
-    /// Time from one buffer to the next, smoothed; zero before it is known.
+    /// Time between two returns, smoothed; zero before it is known.
     interval: Duration,
 }
 
 impl Returns {
-    /// Notes that so many buffers have come back. `busy`: others are still on their way, so that the
-    /// time to the next one measures the bus.
+    /// Notes that buffers have returned. `busy`: others are still in flight, so that the time to
+    /// the next return measures the bus.
     pub fn note(&mut self, buffers: usize, busy: bool) {
         if let Some(last) = self.last {
             let count = u32::try_from(buffers).unwrap_or(u32::MAX).max(1);
-            // Longer ones are pauses between loads.
+            // Longer intervals are pauses between loads.
             let found = (last.elapsed() / count).min(LONGEST);
             self.interval = if self.interval.is_zero() {
                 found
@@ -36,17 +36,17 @@ impl Returns {
         self.last = busy.then(Instant::now);
     }
 
-    /// True if a buffer has just come back, and the next one takes longer: for half of [`LONGEST`] at
-    /// most.
+    /// True if a buffer has just returned and the next is not due yet. It stays true for half of
+    /// [`LONGEST`] at most.
     pub fn is_early(&self) -> bool {
         self.last.is_some_and(|last| last.elapsed() < self.interval.min(LONGEST) / 2)
     }
 
-    /// The sleep before looking for the next buffer.
+    /// Returns the time to sleep before the next check for returned buffers.
     pub fn rest(&self) -> Duration {
         let Some(last) = self.last else { return POLL };
         let expected = (self.interval * 17 / 16).saturating_sub(last.elapsed());
-        // One that is late is looked for more often.
+        // A late buffer is checked for more often.
         expected.max(self.interval / 4).clamp(POLL, LONGEST)
     }
 }

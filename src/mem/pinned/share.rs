@@ -1,45 +1,46 @@
-//! How many staging buffers one call has, of those that all calls share.
+//! The limit on the staging buffers of one call, out of those that all calls share.
 
 use std::sync::Arc;
 
 use crate::sys::sync::atomic::{AtomicUsize, Ordering};
 
-/// The buffers of one call, those on their way included.
+/// The number of buffers that one call holds, including those in flight, and its limit.
 #[derive(Debug)]
 pub struct Share {
     most: usize,
     held: AtomicUsize,
 }
 
-/// So many of them, until this is dropped.
+/// Buffers that count against a share until this is dropped.
 pub struct Held {
     share: Arc<Share>,
     buffers: usize,
 }
 
 impl Share {
-    /// At most so many; who needs more at once gets them alone.
+    /// Creates a share of at most `most` buffers. A single request for more is granted while the
+    /// call holds none.
     pub fn new(most: usize) -> Arc<Self> {
         Arc::new(Share { most, held: AtomicUsize::new(0) })
     }
 
-    /// The most at once.
+    /// Returns the maximum number of buffers at once.
     pub fn most(&self) -> usize {
         self.most
     }
 
-    /// How many may still be had.
+    /// Returns the number of buffers that the call may still take.
     pub fn left(&self) -> usize {
         self.most.saturating_sub(self.held.load(Ordering::Relaxed))
     }
 
-    /// Whether so many may be had now.
+    /// True if the call may take this many buffers now.
     pub fn has(&self, buffers: usize) -> bool {
         let held = self.held.load(Ordering::Relaxed);
         held == 0 || held.saturating_add(buffers) <= self.most
     }
 
-    /// Counts them. Called under the lock of the pool, after [`Share::has`].
+    /// Counts buffers as held. Called under the lock of the pool, after [`Share::has`].
     pub fn hold(self: &Arc<Self>, buffers: usize) -> Held {
         self.held.fetch_add(buffers, Ordering::Relaxed);
         Held { share: Arc::clone(self), buffers }

@@ -1,4 +1,4 @@
-//! The pool on the stand-in for a device.
+//! Tests of the pool with the fake device.
 #![allow(unsafe_code)]
 
 use super::*;
@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::mem::device::fake::{FakeDevice, Faults};
 use crate::mem::device::{Consumer, DeviceMemory};
 
-/// Buffers on their way that are enough.
+/// Number of buffers in flight that saturates the bus.
 const PLENTY: usize = 16;
 
 fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
@@ -30,7 +30,7 @@ fn memory_grows_with_need_and_is_given_back() {
     assert_eq!(pool.release(), 12 * 4096);
     drop(first);
     assert_eq!((pool.release(), pool.size(), fake.pinned()), (8 * 4096, 0, 0));
-    // More than the limit for who needs it at once.
+    // A single request for more than the limit is granted.
     assert!(pool.enter(None).lease(21, &device, &Never).is_ok());
 }
 
@@ -65,7 +65,8 @@ fn units_are_used_again_only_after_their_copies() {
     let pool = Pool::new(256, 2, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = vec![0u8; 256 * 200];
-    // SAFETY: outlives the copies; nobody else uses it.
+    // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
+    // it until they end.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
     for number in 0..200usize {
         let mut lease = pool.enter(None).lease(1, &device, &Never).unwrap();
@@ -84,7 +85,8 @@ fn who_has_kept_the_bus_busy_waits_instead_of_taking_more() {
     let pool = Pool::new(64, 60, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = [0u8; 64 * PLENTY];
-    // SAFETY: outlives the copies; nobody else uses it.
+    // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
+    // it until they end.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
     let mut lease = pool.enter(None).lease(PLENTY, &device, &Never).unwrap();
     for buffer in 0..PLENTY {
@@ -102,7 +104,8 @@ fn what_is_begun_later_is_not_waited_for() {
     let pool = Pool::new(64, 8, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = [7u8; 64];
-    // SAFETY: outlives the copies; nobody else uses it.
+    // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
+    // it until they end.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
     let lease = || pool.enter(None).lease(1, &device, &Never).unwrap();
     let (mut first, mut later) = (lease(), lease());
@@ -122,7 +125,8 @@ fn what_was_downloaded_is_there_after_the_wait() {
     let pool = Pool::new(64, 1, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = *b"0123456789";
-    // SAFETY: outlives the copies; nobody else uses it.
+    // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
+    // it until they end.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 10) };
     let mut lease = pool.enter(None).lease(1, &device, &Never).unwrap();
     lease.download(&stream, (0, 5, 3), &memory, 4).unwrap();
@@ -148,19 +152,20 @@ fn units_of_a_lost_device_are_never_used_again() {
     let pool = Pool::new(64, 1, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = [0u8; 64];
-    // SAFETY: outlives the copies; nobody else uses it.
+    // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
+    // it until they end.
     let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
     let mut lease = pool.enter(None).lease(1, &device, &Never).unwrap();
     lease.upload(&stream, (0, 0, 64), &memory, 0).unwrap();
     drop(lease);
     let lost = pool.enter(None).lease(1, &device, &Never);
     assert!(matches!(lost, Err(Error::Device { .. })));
-    // The next one gets fresh memory.
+    // The next lease gets fresh memory.
     assert!(pool.enter(None).lease(1, &device, &Never).is_ok());
     stream.finish().unwrap();
 }
 
-/// A device that pins memory only when two ask for it at the same time.
+/// A device that pins memory only if two threads ask for it at the same time.
 #[derive(Default)]
 struct InPairs {
     pinning: Mutex<usize>,
@@ -168,7 +173,7 @@ struct InPairs {
 }
 
 impl InPairs {
-    /// Waits until so many have asked; false if they have not after a long time.
+    /// Waits until `count` threads have asked; false if they have not after a long time.
     fn asked(&self, count: usize) -> bool {
         let (pinning, limit) = (self.pinning.lock().unwrap(), Duration::from_secs(60));
         let few = |pinning: &mut usize| *pinning < count;
@@ -198,7 +203,7 @@ impl Device for InPairs {
     }
 }
 
-/// Two tickets are taken, and the given one asks for memory first.
+/// Takes two tickets; the ticket with the index `earlier` asks for memory first.
 fn two_readers_pin_at_once(earlier: usize) {
     let pairs = Arc::new(InPairs::default());
     let device: Arc<dyn Device> = pairs.clone();
@@ -240,7 +245,7 @@ fn who_has_all_of_its_share_holds_up_no_others() {
     assert!(pool.try_lease(1, Some(&other)).is_some() && pool.try_lease(1, None).is_some());
     assert!(pool.try_lease(1, Some(&share)).is_none(), "before those of its own call");
     drop(held);
-    // Of one call, and once it may have some, who came first is first.
+    // The tickets of one call are served in order, also once its share allows more.
     assert!(next.lease_or(1, &device, &waits, &Never).is_err());
     assert!(pool.enter(None).lease_or(1, &device, &waits, &Never).is_err());
     assert!(full.lease_or(1, &device, &waits, &Never).is_ok());

@@ -31,7 +31,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// That of the device which torch calls `cuda:<index>`.
+    /// Opens the context of the device that torch calls `cuda:<index>`.
     pub fn open(index: u32) -> Result<Self> {
         let name = format!("cuda:{index}");
         let Some(driver) = driver::driver() else {
@@ -53,7 +53,7 @@ impl Context {
         Ok(context)
     }
 
-    /// The device's PCI bus id, such as `0000:C1:00.0`.
+    /// Returns the device's PCI bus id, such as `0000:C1:00.0`.
     pub fn bus_id(&self) -> Option<String> {
         let mut text: [c_char; 32] = [0; 32];
         // SAFETY: writes a text with a zero at its end, of 32 bytes at most.
@@ -63,17 +63,18 @@ impl Context {
         (code == driver::SUCCESS).then(|| text.to_owned())
     }
 
-    /// What torch calls the device.
+    /// Returns torch's name of the device.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The driver.
+    /// Returns the driver.
     pub fn driver(&self) -> &'static Driver {
         self.driver
     }
 
-    /// Refuses the context of another process: the driver does not work in one that was forked off.
+    /// Returns an error in a process other than the one that opened the context: the driver does
+    /// not work after a fork.
     pub fn check_process(&self) -> Result<()> {
         if self.maker.is_here() {
             return Ok(());
@@ -82,15 +83,14 @@ impl Context {
         Err(Error::Device { device: self.name.clone(), what: what.to_owned() })
     }
 
-    /// Calls something with the context as the current one.
+    /// Calls a function with the context as the current one.
     pub fn within<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
         let _entered = self.enter()?;
         Ok(call())
     }
 
-    /// Makes the context the current one of this thread, until the result is dropped. Within such a
-    /// scope it costs nothing to do it again. No foreign code, such as a signal's handler, may run
-    /// in it.
+    /// Makes the context the current one of this thread, until the result is dropped. A nested call
+    /// costs nothing. No foreign code, such as a signal handler, may run meanwhile.
     pub fn enter(&self) -> Result<Entered> {
         let outer = ENTERED.get();
         if outer == self.raw {
@@ -101,15 +101,15 @@ impl Context {
         // variable.
         unsafe {
             self.check("entering the device", (self.driver.push_context)(self.raw))?;
-            // Nothing that happens here belongs to a graph that another thread captures, and
-            // nothing of it may spoil that graph.
+            // Calls made here must neither become part of a graph that another thread captures, nor
+            // invalidate that graph.
             let _ = (self.driver.exchange_capture_mode)(&mut mode);
         }
         ENTERED.set(self.raw);
         Ok(Entered { driver: Some(self.driver), outer, mode })
     }
 
-    /// An error where the driver did not succeed.
+    /// Returns an error unless the driver call has succeeded.
     pub fn check(&self, what: &str, code: Code) -> Result<()> {
         if code == driver::SUCCESS {
             return Ok(());
@@ -129,10 +129,10 @@ impl Context {
     }
 }
 
-/// The current context of a thread, to be put back as it was. Of this thread only: the pointer in it
-/// keeps it from being sent to others.
+/// A scope in which a context is current; its drop restores the previous one. It cannot be sent to
+/// another thread, because of the raw pointer in it.
 pub struct Entered {
-    /// None within another scope of the same context.
+    /// None in a nested scope of the same context.
     driver: Option<&'static Driver>,
     outer: driver::Context,
     mode: c_int,

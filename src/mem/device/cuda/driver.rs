@@ -1,10 +1,10 @@
 //! The functions of the CUDA driver that are called here, with cudarc's types and constants. One of
 //! the few doors to `unsafe`.
 //!
-//! The driver is looked for at run time: the same library serves machines with and without one.
-//! Only as `libcuda.so.1`, as torch does. cudarc's own loader tries `libcuda.so` first, which may be
-//! a stub to link programs with, of which every function fails; and an error that its enumeration
-//! does not know would be undefined behaviour.
+//! The driver is opened at run time, so that the same library serves machines with and without one.
+//! It is opened only as `libcuda.so.1`, as torch does. cudarc's own loader is not used. It tries
+//! `libcuda.so` first, which may be a stub for linking whose functions all fail. An error code that
+//! its enumeration does not know would also be undefined behaviour.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -18,29 +18,29 @@ pub use cudarc::driver::sys::{
 use super::library::Library;
 use crate::sys::process::PerProcess;
 
-/// `CUresult`. A newer driver has errors that are not known here.
+/// `CUresult`, as an integer: a newer driver may return errors that are not known here.
 pub type Code = c_int;
 /// No error.
 pub const SUCCESS: Code = sys::CUresult::CUDA_SUCCESS as Code;
-/// What was asked about has not ended.
+/// The queried stream or event has not finished.
 pub const NOT_READY: Code = sys::CUresult::CUDA_ERROR_NOT_READY as Code;
-/// How a thread's calls behave while another captures a graph.
+/// Capture mode of a thread whose calls are allowed while another thread captures a graph.
 pub const CAPTURE_RELAXED: c_int =
     sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
-/// What a stream is doing.
+/// Status of a stream that captures no graph.
 pub const NOT_CAPTURING: c_int = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int;
-/// How a stream is made.
+/// Flag of a stream that does not synchronise with the default stream.
 pub const NON_BLOCKING: c_uint = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
-/// How an event is made.
+/// Flag of an event that records no time.
 pub const WITHOUT_TIMING: c_uint = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
-/// How memory is pinned.
+/// Flag of memory that is pinned for the contexts of all devices.
 pub const FOR_ALL_DEVICES: c_uint = sys::CU_MEMHOSTREGISTER_PORTABLE;
 
 macro_rules! functions {
     ($($field:ident = $symbol:literal ($($argument:ty),*);)+) => {
         /// The driver's functions.
         pub struct Driver {
-            /// Several copies with one call; None with drivers before CUDA 12.8.
+            /// Begins several copies with one call; None with drivers before CUDA 12.8.
             pub copy_batch: Option<CopyBatch>,
             $(
                 #[doc = concat!("`", $symbol, "`.")]
@@ -69,9 +69,9 @@ macro_rules! functions {
 /// `cuMemcpyBatchAsync` in its two forms: CUDA 13 has dropped the index of the copy that failed.
 #[derive(Clone, Copy)]
 pub enum CopyBatch {
-    /// That of CUDA 13.
+    /// The form of CUDA 13.
     V2(CopyBatchV2),
-    /// That of CUDA 12.8.
+    /// The form of CUDA 12.8.
     V1(CopyBatchV1),
 }
 
@@ -101,7 +101,8 @@ impl CopyBatch {
     /// # Safety
     /// The library is the driver's.
     unsafe fn find(library: Library) -> Option<Self> {
-        // SAFETY: both functions have the types that `cuda.h` gives them, since they exist.
+        // SAFETY: both functions have the types that `cuda.h` gives them, in all versions that have
+        // them.
         unsafe {
             let newer = library.find(c"cuMemcpyBatchAsync_v2").map(CopyBatch::V2);
             newer.or_else(|| library.find(c"cuMemcpyBatchAsync").map(CopyBatch::V1))
@@ -171,7 +172,7 @@ functions! {
     destroy_event = "cuEventDestroy_v2" (Event);
 }
 
-/// The driver of this process, if it can have one.
+/// Returns the driver of this process, if there is one.
 pub fn driver() -> Option<&'static Driver> {
     static DRIVER: PerProcess<OnceLock<Option<Driver>>> = PerProcess::new();
     DRIVER.get().get_or_init(Driver::open).as_ref()

@@ -1,7 +1,7 @@
-//! GPUDirect Storage: files read by the device itself, by way of cuFile. One of the few doors to
+//! GPUDirect Storage: files that the device reads itself, through cuFile. One of the few doors to
 //! `unsafe`.
 //!
-//! The library is looked for at run time, under the name that NVIDIA's packages and torch give it.
+//! The library is opened at run time, under the name that NVIDIA's packages and torch give it.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
@@ -54,7 +54,7 @@ struct CuFile {
     read: Read,
 }
 
-/// The library, if it is there and its driver could be opened.
+/// Returns the functions of cuFile, if the library is installed and its driver could be opened.
 fn cufile() -> Option<CuFile> {
     static LIBRARY: PerProcess<OnceLock<Option<CuFile>>> = PerProcess::new();
     *LIBRARY.get().get_or_init(|| {
@@ -73,7 +73,7 @@ fn cufile() -> Option<CuFile> {
     })
 }
 
-/// A file that the device reads.
+/// A file that the device reads itself.
 pub struct GdsFile {
     context: Arc<Context>,
     library: CuFile,
@@ -87,7 +87,7 @@ unsafe impl Send for GdsFile {}
 unsafe impl Sync for GdsFile {}
 
 impl GdsFile {
-    /// Opens the file once more for the device. None where it cannot be read this way.
+    /// Opens the file once more, for the device. None if it cannot be read this way.
     pub fn open(context: Arc<Context>, file: &File) -> Option<Self> {
         let library = cufile()?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -127,7 +127,7 @@ impl DeviceFile for GdsFile {
 
 impl Drop for GdsFile {
     fn drop(&mut self) {
-        // SAFETY: registered when it was opened, and nobody else has it.
+        // SAFETY: the handle was registered when it was opened, and only this value has it.
         let _ = self.context.within(|| unsafe { (self.library.deregister)(self.handle) });
     }
 }

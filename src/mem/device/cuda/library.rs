@@ -1,15 +1,15 @@
-//! Shared libraries that are looked for at run time. One of the few doors to `unsafe`.
+//! Shared libraries that are opened at run time. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 
-/// An open library. It is never closed, so that what was found in it stays.
+/// An open library. It is never closed, so that its functions stay valid.
 #[derive(Clone, Copy)]
 pub struct Library(NonNull<c_void>);
 
 impl Library {
-    /// Opens the library of a name, where the dynamic linker looks for it.
+    /// Opens the library of a name, which the dynamic linker searches for.
     ///
     /// # Safety
     /// The library's initialisers may run at any time, on any thread.
@@ -18,7 +18,7 @@ impl Library {
         NonNull::new(unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) }).map(Library)
     }
 
-    /// A function of the library.
+    /// Returns a function of the library.
     ///
     /// # Safety
     /// `F` is the type of a pointer to the function that has this name.

@@ -1,4 +1,4 @@
-//! CUDA devices, by way of the driver. One of the few doors to `unsafe`.
+//! CUDA devices, through the driver API. One of the few doors to `unsafe`.
 #![allow(unsafe_code)]
 
 mod context;
@@ -26,7 +26,7 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
-    /// The device that torch calls `cuda:<index>`.
+    /// Returns the device that torch calls `cuda:<index>`.
     pub fn find(index: u32) -> Result<Arc<dyn Device>> {
         static KNOWN: Brief<Option<HashMap<u32, Arc<CudaDevice>>>> = Brief::new(None);
         let known = KNOWN.lock().get_or_insert_default().get(&index).map(Arc::clone);
@@ -34,7 +34,8 @@ impl CudaDevice {
             device.context.check_process()?;
             return Ok(device);
         }
-        // Without the lock, as it takes long: of two that do it at once one is used.
+        // Opened without the lock, as it takes long. If two threads do so at once, one of the
+        // results is used.
         let context = Arc::new(Context::open(index)?);
         let streams = Arc::new(OwnStreams::new(Arc::clone(&context)));
         let id = if NUMA.value()? == 0 { None } else { context.bus_id() };
@@ -69,8 +70,8 @@ impl Device for CudaDevice {
 
     unsafe fn unpin(&self, memory: *mut u8) {
         if let Ok(_entered) = self.context.enter() {
-            // SAFETY: the caller's promise that it was pinned. What fails here leaves it pinned
-            // until the process ends, which costs memory only.
+            // SAFETY: the caller's promise that it was pinned. A failure leaves it pinned until the
+            // process ends, which costs memory only.
             let _ = unsafe { (self.context.driver().unregister_memory)(memory.cast()) };
         }
     }

@@ -13,35 +13,35 @@ use crate::mem::device::{Consumer, Event, Stream, Upload};
 #[derive(Clone, Copy)]
 struct RawStream(driver::Stream);
 
-// SAFETY: streams may be used on any thread in whose current context they are.
+// SAFETY: a stream may be used on any thread whose current context is the stream's.
 unsafe impl Send for RawStream {}
 // SAFETY: as above.
 unsafe impl Sync for RawStream {}
 
-/// Our own streams of a device. They are never destroyed.
+/// The streams of a device that this library has created. They are never destroyed.
 pub struct OwnStreams {
     context: Arc<Context>,
-    /// Those that nobody has.
+    /// Streams that are not lent.
     idle: Mutex<Vec<RawStream>>,
-    /// Events that nobody has.
+    /// Unused events.
     events: Mutex<Vec<RawEvent>>,
 }
 
-/// Of the events that nobody has, so many are kept: more than there are staging buffers on their way.
+/// Maximum number of unused events that are kept: more than there are staging buffers in flight.
 const EVENTS: usize = 256;
 
-/// True once the driver has refused a batch of copies: they are begun one by one from then on.
+/// True once the driver has refused a batch of copies. From then on they are begun one by one.
 static NO_BATCHES: AtomicBool = AtomicBool::new(false);
 
 struct RawEvent(driver::Event);
 
-// SAFETY: events may be used on any thread in whose current context they are.
+// SAFETY: an event may be used on any thread whose current context is the event's.
 unsafe impl Send for RawEvent {}
 // SAFETY: as above; the driver's calls are safe on several threads at once.
 unsafe impl Sync for RawEvent {}
 
 impl OwnStreams {
-    /// None yet.
+    /// Creates the set without streams or events.
     pub fn new(context: Arc<Context>) -> Self {
         OwnStreams { context, idle: Mutex::default(), events: Mutex::default() }
     }
@@ -50,7 +50,7 @@ impl OwnStreams {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An event that nobody uses. The device was entered.
+    /// Returns an unused event. The device must be entered.
     fn event(self: &Arc<Self>) -> Result<CudaEvent> {
         if let Some(raw) = self.events().pop() {
             return Ok(CudaEvent::new(self, raw));
@@ -63,7 +63,7 @@ impl OwnStreams {
         Ok(CudaEvent::new(self, RawEvent(raw)))
     }
 
-    /// An event at the end of what was put on a stream until now. The device was entered.
+    /// Records an event after all work that is on a stream now. The device must be entered.
     fn mark(self: &Arc<Self>, stream: RawStream) -> Result<CudaEvent> {
         let event = self.event()?;
         // SAFETY: both are open and of this context.
@@ -72,7 +72,7 @@ impl OwnStreams {
         Ok(event)
     }
 
-    /// The same for the stream of a consumer.
+    /// Records an event after all work that is on the consumer's stream now.
     pub fn mark_consumer(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>> {
         let _entered = self.context.enter()?;
         let consumer = self.outside_captures(consumer)?;
@@ -83,8 +83,9 @@ impl OwnStreams {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A stream on which nothing is left to be done: who got another would wait for what its last
-    /// user waits for. So many are kept; beyond that, the oldest one serves.
+    /// Takes an idle stream without unfinished work: with another, the new user would wait for the
+    /// work of the last one. At most `MOST` idle streams are kept; beyond that, the oldest is
+    /// reused in any case.
     fn take(&self) -> Option<RawStream> {
         const MOST: usize = 64;
         let mut idle = self.idle();
@@ -96,7 +97,7 @@ impl OwnStreams {
         found.or((idle.len() >= MOST).then_some(0)).map(|at| idle.remove(at))
     }
 
-    /// The consumer's stream, which must not capture a graph. The device was entered.
+    /// Returns the consumer's stream; an error if it captures a graph. The device must be entered.
     fn outside_captures(&self, consumer: Consumer) -> Result<RawStream> {
         let context = &self.context;
         let consumer = RawStream(ptr::with_exposed_provenance_mut(consumer.0));
@@ -115,13 +116,13 @@ impl OwnStreams {
         Ok(consumer)
     }
 
-    /// Refuses a consumer's stream that captures a graph.
+    /// Returns an error if the consumer's stream captures a graph.
     pub fn check_consumer(&self, consumer: Consumer) -> Result<()> {
         let _entered = self.context.enter()?;
         self.outside_captures(consumer).map(drop)
     }
 
-    /// A stream on which nothing begins before what was put on the consumer's.
+    /// Lends a stream whose work begins only after the work that is on the consumer's stream now.
     pub fn lend(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>> {
         let context = &self.context;
         let _entered = context.enter()?;
@@ -138,13 +139,13 @@ impl OwnStreams {
             }
         };
         let stream = CudaStream { streams: Arc::clone(self), own, consumer };
-        // What the consumer has begun may still use the memory that we are to fill or read.
+        // Work of the consumer may still use the memory that will be filled or read.
         stream.wait_for(consumer, own)?;
         Ok(Arc::new(stream))
     }
 }
 
-/// One of our streams, on loan.
+/// A stream of [`OwnStreams`], on loan.
 struct CudaStream {
     streams: Arc<OwnStreams>,
     own: RawStream,
@@ -156,17 +157,18 @@ impl CudaStream {
         &self.streams.context
     }
 
-    /// Has what is put on `later` from now on wait for what was put on `sooner` until now.
+    /// Makes future work on `later` wait for the work that is on `sooner` now.
     fn wait_for(&self, sooner: RawStream, later: RawStream) -> Result<()> {
         let event = self.streams.mark(sooner)?;
-        // SAFETY: both are open; a driver keeps an event that is waited for beyond its end.
+        // SAFETY: both are open; the driver keeps an event that a stream waits for, even after its
+        // destruction.
         let code = unsafe { (self.context().driver().wait_for_event)(later.0, event.raw.0, 0) };
         self.context().check("ordering streams", code)
     }
 }
 
 impl Drop for CudaStream {
-    /// Copies may still be under way: the stream is given to nobody before they have ended.
+    /// Copies may still be under way; `OwnStreams::take` prefers streams whose copies have ended.
     fn drop(&mut self) {
         self.streams.idle().push(self.own);
     }
@@ -204,7 +206,7 @@ impl Stream for CudaStream {
             if code == driver::SUCCESS {
                 return Ok(());
             }
-            // One by one, which tells what is wrong if it is not the call.
+            // Retry one by one, which shows the error if the batch call itself is not the cause.
             NO_BATCHES.store(true, Ordering::Relaxed);
         }
         copies.iter().try_for_each(|copy| {
@@ -244,7 +246,7 @@ impl Stream for CudaStream {
 struct CudaEvent {
     streams: Arc<OwnStreams>,
     raw: RawEvent,
-    /// True once it has passed: then nothing waits for it any more, and it may mark something else.
+    /// True once it has passed. Then nothing waits for it any more, and it may be reused.
     over: AtomicBool,
 }
 
@@ -279,8 +281,8 @@ impl Event for CudaEvent {
         let context = &self.streams.context;
         let _entered = context.enter()?;
         let stream = ptr::with_exposed_provenance_mut(stream);
-        // SAFETY: the stream is open and of this device; a driver keeps an event that is waited for
-        // beyond its end.
+        // SAFETY: the stream is open and of this device; the driver keeps an event that a stream
+        // waits for, even after its destruction.
         let code = unsafe { (context.driver().wait_for_event)(stream, self.raw.0, 0) };
         context.check("ordering streams", code)
     }
@@ -297,7 +299,7 @@ impl Drop for CudaEvent {
         drop(events);
         let context = &self.streams.context;
         if let Ok(_entered) = context.enter() {
-            // SAFETY: open, and nobody else knows it.
+            // SAFETY: the event is open, and no other handle to it exists.
             let _ = unsafe { (context.driver().destroy_event)(raw.0) };
         }
     }
