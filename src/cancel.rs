@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_detached_is_left_behind() {
+    fn a_cancelled_caller_does_not_wait_for_detached_work() {
         assert_eq!(detached(&Never, || 7).unwrap(), 7);
         let (begin, begun) = sync_channel::<()>(0);
         let stuck = detached(&after(2), move || begun.recv());

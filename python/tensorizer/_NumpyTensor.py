@@ -1,4 +1,4 @@
-"""Where callers of the old package find it."""
+"""Import path of ``_NumpyTensor`` in the old package of the same name, kept for compatibility."""
 
 from .tensors.arrays import _NumpyTensor
 

@@ -91,18 +91,19 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _ModuleType:
-    """Import what takes long and few use when it is asked for."""
+    """Import slow modules that few programs use on first access."""
     if name in ("distributed", "lightning", "transformers"):
         return _import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Return the public names, of which some are imported when they are asked for."""
+    """Return the public names, including modules that are imported on first access."""
     return sorted([*__all__, "distributed", "lightning", "transformers"])
 
 
-#: Where CMake finds this package: ``cmake -DCMAKE_PREFIX_PATH=...``, as torch.utils has it.
+#: The folder with this package's CMake configuration, like ``torch.utils.cmake_prefix_path``: pass
+#: it as ``cmake -DCMAKE_PREFIX_PATH=...``.
 cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 
 for _public in (
@@ -119,7 +120,7 @@ for _public in (
     *(FileInfo, Shard, TensorInfo, TensorSlice, info, iterate),
     *(SaveFuture, load, save, save_async, release_pinned, set_pinned_limit, stats),
 ):
-    # Tracebacks, reprs and pickles name them as programs do.
+    # So that tracebacks, reprs and pickles show the public names, such as ``tensorizer.load``.
     _public.__module__ = __name__
 
 del _installed, _public, _starting, operators

@@ -25,7 +25,7 @@ class InvalidVersionError(ValueError):
 
     def __init__(self, *args: Any, version: int | None = None) -> None:
         if version is None and len(args) == 2:
-            # The native module says both by position.
+            # The native module passes the message and the version as positional arguments.
             message, version = args
             args = (message,)
         super().__init__(*args)
@@ -33,7 +33,7 @@ class InvalidVersionError(ValueError):
 
 
 class ClosedError(ValueError, RuntimeError):
-    """The file was closed, and what is asked for was not loaded before."""
+    """The file was closed before the requested tensor was loaded."""
 
 
 class HashMismatchError(Exception):
@@ -41,7 +41,7 @@ class HashMismatchError(Exception):
 
 
 class DamagedFileError(HashMismatchError):
-    """A file's bytes are not those of which its hub publishes the hash."""
+    """A file's bytes do not match the hash that its hub publishes."""
 
 
 class PairMismatchError(ValueError):
@@ -49,11 +49,11 @@ class PairMismatchError(ValueError):
 
 
 class DeviceError(RuntimeError):
-    """A device, or its driver, refused or was lost."""
+    """A device or its driver refused a request, or the device was lost."""
 
 
 class DeviceMemoryError(MemoryError, torch.OutOfMemoryError):
-    """Memory of a device could not be had."""
+    """Memory of a device could not be allocated."""
 
 
 class GroupError(RuntimeError):

@@ -1,7 +1,7 @@
-"""An error or a warning where the old package of the same name lies in this package's folder.
+"""Detects files of the old package of the same name in this package's folder.
 
-pip removes the one before it installs the other. ``--ignore-installed``, conda beside pip, and
-copying do not: then files of both lie in one folder, and some of ours may have been replaced.
+pip removes the old package before it installs this one. ``--ignore-installed``, conda beside pip,
+and copying do not: then files of both lie in one folder, and some of ours may have been replaced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import warnings
 from pathlib import Path
 
-#: Every release of the old package has this file, and none of this one.
+#: A file that every release of the old package has, and no release of this one.
 _OLD = "_version.py"
 _REPAIR = (
     "run `pip uninstall -y tensorizer` until it finds none, remove the folder {folder}, and "
@@ -21,10 +21,10 @@ _REPAIR = (
 
 
 def _check(folder: Path) -> None:
-    """Look for the old package in a folder of this one; it costs one look at a name.
+    """Look for the old package in a folder of this one, and warn about it; costs one ``stat``.
 
     Raises:
-        ImportError: It has replaced files of ours.
+        ImportError: The old package has replaced files of this one.
 
     """
     old = folder / _OLD
@@ -48,8 +48,8 @@ def _check(folder: Path) -> None:
 
 
 def _replaced(folder: Path) -> list[str]:
-    """Return the modules that are not as our installation has recorded them."""
-    # Only here: it takes longer than the rest.
+    """Return the modules that differ from the hashes recorded at installation."""
+    # Imported here because it takes longer than all the rest.
     from importlib.metadata import distributions
 
     for distribution in distributions(name="tensorizer", path=[str(folder.parent)]):

@@ -7,16 +7,16 @@ import threading
 
 
 class OwnLock:
-    """A lock that each process has for itself.
+    """A reentrant lock that each process has for itself.
 
-    In one that was forked off, that of the parent may be held by a thread which is not there.
+    After ``fork()`` the parent's lock may be held by a thread that does not exist in the child.
     """
 
     def __init__(self) -> None:
         self._process, self._lock = os.getpid(), threading.RLock()
 
     def here(self) -> threading.RLock:
-        """Return that of this process; a thread that has it may take it again."""
+        """Return the lock of this process; the thread that holds it may take it again."""
         if self._process != os.getpid():
             self._process, self._lock = os.getpid(), threading.RLock()
         return self._lock

@@ -1,6 +1,6 @@
-"""``python -m tensorizer``: the arguments are parsed before torch is imported, which takes long.
+"""Parses the arguments of ``python -m tensorizer`` before torch is imported, which takes long.
 
-The package is imported before its ``__main__`` can run. In other programs nothing happens here.
+The package is imported before its ``__main__`` runs. In other programs this module does nothing.
 """
 
 import sys
@@ -9,7 +9,7 @@ import sys
 def _is_command() -> bool:
     if (getattr(sys, "argv", None) or [""])[0] != "-m":
         return False
-    # The interpreter is looking for the module that it was told to run.
+    # True only while the interpreter looks up the module that ``-m`` names.
     given = sys.orig_argv
     return "-m" in given and given[given.index("-m") + 1 :][:1] == ["tensorizer"]
 

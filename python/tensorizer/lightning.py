@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning by tensorizer: a plugin for its ``Trainer`` and ``Fabric``."""
+"""The plugin for Lightning's ``Trainer`` and ``Fabric`` that saves checkpoints by tensorizer."""
 
 from .torch_hooks.lightning import TensorizerCheckpointIO
 

@@ -1,4 +1,4 @@
-"""The serializer and the deserializer, and the names that callers import beside them."""
+"""The serializer and the deserializer, and the names that programs import with them."""
 
 from ._errors import (
     CryptographyError,

@@ -25,11 +25,11 @@ from .streams.servers import CURLStreamFile, RedisStreamFile
 
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
-#: The default server for reading, for keys that are passed and for anonymous reads. A program that
-#: assigns it names the server of all its reads, where nothing that goes before it names one: see
-#: docs/reference/addresses.md.
+#: The default server for reading with keys that are passed as arguments, and for anonymous reads. A
+#: program that assigns it sets the server of all its reads, unless something of higher precedence
+#: names one: see docs/reference/addresses.md.
 default_s3_read_endpoint = DEFAULT_S3_READ_ENDPOINT
-#: The same for writing.
+#: The default server for writing, likewise.
 default_s3_write_endpoint = DEFAULT_S3_WRITE_ENDPOINT
-#: Where ``curl`` is, or None. Nothing here runs it.
+#: The path of ``curl``, or None. Nothing here runs it.
 curl_path = _which("curl")

@@ -1,7 +1,7 @@
 """``torch.save`` and ``torch.load`` on the native core, for code that cannot be changed.
 
 Inside a block of :func:`tensorizer_saving`, ``torch.save`` writes the storages of an object to a
-``.tensors`` file beside its own; inside one of :func:`tensorizer_loading`, ``torch.load`` reads
+``.tensors`` file beside its own. Inside one of :func:`tensorizer_loading`, ``torch.load`` reads
 them from there.
 """
 

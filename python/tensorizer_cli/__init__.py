@@ -1,1 +1,1 @@
-"""The command ``tensorizer``, which is no part of the library that it uses."""
+"""The command ``tensorizer``, which is separate from the library that it uses."""

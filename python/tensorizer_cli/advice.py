@@ -1,4 +1,4 @@
-"""What follows from the figures of a load, in one sentence."""
+"""One sentence of advice, derived from the figures of a load."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from .heads import size
 from .output import plural
 
-#: Shorter loads end before it is known whether more connections help.
+#: Seconds; in shorter loads it is not known whether more connections would help.
 _SHORT = 1.0
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a load took.
+    """The measured figures of a load.
 
-    ``seconds`` has those of the whole for each stage; ``read_seconds`` is the time of all
-    connections together. ``source`` is ``"network"``, ``"disk"``, ``"page cache"`` or ``"object"``.
+    ``seconds`` divides the time of the whole load among the stages; ``read_seconds`` is the sum
+    over all connections. ``source`` is ``"network"``, ``"disk"``, ``"page cache"`` or ``"object"``.
     """
 
     bytes: int
@@ -32,20 +32,20 @@ class Figures:
     fallbacks: list[str]
     #: Page faults during the load that needed no disk.
     faults: int = 0
-    #: True where a local file was used in place.
+    #: True if a local file was used in place.
     mapped: bool = False
-    #: True where the system gives huge pages to memory that asks for them.
+    #: True if the system gives huge pages to memory that requests them.
     huge_pages: bool = True
 
     @property
     def limit(self) -> str:
-        """What took the largest share: a stage, or where the bytes were read from."""
+        """The part that took most of the time: a stage, or the source of the bytes."""
         stage = max(self.seconds, key=self.seconds.__getitem__)
         return self.source if stage == "read" else stage
 
 
 def advice(figures: Figures) -> str:
-    """Return what would make a load faster, or would not."""
+    """Return advice on what would make the load faster, or would not."""
     if figures.limit == "network":
         return _network(figures)
     return {

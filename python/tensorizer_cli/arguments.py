@@ -6,30 +6,29 @@ import argparse
 import sys
 from typing import Any, NoReturn
 
-from .completion import SHELLS
-from .help_texts import EPILOGS
+from .help_texts import EPILOGS, SHELLS
 from .output import error_line, shown, tell_error
 from .standard import flush, put, tell
 
-#: The options that say where a key or passphrase is, without what comes before them.
+#: The options that name the source of a key or passphrase, without their prefix.
 SECRETS = ("key-file", "key-env", "passphrase-file", "passphrase-env", "prompt")
-#: More threads are a mistake.
+#: The most threads; a larger number is a mistake.
 _MOST_READERS = 4096
-#: Levels of modules, and tensors, that are shown.
+#: The most levels of modules, and the most tensors, that are shown.
 _MOST_SHOWN = 100
-#: The core writes no larger alignment.
+#: The largest alignment that the core writes.
 _LARGEST_ALIGNMENT = 2 << 20
-#: More memory than there is.
+#: More bytes than any memory has.
 _MOST_BYTES = 1 << 62
 
 
 class _UsageError(Exception):
-    """The arguments are wrong; with how they should be."""
+    """The arguments are wrong; it holds the message and the usage."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong."""
+        """Raise a usage error."""
         raise _UsageError(message, self.format_usage())
 
     def print_help(self, file: object = None) -> None:
@@ -39,10 +38,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked for only when it is asked for."""
+    """Prints the version, which is looked up only when it is requested."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
-        """Print and end."""
+        """Print the version and end."""
         put(f"tensorizer {_version()}")
         flush()
         parser.exit()
@@ -73,7 +72,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         if json_wanted:
             tell(error_line("UsageError", message, True))
         else:
-            # Quotes what was given, which may be the name of a file.
+            # The message quotes an argument, which may be a file's name with control characters.
             tell(f"{usage}tensorizer: error: {shown(message)}")
     except OSError as error:
         tell_error(error, json_wanted)
@@ -244,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def options_of_commands() -> dict[str, dict[str, str]]:
-    """Return the options of each command, and what they mean."""
+    """Return the options of each command, with their help texts."""
     found: dict[str, dict[str, str]] = {}
     for action in _parser()._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -11,7 +11,7 @@ from .output import Report, plural
 
 
 def run(options: argparse.Namespace) -> int:
-    """List what is kept of servers' files, or remove it."""
+    """List the cached files of servers, or remove them."""
     report = Report(options)
     removes = options.action == "clear"
     core = native.module()

@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks, as the commands read them: one file of whole tensors."""
+"""Checkpoints of many ranks, which the commands see as one file of whole tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensorizer import DecryptionParams, TensorType
 from tensorizer._native import Reader, local_path
-from tensorizer._types import Head
+from tensorizer._types import Head, VerifyHash
 from tensorizer.file.tensor_file import TensorFile
 from tensorizer.streams.addresses import is_address
 from tensorizer.streams.open import open_stream
@@ -21,7 +21,8 @@ from .output import without_password
 if TYPE_CHECKING:
     from tensorizer.distributed.whole import Whole
 
-#: What makes a folder a checkpoint; `tensorizer.distributed` takes long to import.
+#: The file that makes a folder a checkpoint; `tensorizer.distributed`, which names it too, takes
+#: long to import.
 _MARK = "checkpoint.json"
 
 
@@ -35,7 +36,7 @@ def open_file(
     names_only: bool = False,
     heads: Sequence[Head] | None = None,
 ) -> File:
-    """Open a file, or the folder of a checkpoint of many ranks, perhaps for its names only."""
+    """Open a file, or the folder of a checkpoint of many ranks, or only the names in it."""
     if isinstance(file, str):
         folder = local_path(file) or file
         if _is_checkpoint(folder):
@@ -46,7 +47,7 @@ def open_file(
 
 
 def prepare(file: str, mmap: bool) -> None:
-    """Import what opens a file, so that the time of that is not the file's.
+    """Import the modules that open a file, so that their time is not counted as the file's.
 
     Raises:
         ValueError: A checkpoint was to be mapped.
@@ -77,7 +78,7 @@ class _CheckpointFile(File):
         self.shown = without_password(folder)
         self._opened = folder, params
         self._whole = self._open(names_only=names_only)
-        #: The same with hashes compared, once that was asked for.
+        #: The same checkpoint with hashes compared, once that was requested.
         self._proven: Whole | None = None
         self.reader: Any = _Tensors(self._whole, folder)
         self.kinds = [int(TensorType.STATE_DICT)] * len(self._whole.names)
@@ -90,14 +91,14 @@ class _CheckpointFile(File):
         self.heads = []
         self._first: TensorFile | None = None
 
-    def _open(self, *, verify_hash: bool = False, names_only: bool = False) -> Whole:
+    def _open(self, *, verify_hash: VerifyHash = False, names_only: bool = False) -> Whole:
         from tensorizer.distributed.whole import Whole  # see above
 
         return Whole(*self._opened, verify_hash=verify_hash, names_only=names_only)
 
     @property
     def first(self) -> Reader | None:
-        """What reads the first of its files."""
+        """The reader of the first of its files."""
         if self._first is None and self._whole.files:
             self._first = TensorFile(self._whole.files[0], key_needed=False)
         return None if self._first is None else self._first.reader
@@ -113,14 +114,15 @@ class _CheckpointFile(File):
         raise ValueError(f"{self.shown} is a checkpoint: expected its key at cp")
 
     def check_key(self, hint: str = "") -> None:
-        """Do nothing: files that need a key were not opened without."""
+        """Do nothing: files that need a key cannot have been opened without one."""
 
     def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
-        """Return tensors, and module indices."""
-        # Files are open in one of the two at a time, and are opened again when they are needed.
-        if verify == "all":
+        """Return tensors, and their module indices."""
+        # Only one of the two has open files at a time; they are opened again when they are needed.
+        if verify != "nothing":
             self._whole.__exit__()
-            whole = self._proven = self._proven or self._open(verify_hash=True)
+            which: VerifyHash = True if verify == "all" else "crc32"
+            whole = self._proven = self._proven or self._open(verify_hash=which)
         else:
             whole = self._whole
             if self._proven is not None:
@@ -134,12 +136,12 @@ class _CheckpointFile(File):
         return not is_address(self._opened[0])
 
     def load_all(self, device: torch.device, verify: bool) -> list[torch.Tensor]:
-        """Return all tensors on a device, perhaps compared with their hashes."""
+        """Return all tensors on a device, compared with their hashes if ``verify`` is true."""
         loaded, _ = self.load([*range(len(self))], "all" if verify else "nothing")
         return [tensor.to(device) for tensor in loaded]
 
     def damaged_objects(self) -> Iterator[tuple[str, Exception]]:
-        """Yield what is no tensor and is not as it was saved."""
+        """Yield objects that are no tensors and differ from what was saved."""
         self.load([], "all")
         for name in self.left_out:
             try:
@@ -150,7 +152,7 @@ class _CheckpointFile(File):
 
 
 class _Tensors:
-    """What a reader says of a file, of a checkpoint."""
+    """The interface of a file's reader, for a checkpoint."""
 
     seekable, pair_id, format = True, None, "checkpoint"
     metadata: tuple[tuple[str, str], ...] = ()
@@ -171,7 +173,7 @@ class _Tensors:
         return self._whole.files
 
     def file_numbers(self) -> list[int]:
-        """Return the number of the file of each part of a tensor."""
+        """Return the number of the file of each part of each tensor."""
         return self._whole.file_numbers()
 
     def offsets(self) -> list[tuple[None, None]]:

@@ -1,4 +1,7 @@
-"""What runs each command. Modules that need torch are imported when their command is."""
+"""The functions that run the commands.
+
+Modules that need torch are imported when their command is run.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import pickle
 from collections.abc import Callable
 from importlib import import_module
 
-#: The module and the function of each; the function returns the status of the process.
+#: The module and the function of each command; the function returns the exit status.
 COMMANDS = {
     "ls": ("ls", "run"),
     "info": ("info", "run"),
@@ -22,7 +25,7 @@ COMMANDS = {
     "keygen": ("keygen", "run"),
     "completion": ("completion", "run"),
 }
-#: What files, servers and machines are the reason of; anything else is a mistake in the program.
+#: Errors that files, servers and machines cause; any other is a mistake in the program.
 _ERRORS = (
     OSError,
     ValueError,
@@ -34,7 +37,7 @@ _ERRORS = (
 
 
 def of(name: str) -> Callable[[argparse.Namespace], int]:
-    """Return what runs a command."""
+    """Return the function that runs a command."""
     module, function = COMMANDS[name]
     found: Callable[[argparse.Namespace], int] = getattr(
         import_module(f"{__package__}.{module}"), function
@@ -43,6 +46,6 @@ def of(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def is_expected(error: Exception) -> bool:
-    """Tell whether files, servers or machines are the reason of an error."""
+    """Tell whether an error is caused by files, servers or machines."""
     own = type(error).__module__.partition(".")[0] == "tensorizer"
     return own or isinstance(error, _ERRORS)

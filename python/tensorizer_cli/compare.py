@@ -1,4 +1,4 @@
-"""What differs between two files."""
+"""Finds the differences between two files."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .heads import plain, text
 from .output import brief, plural
 from .progress import Progress
 
-#: How a file or a tensor says that it is not as it was written.
+#: Errors that mean that a file or a tensor is not as it was written.
 DAMAGES = (HashMismatchError, CryptographyError, FormatError)
 #: Bytes that are compared at once.
 _PIECE = 1 << 20
-#: A difference, for programs, and for people.
+#: A difference, as an object for programs and as a line of text.
 Difference = tuple[dict[str, Any], str]
 
 
 def differences(
     file: File, other: File, progress: Progress, *, copied: bool = False
 ) -> Iterator[Difference]:
-    """Yield differences in the order of the file; then what only the other has, then metadata.
+    """Yield differences in the order of the file; then tensors of the other alone; then metadata.
 
     Args:
-        file: What it is compared with.
+        file: The file to compare with.
         other: The file that may differ.
         progress: Counts the bytes of the first.
-        copied: Whether what cannot be read of the other, or does not fit its hashes, is a
+        copied: True if data of the other that cannot be read, or does not match its hashes, is a
             difference too.
 
     Raises:
-        OSError, ValueError, CryptographyError: One of them cannot be read.
+        OSError, ValueError, CryptographyError: One of the files cannot be read.
 
     """
     for batch in file.batches(file.share_with(other)):
@@ -60,7 +60,7 @@ def differences(
 
 
 def _described(file: File, number: int, other: File, same: int | None) -> Difference | None:
-    """Compare what the indices say."""
+    """Compare the entries of the indices."""
     name = file.reader.name(number)
     if same is None:
         line = f"only in {file.shown}: {text(name)}"
@@ -83,7 +83,7 @@ def _described(file: File, number: int, other: File, same: int | None) -> Differ
 def _of_data(
     file: File, other: File, pairs: list[tuple[int, int]], copied: bool
 ) -> Iterator[tuple[int, Difference]]:
-    """Load and compare data of tensors that are described alike."""
+    """Load and compare the data of tensors with equal entries."""
     mine, _ = file.load([number for number, _ in pairs], "nothing")
     verify = "all" if copied and other.reader.format == "tensors" else "nothing"
     try:

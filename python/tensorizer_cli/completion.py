@@ -1,19 +1,16 @@
-"""``tensorizer completion``: scripts by which shells complete the command."""
+"""``tensorizer completion``: scripts with which shells complete the command."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
 
+from .arguments import options_of_commands
 from .standard import put
-
-SHELLS = ("bash", "zsh", "fish")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the script of a shell."""
-    from .arguments import options_of_commands
-
     put(_SCRIPTS[options.shell](options_of_commands()))
     return 0
 

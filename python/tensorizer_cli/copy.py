@@ -30,7 +30,7 @@ from .progress import Progress
 
 _ALIGNMENT = 64
 _DIFFERENT = 1
-#: Names in a message.
+#: The most names in a message.
 _SHOWN = 4
 
 
@@ -125,18 +125,18 @@ def _run(
 
 
 def _prove(source: File) -> None:
-    """Compare a file's bytes with the hash that its hub publishes of it, if it does."""
+    """Compare a file's bytes with the hash that its hub publishes, if it publishes one."""
     try:
         source.load([], "all")
     except DamagedFileError:
         raise
     except HashMismatchError:
-        # Neither it nor its server has any.
+        # Neither the file nor its server has a hash.
         return
 
 
 def _refuse_to_disclose(source: File) -> None:
-    """Refuse to encrypt a file with metadata, unless these are in the clear as it is."""
+    """Refuse to encrypt a file with metadata, unless the file is encrypted already."""
     if source.metadata and not source.reader.encrypted:
         raise ValueError(
             f"{source.shown} has metadata, which an encrypted file would have in the clear: "
@@ -150,7 +150,7 @@ def _verified(
     options: argparse.Namespace,
     report: Report,
 ) -> list[dict[str, Any]]:
-    """Read the copy again from where it was written, and return what differs."""
+    """Read the copy again from its target, and return the differences."""
     params = None
     if encryption is not None:
         params = DecryptionParams.from_key(encryption.key, require_manifest=options.manifest)
@@ -175,7 +175,7 @@ def _is_stored_as_it_is(
     encryption: EncryptionParams | None,
     options: argparse.Namespace,
 ) -> bool:
-    """Tell whether the bytes of a file are what a server is to have."""
+    """Tell whether a server is to store the bytes of the file unchanged."""
     same = params is None and encryption is None and options.alignment is None
     same = same and not options.drop_metadata
     return same and source.reader.format == "tensors"
@@ -194,7 +194,7 @@ def _copy(
         raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
     limit, least = source.memory_limit, _least(target, encryption)
     if options.verify and limit is not None:
-        # Its tensors are held too, once it is written.
+        # Once it is written, tensors of the copy are held too.
         least = max(least, source.largest + source.least)
     most, beside = source.hold(least)
     kept = 0 if limit is None else limit - beside
@@ -212,23 +212,33 @@ def _copy(
     ):
         identity = source.reader.pair_id
         if identity is not None:
-            # A copy is as good a half of a saved object.
+            # A copy is as good a storage file of a saved object.
             writer.set_pair(identity)
         for batch in source.batches(most):
-            tensors, modules = source.load(batch, "nothing")
+            tensors, modules = source.load(batch, _hashes(source, options))
             writer.write(
                 [source.reader.name(n) for n in batch],
                 [TensorType(source.kinds[n]) for n in batch],
                 modules,
                 tensors,
             )
-            # Or they would be held while the next are loaded.
+            # Freed here, not while the next ones are loaded.
             del tensors
             progress.add(source.size(batch))
 
 
+def _hashes(source: File, options: argparse.Namespace) -> str:
+    """Return which hashes of the source are compared: a copy has new ones, also of damaged data.
+
+    The CRC-32 finds damage and costs next to nothing; ``--verify`` compares all.
+    """
+    if source.reader.format not in ("tensors", "checkpoint"):
+        return "nothing"
+    return "all" if options.verify else "crc32"
+
+
 def _least(target: str | int, encryption: EncryptionParams | None) -> int:
-    """Return the least that writing takes."""
+    """Return the smallest memory limit with which the copy can be written."""
     uploads = isinstance(target, str) and is_address(target) and local_path(target) is None
     return least_of_save(uploads, encryption is not None)
 
@@ -239,12 +249,12 @@ def _to_safetensors(
     encryption: EncryptionParams | None,
     options: argparse.Namespace,
 ) -> None:
-    """Write all tensors at once: that format has its header first."""
+    """Write all tensors at once, because the header of that format comes first."""
     if encryption is not None or options.alignment is not None:
         raise ValueError("safetensors files are neither encrypted nor aligned")
     rest = source.hold_all(_least(target, None))
     with Progress(source.total, options) as progress:
-        tensors, _ = source.load(list(range(len(source))), "nothing")
+        tensors, _ = source.load(list(range(len(source))), _hashes(source, options))
         names = [source.reader.name(n) for n in range(len(source))]
         target, shard = str(target), options.max_shard_size
         save(

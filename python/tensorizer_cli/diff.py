@@ -45,7 +45,7 @@ def _decrypt(file: File, other: File, options: argparse.Namespace) -> None:
         if params is not None:
             file.decrypt(params)
     elif params is not None:
-        # One of them may be the plain copy, unless files without a seal are refused.
+        # One of them may be the plain copy; it is refused only if files must have a seal.
         encrypted = [one for one in (file, other) if one.reader.encrypted]
         if not encrypted:
             raise CryptographyError(f"neither {file.shown} nor {other.shown} is encrypted")

@@ -1,4 +1,4 @@
-"""What ``tensorizer info`` counts and looks for in a file."""
+"""The facts that ``tensorizer info`` collects about a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file; ``nbytes`` are those of its data."""
+    """A tensor of a file; ``nbytes`` is the size of its data in the file."""
 
     name: Name
     dtype: str
@@ -30,7 +30,7 @@ class Tensor:
 
 @dataclass
 class Totals:
-    """What some tensors come to. Elements of buffers are no parameters."""
+    """Sums over some tensors. Elements of buffers do not count as parameters."""
 
     tensors: int = 0
     parameters: int = 0
@@ -45,27 +45,27 @@ class Totals:
 
 @dataclass(frozen=True)
 class Hashes:
-    """How many tensors have a hash of each algorithm, of those that were looked at."""
+    """The number of tensors that have a hash of each algorithm, among those looked at."""
 
     counts: dict[str, int]
     looked_at: int
-    #: Whether that is the largest tensor alone, so as not to ask a server for each.
+    #: True if only the largest tensor was looked at, to spare a server a request for each.
     sampled: bool
 
 
 class Facts:
-    """What there is to say of a file.
+    """The facts about a file.
 
     Attributes:
-        tensors: All of them, in the order of the file.
-        all: What they come to.
-        dtypes: What those of each dtype come to, most bytes first.
-        hashes: The hashes that the file holds; None where its format has no place for them, or
-            they cannot be looked at without reading everything.
+        tensors: All tensors, in the order of the file.
+        all: Their totals.
+        dtypes: The totals of the tensors of each dtype, most bytes first.
+        hashes: The hashes that the file holds; None if its format has none, or they cannot be
+            looked at without reading everything.
         alignment: The largest power of two that divides the positions of all data; None if there
             are none.
-        metadata: What the file says beside its tensors; None if that is damaged.
-        damage: How it is.
+        metadata: The metadata of the file; None if they are damaged.
+        damage: The error message of damaged metadata.
 
     """
 
@@ -87,11 +87,11 @@ class Facts:
             self.damage = str(error)
 
     def largest(self, count: int) -> list[Tensor]:
-        """Return the tensors with most bytes, those first."""
+        """Return the tensors with the most bytes, largest first."""
         return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
 
     def _hashes(self, file: Heads) -> Hashes | None:
-        """Look at the hashes of all tensors; of the largest at a server or in a checkpoint."""
+        """Look at the hashes of all tensors; on a server or in a checkpoint only of the largest."""
         reader = file.first
         if reader is None or reader.version is None or not reader.seekable:
             return None
@@ -106,7 +106,7 @@ class Facts:
 
 
 def totals(tensors: Iterable[Tensor]) -> Totals:
-    """Return what tensors come to."""
+    """Return the totals of some tensors."""
     together = Totals()
     for tensor in tensors:
         together.add(tensor)

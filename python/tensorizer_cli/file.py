@@ -1,4 +1,4 @@
-"""Files as the commands read them."""
+"""Files as the commands read them: in batches, and within a memory limit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class File(Heads):
 
     Args:
         file: A path, an address or a descriptor.
-        params: What it is decrypted with. Names and shapes need nothing.
+        params: The key or passphrase. Names and shapes need none.
         readers: Threads that read at once; None for as many as help.
-        mmap: Use tensors in place of a local file, where all of them are needed at once.
-        heads: Empty for what servers say of the files to be kept, as ``heads``.
+        mmap: Use tensors of a local file in place, where all of them are needed at once.
+        heads: An empty sequence to keep the servers' headers of the files, as ``heads``.
         memory_limit: The most bytes in flight, the tensors of a batch among them.
 
     """
@@ -59,7 +59,7 @@ class File(Heads):
         self._file.close()
 
     def decrypt(self, params: DecryptionParams) -> None:
-        """Decrypt what is loaded from here on."""
+        """Decrypt the data that is loaded from now on."""
         self._file.decrypt(params)
         self._has_key = True
 
@@ -71,21 +71,21 @@ class File(Heads):
             )
 
     def damaged_objects(self) -> Iterator[tuple[str, Exception]]:
-        """Yield what is no tensor and is damaged: files have no such."""
+        """Yield damaged objects that are no tensors: files have none."""
         return iter(())
 
     def batches(self, most: int = _BATCH_BYTES) -> Iterator[list[int]]:
-        """Return numbers of tensors of ``most`` bytes together, in the order of the file."""
+        """Yield numbers of tensors of at most ``most`` bytes together, in the file's order."""
         return in_batches(range(len(self)), self.data_lens.__getitem__, most)
 
     def hold(self, beside: int = 0) -> tuple[int, int]:
-        """Share the memory limit; return bytes of tensors at a time, and what is beside them.
+        """Divide the memory limit; return the bytes of tensors at a time, and those beside them.
 
-        What is beside them, and has ``beside`` bytes at least, gets half of what is free. Without a
-        limit it is 0.
+        The latter are at least ``beside``, and include half of the free bytes. They are 0 without a
+        limit.
 
         Raises:
-            ValueError: It is less than all of them need; the message names the least.
+            ValueError: The limit is too small; the message states the minimum.
 
         """
         if self.memory_limit is None:
@@ -93,17 +93,17 @@ class File(Heads):
         largest = self.largest
         least = self.least + beside
         free = self.memory_limit - largest - least
-        # What does not fit is refused with all that is needed.
+        # A limit that is too small is refused with the sum of all that is needed.
         least, kept = (least, 0) if free < 0 else (0, beside + free // 2 if beside else 0)
         lens = self.data_lens.__getitem__
         most = self._file.hold(_BATCH_BYTES, range(len(self)), lens, least=least, kept=kept)
         return most, kept
 
     def hold_all(self, beside: int) -> int | None:
-        """Hold all tensors at once, if they fit; return what of the limit is left.
+        """Hold all tensors at once, if they fit; return the rest of the limit.
 
         Raises:
-            ValueError: They do not, with ``beside`` bytes.
+            ValueError: They do not fit, together with ``beside`` bytes.
 
         """
         if self.memory_limit is None or (self._file.maps and self._file.is_local):
@@ -113,9 +113,9 @@ class File(Heads):
         return self.memory_limit - self.total
 
     def share_with(self, other: File) -> int:
-        """Share the memory limit with a file whose tensors are compared with those of this one.
+        """Divide the memory limit with a file whose tensors are compared with those of this one.
 
-        Returns bytes of tensors of each at a time.
+        Return the bytes of tensors of each file that are held at a time.
 
         Raises:
             ValueError: See :meth:`hold`.
@@ -134,15 +134,15 @@ class File(Heads):
 
     @property
     def least(self) -> int:
-        """What reads a tensor takes at least."""
+        """The smallest memory limit with which a tensor can be read."""
         return self._file.least()
 
     def size(self, numbers: list[int]) -> int:
-        """Return how many bytes of data some tensors have."""
+        """Return the number of bytes of data of some tensors."""
         return sum(self.data_lens[number] for number in numbers)
 
     def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
-        """Return tensors, those without data on the ``meta`` device, and module indices."""
+        """Return tensors (on the ``meta`` device if they have no data), and module indices."""
         with_data = [n for n in numbers if not self.is_meta(n)]
         loaded = self._file.read(with_data, torch.device("cpu"), verify)
         found = dict(zip(with_data, zip(*loaded, strict=True), strict=True))
@@ -155,7 +155,7 @@ class File(Heads):
         return self._file.is_local
 
     def load_all(self, device: torch.device, verify: bool) -> list[torch.Tensor]:
-        """Return all tensors on a device, perhaps compared with their hashes."""
+        """Return all tensors on a device, compared with their hashes if ``verify`` is true."""
         numbers = range(len(self))
         loaded = self._file.load(numbers, device, "all" if verify else None)
         return [tensor for _, tensor, _ in loaded]

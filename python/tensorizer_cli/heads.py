@@ -1,4 +1,4 @@
-"""Files as far as they say themselves what they hold: for that, torch is not needed."""
+"""Files as their own headers describe them, for which torch is not needed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Heads:
-    """What an open file says of its tensors, and of itself.
+    """The description of an open file and its tensors.
 
     Args:
         shown: Its path or address.
-        reader: What reads it.
-        heads: What servers say of its files, where that is asked for.
+        reader: The reader of the file.
+        heads: The servers' headers of its files, if they were requested.
 
     """
 
@@ -37,12 +37,12 @@ class Heads:
         self.memory_lens: list[int] = reader.memory_lens()
         self.data_lens: list[int] = reader.data_lens()
         self.total: int = sum(self.data_lens)
-        #: What is no tensor.
+        #: The names of objects that are no tensors.
         self.left_out: list[str] = []
 
     @property
     def first(self) -> Reader | None:
-        """What reads the file, or the first of those that are read together."""
+        """The reader of the file, or of the first of several that are read together."""
         found: Reader = self.reader
         return found
 
@@ -57,7 +57,7 @@ class Heads:
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """What the file says beside its tensors, without the bytes that an index counts.
+        """The metadata of the file, without the number of bytes that an index states.
 
         Raises:
             FormatError: They are damaged.
@@ -69,21 +69,7 @@ class Heads:
         return found
 
 
-def open_heads(file: str, *, with_heads: bool = False) -> Heads:
-    """Open a file for what it says of itself.
-
-    torch is imported for checkpoints of ``torch.save``, whose pickles it reads, for folders of
-    distributed checkpoints, and for what can be read only once.
-    """
-    found = _opened(file, with_heads)
-    if found is None:
-        from .checkpoint import open_file
-
-        found = open_file(file, names_only=True, heads=() if with_heads else None)
-    return found
-
-
-def _opened(file: str, with_heads: bool) -> Heads | None:
+def open_without_torch(file: str, with_heads: bool) -> Heads | None:
     """Open a file without torch; None if it is needed."""
     core = native.module()
     path = core.local_path(file)
@@ -104,10 +90,10 @@ def _opened(file: str, with_heads: bool) -> Heads | None:
 
 
 def refuse_missing(options: argparse.Namespace) -> None:
-    """Refuse files that are not there before torch is imported.
+    """Refuse missing files before torch is imported.
 
     Raises:
-        FileNotFoundError: It names the first.
+        FileNotFoundError: A file is missing; the error names the first.
 
     """
     for name in () if options.command == "keygen" else ("file", "other"):
@@ -118,7 +104,7 @@ def refuse_missing(options: argparse.Namespace) -> None:
 
 
 def _is_readable_twice(path: str) -> bool:
-    """Tell whether something is a file or a model's folder, or is not there, which is an error."""
+    """Tell whether it is a file or a model's folder, or is missing, which is an error later."""
     try:
         about = Path(path).stat()
     except (OSError, ValueError):
@@ -129,22 +115,22 @@ def _is_readable_twice(path: str) -> bool:
 
 
 def is_address(file: str) -> bool:
-    """Tell whether a text is the address of a server, and no path."""
+    """Tell whether a text is the address of a server, and not a path."""
     return native.module().local_path(os.fspath(file)) is None
 
 
 def text(name: Name) -> str:
-    """Return a name as people read it."""
+    """Return a name as readable text."""
     return name if isinstance(name, str) else json.dumps(list(name))
 
 
 def plain(name: Name) -> str | list[str | int]:
-    """Return a name as JSON has it."""
+    """Return a name in its form for JSON."""
     return name if isinstance(name, str) else list(name)
 
 
 def size(count: float) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes as readable text."""
     if count < 1000:
         return plural(int(count), "byte")
     shown: str = native.module().convert_bytes(count)

@@ -1,8 +1,10 @@
-"""Examples, and meanings of columns, that the help of each command ends with."""
+"""Examples, and meanings of columns, at the end of the help of each command."""
 
 from __future__ import annotations
 
-#: By the name of the command.
+#: Shells that complete the command.
+SHELLS = ("bash", "zsh", "fish")
+#: The texts by the name of the command.
 EPILOGS = {
     "ls": """\
 columns:

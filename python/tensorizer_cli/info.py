@@ -5,22 +5,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
+from .describe import open_heads
 from .facts import Facts, Hashes, Tensor, Totals
-from .heads import Heads, open_heads, plain, size, text
+from .heads import Heads, plain, size, text
 from .modules import Module, listed, modules, shown as shown_modules
 from .output import Report, bold, brief, dim, plural, shown
 from .places import Place, places
 
-#: Files of a model, and its modules, that are shown to people.
+#: The most files of a model, and the most modules, that are shown.
 _MOST_FILES, _MOST_MODULES = 16, 60
-#: Objects of a checkpoint that are named to people.
+#: The most objects of a checkpoint that are named.
 _MOST_OBJECTS = 8
-#: Characters of a name.
+#: The most characters of a name.
 _NAME = 72
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what a file is, what it holds and where it lies."""
+    """Show the format of a file, its content and its location."""
     report = Report(options)
     with open_heads(options.file, with_heads=True) as file:
         facts, found = Facts(file), places(file)
@@ -67,7 +68,7 @@ def _hashes_for_programs(hashes: Hashes | None) -> dict[str, int] | None:
 
 
 def _facts(file: Heads, facts: Facts, found: Sequence[Place]) -> Iterator[tuple[str, str]]:
-    """Yield titles, empty under one of the same, and what is said beside them."""
+    """Yield titles and values; the title is empty for a further value of the same title."""
     version = file.reader.version
     yield "format", file.reader.format + ("" if version is None else f", data version {version}")
     counts = plural(len(file), "tensor"), plural(facts.all.parameters, "parameter")
@@ -159,7 +160,7 @@ def _show_largest(report: Report, facts: Facts, largest: Sequence[Tensor]) -> No
 
 
 def _show(report: Report, cells: Sequence[tuple[str, ...]], sides: str, more: int = 0) -> None:
-    """Show titles and rows below each other, and that there are more."""
+    """Show a title and the rows below it, and the number of rows that are left out."""
     head, *lines = _columns(cells, sides)
     report.line()
     report.line(bold(head))
@@ -170,7 +171,7 @@ def _show(report: Report, cells: Sequence[tuple[str, ...]], sides: str, more: in
 
 
 def _columns(cells: Sequence[tuple[str, ...]], sides: str) -> Iterator[str]:
-    """Yield rows with cells of one width each, to the side of ``<`` or ``>``."""
+    """Yield rows whose columns have one width each, aligned to the side of ``<`` or ``>``."""
     escaped = [[shown(cell) for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(*escaped, strict=True)]
     for row in escaped:

@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     """Write a random key to a new file that its owner alone may read, or print it.
 
     Raises:
-        FileExistsError: There is a file of this name, perhaps the key of others.
+        FileExistsError: There is a file of this name, perhaps a key in use.
 
     """
     report = Report(options)

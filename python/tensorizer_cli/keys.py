@@ -1,4 +1,4 @@
-"""Keys and passphrases, from where the options say."""
+"""Reads keys and passphrases from the sources that the options name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _value(options: argparse.Namespace, option: str) -> str | bool | None:
 
 
 def _secret(options: argparse.Namespace, prefix: str) -> tuple[bool, bytes] | None:
-    """Return whether it is a key, not a passphrase, and its bytes; None if there is neither."""
+    """Return True and a key, or False and a passphrase; None if neither is given."""
     named = [what for what in SECRETS if _value(options, prefix + what)]
     if not named:
         return None
@@ -64,10 +64,10 @@ def _key(data: bytes, where: str) -> bytes:
 
 
 def decryption(options: argparse.Namespace, prefix: str = "") -> DecryptionParams | None:
-    """Return what a file is decrypted with; None if nothing is given.
+    """Return the parameters to decrypt a file with; None if no key is given.
 
     Raises:
-        ValueError: Files without a seal are to be refused, and nothing is given.
+        ValueError: Files without a seal are to be refused, and no key is given.
 
     """
     secret = _secret(options, prefix)
@@ -80,10 +80,10 @@ def decryption(options: argparse.Namespace, prefix: str = "") -> DecryptionParam
 
 
 def needed_decryption(options: argparse.Namespace) -> DecryptionParams:
-    """Return the same where there must be something.
+    """Return the parameters to decrypt a file with, for which a key is required.
 
     Raises:
-        ValueError: Nothing is given.
+        ValueError: No key is given.
 
     """
     params = decryption(options)
@@ -93,10 +93,10 @@ def needed_decryption(options: argparse.Namespace) -> DecryptionParams:
 
 
 def encryption(options: argparse.Namespace, prefix: str = "") -> EncryptionParams:
-    """Return what the copy is encrypted with.
+    """Return the parameters to encrypt the copy with.
 
     Raises:
-        ValueError: Nothing is given.
+        ValueError: No key is given.
 
     """
     secret = _secret(options, prefix)

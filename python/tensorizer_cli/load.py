@@ -1,4 +1,4 @@
-"""``tensorizer load``: how fast this machine gets a file, and what holds it back."""
+"""``tensorizer load``: measures the load of a file, and finds what limits its speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .progress import Progress
 
 _PAGE = 4096
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-#: What is moved by one stage while another is, in the order of a byte's way.
+#: The stages that move bytes at the same time, in the order in which a byte passes them.
 _STAGES = ("read", "first touch", "decrypt", "hash", "memory", "copy")
 _MEANINGS = {
     "open": "connecting, the first bytes, the index",
@@ -36,7 +36,7 @@ _MEANINGS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Load a file, every byte of it, and report."""
+    """Load every byte of a file, and report."""
     report = Report(options)
     shown = without_password(options.file)
     figures, file = _measured(options)
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
     device = resolve_device(options.device)
-    # Only what stays in host memory is mapped.
+    # Only tensors that stay in host memory are mapped.
     mapped = options.mmap and device.type == "cpu"
     prepare(options.file, options.mmap)
     time_first_touch(True)
@@ -101,7 +101,7 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
         faults = _page_faults()
         with Progress(total, options) as progress:
             tensors = file.load_all(device, options.verify)
-            # What is mapped comes when it is touched.
+            # Mapped bytes are read when they are touched.
             touched = time.perf_counter()
             faults = _page_faults() - faults
             if mapped:
@@ -149,7 +149,7 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
 def _stages(calls: list[dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of all threads in each stage that moves bytes."""
     found = {name: sum(call["stages"].get(name, 0.0) for call in calls) for name in _STAGES}
-    # It is timed as a part of reading.
+    # The first touch is timed as a part of reading.
     found["read"] -= found["first touch"]
     return found
 
@@ -162,7 +162,7 @@ def _page_faults() -> int:
 def _of_whole(
     stages: dict[str, float], calls: list[dict[str, Any]], opened: float, whole: float
 ) -> dict[str, float]:
-    """Share the time of the whole among stages, as threads have spent theirs."""
+    """Divide the time of the whole among stages, in proportion to the time of the threads."""
     planned = min(sum(call["stages"]["plan"] for call in calls), whole - opened)
     moving = max(whole - opened - planned, 0.0)
     spent = sum(stages.values()) or 1.0
@@ -171,7 +171,7 @@ def _of_whole(
 
 
 def _from_disk() -> int:
-    """Return the bytes that this process has had read from disks."""
+    """Return the bytes that were read from disks for this process."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -180,7 +180,7 @@ def _from_disk() -> int:
 
 
 def _huge_pages() -> bool:
-    """Tell whether the system gives huge pages to memory that asks for them."""
+    """Tell whether the system gives huge pages to memory that requests them."""
     try:
         return "[never]" not in _HUGE_PAGES.read_text()
     except OSError:
@@ -194,7 +194,7 @@ def _source(file: str, local: bool, from_disk: int, total: int) -> str:
 
 
 def _path(file: str, source: str, threads: int, names: set[str], mapped: bool) -> str:
-    """Return the way that the bytes took; with no threads, front to back."""
+    """Return the path that the bytes took; no threads mean that they came front to back."""
     if source == "network":
         if threads == 0:
             return "front to back over 1 connection"

@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from . import native
-from .heads import Heads, open_heads, plain, size, text
+from .describe import open_heads
+from .heads import Heads, plain, size, text
 from .output import Report, brief, plural, shown
 
 _HEAD = ("name", "dtype", "shape", "bytes", "type")
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _metadata(file: Heads, report: Report) -> dict[str, str] | None:
-    """List and return metadata; None if they are damaged."""
+    """List and return the metadata; None if they are damaged."""
     try:
         found = dict(file.reader.metadata or ())
     except ValueError as error:

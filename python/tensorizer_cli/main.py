@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(options)
     except KeyboardInterrupt:
         if arguments is None:
-            # The interpreter takes a moment to end, in which a second one needs no traceback.
+            # A second Ctrl-C while the interpreter ends needs no traceback.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         standard.tell(start.interrupted(options is not None and options.json))
         return start.INTERRUPTED
@@ -36,7 +36,8 @@ def _run(options: argparse.Namespace) -> int:
         with warnings_told(options.json):
             try:
                 heads.refuse_missing(options)
-                # Most with torch, which takes long and may not be what the package was built for.
+                # Most commands import torch, which takes long, and may not be the one it was built
+                # for.
                 run = commands.of(options.command)
             finally:
                 start.done()
@@ -45,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
             return status
     except Exception as error:
         if not commands.is_expected(error) and not options.json:
-            # A mistake in the program.
+            # A mistake in the program, not in its input.
             standard.tell(traceback.format_exc())
         tell_error(error, options.json)
         return start.FAILED

@@ -1,4 +1,4 @@
-"""The modules that the names of tensors speak of, and what each of them holds."""
+"""The modules in the names of tensors, and the totals of each."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .facts import Tensor, Totals
 if TYPE_CHECKING:
     from tensorizer._types import Name
 
-#: What a module is called: the steps to it.
+#: The name of a module, as the steps to it.
 Path = tuple[str, ...]
 
 
 @dataclass
 class Module:
-    """A module: what it and those below it come to, and those below it that are near enough."""
+    """A module: its totals, with those of modules below it, and its children down to a depth."""
 
     path: Path
     totals: Totals = field(default_factory=Totals)
     below: dict[str, Module] = field(default_factory=dict)
 
     def alike(self, other: Module) -> bool:
-        """Tell whether two hold the same, as the layers of a model do."""
+        """Tell whether two modules hold the same, as the layers of a model do."""
         return (
             self.totals == other.totals
             and self.below.keys() == other.below.keys()
@@ -33,7 +33,7 @@ class Module:
 
 
 def modules(tensors: Iterable[Tensor], depth: int) -> Module:
-    """Return the module of all tensors, with those below it to a depth."""
+    """Return the root module of all tensors, with the modules below it down to a depth."""
     root = Module(())
     for tensor in tensors:
         at = root
@@ -52,11 +52,11 @@ def listed(module: Module) -> Iterator[Module]:
 
 
 def shown(module: Module, indent: int = 0) -> Iterator[tuple[str, Totals, int]]:
-    """Yield the same for people: name, what it holds, and how many like it stand together.
+    """Yield rows: a name, its totals, and the number of equal modules that the row stands for.
 
-    Of numbered modules that hold the same, as the layers of a model do, the first stands for all.
+    Numbered modules in sequence that hold the same, as the layers of a model do, share a row.
     """
-    # Some files have their tensors in the order of their names, in which 10 comes before 2.
+    # Some files have their tensors in the order of their names, where 10 comes before 2.
     siblings = sorted(module.below.values(), key=_order)
     for group in _groups(siblings):
         first, last = group[0].path[-1], group[-1].path[-1]
@@ -87,16 +87,16 @@ def _order(module: Module) -> int:
 
 
 def _number(module: Module) -> int | None:
-    """Return the number that a module is called, without those of absurd length."""
+    """Return the number that names a module; None for other names, and for absurdly long ones."""
     text = module.path[-1]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def _steps(name: Name, depth: int) -> list[str]:
-    """Return the steps to the module of a tensor, no more than are asked for."""
+    """Return the steps to the module of a tensor, at most ``depth``."""
     steps: list[str] = []
     for part in (name,) if isinstance(name, str) else name:
-        # What is left counts as the tensor's own name.
+        # The rest counts as the tensor's own name.
         steps += str(part).removeprefix(".").split(".", depth)
         if len(steps) > depth:
             break

@@ -1,4 +1,4 @@
-"""The native module of the package, without importing torch where that was not done before.
+"""The native module of the package, loaded without importing torch if it is not imported yet.
 
 Importing torch takes seconds and half a gigabyte; the native module needs torch's libraries only.
 """
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 _NAME = "tensorizer._C"
-#: The libraries of torch that the native module names, those first that others need.
+#: The libraries of torch that the native module needs, in the order of their dependencies.
 _LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 
 
@@ -22,14 +22,14 @@ def module() -> Any:
     """Return the native module."""
     found = sys.modules.get(_NAME) or _alone()
     if found is None:
-        from tensorizer import _native  # noqa: F401  # says what is wrong, if anything is
+        from tensorizer import _native  # noqa: F401  # raises a helpful error if it cannot be
 
         found = sys.modules[_NAME]
     return found
 
 
 def _alone() -> ModuleType | None:
-    """Load it with torch's libraries alone; None where that is not possible."""
+    """Load the native module with torch's libraries alone; None if that is not possible."""
     if "torch" in sys.modules or "tensorizer" in sys.modules:
         return None
     package = Path(__file__).resolve().parent.parent / "tensorizer"
@@ -37,7 +37,7 @@ def _alone() -> ModuleType | None:
     if torch is None or not torch.submodule_search_locations:
         return None
     torch_folder = Path(torch.submodule_search_locations[0])
-    # Files of the old package, or another torch: importing the package says what to do.
+    # Files of the old package, or another torch: importing the package raises a helpful error.
     if (package / "_version.py").exists() or not _fits(package, torch_folder):
         return None
     try:
@@ -55,7 +55,7 @@ def _alone() -> ModuleType | None:
 
 
 def _fits(package: Path, torch: Path) -> bool:
-    """Tell whether the package was built for a torch, by what both have written down."""
+    """Tell whether the package was built for this torch, by the versions in files of both."""
     try:
         built = re.search(r'TORCH_MINOR = "(.+)"', (package / "_build.py").read_text())
         there = re.search(r"__version__ = '(\d+\.\d+)\.", (torch / "version.py").read_text())

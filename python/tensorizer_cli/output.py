@@ -1,4 +1,4 @@
-"""What the command ``tensorizer`` writes: lines for people, or one JSON object."""
+"""The output of the command ``tensorizer``: lines of text, or one JSON object."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from typing import Any, TextIO
 
 from .standard import put, tell
 
-#: Control characters, marks that turn the direction of text or are not seen, halves of characters.
+#: Control characters, marks that are invisible or turn the direction of text, and surrogates.
 _UNSHOWN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
 
 
 def shown(text: str) -> str:
-    """Return a text with what a terminal would act on escaped as in Python."""
+    """Return a text with everything escaped, as in Python, that a terminal would act on."""
     return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a number of things: ``"1 tensor"``, ``"2 tensors"``."""
+    """Return a count with its noun: ``"1 tensor"``, ``"2 tensors"``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def without_password(text: str) -> str:
-    """Return a text with its addresses as others may see them: queries may be signatures."""
+    """Return a text with the secrets of its addresses removed: passwords, and queries."""
     text = re.sub(r"(\b\w+://[^/@:\s]*):[^/\s]*@", r"\1:***@", text)
     return re.sub(r"(\b\w+://[^?\s]*)\?(?!db=\d+\b(?!&))[^\s'\"]*", r"\1?...", text)
 
 
 def brief(text: str, most: int = 200) -> str:
-    """Return the beginning of a text that may be long."""
+    """Return the beginning of a text, if it is long."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON that a terminal does not act on."""
-    # The one control character that JSON leaves as it is.
+    """Return a value as JSON without characters that a terminal acts on."""
+    # The one control character that JSON does not escape.
     return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
 
 
@@ -55,7 +55,7 @@ def tell_error(error: BaseException, json_wanted: bool) -> None:
 
 
 def _message(error: BaseException) -> str:
-    """Return what an error says, without Python's number and quotes of what the system says."""
+    """Return the message of an error, without the number and the quotes that Python adds."""
     if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
         return str(error) or type(error).__name__
     where = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
@@ -86,25 +86,25 @@ def warnings_told(json_wanted: bool) -> Iterator[None]:
 
 
 def error_line(kind: str, message: str, json_wanted: bool) -> str:
-    """Return how an error is told on the standard error output."""
+    """Return the line that reports an error on the standard error output."""
     if json_wanted:
         return as_json({"error": {"type": kind, "message": message}})
     return shown(f"tensorizer: {message}")
 
 
 class _Styled(str):
-    """A text with how a terminal shows it."""
+    """A text with its style on a terminal."""
 
     style: str
 
 
 def bold(text: str) -> _Styled:
-    """Return a text that stands out on a terminal."""
+    """Return a text that is bold on a terminal."""
     return _styled(text, "1")
 
 
 def dim(text: str) -> _Styled:
-    """Return a text that stands back on a terminal."""
+    """Return a text that is dimmed on a terminal."""
     return _styled(text, "2")
 
 
@@ -115,14 +115,14 @@ def _styled(text: str, style: str) -> _Styled:
 
 
 def _has_styles() -> bool:
-    """Tell whether the standard output is a terminal whose owner wants styles (no-color.org)."""
+    """Tell whether standard output is a terminal, and styles are not disabled (no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 class Report:
-    """What a command has found out and done."""
+    """The findings of a command, and the work that it has done."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._json, self._quiet = options.json, options.quiet
@@ -142,22 +142,22 @@ class Report:
         )
 
     def finding(self, text: str) -> None:
-        """Print what the command was asked for."""
+        """Print a result of the command."""
         if not self._json:
-            # Files and addresses choose what is in it, which a terminal must not obey.
+            # It may contain text from files and addresses, which must not control the terminal.
             put(shown(text))
 
     def summary(self, text: str) -> None:
-        """Print what all findings come to, unless the command is quiet."""
+        """Print a summary of all findings, unless the command is quiet."""
         if not self._quiet:
             self.finding(text)
 
     def done(self, text: str) -> None:
-        """Print what was done on the standard error output, unless the command is quiet."""
+        """Print a line about completed work on the standard error output, unless quiet."""
         if not self._quiet and not self._json:
             tell(shown(text))
 
     def result(self, **fields: Any) -> None:
-        """Print the same for programs."""
+        """Print the result as JSON, if that was requested."""
         if self._json:
             put(as_json(fields, indent=1))

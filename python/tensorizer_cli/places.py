@@ -1,4 +1,4 @@
-"""Where the files of a model lie, what their servers say of them, and what of them is kept here."""
+"""The places of a model's files, what their servers report of them, and their cached bytes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .output import plural, without_password
 
 @dataclass(frozen=True)
 class Place:
-    """A file.
+    """A file of a model.
 
     Attributes:
-        name: Its path or address, as others may see it.
-        is_local: Whether it is a file of this machine.
-        tensors: How many tensors are in it.
+        name: Its path or address, without secrets.
+        is_local: True if it is a file of this machine.
+        tensors: The number of tensors in it.
         length: Its size in bytes, if that is known.
-        etag: The ``ETag`` of its server.
-        modified: When it was changed, as its server says.
-        cached: How many of its bytes are in the folder that ``TENSORIZER_CACHE`` names; None if
-            that names none, or the file is of no server that files are kept of.
+        etag: The ``ETag`` from its server.
+        modified: The time of its last change, as reported by its server.
+        cached: The number of its bytes in the folder that ``TENSORIZER_CACHE`` names; None if that
+            names none, or the file is not on a server whose files are cached.
 
     """
 
@@ -39,7 +39,7 @@ class Place:
     cached: int | None = None
 
     def lines(self) -> list[str]:
-        """Return what is said of the only file."""
+        """Return the lines about a file that is the only one."""
         if self.is_local:
             what = "a pipe" if self.length is None else "a file of this machine"
         else:
@@ -53,17 +53,17 @@ class Place:
         return lines
 
     def cells(self) -> tuple[str, ...]:
-        """Return what is said of one of several."""
+        """Return the cells of a row about one of several files."""
         length = "" if self.length is None else size(self.length)
         last = [self.etag or "", self.share() if self.cached is not None else ""]
         return self.name, plural(self.tensors, "tensor"), length, "  ".join(filter(None, last))
 
     def share(self) -> str:
-        """Return how much of the file is in the cache."""
+        """Return the share of the file that is in the cache, as text."""
         return f"{(self.cached or 0) / (self.length or 1):.0%} in the cache"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same for programs."""
+        """Return the fields of the file for JSON."""
         return {
             "file": self.name,
             "local": self.is_local,
@@ -76,7 +76,7 @@ class Place:
 
 
 def places(file: Heads) -> list[Place]:
-    """Return where the files of a model lie, in the order of the model."""
+    """Return the places of a model's files, in the order of the model."""
     heads = {uri: (length, etag, modified) for uri, length, etag, modified, *_ in file.heads}
     here = _in_cache()
     counts = Counter(file.reader.file_numbers())
@@ -94,7 +94,7 @@ def places(file: Heads) -> list[Place]:
 
 
 def _local_length(path: str) -> int | None:
-    """Return the size of a local file; None of what is no file, such as a pipe."""
+    """Return the size of a local file; None if it is not a regular file, but a pipe, say."""
     try:
         about = Path(path).stat()
     except (OSError, ValueError):
@@ -103,7 +103,7 @@ def _local_length(path: str) -> int | None:
 
 
 def _in_cache() -> dict[str, int] | None:
-    """Return how many bytes of each file are kept here; None if none are."""
+    """Return the cached bytes of each file; None if there is no cache."""
     if not os.environ.get("TENSORIZER_CACHE"):
         return None
     return {uri: here for uri, _, here, _ in native.module().cache_entries()}

@@ -1,4 +1,4 @@
-"""How far a command has come."""
+"""The progress bar of a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .standard import tell
 
 
 class Progress:
-    """A line on a terminal: how many of ``total`` bytes are done."""
+    """A progress bar on a terminal, for ``total`` bytes."""
 
     def __init__(self, total: int, options: argparse.Namespace) -> None:
         self._total, self._done, self._bar = total, 0, Bar()

@@ -19,7 +19,7 @@ def is_meant(target: str) -> bool:
 
 
 def store(source: File, target: str) -> None:
-    """Store a file as it is.
+    """Store a file unchanged.
 
     Raises:
         ImportError: The Redis client is not installed.
@@ -33,10 +33,10 @@ def store(source: File, target: str) -> None:
 
 @contextlib.contextmanager
 def changed(target: str, memory_limit: int | None) -> Iterator[int]:
-    """Lend the descriptor of a file, which is stored at the end.
+    """Yield the descriptor of a file that is stored on the server at the end.
 
-    Values are stored under their positions, which are known when all tensors are written. The file
-    has no name, and is gone with this process.
+    The keys contain positions, which are known only when all tensors are written. The file has no
+    name, and vanishes with this process.
     """
     with _connected(target) as (client, prefix), tempfile.TemporaryFile() as file:
         yield file.fileno()
@@ -52,7 +52,7 @@ def _copy(source: File, client: Any, prefix: str) -> None:
 
 @contextlib.contextmanager
 def _connected(target: str) -> Iterator[tuple[Any, str]]:
-    """Lend a client of the server, and the prefix that an address names."""
+    """Yield a client of the server, and the prefix that an address names."""
     try:
         import redis
     except ImportError:
@@ -68,7 +68,7 @@ def _connected(target: str) -> Iterator[tuple[Any, str]]:
     address = f"{scheme.lower()}://{server}" + (f"?{query}" if query else "")
     try:
         with redis.Redis.from_url(address) as client:
-            # Before anything is read, which may take long.
+            # Connect before anything is read, which may take long.
             client.connection_pool.release(client.connection_pool.get_connection())
             yield client, prefix
     except redis.RedisError as error:

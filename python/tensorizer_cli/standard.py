@@ -1,4 +1,4 @@
-"""The standard streams of the command: what cannot be written there, and what that means."""
+"""The standard streams of the command, and the handling of errors in writing to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def put(line: str) -> None:
 
     Raises:
         OSError: It cannot be written, for example to a full disk. A pipe without a reader is no
-            error: the reader may have seen enough, and the status is still to be found out.
+            error: the reader may have seen enough, and the exit status still has to be determined.
 
     """
     if sys.stdout is not None:
@@ -24,7 +24,7 @@ def put(line: str) -> None:
 
 
 def flush() -> None:
-    """Write what was printed on the standard output.
+    """Flush the standard output.
 
     Raises:
         OSError: See :func:`put`.
@@ -49,7 +49,7 @@ def copy(file: IO[bytes]) -> None:
 
 
 def tell(line: str) -> None:
-    """Print a line on the standard error output; where it cannot be written, nobody is told."""
+    """Print a line on the standard error output; errors in writing it are ignored."""
     if sys.stderr is not None:
         try:
             print(line, file=sys.stderr, flush=True)
@@ -58,9 +58,9 @@ def tell(line: str) -> None:
 
 
 def settle() -> None:
-    """Write what both streams still hold, or drop it.
+    """Flush both streams, or discard what cannot be written.
 
-    Otherwise the interpreter tries it at its end, and fails with status 120.
+    Otherwise the interpreter would try that at its end, and fail with status 120.
     """
     with contextlib.suppress(OSError):
         flush()
@@ -74,7 +74,7 @@ def settle() -> None:
 def reserve() -> None:
     """Open ``/dev/null`` for each standard stream that is closed.
 
-    Otherwise the next file that is opened has its number, and gets what is printed.
+    Otherwise the next file that is opened would get its number, and the printed lines.
     """
     for number in range(3):
         try:
@@ -95,7 +95,7 @@ def _checked(stream: TextIO) -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Send what a stream holds, and what it gets from here on, to ``/dev/null``."""
+    """Redirect a stream, with the content of its buffer, to ``/dev/null``."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -1,4 +1,4 @@
-"""Ctrl-C and errors while the command ``tensorizer`` starts, mostly by importing torch."""
+"""Handles Ctrl-C and errors while the command starts, mostly by importing torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from . import standard
 from .arguments import parse
 from .output import error_line, tell_error
 
-#: The status of the command after an error, and after Ctrl-C.
+#: The exit status after an error, and after Ctrl-C.
 FAILED, INTERRUPTED = 2, 130
 _json = False
 
 
 def begin(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments; from then on Ctrl-C and errors end the process, if they are its own.
+    """Parse the arguments; for those of the process, Ctrl-C and errors end it from then on.
 
     Raises:
         SystemExit: See :func:`tensorizer_cli.arguments.parse`.
@@ -48,7 +48,7 @@ def done() -> None:
 
 
 def interrupted(json_wanted: bool) -> str:
-    """Return what is said after Ctrl-C."""
+    """Return the message after Ctrl-C."""
     return error_line("KeyboardInterrupt", "interrupted", json_wanted)
 
 
@@ -59,7 +59,7 @@ def _leave(*_: Any) -> None:
 
 
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End after an error of ``python -m tensorizer`` while the package is imported."""
+    """End the process after an error of ``python -m tensorizer`` in importing the package."""
     if not issubclass(kind, ImportError) and not _json:
         sys.__excepthook__(kind, error, trace)
     tell_error(error, _json)
@@ -71,5 +71,5 @@ def _replace(old: Any, new: Any) -> None:
         if signal.getsignal(signal.SIGINT) is old:
             signal.signal(signal.SIGINT, new)
     except ValueError:
-        # Not the main thread, to which signals go.
+        # Not the main thread, which alone handles signals.
         pass

@@ -1,4 +1,4 @@
-"""Where copies go: what a target means, and the standard output as one."""
+"""The targets of copies: their paths and addresses, and the standard output."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tensorizer.streams.addresses import is_address
 
 from . import standard
 
-#: The standard input or output, as an argument.
+#: The argument for the standard input or output.
 STREAM = "-"
-#: Endings that a copy in a folder keeps; an encrypted one has the first.
+#: Endings that a copy in a folder keeps; an encrypted copy keeps only the first.
 _ENDINGS = (".tensors", ".safetensors")
 
 
 def resolve(options: argparse.Namespace) -> str:
-    """Return the path or address of a copy, for a folder with the name of the file.
+    """Return the path or address of a copy; in a folder, it has the name of the file.
 
     Raises:
-        ValueError: The file has no name to give to it, or the standard output has another use.
+        ValueError: The file has no name to use for it, or the standard output has another use.
 
     """
     target: str = options.target
@@ -49,9 +49,9 @@ def resolve(options: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[int]:
-    """Lend the descriptor of a file without a name, which is printed at the end.
+    """Yield the descriptor of a file without a name, which is printed at the end.
 
-    The index of a file comes before its tensors, and is known after them.
+    The index of a file comes before its tensors, but is known only after them.
     """
     with tempfile.TemporaryFile() as file:
         yield file.fileno()

@@ -16,7 +16,7 @@ from .output import Report, plural
 from .progress import Progress
 
 _DAMAGED = 1
-#: A key that fits none of so many tensors is the wrong one.
+#: The number of tensors tried with a key; one that fits none of them is the wrong key.
 _TRIED = 16
 
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         file.check_key()
         whole = None
         try:
-            # A file of a format without hashes is refused, and not damaged.
+            # Refuses a file of a format without hashes, which is not damage.
             file.load([], "all")
         except DamagedFileError as damage:
             whole = str(damage)
@@ -60,14 +60,14 @@ def run(options: argparse.Namespace) -> int:
     except FormatError as error:
         report.finding(str(error))
         damaged.append({"name": None, "message": str(error)})
-    are = "is as it was written" if good == 1 else "are as they were written"
+    are = "is as it was written" if 1 in (good, len(file)) else "are as they were written"
     report.summary(f"{good:,} of {plural(len(file), 'tensor')} {are}")
     report.result(file=file.shown, tensors=len(file), bytes=file.total, damaged=damaged)
     return _DAMAGED if damaged else 0
 
 
 def _check_fit(file: File) -> None:
-    """Refuse a key that fits no tensor, which is not damage."""
+    """Refuse a key that fits no tensor; a wrong key is not damage."""
     with_data = [number for number, length in enumerate(file.data_lens) if length]
     if not with_data:
         return
@@ -94,7 +94,7 @@ def _none_of(count: int) -> str:
 
 
 def _batches(file: File) -> Iterator[list[int]]:
-    """Yield numbers of tensors; one at a time, in order, where bytes cannot be read again."""
+    """Yield numbers of tensors; one at a time, in order, if the file can be read only once."""
     if file.reader.seekable:
         yield from file.batches(file.hold()[0])
         return
@@ -104,7 +104,7 @@ def _batches(file: File) -> Iterator[list[int]]:
 
 
 def _damages(file: File, batch: list[int]) -> Iterator[tuple[int, Exception]]:
-    """Load a batch, and yield what is damaged in it."""
+    """Load a batch, and yield its damaged tensors with their errors."""
     try:
         file.load(batch, "all")
     except DAMAGES as error:

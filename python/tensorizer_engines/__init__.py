@@ -1,4 +1,4 @@
-"""The parts that the plugins for serving engines share: files, options, and weights one by one.
+"""Parts that the plugins for serving engines share: files, options, and weights one by one.
 
 Importing this imports neither torch, an engine nor tensorizer.
 """
@@ -10,9 +10,10 @@ LOAD_FORMAT = "tensorizer_stream"
 
 
 def warn_of_another_shape(engine: str, error: Exception) -> None:
-    """Say that an engine has no place for the load format, or one of another shape than is known.
+    """Warn that an engine does not support the load format, or has an unknown interface for it.
 
-    It is said by the engine's own logger, so that it is shown as the engine's messages are.
+    The warning is logged by the engine's own logger, so that it is shown like the engine's
+    messages.
     """
     logging.getLogger(f"{engine.lower()}.tensorizer").warning(
         "tensorizer: load format %s is not registered, as this %s differs: %s: %s",

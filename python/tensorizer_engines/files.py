@@ -1,4 +1,4 @@
-"""Which files hold the weights of a model."""
+"""Finds the files that hold the weights of a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tensorizer.streams.addresses import is_address
 
 
 def is_ours(model: str) -> bool:
-    """Tell whether a model's path is the address of weights, or a file with them.
+    """Tell whether a model's path is the address of weights, or a file of weights.
 
     Raises:
-        ValueError: It is an address of a kind that is not known.
+        ValueError: It is an address of an unknown kind.
 
     """
     return is_address(model) or Path(model).is_file()
@@ -38,11 +38,11 @@ def tensors_file(folder: str) -> str | None:
 
 
 def together(files: Sequence[str]) -> list[str]:
-    """Return the index of files that are its shards, which are then read as one, else the files."""
+    """Return the index of files that are its shards, which are then read as one; else the files."""
     names = {Path(file).name for file in files}
     if len(names) > 1:
         for index in sorted(Path(files[0]).parent.glob("*.index.json")):
-            # One that cannot be read is no index of these.
+            # A file that cannot be read is not an index of these.
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
                 if set(json.loads(index.read_bytes())["weight_map"].values()) == names:
                     return [str(index)]

@@ -1,4 +1,4 @@
-"""What ``--model-loader-extra-config`` says."""
+"""The options in ``--model-loader-extra-config``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Options:
     """The options of a load.
 
     Attributes:
-        uri: Where the weights are, if not where the model is: a file, folder, index or address.
+        uri: The place of the weights, if not that of the model: a file, folder, index or address.
         buffer_bytes: The most bytes of tensors that are held for the model.
         num_readers: Threads that read at once; None for as many as help.
         verify_hash: Compare every tensor with the hashes in the file: a bool, or ``"crc32"``.
-        device: Where the tensors go; None for the model's.
+        device: The device of the tensors; None for the model's.
         encryption_keyfile: A file or address with the 32 bytes of the key.
 
     """
@@ -47,12 +47,12 @@ class Options:
 
     @classmethod
     def of(cls, given: Any) -> Options:
-        """Return the options that a loader was given.
+        """Return the options from the configuration of a loader.
 
         Raises:
-            ValueError: It is no dictionary, has keys that are not known, or values that do not fit.
-            TypeError: ``num_readers`` is no int.
-            RuntimeError: ``device`` is no device of this machine.
+            ValueError: It is not a dictionary, has unknown keys, or values that do not fit.
+            TypeError: ``num_readers`` is not an int.
+            RuntimeError: ``device`` is not a device of this machine.
 
         """
         if given is not None and not isinstance(given, dict):
@@ -73,7 +73,7 @@ class Options:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It has not 32 bytes.
+            ValueError: It does not have 32 bytes.
 
         """
         if self.encryption_keyfile is None:
@@ -82,9 +82,9 @@ class Options:
             return DecryptionParams.from_key(stream.read())
 
     def place(self, model: torch.nn.Module) -> torch.device:
-        """Return where tensors for a model go: to CUDA where it is there, else to the CPU.
+        """Return the device for the tensors of a model: CUDA if the model is there, else the CPU.
 
-        Weights that are quantized while they are loaded are on the meta device till then.
+        Weights that are quantized during the load are on the meta device until then.
         """
         if self.device is not None:
             return torch.device(self.device)

@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from .options import Options
 
-#: A parameter that vLLM's own tensorizer format adds to what it writes.
+#: A parameter that vLLM's own tensorizer format adds to its files.
 _MARKER = ".vllm_tensorized_marker"
 
 
@@ -28,9 +28,9 @@ def weights(
     Args:
         files: Files, indices of shards, folders or addresses.
         options: The options of the load.
-        device: The device that tensors go to.
+        device: The device of the tensors.
         prefix: A text before each name.
-        is_wanted: Called with each name in the file; weights for which it says no are not read.
+        is_wanted: Called with each name in the file; weights for which it is false are not read.
 
     Raises:
         ValueError: A file does not hold the weights of a model as they were published.
@@ -51,7 +51,7 @@ def weights(
         with contextlib.closing(found):
             for name, tensor in found:
                 yield prefix + name, tensor
-                # Before the next is waited for.
+                # Freed before the next one is waited for.
                 del tensor
 
 

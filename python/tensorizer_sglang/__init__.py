@@ -16,8 +16,8 @@ _LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 def register() -> None:
     """Register the load format; SGLang calls this in each of its processes.
 
-    Where this SGLang has no place for it, or one of another shape than is known, a warning says so
-    and nothing is registered: SGLang goes on with its own formats.
+    If this SGLang does not support it, or has an unknown interface for it, a warning is logged and
+    nothing is registered: SGLang goes on with its own formats.
     """
     try:
         from sglang.srt.arg_groups.choices import add_load_format_choices

@@ -1,7 +1,8 @@
-"""The loader behind the load format: SGLang's default loader, over weights that this package reads.
+"""The loader of the load format: SGLang's default loader, with weights that this package reads.
 
-It builds the model, loads and processes weights; only where weights come from is ours. SGLang's own
-configuration says ``auto`` then, so that everything else that reads it, such as adapters, goes on.
+SGLang's loader builds the model, and loads and processes the weights; only the source of the
+weights is ours. SGLang's own configuration then has the format ``auto``, so that all other code
+that reads it, such as that of adapters, still works.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tensorizer_engines.weights import weights
 if TYPE_CHECKING:
     from tensorizer_engines.options import Options
 
-#: The attribute of a load configuration that has our options.
+#: The attribute of a load configuration that holds our options.
 _OPTIONS = "_tensorizer_options"
 
 for _name in ("_prepare_weights", "_get_weights_iterator", "_get_all_weights", "download_model"):
@@ -30,7 +31,7 @@ for _name in ("_prepare_weights", "_get_weights_iterator", "_get_all_weights", "
 
 
 def take_options(original: Callable[[Any], None], config: Any) -> None:
-    """Take our options out of a load configuration, around what SGLang does with a new one.
+    """Take our options out of a new load configuration, before SGLang processes it.
 
     Raises:
         ImportError: tensorizer was built for another torch, or is another package.
@@ -48,10 +49,10 @@ def take_options(original: Callable[[Any], None], config: Any) -> None:
 
 
 def choose_loader(made: Any, load_config: Any, *_: Any, **__: Any) -> Any:
-    """Return our loader in the place of SGLang's default one, where a configuration asks for it.
+    """Return our loader in place of SGLang's default one, if the configuration has our options.
 
     Raises:
-        ValueError: The model is loaded by another loader of SGLang's.
+        ValueError: SGLang loads the model by another loader.
 
     """
     options = getattr(load_config, _OPTIONS, None)
@@ -66,7 +67,7 @@ def choose_loader(made: Any, load_config: Any, *_: Any, **__: Any) -> Any:
 
 
 class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not there to be checked
-    """Feeds a model's ``load_weights`` with what :func:`tensorizer.iterate` yields."""
+    """Feeds the tensors of :func:`tensorizer.iterate` to a model's ``load_weights``."""
 
     def __init__(self, load_config: Any, options: Options) -> None:
         super().__init__(load_config)
@@ -75,7 +76,7 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
         self._uri: str | None = None
 
     def download_model(self, model_config: Any) -> None:
-        """Download a model that is only known by name; addresses are read when they are loaded."""
+        """Download a model that is known by name only; addresses are read during the load."""
         from tensorizer_engines.files import is_ours
 
         model = model_config.model_path
@@ -86,7 +87,7 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self._device = self._options.place(model)
-        # The first source that is asked for are the model's own weights.
+        # The first source that is requested is the model's own weights.
         self._uri = self._options.uri if _is_served(model_config) else None
         yield from super()._get_all_weights(model_config, model)
 
@@ -102,7 +103,7 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
             files = together(list(resolved_source.weight_files))
         else:
             files = self._files(source)
-        # SGLang reports the time from here on.
+        # SGLang reports the time of loading from here on.
         if not getattr(self, "counter_before_loading_weights", 0.0):
             self.counter_before_loading_weights: float = time.perf_counter()
         number = getattr(self.load_config, "draft_model_idx", None)
@@ -131,13 +132,13 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
 
 
 def _is_served(model_config: Any) -> bool:
-    """Tell whether weights are of the model that is served, or of one that drafts for it."""
+    """Tell whether a model is the one that is served, and not one that drafts for it."""
     if not getattr(model_config, "is_draft_model", False):
         return True
     try:
         from sglang.srt.runtime_context import get_model
 
-        # A model may draft for itself, by layers of its own.
+        # A model may draft for itself, with layers of its own.
         return bool(get_model().model_path == model_config.model_path)
     except (ImportError, AttributeError, ValueError):
         return False
@@ -145,7 +146,7 @@ def _is_served(model_config: Any) -> bool:
 
 @functools.cache
 def _adds_files() -> Callable[..., list[str]] | None:
-    """Return what adds files that an index has left out, if this SGLang has it."""
+    """Return SGLang's function that adds files missing in an index; None if it has none."""
     from sglang.srt.model_loader import weight_utils
 
     return getattr(weight_utils, "maybe_add_mtp_safetensors", None)

@@ -12,8 +12,8 @@ from tensorizer_engines import LOAD_FORMAT, warn_of_another_shape
 def register() -> None:
     """Register the load format; vLLM calls this in each of its processes.
 
-    Where this vLLM has no place for it, or one of another shape than is known, a warning says so
-    and nothing is registered: vLLM goes on with its own formats.
+    If this vLLM does not support it, or has an unknown interface for it, a warning is logged and
+    nothing is registered: vLLM goes on with its own formats.
     """
     try:
         from vllm.model_executor.model_loader import register_model_loader

@@ -1,7 +1,7 @@
-"""The loader behind the load format: vLLM's default loader, over weights that this package reads.
+"""The loader of the load format: vLLM's default loader, with weights that this package reads.
 
-It builds the model, tells which experts a rank needs and which weights are missing, and does what
-is done after loading; only where weights come from is ours.
+vLLM's loader builds the model, selects the experts that a rank needs, reports missing weights, and
+does the work after loading. Only the source of the weights is ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ for _name in ("_prepare_weights", "_get_weights_iterator", "get_all_weights", "d
 
 
 class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not there to be checked
-    """Feeds a model's ``load_weights`` with what :func:`tensorizer.iterate` yields.
+    """Feeds the tensors of :func:`tensorizer.iterate` to a model's ``load_weights``.
 
     Raises:
         ImportError: tensorizer was built for another torch, or is another package.
@@ -36,7 +36,8 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
         from tensorizer_engines.options import Options
 
         self._options = Options.of(load_config.model_loader_extra_config)
-        # Options are ours; models that are neither here nor at an address are looked up by vLLM.
+        # vLLM gets none of our options; it looks up models that are neither local nor at an
+        # address.
         plain = copy.copy(load_config)
         plain.model_loader_extra_config = {}
         plain.load_format = "auto"
@@ -45,7 +46,7 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
         self._uri: str | None = None
 
     def download_model(self, model_config: Any) -> None:
-        """Download a model that is only known by name; addresses are read when they are loaded."""
+        """Download a model that is known by name only; addresses are read during the load."""
         from tensorizer_engines.files import is_ours
 
         model = model_config.model
@@ -55,16 +56,16 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of a model, and the secondary ones that it asks for."""
+        """Yield the weights of a model, and the secondary weights that it requests."""
         self._device = self._options.place(model)
-        # The first source that is asked for are the model's own weights.
+        # The first source that is requested is the model's own weights.
         self._uri = self._options.uri if _is_served(model_config) else None
         yield from super().get_all_weights(model_config, model)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         uri, self._uri = self._uri, None
         files = self._files(source) if uri is None else [uri]
-        # vLLM reports the time from here on.
+        # vLLM reports the time of loading from here on.
         if not getattr(self, "counter_before_loading_weights", 0.0):
             self.counter_before_loading_weights = time.perf_counter()
         is_wanted = functools.partial(_is_wanted, source, getattr(self, "local_expert_ids", None))
@@ -79,7 +80,7 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
             own = model if is_ours(model) else tensors_file(model)
             if own is not None:
                 return [own]
-        # What it is asked with are fields of a source, more of them in later releases.
+        # Its parameters are fields of a source; later releases have more of them.
         asked = inspect.signature(self._prepare_weights).parameters
         given = {name: getattr(source, name) for name in asked if hasattr(source, name)}
         return together(self._prepare_weights(model, **given)[1])
@@ -98,7 +99,7 @@ def _is_wanted(source: Any, experts: set[int] | None, name: str) -> bool:
 
 
 def _is_served(model_config: Any) -> bool:
-    """Tell whether weights are of the model that is served, or of one that drafts for it."""
+    """Tell whether a model is the one that is served, and not one that drafts for it."""
     if getattr(model_config, "runner_type", None) != "draft":
         return True
     from vllm.config import get_current_vllm_config

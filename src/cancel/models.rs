@@ -8,7 +8,7 @@ use super::*;
 use crate::sys::sync::{Rng as _, Rules, check, thread_rng};
 
 #[test]
-fn what_is_detached_is_done_once_whoever_waits() {
+fn detached_work_runs_at_most_once_even_if_cancelled() {
     for patience in [Duration::ZERO, POLL] {
         check(Rules { patience, refusals: true }, || {
             let (done, asked) = (Arc::new(AtomicU32::new(0)), AtomicU32::new(0));

@@ -169,7 +169,7 @@ mod tests {
 
     /// Headers of many lengths, padded with zeros or with other bytes.
     #[test]
-    fn what_is_kept_is_short_and_hashes_like_the_whole() {
+    fn kept_headers_are_short_and_hash_like_the_original() {
         let data = [7; 100];
         for (name_len, padding, fill) in [
             (1, 0, 0),

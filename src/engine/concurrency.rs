@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_not_helped_is_taken_back_and_tried_ever_less_often() {
+    fn threads_that_do_not_help_are_retired_and_tried_ever_less_often() {
         for rate in [|_: usize| 1e9, |n: usize| 4e9 / n as f64] {
             let world = World { latency: Duration::ZERO, rate, busy: 0.5 };
             let found = world.run(&mut ConcurrencyController::new(4, 64, 2), 30);

@@ -88,8 +88,7 @@ pub fn read_while<T: Target>(
     let jobs = jobs(what.extents, batches, target, (step, whole), large_first)?;
     let most = if is_inline(what, &traits, total) { 1 } else { jobs.len() };
     let range = WorkerRange { bytes: Some(total), ..range.at_most(most) };
-    // SHA-256, decryption and a receiver depend on the order of reads: then all readers take from
-    // one queue, instead of one share each.
+    // SHA-256, decryption and a receiver depend on the order of reads: then readers share a queue.
     let any_order = !sha && !what.decrypts && !in_order;
     let affinity = affinity(target, range);
     let own = any_order && range.most > 1 && sources.are_local() && affinity.node(0).is_none();

@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_or_taken_out_does_not_stay() {
+    fn refused_and_removed_names_do_not_stay_in_the_tree() {
         let mut tree = NameTree::default();
         tree.insert(&name("a"), 0).unwrap();
         tree.insert(&name("a"), 1).unwrap_err();

@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_filled_is_not_given_out() {
+    fn partly_filled_memory_is_not_returned() {
         let mut memory = [MaybeUninit::uninit(); 4];
         let some = |buffers: &mut Buffers<'_>| {
             buffers.put(b"abc");

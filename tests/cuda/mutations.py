@@ -45,7 +45,7 @@ MUTATIONS = [
     Mutation(
         "the consumer's stream does not wait for the copies",
         "cuStreamWaitEvent:torch",
-        GPU + "what_is_loaded_can_be_used_at_once_on_the_current_stream",
+        GPU + "loaded_tensors_can_be_used_at_once_on_the_current_stream",
     ),
     Mutation(
         "the consumer's stream waits for one of two streams",

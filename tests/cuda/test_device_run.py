@@ -68,7 +68,7 @@ def ends(tmp_path):
     return {row["key"]: row for row in lines(tmp_path) if "key" in row}
 
 
-def test_what_fails_is_a_row_and_a_run_that_was_killed_goes_on(tmp_path, wheels):
+def test_failures_are_recorded_as_rows_and_a_killed_run_resumes(tmp_path, wheels):
     engines = ["pinned copy", "ours", "InstantTensor", "run:ai", "fastsafetensors"]
     command = ["--wheels", wheels, *SMALL, *engines]
     killed = run(tmp_path, *command)

@@ -104,7 +104,7 @@ def test_slices_and_whole_tensors(path):
     check(found, in_turn, expected)
 
 
-def test_what_comes_front_to_back_is_read_once(path):
+def test_an_unseekable_stream_is_read_once_for_several_devices(path):
     class Stream:
         def __init__(self):
             self._file = path.open("rb")

@@ -244,7 +244,7 @@ thread.join()
     is_found("a thread ended with 1 contexts pushed and not popped", RUNTIME + code)
 
 
-def test_what_a_capture_forbids():
+def test_synchronizing_a_stream_during_a_graph_capture_fails():
     passes("""
 x, other = torch.ones(1000, device="cuda"), torch.cuda.Stream()
 torch.cuda.synchronize()

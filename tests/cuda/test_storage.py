@@ -73,7 +73,7 @@ def test_memory_of_the_caller_is_not_read_into_while_it_is_used(path, emulator):
             assert torch.equal(given[name].cpu(), tensor), name
 
 
-def test_what_reads_wrong_bytes_is_not_used(path, monkeypatch):
+def test_cufile_is_not_used_if_it_reads_wrong_bytes(path, monkeypatch):
     monkeypatch.setenv("FAKE_CUFILE_WRONG", "1")
     _, fallbacks = load(path)
     assert len(fallbacks) == 1 and "other bytes" in fallbacks[0]

@@ -90,7 +90,7 @@ def test_a_process_that_ends_waits_for_its_saves(tmp_path):
     assert tensorizer.load(tmp_path / "f.tensors", "cpu")["a"][-1] == 2_999_999
 
 
-def test_a_forked_child_is_told_that_nobody_saves_there(tmp_path):
+def test_waiting_in_a_forked_child_for_a_save_of_its_parent_raises(tmp_path):
     code = """
 import asyncio, concurrent.futures, io, os, sys, threading, tensorizer, torch
 go, told = threading.Event(), threading.Event()

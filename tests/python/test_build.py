@@ -159,7 +159,7 @@ def test_the_extension_alone_says_so_too(tmp_path):
         ({}, ">=2.10,<2.16", "sdist"),
     ],
 )
-def test_what_is_installed_asks_for_the_torch_that_it_was_built_for(environment, wanted, command):
+def test_a_wheel_requires_the_torch_release_that_it_was_built_for(environment, wanted, command):
     code = (
         "import sys, setuptools;"
         "setuptools.setup = lambda **given: print(given['install_requires'][0]);"

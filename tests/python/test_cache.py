@@ -279,7 +279,7 @@ def test_a_process_that_is_killed_leaves_what_is_right(nginx, served, folder, te
     assert nginx.sent(f"slow/{name}") - before <= FIRST
 
 
-def test_who_downloads_and_stops_keeps_nobody_waiting(nginx, served, folder, tensors, monkeypatch):
+def test_a_stopped_range_lock_holder_blocks_no_load(nginx, served, folder, tensors, monkeypatch):
     """A process that is stopped holds the lock of a range that others want."""
     name, _ = served
     uri = f"{nginx.http}/{name}"
@@ -334,7 +334,7 @@ def test_damaged_entries_are_made_anew(nginx, served, folder, tensors):
         assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
 
 
-def test_what_another_boot_has_left_is_not_believed(nginx, served, folder, tensors):
+def test_chunks_of_an_earlier_boot_are_used_only_if_synced(nginx, served, folder, tensors):
     """Chunks of an earlier boot are used only if they were synced: a crash may have lost them."""
     name, size = served
     uri = f"{nginx.http}/{name}"
@@ -397,7 +397,7 @@ def test_a_folder_that_others_may_use_is_refused(nginx, served, tmp_path):
         load(f"{nginx.http}/{name}", cache_dir=tmp_path / "open")
 
 
-def test_what_cannot_be_known_is_not_kept(nginx, served, tensors, folder):
+def test_files_of_servers_without_ranges_or_etags_are_not_cached(nginx, served, tensors, folder):
     """Servers without ranges or tags."""
     name, _ = served
     for way in ("whole", "tagless"):

@@ -182,7 +182,7 @@ def test_damage_of_what_is_encrypted(tmp_path, path, capsys):
 
 
 @pytest.mark.parametrize("where", ["file", "pipe"])
-def test_what_verify_counts(tmp_path, where, capsys):
+def test_verify_counts_the_intact_tensors(tmp_path, where, capsys):
     path = tmp_path / "f.tensors"
     tensors = {name: torch.arange(5000.0) + i for i, name in enumerate(("a", "b"))}
 
@@ -263,7 +263,7 @@ def test_one_difference(tmp_path, path, capsys):
     assert capsys.readouterr().out == "scalar: 1 of 8 bytes differs\n"
 
 
-def test_what_copies_say(tmp_path, path, capsys):
+def test_copies_report_size_and_rate_on_stderr_unless_quiet(tmp_path, path, capsys):
     target = tmp_path / "copy"
     (tmp_path / "key").write_bytes(KEY)
     key = ("--key-file", tmp_path / "key")

@@ -70,7 +70,7 @@ def test_verify_says_that_there_are_no_hashes(folder, capsys, name):
     assert "files hold no hashes" in capsys.readouterr().err
 
 
-def test_what_safetensors_has_no_place_for_is_refused(folder, capsys):
+def test_copies_that_safetensors_cannot_hold_are_refused(folder, capsys):
     nested = folder / "nested.tensors"
     tensorizer.save({"a": [torch.ones(1)]}, nested)
     target = folder / "new.safetensors"

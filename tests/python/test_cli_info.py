@@ -137,7 +137,7 @@ def test_other_formats(folder, capsys, name):
         assert facts["read from"] == [f"{len(paths)} files, {together / 1000:.1f} KB"]
 
 
-def test_how_much_is_shown(folder, capsys):
+def test_depth_and_largest_limit_the_rows_shown(folder, capsys):
     path = folder / "f.tensors"
     _, tables = shown(capsys, path, "--depth", 1, "--largest", 2)
     assert [line.split()[0] for line in tables["modules"]] == ["embed", "layers"]

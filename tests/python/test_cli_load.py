@@ -152,7 +152,7 @@ def test_first_touch_is_timed_only_where_it_is_asked_for(folder):
         time_first_touch(False)
 
 
-def test_what_is_on_is_not_advised():
+def test_settings_that_are_on_are_not_advised():
     first = {"read": 1.0, "first touch": 2.0}
     assert "huge pages" not in advice(figures(seconds=first))
     assert "huge pages" in advice(figures(seconds=first, huge_pages=False))
@@ -160,7 +160,7 @@ def test_what_is_on_is_not_advised():
     assert "--mmap" not in advice(figures(source="page cache", mapped=True))
 
 
-def test_what_stats_count(folder):
+def test_stats_hold_the_stages_and_threads_of_a_call(folder):
     before = stats()["call"] if stats() else 0
     tensorizer.load(folder / "f", num_readers=2)
     [call] = stats(since=before)

@@ -156,7 +156,7 @@ def test_to_s3(folder, s3):
         assert read(f"s3://bucket/{name}") == METADATA
 
 
-def test_what_comes_once_cannot_be_verified(folder, capsys):
+def test_verifying_a_copy_of_a_pipe_is_refused(folder, capsys):
     pipe = folder / "pipe"
     os.mkfifo(pipe)
     with subprocess.Popen(
@@ -179,7 +179,7 @@ def flipping(with_faults):
     return run
 
 
-def test_what_was_written_wrong_is_found(folder, flipping, capsys):
+def test_verifying_a_copy_finds_wrongly_written_bytes(folder, flipping, capsys):
     arguments = ("cp", folder / "f.tensors", folder / "new.tensors")
     assert run("ls", "--json", folder / "f.tensors") == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["tensors"]}

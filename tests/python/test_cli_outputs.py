@@ -137,7 +137,7 @@ def test_a_copy_with_all_streams_closed(folder):
         assert tensorizer.load(folder / target)["b"].tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_told_goes_to_stderr_alone(folder):
+def test_messages_go_only_to_stderr(folder):
     command = ["bash", "-c", 'exec "$@" 2>&-', "-", sys.executable, "-m", "tensorizer"]
     done = subprocess.run(
         [*command, "cp", "f", "new"], stdout=subprocess.PIPE, cwd=folder, check=False
@@ -146,7 +146,7 @@ def test_what_is_told_goes_to_stderr_alone(folder):
 
 
 @pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&-"])
-def test_ctrl_c_while_the_command_starts_and_nobody_can_be_told(tmp_path, redirected):
+def test_ctrl_c_at_start_exits_with_130_even_if_stderr_is_unwritable(tmp_path, redirected):
     (tmp_path / "torch").mkdir()
     # A signal just before a system call that sleeps does not end it.
     code = "import time\nopen('ready', 'w').close()\nfor _ in range(1000): time.sleep(0.06)\n"

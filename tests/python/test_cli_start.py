@@ -66,7 +66,7 @@ def test_the_command_itself(command, path, tmp_path):
     [(["--help"], 0), (["cp", "--help"], 0), (["--version"], 0), (["cp", "a"], 2), ([], 2)],
     ids=str,
 )
-def test_what_needs_no_torch(command, arguments, status):
+def test_help_version_and_usage_errors_do_not_import_torch(command, arguments, status):
     done = command(*arguments, before=["-X", "importtime"])
     assert done.returncode == status
     assert done.stdout if status == 0 else "usage: tensorizer" in done.stderr
@@ -250,7 +250,7 @@ def last_line(*arguments):
     return done.stdout.splitlines()[-1], done
 
 
-def test_what_files_say_of_themselves_needs_no_torch(tmp_path, nginx):
+def test_ls_info_and_missing_files_do_not_import_torch(tmp_path, nginx):
     tensors = {"a": torch.ones(3, 4), ("b", 0): torch.zeros(2, dtype=torch.bfloat16)}
     tensorizer.save(tensors, tmp_path / "f.tensors", metadata={"step": "7"})
     tensorizer.save({"a": torch.ones(3)}, tmp_path / "f.safetensors")
@@ -270,7 +270,7 @@ def test_what_files_say_of_themselves_needs_no_torch(tmp_path, nginx):
         assert "none: No such file or directory" in done.stderr
 
 
-def test_what_needs_torch_is_listed_after_a_look_without_it(tmp_path):
+def test_ls_imports_torch_for_torch_files(tmp_path):
     torch.save({"a": torch.ones(3, 4)}, tmp_path / "f.pt")
     line, done = last_line("ls", str(tmp_path / "f.pt"))
     assert line == "0 ['tensorizer', 'torch']", done.stderr

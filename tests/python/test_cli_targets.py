@@ -76,7 +76,7 @@ def test_an_encrypted_copy_in_a_folder_is_no_safetensors_file(tmp_path):
     assert os.listdir(folder) == ["m.safetensors.tensors"]
 
 
-def test_what_has_no_name_gets_none(tmp_path, capsys, monkeypatch):
+def test_copying_stdin_into_a_folder_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("cp", "-", f"{tmp_path}/") == 2
     assert "/dev/stdin has no name for a file in it" in capsys.readouterr().err
@@ -130,6 +130,22 @@ def test_a_full_standard_output_is_an_error(file):
         )
     assert done.returncode == 2
     assert b"standard output: No space left on device" in done.stderr
+
+
+# Damage
+
+
+@pytest.mark.parametrize("target", ["copy.tensors", "copy.safetensors"])
+@pytest.mark.parametrize("options", [[], ["--verify"]])
+def test_a_damaged_file_is_not_copied_with_new_hashes(file, capsys, target, options):
+    data = bytearray(file.read_bytes())
+    data[data.index(TENSORS["a"].numpy().tobytes()) + 5] ^= 1
+    file.write_bytes(data)
+    copy = file.with_name(target)
+    copy.write_text("what was there")
+    assert run("cp", *options, file, copy) == 2
+    assert "Tensor 'a' failed CRC32 verification" in capsys.readouterr().err
+    assert copy.read_text() == "what was there"
 
 
 # Shards

@@ -100,7 +100,7 @@ class TestReading:
             found = tensorizer.load(f"{cloud.address}/{end}")
             check(dict(sorted(found.items())))
 
-    def test_what_is_not_there(self, cloud):
+    def test_a_missing_object_raises_file_not_found(self, cloud):
         for name in ("nothing.tensors", "no/folder/"):
             with pytest.raises(FileNotFoundError, match=name):
                 tensorizer.load(f"{cloud.address}/{name}")
@@ -222,7 +222,7 @@ class TestGoogle:
             # Once more with a new one, which is not good either.
             assert (len(door.shown), tokens.given) == (2, 2)
 
-    def test_a_machine_that_does_not_say_who_it_is(self, google, saved, use):
+    def test_errors_of_the_metadata_server_are_reported(self, google, saved, use):
         for tokens in (Tokens(status=403), Tokens(status=503)):
             with tokens:
                 use(GOOGLE_BASE_URL=google.url, GCE_METADATA_HOST=tokens.host)
@@ -266,7 +266,7 @@ class TestGoogle:
         subprocess.run(verify, cwd=tmp_path, check=True, capture_output=True)
 
     @pytest.mark.parametrize("place", ["variable", "home", "folder"])
-    def test_somebody_who_has_logged_in(self, google, saved, use, tmp_path, place):
+    def test_credentials_of_a_gcloud_login_are_used(self, google, saved, use, tmp_path, place):
         """Google's own server is asked, here behind a proxy."""
         make_certificates(tmp_path, "accounts.google.com")
         said = {"type": "authorized_user", "client_id": "id", "client_secret": "secret-hu5hw0rd",
@@ -297,7 +297,7 @@ class TestGoogle:
             tensorizer.load(saved)
         assert "secret" not in str(raised.value).replace("secret.json", "")
 
-    def test_nobody_in_particular(self, google, saved, use):
+    def test_lack_of_gcs_credentials_is_detected_quickly_and_cached(self, google, saved, use):
         """No metadata server is waited for long, and the lack of credentials is cached."""
         use(GOOGLE_BASE_URL=google.url)
         begun = time.monotonic()
@@ -361,7 +361,7 @@ class TestGoogle:
         assert run.returncode == 0, run.stderr
         assert run.stdout.split() == ["retried", "renewed", "kept", "refused", "nobody"]
 
-    def test_anybody(self, google, saved, use):
+    def test_gcs_settings_without_credentials_send_unsigned_requests(self, google, saved, use):
         with Doorman(google) as door:
             for variable in ({"GOOGLE_SKIP_SIGNATURE": "true"}, {"NO_GCE_CHECK": "true"}):
                 use(GOOGLE_BASE_URL=door.url, **variable)
@@ -452,7 +452,7 @@ class TestAzure:
             assert set(tunnel.asked) == {"x.blob.core.usgovcloudapi.net:443"}
 
     @pytest.mark.parametrize("name", ["AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_ENDPOINT"])
-    def test_what_is_of_no_account(self, use, name):
+    def test_azure_settings_without_an_account_name_are_refused(self, use, name):
         use(**{name: "http://127.0.0.1:9/mine?sig=hidden-hu5hw0rd"})
         with pytest.raises(ValueError, match="does not say of which account") as raised:
             tensorizer.load("abfss://c@other.dfs.core.windows.net/b")
@@ -489,7 +489,7 @@ class TestAzure:
         assert key not in str(raised.value)
 
     @pytest.mark.parametrize("key", ["no base64!", "c2hvcnQ"])
-    def test_what_is_no_key(self, azurite, saved, use, key):
+    def test_an_invalid_azure_account_key_is_refused_and_not_shown(self, azurite, saved, use, key):
         use(**azurite.settings() | {"AZURE_STORAGE_ACCOUNT_KEY": key})
         with pytest.raises(OSError, match="finding credentials") as raised:
             tensorizer.load(saved)
@@ -510,14 +510,14 @@ class TestAzure:
             tensorizer.load(saved)
         assert "sig=" not in str(raised.value)
 
-    def test_anybody(self, azurite, saved, use):
+    def test_azure_skip_signature_sends_unsigned_requests(self, azurite, saved, use):
         use(AZURE_STORAGE_ACCOUNT_NAME=azurite.account)
         use(AZURE_STORAGE_ENDPOINT=f"{azurite.url}/{azurite.account}", AZURE_SKIP_SIGNATURE="true")
         check(tensorizer.load("az://open/f.tensors"))
         with pytest.raises(OSError, match="no credentials were found, as by AZURE"):
             tensorizer.load(saved)
 
-    def test_nobody_in_particular(self, azurite, saved, use):
+    def test_lack_of_azure_credentials_is_detected_quickly_and_cached(self, azurite, saved, use):
         use(AZURE_STORAGE_ACCOUNT_NAME=azurite.account)
         use(AZURE_STORAGE_ENDPOINT=f"{azurite.url}/{azurite.account}")
         begun = time.monotonic()

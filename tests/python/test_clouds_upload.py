@@ -192,19 +192,19 @@ def test_an_answer_that_was_lost_is_looked_into(address, through):
     check(address, LARGE)
 
 
-def test_where_all_answers_were_lost_the_object_is_there(address, through):
+def test_a_large_upload_succeeds_although_all_completion_replies_are_lost(address, through):
     through(LARGE, address, lambda stage, _: ("lost",) if stage == "complete" else None)
     check(address, LARGE)
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-def test_so_it_is_of_small_objects(address, through):
+def test_a_small_upload_succeeds_although_all_replies_are_lost(address, through):
     """Not on Azure: Azurite refuses checksums, which a client never learns if answers are lost."""
     through(SMALL, address, lambda stage, _: ("lost",) if stage == "put" else None)
     check(address, SMALL)
 
 
-def test_two_who_write_one_object(bucket, key, address):
+def test_concurrent_writers_of_one_object_leave_a_whole_object(bucket, key, address):
     """The object is whole, and that of one of the writers."""
     other = {name: tensor + 1 for name, tensor in LARGE.items()}
     with TensorSerializer(address) as one:
@@ -241,7 +241,7 @@ def test_both_at_once(address):
     assert found.unique().numel() == 1
 
 
-def test_an_object_of_somebody_else_is_not_taken_for_it(bucket, key, address, through):
+def test_an_existing_object_of_same_size_is_not_taken_for_the_upload(bucket, key, address, through):
     """The other object has the same size and the same parts."""
     tensorizer.save(LARGE, address)
     refusals = {"gs": (404, {}, b"<Error><Code>NoSuchUpload</Code></Error>"),

@@ -203,7 +203,7 @@ def test_metadata_changes_no_class(folder, tmp_path):
         assert not hasattr(one, "_odd")
 
 
-def test_what_was_read_is_of_torchs_classes(folder):
+def test_metadata_are_read_into_torchs_own_classes(folder):
     reader = foreign.reader_of(str(folder), weights_only=True)
     found, expected = reader.read_metadata(), FileSystemReader(folder).read_metadata()
     assert type(found) is metadata.Metadata
@@ -242,7 +242,7 @@ def test_metadata_that_has_no_end(folder, monkeypatch):
     assert isinstance(failure(lambda: load_state(folder)), FileNotFoundError)
 
 
-def test_what_such_a_folder_has_not(folder, tmp_path):
+def test_verifying_a_torch_folder_and_loading_an_empty_one_are_refused(folder, tmp_path):
     error = failure(lambda: load_state(folder, verify_hash=True))
     assert "was not saved by Writer: it has neither hashes" in str(error)
     (tmp_path / "empty").mkdir()

@@ -105,7 +105,7 @@ def test_targets_that_are_copied_to_in_pieces(tmp_path, monkeypatch):
     assert all(torch.equal(target[name], state[name]) for name in state)
 
 
-def test_what_is_no_tensor(tmp_path):
+def test_values_that_are_not_tensors_are_restored(tmp_path):
     state = {
         "step": 7,
         "lr": 0.1,

@@ -96,7 +96,7 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
-def test_what_the_restricted_unpickler_refuses(tmp_path):
+def test_objects_that_run_code_are_refused_by_the_restricted_unpickler(tmp_path):
     made = tmp_path / "made"
     save({"fine": 1, "model": {"evil": Runs(made)}}, tmp_path / "c")
     assert load({"fine": 0}, tmp_path / "c") == {"fine": 1}
@@ -107,7 +107,7 @@ def test_what_the_restricted_unpickler_refuses(tmp_path):
     assert made.exists()
 
 
-def test_what_a_planner_stores_is_unpickled_so_too(tmp_path):
+def test_planner_data_go_through_the_restricted_unpickler(tmp_path):
     made = tmp_path / "made"
     planner = Halves(flatten_state_dict=False)
     planner.data = Runs(made)

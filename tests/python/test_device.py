@@ -287,7 +287,7 @@ def test_modules_are_filled_in_place(module_path):
         assert torch.equal(found, tensor), name
 
 
-def test_what_does_not_fit_is_replaced(module_path):
+def test_module_tensors_that_cannot_be_filled_in_place_are_replaced(module_path):
     filled = blank()
     filled[0].weight = torch.nn.Parameter(filled[0].weight.half())
     filled[2].bias = torch.nn.Parameter(torch.zeros(10).double())

@@ -208,7 +208,7 @@ def test_options(ranks, folder):
     ranks.run("dtensors.options", 4, folder)
 
 
-def test_what_tensors_are_to_be_like(ranks, folder):
+def test_like_accepts_plain_meta_and_sharded_tensors(ranks, folder):
     ranks.run("dtensors.what_to_be_like", 4, folder)
 
 
@@ -244,7 +244,7 @@ def test_a_rank_reads_its_bytes_and_no_others(ranks, nginx):
             assert 4 << 20 <= nginx.sent(link.name) <= (4 << 20) + FIRST_REQUEST
 
 
-def test_what_is_refused(ranks, folder):
+def test_invalid_loads_of_dtensors_are_refused_on_each_rank(ranks, folder):
     """Each rank raises the error by itself."""
     for rank, found in enumerate(ranks.run("dtensors.refused", 2, folder)):
         for case in ("partial", "partial out", "partial module"):

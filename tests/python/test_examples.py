@@ -213,7 +213,7 @@ def test_encrypting_a_file_with_a_passphrase(plain, encrypt, tmp_path):
     assert (tmp_path / "again").read_bytes() == plain.read_bytes()
 
 
-def test_what_cannot_be_encrypted_or_decrypted_leaves_no_file(plain, encrypt, capsys, tmp_path):
+def test_failed_encryption_or_decryption_leaves_no_file(plain, encrypt, capsys, tmp_path):
     (tmp_path / "key").write_bytes(bytes(32))
     (tmp_path / "wrong").write_bytes(bytes(31) + b"\1")
     encrypt("add", "exact", "--keyfile", "key")

@@ -104,7 +104,7 @@ def test_other_collectives_of_the_group_go_on(ranks, folder):
     assert min(ranks.run("groups.beside_others", 4, folder)) > 0
 
 
-def test_who_is_no_member(ranks, folder):
+def test_a_call_by_a_rank_outside_the_group_is_refused(ranks, folder):
     wrong = ["ValueError", "this process is no member of the group that makes this call"]
     assert ranks.run("groups.alone", 2, folder) == [wrong] * 2
 

@@ -22,7 +22,7 @@ def some_tensors(rng):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_is_fetched_has_so_many_bytes(seed):
+def test_pieces_add_up_to_the_bytes_of_the_wanted_tensors(seed):
     wanted = list(some_tensors(random.Random(seed)))
     pieces = (piece for batch in plan.batches(wanted, 2, 10**6) for piece in batch.pieces)
     assert sum(piece.nbytes for piece in pieces) == sum(tensor.nbytes for tensor in wanted)
@@ -309,7 +309,7 @@ def test_wishes_come_as_they_were_sent(seed):
         assert ranges == [row[:2] for row in one]
 
 
-def test_ranks_that_cut_columns_share_rows_and_know_who_wants_which():
+def test_ranks_that_cut_columns_share_rows_and_know_the_box_of_each_rank():
     wanted = [[(0, ((0, 6), (2 * rank, 2 * rank + 2)), (6, 8)), (1, ((0, 5), (0, 7)), (5, 7))]
               for rank in range(4)]  # fmt: skip
     assert {Wish.of(one).table for one in wanted} == {

@@ -285,7 +285,7 @@ def test_a_server_that_redirects_everything(hub, monkeypatch):
     assert hub.asked() == []
 
 
-def test_a_token_that_is_of_nobody(hub, monkeypatch):
+def test_an_unknown_token_is_reported_as_wrong_or_expired(hub, monkeypatch):
     hub.repo("org/repo", shards(tensors(1, 1000)))
     hub.unknown = {OURS}
     monkeypatch.setenv("HF_TOKEN", TOKEN)

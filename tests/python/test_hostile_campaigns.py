@@ -75,7 +75,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_what_is_broken_is_found(broken, run):
+def test_the_hostile_files_campaign_finds_each_planted_defect(broken, run):
     code, said = BROKEN[broken]
     # Some ways are tried with any file, others with those that load.
     files = {"other data": 60, "a hash that nobody compares": 400}.get(broken, 2)

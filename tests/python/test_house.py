@@ -377,7 +377,7 @@ def functions(lines: list[str]) -> Iterator[tuple[str, int]]:
                 break
 
 
-def test_what_only_a_key_tells_is_compared_in_constant_time():
+def test_secrets_are_compared_in_constant_time():
     """Types of secrets have one comparison, and it is libsodium's."""
     folder = ROOT / "src/codec/crypt"
     door = (folder / "sodium.rs").read_text()

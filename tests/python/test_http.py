@@ -134,7 +134,7 @@ def test_credentials(nginx):
         CURLStreamFile(f"{nginx.http}/elsewhere/", headers={"X-Token": "secret-hu5hw0rd"})
 
 
-def test_what_does_not_open(nginx):
+def test_failures_to_open_an_address_raise_the_fitting_error(nginx):
     with pytest.raises(FileNotFoundError, match="404 Not Found"):
         open_stream(f"{nginx.http}/nothing")
     with pytest.raises(OSError, match="more than 10 redirects"):
@@ -263,7 +263,7 @@ PASSING = {
 
 @pytest.mark.parametrize("fault", PASSING)
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_what_passes_is_tried_again(data, fault, number):
+def test_transient_failures_are_retried(data, fault, number):
     with FaultServer(data, once(number, fault=PASSING[fault])) as server:
         if number == 0 and fault == "a proxy's page":
             # The first answer says what the file is; the second is of another one.
@@ -299,7 +299,7 @@ def test_two_broken_requests_in_a_hundred(data):
 
 
 @pytest.mark.parametrize("fault", ["500", "reset at once", "stall"])
-def test_what_never_ends_is_given_up(data, fault, monkeypatch):
+def test_retries_end_after_the_configured_number_of_attempts(data, fault, monkeypatch):
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "3")
     monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "0.3")
     with FaultServer(data, lambda number, start, end: PASSING[fault] if number else None) as server:
@@ -319,7 +319,7 @@ def test_the_total_time_is_bounded(data, monkeypatch):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 410, 400, 407])
-def test_what_stays_is_not_tried_again(data, status):
+def test_permanent_failures_are_not_retried(data, status):
     with FaultServer(data, once(1, fault=("status", status))) as server:
         with pytest.raises(OSError, match=str(status)):
             tensorizer.load(server.url, "cpu", num_readers=1)

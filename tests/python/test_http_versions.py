@@ -205,7 +205,7 @@ def test_an_address_that_has_expired_is_asked_for_again(data):
         tensorizer.load(server.url)
 
 
-def test_what_was_asked_for_in_secret_is_not_asked_for_in_the_open(data, tmp_path):
+def test_https_to_http_redirect_is_refused(data, tmp_path):
     nginx = Nginx(tmp_path)
     try:
         (nginx.root / "f").write_bytes(data)

@@ -138,7 +138,7 @@ def test_a_server_that_falls_silent(data, ranges, call):
 
 
 @pytest.mark.parametrize("call", ["tensorizer.load(address)", "torch.ops.tensorizer.load(address)"])
-def test_a_named_pipe_that_nobody_writes(tmp_path, call):
+def test_an_interrupt_ends_the_wait_for_a_named_pipe_without_a_writer(tmp_path, call):
     os.mkfifo(tmp_path / "pipe")
     assert interrupt(call, tmp_path / "pipe") < SOON
 

@@ -320,7 +320,7 @@ def test_progress_cannot_use_its_own_iterator(paths, ask):
     assert list(iterator) == []
 
 
-def test_an_iterator_that_nobody_closes_ends_with_the_interpreter(paths):
+def test_an_unclosed_iterator_ends_with_the_interpreter(paths):
     code = """
 import sys, tensorizer
 iterator = tensorizer.iterate(sys.argv[1], "cpu", buffer_bytes=1 << 20)

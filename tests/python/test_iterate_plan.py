@@ -388,7 +388,7 @@ class Failing(io.BytesIO):
         return super().read(size)
 
 
-def test_what_a_file_object_raises_is_raised_by_the_iterator(tmp_path, device):
+def test_an_exception_of_a_file_object_is_raised_by_the_iterator(tmp_path, device):
     tensorizer.save({f"{i}": torch.full((300_000,), float(i)) for i in range(9)}, tmp_path / "f")
     file = Failing((tmp_path / "f").read_bytes())
     iterator = tensorizer.iterate(file, device, buffer_bytes=1 << 20)
@@ -409,7 +409,7 @@ def test_progress_rises_to_all_bytes(folder, device, file, slices):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_what_progress_raises_ends_the_iterator(folder, device, error):
+def test_an_exception_of_the_progress_callback_ends_the_iterator(folder, device, error):
     def refuse(done, total):
         raise error("enough")
 

@@ -152,7 +152,7 @@ def test_a_failed_save_keeps_the_only_half(with_faults, tmp_path):
     assert value_in(folder)[0] == 1.0
 
 
-def test_what_belongs_to_others_stays(with_faults, tmp_path):
+def test_a_hidden_half_stays_while_another_pickle_needs_it(with_faults, tmp_path):
     folder = killed(with_faults, tmp_path)
     (hidden,) = folder.glob(".*.before")
     # Two pickles with the same file of storages.

@@ -80,7 +80,7 @@ def test_links_and_folders(tmp_path, state):
     assert os.listdir(tmp_path) == []
 
 
-def test_what_torch_has_written(tmp_path, state):
+def test_checkpoints_of_torch_save_load(tmp_path, state):
     torch.save(state, tmp_path / "old.ckpt")
     assert_same(TensorizerCheckpointIO().load_checkpoint(tmp_path / "old.ckpt"), state)
 
@@ -97,7 +97,7 @@ def test_options_of_the_blocks(tmp_path, state):
         TensorizerCheckpointIO().load_checkpoint(tmp_path / "secret.ckpt")
 
 
-def test_what_it_refuses(tmp_path, state):
+def test_storage_options_missing_files_and_addresses_are_refused(tmp_path, state):
     plugin = TensorizerCheckpointIO()
     with pytest.raises(TypeError, match="takes no storage_options"):
         plugin.save_checkpoint(state, tmp_path / "x.ckpt", {"a": 1})

@@ -112,7 +112,7 @@ assert torch.equal(other.weight, module.weight)
 """
 
 
-def test_what_was_loaded_can_be_saved_over_its_file(tmp_path):
+def test_loaded_tensors_can_be_saved_over_their_own_file(tmp_path):
     """Opened for writing, and so truncated, as callers of the old package do."""
     done = run_python(SAVED_OVER, tmp_path / "f")
     assert done.returncode == 0, (done.returncode, done.stderr)

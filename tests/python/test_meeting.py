@@ -61,7 +61,7 @@ def test_a_second_interruption_is_raised_at_once():
         timer.join()
 
 
-def test_what_fails_is_returned_and_keeps_nothing():
+def test_a_failure_is_returned_and_keeps_no_objects_alive():
     class Large:
         pass
 

@@ -79,7 +79,7 @@ measured(lambda: tensorizer.load(
 
 
 @pytest.mark.parametrize("limit", [16, 64])
-def test_what_is_read_over_from_a_server(nginx, limit):
+def test_gaps_read_from_a_server_count_towards_the_memory_limit(nginx, limit):
     wanted = 10_000 * 1_500
     address = f"{nginx.http}/gaps"
     # On a busy machine fewer connections are in use at once: the larger of two loads counts.
@@ -228,7 +228,7 @@ except ValueError as error:
 """
 
 
-def test_what_iterate_needs_to_reach_a_device(nginx):
+def test_iterate_to_a_device_reports_the_minimum_memory_limit(nginx):
     env = {"TENSORIZER_FAKE_DEVICE": "7"}
     assert grown(AT_LEAST, nginx.root / "whole", 0, **env) == 1
     assert grown(AT_LEAST, f"{nginx.http}/whole", 0, **env) == 1

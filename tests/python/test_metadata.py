@@ -157,7 +157,7 @@ def test_an_identity_and_a_manifest_are_beside_them(path):
         ({"a": "x" * 100_000_000}, ValueError, "at most 100000000 bytes, found 100000009"),
     ],
 )
-def test_what_cannot_be_metadata_leaves_the_old_file(path, metadata, error, text):
+def test_invalid_metadata_leave_the_old_file(path, metadata, error, text):
     path.write_bytes(b"old")
     for save in (tensorizer.save, tensorizer.save_async):
         with pytest.raises(error, match=text):

@@ -151,7 +151,7 @@ def test_attributes_of_objects(tmp_path):
         assert curl.seek(position=0) == 0 and curl.readinto(ba=filled) == 3 and filled == b"abc"
 
 
-def test_what_the_check_finds():
+def test_the_check_finds_changed_signatures_and_missing_members():
     def here(a, b, /, c, *, d=1, e, **rest):
         pass
 

@@ -117,7 +117,7 @@ def test_the_old_package_loads_encrypted_storages(old, tmp_path):
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_what_the_old_package_saved_loads_here(old, tmp_path, legacy):
+def test_checkpoints_of_the_old_package_load(old, tmp_path, legacy):
     expected = state()
     if legacy:
         del expected["meta"]

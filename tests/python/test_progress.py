@@ -104,7 +104,7 @@ def refuse(done, total):
     raise NoMoreError(done)
 
 
-def test_what_the_callable_raises_ends_the_call(tmp_path, tensors, folder):
+def test_an_exception_of_the_progress_callback_ends_the_call(tmp_path, tensors, folder):
     path = folder / "f.tensors"
     with pytest.raises(NoMoreError):
         tensorizer.load(path, progress=refuse)
@@ -119,7 +119,7 @@ def test_what_the_callable_raises_ends_the_call(tmp_path, tensors, folder):
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "yes"])
-def test_what_is_neither_a_bool_nor_callable_is_refused(folder, tmp_path, wrong):
+def test_progress_that_is_neither_bool_nor_callable_is_refused(folder, tmp_path, wrong):
     for call in (
         lambda: tensorizer.load(folder / "f.tensors", progress=wrong),
         lambda: tensorizer.save({"a": torch.ones(1)}, tmp_path / "f.tensors", progress=wrong),

@@ -120,7 +120,7 @@ def test_a_filtered_copy_is_a_file(server, client, path):
     check(loaded, {name: t for name, t in TENSORS.items() if name.startswith("small")})
 
 
-def test_what_is_stored_is_kept_unless_forced(client, path):
+def test_stored_tensors_are_overwritten_only_with_force(client, path):
     store(path, client)
     key = next(key for key in client.scan_iter("m:big:*"))
     for key in client.scan_iter("m:big:*"):
@@ -229,7 +229,7 @@ def test_a_file_that_was_replaced_is_not_copied(client, path):
         loaded.to_redis(client, "m")
 
 
-def test_nobody_listens(client):
+def test_an_unreachable_server_raises_connection_error(client):
     with pytest.raises(ConnectionError, match="m"):
         tensorizer.load(f"redis://127.0.0.1:{free_port()}/m", "cpu")
 

@@ -123,7 +123,7 @@ def test_the_list_of_a_folder_is_for_new_files(tmp_path):
     [(0o666, 0o666), (0o646, 0o644), (0o606, 0o600), (0o6666, 0o666), (0o626, 0o622)],
     ids=oct,
 )
-def test_without_the_right_to_give_it_away_nobody_gains_access(mode, becomes, shared):
+def test_replacing_a_file_without_the_right_to_chown_grants_no_access(mode, becomes, shared):
     shared.chmod(0o777)
     path = shared / "f"
     path.write_bytes(b"old")
@@ -144,7 +144,7 @@ def test_a_group_of_the_saver_stays(shared):
 
 
 @as_root
-def test_a_list_for_another_group_lets_nobody_in(shared):
+def test_the_acl_of_another_group_grants_no_access_after_a_replace(shared):
     shared.chmod(0o777)
     path = shared / "f"
     path.write_bytes(b"old")

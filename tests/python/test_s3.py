@@ -125,7 +125,7 @@ def test_credentials_of_a_machine_in_a_cloud(s3, monkeypatch):
     assert all("X-Amz-Credential=of-the-machine%2F" in path for path in paths)
 
 
-def test_anybody(s3):
+def test_requests_without_credentials_are_unsigned(s3):
     stream = open_stream(
         "s3://bucket/f.tensors", s3_access_key_id="", s3_secret_access_key="", s3_endpoint=s3,
         force_http=True,

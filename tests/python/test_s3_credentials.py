@@ -96,7 +96,7 @@ def check(loaded):
 @pytest.mark.parametrize(
     ("status", "body"), [(400, EXPIRED), (403, TOO_LATE)], ids=["token", "address"]
 )
-def test_what_a_server_says_has_expired_is_signed_anew(moto, saved, ask, status, body):
+def test_requests_refused_as_expired_get_new_credentials(moto, saved, ask, status, body):
     def script(method, path, number):
         old = number >= 1 and "key-1" in path
         return ("status", status, {"Content-Type": "application/xml"}, body) if old else None
@@ -124,7 +124,7 @@ def test_only_once(moto, saved, ask):
     assert relay.signers == ["key-1"]
 
 
-def test_what_is_about_to_expire_is_not_used(moto, saved, ask):
+def test_expired_credentials_are_replaced_before_each_request(moto, saved, ask):
     # Credentials that have expired when they come: each request asks for new ones.
     with Metadata("2020-01-01T00:00:00Z") as metadata, Relay(moto.host) as relay:
         ask(metadata, relay)
@@ -162,7 +162,7 @@ def test_uploads_renew_what_expires(moto, request, ask, monkeypatch, expiration)
     assert size > 40 << 20
 
 
-def test_what_was_found_is_kept_for_the_process(moto, saved, ask):
+def test_credentials_are_cached_per_process(moto, saved, ask):
     with Metadata() as metadata, Relay(moto.host) as relay:
         ask(metadata, relay)
         for _ in range(3):
@@ -183,7 +183,7 @@ def test_what_was_found_is_kept_for_the_process(moto, saved, ask):
         assert len(metadata.asked) == 3
 
 
-def test_a_machine_is_asked_for_what_nobody_says(moto, saved, monkeypatch):
+def test_the_metadata_server_is_asked_only_for_missing_credentials(moto, saved, monkeypatch):
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     host, options = moto.host, {"s3_endpoint": moto.host, "force_http": True}
     given = {"s3_access_key_id": "key", "s3_secret_access_key": "secret-hu5hw0rd"}

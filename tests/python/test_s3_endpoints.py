@@ -242,7 +242,7 @@ def test_the_region_is_followed_once(elsewhere):
 
 
 @pytest.mark.parametrize("region", ["evil.example/x", f"@{OTHER}#", ""])
-def test_what_is_no_region_is_not_followed(elsewhere, region):
+def test_a_redirect_to_an_invalid_region_is_not_followed(elsewhere, region):
     elsewhere.answer_by = lambda host: says(region)
     with pytest.raises(OSError, match="301"):
         read()

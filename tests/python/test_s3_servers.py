@@ -135,7 +135,7 @@ def test_the_requester_pays(weed, monkeypatch, word):
         assert is_signed(fields, path), (method, path)
 
 
-def test_who_pays_is_not_guessed(monkeypatch):
+def test_an_unknown_value_of_aws_request_payer_is_refused(monkeypatch):
     monkeypatch.setenv("AWS_REQUEST_PAYER", "BucketOwner")
     for call in (lambda: tensorizer.load("s3://bucket/f"), lambda: open_stream("s3://b/f", "wb")):
         with pytest.raises(ValueError, match="AWS_REQUEST_PAYER must be `requester`, or empty"):

@@ -108,7 +108,7 @@ def test_all_is_restored_whatever_happens(user):
     assert not is_replaced(user)
 
 
-def test_what_moved_in_the_block_is_restored_too(user):
+def test_functions_moved_to_other_names_in_the_block_are_restored(user):
     class Holder:
         pass
 

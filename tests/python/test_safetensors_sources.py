@@ -143,7 +143,7 @@ def test_some_tensors_from_every_source(kind, mixed, nginx, s3):
             assert_same(loaded[name].detach(), load_file(mixed)[name])
 
 
-def test_what_follows_in_a_pipe_is_no_error():
+def test_trailing_data_are_accepted_only_in_a_pipe():
     """In a pipe only the header tells where the file ends; a file of known size is refused."""
     data = FILES["dtypes"]
     with feeding(data + b"next") as number:

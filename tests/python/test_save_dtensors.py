@@ -19,7 +19,7 @@ def test_shapes(ranks, tmp_path):
     ranks.run("saving.shapes", 4, tmp_path)
 
 
-def test_what_is_refused(ranks, tmp_path):
+def test_invalid_saves_by_a_group_raise_on_each_rank(ranks, tmp_path):
     (tmp_path / "file").touch()
     found = ranks.run("saving.refused", 4, tmp_path)
     for name in ("folder", "safetensors", "constructors"):

@@ -108,7 +108,7 @@ def test_from_a_device(tmp_path, monkeypatch):
         ({"a": torch.ones(2, 2).to_sparse()}, {}, NotImplementedError, "a"),
     ],
 )
-def test_what_cannot_be_saved_leaves_the_old_file(tmp_path, tensors, options, error, text):
+def test_refused_saves_leave_the_old_file(tmp_path, tensors, options, error, text):
     path = tmp_path / "f.safetensors"
     path.write_bytes(b"old")
     with pytest.raises(error, match=text):

@@ -148,7 +148,7 @@ def run(tmp_path: Path, code: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.shows_secrets("of tests that show them")
-def test_what_shows_a_secret_fails(tmp_path):
+def test_a_test_that_shows_a_secret_fails(tmp_path):
     done = run(tmp_path, SHOWING)
     names = set(re.findall(r"def (test_\w+)", SHOWING))
     failed = set(re.findall(r"(?:FAILED|ERROR) test_it\.py::(\w+)", done.stdout))
@@ -158,7 +158,7 @@ def test_what_shows_a_secret_fails(tmp_path):
 
 
 @pytest.mark.shows_secrets("of a test that may")
-def test_what_shows_none_passes(tmp_path):
+def test_a_test_that_shows_no_secret_passes(tmp_path):
     done = run(tmp_path, SILENT)
     assert done.returncode == 0, done.stdout + done.stderr
     # pytest prints a warning when all tests have ended.

@@ -219,7 +219,7 @@ def test_an_index_that_is_open_already(folder):
 # Folders
 
 
-def test_what_a_folder_is_opened_by(tmp_path):
+def test_a_folder_opens_by_model_file_then_index_then_only_file(tmp_path):
     folder = tmp_path / "f"
     folder.mkdir()
     with pytest.raises(IsADirectoryError, match="holds none of model.safetensors"):

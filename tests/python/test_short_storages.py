@@ -128,7 +128,7 @@ def test_checkpoints(tmp_path):
         dcp.load({"weight": freed()}, storage_reader=Reader(tmp_path / "c"))
 
 
-def test_what_has_no_elements_needs_no_storage(tmp_path):
+def test_a_tensor_without_elements_needs_no_storage(tmp_path):
     tensor = torch.empty(0, 3)
     tensor.untyped_storage().resize_(0)
     tensorizer.save({"weight": tensor}, tmp_path / "f")

@@ -192,12 +192,12 @@ def test_meta_tensors_are_zeros(files):
         ({"scalar": (0, 0, 1)}, IndexError, "'scalar'"),
     ],
 )
-def test_what_is_no_slice_is_refused(files, slices, error, text):
+def test_invalid_slices_are_refused(files, slices, error, text):
     with pytest.raises(error, match=text):
         tensorizer.load(files / "f.safetensors", "cpu", slices=slices)
 
 
-def test_what_does_not_fit_in_place_is_refused_and_nothing_is_touched(files):
+def test_unfit_out_tensors_of_slices_are_refused_and_not_written(files):
     path = files / "f.safetensors"
     for given, slices in [
         (torch.zeros(8, 501), (0, 100, 107)),
@@ -213,7 +213,7 @@ def test_what_does_not_fit_in_place_is_refused_and_nothing_is_touched(files):
         tensorizer.load(path, names=["cube"], out={"rows": torch.zeros(3000, 501)})
 
 
-def test_what_is_strided_in_the_file_is_checked_as_well(tmp_path):
+def test_out_tensors_of_strided_tensors_are_checked(tmp_path):
     w = torch.arange(12.0).reshape(3, 4)
     torch.save({"t": w.t(), "w": w}, tmp_path / "f.pt")
     for wrong in [

@@ -151,7 +151,7 @@ def test_every_dtype_is_kept_or_cast(load):
     assert other.steps.dtype == torch.int64
 
 
-def test_what_only_the_module_has_stays(load):
+def test_tensors_missing_in_the_file_keep_their_values(load):
     other = Model()
     bias, weight = other.b.bias.detach().clone(), other.a.weight
     assert load(other, without("b.bias", *TIED)) == len(STATE) - 3
@@ -161,7 +161,7 @@ def test_what_only_the_module_has_stays(load):
         load(Model(), strict=True)
 
 
-def test_what_only_the_file_has_becomes_a_buffer(load):
+def test_tensors_only_in_the_file_become_buffers(load):
     other = Model()
     with pytest.warns(UserWarning, match="Model has got tensors that only the file had: more, no"):
         count = load(other, {**STATE, "more": torch.ones(2), "norm.more": torch.ones(1)})
@@ -196,7 +196,7 @@ def test_a_buffer_that_is_not_persistent_may_be_in_a_file(load):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 @pytest.mark.parametrize("meta", [False, True])
-def test_what_does_not_fit_changes_nothing(load, more, error, text, meta):
+def test_a_file_that_does_not_fit_leaves_the_module_unchanged(load, more, error, text, meta):
     other = utils.no_init_or_tensor(Model) if meta else Model()
     before = {name: (id(tensor), tensor.clone()) for name, tensor in tensors_of(other).items()}
     with pytest.raises(error, match=text):
@@ -238,7 +238,7 @@ def test_there_are_no_hashes(tmp_path, lazy):
     assert_same(other.scale.detach(), scale)
 
 
-def test_what_is_saved_as_a_state_dict_has_hashes(tmp_path):
+def test_a_module_is_verified_against_the_file_of_a_state_dict(tmp_path):
     tensorizer.save(MODEL.state_dict(), tmp_path / "f.tensors")
     other = Model()
     del other.scratch

@@ -137,7 +137,7 @@ OPERATORS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_made_of_others_is_refused(way, tmp_path):
+def test_saving_a_subclass_that_wraps_other_tensors_is_refused(way, tmp_path):
     tensor = Halves(torch.ones(2), torch.ones(2))
     with pytest.raises(NotImplementedError, match=r"is a Halves, which is made of other .*left, r"):
         way(tensor, tmp_path / "model.tensors")

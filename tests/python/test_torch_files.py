@@ -151,7 +151,7 @@ def test_names(file, expected):
         tensorizer.load(file, names=["epoch"])
 
 
-def test_nothing_is_kept_that_nobody_uses(file):
+def test_a_shared_storage_is_kept_only_while_a_tensor_uses_it(file):
     with TensorDeserializer(file, "cpu", lazy_load=True) as lazy:
         tensors, _ = lazy._file.read([lazy._file.find("row")], torch.device("cpu"))
         memory = weakref.ref(tensors[0].untyped_storage())

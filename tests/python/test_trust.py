@@ -106,7 +106,7 @@ def test_a_page_keeps_the_rows_of_other_runs(tmp_path, monkeypatch):
     assert [row.split(" | ")[5] for row in rows[1:]] == ["second", "first"]
 
 
-def test_what_processes_say_is_added_up():
+def test_results_of_processes_are_added_up_and_work_is_divided():
     said = {"campaign": "x", "inputs": 3, "kinds": {"a": 1}, "findings": ["f"], "seconds": 2.0}
     other = {
         "campaign": "x",
@@ -189,7 +189,7 @@ def test_an_advisory_is_found(package, tmp_path):
         ("save, stream", "fcntl 0"),
     ],
 )
-def test_what_a_call_once_did_wrong_as_it_failed(kind, call, python):
+def test_past_defects_at_failing_system_calls_stay_fixed(kind, call, python):
     done = subprocess.run(
         [python, TRUST / "call_faults.py", "--jobs", "1", "--only", kind, "--call", call],
         capture_output=True, text=True, timeout=120, check=False,
@@ -271,7 +271,7 @@ scenes.LOADS[:] = [scenes.Load("eager", scenes.once(scenes.save_path), load)]
 
 @pytest.mark.extended
 @pytest.mark.parametrize("campaign", BROKEN)
-def test_what_is_broken_is_found(campaign, python):
+def test_each_campaign_finds_a_planted_defect(campaign, python):
     code = f"import sys\nsys.path.insert(0, {str(TRUST)!r})\n"
     code += BROKEN[campaign] + f"\n{campaign}.main()"
     only = {"power": ["--only", "over", "--inputs", "20"],

@@ -154,7 +154,7 @@ def test_one_saves_within_the_save_of_another(tmp_path, existed):
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_what_another_has_published_is_not_withdrawn(path, monkeypatch, locks):
+def test_a_failing_save_does_not_withdraw_the_pair_of_another_save(path, monkeypatch, locks):
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
     first = Saver(path, 2, stops=True, fails=True).begin()

@@ -68,7 +68,7 @@ def test_an_answer_that_was_lost_is_looked_into(moto, monkeypatch):
     check("lost")
 
 
-def test_an_object_of_somebody_else_is_not_taken_for_it(moto, monkeypatch):
+def test_an_existing_object_of_same_size_is_not_taken_for_the_upload(moto, monkeypatch):
     # An object of the same size and the same parts.
     tensorizer.save(LARGE, "s3://bucket/same")
 

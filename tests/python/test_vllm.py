@@ -244,7 +244,7 @@ def test_secondary_weights(stub, tmp_path, weights):
     assert_loaded(model, weights)
 
 
-def test_what_a_rank_does_not_need(stub, tmp_path, weights):
+def test_weights_unused_by_a_rank_are_not_loaded(stub, tmp_path, weights):
     experts = {f"mlp.experts.{number}.weight": torch.ones(2) for number in range(4)}
     tensorizer.save(weights | experts, tmp_path / "model.tensors")
     model = load(stub, tmp_path, experts={1, 3})
@@ -281,7 +281,7 @@ def test_a_model_that_drafts_has_weights_of_its_own(stub, tmp_path, weights):
     assert_loaded(loaded("organisation/model"), weights)
 
 
-def test_where_tensors_go(stub):
+def test_tensors_go_to_the_models_device_unless_an_option_names_one(stub):
     from tensorizer_engines.options import Options
 
     assert Options().place(Model()) == torch.device("cpu")

@@ -118,7 +118,7 @@ def test_files_of_any_wrapper_load_into_any(tmp_path, saved, kind, lazy):
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "compiled", "compiled of ddp", "parts"])
-def test_what_a_wrapped_module_lacks_and_does_not_fit(tmp_path, wrap):
+def test_mismatches_of_file_and_wrapped_module_warn_or_raise(tmp_path, wrap):
     write_module(Model(), tmp_path / "f")
 
     def model(change):

@@ -182,7 +182,7 @@ proptest! {
 }
 
 #[test]
-fn whoever_has_no_unpickler_refuses() {
+fn torch_archives_are_refused_without_an_unpickler() {
     let plan = Plan { data: vec![1], padding: 0, described: true, large: false };
     let error = open(archive(&[plan], true, b"").bytes, 0, false).err().unwrap();
     assert!(matches!(&error, Error::Unsupported(what) if what.contains("tensorizer.load")));

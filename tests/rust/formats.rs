@@ -300,7 +300,7 @@ fn slices_of_encrypted_files() {
 }
 
 #[test]
-fn what_other_formats_have_not() {
+fn verification_and_decryption_of_safetensors_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     write_shards(folder.path());
     let path = folder.path().join("1.safetensors");

@@ -133,7 +133,7 @@ fn damaged(path: &std::path::Path, options: SaveOptions) -> Arc<dyn ReadAt> {
 }
 
 #[test]
-fn damaged_metadata_are_an_error_only_for_who_asks_for_them() {
+fn damaged_metadata_are_an_error_only_if_they_are_read() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let source = damaged(&path, SaveOptions::default());

@@ -1,1 +1,1 @@
-"""Objects of ``torch.save`` in two halves: a pickle, and a file of storages."""
+"""Objects of ``torch.save`` in two files: a pickle, and a file of storages."""

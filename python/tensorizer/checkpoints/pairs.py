@@ -1,4 +1,4 @@
-"""An object of ``torch.save`` in two halves: its pickle, and a file that holds its storages."""
+"""Saves and loads objects of ``torch.save`` as two files: the pickle, and a file of storages."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from .turns import Turn
 
 logger = logging.getLogger("tensorizer.torch_compat")
 
-#: So many times what is being replaced is looked at.
+#: The most attempts to open a storage file that a save replaces meanwhile.
 LOOKS = 5
 
-#: What a deserializer may be told that changes nothing here.
+#: Options of a deserializer that have no effect on storages.
 _WITHOUT_EFFECT = ("lazy_load", "plaid_mode", "plaid_mode_buffers", "dtype", "filter_func")
 
 #: ``save_func(file_obj, tensors, options)`` and ``load_func(file_obj, options)``.
@@ -47,10 +47,10 @@ LoadFunc = Callable[[Any, dict[str, Any]], Any]
 
 
 def name_of(file: Any) -> str:
-    """Return the name of what torch reads or writes.
+    """Return the name of the file that torch reads or writes.
 
     Raises:
-        TypeError: It has none from which that of a second file could be made.
+        TypeError: It has no name from which the storage file's name could be derived.
 
     """
     name = path_of(file)
@@ -63,9 +63,10 @@ def name_of(file: Any) -> str:
 
 
 def side_of(file_obj: Any, target: Any) -> Any:
-    """Return the file of storages that belongs to what torch reads or writes; None for no such.
+    """Return the storage file for what torch reads or writes; None for a ``BytesIO`` without one.
 
-    ``file_obj`` is what the block was given: None, a file, or a function that returns one.
+    ``file_obj`` is the argument of the block: None, a file, or a function of ``target`` that
+    returns one.
     """
     if file_obj is None:
         if isinstance(target, io.BytesIO):
@@ -84,11 +85,11 @@ def save_pair(
     options: dict[str, Any],
     torch_save: Callable[[io.BytesIO, ModuleType], None],
 ) -> None:
-    """Have torch pickle an object, and its storages written to a file of their own.
+    """Save an object as two files: torch's pickle, and a file of its storages.
 
-    Where both are paths, nothing of either can be seen before both are complete, and nothing is if
-    anything fails; two savers of the same two files take turns. ``torch_save`` saves to a file with
-    a pickle module.
+    Where both are paths, neither file is visible before both are complete, and neither is if
+    anything fails. Two savers of the same two files take turns. ``torch_save`` saves to a file with
+    a given pickle module.
     """
     collector = Collector()
     sides: list[Side] = []
@@ -114,7 +115,7 @@ def save_pair(
             _publish(target, pickled.getbuffer(), sides)
         except BaseException:
             for side in sides:
-                # A pickle that has its name keeps the storages that belong to it.
+                # If the new pickle is in place already, its storage file must stay.
                 if named.is_another():
                     side.forget()
                 else:
@@ -129,7 +130,7 @@ def save_pair(
 
 
 def _sync(descriptor: int, path: str) -> None:
-    """Have the bytes on the disk. The system tells of a failure once, so it is not passed over."""
+    """Sync a file to disk, and raise if that fails: the system reports such a failure only once."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -168,15 +169,15 @@ def _publish(target: Any, pickled: memoryview, sides: list[Side]) -> None:
 
 
 class Loading(Storages):
-    """The storages that one call of ``torch.load`` needs: all are read when the first is met.
+    """The storages for one call of ``torch.load``; the first request reads all of them.
 
     Args:
-        target: What torch loads.
-        file_obj: What the block was given; see :func:`side_of`.
-        load_func: Reads instead of us.
-        options: What :class:`TensorDeserializer` is given.
-        map_location: What ``torch.load`` was given.
-        mmap: Whether ``torch.load`` shall map files.
+        target: The file that torch loads.
+        file_obj: The argument of the block; see :func:`side_of`.
+        load_func: A function that reads the storages instead.
+        options: The arguments of :class:`TensorDeserializer`.
+        map_location: The argument of ``torch.load``.
+        mmap: True if ``torch.load`` shall map files.
 
     """
 
@@ -208,7 +209,7 @@ class Loading(Storages):
         return self._loaded[index]
 
     def forget(self) -> None:
-        """Let the storages go."""
+        """Release the storages."""
         self._loaded = None
 
     def _name(self) -> str:
@@ -232,15 +233,15 @@ class Loading(Storages):
             return [self._restored(storage, index) for index, storage in enumerate(loaded)]
         options = {name: v for name, v in self._options.items() if name not in _WITHOUT_EFFECT}
         device = options.pop("device", None)
-        # As torch has it: what is not mapped is the caller's own, whatever becomes of the file.
+        # As in torch: storages that are not mapped are copies, independent of the file.
         options["mmap"] = True if self._mmap else options.get("mmap", False)
-        # A storage is memory of its own.
+        # Each storage needs memory of its own.
         options["clone"] = True
         with self._open(file, options) as opened:
             return self._read(opened, self._numbers(opened), device)
 
     def _open(self, file: Any, options: dict[str, Any]) -> TensorFile:
-        """Open our half: the file itself, or the one that a save that was killed has kept."""
+        """Open the storage file, or the previous one that a killed or running save has kept."""
         expected = None if self.record is None else self.record.pair
         error: Exception | None = None
         for _ in range(LOOKS):
@@ -252,7 +253,7 @@ class Loading(Storages):
             by_func = self.record is not None and expected is None
             kept = None if by_func else kept_half(self._target, file, expected)
             if kept is not None:
-                # It may vanish, when the save ends that is under way.
+                # A save that is under way removes the kept file when it ends.
                 with contextlib.suppress(FileNotFoundError):
                     opened = self._opened(kept, options, expected)
                     self._warn(file, kept)
@@ -294,7 +295,7 @@ class Loading(Storages):
             )
 
     def _numbers(self, file: TensorFile) -> list[int]:
-        """Return which tensor of the file is which storage."""
+        """Return the number of the tensor in the file for each storage, in their order."""
         reader = file.reader
         count = len(reader)
         self._check_count(count, repr(reader.uri))
@@ -331,7 +332,7 @@ class Loading(Storages):
         for index in range(len(numbers)):
             location = "cpu" if by_call else self._location(index, device)
             if location not in known:
-                # torch knows which devices there are and what to say about those that are not.
+                # torch resolves the location, and raises its own error if there is no such device.
                 probe = torch.UntypedStorage(0)
                 known[location] = default_restore_location(probe, location).device
             places.setdefault(known[location], []).append(index)
@@ -363,11 +364,11 @@ class Loading(Storages):
         self._saved = self.record.places()
 
     def _saved_location(self, index: int) -> str | None:
-        """Return where a storage was; None for files of the old package, which do not say."""
+        """Return a storage's location when saved; None for files of the old package, without it."""
         return self._saved[index] if self._saved else None
 
     def _location(self, index: int, device: Any) -> str:
-        """Return where a storage goes: as torch has it, else as the block was told."""
+        """Return the location for a storage: ``map_location``, else ``device``, else as saved."""
         wanted = self._map_location
         saved = self._saved_location(index)
         if isinstance(wanted, dict):
@@ -380,7 +381,7 @@ class Loading(Storages):
         return saved
 
     def _restored(self, storage: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
-        """Bring a storage to where it goes, as torch does."""
+        """Move a storage to its location, as torch does."""
         restored = None
         location = self._saved_location(index) or "cpu"
         if callable(self._map_location):

@@ -1,4 +1,4 @@
-"""Pickle modules with which ``torch.save`` and ``torch.load`` leave storages to us.
+"""Pickle modules by which ``torch.save`` and ``torch.load`` leave storages to this package.
 
 torch pickles a storage as a persistent id. Ours is
 ``("TensorizerPickler", 0, "storage", index, dtype)``, as the old package has it: a version, a
@@ -26,25 +26,25 @@ from torch import _weights_only_unpickler as restricted
 
 _TAG = "TensorizerPickler"
 _VERSION = 0
-#: The names of a storage's persistent id after the version; others are of the future.
+#: The third item of a storage's persistent id; other values are of newer releases.
 _KIND = "storage"
 
 
-#: What the text of a record begins with, and the most bytes that it may have.
+#: The first bytes of a record's text, and the most bytes that the text may have.
 _OPENING = b'{"tensorizer":'
 _LONGEST = 256 << 20
-#: An identity in a record.
+#: The identity of a storage file in a record.
 _PAIR = re.compile("[0-9a-f]{32}")
 
 
 @dataclass
 class Record:
-    """What a pickle says of the file that holds its storages.
+    """The record in a pickle about the file that holds its storages.
 
     Attributes:
         pair: The identity of that file; None where a ``save_func`` wrote it.
-        locations: Where the storages were, in torch's words (``"cpu"``, ``"cuda:0"``, …), each
-            with the number of storages in a row that were there.
+        locations: torch's location tags of the storages (``"cpu"``, ``"cuda:0"``, …), in order,
+            each with the number of consecutive storages that have it.
 
     """
 
@@ -53,7 +53,7 @@ class Record:
 
     @staticmethod
     def of(pair: str | None, locations: Iterable[str]) -> Record:
-        """Make the record of storages that were in these places."""
+        """Make the record of storages with these location tags."""
         grouped = itertools.groupby(locations)
         return Record(pair, [(location, len(list(run))) for location, run in grouped])
 
@@ -62,18 +62,22 @@ class Record:
         return sum(count for _, count in self.locations)
 
     def places(self) -> list[str]:
-        """Return where each storage was. Compare :meth:`count` with what there is before."""
+        """Return the location tag of each storage.
+
+        Compare :meth:`count` with the number of storages first: a damaged record may state any
+        count.
+        """
         return [location for location, count in self.locations for _ in range(count)]
 
     def encode(self) -> bytes:
-        """Return the opcodes."""
+        """Return the record as pickle opcodes."""
         content = {"version": 1, "pair": self.pair, "locations": self.locations}
         text = json.dumps({"tensorizer": content}, separators=(",", ":")).encode()
         return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text + pickle.POP
 
     @staticmethod
     def read(file: IO[bytes]) -> Record | None:
-        """Read past a record, if one begins here."""
+        """Read a record if one begins at the file's position; else return None, and stay there."""
         start = file.tell()
         head = file.read(5 + len(_OPENING))
         length = int.from_bytes(head[1:5], "little")
@@ -116,7 +120,7 @@ class Collector:
         self._numbers: dict[tuple[torch.device, int, int], int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """Return our id of a storage, or None for what torch shall pickle itself."""
+        """Return our persistent id of a storage, or None for objects that torch pickles itself."""
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype = obj._untyped_storage, obj.dtype
         elif isinstance(obj, torch.UntypedStorage):
@@ -125,7 +129,7 @@ class Collector:
             return None
         if storage.device.type == "meta" or storage.nbytes() == 0:
             return None
-        # They are kept, so that an address is not given to another while we pickle.
+        # The list keeps storages alive, so that no other storage gets their address meanwhile.
         key = (storage.device, storage.data_ptr(), storage.nbytes())
         index = self._numbers.setdefault(key, len(self.storages))
         if index == len(self.storages):
@@ -133,25 +137,28 @@ class Collector:
         return (_TAG, _VERSION, _KIND, index, dtype)
 
     def forget(self) -> None:
-        """Let the storages go: a pickler's class, which is collected later, still knows this."""
+        """Release the storages.
+
+        The pickler's class refers to this object until the garbage collector frees the class.
+        """
         self.storages.clear()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the bytes of the storages, where they are."""
+        """Return the storages as tensors of bytes, on their devices."""
         return [
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             for storage in self.storages
         ]
 
     def locations(self) -> list[str]:
-        """Return what torch calls the places of the storages."""
+        """Return torch's location tags of the storages."""
         return [torch.serialization.location_tag(storage) for storage in self.storages]
 
 
 def saving_module(collector: Collector, finish: Callable[[], Record | None]) -> types.ModuleType:
-    """Return a pickle module that has storages collected, for one call of ``torch.save``.
+    """Return a pickle module that collects storages, for one call of ``torch.save``.
 
-    ``finish`` is called when all of them are known, before anything reaches the file.
+    ``finish`` is called when all storages are known, before anything is written to the file.
     """
 
     class Pickler(pickle.Pickler):
@@ -161,7 +168,7 @@ def saving_module(collector: Collector, finish: Callable[[], Record | None]) -> 
             super().__init__(self._pickle, *args, **kwargs)
 
         def __init_subclass__(cls) -> None:
-            # torch derives a class of its own, whose ids are for what we leave to it.
+            # torch derives a class whose ``persistent_id`` handles the objects that are not ours.
             theirs = cls.__dict__["persistent_id"]
 
             def persistent_id(self: Any, obj: Any) -> Any:
@@ -181,25 +188,28 @@ def saving_module(collector: Collector, finish: Callable[[], Record | None]) -> 
 
 
 class Storages:
-    """The storages of a pickle that is being loaded; see :class:`torch_compat._Load`."""
+    """The storages of a pickle that is being loaded; see :class:`.pairs.Loading`."""
 
     record: Record | None = None
 
     def get(self, index: int) -> torch.UntypedStorage:
-        """Return one of them.
+        """Return the storage of an index.
 
         Raises:
-            IndexError: There is none of this number.
+            FormatError: There is no storage of this index.
 
         """
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Let them go: an unpickler's class, which is collected later, still knows this."""
+        """Release the storages.
+
+        The unpickler's class refers to this object until the garbage collector frees the class.
+        """
         raise NotImplementedError
 
     def persistent_load(self, pid: tuple[Any, ...]) -> torch.storage.TypedStorage:
-        """Return the storage of one of our ids."""
+        """Return the storage of one of our persistent ids."""
         if len(pid) != 5 or pid[1] != _VERSION:
             raise pickle.UnpicklingError(
                 f"expected version {_VERSION} of the ids of storages, found {pid[1:2]}: "
@@ -216,7 +226,7 @@ class Storages:
 
 
 def loading_module(storages: Storages) -> types.ModuleType:
-    """Return a pickle module that knows our ids, for one call of ``torch.load``."""
+    """Return a pickle module that resolves our persistent ids, for one call of ``torch.load``."""
 
     class Unpickler(pickle.Unpickler):
         def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
@@ -231,7 +241,7 @@ def loading_module(storages: Storages) -> types.ModuleType:
 
 
 def restricted_unpickler(storages: Storages) -> type:
-    """Return torch's unpickler for ``weights_only=True``, which also knows our ids."""
+    """Return torch's unpickler for ``weights_only=True``, extended by our persistent ids."""
 
     class Unpickler(restricted.Unpickler):
         def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
@@ -247,7 +257,7 @@ def restricted_unpickler(storages: Storages) -> type:
             self._persistent_load = _also(storages, theirs)
 
         def pop_mark(self) -> list[Any]:
-            # All tuples of more than three elements come by here, our ids among them.
+            # All tuples of more than three elements pass here, our persistent ids among them.
             items: list[Any] = super().pop_mark()  # type: ignore[no-untyped-call]
             if len(items) == 5 and type(items[0]) is str and items[0] == _TAG:
                 items[0] = _Allowed(items[0])
@@ -257,7 +267,7 @@ def restricted_unpickler(storages: Storages) -> type:
 
 
 class _Allowed(str):
-    """Our tag, passing the check that an id is a storage's: as a string it is like any other."""
+    """Our tag, made to pass torch's check for ``"storage"`` as the first item of an id."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -273,7 +283,7 @@ class _Allowed(str):
 
 
 def _also(storages: Storages, theirs: Any) -> Any:
-    """Return a ``persistent_load`` that knows our ids besides torch's."""
+    """Return a ``persistent_load`` that resolves our persistent ids besides torch's."""
 
     def persistent_load(pid: Any) -> Any:
         if isinstance(pid, tuple) and pid[:1] == (_TAG,):

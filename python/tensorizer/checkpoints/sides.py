@@ -1,8 +1,8 @@
-"""The file that holds the storages of a saved object, and the one before it.
+"""The file that holds the storages of a saved object, and the previous one while it is replaced.
 
-A pickle and its file of storages get their names one after the other. Until both have them, the
-storages of before have a hidden name, ``.<file>.<owner>.<stamp>.<random>.before``: the owner is
-made from the names of both halves, and the stamp tells which version of the pickle was there.
+The pickle and its storage file are renamed into place one after the other. Until both are in place,
+the previous storage file is kept as ``.<file>.<owner>.<stamp>.<random>.before``: the owner is a
+hash of the names of both files, and the stamp is the version of the pickle at that time.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from .turns import lock_of, shown
 
 
 def is_path(file: Any) -> bool:
-    """Tell whether torch takes a file for a path."""
+    """Tell whether torch treats a file as a path."""
     return isinstance(file, (str, os.PathLike))
 
 
 def path_of(file: Any) -> str | None:
-    """Return the name of what torch reads or writes, None if it has none."""
+    """Return the path or the ``name`` of what torch reads or writes; None if it has none."""
     name = file if is_path(file) else getattr(file, "name", None)
     return os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
 
 
 def local_file(file: Any) -> Path | None:
-    """Return where a file of storages is, if it has a path."""
+    """Return the resolved path of a storage file; None for an address or a file object."""
     if not isinstance(file, str) or is_address(file):
         return None
     return Path(os.path.realpath(local_path(file) or file))
 
 
 class Named:
-    """Which file a path names; None names nothing."""
+    """The identity of the file at a path, to be compared later; the path may be None."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class Named:
 
     @classmethod
     def by(cls, target: Any) -> Named:
-        """Say it of what torch reads or writes; a file that is open already names nothing."""
+        """Return an instance for what torch reads or writes; an open file counts as no path."""
         return cls(Path(os.fsdecode(target)) if is_path(target) else None)
 
     def _identity(self) -> tuple[int, int] | None:
@@ -65,16 +65,16 @@ class Named:
         return None if found is None else (found.st_dev, found.st_ino)
 
     def is_another(self) -> bool:
-        """Tell whether it names another file by now."""
+        """Tell whether the path names another file by now; False if it names none."""
         return self._identity() not in (None, self._before)
 
     def is_the_same(self) -> bool:
-        """Tell whether it names the same file still; nothing is none."""
+        """Tell whether the path still names the same file; False if there was none."""
         return self._before is not None and self._identity() == self._before
 
 
 class Side:
-    """The file of storages, being written."""
+    """The storage file of one save."""
 
     def __init__(self, file: Any, options: dict[str, Any], target: Any) -> None:
         # torch's own files have a CRC-32, too.
@@ -84,12 +84,12 @@ class Side:
         self._target = target
         self._identity = ""
         self._before: Path | None = None
-        #: What has the name before and after ours gets it.
+        #: The files at the path just before and just after ours is moved there.
         self._kept: Named | None = None
         self._published: Named | None = None
 
     def write(self, tensors: list[torch.Tensor]) -> str:
-        """Write everything, and return the file's identity. It cannot be seen yet."""
+        """Write all storages, and return the file's identity; it is not visible at its path yet."""
         self._file.set_pair(None)
         self._file.write_leaves(*named_leaves(tensors))
         identity = self._file.pair_id
@@ -98,7 +98,7 @@ class Side:
         return self._identity
 
     def publish(self) -> None:
-        """Make the file visible, and keep the one that it replaces."""
+        """Move the file to its path, and keep the one that it replaces under a hidden name."""
         self._keep()
         self._kept = Named(self._path)
         self._file.close()
@@ -109,18 +109,18 @@ class Side:
             return
         owner, stamp = _owner(self._path, self._target), _stamp(self._target)
         rest = f"{owner}.{stamp}.{secrets.token_hex(4)}.before"
-        # Known before it is there, so that it is put back whenever this is interrupted.
+        # Set before the hidden name exists, so that an interrupted save puts the file back.
         self._before = self._path.with_name(f".{shown(self._path)}.{rest}")
         try:
             self._before.hardlink_to(self._path)
         except OSError:
-            # File systems without links: then the hidden name is its only one for a moment.
+            # The file system has no hard links: for a moment the hidden name is the only one.
             self._path.rename(self._before)
-        # Else the disk may have the new file's name before this one.
+        # Otherwise the new file's name could reach the disk before this one.
         sync_folder(self._path.parent)
 
     def withdraw(self) -> None:
-        """Put back what was there before; what another saver has put there stays."""
+        """Put the previous file back, unless another saver has put its own file there."""
         self._file.abandon()
         if self._path is None:
             return
@@ -133,34 +133,35 @@ class Side:
                 self._before.replace(self._path)
         elif self._before.exists() and self._before.samefile(self._path):
             self._before.unlink()
-        # Else the pickle may need what is hidden, until a save has ended well.
+        # Otherwise the pickle may need the hidden file, until a save succeeds.
 
     def _is_ours(self, path: Path) -> bool:
         if self._published is not None:
             return self._published.is_the_same()
-        # It may have its name, whatever failed afterwards.
+        # The file may be in place although ``close()`` failed afterwards.
         if self._kept is not None and self._kept.is_another():
             with contextlib.suppress(OSError, FormatError):
                 return _pair_of(path) == self._identity
         return False
 
     def forget(self) -> None:
-        """Give up the way back."""
+        """Remove the previous file; it can no longer be put back."""
         if self._before is not None:
-            # Both halves have their names: what cannot be removed goes with the next save.
+            # Both files are in place; a hidden file that cannot be removed is left to the next
+            # save.
             with contextlib.suppress(OSError):
                 self._before.unlink()
             self._before = None
 
 
 def kept_half(target: Any, file: Any, pair: str | None) -> str | None:
-    """Return the hidden file that holds the storages of a pickle, if a save was killed or runs.
+    """Return the hidden storage file of a pickle, kept by a killed or running save; else None.
 
     Args:
-        target: What torch loads.
-        file: What should hold its storages, and does not.
-        pair: The identity that the pickle states. None for one of the old package: then it must
-            not have changed since the storages were kept for it.
+        target: The pickle that torch loads.
+        file: The file that should hold its storages, and does not.
+        pair: The identity that the pickle states. None for a pickle of the old package, which
+            must not have changed since the storages were kept for it.
 
     """
     path = local_file(file)
@@ -171,7 +172,7 @@ def kept_half(target: Any, file: Any, pair: str | None) -> str | None:
     for hidden, *whose in _kept(path):
         if pair is None and (stamp == _NO_STAMP or whose != [owner, stamp]):
             continue
-        # What has its name still is no other file.
+        # A hidden link to the file at the path itself is no alternative.
         with contextlib.suppress(OSError):
             if hidden.samefile(path):
                 continue
@@ -184,7 +185,7 @@ def kept_half(target: Any, file: Any, pair: str | None) -> str | None:
 
 
 def left_behind(target: Any, file: Any) -> list[Path]:
-    """Return what saves of an object hide that run or were killed; others' is not among it."""
+    """Return hidden files of running or killed saves of this object, not of other objects."""
     side = local_file(file)
     if side is None:
         return []
@@ -194,9 +195,9 @@ def left_behind(target: Any, file: Any) -> list[Path]:
 
 
 def clean_up(target: Any, file: Any) -> None:
-    """Remove storages that saves which were killed have kept, once both halves have their names.
+    """Remove storage files kept by killed saves, once both files of the object are in place.
 
-    Only for the saver who has its turn: nobody else's save can be under way.
+    To be called only while the save lock is held: then no other save can be running.
     """
     side = local_file(file)
     with contextlib.suppress(OSError):
@@ -211,7 +212,7 @@ _NO_STAMP = "0"
 
 
 def _stamp(target: Any) -> str:
-    """Tell which version of a pickle there is."""
+    """Return the version of a pickle, from its modification time and size; "0" if there is none."""
     name = path_of(target)
     with contextlib.suppress(OSError, ValueError):
         if name is not None:
@@ -238,14 +239,14 @@ def _matching(folder: Path, pattern: str) -> Iterator[tuple[Path, re.Match[str]]
 
 
 def _kept(path: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield the hidden names of files that were called so, each with its owner and stamp."""
+    """Yield the hidden files that were kept for a path, each with its owner and stamp."""
     pattern = rf"\.{re.escape(shown(path))}\.([0-9a-f]{{8}})\.([0-9a-f-]+)\.[0-9a-f]{{8}}\.before"
     for hidden, match in _matching(path.parent, pattern):
         yield hidden, match[1], match[2]
 
 
 def _pair_of(path: Path) -> str | None:
-    """Return the identity that a file of storages states."""
+    """Return the identity that a storage file states; None if it states none."""
     with contextlib.closing(native_open(str(path), {"path": True})) as source:
         reader = Reader(source)
     try:

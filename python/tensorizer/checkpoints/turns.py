@@ -1,6 +1,7 @@
-"""Savers of one file of storages take turns.
+"""The save lock, by which savers of one storage file take turns.
 
-Its two halves get their names one after the other, so that two savers at once would mix theirs.
+The pickle and its storage file are renamed into place one after the other: two savers at once could
+mix theirs.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from pathlib import Path
 
 logger = logging.getLogger("tensorizer.torch_compat")
 
-#: Seconds between two looks at a lock that another saver holds.
+#: Seconds between two attempts to take a lock that another saver holds.
 _POLL = 0.05
-#: So many bytes of a name are part of that of a hidden file, which may have 255.
+#: The most bytes of a file's name in the name of its hidden file, which may have 255.
 _SHOWN = 150
 
 
 def shown(path: Path) -> str:
-    """Return how the hidden names of what belongs to a file begin, after their dot."""
+    """Return a file's name, shortened for use in the names of its hidden files."""
     name = path.name
     while len(os.fsencode(name)) > _SHOWN:
         name = name[:-1]
@@ -32,18 +33,18 @@ def shown(path: Path) -> str:
 
 
 def lock_of(path: Path) -> Path:
-    """Return the hidden file that a saver of a file holds locked."""
+    """Return the lock file of a storage file."""
     return path.with_name(f".{shown(path)}.tensorizer-lock")
 
 
 class Turn:
-    """The turn of one saver, a context manager; the next one waits until it has ended.
+    """The save lock of a storage file, a context manager; other savers wait for its release.
 
-    Whoever holds the lock removes the locked file. A process that is killed loses the lock only,
-    and leaves the file to the next saver. Where locks do not work, nobody waits.
+    The holder removes the lock file. A process that is killed loses only the lock, and leaves the
+    file to the next saver. On a file system without locks, savers do not wait.
 
     Args:
-        path: The file of storages; None for nothing to wait for.
+        path: The storage file; None for no lock.
 
     """
 
@@ -54,18 +55,18 @@ class Turn:
 
     @property
     def held(self) -> bool:
-        """Whether no other saver has its turn."""
+        """True while this object holds the lock."""
         return self._file is not None
 
     def __enter__(self) -> Turn:
-        """Wait for the turn.
+        """Wait for the lock.
 
         Raises:
-            RuntimeError: This thread has it already: it was interrupted by a handler of signals.
+            RuntimeError: This thread holds the lock already: a signal handler interrupted its save.
 
         """
         waits = False
-        # Without the permission to make a file there, no saver gets further.
+        # Without permission to create the lock file, no saver can put a file there either.
         with contextlib.suppress(OSError):
             while self._lock is not None and not self._take(self._lock):
                 holder = _held.get(self._lock)
@@ -81,12 +82,16 @@ class Turn:
         return self
 
     def _take(self, lock: Path) -> bool:
-        """Try to get the lock; it is not for another try where there are none."""
+        """Try once to lock the file, and return True if that worked.
+
+        Raises an ``OSError`` where another attempt is of no use, such as on a file system without
+        locks.
+        """
         file = io.FileIO(os.fspath(lock), "r+", opener=_create)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_named(file, lock):
-                # The one before has removed it since it was opened.
+                # The previous holder has removed the file since it was opened.
                 file.close()
                 return False
             self._file = file
@@ -104,7 +109,7 @@ class Turn:
         return True
 
     def __exit__(self, *_: object) -> None:
-        """End the turn."""
+        """Release the lock."""
         file, lock = self._file, self._lock
         self._file = None
         if file is None or lock is None:
@@ -120,12 +125,13 @@ class Turn:
             file.close()
 
 
-#: By their locked files. One that an interrupt has kept from ending gives up its lock with itself.
+#: Held locks, by their lock files. References are weak: if an interrupt prevents ``__exit__``, the
+#: object is freed, which closes its file and releases the lock.
 _held: weakref.WeakValueDictionary[Path, Turn] = weakref.WeakValueDictionary()
 
 
 def _in_child() -> None:
-    """Close what a process that was forked off has of locks: it would hold them, too."""
+    """Close the lock files that a forked child has inherited: it would hold the locks, too."""
     for turn in list(_held.values()):
         turn._leave_to_the_parent()
     _held.clear()
@@ -135,7 +141,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _create(path: str, _: int) -> int:
-    # Locks of network file systems need a file for writing.
+    # Network file systems lock only files that are open for writing.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open(path, flags, 0o666)
 

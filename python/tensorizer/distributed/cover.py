@@ -1,4 +1,4 @@
-"""Chunks that are, each element once, all of a tensor."""
+"""Checks that chunks cover a tensor, each element exactly once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 
 from torch.distributed.checkpoint import metadata as dcp
 
-#: Chunks of a tensor that are compared each with each.
+#: The most chunks that are compared in pairs.
 _MOST_PAIRED = 1 << 10
 
 
 def check(name: str, tensor: dcp.TensorStorageMetadata) -> None:
-    """Refuse chunks that are not, each once, all of a tensor."""
+    """Raise ``ValueError`` unless the chunks cover each element of a tensor exactly once."""
     for chunk in tensor.chunks:
         ends = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
         if any(offset + length > whole for offset, length, whole in ends):
@@ -31,8 +31,8 @@ def check(name: str, tensor: dcp.TensorStorageMetadata) -> None:
 def _are_apart(chunks: list[dcp.ChunkStorageMetadata]) -> bool:
     """Tell whether no two chunks have elements in common.
 
-    They are cut in one dimension after another wherever no chunk lies on both sides. What cannot be
-    cut, which no grid comes to, is compared one by one.
+    They are split in one dimension after another, at places that no chunk crosses. Chunks that
+    cannot be split, which a grid never has, are compared in pairs.
     """
     if len(chunks) < 2:
         return True

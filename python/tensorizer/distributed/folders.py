@@ -1,4 +1,4 @@
-"""Local folders of checkpoints: made so that they stay, and rid of what nobody needs."""
+"""Local checkpoint folders: created durably, and cleaned of files that belong to no checkpoint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 from ..streams.syncing import sync_folder
 from . import layout
 
-#: Seconds that the lock of a folder is waited for.
+#: Seconds to wait for the lock of a folder.
 _PATIENCE = 10.0
-#: Files that ranks write, and no others.
+#: The names of files that ranks write.
 _OURS = re.compile(r"rank-[0-9]{5,}-[0-9a-f]{16}\.tensors")
-#: What they are called until they are whole, where files without a name cannot be had.
+#: The names of such files until they are complete, on file systems without ``O_TMPFILE``.
 _UNDONE = re.compile(rf"\.{_OURS.pattern}\.tensorizer-[0-9a-f]{{8}}-[0-9a-f]{{8}}\.(tmp|unlocked)")
 
 
 def make(folder: str) -> None:
-    """Make a folder, and those above it, that are there when the machine has lost its power."""
+    """Make a folder and its parents, synced to disk so that they survive a loss of power."""
     path = Path(folder)
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -33,9 +33,10 @@ def make(folder: str) -> None:
 
 
 class Claim:
-    """Keeps files in a folder that no checkpoint has yet, as long as it is referred to.
+    """A shared lock on a folder that protects files of unfinished checkpoints from removal.
 
-    Of other processes too, if the file system has locks; without them no file is removed.
+    It lasts as long as the object is referenced, and keeps other processes from removing files,
+    too, if the file system has locks. Without locks no file is ever removed.
     """
 
     def __init__(self, folder: str) -> None:
@@ -47,7 +48,7 @@ class Claim:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return
             except BlockingIOError as error:
-                # Whoever removes files holds it for a moment only.
+                # A process that removes files holds the exclusive lock only briefly.
                 if time.monotonic() > until:
                     raise BlockingIOError(
                         error.errno,
@@ -61,7 +62,7 @@ class Claim:
 
 
 def _release(descriptor: int, process: int) -> None:
-    """Give a lock back, which a process that was forked off since has too."""
+    """Release a lock; a forked child, which shares it, only closes its descriptor."""
     if os.getpid() == process:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -69,11 +70,11 @@ def _release(descriptor: int, process: int) -> None:
 
 
 def check(folder: str, names: Iterable[str]) -> None:
-    """Make sure that the files of all ranks are in a folder, before it becomes a checkpoint.
+    """Check that the files of all ranks are in a folder, before it becomes a checkpoint.
 
     Raises:
-        FileNotFoundError: One is not: the ranks have folders of their own by that name, or another
-            job has removed it.
+        FileNotFoundError: A file is missing: the ranks have different folders by that name, or
+            another job has removed it.
 
     """
     for name in sorted(names):
@@ -89,7 +90,7 @@ def check(folder: str, names: Iterable[str]) -> None:
 def remove_leftovers(folder: str) -> None:
     """Remove files of ranks that belong to no checkpoint, unless a save goes on in the folder.
 
-    Whoever saves holds a :class:`Claim` before there is a file of its own.
+    Every save holds a :class:`Claim` before it creates a file.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -101,18 +102,18 @@ def remove_leftovers(folder: str) -> None:
         if layout.is_there(folder):
             found -= set(layout.files(folder))
         elif Path(folder, layout.FILE).is_symlink():
-            # It may come back.
+            # The link's target may come back.
             return
         remove(folder, found)
     except (OSError, ValueError):
-        # Locked, or without locks, or the checkpoint does not say which files are its own.
+        # The folder is locked or cannot be, or the checkpoint does not say which files are its own.
         pass
     finally:
         os.close(descriptor)
 
 
 def remove(folder: str, names: Iterable[str]) -> None:
-    """Remove those files that are of ranks, as far as that is possible."""
+    """Remove the files of ranks among these; files that cannot be removed stay."""
     for name in names:
         if _OURS.fullmatch(name) or _UNDONE.fullmatch(name):
             with contextlib.suppress(OSError):

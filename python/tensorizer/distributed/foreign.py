@@ -1,4 +1,4 @@
-"""Folders that others than :class:`Writer` have saved: torch's own, and of safetensors files."""
+"""Readers of folders not saved by :class:`Writer`: torch's own format, and safetensors files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..streams.addresses import is_address
 from ..streams.open import open_stream
 from . import layout, remote
 
-#: The file of torch's own writer that says where each item is.
+#: The file in which torch's own writer stores the position of each item.
 _METADATA = ".metadata"
-#: Classes of torch's metadata that such a file names, by their modules.
+#: Classes of torch's metadata that the file may name, by module.
 _CLASSES: dict[str, dict[str, type]] = {
     dcp.__name__: {
         name: getattr(dcp, name)
@@ -40,7 +40,7 @@ _CLASSES: dict[str, dict[str, type]] = {
     },
     filesystem.__name__: {"_StorageInfo": filesystem._StorageInfo},
 }
-#: Functions, and classes that are called as such.
+#: Functions that the file may name, and classes that it calls like functions.
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
@@ -50,14 +50,14 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
         for name in ("Path", "PosixPath", "PurePosixPath")
     },
 }
-#: Types that cannot be changed.
+#: Types that the file may name, and whose attributes it cannot change.
 _TYPES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
 
 
 def reader_of(
     folder: str, weights_only: bool, num_readers: int | None = None
 ) -> StorageReader | None:
-    """Return a reader of a folder that torch or others have saved; None if it is none.
+    """Return a reader of a folder saved by torch or as safetensors files; None if it is neither.
 
     Args:
         folder: A path or an address.
@@ -94,7 +94,7 @@ def _size_of(path: Path) -> int | None:
     """Return the bytes of a file; None if it is missing, which matters only when it is read.
 
     Raises:
-        FormatError: It is no regular file; a FIFO would be waited for.
+        FormatError: It is not a regular file; reading a FIFO would block.
 
     """
     try:
@@ -110,7 +110,7 @@ def _check_places(metadata: str, places: Iterable[Any]) -> None:
     """Check that every item is within a file beside torch's metadata.
 
     Raises:
-        FormatError: One is not.
+        FormatError: An item is not.
 
     """
     sizes: dict[str, int | None] = {}
@@ -120,7 +120,7 @@ def _check_places(metadata: str, places: Iterable[Any]) -> None:
         if type(name) is not str or "/" in name or "\0" in name or name in ("", ".", ".."):
             raise FormatError(f"{metadata}: expected the name of a file beside it, found {name!r}")
         if name not in sizes:
-            # A file at an address is looked at when it is read.
+            # A file at an address is checked when it is read.
             sizes[name] = None if is_remote else _size_of(Path(metadata).parent / name)
         start, length = getattr(place, "offset", None), getattr(place, "length", None)
         if type(start) is not int or type(length) is not int or min(start, length) < 0:
@@ -142,7 +142,7 @@ class _TorchReader(FileSystemReader):
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
         if is_address(folder):
-            # torch reads through it, whatever is behind its interface.
+            # torch uses only the methods of this interface.
             self.fs = remote.Addresses()  # type: ignore[assignment]
             self.path = folder
 
@@ -153,15 +153,15 @@ class _TorchReader(FileSystemReader):
 
 
 class _RestrictedReader(_TorchReader):
-    """The same, whose metadata can run no code."""
+    """A reader of torch's format whose metadata can run no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return what the checkpoint holds.
+        """Return the metadata of the checkpoint.
 
         Raises:
-            pickle.UnpicklingError: It names a class that is none of torch's metadata.
+            pickle.UnpicklingError: It names a class that does not belong to torch's metadata.
             FormatError: It is damaged, or names a file outside of its folder, or
-                bytes that a file does not have.
+                bytes beyond the end of a file.
 
         """
         path = os.fspath(self._get_metadata_path(kwargs.get("rank")))
@@ -185,10 +185,11 @@ class _RestrictedReader(_TorchReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes the classes of torch's metadata, and no others.
+    """An unpickler that accepts the classes of torch's metadata, and no others.
 
-    A pickle may set attributes of what it names: classes are subclasses, and functions stand-ins,
-    of this object alone. What was made of the subclasses is of the classes in the end.
+    A pickle may set attributes of everything that it names. So it gets subclasses and wrapper
+    functions that are made for this object alone. At the end, objects of the subclasses get the
+    real classes.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -198,12 +199,12 @@ class _Unpickler(pickle.Unpickler):
         self._named: dict[tuple[str, str], Any] = {}
 
     def metadata(self) -> Any:
-        """Return the object."""
+        """Return the unpickled object."""
         found = self.load()
         for one in self._made:
             real = self._known.get(type(one))
             if real is not None:
-                # Some are frozen.
+                # Some classes are frozen.
                 object.__setattr__(one, "__class__", real)
         return found
 
@@ -240,7 +241,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Checking:
-    """A planner that is given no object which torch's restricted unpickler refuses.
+    """A planner wrapper that refuses objects which torch's restricted unpickler refuses.
 
     Args:
         planner: The planner, which unpickles without restriction.
@@ -255,7 +256,7 @@ class Checking:
         return getattr(self._planner, name)
 
     def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        """Hand an object to the planner.
+        """Check an object, and hand it to the planner.
 
         Raises:
             pickle.UnpicklingError: The restricted unpickler refuses it.

@@ -1,4 +1,4 @@
-"""Tensors that are cut in a grid: their chunks follow from the cuts in each dimension."""
+"""Tensors cut in a grid: their chunks follow from the cuts in each dimension."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-#: Lengths and offsets are less.
+#: The exclusive upper bound of lengths and offsets.
 _MOST = 1 << 63
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The cuts of a tensor. Its chunks have an order, that of the last dimension first.
+    """The cuts of a tensor; in the order of its chunks, the last dimension varies fastest.
 
     Attributes:
         size: The shape of the tensor.
@@ -35,7 +35,7 @@ class Grid:
         return math.prod(map(len, self.starts))
 
     def encoded(self) -> list[int | list[int]]:
-        """Return, for each dimension, the distance of cuts that are evenly apart, or all starts."""
+        """Return, for each dimension, the step of evenly spaced cuts, or the list of all starts."""
         found: list[int | list[int]] = []
         for starts, length in zip(self.starts, self.size, strict=True):
             step = starts[1] if len(starts) > 1 else length
@@ -46,7 +46,7 @@ class Grid:
     def chunks(self) -> list[dcp.ChunkStorageMetadata]:
         """Return the chunks, in their order."""
         boxes = zip(itertools.product(*self.starts), self._sizes(), strict=True)
-        # Most chunks have the same sizes.
+        # Most chunks have the same sizes; equal sizes share one object.
         shapes: dict[tuple[int, ...], torch.Size] = {}
         return [
             dcp.ChunkStorageMetadata(
@@ -60,7 +60,7 @@ class Grid:
         return itertools.product(*map(_lengths, self.starts, self.size))
 
     def find(self, offsets: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-        """Return the place in the order of a chunk, and its sizes; None if none begins there."""
+        """Return the index and the sizes of the chunk that begins there; None if none does."""
         number, sizes = 0, []
         for starts, length, offset in zip(self.starts, self.size, offsets, strict=True):
             at = bisect_left(starts, offset)
@@ -76,7 +76,7 @@ def _lengths(starts: Sequence[int], length: int) -> list[int]:
 
 
 def of_chunks(size: Sequence[int], boxes: dict[tuple[int, ...], tuple[int, ...]]) -> Grid | None:
-    """Return the grid that chunks make, each of them once; None if they make none.
+    """Return the grid that these chunks form exactly; None if they form none.
 
     Args:
         size: The shape of the tensor.
@@ -88,7 +88,8 @@ def of_chunks(size: Sequence[int], boxes: dict[tuple[int, ...], tuple[int, ...]]
     starts = tuple(sorted(set(column)) for column in zip(*boxes, strict=True))
     if math.prod(map(len, starts)) != len(boxes):
         return None
-    # As many as the grid has, each elsewhere, at its offsets: exactly the chunks of the grid.
+    # There are as many chunks as cells, at different offsets: with offset 0 and equal sizes they
+    # are exactly the cells of the grid.
     if any(first != 0 for first, *_ in starts):
         return None
     grid = Grid(torch.Size(size), starts)
@@ -99,7 +100,7 @@ def of_chunks(size: Sequence[int], boxes: dict[tuple[int, ...], tuple[int, ...]]
 
 
 def decoded(size: torch.Size, cuts: Any) -> Grid:
-    """Return the grid that a checkpoint describes.
+    """Return the grid that the metadata of a checkpoint describes.
 
     Raises:
         TypeError, ValueError: It describes none.

@@ -1,4 +1,4 @@
-"""Reading tensors of a file, or parts of them, into those of a planner."""
+"""Reads tensors of a file, or parts of them, into the tensors of a planner."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from ..file.tensor_file import TensorFile, in_batches
 from ..tensors.exchange import dtype_of, is_fillable, refuse_short
 
-#: Bytes that are loaded at a time where they are then copied to tensors.
+#: Bytes loaded at a time where tensors are loaded first and then copied to their targets.
 _BATCH_BYTES = 256 << 20
 
 
 def read_tensors(
     file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
 ) -> None:
-    """Read parts of tensors; hashes of those that are all of it are compared in place."""
+    """Read tensors and parts of tensors into the tensors of a planner.
+
+    The hashes of tensors that are read as a whole are compared without a copy.
+    """
     whole: list[tuple[ReadItem, int]] = []
     parts: list[tuple[ReadItem, int]] = []
     slices: list[tuple[int, list[tuple[int, int]]]] = []
@@ -69,9 +72,9 @@ def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPla
 
 
 def _overlapping(tensors: dict[int, torch.Tensor]) -> list[int]:
-    """Return which of them lie, in part, in the memory of others, such as parameters that are tied.
+    """Return the numbers of tensors whose memory overlaps others, such as tied parameters.
 
-    Without these no two of them overlap. They are contiguous.
+    No two of the remaining tensors overlap. All are contiguous.
     """
     found = []
     end = 0

@@ -1,4 +1,4 @@
-"""The items of a checkpoint as JSON, which are decoded one by one when they are asked for."""
+"""The items of a checkpoint as JSON, decoded one by one on access."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .._errors import FormatError
 from ..tensors.exchange import dtype_of
 from . import cover, grids
 
-#: Chunks of all tensors together. Bounds the work of a checkpoint that describes many in few bytes.
+#: The most chunks of all tensors together. It bounds the work for a small file that describes many.
 MOST_CHUNKS = 1 << 26
-#: Errors of content that is not as expected.
+#: The errors that content of an unexpected form raises.
 DAMAGED = (
     KeyError,
     IndexError,
@@ -29,16 +29,16 @@ DAMAGED = (
 
 
 def damaged(uri: str, error: Exception) -> FormatError:
-    """Return the error of a checkpoint that is damaged."""
+    """Return the error for a damaged checkpoint."""
     return FormatError(f"{uri} is no checkpoint, or damaged: {error!r}")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an item's bytes: the file, beside this one, and the name of its tensor.
+    """The place of an item's bytes: a file in the checkpoint's folder, and the name of its tensor.
 
     Attributes:
-        dtype, shape: What a checkpoint that was read says of the tensor.
+        dtype, shape: Those of the tensor, as stated by a checkpoint that was read.
 
     """
 
@@ -49,22 +49,22 @@ class Place:
 
 
 def stored_name(name: str, offsets: Sequence[int]) -> str:
-    """Return the name, in the file of a rank, of a chunk whose name is not taken there."""
+    """Return a chunk's name in its rank's file: the tensor's name, with offsets unless all 0."""
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
 def encoded(
     items: Mapping[str, Any], places: Mapping[dcp.MetadataIndex, Place], whole: bool = True
 ) -> dict[str, Any]:
-    """Return items as JSON has them, with the files and orders of files that they refer to.
+    """Return items as JSON, with the files and the orders of files that they refer to.
 
     Args:
         items: Metadata of all items.
         places: The places of all chunks and objects.
-        whole: Refuse tensors of which the chunks are not, each once, all.
+        whole: Refuse tensors whose chunks do not cover each element exactly once.
 
     Raises:
-        ValueError: The chunks of a tensor are not; or there are too many of them.
+        ValueError: The chunks of a tensor do not cover it so; or there are too many chunks.
 
     """
     files = sorted({place.file for place in places.values()})
@@ -86,7 +86,7 @@ def encoded(
 
 
 def check_count(count: int) -> None:
-    """Refuse more chunks than a checkpoint may have."""
+    """Raise ``ValueError`` for more chunks than a checkpoint may have."""
     if count > MOST_CHUNKS:
         raise ValueError(f"expected at most {MOST_CHUNKS} chunks of tensors, found {count}")
 
@@ -98,13 +98,13 @@ def _encoded_tensor(
     orders: dict[tuple[int, ...], int],
     whole: bool,
 ) -> dict[str, Any]:
-    """Return a tensor: a grid if its chunks make one, and otherwise chunk by chunk."""
+    """Return the JSON of a tensor: a grid if its chunks form one, otherwise a list of chunks."""
     dtype = str(item.properties.dtype).removeprefix("torch.")
     made: dict[str, Any] = {"dtype": dtype, "size": list(item.size)}
     listed = item.chunks
     grid = _grid_of(item) if len(listed) > 1 else None
     if grid:
-        # Ranks without elements of a tensor have a chunk too, which is beside the grid.
+        # Ranks without elements of a tensor have an empty chunk each, which is not in the grid.
         full = sorted(one.offsets for one in listed if 0 not in one.sizes)
         if all(places[one][1] == stored_name(name, one) for one in full):
             order = tuple(places[one][0] for one in full)
@@ -119,7 +119,7 @@ def _encoded_tensor(
 
 
 def _grid_of(item: dcp.TensorStorageMetadata) -> grids.Grid | None:
-    """Return the grid that chunks with elements make, if all chunks begin at different places."""
+    """Return the grid that the non-empty chunks form, if no two chunks have the same offsets."""
     boxes = {one.offsets: one.sizes for one in item.chunks}
     if len(boxes) != len(item.chunks):
         return None
@@ -127,11 +127,11 @@ def _grid_of(item: dcp.TensorStorageMetadata) -> grids.Grid | None:
 
 
 class Content:
-    """The JSON of items, from which one after another is decoded.
+    """The JSON of items, which are decoded one at a time.
 
     Args:
         uri: The file, for errors.
-        content: What it holds.
+        content: The parsed JSON of the file.
         files: The names of the files of ranks.
 
     Raises:
@@ -145,7 +145,7 @@ class Content:
         self._orders = content["orders"] if content["version"] > 1 else []
         self._checked: set[int] = set()
         self._made: dict[tuple[torch.Size, str], list[dcp.ChunkStorageMetadata]] = {}
-        #: The entries of tensors that were not found at the place that a planner has hinted at.
+        #: Chunks by offsets, of tensors with a chunk that was not at the index hinted by a planner.
         self._entries: dict[str, dict[tuple[int, ...], Any]] = {}
         check_count(sum(map(self._count, self.raw.values())))
 
@@ -156,7 +156,7 @@ class Content:
         return inside + len(item.get("chunks", ()))
 
     def _order(self, item: dict[str, Any]) -> Sequence[int]:
-        """Return the numbers of the files of a grid's chunks."""
+        """Return the numbers of the files that hold a grid's chunks, in the grid's order."""
         number = item["order"]
         if type(number) is not int or number < 0:
             raise ValueError(f"expected one of {len(self._orders)} orders, found {number!r}")
@@ -195,7 +195,7 @@ class Content:
     def _chunks(
         self, name: str, item: dict[str, Any], size: torch.Size
     ) -> list[dcp.ChunkStorageMetadata]:
-        """Return the chunks of a tensor, which are, each once, all of it."""
+        """Return the chunks of a tensor, which cover each element exactly once."""
         if "grid" not in item:
             listed = self._listed(item["chunks"])
             _check_cover(name, size, listed)
@@ -204,14 +204,14 @@ class Content:
         outside = [box for box in listed if 0 not in box.sizes]
         if outside:
             raise ValueError(f"chunks of {name!r} overlap its grid: {outside[0]}")
-        # The tensors of a model have few shapes, and are cut alike.
+        # Many tensors of a model have the same shape and cuts: they share one list.
         cut = (size, str(item["grid"]))
         if cut not in self._made:
             self._made[cut] = grid.chunks()
         return self._made[cut] + listed
 
     def _listed(self, listed: Sequence[Any]) -> list[dcp.ChunkStorageMetadata]:
-        """Return the chunks that are described one by one."""
+        """Return the chunks of a list, with their places checked."""
         found = []
         for offsets, sizes, number, stored in listed:
             self._place(number, stored)
@@ -219,7 +219,7 @@ class Content:
         return found
 
     def place(self, index: dcp.MetadataIndex) -> Place:
-        """Return where the bytes of an object or a chunk are.
+        """Return the place of the bytes of an object or a chunk.
 
         Raises:
             KeyError: There is no such chunk.
@@ -268,16 +268,16 @@ class Content:
             raise ValueError(
                 f"expected one of {len(self.files)} files and a name, found {number!r}, {name!r}"
             )
-        name.encode()  # raises where it is no text
+        name.encode()  # raises for lone surrogates
         return Place(self.files[number], name, dtype, shape)
 
 
 class Items(MutableMapping[str, Any]):
-    """The metadata of all items, each decoded when it is asked for, and kept then."""
+    """The metadata of all items, each decoded on first access and kept."""
 
     def __init__(self, content: Content) -> None:
         self._content = content
-        #: None for items that were not asked for.
+        #: None for items that were not accessed yet.
         self._items: dict[str, Any] = dict.fromkeys(content.raw)
 
     def __getitem__(self, name: str) -> Any:
@@ -309,7 +309,7 @@ class Items(MutableMapping[str, Any]):
 
 
 class Places:
-    """The places of all chunks and objects, each found when it is asked for."""
+    """The places of all chunks and objects, each looked up on access."""
 
     def __init__(self, content: Content) -> None:
         self._content = content
@@ -320,7 +320,7 @@ class Places:
 
 def _check_cover(name: str, size: torch.Size, chunks: list[dcp.ChunkStorageMetadata]) -> None:
     boxes: dict[tuple[int, ...], tuple[int, ...]] = {one.offsets: one.sizes for one in chunks}
-    # A grid is all of a tensor, each element once.
+    # A grid covers each element of a tensor exactly once.
     if len(boxes) != len(chunks) or grids.of_chunks(size, boxes) is None:
         cover.check(name, dcp.TensorStorageMetadata(dcp.TensorProperties(), size, chunks))
 

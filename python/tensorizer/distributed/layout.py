@@ -1,4 +1,7 @@
-"""What the file says that makes several files a checkpoint: JSON, and no pickle that runs code."""
+"""The file ``checkpoint.json``, which makes the files in a folder a checkpoint.
+
+It is JSON, so that reading it runs no code, as unpickling could.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,15 @@ from .items import DAMAGED, Content, Items, Place, Places, damaged, encoded as e
 #: The file that is written last. Without it there is no checkpoint.
 FILE = "checkpoint.json"
 _FORMAT = "tensorizer.distributed"
-#: The second has grids; it is written only where a tensor is cut in one.
+#: Version 2 has grids; it is written only if a tensor is cut in one.
 _VERSIONS = (1, 2)
-#: Names of the files of ranks: no folders, and nothing above.
+#: Names of the files of ranks: no folders, and nothing above the checkpoint's folder.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.tensors")
-#: Bytes; a checkpoint of many million chunks in grids has less.
+#: The most bytes of the file; many million chunks in grids take less.
 MOST_BYTES = 1 << 30
-#: Places in lists; torch makes lists up to the largest.
+#: The exclusive upper bound of list indices in paths: torch makes a list up to the largest index.
 _MOST_PLACES = 1 << 24
-#: Before the hash of all that it follows, and a brace.
+#: The text between the content and its SHA-256, which ends the file.
 _DIGEST = ',"sha256":"'
 
 
@@ -43,7 +46,7 @@ def join(folder: str, name: str) -> str:
 
 
 def folder_of(uri: str | os.PathLike[Any]) -> str:
-    """Return a path or an address as text."""
+    """Return a path or an address as text; an address of a local file as its path."""
     text = os.fsdecode(uri)
     return (local_path(uri) or text) if isinstance(uri, str) else text
 
@@ -51,15 +54,15 @@ def folder_of(uri: str | os.PathLike[Any]) -> str:
 def encoded(
     metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, Place], whole: bool = True
 ) -> bytes:
-    """Return the content of the file.
+    """Return the content of ``checkpoint.json``.
 
     Args:
-        metadata: What is saved.
-        places: Where the bytes of it are.
-        whole: Refuse tensors of which the chunks are not, each once, all.
+        metadata: The metadata of all items that are saved.
+        places: The places of their bytes.
+        whole: Refuse tensors whose chunks do not cover each element exactly once.
 
     Raises:
-        ValueError: The chunks of a tensor are not; or it would be too long to be read.
+        ValueError: The chunks of a tensor do not cover it so; or it would be too long to be read.
 
     """
     items = encoded_items(metadata.state_dict_metadata, places, whole)
@@ -94,7 +97,7 @@ def _unsealed(data: bytes) -> Any:
 
 
 def are_paths(data: Any) -> bool:
-    """Tell whether the data of a planner is that of torch's own: a path for each name."""
+    """Tell whether a planner's data has the form of torch's own planner: a path for each name."""
     return isinstance(data, dict) and all(
         isinstance(name, str) and isinstance(path, tuple) and all(map(_is_step, path))
         for name, path in data.items()
@@ -102,7 +105,7 @@ def are_paths(data: Any) -> bool:
 
 
 def _encoded_planner(data: Any) -> Any:
-    """Return what a planner wants to have back: paths of torch's own planner, or a pickle."""
+    """Return a planner's data as JSON: the paths of torch's own planner, or a pickle."""
     if data is None:
         return None
     if are_paths(data):
@@ -115,12 +118,12 @@ def _encoded_planner(data: Any) -> Any:
 def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
     """Return the metadata of a checkpoint, and the names of its files.
 
-    An item is decoded when it is asked for, which costs a rank what it loads and no more. Damage of
-    an item is an error then. What another planner than torch's own has stored is a pickle, as
-    bytes. ``save_id`` is the hash of the file, which tells checkpoints apart.
+    Items are decoded on access, so that a rank decodes only those it loads; a damaged item raises
+    then. The data of a planner other than torch's own is returned as the bytes of a pickle.
+    ``save_id`` is the hash of ``checkpoint.json``, which identifies the checkpoint.
 
     Raises:
-        OSError: There is none, or it cannot be read.
+        OSError: There is no checkpoint, or it cannot be read.
         FormatError: It is damaged.
 
     """
@@ -146,7 +149,7 @@ def files(folder: str) -> list[str]:
 
 
 def _content(folder: str) -> tuple[dict[str, Any], str]:
-    """Return what the file holds, and where it is."""
+    """Return the parsed ``checkpoint.json`` of a folder, and its path or address."""
     uri = join(folder, FILE)
     try:
         with open_stream(uri) as file:
@@ -169,7 +172,7 @@ def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
     Raises:
         pickle.UnpicklingError: The restricted unpickler, which ``weights_only`` asks for, refuses
             it.
-        FormatError: It is none.
+        FormatError: The data is no such object.
 
     """
     try:
@@ -190,10 +193,10 @@ def is_there(folder: str) -> bool:
 
 
 def find(file: TensorFile, place: Place) -> int:
-    """Return the number of a tensor that a checkpoint says is in a file.
+    """Return the number that a tensor of a checkpoint has in its file.
 
     Raises:
-        FormatError: It is not there, or not what the checkpoint says.
+        FormatError: It is missing, or has another dtype or shape than the checkpoint states.
 
     """
     uri = file.reader.uri
@@ -230,7 +233,7 @@ def _files(content: dict[str, Any]) -> list[str]:
 
 
 def _decoded(uri: str, content: dict[str, Any]) -> dcp.Metadata:
-    """Return metadata whose items are decoded when they are asked for."""
+    """Return metadata whose items are decoded on access."""
     items = Content(uri, content, _files(content))
     version = content["dcp_version"]
     if not isinstance(version, (str, type(None))):
@@ -254,7 +257,7 @@ def _decoded_planner(data: Any) -> Any:
 
 
 def _is_step(step: Any) -> bool:
-    """Tell whether it is a key, or a place in a list that torch may make."""
+    """Tell whether it is a key, or a list index that torch may use."""
     return type(step) is str or (type(step) is int and 0 <= step < _MOST_PLACES)
 
 

@@ -1,4 +1,4 @@
-"""The size of ``checkpoint.json``, from the plans of all ranks and before any of them writes."""
+"""The size of ``checkpoint.json``, computed from the plans of all ranks before any rank writes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from . import layout
 from .items import Place, check_count, stored_name
 
-#: JSON of the largest length with a comma.
+#: The most bytes of a number in JSON, with its comma.
 _NUMBER_BYTES = 20
-#: JSON around all items, around the names and numbers of one, and around those of a chunk.
+#: Bytes of JSON around all items, around the names and numbers of one item, and around a chunk's.
 _AROUND_BYTES, _ITEM_BYTES, _CHUNK_BYTES = 512, 96, 32
-#: A save id of the length that all have.
+#: A placeholder of the length that all save ids have.
 _SOME_ID = "0" * 16
 
 
@@ -26,9 +26,9 @@ def file_of(rank: int, save_id: str) -> str:
 
 
 def name_of(item: WriteItem, taken: set[str]) -> str:
-    """Return the name of the tensor of an item in the file of its rank, where names are taken.
+    """Return a name for an item's tensor in its rank's file, and add it to those taken.
 
-    Something else may be called as a part of a tensor is.
+    Another item may already have the name that a part of a tensor would get.
     """
     is_tensor = item.type is not WriteItemType.BYTE_IO
     name = stored_name(item.index.fqn, item.index.offset or () if is_tensor else ())
@@ -39,9 +39,9 @@ def name_of(item: WriteItem, taken: set[str]) -> str:
 
 
 def check(plans: Sequence[SavePlan], folder: str) -> None:
-    """Refuse plans of which the checkpoint could not be read.
+    """Refuse plans whose checkpoint would be too large to be read.
 
-    What another planner than torch's own stores is not known yet, and counted when all is written.
+    Data of a planner other than torch's own is not known yet; it counts when all is written.
 
     Raises:
         ValueError: There are too many chunks, or ``checkpoint.json`` would be too long.
@@ -51,7 +51,7 @@ def check(plans: Sequence[SavePlan], folder: str) -> None:
     try:
         check_count(count)
         if _most_bytes(plans) > layout.MOST_BYTES:
-            # Tensors that are cut in grids take far less.
+            # The bound is far too high for tensors cut in grids: compute the exact size.
             layout.encoded(*_expected(plans), whole=False)
     except ValueError as error:
         raise ValueError(
@@ -61,7 +61,7 @@ def check(plans: Sequence[SavePlan], folder: str) -> None:
 
 
 def _most_bytes(plans: Sequence[SavePlan]) -> int:
-    """Return an upper bound of ``checkpoint.json``: each chunk is described by itself."""
+    """Return an upper bound of the bytes of ``checkpoint.json``, as if no tensor were a grid."""
     lengths: dict[str, int] = {}
     total = _AROUND_BYTES + len(plans) * (len(file_of(0, _SOME_ID)) + _NUMBER_BYTES)
     for plan in plans:
@@ -76,7 +76,7 @@ def _most_bytes(plans: Sequence[SavePlan]) -> int:
 
 
 def _paths(plans: Sequence[SavePlan]) -> dict[str, Any]:
-    """Return the paths of torch's own planner, of all ranks together."""
+    """Return the paths of torch's own planner, merged from all ranks."""
     found: dict[str, Any] = {}
     for plan in plans:
         if layout.are_paths(plan.planner_data):

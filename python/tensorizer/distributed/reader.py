@@ -23,7 +23,7 @@ from .items import Place, Places
 
 
 class _Unreadable(dcp.Metadata):
-    """Raises what reading it has raised, wherever one of its fields is used."""
+    """Metadata that could not be read: any use of its fields raises the error of reading it."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -37,23 +37,23 @@ class _Unreadable(dcp.Metadata):
 class Reader(StorageReader):
     """Loads what :class:`Writer` has saved, into any number of ranks and any placement.
 
-    Folders of torch's own ``FileSystemWriter``, and of safetensors files, are read as well, local
-    ones by torch's readers: without hashes and encryption, and the pickle of torch's metadata by an
-    unpickler that knows its classes only. Those of torch at an address are read item by item, a
-    request each.
+    Folders of torch's own ``FileSystemWriter``, and of safetensors files, are read as well. They
+    have no hashes and no encryption. torch's readers read the local ones; the pickle of torch's
+    metadata is read by an unpickler that accepts its classes only. torch's checkpoints at an
+    address are read item by item, one request each.
 
     ``dcp.load(state, storage_reader=Reader("s3://bucket/step-100"))``. Every rank reads only the
     bytes of its own part, directly into its tensors where they are contiguous and of the same
     dtype.
 
     Args:
-        uri: The folder; None where ``dcp.load(checkpoint_id=...)`` names it.
+        uri: The folder; None if ``dcp.load(checkpoint_id=...)`` names it.
         verify_hash: Compare every tensor with the hashes in its file, for which it is read as a
             whole. ``"crc32"`` compares the cheap one only.
-        encryption: What encrypted files are decrypted with.
+        encryption: The key or passphrase of encrypted files.
         num_readers: Threads that read at once; None for as many as help.
-        weights_only: Refuse what is no tensor unless torch's restricted unpickler takes it. Without
-            that, a checkpoint can run any code.
+        weights_only: Refuse objects that torch's restricted unpickler refuses. If false, a
+            checkpoint can run any code.
 
     A load that fails on one rank, or in a process without others, raises torch's
     ``CheckpointException`` on all of them, whose ``failures`` have these errors by rank.
@@ -85,28 +85,29 @@ class Reader(StorageReader):
         self._weights_only = weights_only
         self._folder = None if uri is None else layout.folder_of(uri)
         self._places: Mapping[dcp.MetadataIndex, Place] | Places = {}
-        #: Which checkpoint this rank has found.
+        #: The identity of the checkpoint that this rank has found.
         self._found: str | None = None
-        #: The reader of a folder of others.
+        #: The reader of a folder that :class:`Writer` did not save.
         self._other: StorageReader | None = None
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder."""
+        """The folder of the checkpoint."""
         if self._folder is None:
             raise ValueError("expected Reader(uri) or checkpoint_id=")
         return self._folder
 
-    # What torch.distributed.checkpoint calls, in this order. What is read is read where it gathers
-    # the errors of all ranks: elsewhere they would wait for one that has raised.
+    # torch.distributed.checkpoint calls the methods below in this order. Files are read only in
+    # methods whose errors it gathers from all ranks: elsewhere the other ranks would wait for one
+    # that has raised.
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
-        """Load from a folder, perhaps another than before."""
+        """Set the folder to load from, if one is given."""
         if checkpoint_id:
             self._folder = layout.folder_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return what the checkpoint holds."""
+        """Return the metadata of the checkpoint."""
         try:
             found, _ = layout.read(self.checkpoint_id)
             self._other = None
@@ -114,15 +115,15 @@ class Reader(StorageReader):
                 what = f"what the planner of {self.checkpoint_id} has stored"
                 found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
         except (FileNotFoundError, PermissionError) as error:
-            # Servers that may not list a folder refuse access to what is not there.
+            # Servers that may not list a folder answer with 403 for a missing file.
             return self._read_other(error, *args, **kwargs)
         except Exception as error:
-            # torch passes over what this raises, and says that there is no checkpoint.
+            # torch would ignore an error raised here, and report that there is no checkpoint.
             return _Unreadable(error)
         return found
 
     def _read_other(self, missing: Exception, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return what a folder of others holds, or the error that there is no checkpoint."""
+        """Return metadata of a folder saved otherwise, or the error that there is no checkpoint."""
         try:
             self._other = foreign.reader_of(
                 self.checkpoint_id, self._weights_only, self._options["num_readers"]
@@ -141,7 +142,7 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Learn where the items are."""
+        """Store the places of the items."""
         if self._other is not None:
             self._other.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
             self._found = type(self._other).__name__
@@ -150,16 +151,16 @@ class Reader(StorageReader):
         self._found = metadata.storage_meta.save_id if metadata.storage_meta else None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Tell the coordinator which checkpoint this rank has found."""
+        """Put the identity of the checkpoint that this rank has found into its plan."""
         if self._other is not None:
             plan = self._other.prepare_local_plan(plan)
         return dataclasses.replace(plan, storage_data=self._found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse to load parts of several checkpoints."""
+        """Raise ``RuntimeError`` if ranks have found different checkpoints."""
         ranks: dict[str, list[int]] = {}
         for rank, plan in enumerate(plans):
-            # Planners may make plans without it.
+            # Planners may make new plans, without the identity.
             if plan.storage_data is not None:
                 ranks.setdefault(plan.storage_data, []).append(rank)
         if len(ranks) > 1:
@@ -197,14 +198,14 @@ class Reader(StorageReader):
         for item, number in wanted:
             data = loaded[number].numpy().tobytes()
             if self._weights_only:
-                # A planner unpickles without restriction what has passed here.
+                # The planner will unpickle the object without restriction.
                 what = f"{item.storage_index.fqn!r} of {self.checkpoint_id}"
                 layout.unpickled(data, what, weights_only=True)
             planner.load_bytes(item, io.BytesIO(data))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Tell whether a folder can be named so."""
+        """Tell whether the type is that of a folder's name."""
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 

@@ -1,4 +1,4 @@
-"""Folders at an address that others than :class:`Writer` have saved."""
+"""Readers of checkpoint folders at an address that :class:`Writer` did not save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .into_planner import read_tensors
 
 
 def exists(address: str) -> bool:
-    """Tell whether there is a file; servers that may not list a folder refuse access instead."""
+    """Tell whether there is a file; 403 counts as missing, as servers without listing send it."""
     try:
         with open_stream(address):
             return True
@@ -33,7 +33,7 @@ def exists(address: str) -> bool:
 
 
 class Addresses(FileSystemBase):
-    """Reads files at addresses for torch's own reader of checkpoints."""
+    """A read-only file system of addresses, for torch's own reader of checkpoints."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[Any], mode: str) -> Iterator[io.IOBase]:
@@ -55,19 +55,19 @@ class Addresses(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Tell whether a folder can be named so."""
+        """Tell whether the type is that of an address."""
         return isinstance(checkpoint_id, str)
 
     def rename(self, path: str | os.PathLike[Any], new_path: str | os.PathLike[Any]) -> None:
-        """Refuse to."""
+        """Raise ``io.UnsupportedOperation``."""
         raise _not_written()
 
     def mkdir(self, path: str | os.PathLike[Any]) -> None:
-        """Refuse to."""
+        """Raise ``io.UnsupportedOperation``."""
         raise _not_written()
 
     def rm_file(self, path: str | os.PathLike[Any]) -> None:
-        """Refuse to."""
+        """Raise ``io.UnsupportedOperation``."""
         raise _not_written()
 
 
@@ -76,10 +76,10 @@ def _not_written() -> io.UnsupportedOperation:
 
 
 def part_of(stream: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """Return some bytes of a file, which are read by one request.
+    """Return some bytes of a file, read by one request.
 
     Raises:
-        FormatError: The file has not so many.
+        FormatError: The file has fewer bytes, or has changed meanwhile.
 
     """
     size = stream.seek(0, os.SEEK_END)
@@ -95,11 +95,11 @@ def part_of(stream: IO[bytes], offset: int, length: int) -> IO[bytes]:
 
 
 class ShardsReader(StorageReader):
-    """Reads a model in one file, or in shards, as a checkpoint: each tensor is there as a whole.
+    """Reads a model in one file, or in shards, as a checkpoint: each tensor is one chunk.
 
     Args:
         folder: The address of the folder that has the file, or the index of the shards.
-        options: What :class:`TensorFile` is given.
+        options: The arguments of :class:`TensorFile`.
 
     """
 
@@ -110,12 +110,12 @@ class ShardsReader(StorageReader):
         self._metadata: dcp.Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
-        """Read another folder."""
+        """Set another folder to read, if one is given."""
         if checkpoint_id:
             self._uri, self._metadata = layout.join(os.fspath(checkpoint_id), ""), None
 
     def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
-        """Return what the folder holds."""
+        """Return the metadata of the folder."""
         if self._metadata is None:
             self._metadata = self._read_metadata()
         return self._metadata
@@ -133,7 +133,7 @@ class ShardsReader(StorageReader):
         return dcp.Metadata(found, storage_data={})
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, *_: Any, **__: Any) -> None:
-        """Do nothing: names tell where the tensors are."""
+        """Do nothing: tensors are found by their names."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan of a rank."""
@@ -154,5 +154,5 @@ class ShardsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Tell whether a folder can be named so."""
+        """Tell whether the type is that of an address."""
         return isinstance(checkpoint_id, str)

@@ -1,4 +1,4 @@
-"""All that a checkpoint holds, in one process: tensors and objects, as its planner saved them."""
+"""The whole content of a checkpoint in one process, nested as its planner saved it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .reader import Reader
 def load_state(uri: str | os.PathLike[Any], **options: Any) -> dict[str, Any]:
     """Return the whole state of a checkpoint, nested as it was saved, on the CPU.
 
-    It is what ``dcp_to_torch_save`` of torch saves: ``torch.save(load_state(uri), path)``. Saved
-    again by ``dcp.save(state, storage_writer=Writer(other), no_dist=True)``, or by torch's own
-    ``FileSystemWriter``, it is a checkpoint of one process. Objects such as the number of the step
-    are in it. A dict whose keys are whole numbers comes as a list, as from torch: paths of a
-    checkpoint do not tell them apart.
+    The result is what torch's ``dcp_to_torch_save`` saves: ``torch.save(load_state(uri), path)``.
+    It can be saved again as a checkpoint of one process: by ``dcp.save(state,
+    storage_writer=Writer(other), no_dist=True)``, or by torch's own ``FileSystemWriter``. Objects
+    such as the number of the step are included. A dict whose keys are whole numbers becomes a list,
+    as it does in torch: the paths in a checkpoint do not tell them apart.
 
     Args:
         uri: A folder that :class:`Reader` reads: of :class:`Writer`, of torch, or of safetensors
             files.
-        options: What :class:`Reader` is given.
+        options: The arguments of :class:`Reader`.
 
     Raises:
         CheckpointException: See :class:`Reader`; it has the error of this process.

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as wholes, whatever the ranks that saved it."""
+"""The tensors of a checkpoint as wholes, however many ranks have saved it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..tensors.sharding import Box
 from . import layout
 from .items import Place, Places
 
-#: Files that are open at a time: systems allow some 1000, and there is one for each rank.
+#: The most files open at a time: systems allow some 1000, and there is one for each rank.
 _MOST_OPEN = 256
 
 
@@ -26,16 +26,16 @@ class Whole:
 
     Args:
         uri: The folder.
-        encryption: What encrypted files are decrypted with.
+        encryption: The key or passphrase of encrypted files.
         verify_hash: Compare tensors with the hashes in their files.
-        names_only: Open no files before a tensor is asked for, which needs no key.
+        names_only: Open no file before a tensor is read, so that no key is needed.
 
     Raises:
         OSError, FormatError, CryptographyError: See :class:`tensorizer.distributed.Reader`.
 
     Attributes:
-        names: The tensors.
-        objects: What is no tensor, and is passed over.
+        names: The names of the tensors.
+        objects: The names of objects that are no tensors; they are not loaded.
         files: The files of its ranks.
 
     """
@@ -60,10 +60,10 @@ class Whole:
         self.names = list(self._tensors)
         self.files = [layout.join(self._folder, file) for file in files]
         self._options: dict[str, Any] = {"encryption": encryption, "verify_hash": verify_hash}
-        #: The one that was used last is the last.
+        #: In the order of their last use; the most recently used is the last.
         self._open: dict[str, TensorFile] = {}
         try:
-            # One that is missing, or needs a key, is an error before anything is written.
+            # Open files early: one that is missing, or needs a key, fails before output is written.
             for file in files[: 0 if names_only else _MOST_OPEN]:
                 self._file(file)
         except BaseException:
@@ -78,7 +78,7 @@ class Whole:
             self._open.popitem()[1].close()
 
     def _file(self, name: str) -> TensorFile:
-        """Return an open file, and close that which was not used for the longest time."""
+        """Return an open file; the least recently used one is closed if too many are open."""
         file = self._open.pop(name, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:
@@ -98,7 +98,7 @@ class Whole:
         return tensor.properties.dtype, tensor.size
 
     def file_numbers(self) -> list[int]:
-        """Return the number in ``files`` of the file of each part of a tensor."""
+        """Return, for each part of each tensor, the index of its file in ``files``."""
         numbers = {file: number for number, file in enumerate(self.files)}
         found = []
         for name, tensor in self._tensors.items():
@@ -120,10 +120,10 @@ class Whole:
             yield made
 
     def read_object(self, name: str) -> None:
-        """Read what is no tensor, to compare it with its hashes.
+        """Read an object that is no tensor, to compare it with its hashes.
 
         Raises:
-            HashMismatchError, CryptographyError, FormatError: It is not as it was saved.
+            HashMismatchError, CryptographyError, FormatError: It differs from what was saved.
 
         """
         place = self._places[dcp.MetadataIndex(name)]

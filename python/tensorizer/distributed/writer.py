@@ -26,7 +26,7 @@ from ..streams.open import open_stream
 from . import folders, layout, planned
 from .items import Place
 
-#: Bytes of tensors that a planner is asked for at a time, which may be copies.
+#: Bytes of tensors that are requested from a planner at a time: they may be copies.
 _BATCH_BYTES = 256 << 20
 
 
@@ -37,15 +37,15 @@ class Writer(StorageWriter):
     Every rank writes one ``.tensors`` file, which appears once it is whole and on the disk; then
     the coordinator writes ``checkpoint.json``, and with that the checkpoint is there. Until then an
     older one in the same folder can be loaded; its files are removed afterwards (on servers they
-    stay). What a save has left that failed or was killed, the next one removes before it writes.
-    What is no tensor is stored as ``torch.save`` has it.
+    stay). Before a save writes, it removes files that failed or killed saves have left.
+    Objects that are no tensors are stored in the format of ``torch.save``.
 
     Args:
-        uri: The folder; None where ``dcp.save(checkpoint_id=...)`` names it.
+        uri: The folder; None if ``dcp.save(checkpoint_id=...)`` names it.
         encryption: A key to encrypt the tensors' data with, the same at every rank.
             Names and shapes are not encrypted.
-        hashes: Which hashes of each tensor to store; see :class:`tensorizer.TensorSerializer`.
-        overwrite: Whether a checkpoint that is there may be replaced.
+        hashes: The hashes of each tensor to store; see :class:`tensorizer.TensorSerializer`.
+        overwrite: True if an existing checkpoint may be replaced.
 
     Raises:
         OSError: A file cannot be written.
@@ -70,21 +70,21 @@ class Writer(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder."""
+        """The folder of the checkpoint."""
         if self._folder is None:
             raise ValueError("expected Writer(uri) or checkpoint_id=")
         return self._folder
 
-    # What torch.distributed.checkpoint calls, in this order
+    # torch.distributed.checkpoint calls the methods below in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
-        """Begin another checkpoint, perhaps in another folder."""
+        """Begin another checkpoint, in another folder if one is given."""
         self._claim = None
         if checkpoint_id:
             self._folder = layout.folder_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn which rank this is."""
+        """Store the rank of this process, and make a new id for the save."""
         if not kwargs.get("use_collectives", True):
             raise NotImplementedError(
                 "use_collectives=False writes a checkpoint for each rank: give each a Writer of "
@@ -94,11 +94,11 @@ class Writer(StorageWriter):
         known = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._rank = known if rank is None else rank
         self._claim = None
-        # Not that of an earlier checkpoint, whose files stay until this one is there.
+        # A new id: files of an earlier checkpoint must stay until this one is complete.
         self._save_id = secrets.token_hex(8)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse to replace a checkpoint, where that was asked for."""
+        """Raise if there is a checkpoint that may not be replaced."""
         self._refuse_to_replace()
         return plan
 
@@ -109,7 +109,7 @@ class Writer(StorageWriter):
             )
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Refuse what could not be read, and remove what failed or killed saves have left."""
+        """Refuse plans too large to be read, and remove files left by failed or killed saves."""
         planned.check(plans, self.checkpoint_id)
         if self._is_local():
             folders.remove_leftovers(self.checkpoint_id)
@@ -156,14 +156,14 @@ class Writer(StorageWriter):
         return not is_address(self.checkpoint_id)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what makes the files a checkpoint, and remove those of an older one."""
+        """Write ``checkpoint.json``, and remove the files of an older checkpoint."""
         places = {one.index: one.storage_data for of_rank in results for one in of_rank}
         version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         content = layout.encoded(dataclasses.replace(metadata, version=version), places)
         before: list[str] = []
         self._refuse_to_replace()
         if self._is_local():
-            # One that cannot be read has no files that are known.
+            # The file names of an older checkpoint are unknown if it cannot be read.
             with contextlib.suppress(OSError, ValueError):
                 before = layout.files(self.checkpoint_id)
         now = {place.file for place in places.values()}
@@ -177,17 +177,17 @@ class Writer(StorageWriter):
         metadata.storage_meta = self.storage_meta()
 
     def storage_meta(self) -> dcp.StorageMeta:
-        """Return what planners are told."""
+        """Return the folder and the id of the save, for planners."""
         return dcp.StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Tell whether a folder can be named so."""
+        """Tell whether the type is that of a folder's name."""
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 
 def _length(item: WriteItem) -> int:
-    """Return about how many bytes an item has."""
+    """Return the approximate bytes of an item; 0 for objects."""
     data = item.tensor_data
     if data is None:
         return 0
@@ -195,7 +195,7 @@ def _length(item: WriteItem) -> int:
 
 
 def _refuse_meta(items: Sequence[WriteItem], planner: SavePlanner) -> None:
-    """Look at all tensors before anything is written, where a planner gives them unchanged."""
+    """Refuse meta tensors before anything is written, if the planner gives tensors unchanged."""
     lookup = getattr(planner, "lookup_object", None)
     for item in items if lookup else ():
         if item.type is not WriteItemType.BYTE_IO:
@@ -205,7 +205,7 @@ def _refuse_meta(items: Sequence[WriteItem], planner: SavePlanner) -> None:
 
 
 def _with_data(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
-    """Refuse a tensor of the meta device: a load could not tell its zeros from data."""
+    """Return the tensor; raise for the meta device, whose zeros a load could not tell from data."""
     if tensor.is_meta:
         raise ValueError(
             f"{item.index.fqn!r} is a tensor of the meta device, which has no data: "
@@ -215,7 +215,7 @@ def _with_data(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    """Return the tensor of an item; what is none as the bytes of ``torch.save``."""
+    """Return the tensor of an item; for an object, its ``torch.save`` bytes as a tensor."""
     data = planner.resolve_data(item)
     if isinstance(data, torch.Tensor):
         return data.detach()

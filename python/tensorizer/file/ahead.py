@@ -1,4 +1,4 @@
-"""Tensors of an open file as they land, while the next are on their way."""
+"""Yields tensors of an open file as they arrive, while the next ones are being read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .tensor_file import TensorFile
 
 
 class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
-    """Yields numbers and tensors of what is wanted of a file: one, or several small ones.
+    """Yields the wanted tensors of a file as lists of numbers and tensors; small ones together.
 
     Args:
         wanted: Tensors, or parts of them.
-        device: Where they go.
-        buffer_bytes: The most bytes that are loaded or on their way, and not yet taken.
-        ready: True for the order in which they are ready, False for that of the file.
+        device: The device of the tensors.
+        buffer_bytes: The most bytes that are loaded or being read, and not yet taken.
+        ready: True for the order in which they become ready, False for that of the file.
 
     """
 
@@ -31,23 +31,24 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
     ) -> None:
         self._file, self._device = wanted.file, device
         self._parts = wanted.parts
-        #: Whole tensors that are cut here: what comes front to back is read once.
+        #: True if parts are cut here from whole tensors, because a stream that cannot seek is read
+        #: once.
         self._cut_here = bool(wanted.parts) and not self._file.reader.seekable
-        #: The number of the tensor that each read one is, or is a part of.
+        #: For each tensor to be read: the number of the tensor that it is, or is a part of.
         self._numbers = list(wanted.numbers)
-        #: The file that has these tensors, or parts, and their numbers in it.
+        #: The file to read: the file itself, or a view of it that has the parts as its tensors.
         self._read = self._file
         read = self._numbers
         if wanted.parts and not self._cut_here:
             self._numbers, self._read = self._sliced(wanted)
             read = list(range(len(self._numbers)))
         self._of = dict(zip(read, self._numbers, strict=True)) if wanted.parts else {}
-        #: Tensors whose bytes do not lie in order in the file. They come last, one by one.
+        #: Tensors whose bytes are not in order in the file. They are read last, one by one.
         self._strided = deque(self._read.strided(read))
         late = set(self._strided)
         direct = [number for number in read if number not in late] if late else read
         self._read.refuse_without_data(direct)
-        #: Boxes of parts that consist of several, as they come, each with its stream on CUDA.
+        #: Boxes that have arrived, of parts with several boxes, each with its stream on CUDA.
         self._boxes: dict[int, dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]]] = {}
         self._closed = False
         self._ready: list[tuple[int, torch.Tensor]] = []
@@ -56,7 +57,7 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         )
 
     def _sliced(self, wanted: Wanted) -> tuple[list[int], TensorFile]:
-        """Return the tensors of which a file has the boxes, and that file."""
+        """Return the number of each box's tensor, and a view of the file that has the boxes."""
         slices = []
         for number in wanted.numbers:
             part = wanted.parts.get(number)
@@ -92,7 +93,7 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         self._part_landed(number, _own(tensor))
 
     def _part_landed(self, read: int, tensor: torch.Tensor) -> None:
-        """Take a tensor or a box; hand out what is complete."""
+        """Take a tensor or a box that has arrived; queue each tensor that is complete."""
         number = self._of.get(read, read)
         part = self._parts.get(number)
         if part is None:
@@ -118,7 +119,7 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
     def close(self) -> None:
         """End the load, and wait for its reads and copies. Closing again does nothing."""
         self._closed = True
-        # On another thread a strided tensor may be on its way, which is loaded by itself.
+        # Another thread may be loading a strided tensor, which the native iterator does not know.
         self._file.stop()
         native = self._native
         if native is not None:
@@ -128,14 +129,14 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in memory that it shares with no other."""
+    """Return a tensor that shares its memory with no other."""
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
     return tensor if whole else copied(tensor)
 
 
 def use_on_current_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Have the current stream of a tensor's device wait for it, if it came for another stream."""
-    # Without the object that torch.cuda.current_stream makes for each call.
+    """Make the current stream wait for a tensor's stream, if they differ."""
+    # Cheaper than torch.cuda.current_stream, which makes an object for each call.
     if torch._C._cuda_getCurrentStream(tensor.device.index)[0] != stream.stream_id:
         current = torch.cuda.current_stream(tensor.device)
         current.wait_stream(stream)

@@ -1,4 +1,4 @@
-"""Tensors one by one for the members of a process group: every byte is fetched by one of them."""
+"""Yields tensors to the members of a process group, each byte being fetched by one of them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def open_for_group(
     told: Progress,
     buffer_bytes: int,
 ) -> tuple[TensorFile, Chosen, AheadTogether | ReadAhead]:
-    """Open a file at all members of a group. Return it, what is chosen, and the tensors.
+    """Open a file at all members of a group. Return it, the chosen tensors, and their iterator.
 
     Raises:
-        BaseException: What has failed here, or at another member.
+        BaseException: The error of this member, or of another.
 
     """
     members = Members.of(group)
@@ -48,7 +48,7 @@ def open_for_group(
         file, by_each = open_together(members, opened)
         try:
             chosen, _ = members.together(lambda: choice.of(file, told))
-            # Members may have buffers of their own, and all cut the same batches.
+            # Members may have different buffer sizes, and all must form the same batches.
             least = min(members.tell(buffer_bytes))
 
             def begin() -> None:
@@ -69,13 +69,13 @@ def open_for_group(
 
 
 class AheadTogether(Iterator[list[tuple[int, torch.Tensor]]]):
-    """Yields numbers and tensors of what is chosen of a file, batch by batch at all members.
+    """Yields numbers and tensors of the chosen ones of a file, batch by batch at all members.
 
     Args:
-        members: Who have the same file, and ask for as many batches: one call of all of them, which
-            ends with the last batch.
+        members: The processes that have the same file. All must take the same number of batches:
+            the iteration is one collective call, which ends with the last batch.
         file: The file.
-        chosen: What this member wants of it.
+        chosen: The tensors that this member wants.
         buffer_bytes: The most bytes of tensors that are held, the same at all members.
 
     """
@@ -100,7 +100,7 @@ class AheadTogether(Iterator[list[tuple[int, torch.Tensor]]]):
         return self._load(batch)
 
     def _load(self, batch: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
-        """Return what this member wants of a batch."""
+        """Return the tensors of a batch that this member wants."""
         numbers = [number for number in batch if number in self._wanted]
         wanted = Wanted(self._file, numbers, self._chosen.wanted.parts)
 
@@ -111,7 +111,7 @@ class AheadTogether(Iterator[list[tuple[int, torch.Tensor]]]):
         return [(number, places[number]) for number in wanted.numbers]
 
     def close(self) -> None:
-        """Ask for no more; others that do are told. Closing again does nothing."""
+        """End the iteration, and tell members that continue. Closing again does nothing."""
         if not self._ended:
             self._ended = True
             self._batches = iter(())

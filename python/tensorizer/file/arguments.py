@@ -1,4 +1,4 @@
-"""What callers say about a load, checked."""
+"""Checks of the arguments of a load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import hints
 
 
 def named_device(device: torch.device | str | None) -> torch.device:
-    """Return the device that an argument names and that is there; None is CUDA if there is any."""
+    """Return the device that an argument names, if it exists; None is CUDA if there is any."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -27,14 +27,16 @@ def named_device(device: torch.device | str | None) -> torch.device:
 
 #: A device as an argument names it; None for torch's default device.
 DeviceType: TypeAlias = "torch.device | str | None"
-#: Returns the device of a tensor by its name, a ``str`` for a path of one string, else a tuple.
+#: A function that maps a tensor's name to its device. The name is a ``str`` for a path of one
+#: string, else a tuple.
 DeviceOf: TypeAlias = Callable[[Any], "torch.device | str | None"]
 
 
 def device_or_function(device: DeviceType | DeviceOf) -> tuple[DeviceType, DeviceOf | None]:
-    """Return the argument as one device, or as a function of names. A ``torch.device`` can be
-    called, too.
-    """  # noqa: D205
+    """Return the argument as one device, or as a function of names.
+
+    A ``torch.device`` is a device, although it can be called.
+    """
     if device is None or isinstance(device, (str, torch.device)) or not callable(device):
         return device, None
     return None, device
@@ -43,7 +45,7 @@ def device_or_function(device: DeviceType | DeviceOf) -> tuple[DeviceType, Devic
 def resolve_device(device: torch.device | str | None) -> torch.device:
     """Return the device that an argument means now: CUDA without a number is the current device.
 
-    A ``torch.device("cuda:1")`` block, or torch's default device, goes before
+    A ``torch.device("cuda:1")`` block, or torch's default device, takes precedence over
     ``torch.cuda.set_device``.
     """
     if isinstance(device, torch.device) and device.type == "cpu":
@@ -58,14 +60,14 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
 
 
 def names_of(names: Iterable[NameT] | None) -> list[NameT] | None:
-    """Return the names that an argument gives; a string is one name, and not its letters."""
+    """Return the names of an argument as a list; a string is one name."""
     if names is None:
         return None
     return [names] if isinstance(names, str) else list(names)  # type: ignore[list-item]
 
 
 def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype, which may be named as torch does."""
+    """Return the dtype; a string is the name of one in ``torch``."""
     found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if found is not None and not isinstance(found, torch.dtype):
         raise TypeError(
@@ -75,7 +77,7 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def checked_verification(verify_hash: VerifyHash | None) -> str:
-    """Return which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``."""
+    """Return the hashes that are compared: ``"nothing"``, ``"crc32"`` or ``"all"``."""
     if isinstance(verify_hash, str):
         if verify_hash != "crc32":
             raise ValueError(
@@ -87,7 +89,7 @@ def checked_verification(verify_hash: VerifyHash | None) -> str:
 
 
 def check_num_readers(num_readers: int | None) -> None:
-    """Refuse numbers of readers that are none."""
+    """Refuse a number of readers that is neither None nor a positive ``int``."""
     if num_readers is None:
         return
     if not isinstance(num_readers, int) or isinstance(num_readers, bool):
@@ -99,7 +101,7 @@ def check_num_readers(num_readers: int | None) -> None:
 
 
 def checked_memory_limit(memory_limit: int | None) -> int | None:
-    """Return a number of bytes, which must be one."""
+    """Return the limit in bytes, after checking that it is None or a positive ``int``."""
     if memory_limit is None:
         return None
     if not isinstance(memory_limit, int) or isinstance(memory_limit, bool):

@@ -1,4 +1,4 @@
-"""Saving while the caller goes on."""
+"""Saves tensors on a background thread."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger("tensorizer.serialization")
 
 
 class SaveFuture(Future[None]):
-    """A save that is under way on a thread of its own.
+    """The result of a save that runs on a thread of its own.
 
     ``result()`` waits for it and raises what it raised, and so does ``await`` in a coroutine;
     ``done()``, ``exception()`` and ``add_done_callback()`` are those of
     :class:`concurrent.futures.Future`. It cannot be cancelled. In a process that is forked off
-    while the save is under way it has failed with ``RuntimeError``: there, nobody saves.
+    during the save it has failed with ``RuntimeError``, because no thread saves there.
 
     Attributes:
         total_bytes: Bytes of tensor data to be written.
@@ -48,7 +48,10 @@ class SaveFuture(Future[None]):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of tensor data written so far, from any thread. All are not yet a file."""
+        """Bytes of tensor data written so far, from any thread.
+
+        With all of them written, the file is still not complete before ``done()`` is true.
+        """
         return self._file.saved_bytes
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -73,9 +76,9 @@ class SaveFuture(Future[None]):
             self.set_exception(error)
 
     def _forked(self) -> None:
-        """Begin anew in a process that was forked off, with what is known there."""
+        """Reset the future in a forked child: it keeps a known outcome, and else has failed."""
         outcome = self._outcome
-        # Locks may be held by threads that are not there, and callbacks are the parent's.
+        # Locks may be held by threads that the child lacks, and callbacks are for the parent.
         Future.__init__(self)
         self.set_running_or_notify_cancel()
         if outcome is None:
@@ -84,7 +87,7 @@ class SaveFuture(Future[None]):
         self._end(*outcome)
 
 
-#: Those that somebody may still ask for the outcome.
+#: All futures that are still referenced, which a forked child resets.
 _FUTURES: weakref.WeakSet[SaveFuture] = weakref.WeakSet()
 
 
@@ -108,35 +111,34 @@ def save_async(
     clear_metadata: bool = False,
     memory_limit: int | None = None,
 ) -> SaveFuture:
-    """Save tensors as they are now, while the caller goes on and may change them.
+    """Save a copy of the tensors in the background, so that the caller may change them meanwhile.
 
     Returns as soon as the tensors are copied to host memory, which takes as much of it as they
     do. The file appears under a path, or an object of a cloud, once it is complete. A process that
-    ends by itself waits for it; one that is killed leaves what was there before.
+    ends by itself waits for it; one that is killed leaves an earlier file in place.
 
     Args:
-        tensors: What :func:`tensorizer.save` takes.
-        uri: What :class:`TensorSerializer` opens.
+        tensors: The tensors, as for :func:`tensorizer.save`.
+        uri: The target, as for :class:`TensorSerializer`.
         alignment: See :class:`TensorSerializer`.
         encryption: A key to encrypt the tensors' data with.
         hashes: See :class:`TensorSerializer`.
         format: See :func:`tensorizer.save`. A safetensors file is written in one piece.
         metadata: Strings by name; see :class:`TensorSerializer`.
-        clear_metadata: Whether an encrypted file may have metadata, which anybody can read in it.
+        clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
         memory_limit: The most bytes that the save has in flight beside the copies of the tensors;
             see :class:`TensorSerializer`.
 
     Raises:
-        OSError, TypeError, ValueError, NotImplementedError: At once, where the file cannot be begun
-            or what is given cannot be saved. What goes wrong later is raised by the future and
-            logged.
+        OSError, TypeError, ValueError, NotImplementedError: At once, if the file cannot be begun or
+            the tensors cannot be saved. Later errors are raised by the future and logged.
 
     """
     safetensors = to_safetensors.is_meant(uri, format)
     if safetensors:
         to_safetensors.refuse_options(alignment, encryption, hashes)
         tensors = to_safetensors.checked(tensors)
-    # Refuses at once what cannot be saved.
+    # Raises at once for values that cannot be saved.
     leaves = list(zip(*named_leaves(tensors), strict=True))
     for name, tensor in leaves:
         subclasses.refuse(name, tensor)

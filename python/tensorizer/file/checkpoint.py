@@ -1,8 +1,8 @@
-"""Checkpoints of ``torch.save``: the tensors that their pickles name, loaded by their storages.
+"""Checkpoints of ``torch.save``: the tensors in their pickles, loaded storage by storage.
 
 Pickles are read by torch's restricted unpickler and by nothing else. It is given storages of the
-``meta`` device, which have a size and no bytes, so that nothing of a tensor is read before somebody
-asks for it.
+``meta`` device, which have a size and no bytes, so that no data is read before a tensor is
+requested.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..tensors.exchange import copied, take
 from .leaves import named_tensors, shown
 from .pickles import unpickled
 
-#: Bytes of the longest element. Where storages are not aligned to it, they are copied.
+#: Bytes of the longest element. Storages that are not aligned to it are copied.
 _ALIGNMENT = 16
 _PICKLE = "data.pkl"
-#: Records with a word, what it may be, and the most bytes that they may have. Other versions of
-#: archives are of the future.
+#: Records that hold one word, the words allowed, and the most bytes of such a record. Other
+#: versions are of archives of newer releases of torch.
 _WORDS = {
     "byteorder": (b"little",),
     "version": tuple(str(version).encode() for version in range(1, 11)),
@@ -43,11 +43,12 @@ class _Tensor:
     """A tensor of a pickle.
 
     Attributes:
-        like: It on the ``meta`` device.
-        record: The number of the record with its storage; None where it has no storage.
+        like: The tensor on the ``meta`` device.
+        record: The number of the record with its storage; None if it has no storage.
         position: The position of its first element in its storage, in bytes; 0 if it has none.
-        strided: Whether its bytes are others than those that lie from its position on.
-        direct: Whether nothing is lost if it is loaded without regard to its storage.
+        strided: True if its data is not just the contiguous bytes from its position on.
+        direct: True if it is the only tensor of its storage and all of it, so that it can be
+            loaded by itself.
 
     """
 
@@ -90,7 +91,8 @@ class Checkpoint:
         names = (str(name) for name in records.names(range(len(records))))
         self._numbers = {name: number for number, name in enumerate(names)}
         self._tensors: list[_Tensor] = []
-        #: For each record and device the storage with its bytes, and where in it they begin.
+        #: For each record and device: a weak reference to the storage, and where its bytes begin in
+        #: it.
         self._storages: dict[tuple[int, torch.device], tuple[StorageWeakRef, int]] = {}
         with _without_collections():
             described = []
@@ -115,10 +117,10 @@ class Checkpoint:
         self.reader.close()
         self._records.close()
 
-    # What the pickles say
+    # Reading the pickles
 
     def _named(self) -> Iterable[tuple[Name, _Tensor]]:
-        """Yield the tensors of all files, and check that they are what an index promises."""
+        """Yield the tensors of all files; raise if one that the index lists is missing."""
         uris = self._records.files()
         promised = self._records.promised()
         missing = set(promised)
@@ -145,7 +147,7 @@ class Checkpoint:
             )
 
     def _read(self, files: int) -> dict[str, bytes]:
-        """Return the records that are no storages, of all files at once."""
+        """Return the contents of the records that are no storages, of all files at once."""
         names = [f"{file}/{name}" for file in range(files) for name in (_PICKLE, *_WORDS)]
         numbers = {name: self._numbers[name] for name in names if name in self._numbers}
         for name, number in numbers.items():
@@ -168,9 +170,9 @@ class Checkpoint:
         apart: bool,
         shared: bool = True,
     ) -> tuple[list[torch.Tensor], int]:
-        """Return tensors on a device, and how many bytes were read for them.
+        """Return tensors on a device, and the number of bytes that were read for them.
 
-        Without ``shared``, those that are contiguous have memory of their own.
+        Without ``shared``, contiguous tensors have memory of their own.
 
         Raises:
             NotImplementedError: A tensor was saved without data, on the ``meta`` device.
@@ -213,7 +215,7 @@ class Checkpoint:
         """Refuse tensors that were saved without data.
 
         Raises:
-            NotImplementedError: One of them was saved on the ``meta`` device.
+            NotImplementedError: A tensor was saved on the ``meta`` device.
 
         """
         for number in numbers:
@@ -224,19 +226,19 @@ class Checkpoint:
                 )
 
     def _kept(self, record: int, device: torch.device) -> torch.Tensor | None:
-        """Return the bytes of a storage that something still uses."""
+        """Return the bytes of a storage that is still in use; None if it is not."""
         reference, start = self._storages.get((record, device), (None, 0))
         if reference is None:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        # Whoever has it may have resized it.
+        # Code that uses the storage may have resized it.
         if storage is None or storage.nbytes() < start + self._lens[record]:
             del self._storages[record, device]
             return None
         return _bytes_of(storage, start, self._lens[record])
 
     def _keep(self, record: int, loaded: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Remember a storage as long as something uses it; return its bytes on a device."""
+        """Keep a weak reference to a storage; return its bytes on a device."""
         if loaded.device != device:
             loaded = loaded.to(device)
         if loaded.storage_offset() % _ALIGNMENT or loaded.data_ptr() % _ALIGNMENT:
@@ -247,19 +249,19 @@ class Checkpoint:
         return loaded
 
     def strided(self, number: int) -> bool:
-        """Tell whether the reader cannot load a tensor, but only this."""
+        """Tell whether a tensor is strided, so that this can load it, but the reader cannot."""
         return self._tensors[number].strided
 
 
 class SlicedCheckpoint:
-    """Slices of tensors of a checkpoint, as if they were all of it.
+    """Slices of tensors of a checkpoint, with the methods of :class:`Checkpoint`.
 
-    Of a contiguous tensor the bytes of the slice are read, of another its whole storage.
+    For a slice of a contiguous tensor only its bytes are read, for another the whole storage.
 
     Args:
         whole: The checkpoint.
-        slices: For each a tensor's number, and first index and end in each dimension, or None for
-            the whole tensor.
+        slices: For each slice the number of its tensor, and the first index and the end in each
+            dimension, or None for the whole tensor.
 
     Attributes:
         reader: A reader of the slices of contiguous tensors, which describes the others too.
@@ -275,7 +277,7 @@ class SlicedCheckpoint:
         self._whole.stop()
 
     def close(self) -> None:
-        """Leave the files open, for those who have the whole."""
+        """Do nothing: the files belong to the whole checkpoint."""
 
     def load(
         self,
@@ -286,7 +288,7 @@ class SlicedCheckpoint:
         shared: bool = True,
         **options: Any,
     ) -> tuple[list[torch.Tensor], int]:
-        """Return slices on a device, in memory of their own, and how many bytes were read."""
+        """Return slices on a device, in memory of their own, and the number of bytes read."""
         del shared
         direct = [number for number in numbers if not self.strided(number)]
         place = devices.number(device)
@@ -311,15 +313,15 @@ class SlicedCheckpoint:
         self._whole.refuse_without_data([self._slices[number][0] for number in numbers])
 
     def strided(self, number: int) -> bool:
-        """Tell whether the reader cannot load a slice, but only this."""
+        """Tell whether a slice is strided, so that this can load it, but the reader cannot."""
         return self._whole.strided(self._slices[number][0])
 
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Leave garbage alone: of some ten thousand new objects, of which none is any.
+    """Switch off garbage collection while many objects are made, none of which is garbage.
 
-    To look through them again and again takes a third of the time.
+    Scanning some ten thousand new objects again and again takes a third of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -331,7 +333,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _check_words(records: dict[str, bytes], file: int, uri: str) -> None:
-    """Refuse other byte orders, and versions that are not known."""
+    """Refuse big-endian files, and unknown versions."""
     for word, known in _WORDS.items():
         found = records.get(f"{file}/{word}", known[0])
         if word == "byteorder" and found == b"big":
@@ -349,7 +351,7 @@ def _bytes_of(storage: torch.UntypedStorage, start: int, length: int) -> torch.T
 
 
 def _is_all_of(like: torch.Tensor, length: int) -> bool:
-    """Tell whether a contiguous tensor is a storage of so many bytes, and has usual strides."""
+    """Tell whether a contiguous tensor with usual strides is all of a storage of that length."""
     usual = 1
     for size, stride in zip(reversed(like.shape), reversed(like.stride()), strict=True):
         if stride != usual:
@@ -359,9 +361,9 @@ def _is_all_of(like: torch.Tensor, length: int) -> bool:
 
 
 def _view(storage: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
-    """Return a tensor of a storage, whose bytes are given."""
+    """Return a tensor as a view of the bytes of its storage."""
     like = tensor.like
-    # Storages begin at multiples of the longest element.
+    # The storage's bytes begin at a multiple of the longest element.
     start = storage.storage_offset() // like.element_size() + like.storage_offset()
     view = torch.empty(0, dtype=like.dtype, device=storage.device)
     view.set_(storage.untyped_storage(), start, like.shape, like.stride())
@@ -370,24 +372,24 @@ def _view(storage: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
 
 
 class _Storages:
-    """The storages of one file, while its pickle is read: they have no bytes.
+    """The storages of one file while its pickle is read: they have sizes, but no bytes.
 
     Args:
-        file: Its number.
-        uri: Where it is.
-        numbers: All records by name.
-        lens: Their bytes.
+        file: The file's number.
+        uri: Its path or address.
+        numbers: The numbers of all records, by name.
+        lens: The bytes of each record, by number.
 
     """
 
     def __init__(self, file: int, uri: str, numbers: dict[str, int], lens: Sequence[int]) -> None:
         self._file, self._uri, self._all, self._lens = file, uri, numbers, lens
         self._by_key: dict[str, torch.storage.TypedStorage] = {}
-        #: By address the number of the record, and the bytes that tensors may use.
+        #: By the storage's address: the number of the record, and the bytes that tensors may use.
         self._known: dict[int, tuple[int, int]] = {}
 
     def persistent_load(self, pid: object) -> torch.storage.TypedStorage:
-        """Return the storage that an id of ``torch.save`` stands for."""
+        """Return the storage of a persistent id of ``torch.save``."""
         if not isinstance(pid, tuple) or len(pid) != 5:
             raise FormatError(f"expected the id of a storage, found {shown(pid)} ({self._uri})")
         _, kind, key, _, count = pid
@@ -401,7 +403,7 @@ class _Storages:
         if number is None:
             raise FormatError(f"storage {shown(key)} has no record in {self._uri}")
         length = count * dtype.itemsize
-        # A storage may have bytes behind its last element.
+        # A record may have a few bytes after the last element of its storage.
         if not 0 <= length <= self._lens[number] < length + dtype.itemsize:
             raise FormatError(
                 f"storage {shown(key)}: expected {length} bytes for {count} elements of {dtype}, "
@@ -414,7 +416,7 @@ class _Storages:
         return typed
 
     def record_of(self, tensor: torch.Tensor, name: Name) -> int | None:
-        """Return the number of the record with a tensor's bytes, after checking that it has them.
+        """Return the number of the record with a tensor's bytes, after checking its bounds.
 
         None for a tensor that was on the ``meta`` device.
         """

@@ -1,4 +1,4 @@
-"""What a call of ``load`` asks for: which tensors, which parts of them, and where they go."""
+"""The choice of a load: the tensors, the parts of them, and their devices or memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """Arguments of :func:`tensorizer.load`, which says what they mean."""
+    """Arguments of :func:`tensorizer.load`, which documents them."""
 
     names: Sequence[Name] | None
     filter_func: FilterFuncType | None
@@ -36,7 +36,7 @@ class Choice:
     device: DeviceType | DeviceOf
 
     def asked(self) -> list[Name] | None:
-        """Return the names of the tensors that are asked for; None for all of the file."""
+        """Return the names of the requested tensors; None for all of the file."""
         if self.names is not None:
             return list(self.names)
         if self.out is not None:
@@ -46,7 +46,7 @@ class Choice:
         return None
 
     def of(self, file: TensorFile, progress: Progress) -> Chosen:
-        """Return what is chosen of a file.
+        """Apply the choice to a file.
 
         Raises:
             KeyError, IndexError, TypeError, ValueError, NotImplementedError: See ``load``.
@@ -55,17 +55,17 @@ class Choice:
         return Chosen(self, file, progress)
 
     def load(self, file: TensorFile, progress: Progress) -> dict[Any, torch.Tensor]:
-        """Return the tensors by name."""
+        """Return the chosen tensors of a file, by name."""
         return self.of(file, progress).load()
 
     def load_together(
         self, file: TensorFile, members: Members, progress: Progress, *, by_each: bool
     ) -> dict[Any, torch.Tensor]:
-        """Do the same at all members of a group, and finish the progress.
+        """Load the chosen tensors together with the other members of a group.
 
-        With ``by_each``, each member reads the file for itself.
+        The progress is finished, too. With ``by_each``, each member reads the file by itself.
         """
-        # With a group only: torch.distributed is slow to import.
+        # Imported for groups only: torch.distributed is slow to import.
         from .shared_batches import Prepared
         from .together import fill_together, made_for
 
@@ -90,7 +90,7 @@ class Choice:
 
 
 class Chosen:
-    """A choice among the tensors of a file.
+    """A choice, applied to the tensors of a file.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError, NotImplementedError: See ``load``.
@@ -106,7 +106,7 @@ class Chosen:
         self._default = resolve_device(default)
         self._known: dict[torch.device | str | None, torch.device] = {}
         self._numbers = self._chosen()
-        #: Tensors that say which part is wanted, or take it.
+        #: The tensors of ``out=`` or ``like=``, by number.
         self._given: dict[int, Any] = {}
         if choice.out is not None:
             missing = [name for name in self._numbers if name not in choice.out]
@@ -122,7 +122,7 @@ class Chosen:
         progress.total = self.wanted.total()
 
     def _chosen(self) -> dict[Name, int]:
-        """Return the numbers of the tensors by the names that they are returned under."""
+        """Return the numbers of the tensors, by the names under which they are returned."""
         names, file = self._choice.asked(), self._file
         if names is None:
             every = range(len(file))
@@ -135,7 +135,7 @@ class Chosen:
         return numbers
 
     def _with_shards(self, parts: Mapping[int, Part]) -> Mapping[int, Part]:
-        """Add what this process has of tensors that are cut among several."""
+        """Add the parts of this process, for tensors that are cut among several processes."""
         if self._choice.shard is not None:
             return Cuts.of_shard(self._file, self._numbers, self._choice.shard, parts)
         if self._choice.like is None and not sharding.are_any_sharded(self._given.values()):
@@ -158,11 +158,11 @@ class Chosen:
 
     @property
     def device(self) -> torch.device:
-        """The device of tensors that are like no others."""
+        """The device of tensors for which no other device is given."""
         return self._default
 
     def device_of(self, number: int) -> torch.device:
-        """Return where a tensor goes."""
+        """Return the device for a tensor."""
         given = self._given.get(number)
         if self._device_of is not None:
             return self._resolved(self._device_of(self._file.reader.name(number)))
@@ -172,7 +172,7 @@ class Chosen:
         return self._default if device.type == "meta" else resolve_device(device)
 
     def _resolved(self, device: torch.device | str | None) -> torch.device:
-        """Return a device that a function has named: few of them, for many tensors."""
+        """Return a device that a function has named, cached: many tensors share few devices."""
         found = self._known.get(device)
         if found is None:
             found = self._default if device is None else resolve_device(device)
@@ -180,7 +180,7 @@ class Chosen:
         return found
 
     def _given_places(self) -> dict[int, torch.Tensor]:
-        """Return the memory that was given to be filled, by number."""
+        """Return the memory of ``out=``, by number, in the shapes of the slices to be loaded."""
         places: dict[int, torch.Tensor] = {}
         if not self._rests and are_plain(self._given.values()):
             return {number: self._given[number] for number in self._numbers.values()}
@@ -190,7 +190,7 @@ class Chosen:
         return places
 
     def places(self) -> dict[int, torch.Tensor]:
-        """Return the memory that was given to be filled, by number, after checking it."""
+        """Return the memory of ``out=``, by number, after checking it; empty without ``out=``."""
         if self._choice.out is None:
             return {}
         places = self._given_places()
@@ -198,7 +198,7 @@ class Chosen:
         return places
 
     def load(self) -> dict[Any, torch.Tensor]:
-        """Load in this process alone."""
+        """Load in this process, without a group."""
         if self._choice.out is not None:
             return self.named(self.wanted.fill(self._given_places()))
         if self._choice.like is None and self._device_of is None:
@@ -206,7 +206,7 @@ class Chosen:
         return self.named(self.wanted.load(self.device_of))
 
     def named(self, tensors: Mapping[int, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Return tensors by name, in the form in which they were asked for."""
+        """Return tensors by name, in the requested form."""
         if self._choice.out is not None:
             return {name: self._given[number] for name, number in self._numbers.items()}
         if self.changes_none:
@@ -214,7 +214,7 @@ class Chosen:
         return {name: self.finished(n, tensors[n]) for name, n in self._numbers.items()}
 
     def names_by_number(self) -> tuple[dict[int, Name], dict[int, list[Name]]]:
-        """Return the name under which each tensor is returned, and further names of some."""
+        """Return the name under which each tensor is returned, and the further names of some."""
         names = {number: name for name, number in self._numbers.items()}
         further: dict[int, list[Name]] = {}
         if len(names) < len(self._numbers):
@@ -224,7 +224,7 @@ class Chosen:
         return names, further
 
     def finished(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the form in which it was asked for."""
+        """Return a tensor in the requested form."""
         given, rest = self._given.get(number), self._rests.get(number)
         if sharding.is_sharded(given):
             tensor = sharding.as_sharded(tensor, given)

@@ -1,4 +1,4 @@
-"""Parts of many tensors of a file, which one native call checks and plans."""
+"""Parts of many tensors of a file, checked and planned by one native call."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from .._types import Name
 from ..tensors.sharding import Part, Shard
 from .tensor_file import TensorFile
 
-#: Gives ranges of the tensor at a place, and the index into what is loaded of them, or raises.
+#: A function from a tensor's index to its ranges, and to the index to apply to what is loaded of
+#: them; it may raise.
 _Other: TypeAlias = Callable[[int], tuple[Sequence[tuple[int, int]], tuple[Any, ...]]]
 
 
 class Cuts(Mapping[int, Part]):
-    """Parts of tensors of a file, by number: each is made when it is asked for.
+    """Parts of tensors of a file, by number, each made on first access.
 
     Args:
-        numbers: The tensors of which a reader has one range of each dimension, in its order.
-        reader: That reader.
-        others: Other parts.
+        numbers: The tensors of which ``reader`` has one range per dimension, in its order.
+        reader: The reader of these parts.
+        others: Further parts, by number.
 
     Attributes:
         reader: The reader.
@@ -32,7 +33,7 @@ class Cuts(Mapping[int, Part]):
         self, numbers: Sequence[int], reader: Reader, others: Mapping[int, Part] | None = None
     ) -> None:
         self.reader = reader
-        #: Of two ranges of one tensor the last one counts.
+        #: If a tensor has two ranges, the last one counts.
         self._places = dict(zip(numbers, range(len(numbers)), strict=True))
         self._made: dict[int, Part] = dict(others or {})
 
@@ -40,9 +41,9 @@ class Cuts(Mapping[int, Part]):
     def of_indices(
         file: TensorFile, numbers: Sequence[int], indices: Sequence[Any], other: _Other
     ) -> tuple[Cuts, dict[int, tuple[Any, ...]]]:
-        """Return what indices select, and the indices into what is loaded that change it.
+        """Return the parts that indices select, and the further indices to apply to loaded parts.
 
-        ``other`` is asked about indices that are none, or not of the usual types.
+        ``other`` handles indices that are invalid, or not of the usual types.
         """
         reader, lefts = indexed(file.reader, numbers, indices, other)
         file.close_with(reader)
@@ -54,11 +55,11 @@ class Cuts(Mapping[int, Part]):
     def of_shard(
         file: TensorFile, wanted: Mapping[Name, int], shard: Shard, others: Mapping[int, Part]
     ) -> Mapping[int, Part]:
-        """Return what a rank has of tensors, beside other parts.
+        """Return a rank's parts of tensors, together with other parts.
 
         Raises:
-            IndexError: One has no dimension to cut it in.
-            ValueError: One has a part already.
+            IndexError: A tensor lacks the dimension to cut it in.
+            ValueError: A tensor has a part already.
 
         """
         names, numbers = list(wanted), list(wanted.values())
@@ -88,7 +89,7 @@ class Cuts(Mapping[int, Part]):
         return Cuts(numbers, reader, others)
 
     def places(self, numbers: Sequence[int]) -> list[int] | None:
-        """Return the numbers that tensors have in the reader; None if it has not all of them."""
+        """Return the numbers of tensors in the reader; None if it lacks one of them."""
         try:
             return [self._places[number] for number in numbers]
         except KeyError:
@@ -113,7 +114,7 @@ class Cuts(Mapping[int, Part]):
 
 
 def _first_again(numbers: Sequence[int], others: Mapping[int, Part]) -> int:
-    """Return the place of the first tensor that has come before; the count if there is none."""
+    """Return the index of the first tensor that has a part already; the count if none has."""
     taken = set(others)
     if not taken and len(set(numbers)) == len(numbers):
         return len(numbers)

@@ -1,4 +1,4 @@
-"""What encrypts and decrypts files: :class:`EncryptionParams`, :class:`DecryptionParams`."""
+"""The parameters of encryption: :class:`EncryptionParams` and :class:`DecryptionParams`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .._native import Decryption, Encryption
 
 _KEY_LENGTH = 32
 _SALT_LENGTH = 16
-#: libsodium's limits of Argon2id.
+#: libsodium's limits for Argon2id.
 _OPSLIMITS = (1, (1 << 32) - 1)
 _MEMLIMITS = (8192, 4398046510080)
 
@@ -63,17 +63,17 @@ def _limit(value: int | None, kind: type[enum.IntEnum], name: str, bounds: tuple
 
 
 class EncryptionParams:
-    """A key for :class:`tensorizer.TensorSerializer`. Pickles of it hold the key; texts do not.
+    """A key for :class:`tensorizer.TensorSerializer`; pickles contain it, and ``repr()`` does not.
 
     Args:
         key: 32 bytes.
-        manifest: Seal the names, shapes and order of tensors, their hashes and tags too, which
-            the format's own encryption leaves open. Old readers ignore the seal;
+        manifest: Also authenticate (seal) the names, shapes and order of tensors, their hashes and
+            tags, which the format's own encryption does not. Old readers ignore the seal;
             ``DecryptionParams(require_manifest=True)`` demands it.
 
     Raises:
         TypeError: The key is not bytes.
-        ValueError: It has not 32 of them.
+        ValueError: It does not have 32 bytes.
 
     """
 
@@ -111,14 +111,14 @@ class EncryptionParams:
             source: The passphrase.
             opslimit: Passes over the memory; None for ``OpsLimit.MODERATE``.
             memlimit: Bytes of memory; None for ``MemLimit.MODERATE``.
-            salt: 16 bytes; None for random ones, which is what keeps keys apart.
-            encoding: How a ``str`` becomes bytes.
+            salt: 16 bytes; None for random ones, so that equal passphrases give different keys.
+            encoding: The encoding of a ``str``.
             manifest: See the class.
 
         Raises:
-            TypeError: An argument is of another type; the two limits were exchanged.
+            TypeError: An argument is of another type, or the two limits were swapped.
             ValueError: The passphrase is empty, a limit out of range, the salt of another length.
-            MemoryError: There is not so much memory.
+            MemoryError: There is not enough memory.
 
         """
         source = _encoded(source, encoding)
@@ -141,7 +141,7 @@ class EncryptionParams:
 
     @property
     def salt(self) -> bytes:
-        """The salt of a derived key; ``ValueError`` for another."""
+        """The salt of a derived key; raises ``ValueError`` for another key."""
         salt = self._native.salt
         if salt is None:
             raise ValueError("the key was not derived from a string, and has no salt")
@@ -167,15 +167,15 @@ def _restored(
 
 
 class DecryptionParams:
-    """What :class:`tensorizer.TensorDeserializer` decrypts with: a key or a passphrase.
+    """A key or a passphrase with which :class:`tensorizer.TensorDeserializer` decrypts.
 
-    Pickles of it hold the key or passphrase; texts do not.
+    Pickles of it contain the key or passphrase; ``repr()`` does not.
 
     Args:
         key: 32 bytes.
         source: A passphrase, as bytes.
         require_manifest: Refuse files whose names, shapes and order are not sealed; see
-            :class:`EncryptionParams`. A seal that is there is checked in any case.
+            :class:`EncryptionParams`. A seal that a file has is checked in any case.
         max_opslimit: The most passes that a file may ask for; None for 16.
         max_memlimit: The most memory that a file may ask for, in bytes; None for 2 GiB.
 
@@ -220,11 +220,11 @@ class DecryptionParams:
 
     @classmethod
     def from_key(cls, key: bytes, **options: Any) -> DecryptionParams:
-        """Return what decrypts with a key, with the keywords of the class.
+        """Return parameters with a key; ``options`` are keywords of the class.
 
         Raises:
-            TypeError: It is not bytes.
-            ValueError: It has not 32 of them.
+            TypeError: The key is not bytes.
+            ValueError: It does not have 32 bytes.
 
         """
         return cls(_key(key), **options)
@@ -233,10 +233,10 @@ class DecryptionParams:
     def from_string(
         cls, source: str | bytes, *, encoding: str = "utf-8", **options: Any
     ) -> DecryptionParams:
-        """Return what decrypts with a passphrase, with the keywords of the class.
+        """Return parameters with a passphrase; ``options`` are keywords of the class.
 
         Raises:
-            TypeError: It is neither ``str`` nor bytes.
+            TypeError: The passphrase is neither ``str`` nor bytes.
             ValueError: It is empty.
 
         """
@@ -255,7 +255,7 @@ def _restored_decryption(
 
 
 def native_encryption(params: EncryptionParams | None) -> Encryption | None:
-    """Return what the native writer takes."""
+    """Return the parameters for the native writer."""
     if params is None:
         return None
     if not isinstance(params, EncryptionParams):
@@ -265,7 +265,7 @@ def native_encryption(params: EncryptionParams | None) -> Encryption | None:
 
 
 def native_decryption(params: DecryptionParams | None) -> Decryption | None:
-    """Return what the native reader takes."""
+    """Return the parameters for the native reader."""
     if params is None:
         return None
     if not isinstance(params, DecryptionParams):

@@ -1,4 +1,4 @@
-"""Loads in the background, ended before the interpreter is."""
+"""Closes background loads before the interpreter ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Closes(Protocol):
         """End the load, and wait for it."""
 
 
-#: Objects that may have a load under way.
+#: Objects that may have a background load.
 _ALIVE: weakref.WeakSet[Closes] = weakref.WeakSet()
 
 
 def close_at_exit(load: Closes) -> None:
-    """Have a load closed when the interpreter ends, whose end would stop its threads anywhere."""
+    """Close a load when the interpreter ends, before its threads would be stopped at any point."""
     _ALIVE.add(load)
 
 

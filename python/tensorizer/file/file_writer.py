@@ -1,4 +1,4 @@
-"""A file of tensors under construction, for all that writes."""
+"""The writer of a file of tensors, for all functions that save."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ logger = logging.getLogger("tensorizer.serialization")
 
 
 class FileWriter:
-    """Writes tensors into a file; it is complete, and is seen, once this is closed.
+    """Writes tensors into a file, which is complete and visible once this is closed.
 
-    As a context manager it gives the file up if the block raises. What happens to one that is
-    forgotten: see :class:`tensorizer.TensorSerializer`.
+    As a context manager it abandons the file if the block raises. For a writer that is never
+    closed, see :class:`tensorizer.TensorSerializer`.
 
     Args:
-        file_obj: What :class:`tensorizer.TensorSerializer` opens; a file object is closed with
-            this one.
+        file_obj: The target, as for :class:`tensorizer.TensorSerializer`; a file object is closed
+            with this one.
         encryption: A key to encrypt the tensors' data with.
-        limit_cpu_concurrency: Threads that hash and write at once; None for one a core.
+        limit_cpu_concurrency: Threads that hash and write at once; None for one per core.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file.
         hashes: ``"all"`` or ``"crc32"``.
-        metadata: Strings by name, which the file has beside its tensors.
-        clear_metadata: Whether an encrypted file may have metadata, which are not encrypted.
-        progress: Told of the bytes that are written.
+        metadata: Strings by name, stored beside the tensors.
+        clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
+        progress: Reports the bytes that are written.
         memory_limit: The most bytes that a write has in flight beside the tensors.
-        memory_kept: What of the limit is for something else.
+        memory_kept: The bytes of the limit that are reserved for something else.
 
     Raises:
         OSError, TypeError, ValueError: See :class:`tensorizer.TensorSerializer`.
@@ -74,9 +74,9 @@ class FileWriter:
         self._stream: Any = None
         self._writer: Writer | None = None
         self._process = os.getpid()
-        #: The processes that have parts of the tensors, and write this file together.
+        #: The processes that hold parts of the tensors, and write this file together.
         self._gathering: Gathering | None = None
-        # Whether there is something to keep if this object is forgotten.
+        # True if a file that is never closed would have tensors worth keeping.
         self._complete = False
         self.total_tensor_bytes = 0
         options = {
@@ -105,12 +105,12 @@ class FileWriter:
         return self._native.progress
 
     def set_pair(self, identity: bytes | None) -> None:
-        """Give the file an identity: that of the file which it is a copy of, or one of its own."""
+        """Give the file an identity: one that is given, or for None a hash of its content."""
         self._native.set_pair(identity)
 
     @property
     def pair_id(self) -> bytes | None:
-        """The file's identity, of the tensors written so far."""
+        """The file's identity; one of its content depends on the tensors written so far."""
         return self._native.pair_id
 
     def write(
@@ -120,7 +120,7 @@ class FileWriter:
         modules: Sequence[int],
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        """Write tensors, each with its name, what it is, and the index of the owning module."""
+        """Write tensors, each with its name, its role, and the index of the owning module."""
         numbers = [int(kind) for kind in kinds]
 
         def write(which: slice, whole: Sequence[torch.Tensor]) -> None:
@@ -135,10 +135,10 @@ class FileWriter:
             self._gathering.write(names, tensors, write)
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write from here on together with other processes, of which one writes."""
+        """Write from now on together with other processes, one of which writes the file."""
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
-        from ..group.gather import Gathering  # whoever has DTensors imported it
+        from ..group.gather import Gathering  # imported already by code with DTensors
 
         self._gathering = Gathering(tensors)
         if not self._gathering.writes:
@@ -160,7 +160,7 @@ class FileWriter:
             write(self._writer, handle)
             self._complete = True
         finally:
-            # What was refused before anything was written leaves what is there.
+            # A call that was refused before it wrote anything leaves the earlier tensors intact.
             self._complete = self._complete and not self._writer.failed
         self.total_tensor_bytes = self._writer.total_tensor_bytes
 
@@ -184,12 +184,12 @@ class FileWriter:
             self._abandon()
             raise GroupError("the file was given up: not all processes have written their part")
         else:
-            # All learn whether the file is there.
+            # All processes learn whether the file was completed.
             gathering.members.together(self._close)
 
     def _close(self) -> None:
         if self._process != os.getpid() and self._writer is not None:
-            self._writer.finish()  # raises, and what is the parent's stays as it is
+            self._writer.finish()  # raises in a forked child; the parent's file stays as it is
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -205,10 +205,10 @@ class FileWriter:
             stream.close()
 
     def abandon(self) -> None:
-        """Give the file up: what was there before stays."""
+        """Abandon the file: an earlier one of its name stays."""
         gathering, self._gathering = self._gathering, None
         if gathering is not None and not gathering.failed:
-            # The others need not wait for this process.
+            # The other processes need not wait for this one.
             gathering.members.leave()
         self._abandon()
 
@@ -228,12 +228,15 @@ class FileWriter:
             stream.close()
 
     def _keep_forgotten(self) -> None:
-        """Finish a file without harm to one of its name: callers of old forget to close."""
+        """Finish a file that was never closed, without replacing one of its name.
+
+        Callers of the old package often do not close their files.
+        """
         writer, self._writer = self._native, None
         uri = writer.uri
         kept, beside = False, None
         if isinstance(self._stream, (UploadFile, AtomicRandom)) and self._stream.ended:
-            # Whoever closed it has published it or given it up, and was told.
+            # The caller has closed or abandoned the stream, and has seen any error.
             writer.finish()
             return
         if isinstance(self._stream, UploadFile):
@@ -286,7 +289,7 @@ class FileWriter:
 
 
 def _is_ended(stream: Any) -> bool:
-    """Tell whether a stream has no position any more, or never had one to be set."""
+    """Tell whether a stream's position cannot be set any more, or never could be."""
     return isinstance(stream, UploadFile) or bool(getattr(stream, "closed", False))
 
 

@@ -1,4 +1,4 @@
-"""What helps with common mistakes, as the ends of messages."""
+"""Hints about common mistakes, which messages end with."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from .._types import Name
 
-#: How to pass a key, for messages about encrypted files.
+#: The hint about passing a key, in messages about encrypted files.
 KEY = "pass encryption=DecryptionParams.from_key(key), or DecryptionParams.from_string(passphrase)"
-#: Names of dtypes that others use, and torch's.
+#: Names of dtypes that other libraries use, and torch's names for them.
 _DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -25,12 +25,12 @@ _DTYPES = {
     "f8": "float8_e4m3fn",
     "int4": "uint8",
 }
-#: Names that are compared with a wrong one, and at which a common beginning is looked for.
+#: The most names that are compared with a wrong one.
 _MOST_NAMES = 20_000
 
 
 def of_device(device: object) -> str:
-    """Return what a device may have been meant to be."""
+    """Return a hint about the device that may have been meant."""
     if isinstance(device, torch.dtype):
         return f": dtype={device} casts tensors"
     if isinstance(device, str) and device.split(":")[0].lower() in ("gpu", "nvidia", "rocm"):
@@ -41,7 +41,7 @@ def of_device(device: object) -> str:
 
 
 def of_dtype(dtype: object) -> str:
-    """Return what a dtype may have been meant to be, or the usual ones."""
+    """Return a hint about the dtype that may have been meant, or the usual ones."""
     if isinstance(dtype, str):
         wanted = dtype.removeprefix("torch.").lower()
         known = [name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)]
@@ -52,7 +52,7 @@ def of_dtype(dtype: object) -> str:
 
 
 def of_name(name: Name | int, names: Sequence[Name]) -> str:
-    """Return which of the names of a file a missing one may have been meant to be."""
+    """Return a hint about the name in a file that may have been meant by a missing one."""
     texts = [one for one in names[:_MOST_NAMES] if isinstance(one, str)]
     if not isinstance(name, str) or not texts:
         return ""
@@ -70,7 +70,7 @@ def of_name(name: Name | int, names: Sequence[Name]) -> str:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """Return the modules with which all names begin, with a dot at the end; empty if with none."""
+    """Return the modules that all names begin with, with a dot at the end; empty for none."""
     if not names:
         return ""
     first, last = min(names), max(names)
@@ -83,7 +83,7 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def of_source(source: Any) -> str:
-    """Return what to do with an object that is no file."""
+    """Return a hint about an object that is not a file."""
     if isinstance(source, (bytearray, memoryview)):
         return ": pass io.BytesIO(data)"
     if isinstance(source, torch.nn.Module):
@@ -92,7 +92,7 @@ def of_source(source: Any) -> str:
 
 
 def of_prefixes(names: Sequence[Name], module: torch.nn.Module) -> str:
-    """Return the prefix that the names of a file have more or less than those of a module."""
+    """Return a hint about an extra prefix of all names of a file, or of all names of a module."""
     of_file = [name for name in names if isinstance(name, str)]
     of_module = [name for name, _ in module.named_parameters()]
     known = {*of_module, *(name for name, _ in module.named_buffers())}
@@ -112,7 +112,7 @@ def of_prefixes(names: Sequence[Name], module: torch.nn.Module) -> str:
 
 
 def _prefixes(names: Sequence[str]) -> Iterator[str]:
-    """Yield what all names begin with, of one module, then of two, and so on."""
+    """Yield the prefixes that all names share: one module, then two, and so on."""
     prefix = ""
     for step in common_prefix(names).split(".")[:-1]:
         prefix += f"{step}."

@@ -1,4 +1,4 @@
-"""What a file holds, without its data."""
+"""The description of a file: its tensors and metadata, without tensor data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorInfo:
             ``float6_e2m3fn_x4``.
         shape: Its dimensions.
         nbytes: Bytes that it takes in memory.
-        file: The path or address of the file that it is in, of several.
+        file: The path or address of the file that holds it.
         hashes: The hashes that the file holds of it, ``"CRC32"`` in decimal and ``"SHA256"`` in
             hexadecimal; None if they were not asked for.
 
@@ -49,12 +49,12 @@ class FileInfo:
         uri: The path or address.
         format: ``"tensors"``, ``"safetensors"`` or ``"torch"``.
         version: The data version of a ``.tensors`` file; None for other formats.
-        encrypted: Whether the tensors' data are encrypted.
+        encrypted: True if the tensors' data are encrypted.
         files: The path or address of each file: several for the shards of a checkpoint.
         tensors: The tensors by name, in the order of the file.
-        metadata: What the file says beside its tensors, names and values. Nothing but a manifest
-            authenticates them, which is checked if ``encryption`` is given. Empty, with a warning,
-            if those of a ``.tensors`` file are damaged, which its tensors need not be.
+        metadata: Strings by name, stored beside the tensors. Only a manifest authenticates them; it
+            is checked if ``encryption`` is given. If those of a ``.tensors`` file are damaged, this
+            is empty, with a warning: its tensors may be intact.
         nbytes: Bytes that all tensors take in memory.
 
     """
@@ -83,12 +83,13 @@ def info(
     hashes: bool = False,
     encryption: DecryptionParams | None = None,
 ) -> FileInfo:
-    """Return what a file holds. Its tensors' data are not read.
+    """Return a description of a file, without reading the data of its tensors.
 
     Args:
-        uri: What :class:`tensorizer.TensorDeserializer` opens. A file object is closed.
+        uri: The file, as for :class:`tensorizer.TensorDeserializer`. A file object is closed.
         hashes: Read the hashes of every tensor too, which lie in front of its data.
-        encryption: Check the seal of an encrypted file. Names and shapes need no key.
+        encryption: A key or passphrase to check the seal of an encrypted file. Names and shapes
+            need no key.
 
     Raises:
         OSError, ValueError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.

@@ -1,4 +1,4 @@
-"""Loading into modules whose parameters are DTensors: of each the part of this process."""
+"""Loads into modules whose parameters are DTensors: of each the local part."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .tensor_file import TensorFile
 
 
 class ShardedPlaces:
-    """The places of a module that hold DTensors.
+    """The places of a module that hold DTensors, and their tensors in a file.
 
     Args:
-        file: What they are loaded from.
-        loaded: The tensors of it that are here already, as a whole.
+        file: The file that they are loaded from.
+        loaded: The tensors of the file that are loaded already, as wholes.
         places: Places in the module.
-        tensors: What is there.
-        numbers: The tensor of the file for each of them.
+        tensors: The tensors at these places.
+        numbers: The number in the file of the tensor for each place.
 
     Raises:
         NotImplementedError: See :func:`tensorizer.tensors.sharding.part_of`.
@@ -49,10 +49,10 @@ class ShardedPlaces:
         self._parts: dict[int, Part] = {n: part for n, part in parts.items() if part is not None}
 
     def load(self, verify: str) -> list[tuple[Place, torch.Tensor]]:
-        """Fill those that can be filled; return the others with what is to be put there."""
+        """Fill tensors in place where possible; return the other places with their new tensors."""
         direct: dict[int, torch.Tensor] = {}
         rest = []
-        # Of one that is tied, the file may hold two, which may differ.
+        # For tied tensors the file may hold two, which may differ.
         users = Counter(id(place.current()) for place, _ in self.pairs)
         for place, number in self.pairs:
             tensor = place.current()
@@ -87,7 +87,7 @@ class ShardedPlaces:
         )
 
     def _cut(self, number: int, device: torch.device) -> torch.Tensor:
-        """Return the part of a tensor that is here as a whole."""
+        """Return the local part of a tensor that is loaded as a whole."""
         whole = self._loaded[number].detach()
         part = self._parts.get(number)
         if part is None:

@@ -1,4 +1,4 @@
-"""Tensors one by one, while the next are on their way."""
+"""Yields the tensors of a file one by one, while the next ones are being read."""
 
 from __future__ import annotations
 
@@ -44,58 +44,57 @@ def iterate(
     cache_dir: str | os.PathLike[Any] | None = None,
     memory_limit: int | None = None,
 ) -> Iterator[tuple[NameT, torch.Tensor]]:
-    """Yield the names and tensors of a file one by one, each as soon as it has landed.
+    """Yield the names and tensors of a file one by one, each as soon as it is loaded.
 
     The next tensors are read while the caller uses this one, across all shards of a checkpoint. At
-    most ``buffer_bytes`` bytes of tensors are in memory or on their way that the caller has not
-    taken, or one tensor that is larger. Tensors are the caller's, in memory that they share with no
-    other, and nothing of this keeps them. (The views that a checkpoint of ``torch.save`` holds of
-    one storage take all of it to be loaded, where they are not contiguous; they come last.)
+    most ``buffer_bytes`` bytes of tensors are loaded or being read that the caller has not taken,
+    or one tensor that is larger. Each tensor has memory that it shares with no other, and the
+    iterator keeps no reference to it. (In a checkpoint of ``torch.save``, a tensor that is not
+    contiguous needs its whole storage to be loaded; such tensors come last.)
 
     The file is opened at the call, and closed with the iterator: at its end, by its ``close()``, or
-    when it is collected. Closing ends the load, and waits for reads and copies under way. On CUDA,
-    tensors are for the stream that is current when the next one is asked for; device memory is
-    allocated at the call and in ``next``, on the calling thread only.
+    when it is garbage-collected. Closing ends the load, and waits for reads and copies under way.
+    On CUDA, a tensor is ready for the stream that is current when ``next`` is called. Device memory
+    is allocated at the call and in ``next``, on the calling thread only.
 
     Args:
-        uri: What :class:`tensorizer.TensorDeserializer` opens. A file object is closed.
-        device: Where the tensors go; None for torch's default device.
-        names: Only these tensors, or the one of a string; None for all.
+        uri: The file, as for :class:`tensorizer.TensorDeserializer`. A file object is closed.
+        device: The device of the tensors; None for torch's default device.
+        names: Only these tensors; a string is one name. None for all.
         buffer_bytes: The most bytes that are read ahead of the caller.
         order: ``"file"``: in the order of their data in the file, the shards of a checkpoint one
-            after another. ``"ready"``: in the order in which they land.
+            after another. ``"ready"``: in the order in which they are loaded.
         dtype: Cast floating-point tensors.
         verify_hash: Compare every tensor with the hashes in the file before it is handed out.
         num_readers: Threads that read at once.
-        encryption: What an encrypted file is decrypted with.
+        encryption: The key or passphrase of an encrypted file.
         filter_func: Called with each tensor's name; those for which it returns something false are
-            passed over.
+            left out.
         slices: Only a part of some tensors, by name, of which only the bytes are read: see
             :func:`tensorizer.load`.
         shard: This rank's part of each tensor: see :class:`tensorizer.Shard`.
-        group: A process group whose members all make this call, and ask for as many tensors: every
-            byte is fetched by one of them and given to the others, a batch at a time, with the call
-            of ``next`` that needs it. Members that ask for other tensors or parts get these.
+        group: A process group whose members all make this call, and take equally many tensors.
+            Every byte is fetched by one member and given to the others, a batch at a time, in the
+            call of ``next`` that needs it. Members may choose different tensors or parts.
         progress: Called with the bytes of tensor data that are loaded, and with how many there are,
             by the thread that waits for the next tensor; it cannot use the iterator
             (``RuntimeError``). What it raises is raised by the iterator. True shows a bar where
             stderr is a terminal.
-        cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
-            same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
-            ``docs/how-to/cache.md``.
-        memory_limit: The most bytes in flight: here the tensors count that are loaded or on their
-            way, so that it bounds ``buffer_bytes``, and what reads them takes the rest. None for
-            what ``TENSORIZER_MEMORY_MB`` says.
+        cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
+            file; None for the folder in ``TENSORIZER_CACHE``. See ``docs/how-to/cache.md``.
+        memory_limit: The most bytes in flight. Tensors that are loaded or being read count, so that
+            it bounds ``buffer_bytes``; the buffers of reads take the rest. None for the value of
+            ``TENSORIZER_MEMORY_MB``.
 
     Raises:
         KeyError: The file has no tensor of one of the names.
-        IndexError, TypeError: A slice is none of its tensor.
+        IndexError, TypeError: A slice does not fit its tensor.
         ValueError: ``buffer_bytes`` is not positive, ``order`` is neither ``"file"`` nor
             ``"ready"``, or is ``"ready"`` with ``group``; or ``memory_limit`` is less than the
-            least, which the message names.
+            minimum, which the message states.
         OSError, ValueError, HashMismatchError, CryptographyError: See
-            :class:`tensorizer.TensorDeserializer`; what is found out while reading is raised by the
-            iterator, after tensors that had landed, and with ``order="file"`` were next.
+            :class:`tensorizer.TensorDeserializer`. Errors while reading are raised by the iterator,
+            after tensors that were loaded before (and with ``order="file"`` were next).
         GroupError: Another member of the group was lost, interrupted, or has closed its iterator.
 
     """
@@ -140,17 +139,17 @@ def iterate(
 
 
 class Source(Protocol):
-    """The tensors of an iterator."""
+    """The source of an iterator's tensors."""
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:
-        """Return numbers and tensors: those that come next."""
+        """Return the numbers and tensors that come next."""
 
     def close(self) -> None:
         """End the load. Closing again does nothing."""
 
 
 class _Iterator(Iterator[tuple[Any, torch.Tensor]]):
-    """Gives tensors out under their names."""
+    """Yields tensors under their names, and closes their file at the end."""
 
     def __init__(self, told: Progress, file: TensorFile, chosen: Chosen, source: Source) -> None:
         self._told, self._file, self._chosen, self._source = told, file, chosen, source
@@ -158,11 +157,11 @@ class _Iterator(Iterator[tuple[Any, torch.Tensor]]):
         self._ready: deque[tuple[Any, torch.Tensor]] = deque()
         self._ended = False
         self._process = os.getpid()
-        #: The thread that waits for tensors, which calls ``progress=`` meanwhile.
+        #: The thread that waits for tensors, and that calls ``progress=`` meanwhile.
         self._waits: int | None = None
-        #: The thread that has it ends the load when that fails.
+        #: Held while waiting for tensors; the thread that holds it ends the load if that fails.
         self._lock = threading.RLock()
-        #: The stream for which the tensors came that are ready; None for other devices than CUDA.
+        #: The stream for which the ready tensors were loaded; None on devices other than CUDA.
         self._stream: torch.cuda.Stream | None = None
         close_at_exit(self)
 
@@ -187,7 +186,8 @@ class _Iterator(Iterator[tuple[Any, torch.Tensor]]):
         if self._ended:
             raise StopIteration
         try:
-            # Whatever interrupts this, no tensor is passed over without an error.
+            # Any error or interrupt closes the iterator, so that no tensor is skipped without an
+            # error.
             self._waits = threading.get_ident()
             landed = next(self._source)
             if not self._chosen.changes_none:
@@ -223,7 +223,7 @@ class _Iterator(Iterator[tuple[Any, torch.Tensor]]):
         self._file.close()
 
     def _refuse_progress(self) -> None:
-        """Refuse calls from ``progress=``: the load that calls it would wait for itself."""
+        """Refuse calls from ``progress=``: they would wait for the load that makes them."""
         if self._waits == threading.get_ident() and self._process == os.getpid():
             raise RuntimeError("progress= was called by a load that this iterator waits for")
 

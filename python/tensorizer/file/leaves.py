@@ -1,4 +1,4 @@
-"""The tensors in what a pickle holds, by name."""
+"""The tensors in an unpickled object, by name."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from .._native import MAX_DEPTH
 from .._types import Name
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-#: Steps and characters of names for each byte of a pickle, and some for the smallest. A pickle can
-#: name one container in many places, so that a short one has more paths than memory could hold.
+#: The most steps and characters of names, for each byte of a pickle, and the least that is always
+#: allowed. A pickle can name one container in many places, so that a short one has more paths than
+#: memory could hold.
 _FOR_EACH_BYTE, _AT_LEAST = 16, 1 << 20
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxtuple = 16
-#: Paths of tensors without a name that a message gives, and characters of each.
+#: The most paths of tensors without a name in a message, and the most characters of each.
 _MOST_SHOWN, _LONGEST_SHOWN = 8, 100
 
 
 @dataclass
 class _Open:
-    """A container on the way from the top to where we are.
+    """A container on the path from the top to the current one.
 
     Attributes:
-        container: It.
-        items: What is left of it.
-        path: How it is reached.
+        container: The container itself.
+        items: Its items that were not visited yet.
+        path: Its path from the top.
         cost: Characters of the path.
-        above: The container that holds it.
-        holds: Whether there are tensors in it.
-        has_strings: Whether tensors that can be named are under string keys of it.
+        above: The container that holds it; None at the top.
+        holds: True if there are tensors in it.
+        has_strings: True if tensors that can be named are under string keys of it.
 
     """
 
@@ -48,7 +49,7 @@ class _Open:
     has_strings: bool = False
 
     def steps_to(self, key: Any) -> Iterator[tuple[_Open, Any]]:
-        """Yield each container on the way to a key of this one, with the key in it."""
+        """Yield each container on the way up from a key of this one, with the key in it."""
         level, step = self, key
         yield level, step
         while level.above is not None:
@@ -58,7 +59,7 @@ class _Open:
 
 @dataclass
 class Unnamed:
-    """The tensors of a file that no name can stand for, in a message.
+    """The tensors of a file that cannot be named, as text for a message.
 
     Attributes:
         count: How many there are.
@@ -89,27 +90,27 @@ class Unnamed:
 def named_tensors(
     tree: Any, uri: str, size: int
 ) -> tuple[list[tuple[Name, torch.Tensor]], Unnamed]:
-    """Return names and tensors of nested mappings, lists and tuples; that of one alone is empty.
+    """Return names and tensors of nested containers; a tensor by itself has the empty name.
 
-    What is neither is passed over. Left out are tensors whose paths have other keys than strings
-    and indices; and of a mapping that has tensors under strings and under integers, those under
-    integers.
+    Containers are mappings, lists and tuples. Objects that are neither containers nor tensors are
+    skipped. Tensors are left out if their paths have other keys than strings and indices. Of a
+    mapping that has tensors under strings and under integers, those under integers are left out.
 
     Args:
-        tree: What was unpickled.
-        uri: Where it came from.
+        tree: The unpickled object.
+        uri: The path or address of its file.
         size: Bytes of the pickle.
 
     Raises:
         NotImplementedError: A tensor is not plain and strided, or no tensor can be named.
-        FormatError: There are far more paths than a pickle of its size is made for.
+        FormatError: There are far more paths than is usual for a pickle of its size.
 
     """
     if isinstance(tree, torch.Tensor):
         return [("", _checked(tree, "", uri))], Unnamed()
     named: list[tuple[Name, torch.Tensor]] = []
     unnamed = Unnamed()
-    # All of them are marked before the first is named.
+    # ``list`` visits, and so marks, all tensors before the first one is named.
     for level, key, tensor in list(_leaves(tree, uri, size)):
         path = (*level.path, key)
         if not all(_is_named(*step) for step in level.steps_to(key)):
@@ -127,7 +128,7 @@ def _leaves(tree: Any, uri: str, size: int) -> Iterator[tuple[_Open, Any, torch.
     if not _is_container(tree):
         return
     left = _AT_LEAST + _FOR_EACH_BYTE * size
-    #: Containers without tensors; the tree keeps them, so that no address is used again.
+    #: Containers without tensors, by ``id``; the tree keeps them, so that no ``id`` is reused.
     barren: set[int] = set()
     open_ = [_Open(tree, _items(tree), (), 0, None)]
     above = {id(tree)}
@@ -170,7 +171,7 @@ def _items(container: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(container, Mapping):
         return iter(container.items())
     if isinstance(container, (set, frozenset)):
-        # Their members have no names.
+        # Members of a set have no names.
         return ((None, member) for member in container)
     return iter(enumerate(container))
 
@@ -180,7 +181,7 @@ def _cost(key: Any) -> int:
 
 
 def _mark(level: _Open, key: Any) -> None:
-    """Note in all containers above a tensor that it is there."""
+    """Mark all containers above a tensor as holding it."""
     can_be_named = all(isinstance(step, str) or _is_index(step) for _, step in level.steps_to(key))
     for above, step in level.steps_to(key):
         above.holds = True
@@ -188,7 +189,7 @@ def _mark(level: _Open, key: Any) -> None:
 
 
 def _is_named(level: _Open, step: Any) -> bool:
-    """Tell whether names have a key, once all tensors are marked."""
+    """Tell whether a key can be part of a name; all tensors must be marked before."""
     return isinstance(step, str) or (_is_index(step) and not level.has_strings)
 
 
@@ -197,12 +198,12 @@ def _is_index(step: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return what a file has chosen, which may be of any size, for a message."""
+    """Return a value out of a file, shortened for a message: it may be of any size."""
     return _SHORT.repr(value)
 
 
 def _checked(tensor: torch.Tensor, name: Name, uri: str) -> torch.Tensor:
-    """Return a tensor that is nothing but elements of a storage."""
+    """Return the tensor if it is plain and strided, and on the ``meta`` device; else raise."""
     if type(tensor) not in _PLAIN:
         what = f"of the class {type(tensor).__name__}"
     elif tensor.is_nested:

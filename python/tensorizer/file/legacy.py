@@ -15,7 +15,7 @@ from ..tensors.arrays import stored_dtype
 
 #: The first bytes of every file.
 TENSORIZER_MAGIC = b"|TZR|"
-#: The newest data version, and the one that each feature needs.
+#: The newest data version, and the version that each feature needs.
 TENSORIZER_VERSION = 5
 NON_OPAQUE_TENSORIZER_VERSION = 1
 OPAQUE_TENSORIZER_VERSION = 2
@@ -36,11 +36,11 @@ class TensorHash:
 
 @dataclass(order=True, slots=True)
 class TensorEntry:
-    """What the index of a file says of a tensor.
+    """An entry for a tensor in the index of a file.
 
     Attributes:
         metadata_version: The data version that the tensor needs.
-        dtype: As it is stored: numpy's, for opaque ones with torch's behind
+        dtype: The dtype as it is stored: numpy's name, and for opaque dtypes torch's name after
             :data:`OPAQUE_DTYPE_SEP`.
         offset: Position of the tensor's header.
         data_offset: Position of its data.
@@ -61,7 +61,7 @@ class TensorEntry:
 
     @property
     def deserialized_length(self) -> int:
-        """Bytes of the tensor in memory, which those without data in the file have too."""
+        """Bytes of the tensor in memory, even if the file has no data of it."""
         if self.data_length > 0:
             return self.data_length
         element = stored_dtype(self.dtype.partition(OPAQUE_DTYPE_SEP)[0])
@@ -69,12 +69,12 @@ class TensorEntry:
 
     @property
     def is_long_tensor(self) -> bool:
-        """Whether the data version is that of tensors of 4 GiB and more."""
+        """True if the data version is the one for tensors of 4 GiB and more."""
         return self.metadata_version >= LONG_TENSOR_TENSORIZER_VERSION
 
 
 class _FileFeatureFlags(enum.IntFlag):
-    """What a file makes use of."""
+    """The features that a file uses, as bit flags."""
 
     encrypted = 1
     versioned_headers = 2
@@ -82,12 +82,12 @@ class _FileFeatureFlags(enum.IntFlag):
 
 @dataclass(slots=True)
 class _FileHeader:
-    """What follows the magic bytes: version, flags, bytes of tensor data, number of tensors."""
+    """The header after the magic bytes: version, flags, bytes of tensor data, number of tensors."""
 
     version_number_format: ClassVar[struct.Struct] = struct.Struct("<I")
-    #: Flags (of 32 bytes), bytes, eight that are not used, tensors.
+    #: Flags (32 bytes), bytes of tensor data, eight unused bytes, number of tensors.
     format: ClassVar[struct.Struct] = struct.Struct("<32sQ8xQ")
-    #: Where callers find it.
+    #: The exception class, at its place in the old package.
     InvalidVersionError: ClassVar[type[InvalidVersionError]] = InvalidVersionError
 
     version_number: int
@@ -96,18 +96,18 @@ class _FileHeader:
     tensor_count: int
 
     def to_bytes(self) -> bytes:
-        """Return the 60 bytes that stand for it."""
+        """Return the header as its 60 bytes."""
         flags = int(self.feature_flags).to_bytes(32, "little")
         version = self.version_number_format.pack(self.version_number)
         return version + self.format.pack(flags, self.tensor_size, self.tensor_count)
 
     @classmethod
     def from_io(cls, reader: BinaryIO, accepted_versions: Sequence[int]) -> _FileHeader:
-        """Read one.
+        """Read a header.
 
         Raises:
-            ValueError: There are fewer bytes, or flags that are not known.
-            InvalidVersionError: The version is not one of those.
+            ValueError: There are too few bytes, or unknown flags.
+            InvalidVersionError: The version is not one of ``accepted_versions``.
 
         """
         size = cls.version_number_format.size + cls.format.size

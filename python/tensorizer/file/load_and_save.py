@@ -1,4 +1,4 @@
-"""The short way: one call to load a file, one to save."""
+"""The functions :func:`load` and :func:`save`: one call to load a file, one to save."""
 
 from __future__ import annotations
 
@@ -49,54 +49,54 @@ def load(
 ) -> dict[NameT, torch.Tensor]:
     """Load the tensors of a file, each straight into the memory where it stays.
 
-    ``names``, ``filter_func``, ``slices``, ``shard`` and ``group`` choose what is loaded;
-    ``device``, ``out``, ``like``, ``dtype``, ``clone`` and ``mmap`` where it goes, and as what; the
-    other arguments how the file is read.
+    ``names``, ``filter_func``, ``slices``, ``shard`` and ``group`` choose the tensors and parts.
+    ``device``, ``out``, ``like``, ``dtype``, ``clone`` and ``mmap`` choose their memory and dtype.
+    The other arguments control the reading of the file.
 
     Args:
-        uri: What :class:`TensorDeserializer` opens.
-        device: Where the tensors go; None for torch's default device. A function is called with
-            each tensor's name and returns its device, as for a model that is shared out among
-            several: these are filled at the same time.
+        uri: The file, as for :class:`TensorDeserializer`.
+        device: The device of the tensors; None for torch's default device. A function is called
+            with each tensor's name and returns its device, as for a model that is spread over
+            several devices: these are filled at the same time.
         names: Load only these, and return them in this order; a string is one name. Those of nested
             structures are tuples of keys and indices, or in their stored form: U+001E and a JSON
             array.
         filter_func: Called with each tensor's name; those for which it returns something false are
             left out.
         slices: Load only a part of some tensors, and read only its bytes: by name ``(dimension,
-            start, end)``, or what goes into brackets, ``(slice(0, 10), ..., 3)``. See
+            start, end)``, or an index as in brackets, ``(slice(0, 10), ..., 3)``. See
             :class:`TensorSlice`.
-        shard: Give every rank its part of each tensor, and read only that: for ranks that know
-            nothing of DTensors. See :class:`Shard`.
-        group: A process group whose members all make this call: every byte is fetched by one of
-            them and given to the others, which may want other tensors or parts. They read a local
-            file each for themselves if they are on one machine. A failure of one, or Ctrl-C, ends
-            the call at all of them, by the time-out of the group at the latest. Views of one
-            storage in a checkpoint of ``torch.save`` become tensors of their own.
-        out: Fill these tensors, by name and wherever they are, instead of making new ones. They
-            have the dtype and shape of what is loaded, and are contiguous; of a ``DTensor`` the
-            part of this process is filled. Without ``names``, only these are loaded. If the load
-            fails half-way, they hold some of the new bytes.
-        like: Make tensors like these, by name: on their devices (unless ``device`` is given), and
-            where one is a ``DTensor`` of its mesh and placements; then this process reads only its
-            part of it. Those on the ``meta`` device go where their mesh is, or to torch's default
-            device. Shapes are those of the file, and dtypes those of the file too, or ``dtype=``.
-            Without ``names``, only these are loaded; what is no tensor is passed over.
+        shard: Give every rank its part of each tensor, and read only that: for ranks without
+            DTensors. See :class:`Shard`.
+        group: A process group whose members all make this call. Every byte is fetched by one member
+            and given to the others; members may choose different tensors or parts. If all members
+            are on one machine, each of them reads a local file by itself. A failure of one, or
+            Ctrl-C, ends the call at all of them, by the time-out of the group at the latest. Views
+            of one storage in a checkpoint of ``torch.save`` become separate tensors.
+        out: Fill these tensors, by name and on any device, instead of making new ones. They must
+            have the dtype and shape of what is loaded, and be contiguous; of a ``DTensor`` the
+            local part is filled. Without ``names``, only these are loaded. If the load fails
+            half-way, they hold some of the new bytes.
+        like: Make tensors like these, by name: on their devices (unless ``device`` is given). For a
+            ``DTensor``, the result has its mesh and placements, and this process reads only its
+            part. For a tensor on the ``meta`` device, the result is on the device of its mesh, or
+            on torch's default device. Shapes are those of the file, and dtypes those of the file
+            too, or ``dtype=``. Without ``names``, only these are loaded; values that are no tensors
+            are skipped.
         dtype: Cast floating-point tensors.
-        clone: On CUDA, give each tensor a storage of its own; without it ``torch.save`` of one that
-            is small writes others along. See :class:`TensorDeserializer`.
-        mmap: Whether to map a file instead of reading it; see :class:`TensorDeserializer`.
-        encryption: What an encrypted file is decrypted with.
+        clone: On CUDA, give each tensor a storage of its own. Otherwise small tensors share one,
+            all of which ``torch.save`` of one of them writes. See :class:`TensorDeserializer`.
+        mmap: True to map a file instead of reading it; see :class:`TensorDeserializer`.
+        encryption: The key or passphrase of an encrypted file.
         verify_hash: Compare every tensor with the hashes in the file; ``"crc32"`` with the cheap
             one only. For files of a hub see :class:`TensorDeserializer`.
         num_readers: Threads that read at once.
         memory_limit: The most bytes that the load has in flight beside the tensors: buffers of
-            connections, staging memory, batches of a group, what is read over between tensors.
-            There are as many connections and batches as fit. None for what
-            ``TENSORIZER_MEMORY_MB`` says.
-        cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
-            same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
-            ``docs/how-to/cache.md``.
+            connections, staging memory, batches of a group, gaps between tensors that are read
+            along. As many connections and batches are used as fit. None for the value of
+            ``TENSORIZER_MEMORY_MB``.
+        cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
+            file; None for the folder in ``TENSORIZER_CACHE``. See ``docs/how-to/cache.md``.
         progress: Called with the bytes of tensor data that are loaded and with how many there are,
             at least at the end, as ``progress(done, total)``: on the calling thread, which waits
             for it. What it raises ends the load. True shows a bar where stderr is a terminal.
@@ -108,7 +108,7 @@ def load(
 
     Raises:
         KeyError: The file has no tensor of one of the names.
-        IndexError, TypeError: A slice is none of its tensor.
+        IndexError, TypeError: A slice does not fit its tensor.
         NotImplementedError: A ``DTensor`` has a placement that is neither ``Shard`` nor
             ``Replicate``.
         GroupError: Another member of the group was lost or interrupted.
@@ -169,31 +169,33 @@ def save(
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
 
-    Of ``DTensor`` the whole tensors are saved: all processes of their mesh make this call, tensors
-    are gathered a few at a time, and the first process writes them (of a safetensors file, once it
-    has all of them in its memory). The call ends at all of them when the file is there.
+    ``DTensor`` are saved as whole tensors, and all processes of their mesh make this call. The
+    tensors are gathered a few at a time, and the first process writes them (for a safetensors file,
+    once it has all of them in its memory). The call returns at all processes when the file is
+    complete.
 
     Args:
-        tensors: Tensors by name. A nested structure of dicts and lists is saved as such; what
-            :func:`load` returns is, too.
-        uri: What :class:`TensorSerializer` opens.
+        tensors: Tensors by name. A nested structure of dicts and lists is saved as such, and so is
+            a result of :func:`load`.
+        uri: The target, as for :class:`TensorSerializer`.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file.
         encryption: A key to encrypt the tensors' data with.
-        hashes: Which hashes of each tensor to store; see :class:`TensorSerializer`.
-        format: ``"tensors"`` or ``"safetensors"``; None for the latter where ``uri`` is a path or
-            an address that ends with ``.safetensors``. Such files hold tensors by name, which share
-            no memory, and neither hashes nor encryption. Without it, names that end with ``.pt``,
-            ``.pth`` or ``.bin`` are refused: ``torch.load`` could not read what they name.
+        hashes: The hashes of each tensor to store; see :class:`TensorSerializer`.
+        format: ``"tensors"`` or ``"safetensors"``; None for the latter if ``uri`` is a path or an
+            address that ends with ``.safetensors``, and else for the former. Safetensors files hold
+            tensors by name, which share no memory, and neither hashes nor encryption. With None,
+            names that end with ``.pt``, ``.pth`` or ``.bin`` are refused, because ``torch.load``
+            could not read such files.
         metadata: Strings by name, which :func:`tensorizer.info` returns; see
             :class:`TensorSerializer`.
-        clear_metadata: Whether an encrypted file may have metadata, which anybody can read in it.
+        clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
         max_shard_size: Split a safetensors file that would have more bytes of tensors, as in
             ``5_000_000_000``, ``"5GB"`` or ``"4GiB"``: ``model.safetensors`` becomes
             ``model-00001-of-00002.safetensors`` and so on, with ``model.safetensors.index.json``,
             which is written last.
         progress: Called with the bytes of tensor data that are written and with how many there
             are, at least at the end, as ``progress(done, total)``: on the calling thread, which
-            waits for it. What it raises ends the call, and the file is given up. True shows a bar
+            waits for it. What it raises ends the call, and the file is abandoned. True shows a bar
             where stderr is a terminal.
         memory_limit: The most bytes that the save has in flight beside the tensors: see
             :class:`TensorSerializer`.
@@ -228,13 +230,13 @@ def save(
         )
 
     if any(map(sharding.is_sharded, leaves[1])):
-        from ..group.gather import Gathering  # whoever has DTensors imported it
+        from ..group.gather import Gathering  # imported already by code with DTensors
 
         with told:
             Gathering(leaves[1]).save(*leaves, opened, told.finish)
         return
     with told, opened() as file:
         file.write_leaves(*leaves)
-    # Here, and not when this call ends: a Ctrl-C that came while memory of tensors is given back
-    # would be raised in the file's __del__, where Python loses it.
+    # Deleted here, and not when this call ends: then memory of tensors is freed, and a Ctrl-C that
+    # came meanwhile would be raised in the file's __del__, where Python loses it.
     del file

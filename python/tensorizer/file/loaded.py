@@ -11,16 +11,16 @@ from ..modules import state
 from ..tensors.exchange import cast_dtype, dtype_of
 from .tensor_file import TensorFile
 
-#: The maker of parameters of plain tensors in torch.
+#: torch's function that makes parameters of plain tensors.
 _made = torch.Tensor._make_subclass
 
 
 class LoadedTensors:
-    """Loads tensors of a file once each, and keeps them. Safe to be used by several threads.
+    """Loads each tensor of a file once, and keeps it. Safe for use by several threads.
 
     Args:
-        file: Where they come from.
-        selection: The tensors that may be asked for; None for all.
+        file: The file of the tensors.
+        selection: The tensors that may be requested; None for all.
 
     """
 
@@ -28,11 +28,12 @@ class LoadedTensors:
         self._file = file
         self._selection = selection
         self._tensors: dict[int, torch.nn.Parameter] = {}
-        #: Those that were loaded before all shards were opened, and the indices of their modules.
+        #: By name, tensors that were loaded before all shards were opened, and their modules'
+        #: indices.
         self._early: dict[str, tuple[torch.nn.Parameter, int]] = {}
-        #: The index of the module that each belonged to.
+        #: By number, the index of the module that each tensor belonged to.
         self.modules: dict[int, int] = {}
-        #: With one load at a time all threads get the same objects.
+        #: Held while loading, so that all threads get the same objects.
         self._one_load = OwnLock()
 
     def __contains__(self, number: int) -> bool:
@@ -43,7 +44,7 @@ class LoadedTensors:
         return self._tensors[number]
 
     def early(self, name: str, device: torch.device) -> torch.nn.Parameter | None:
-        """Return a tensor by its name; None unless only its own shard is opened for it."""
+        """Return a tensor by name, from its own shard; None if other shards must be opened, too."""
         with self._one_load.here():
             if name not in self._early:
                 part = self._file.part(name)
@@ -54,14 +55,14 @@ class LoadedTensors:
             return self._early[name][0]
 
     def _settle(self) -> None:
-        """Give those that were loaded early their numbers."""
+        """Move tensors that were loaded early to their numbers."""
         while self._early:
             name, (tensor, module) = self._early.popitem()
             number = self._file.find(name)
             self._tensors[number], self.modules[number] = tensor, module
 
     def one(self, number: int, device: torch.device) -> torch.nn.Parameter:
-        """Return a tensor, which is loaded if it is not here yet."""
+        """Return a tensor, and load it first if it is not loaded yet."""
         found = self._tensors.get(number)
         if found is not None:
             return found
@@ -78,12 +79,12 @@ class LoadedTensors:
             return found
 
     def load(self, numbers: Sequence[int], device: torch.device, verify: str | None = None) -> None:
-        """Load those of the tensors that are not here yet."""
+        """Load those of the tensors that are not loaded yet."""
         with self._one_load.here():
             self._settle()
             missing = [number for number in numbers if number not in self._tensors]
             if missing and not self._file.reader.seekable:
-                # One pass is all there is: take everything that may be asked for later.
+                # A stream is read only once: load all tensors that may be requested later.
                 every = range(len(self._file)) if self._selection is None else self._selection
                 missing = [n for n in every if n not in self._tensors]
             for number, tensor, module in self._file.load(missing, device, verify):
@@ -96,9 +97,10 @@ class LoadedTensors:
         device: torch.device,
         verify: str,
     ) -> set[int]:
-        """Fill those tensors of a module in place that can be; return their numbers.
+        """Fill those tensors of a module in place that fit; return their numbers.
 
-        ``rows`` has places, the tensors that are there, and the numbers of the file's.
+        ``rows`` has places in the module, the tensors that are there, and the numbers of the
+        file's.
         """
         if not self._file.can_fill_on(device):
             return set()
@@ -127,7 +129,7 @@ class LoadedTensors:
             return {number for number, _ in fits}
 
     def _filled_as(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the dtypes of these names that are not cast."""
+        """Return the dtypes, by name, of those that are not cast."""
         dtypes = {name: dtype_of(name) for name in names}
         wanted = self._file.dtype
         return {name: d for name, d in dtypes.items() if cast_dtype(d, wanted) is d}

@@ -1,4 +1,4 @@
-"""The tree that the names of tensors form, built from as many of them as are asked for."""
+"""The tree that the names of tensors form, built for those that are requested."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from .._types import Name
 
-#: Stands in a tree for what was left out of it.
+#: A placeholder for a tensor that was left out of a tree.
 LEFT_OUT: Any = object()
 
 _Path = tuple[str | int, ...]
 
 
 def path_of(name: Name) -> _Path:
-    """Return the path that a name stands for."""
+    """Return the path of a name: a tuple of keys and indices."""
     return (name,) if isinstance(name, str) else name
 
 
@@ -33,9 +33,9 @@ def nested(leaves: Iterable[tuple[_Path, Any]]) -> dict[Any, Any]:
 
 
 def converted(tree: dict[Any, Any], convert: Callable[[dict[Any, Any]], Any]) -> Any:
-    """Replace every dict of a tree, those inside others first, by what it is converted to."""
+    """Convert every dict of a tree, those inside others first; return the converted top."""
     whole = {None: tree}
-    # Not by recursion: paths may be longer than what is left of the interpreter's stack.
+    # Not recursive: paths may be longer than the interpreter's stack allows.
     places: list[tuple[dict[Any, Any], Any]] = [(whole, None)]
     for parent, key in places:
         node = parent[key]
@@ -46,7 +46,7 @@ def converted(tree: dict[Any, Any], convert: Callable[[dict[Any, Any]], Any]) ->
 
 
 def plain_or_dict(node: dict[Any, Any]) -> Any:
-    """Return the same of what may have been a dict: the indices of a list have no gaps."""
+    """Convert like :func:`plain`, but keep dicts whose integer keys have gaps."""
     first = next(iter(node))
     if isinstance(first, int) and set(node) != set(range(len(node))):
         return {key: value for key, value in node.items() if value is not LEFT_OUT} or LEFT_OUT
@@ -54,11 +54,11 @@ def plain_or_dict(node: dict[Any, Any]) -> Any:
 
 
 def plain(node: dict[Any, Any]) -> Any:
-    """Return a dict without what was left out, or the list of what its indices stand for."""
+    """Return the dict without what was left out; as a list if its keys are indices."""
     kept = {key: value for key, value in node.items() if value is not LEFT_OUT}
     if not kept:
         return LEFT_OUT
-    # The keys of a level are of one kind.
+    # All keys of a dict have the same type.
     if isinstance(next(iter(kept)), int):
         return [kept[index] for index in sorted(kept)]
     return kept

@@ -1,4 +1,4 @@
-"""Nested mappings and sequences of tensors, as the paths that name them."""
+"""Nested mappings and sequences of tensors, flattened to paths and tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
     """Yield the paths and tensors of nested mappings and sequences.
 
     Raises:
-        TypeError: A key is not a string, a leaf not a tensor, or this not a container.
+        TypeError: A key is not a string, a leaf not a tensor, or the argument not a container.
         ValueError: A container contains itself.
 
     """
@@ -57,7 +57,8 @@ def _checked_path(path: tuple[Any, ...]) -> tuple[str | int, ...]:
 
 
 def _flatten(top: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
-    # Containers from the top down to where we are, each with what is left of it; and their path.
+    # The containers from the top to the current one, each with its remaining items, and the path of
+    # the current item.
     open_ = [(top, _items(top, []))]
     above = {id(top)}
     path: list[str | int] = [""]
@@ -96,7 +97,7 @@ def _items(container: Any, path: list[str | int]) -> Iterator[tuple[str | int, A
 
 
 def named_leaves(state_dict: Any) -> tuple[list[Name], list[torch.Tensor]]:
-    """Return names and tensors; the name of one at the top is its key.
+    """Return names and tensors; the name of a tensor at the top is its key.
 
     Raises:
         TypeError, ValueError: See :func:`flatten`.

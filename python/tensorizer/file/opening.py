@@ -1,4 +1,4 @@
-"""What callers give as a file, turned into what the native module opens."""
+"""Classifies the argument that names a file, and opens the file by the native module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .._native import Source
 
 
-#: Characters; Linux takes paths of 4,095 bytes (PATH_MAX with its final zero).
+#: Characters; Linux takes paths of 4,095 bytes (PATH_MAX with its final zero byte).
 _LONGEST_PATH = 4095
 
 
@@ -32,7 +32,7 @@ class LocalPath:
 
 @dataclass
 class Descriptor:
-    """An open file of the operating system, from position ``base`` on."""
+    """A descriptor of the operating system, for the file that begins at position ``base``."""
 
     number: int
     uri: str
@@ -41,7 +41,7 @@ class Descriptor:
 
 @dataclass
 class PythonFile:
-    """A Python object. Its size is None where it cannot seek."""
+    """A Python file object. Its size is None if it cannot seek."""
 
     file: Any
     uri: str
@@ -51,7 +51,7 @@ class PythonFile:
 
 @dataclass
 class Memory:
-    """Bytes of a file, for :class:`TensorFile` alone."""
+    """The bytes of a file, accepted by :class:`TensorFile` alone."""
 
     data: bytes
     uri: str
@@ -59,7 +59,7 @@ class Memory:
 
 @dataclass
 class Remote:
-    """A file of a server, from position ``base`` on."""
+    """A file on a server, which begins at position ``base``."""
 
     source: Source
     uri: str
@@ -67,11 +67,11 @@ class Remote:
 
 
 def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
-    """Say how to open a path, ``os.PathLike``, descriptor or binary file object.
+    """Classify a path, ``os.PathLike``, descriptor or binary file object by how it is opened.
 
     Raises:
         TypeError: It is none of these.
-        ValueError: It is a text file, or can be no path.
+        ValueError: It is a text file, or cannot be a path.
 
     """
     native = getattr(file_obj, "_native_source", None)
@@ -79,7 +79,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
     if source is not None and (source.size is not None or file_obj.tell() == 0):
         return Remote(source, file_obj.name, file_obj.tell())
     if isinstance(file_obj, str):
-        # Addresses of servers were opened before.
+        # Addresses of servers were opened before this is called.
         return LocalPath(_checked(local_path(file_obj) or file_obj, file_obj))
     if isinstance(file_obj, (bytes, os.PathLike)):
         return LocalPath(_checked(os.fsdecode(file_obj), file_obj))
@@ -106,7 +106,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
 
 
 def _checked(path: str, given: Any) -> str:
-    """Refuse what can be no path, without repeating all of it: the content of a file, say."""
+    """Refuse what cannot be a path, such as file content, without repeating all of it."""
     if len(path) <= _LONGEST_PATH and "\0" not in path:
         return path
     if isinstance(given, bytes):
@@ -119,15 +119,15 @@ def _checked(path: str, given: Any) -> str:
 
 def _is_text(file_obj: Any) -> bool:
     if isinstance(file_obj, (io.RawIOBase, io.BufferedIOBase)):
-        # Binary, whatever their mode: that of a member of a zip file is "r".
+        # Binary, whatever their mode: a member of a zip file has the mode "r".
         return False
-    # Files that were opened by number have a number for a mode.
+    # Some file objects have a number as their mode.
     mode = getattr(file_obj, "mode", "b")
     return isinstance(file_obj, io.TextIOBase) or (isinstance(mode, str) and "b" not in mode)
 
 
 def _position(file_obj: Any) -> int:
-    """Return how many bytes were read from a stream before, where it knows."""
+    """Return the number of bytes read from a stream so far; 0 if it does not know."""
     try:
         return int(file_obj.tell())
     except (AttributeError, OSError):
@@ -145,9 +145,9 @@ def is_seekable(file_obj: Any) -> bool:
 
 
 def _descriptor(file_obj: Any) -> int | None:
-    """Return the descriptor behind a plain file, and None for anything that may transform bytes.
+    """Return the descriptor of a plain file; None for an object that may transform bytes.
 
-    ``gzip.GzipFile``, for one, has a ``fileno()`` whose bytes are not those that it reads.
+    For example, ``gzip.GzipFile`` has a ``fileno()`` whose bytes are not those that it reads.
     """
     if isinstance(file_obj, tempfile._TemporaryFileWrapper):
         file_obj = file_obj.file
@@ -160,7 +160,7 @@ def _descriptor(file_obj: Any) -> int | None:
 
 
 def is_local(opened: Any) -> bool:
-    """Tell whether what was opened is a file of this machine."""
+    """Tell whether an opened argument is a file of this machine."""
     elsewhere = is_address(opened) or isinstance(opened, Memory)
     target = None if elsewhere else classify(opened)
     return isinstance(target, (LocalPath, Descriptor))
@@ -187,5 +187,6 @@ def open_reader(file_obj: Any) -> Reader:
 
 def _read(file: Any, options: OpenOptions) -> Reader:
     with contextlib.closing(native_open(file, options)) as source:
-        # Which has a handle of its own; an exception keeps this one in its traceback.
+        # The reader has a handle of its own; without closing, an exception's traceback would keep
+        # this one open.
         return Reader(source)

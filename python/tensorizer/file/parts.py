@@ -1,4 +1,4 @@
-"""Loading some tensors of a file, as a whole or the part of each that a process has."""
+"""Loads some tensors of a file, as wholes or in part."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .tensor_file import TensorFile
 
 
 class Wanted:
-    """Tensors to load, by number, of some of them a part.
+    """Tensors to load, by number; of some of them only a part.
 
     Args:
-        file: Where they are.
-        numbers: Which.
-        parts: What is wanted of those that are not wanted as a whole.
+        file: The file that holds them.
+        numbers: Their numbers.
+        parts: The parts of those that are not wanted as a whole, by number.
 
     """
 
@@ -37,12 +37,12 @@ class Wanted:
         self.numbers = sorted(set(numbers))
 
     def part(self, number: int) -> Part:
-        """Return what is wanted of a tensor."""
+        """Return the wanted part of a tensor, which may be all of it."""
         found = self.parts.get(number)
         return found or Part.of_ranges((0, dim) for dim in self.file.reader.describe(number)[1])
 
     def total(self) -> int:
-        """Return how many bytes of all of them are read."""
+        """Return the number of bytes that are read for all of them."""
         if not self.parts:
             return self.file.reader.data_len(self.numbers)
         whole, cut = self._halves(self.numbers)
@@ -56,14 +56,14 @@ class Wanted:
         return self.file.reader.data_len(whole) + read
 
     def _planned(self, cut: Sequence[int]) -> tuple[Reader, Sequence[int]] | None:
-        """Return a reader of the parts of tensors, and their numbers in it, if there is one."""
+        """Return a reader of parts of tensors, and their numbers in it; None if there is none."""
         places = self.parts.places(cut) if isinstance(self.parts, Cuts) else None
         if places is None or not isinstance(self.parts, Cuts):
             return None
         return self.parts.reader, places
 
     def _halves(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return those that are wanted as a whole, and those of which a part is."""
+        """Return the numbers of tensors wanted as a whole, and of those wanted in part."""
         if not self.parts:
             return list(numbers), []
         cut = [number for number in numbers if number in self.parts]
@@ -80,7 +80,7 @@ class Wanted:
         for number, device in places.items():
             by_device.setdefault(device, []).append(number)
         if len(by_device) > 1 and not self.file.reader.seekable:
-            # What comes front to back is read once.
+            # A stream that cannot seek is read only once.
             here = self._load(self.numbers, torch.device("cpu"), verify)
             return {number: tensor.to(places[number]) for number, tensor in here.items()}
         if len(by_device) > 1 and self.file.can_load_to_each(by_device):
@@ -121,7 +121,7 @@ class Wanted:
     def _load_to_each(
         self, places: Mapping[int, torch.device], verify: str | None
     ) -> dict[int, torch.Tensor]:
-        """Return the tensors by number, each on its device, all devices at once."""
+        """Return the tensors by number, each on its device, loading to all devices at once."""
         whole, cut = self._halves(self.numbers)
         tensors = self.file.load_to_each(whole, [places[number] for number in whole], verify)
         loaded = dict(zip(whole, tensors, strict=True))
@@ -136,7 +136,7 @@ class Wanted:
         return loaded
 
     def _sliced(self, cut: Sequence[int]) -> tuple[TensorFile, Sequence[int], bool]:
-        """Return a file of the boxes of parts, their numbers in it, and if each has just one."""
+        """Return a file of the parts' boxes, their numbers there, and if each part has just one."""
         planned = self._planned(cut)
         file = None if planned is None else self.file.planned(planned[0])
         if planned is not None and file is not None:
@@ -150,13 +150,13 @@ class Wanted:
         """Fill tensors, given by number, and return them.
 
         Raises:
-            TypeError, ValueError: One of them is not of the dtype and shape of what is to be
+            TypeError, ValueError: A tensor does not have the dtype and shape of what is to be
                 loaded.
 
         """
         whole, cut = self._halves(self.numbers)
         if not self.file.reader.seekable and self._is_of_several(tensors):
-            # A stream is read once, for all devices.
+            # A stream is read only once, for all devices.
             self.check_fits(tensors)
             for number, tensor in self._load(self.numbers, torch.device("cpu"), verify).items():
                 tensors[number].detach().copy_(tensor)
@@ -165,7 +165,7 @@ class Wanted:
             return dict(tensors)
         self.check_fits(tensors)
         if cut and not self.file.reader.seekable:
-            # What comes front to back is read once.
+            # A stream that cannot seek is read only once.
             for number, tensor in self._load(self.numbers, torch.device("cpu"), verify).items():
                 tensors[number].detach().copy_(tensor)
             return dict(tensors)
@@ -177,7 +177,7 @@ class Wanted:
         if direct:
             part = self._of_boxes(pairs[at] for at in direct)
             part.fill([views[at] for at in direct], range(len(part)), verify)
-        # Boxes that are not together in memory come to memory of their own first, one by one.
+        # Boxes that are not contiguous in memory are loaded into other memory first, one by one.
         for at, view in enumerate(views):
             if not view.is_contiguous():
                 part = self._of_boxes([pairs[at]])
@@ -186,7 +186,7 @@ class Wanted:
         return dict(tensors)
 
     def _is_of_several(self, tensors: Mapping[int, torch.Tensor]) -> bool:
-        """Tell whether tensors are on several devices; what is no tensor is refused later."""
+        """Tell whether tensors are on several devices; other objects are refused later."""
         places = {getattr(tensors[number], "device", None) for number in self.numbers}
         return len(places) > 1
 
@@ -197,7 +197,7 @@ class Wanted:
         cut: Sequence[int],
         verify: str | None,
     ) -> bool:
-        """Fill tensors where one native call checks and fills all of them; tell whether it did.
+        """Fill tensors by one native call that checks them too, if possible; tell whether it was.
 
         Raises:
             TypeError, ValueError: See :meth:`fill`.
@@ -217,7 +217,7 @@ class Wanted:
         try:
             file.fill(places, numbers, verify)
         except (ValueError, NotImplementedError, RuntimeError):
-            # Of a tensor that does not fit, nothing was filled; this says more about it.
+            # Nothing was filled if a tensor does not fit; this check raises a more precise error.
             self.check_fits(tensors)
             raise
         return True
@@ -230,10 +230,10 @@ class Wanted:
         return self.file.sliced([(number, box.ranges) for number, box in pairs])
 
     def check_fits(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Refuse tensors that cannot be filled with what is wanted.
+        """Refuse tensors that cannot be filled with the wanted ones.
 
         Raises:
-            TypeError, ValueError: One of them cannot.
+            TypeError, ValueError: A tensor cannot be filled.
 
         """
         if self.file.dtype is not None:
@@ -249,7 +249,7 @@ class Wanted:
 def joined(
     part: Part, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a part of several boxes as one tensor."""
+    """Return the boxes of a part as one tensor."""
     if len(tensors) == 1:
         return tensors[0]
     joined = torch.empty(part.shape, dtype=dtype, device=device)
@@ -259,7 +259,7 @@ def joined(
 
 
 def _check_fits(tensor: torch.Tensor, file: TensorFile, number: int, part: Part) -> None:
-    """Refuse what cannot be loaded into."""
+    """Raise unless a tensor can be filled with a part."""
     name = file.reader.name(number)
     kind, _, _ = file.reader.describe(number)
     shape = list(part.shape)

@@ -12,7 +12,7 @@ from torch import _weights_only_unpickler as restricted
 
 from .._errors import FormatError
 
-#: What only ``torch.load`` can rebuild, by the functions that a pickle names.
+#: Kinds of tensors that only ``torch.load`` can rebuild, by the function that a pickle names.
 _SPECIAL = {
     "_rebuild_qtensor": "a quantized tensor",
     "_rebuild_nested_tensor": "a nested tensor",
@@ -22,24 +22,24 @@ _SPECIAL = {
     "_rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves as an array",
     "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that torch saves as another",
 }
-#: What ids of storages have in pickles of :func:`tensorizer.torch_compat.tensorizer_saving`.
+#: The tag of storages' ids in pickles of :func:`tensorizer.torch_compat.tensorizer_saving`.
 _OF_A_PAIR = b"TensorizerPickler"
 
 
 def unpickled(
     data: bytes, uri: str, persistent_load: Callable[[object], torch.storage.TypedStorage]
 ) -> Any:
-    """Return the object of a pickle, whose storages somebody else makes.
+    """Return the object of a pickle, whose storages ``persistent_load`` makes.
 
     Raises:
         pickle.UnpicklingError: The restricted unpickler refuses it.
-        NotImplementedError: It has tensors that only ``torch.load`` rebuilds.
+        NotImplementedError: It has tensors that only ``torch.load`` can rebuild.
         FormatError: It is damaged.
 
     """
     unpickler = restricted.Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
-    # Sparse tensors that torch.load is to validate, here or in another thread.
+    # Sparse tensors that torch.load is to validate, in this thread or another.
     waiting = _to_validate()
     theirs = {id(tensor) for tensor in waiting}
     try:
@@ -53,7 +53,7 @@ def unpickled(
         raise pickle.UnpicklingError(f"{uri}: {error}") from error
     except (FormatError, MemoryError):
         raise
-    except Exception as error:  # of whatever torch is made to call
+    except Exception as error:  # of any function that the pickle names
         special = _special(data)
         if special is not None:
             raise NotImplementedError(
@@ -86,5 +86,5 @@ def _special(data: bytes) -> str | None:
 
 
 def _short(error: Exception) -> str:
-    """Return the first line of what torch says, which goes on with stacks."""
+    """Return the first line of torch's message, which goes on with stack traces."""
     return str(error).split("\n", 1)[0][:300]

@@ -1,4 +1,4 @@
-"""How far a load or a save has come."""
+"""Reports the progress of a load or a save."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 
 from ..tensors.usage import convert_bytes
 
-#: What callers give: whether to show a bar, or what is called with the bytes of tensor data that
-#: are done, and with how many there are.
+#: The argument ``progress=``: True for a bar, or a function to call with the bytes of tensor data
+#: that are done, and with the number of all.
 ProgressType = bool | Callable[[int, int], object]
 
-#: Seconds between two pictures of a bar.
+#: Seconds between two redraws of a bar.
 _REDRAWN = 0.1
 _WIDTH = 30
-#: Characters of a line, which end before the edge of most terminals.
+#: Characters of a line, which fits into most terminals.
 _LINE = 100
 
 
 def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many bytes of data tensors have, of any layout: some are refused later."""
+    """Return the bytes of data of tensors of any layout, even of those that are refused later."""
     return sum(one.numel() * one.element_size() for one in tensors if not one.is_meta)
 
 
 class Progress:
-    """Tells how many of some bytes are done: rising numbers, of which the last is all of them.
+    """Reports the number of bytes done: rising numbers, of which the last is all bytes.
 
     Args:
-        progress: What the caller has given.
-        total: How many bytes there are, as far as it is known yet.
+        progress: The caller's argument.
+        total: The number of all bytes, if it is known yet.
 
     Raises:
         TypeError: It is neither a bool nor callable.
@@ -52,7 +52,7 @@ class Progress:
         self._parts: list[int] = []
 
     def part(self) -> Callable[[int], None] | None:
-        """Return what takes the bytes that are done of one file; None if nobody wants to know."""
+        """Return a function to report the bytes done of one file; None if no progress is wanted."""
         if self._tell is None:
             return None
         number = len(self._parts)
@@ -65,7 +65,7 @@ class Progress:
         return told
 
     def finish(self) -> None:
-        """Tell that everything is done."""
+        """Report that everything is done."""
         if self._tell is not None:
             self._at(self.total)
 
@@ -89,7 +89,7 @@ class Progress:
 
 
 def _duration(seconds: float) -> str:
-    """Return a duration for people: ``"8 s"``, ``"3:05 min"``, ``"2:03 h"``."""
+    """Return a duration as text: ``"8 s"``, ``"3:05 min"``, ``"2:03 h"``."""
     whole = round(seconds)
     if whole < 100:
         return f"{whole} s"
@@ -102,7 +102,7 @@ def _duration(seconds: float) -> str:
 
 
 class Bar:
-    """A line on the terminal that grows, with bytes, their rate, and the time that is left."""
+    """A progress bar on the terminal, with bytes, their rate, and the time that is left."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -110,7 +110,7 @@ class Bar:
         self._ended = False
 
     def show(self, done: int, total: int) -> None:
-        """Show how far it is, some times a second; the line ends with the last byte."""
+        """Show the progress, some times a second; the line ends with the last byte."""
         now = time.monotonic() - self._begun
         if self._ended or (done < total and now - self._shown < _REDRAWN):
             return
@@ -123,8 +123,8 @@ class Bar:
         left = "" if self._ended or not rate else f", {_duration((total - done) / rate)} left"
         line = f"\r[{bar:<{_WIDTH}}] {share:4.0%} {far}{left}"
         try:
-            # Over the line before, which may have been longer.
+            # Overwrites the line before, which may have been longer.
             print(f"{line:<{_LINE}}", end="\n" if self._ended else "", file=sys.stderr, flush=True)
         except OSError:
-            # The terminal is gone, which is no reason to end what is shown there.
+            # The terminal is gone, which is no reason to end the load or save.
             self._ended = True

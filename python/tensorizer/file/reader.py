@@ -1,4 +1,4 @@
-"""Reading: :class:`TensorDeserializer`."""
+"""The reader of files, :class:`TensorDeserializer`."""
 
 from __future__ import annotations
 
@@ -31,80 +31,79 @@ from .to_redis import copy_to_redis
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-#: By their numbers.
+#: The types of tensors, by their numbers.
 _KINDS = {int(kind): kind for kind in TensorType}
 
 
 class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     """The tensors of a file, as a read-only mapping and as a loader of modules.
 
-    The file is of ours (``.tensors``), of safetensors, an index of shards
+    The file is a ``.tensors`` file, a safetensors file, an index of shards
     (``*.safetensors.index.json``), a folder that holds one of these, or an archive of
-    ``torch.save``; which of them is told by its content. Only ``.tensors`` files have hashes and
+    ``torch.save``. Its content tells the format. Only ``.tensors`` files have hashes and
     encryption.
 
     Args:
         file_obj: A path, ``os.PathLike``, ``http(s)://``, ``s3://``, ``gs://``, ``az://`` or
             ``hf://`` address, file descriptor (which stays the caller's), or binary file object
             (which is closed with this object; streams of :mod:`tensorizer.stream_io` are read by
-            the native code). A pipe and a server without ranges are read in one pass, but not
-            archives of ``torch.save``. An index has to be opened by its path or address.
-        device: Where the tensors go. None: CUDA if there is any, else the CPU. CUDA without a
+            the native code). A pipe and a server without range requests are read in one pass, but
+            not archives of ``torch.save``. An index has to be opened by its path or address.
+        device: The device of the tensors. None: CUDA if there is any, else the CPU. CUDA without a
             number is the device that is current when tensors are loaded.
         filter_func: Called once with each tensor's name; those for which it returns something
             false are left out. Structured names come as tuples.
         dtype: Cast floating-point tensors to this dtype (and complex ones, if it is complex). It
             may be named: ``"float16"``.
             Integers and booleans keep theirs.
-        lazy_load: Read tensors when they are asked for, in any order. Otherwise all of them are
+        lazy_load: Read tensors on first access, in any order. Otherwise all of them are
             read at once and the file is closed. A pipe is read as a whole at the first access.
         plaid_mode: Ignored.
         plaid_mode_buffers: Ignored.
         num_readers: Threads that read at once. None for as many as help.
         verify_hash: Compare every tensor with the hashes in the file; a tensor that has none
             fails, and so does a file of a format without hashes. ``"crc32"`` compares the CRC-32
-            only, which finds damage by accident and costs little. With True, the bytes of files of
-            a hub (``hf://``) are compared before with the SHA-256 that it publishes; they are read
-            twice then, and the second transfer, of which the tensors come, is not hashed again.
-        encryption: What an encrypted file is decrypted with.
-        mmap: Whether to use tensors in place in a private mapping of their file instead of
-            reading them into memory of their own. Opening then costs nothing, and bytes come
-            into memory when they are first touched; changes to such a tensor are seen by nobody
-            else. For files that are only read while the tensors live: who opens one for writing
-            (``open(path, "wb+")`` to save over it), copies over it or truncates it destroys the
-            tensors, and touching them may end the process (SIGBUS). A serializer that is given
-            such a file of this process, opened without truncating it, refuses. Files that are
-            replaced by a rename, as serializers do with paths, are safe. Tensors whose data are
-            not aligned (files of older writers) are always read.
+            only, which finds accidental damage and costs little. With True, the bytes of files of a
+            hub (``hf://``) are first compared with the SHA-256 that it publishes. They are read
+            twice then, and the second transfer, which the tensors come from, is not hashed again.
+        encryption: The key or passphrase of an encrypted file.
+        mmap: True to use tensors in place in a private mapping of their file instead of reading
+            them into memory of their own. Opening then costs nothing, and bytes come into memory
+            when they are first touched. Changes to such a tensor are seen only through it. The file
+            must not be changed while the tensors live: opening it for writing (``open(path,
+            "wb+")`` to save over it), copying over it or truncating it destroys the tensors, and
+            touching them may end the process (SIGBUS). A serializer refuses to write to such a file
+            of this process that was opened without truncating it. Replacing the file by a rename,
+            as serializers do with paths, is safe. Tensors whose data are not aligned (files of
+            older writers) are always read.
         clone: On CUDA, give each tensor a storage of its own. Otherwise those below 1 MiB are views
-            of shared ones, of at most 64 MiB, which is faster; such a storage is freed with the
+            of shared ones, of at most 64 MiB, which is faster. Such a storage is freed with the
             last tensor in it, and ``torch.save`` of one of them writes all of it. On the CPU each
             tensor has a storage of its own in any case; the memory of those below 1 MiB comes in
             such blocks, too, and is freed with the last tensor in one.
         progress: Called with the bytes of tensor data that were loaded, and with how many there are
             of the tensors chosen, as ``progress(done, total)``: on the thread that loads, which
             waits for it. What it raises ends the load. True shows a bar where stderr is a terminal.
-        cache_dir: A folder that keeps what an HTTP server or S3 sends, so that the next load of the
-            same file finds it there, and the default is what ``TENSORIZER_CACHE`` names. See
-            ``docs/how-to/cache.md``.
+        cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
+            file; None for the folder in ``TENSORIZER_CACHE``. See ``docs/how-to/cache.md``.
         memory_limit: The most bytes that the load has in flight beside the tensors: buffers of
-            connections, staging memory, what is read over between tensors. There are as many
-            connections as fit. None for what ``TENSORIZER_MEMORY_MB`` says.
+            connections, staging memory, gaps between tensors that are read along. As many
+            connections are used as fit. None for the value of ``TENSORIZER_MEMORY_MB``.
 
     Raises:
         OSError: The file cannot be opened or read.
-        FormatError: It is no well-formed file of any of these formats (a ``ValueError``).
+        FormatError: It is not a well-formed file of any of these formats (a ``ValueError``).
         TruncatedError: It ends too early (a ``FormatError`` and an ``OSError``).
         InvalidVersionError: Its version is not supported (a ``ValueError``).
         CryptographyError: It is encrypted and ``encryption`` is None, or the other way round; the
             key does not fit, or the data were changed.
         HashMismatchError: ``verify_hash`` found other bytes than were written, or no hashes.
-        NotImplementedError: A tensor is of a dtype that torch has not, or more than plain bytes.
+        NotImplementedError: A tensor has a dtype that torch lacks, or is more than plain bytes.
         pickle.UnpicklingError: torch's restricted unpickler refuses an archive of ``torch.save``.
         MemoryError: The tensors do not fit into memory; on CUDA a ``torch.OutOfMemoryError`` too.
         DeviceError: A device refused or was lost (a ``RuntimeError``).
         ValueError: More than one reader for a source that can only have one; ``memory_limit`` is
-            less than the least, which the message names.
+            less than the minimum, which the message states.
 
     """
 
@@ -146,7 +145,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         self._filter = filter_func
         try:
             named = self._named_device = named_device(device)
-            #: None for CUDA without a number, which means the current device of each call.
+            #: None for CUDA without a number, which means the current device at each call.
             self._fixed_device = None if named.type == "cuda" and named.index is None else named
             self._loaded = LoadedTensors(
                 self._file, self._selection if self._file.is_whole else None
@@ -158,20 +157,20 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                     self._load(self._selection)
                 self._file.close()
         except BaseException:
-            # Not by close(), which a subclass may have overridden that is not set up yet.
+            # Not by close(): a subclass may have overridden it, and is not set up yet.
             self._file.close()
             raise
 
     @property
     def _device(self) -> torch.device:
-        """Where tensors go that are loaded now: the current CUDA device may change in between."""
+        """The device for tensors that are loaded now: the current CUDA device may change."""
         return self._fixed_device or resolve_device(self._named_device)
 
     def _verification(self, verify_hash: VerifyHash | None) -> str:
         if verify_hash is None:
             return self._file.verify
         verify = checked_verification(verify_hash)
-        # Whatever was loaded before: a format without hashes is refused.
+        # Refuses a format without hashes, even if all tensors are loaded already.
         self._file.read([], torch.device("cpu"), verify)
         return verify
 
@@ -189,8 +188,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
     @property
     def _top(self) -> dict[Any, int | list[int]]:
-        """The keys at the top, each with the number of its tensor or those of what is below."""
-        # Without a lock, which a process that is forked off could inherit: two make the same.
+        """The keys at the top, each with its tensor's number, or the numbers of those below."""
+        # Without a lock, which a forked child could inherit locked: two threads make the same dict.
         if self._keys is None:
             self._keys = self._file.reader.top_level(self._selection)
         return self._keys
@@ -233,7 +232,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
     @property
     def cache_status(self) -> str | None:
-        """The ``x-cache-status`` that a server answered with; None if there is none."""
+        """The header ``x-cache-status`` of the server's response; None if there is none."""
         return next(
             (v for k, v in self._file.reader.headers() if k.lower() == "x-cache-status"), None
         )
@@ -245,7 +244,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     # Loading
 
     def _load(self, numbers: Sequence[int], verify: str | None = None) -> None:
-        """Load those of the tensors that are not here yet."""
+        """Load those of the tensors that are not loaded yet."""
         self._loaded.load(numbers, self._device, verify)
 
     # Mapping
@@ -253,7 +252,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     def __getitem__(self, name: str | int) -> torch.nn.Parameter:
         """Return a tensor as a ``Parameter``, or a subtree as a read-only mapping of them.
 
-        Annotated as the former, which is the common case; :meth:`tree` gives subtrees as ``Any``.
+        Annotated as a ``Parameter``, which is the common case; :meth:`tree` returns subtrees as
+        ``Any``.
         """
         if not self._file.is_whole and isinstance(name, str):
             early = self._loaded.early(name, self._device)
@@ -294,7 +294,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         Args:
             prefix: The path of the subtree; None for everything.
-            default: What to return where nothing matches.
+            default: The result if nothing matches.
             filter_func: Leaves out tensors by name. Gaps that it leaves in lists are closed.
 
         Raises:
@@ -326,7 +326,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         return converted(nested(found), plain_or_dict if saved_as_dicts else plain)
 
     def _below(self, above: tuple[str | int, ...]) -> Sequence[int]:
-        """Return the tensors whose names begin like this, and perhaps others."""
+        """Return the tensors whose names begin so, and perhaps others."""
         if not above:
             return self._selection
         node = self._top.get(above[0], ())
@@ -353,11 +353,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     ) -> Iterator[tuple[int, TensorType, Name, torch.nn.Parameter]]:
         """Yield ``(module index, type, name, tensor)`` in the order of the file.
 
-        A second call continues behind the last tensor that a call of this method or of
-        :meth:`read_numpy_arrays` has yielded.
+        A second call continues after the last tensor that this method or :meth:`read_numpy_arrays`
+        has yielded.
 
         Args:
-            filter_func: Passes over tensors by name.
+            filter_func: Called with each name; skips a tensor if it returns something false.
             num_tensors: The most to yield; -1 for all.
             verify_hash: Overrides the constructor's.
 
@@ -389,7 +389,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         Raises:
             RuntimeError: The device is not the CPU.
-            ValueError: An opaque tensor comes and ``allow_raw_data`` is false.
+            ValueError: A tensor is opaque, and ``allow_raw_data`` is false.
 
         """
         if self._device.type != "cpu":
@@ -417,10 +417,10 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             yield self._loaded.modules[number], kind, name, array, opaque, torch_dtype
 
     def slice(self, name: Name) -> TensorSlice:
-        """Return a tensor of which parts can be loaded: ``file.slice("weight")[:100]``.
+        """Return a tensor whose parts can be loaded: ``file.slice("weight")[:100]``.
 
-        For a lazy deserializer, whose file is open. Nothing is kept of what is loaded, and tensors
-        are no parameters.
+        The deserializer must be lazy, so that its file is open. Loaded parts are not kept, and are
+        no parameters.
 
         Raises:
             KeyError: There is no such tensor.
@@ -443,33 +443,33 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     ) -> int:
         """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
 
-        Those of a saved ``state_dict()``, and of a file of another format, are found by the names
-        that it gives them. Names may have the attributes of ``DistributedDataParallel``, compiled
+        Tensors of a saved ``state_dict()``, and of a file of another format, are found by their
+        names there. Names may contain the attributes of ``DistributedDataParallel``, compiled
         modules and other wrappers (``module.fc.weight``, ``_orig_mod.fc.weight``) or not, whatever
         wraps ``m`` or its submodules. Scripted modules are filled in place.
 
         The module's parameters and buffers stay the objects that they are, with their class,
         their attributes and ``requires_grad``, so that optimizers and ties keep them; those on the
-        ``meta`` device are replaced by objects of the same class with the same attributes. Where a
+        ``meta`` device are replaced by objects of the same class with the same attributes. If a
         tensor has the deserializer's device and the dtype of the file (or ``dtype=``), its memory
         is filled, with ``lazy_load=True`` directly: if that fails half-way, it holds some of the
-        new bytes. Otherwise, and with ``mmap=True``, it gets the memory that was loaded. Those
-        that are tied stay tied where the file holds equal bytes, or only one of them. Tensors of
-        the module that the file lacks are left as they are, with a warning unless a filter was
-        given, and those that only the file has are registered under the submodules that they name,
-        with a warning (as buffers, where the file does not say what they are). The file is closed.
+        new bytes. Otherwise, and with ``mmap=True``, it gets the memory that was loaded. Tied
+        tensors stay tied if the file holds equal bytes, or only one of them. Tensors of the module
+        that the file lacks are left as they are, with a warning unless a filter was given. Tensors
+        that only the file has are registered under the submodules that they name, with a warning
+        (as buffers, if the file does not state their type). The file is closed.
 
-        Of a ``DTensor`` (FSDP2, tensor parallel) only the part of this process is loaded, with
-        ``lazy_load=True`` only its bytes are read, to the device where it is, or where its mesh is.
-        It keeps its memory and its dtype, whatever that of the file and ``dtype``; on the ``meta``
-        device it is replaced by one of the same placement.
+        Of a ``DTensor`` (FSDP2, tensor parallel) only the local part is loaded, to its own device,
+        or that of its mesh; with ``lazy_load=True`` only its bytes are read. It keeps its memory
+        and its dtype, whatever that of the file and ``dtype``. On the ``meta`` device it is
+        replaced by one of the same placement.
 
         Args:
             m: A module of the structure that was saved, possibly without data
                 (:func:`tensorizer.utils.no_init_or_tensor`).
             filter_func: Leaves out tensors by name.
             verify_hash: Overrides the constructor's.
-            strict: Raise where file and module do not have the same tensors, apart from buffers
+            strict: Raise if file and module do not have the same tensors, apart from buffers
                 that are not persistent.
 
         Returns:
@@ -478,12 +478,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         Raises:
             KeyError: The module lacks a submodule of the file, or has another attribute where the
                 file has a tensor, or is scripted and lacks a tensor of the file.
-            RuntimeError: The shape of a tensor of the module is another than in the file; with
-                ``strict``, also where one has a tensor that the other has not. Nothing has been
-                changed.
+            RuntimeError: A tensor of the module has another shape than in the file; with
+                ``strict``, also if only one of them has a tensor. Nothing has been changed.
             ValueError: A name has no dot, so that no module owns it.
-            NotImplementedError: The file holds a nested structure, or the module tensors that are
-                made of others, or ``DTensor`` whose placement is neither ``Shard`` nor
+            NotImplementedError: The file holds a nested structure; or the module holds tensors that
+                are made of others, or a ``DTensor`` whose placement is neither ``Shard`` nor
                 ``Replicate``.
 
         """
@@ -539,18 +538,18 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         return len(chosen)
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
-        """Copy the tensors that were chosen to a Redis server.
+        """Copy the chosen tensors to a Redis server.
 
         They are read back from ``redis://host/<key_prefix>``. Values beyond 512 MiB are split.
 
         Args:
             redis_client: A client such as ``redis.Redis``.
-            key_prefix: What all keys begin with, before a colon.
-            force: Store tensors too that are stored already.
+            key_prefix: The prefix of all keys, before a colon.
+            force: Also store tensors that are stored already.
 
         Raises:
             ValueError: The file was closed, as it is after a load that is not lazy, and cannot be
-                opened again: it was no path and no address, or it has changed.
+                opened again: it was neither a path nor an address, or it has changed.
             NotImplementedError: The file is not a ``.tensors`` file.
             TypeError: ``redis_client`` is not a client of Redis.
 
@@ -565,7 +564,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         """Compare the tensors of a module with the hashes in the file.
 
         Returns:
-            Whether all match, and ``(name, matches)`` for every tensor of the file and every
+            True if all match, and ``(name, matches)`` for every tensor of the file and every
             tensor that only the module has, by the names of :meth:`TensorSerializer.write_module`.
             Names are matched as by :meth:`load_into_module`.
 

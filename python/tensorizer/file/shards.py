@@ -1,4 +1,4 @@
-"""A checkpoint in several files, of which those are opened that are needed."""
+"""A checkpoint in several files, each opened when it is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Shards:
-    """The files that an index names. Safe to be used by several threads.
+    """The files that an index names. Safe for use by several threads.
 
     Args:
         index: The index. It is closed with this object.
@@ -24,7 +24,7 @@ class Shards:
 
     def __init__(self, index: ShardIndex, open_index: Callable[[], Source]) -> None:
         self._index, self._open_index = index, open_index
-        #: The files that were opened, by their numbers in the index.
+        #: The opened files, by their numbers in the index.
         self._opened: dict[int, Reader] = {}
         self._locks: dict[int, OwnLock] = {}
         self._whole: Reader | None = None
@@ -39,7 +39,7 @@ class Shards:
     def part(self, name: str) -> Reader | None:
         """Return a reader of the file that has a tensor.
 
-        None where all files are needed to tell.
+        None if all files are needed to find it.
         """
         if self._closed:
             return None
@@ -57,7 +57,7 @@ class Shards:
         return part if part.format == "safetensors" and part.find(name) is not None else None
 
     def whole(self) -> Reader:
-        """Return a reader of all files. Closed, it still has names and shapes."""
+        """Return a reader of all files. After ``close()`` it still has names and shapes."""
         with self._whole_lock.here():
             if self._whole is None:
                 if self._closed:

@@ -19,28 +19,29 @@ from ..tensors.sharding import Ranges
 from .parts import Wanted
 from .tensor_file import TensorFile
 
-#: Of an encrypted tensor whole pieces of 2 MiB are read, also where a batch begins in one.
+#: Longer batches for encrypted tensors: whole pieces of 2 MiB are read, even where a batch begins
+#: inside one.
 _ENCRYPTED_BATCH_BYTES = 8 * BATCH_BYTES
 
 
 class Prepared(NamedTuple):
-    """What a member wants of a file, and by number the tensors that are to be filled."""
+    """The tensors that a member wants of a file, and the memory to fill, by number."""
 
     wanted: Wanted
     tensors: Mapping[int, torch.Tensor]
 
 
 class SharedBatches:
-    """Batches of the tensors that several members want: one of them fetches each for the others.
+    """Batches of tensors that several members want: one member fetches each for the others.
 
     Args:
         members: All members.
-        mine: What this one wants.
-        shared: By the ranks of those that want the same, what they want of tensors.
-        whole: Whether tensors are fetched in one piece.
+        mine: The tensors that this member wants, and their memory.
+        shared: By the ranks of members that want the same tensors: their shares of these.
+        whole: True if tensors are fetched in one piece.
 
     Attributes:
-        apart: Numbers of tensors of which each member reads what it wants by itself.
+        apart: Numbers of tensors of which each member reads its own part by itself.
 
     """
 
@@ -66,7 +67,7 @@ class SharedBatches:
         self._buffers = Buffers()
 
     def shares(self) -> Shares:
-        """Return how this member shares its memory limit."""
+        """Return the division of this member's memory limit."""
         parts = [(len(ranks), part.values()) for ranks, part in self._parts.items()]
         most = max((self._batch_bytes(*part) for part in parts), default=BATCH_BYTES)
         longest = max((one.unit(size) for size, part in parts for one in part), default=0)
@@ -75,12 +76,12 @@ class SharedBatches:
         return Shares.of(self._file.memory_limit, most, longest, least, scattered=scattered)
 
     def _batch_bytes(self, size: int, of_part: Iterable[plan.Wanted]) -> int:
-        """Return the length of batches of a part, which all its members know."""
+        """Return the length of the batches of a part, which all its members compute alike."""
         most = _ENCRYPTED_BATCH_BYTES if self._file.reader.encrypted else BATCH_BYTES
         return batch_bytes(sum(one.nbytes for one in of_part), size, most)
 
     def prepare(self, shares: Shares, most: int | None = None) -> None:
-        """Make the plans, of batches of ``most`` bytes at most, and take the memory."""
+        """Plan batches of ``most`` bytes at most, and allocate the memory."""
         self._file.reader.limit_memory(self._file.memory_limit, shares.beside)
         device = self._device()
         somewhere = any(tensor.is_cuda for tensor in self._tensors.values())
@@ -102,7 +103,7 @@ class SharedBatches:
         self._buffers.make()
 
     def exchange(self, finish: Callable[[], None] | None) -> BaseException | None:
-        """Exchange everything, in the same order at all members; return what has failed here."""
+        """Exchange all batches, in the same order at all members; return this member's error."""
         failed: BaseException | None = None
         for ranks, exchange in self._exchanges.items():
             all_want_it = len(ranks) == self._members.size
@@ -110,7 +111,7 @@ class SharedBatches:
             failed = exchange.run(members, self._buffers, failed)
         self._exchanges.clear()
         if isinstance(failed, GivenUp):
-            # The member at which it has failed says so.
+            # The member that has failed reports the error.
             return None
         if failed is None and finish is not None:
             try:
@@ -120,7 +121,7 @@ class SharedBatches:
         return failed
 
     def _device(self) -> torch.device:
-        """Return where batches are exchanged."""
+        """Return the device on which batches are exchanged."""
         device = torch.device("cpu")
         if self._members.on_device:
             here = [tensor.device for tensor in self._tensors.values() if tensor.is_cuda]
@@ -136,7 +137,7 @@ class SharedBatches:
         for view, piece in zip(views, batch.pieces, strict=True):
             shape = file.reader.describe(piece.number)[1]
             (whole if list(view.shape) == shape else cut).append((view, piece))
-        # The device that is current is a matter of each thread.
+        # Each thread has a current device of its own.
         with torch.cuda.device(buffer.device) if buffer.is_cuda else contextlib.nullcontext():
             if whole:
                 file.fill([view for view, _ in whole], [piece.number for _, piece in whole])
@@ -153,7 +154,7 @@ class SharedBatches:
         buffer: torch.Tensor,
         slots: Sequence[torch.Tensor],
     ) -> None:
-        """Copy what each member wants of a batch to where it is sent from."""
+        """Copy each member's part of a batch into the slot that is sent to it."""
         views = _views(self._file, batch, buffer)
         for view, piece in zip(views, batch.pieces, strict=True):
             for member, slot in enumerate(slots):
@@ -166,7 +167,7 @@ class SharedBatches:
     def _deliver(
         self, part: Mapping[int, plan.Wanted], place: int, batch: plan.Batch, buffer: torch.Tensor
     ) -> None:
-        """Put what this member wants of a batch where it belongs."""
+        """Copy this member's part of a batch into its tensors."""
         for piece in batch.pieces:
             tensor, of_batch = self._tensors.get(piece.number), piece.ranges
             own = part[piece.number].box(place) if batch.scattered else of_batch
@@ -196,7 +197,7 @@ def _views(file: TensorFile, batch: plan.Batch, buffer: torch.Tensor) -> list[to
 def _view(
     file: TensorFile, number: int, ranges: Ranges, buffer: torch.Tensor, start: int
 ) -> torch.Tensor:
-    """Return a box of a tensor, whose bytes begin somewhere in a buffer."""
+    """Return a box of a tensor, whose bytes in the buffer begin at ``start``."""
     shape = [stop - start for start, stop in ranges]
     dtype = dtype_of(file.reader.describe(number)[0])
     data = buffer.narrow(0, start, math.prod(shape) * dtype.itemsize)

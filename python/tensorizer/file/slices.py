@@ -16,20 +16,20 @@ from ..tensors.sharding import Part
 from .cuts import Cuts
 from .tensor_file import TensorFile
 
-#: What selects a part of each dimension.
+#: An index as in brackets, which selects a part of each dimension.
 Index: TypeAlias = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 
 class TensorSlice:
     """A tensor of a file, of which parts can be loaded: ``file.slice(name)[10:20, :, 3]``.
 
-    Only the bytes of the part are read: ranges of the first dimension as they lie in the file,
-    parts of others in runs, together with what lies between them where that is cheaper. Of
-    encrypted tensors whole pieces of 2 MiB are read. With ``verify_hash`` the whole tensor is read
-    and verified, as its hashes are those of the whole.
+    Only the bytes of the part are read. Ranges of the first dimension are contiguous in the file.
+    Parts of other dimensions are read in runs, together with the gaps between them where that is
+    cheaper. Of encrypted tensors whole pieces of 2 MiB are read. With ``verify_hash`` the whole
+    tensor is read and verified, because its hashes cover all of it.
 
-    Indices are integers, slices with steps of at least 1, and ``...``, as torch has them; a step
-    beyond 1 reads what lies between.
+    Indices are integers, slices with steps of at least 1, and ``...``, as in torch. With a step
+    beyond 1, the elements between are read too.
 
     Attributes:
         shape: The dimensions of the whole tensor.
@@ -49,7 +49,7 @@ class TensorSlice:
         """Load a part of the tensor.
 
         Raises:
-            IndexError, TypeError, ValueError: The index is none of this tensor.
+            IndexError, TypeError, ValueError: The index does not fit this tensor.
             OSError, ValueError, HashMismatchError, CryptographyError: See
                 :class:`tensorizer.TensorDeserializer`.
 
@@ -65,10 +65,10 @@ class TensorSlice:
 
 
 def ranges_of(shape: torch.Size, index: Index) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
-    """Return the range of each dimension that an index needs, and the index into what is left.
+    """Return the range of each dimension that an index needs, and the index to apply to that part.
 
     Raises:
-        IndexError, TypeError, ValueError: It is no index of this shape.
+        IndexError, TypeError, ValueError: It is not an index of this shape.
 
     """
     steps = index if isinstance(index, tuple) else (index,)
@@ -103,12 +103,12 @@ def ranges_of(shape: torch.Size, index: Index) -> tuple[list[tuple[int, int]], t
 def parts_of(
     file: TensorFile, numbers: Mapping[Name, int], slices: Mapping[Name, Any]
 ) -> tuple[Mapping[int, Part], dict[int, tuple[Any, ...]]]:
-    """Return the parts of tensors that slices need, and the indices into what is left.
+    """Return the parts of tensors that slices need, and the indices to apply to these parts.
 
-    Those have no entry that change nothing.
+    Indices that would change nothing are left out.
 
     Raises:
-        KeyError: A slice is of none of the tensors.
+        KeyError: A slice is for none of the tensors.
         IndexError, TypeError, ValueError: See :func:`ranges_of`.
 
     """
@@ -132,7 +132,7 @@ def parts_of(
 
 
 def _found(file: TensorFile, numbers: Mapping[Name, int], names: Iterable[Name]) -> list[int]:
-    """Return the numbers of the first names, up to one that is not among the tensors."""
+    """Return the numbers of the names, up to the first that is not among the tensors."""
     known = [numbers.get(name) for name in names]
     among = set(numbers.values()) if None in known else set()
     found: list[int] = []
@@ -148,10 +148,10 @@ def _found(file: TensorFile, numbers: Mapping[Name, int], names: Iterable[Name])
 
 
 def with_ones(tensor: torch.Tensor, rest: tuple[Any, ...], name: Name) -> torch.Tensor:
-    """Return a tensor with the dimensions of one index that its slice has dropped.
+    """Return a tensor with a dimension of size 1 for each that its slice has dropped.
 
     Raises:
-        ValueError: The slice has steps, which memory to load into has not.
+        ValueError: The slice has steps, so that it cannot be loaded in place.
 
     """
     if any(isinstance(step, slice) and step.step != 1 for step in rest):
@@ -163,7 +163,7 @@ def with_ones(tensor: torch.Tensor, rest: tuple[Any, ...], name: Name) -> torch.
 
 
 def _as_index(shape: torch.Size, given: Any) -> Index:
-    """Return an index, which may be given as dimension, start and end."""
+    """Return an index; ``(dimension, start, end)`` becomes a slice of that dimension."""
     dim_and_range = isinstance(given, tuple) and len(given) == 3
     if dim_and_range and not any(isinstance(step, slice) or step is ... for step in given):
         dim, start, stop = given

@@ -1,4 +1,4 @@
-"""An open file of tensors, for all that reads."""
+"""An open file of tensors, for all functions that load."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ from .encryption import DecryptionParams, native_decryption
 from .progress import Progress
 from .shards import Shards
 
-#: Bytes loaded at a time where each tensor is then cast, or copied to another device by torch.
+#: Bytes loaded at a time if torch then casts each tensor, or copies it to another device.
 _BATCH_BYTES = 256 << 20
 _CPU = torch.device("cpu")
 
-#: What tensors are known by.
+#: The keys of tensors: numbers or names.
 _Key = TypeVar("_Key", int, str)
 
 
 class TensorFile:
-    """An open file, whose tensors are known by number, in its order.
+    """An open file, whose tensors are identified by their number in its order.
 
     Args:
-        file_obj: What :class:`tensorizer.TensorDeserializer` opens; a file object is closed with
-            this one.
+        file_obj: The file, as for :class:`tensorizer.TensorDeserializer`; a file object is closed
+            with this one.
         dtype: Cast floating-point tensors.
         num_readers: Threads that read at once; None for as many as help.
-        verify_hash: Which hashes are compared unless a call says otherwise.
-        encryption: What an encrypted file is decrypted with.
+        verify_hash: The hashes that are compared unless a call overrides it.
+        encryption: The key or passphrase of an encrypted file.
         mmap: Use tensors in place in a mapping of the file.
         clone: On CUDA, give each tensor a storage of its own.
         key_needed: Refuse an encrypted file without ``encryption``. Names and shapes need no key.
-        heads: What another process has learnt by opening the same address; an empty sequence to
-            learn it here.
-        progress: Told of the bytes that are loaded, of slices too.
-        cache_dir: A folder that keeps what an address brings.
+        heads: Cached headers from another process that opened the same address; an empty sequence
+            to collect them here.
+        progress: Reports the bytes that are loaded, of slices too.
+        cache_dir: A folder that caches data from an address.
         memory_limit: The most bytes that a load has in flight beside the tensors.
-        wanted: The names of the tensors that will be asked for: of a checkpoint in several files
-            only those are opened in which its index says that they are. None for all.
+        wanted: The names of the tensors that will be requested. Of a checkpoint in several files,
+            only the files are opened that hold them according to its index. None for all.
         lazily: Open the files of such a checkpoint when they are needed; see :meth:`part`.
 
     Raises:
@@ -76,13 +76,13 @@ class TensorFile:
             :class:`tensorizer.TensorDeserializer`.
 
     Attributes:
-        dtype: What floating-point tensors are cast to, or None.
-        maps: Whether tensors are used in place of the file.
-        verify: Which hashes are compared: ``"nothing"``, ``"crc32"`` or ``"all"``.
-        heads: What opening has learnt, for other processes.
-        is_local: Whether it is a file of this machine.
+        dtype: The dtype that floating-point tensors are cast to, or None.
+        maps: True if tensors are used in place in a mapping of the file.
+        verify: The hashes that are compared: ``"nothing"``, ``"crc32"`` or ``"all"``.
+        heads: Cached headers of this file, for other processes.
+        is_local: True if it is a file of this machine.
         memory_limit: The most bytes that a load has in flight, or None.
-        keeps_shared: Whether tensors that shared a storage are to share it again.
+        keeps_shared: True if tensors that shared a storage are to share it again.
 
     """
 
@@ -107,13 +107,13 @@ class TensorFile:
         self.memory_limit = checked_memory_limit(memory_limit)
         by_address = is_address(file_obj)
         self._stream = None if isinstance(file_obj, (str, bytes, os.PathLike, int)) else file_obj
-        #: By which it can be opened again.
+        #: The path or address by which it can be opened again, or None.
         self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
         self._closed = False
-        #: Readers of parts, which are closed with this file.
+        #: Readers of parts, to be closed with this file.
         self._planned: list[Reader] = []
         self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
-        #: Bytes read so far, of slices too.
+        #: Bytes read so far; slices of this file add to the same counter.
         self._read = [0]
         self.maps = bool(mmap)
         self.keeps_shared = True
@@ -129,7 +129,8 @@ class TensorFile:
             opened = self._opened_by(file_obj, heads, cache_dir)
             plain = encryption is None and num_readers is None and progress is None
             if opened is not None:
-                # Readers have handles of their own; an exception keeps this one in its traceback.
+                # Readers have handles of their own; without closing, an exception's traceback would
+                # keep this one open.
                 with contextlib.closing(opened()) as source:
                     index = ShardIndex.of(source) if lazily and plain else None
                     if index is not None:
@@ -169,7 +170,7 @@ class TensorFile:
         heads: Sequence[Head] | None,
         cache_dir: str | os.PathLike[Any] | None,
     ) -> Callable[[], Source] | None:
-        """Return what opens an address or a path, again if need be."""
+        """Return a function that opens an address or a path, and can do so again; else None."""
         if is_address(file_obj):
             options: OpenOptions = {
                 "model": True,
@@ -185,7 +186,7 @@ class TensorFile:
 
     @property
     def reader(self) -> Reader:
-        """The native reader of the file, for which all its shards are opened."""
+        """The native reader of the file; the first use of it opens all shards."""
         if self._reader is None:
             if self._shards is None:
                 raise AttributeError("reader")
@@ -203,7 +204,7 @@ class TensorFile:
 
     @property
     def uri(self) -> str:
-        """Its path or address, for which no shards are opened."""
+        """The path or address of the file, without opening any shards."""
         if self._reader is None and self._shards is not None:
             return self._shards.uri
         return self.reader.uri
@@ -216,7 +217,7 @@ class TensorFile:
     def part(self, name: str) -> TensorFile | None:
         """Return the shard that has a tensor, as a file that need not be closed.
 
-        None where all shards are open, or are needed to tell.
+        None if all shards are open, or are needed to find the tensor.
         """
         if self._reader is not None or self._shards is None:
             return None
@@ -234,17 +235,17 @@ class TensorFile:
         return self._read[0]
 
     def is_strided(self, number: int) -> bool:
-        """Tell whether the bytes of a tensor do not lie in order in the file."""
+        """Tell whether the bytes of a tensor are not in order in the file."""
         return self._checkpoint is not None and self._checkpoint.strided(number)
 
     def strided(self, numbers: Iterable[int]) -> list[int]:
-        """Return those tensors whose bytes do not lie in order in the file."""
+        """Return those tensors whose bytes are not in order in the file."""
         if self._checkpoint is None:
             return []
         return [number for number in numbers if self._checkpoint.strided(number)]
 
     def decrypt(self, encryption: DecryptionParams) -> None:
-        """Decrypt what is loaded from here on."""
+        """Decrypt the data that is loaded from now on."""
         decryption = native_decryption(encryption)
         if decryption is not None:
             self.reader.decrypt(decryption)
@@ -252,8 +253,8 @@ class TensorFile:
     def sliced(self, slices: Sequence[Slice]) -> TensorFile:
         """Return the same file with slices of some of its tensors as its only tensors.
 
-        ``slices`` has a tensor's number, and first index and end in each dimension, or None for the
-        whole tensor. What is returned need not be closed.
+        ``slices`` has a tensor's number, and the first index and the end in each dimension, or None
+        for the whole tensor. The result need not be closed.
         """
         if not isinstance(self._checkpoint, Checkpoint):
             return self._over(self.reader.sliced(slices))
@@ -263,14 +264,14 @@ class TensorFile:
         return part
 
     def planned(self, reader: Reader) -> TensorFile | None:
-        """Return the same file with the tensors of a reader that slices of it have made.
+        """Return the same file with the tensors of a reader that was made of slices of it.
 
-        None for a checkpoint, which has to know the slices itself.
+        None for a checkpoint of ``torch.save``, which needs the slices themselves.
         """
         return self._over(reader) if self._checkpoint is None else None
 
     def close_with(self, reader: Reader) -> None:
-        """Have a reader that slices of the file have made closed together with it."""
+        """Close a reader of slices of this file together with the file."""
         self._planned.append(reader)
 
     def _over(self, reader: Reader) -> TensorFile:
@@ -290,10 +291,10 @@ class TensorFile:
 
     @contextlib.contextmanager
     def opened_again(self) -> Iterator[Reader]:
-        """Lend a reader of the file, which is opened once more if it was closed.
+        """Yield a reader of the file, which is opened once more if it was closed.
 
         Raises:
-            ValueError: Another file has its name now. A file that has none stays closed.
+            ValueError: The name now belongs to another file. A file without a name stays closed.
 
         """
         if not self._closed or self._name is None:
@@ -341,17 +342,17 @@ class TensorFile:
         return {name: self.find(name) if number is None else number for name, number in found}
 
     def find(self, name: Name) -> int:
-        """Return the number of a tensor, whose name may be given in the form that files store.
+        """Return the number of a tensor; the name may also be in the form that files store.
 
         Raises:
-            KeyError: There is none of this name.
+            KeyError: There is no tensor of this name.
 
         """
         number = None
         if not isinstance(name, str) or not name.startswith("\x1e"):
             number = self.reader.find(name)
         else:
-            # It may be a plain name that begins so, and be too long for one.
+            # A plain name may begin like this, too; one that is too long raises.
             with contextlib.suppress(ValueError):
                 number = self.reader.find(name)
             with contextlib.suppress(ValueError, RecursionError, TypeError, OverflowError):
@@ -363,7 +364,7 @@ class TensorFile:
         return number
 
     def missing(self, name: Name | int) -> KeyError:
-        """Return the error of a tensor that is not there."""
+        """Return the error for a missing tensor, with a hint."""
         reader = self.reader
         hint = hints.of_name(name, reader.names(range(len(reader))))
         return KeyError(f"Tensor {name!r} not found in {reader.uri}{hint}")
@@ -373,15 +374,16 @@ class TensorFile:
     def load(
         self, numbers: Sequence[int], device: torch.device, verify: str | None = None
     ) -> Iterator[tuple[int, torch.Tensor, int]]:
-        """Yield ``(number, tensor, module index)`` of tensors on a device, in the file's dtype or
-        the one that was asked for.
-        """  # noqa: D205
+        """Yield ``(number, tensor, module index)`` of tensors on a device, in their final dtype.
+
+        It is ``dtype`` for floating-point tensors if that was given, and else the file's dtype.
+        """
         for batch in self._batches(numbers, device):
             tensors, modules = self.read(batch, device, verify)
             yield from zip(batch, self.placed(tensors, batch, device), modules, strict=True)
 
     def load_one(self, number: int, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Return a tensor, as :meth:`load` yields it, and its module index."""
+        """Return a tensor, in the form in which :meth:`load` yields it, and its module index."""
         if self._checkpoint is not None or not self._unchanged(device):
             ((_, tensor, module),) = self.load([number], device)
             return tensor, module
@@ -401,9 +403,10 @@ class TensorFile:
     def read(
         self, numbers: Sequence[int], device: torch.device, verify: str | None = None
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Return tensors in the file's dtype, on a device if the native code knows it, and their
-        module indices.
-        """  # noqa: D205
+        """Return tensors in the file's dtype, and their module indices.
+
+        They are on the device if the native code supports it, and else on the CPU.
+        """
         if self._checkpoint is not None:
             tensors, read = self._checkpoint.load(
                 numbers,
@@ -425,7 +428,7 @@ class TensorFile:
             apart=self._clone,
         )
         tensors = take(handle)
-        # Of a slice the file has more, and of a tensor of the meta device less.
+        # In the file, a sliced tensor has more bytes, and a tensor of the meta device fewer.
         size = sum(tensor.nbytes for tensor in tensors)
         self._read[0] += min(size, self.reader.data_len(numbers))
         return tensors, modules
@@ -441,7 +444,7 @@ class TensorFile:
         places: Sequence[torch.device],
         verify: str | None = None,
     ) -> list[torch.Tensor]:
-        """Return tensors, each on its device, where :meth:`can_load_to_each` says so."""
+        """Return tensors, each on its device, if :meth:`can_load_to_each` is true for these."""
         if not numbers:
             return []
         known = {device: devices.number(device) for device in set(places)}
@@ -471,10 +474,11 @@ class TensorFile:
     ) -> TensorIterator:
         """Begin to load tensors one by one, in the file's dtype, each in memory of its own.
 
-        They go to the device if the native code knows it. At most ``buffer_bytes`` bytes of them
-        are held; they come in the order of their data in the file, or as they are ``ready``. They
-        are for the stream of the device that is current then, or for all its streams when their
-        copies are ``complete``. ``readers`` stands in for those of the file.
+        They go to the device if the native code supports it. At most ``buffer_bytes`` bytes of them
+        are held. They come in the order of their data in the file, or as they are ``ready``. They
+        can be used on the stream that is current then; if they are to be ``complete``, on all
+        streams of the device, because their copies have ended. ``readers`` overrides the number of
+        readers of the file.
         """
         return self.reader.iterate(
             numbers,
@@ -490,7 +494,7 @@ class TensorFile:
         """Refuse tensors of a checkpoint that were saved without data.
 
         Raises:
-            NotImplementedError: One of them was.
+            NotImplementedError: A tensor was saved so.
 
         """
         if self._checkpoint is not None:
@@ -499,7 +503,7 @@ class TensorFile:
     def fill(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str | None = None
     ) -> list[int]:
-        """Fill tensors that exist, in place; return module indices."""
+        """Fill existing tensors in place; return their module indices."""
         direct = list(zip(tensors, numbers, strict=True))
         if self._checkpoint is not None:
             direct = self._fill_strided(direct, self._checkpoint, verify)
@@ -518,7 +522,7 @@ class TensorFile:
         checkpoint: Checkpoint | SlicedCheckpoint,
         verify: str | None,
     ) -> list[tuple[torch.Tensor, int]]:
-        """Fill those whose bytes do not lie in order in the file; return the others."""
+        """Fill the tensors whose bytes are not in order in the file; return the other pairs."""
         for tensor, number in pairs:
             if checkpoint.strided(number):
                 (loaded,), _ = self.read([number], tensor.device, verify)
@@ -531,11 +535,11 @@ class TensorFile:
         return self.reader.seekable and direct and not self.maps
 
     def _unchanged(self, device: torch.device) -> bool:
-        """Tell whether tensors are used as they come, without a copy."""
+        """Tell whether loaded tensors are used on a device without a further copy."""
         return self.dtype is None and (device.type == "cpu" or devices.is_native(device))
 
     def _batches(self, numbers: Sequence[int], device: torch.device) -> Iterator[Sequence[int]]:
-        """Split a load whose tensors are copied once more, to bound what is held twice."""
+        """Split a load whose tensors are copied once more, to bound the bytes held twice."""
         if self._unchanged(device):
             if numbers:
                 yield numbers
@@ -553,15 +557,15 @@ class TensorFile:
         least: int = 0,
         kept: int = 0,
     ) -> int:
-        """Keep a part of the memory limit for tensors that are held, and return its bytes.
+        """Reserve a part of the memory limit for tensors that are held, and return its bytes.
 
         Args:
             wanted: The most bytes of tensors.
             numbers: The tensors.
-            length: The bytes of one.
-            device: Where they are loaded to.
-            least: What is left beside them at least.
-            kept: What of the limit is for something else.
+            length: A function that returns the bytes of one.
+            device: The device that they are loaded to.
+            least: The fewest bytes to leave beside them.
+            kept: Bytes of the limit that are reserved for something else.
 
         Raises:
             ValueError: The limit is too small for the largest of them.
@@ -574,13 +578,13 @@ class TensorFile:
         return most
 
     def least(self, device: torch.device = _CPU, *, parts: bool = False) -> int:
-        """Return the least of a memory limit with which tensors, or parts of them, are read."""
+        """Return the smallest memory limit with which tensors, or parts of them, can be read."""
         return self.reader.least(parts, devices.is_native(device))
 
     def placed(
         self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device
     ) -> Iterable[torch.Tensor]:
-        """Return tensors on a device and in the dtype that was asked for, one by one."""
+        """Return tensors on the requested device and in the requested dtype, one by one."""
         if self._unchanged(device):
             return tensors
         return map(self._cast, tensors, numbers, itertools.repeat(device))
@@ -589,7 +593,7 @@ class TensorFile:
         wanted = cast_dtype(tensor.dtype, self.dtype)
         there = tensor.device.type == device.type and device.index in (None, tensor.device.index)
         if there and wanted is tensor.dtype:
-            # It may share its storage with others: torch copies where a device has no number.
+            # It may share its storage with others; ``to()`` copies it if the device has no index.
             return tensor
         unchanged = wanted is tensor.dtype or device.type != "cpu"
         if unchanged or tensor.numel() == 0 or self.reader.data_len([number]) > 0:
@@ -600,7 +604,7 @@ class TensorFile:
 def in_batches(
     numbers: Iterable[_Key], length: Callable[[_Key], int], most: int
 ) -> Iterator[list[_Key]]:
-    """Split tensors into lists of at most so many bytes together, or of one tensor."""
+    """Split tensors into lists of at most ``most`` bytes together, or of one longer tensor."""
     batch: list[_Key] = []
     size = 0
     for number in numbers:
@@ -614,9 +618,10 @@ def in_batches(
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros whose memory is the system's page of zeros until somebody writes to them.
+    """Return zeros that take no memory until they are written to.
 
-    A file of some bytes may name a tensor of any size.
+    The system maps one page of zeros for all of them. A file of some bytes may name a tensor of any
+    size.
     """
     size = shape.numel() * dtype.itemsize
     try:

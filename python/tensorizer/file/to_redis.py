@@ -11,14 +11,14 @@ from .._native import shares_of_tensors
 if TYPE_CHECKING:
     from .._native import Reader
 
-#: Redis has no longer values (``proto-max-bulk-len``).
+#: The longest value that Redis accepts (``proto-max-bulk-len``).
 _LONGEST_VALUE = 512 << 20
-#: Bytes and commands that are sent before their answers are read.
+#: Bytes and commands that are sent before their replies are read.
 _BATCH_BYTES = 8 << 20
 _BATCH_COMMANDS = 1000
-#: Batches in memory: one that is read, as it comes and as it is kept; one that is sent, and a copy.
+#: Batches in memory: one that is being read, with a copy, and one that is being sent, with a copy.
 _HELD = 4
-#: More than any limit.
+#: More bytes than any limit.
 _ANY = 1 << 60
 #: Values up to this size are sent together with their neighbours.
 _SMALL = 64 << 10
@@ -37,8 +37,8 @@ def copy_to_redis(
 ) -> None:
     """Store some of a file's tensors under ``<prefix>:<name>:<position in the file>``.
 
-    The head of the file is stored last, so that a copy that failed is not taken for a file. With a
-    ``memory_limit`` values are no longer than a fourth of what it leaves.
+    The header of the file is stored last, so that a copy that failed is not taken for a file. With
+    a ``memory_limit``, values are no longer than a fourth of the memory that it leaves.
 
     Raises:
         ValueError: The limit is too small for one value.
@@ -55,7 +55,7 @@ def copy_to_redis(
     wanted = numbers if force else _missing(reader, numbers, client, prefix)
     with ThreadPoolExecutor(1) as pool:
         batches = _batches(_values(reader, wanted, prefix, longest), min(_BATCH_BYTES, longest))
-        # While one batch is sent, the next is read.
+        # While one batch is sent, the next one is read.
         coming = pool.submit(_read, reader, next(batches, []))
         while batch := coming.result():
             coming = pool.submit(_read, reader, next(batches, []))
@@ -115,7 +115,7 @@ def _read(reader: Reader, batch: list[_Value]) -> list[tuple[str, bytes]]:
 def _store(client: Any, batch: list[tuple[str, bytes]]) -> None:
     pool = getattr(client, "connection_pool", None)
     if pool is None:
-        # Of a cluster: the client knows which server has which key.
+        # A client of a cluster, which knows the server of each key.
         pipeline = client.pipeline(transaction=False)
         for key, value in batch:
             pipeline.set(key, value)
@@ -127,7 +127,7 @@ def _store(client: Any, batch: list[tuple[str, bytes]]) -> None:
         for _ in batch:
             connection.read_response()
     except BaseException:
-        # Answers may be left that belong to nobody.
+        # Unread replies would be taken for those of later commands.
         connection.disconnect()
         raise
     finally:

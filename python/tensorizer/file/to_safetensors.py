@@ -1,4 +1,4 @@
-"""Writing safetensors files, in one piece or in shards with their index."""
+"""Writes safetensors files, in one piece or in shards with their index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..group.gather import Gathering
 
 ENDING = ".safetensors"
-#: Endings of files of ``torch.save``.
+#: The endings of names of files of ``torch.save``.
 TORCH_ENDINGS = (".pt", ".pth", ".bin")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -41,8 +41,8 @@ def save_safetensors(
     whole tensors in its memory, and writes them.
 
     Raises:
-        TypeError: What is given is not tensors by name, or metadata are not strings.
-        ValueError: Tensors share memory, or safetensors has no place for one.
+        TypeError: The argument is not tensors by name, or metadata are not strings.
+        ValueError: Tensors share memory, or safetensors cannot hold one.
         FileExistsError: Shards would replace others one by one, or be hidden by one file.
         OSError, NotImplementedError: See :class:`tensorizer.TensorSerializer`.
 
@@ -51,7 +51,7 @@ def save_safetensors(
     if not sharded:
         _save(checked(tensors), uri, metadata, max_shard_size, (progress, memory_limit))
         return
-    from ..group.gather import Gathering  # whoever has DTensors imported it
+    from ..group.gather import Gathering  # imported already by code with DTensors
 
     gathering = Gathering(list(tensors.values()))
     with gathering.members:
@@ -65,7 +65,7 @@ def _save_gathered(
     uri: str | os.PathLike[Any] | Any,
     options: tuple[Any, ...],
 ) -> None:
-    # Of tied tensors some processes may have nothing.
+    # All learn of an error: of tied tensors, some processes may have no elements.
     named, _ = gathering.members.together(lambda: checked(tensors))
     names, whole = list(named), dict[str, torch.Tensor]()
 
@@ -83,7 +83,7 @@ def _save(
     max_shard_size: int | str | None,
     told_and_limit: tuple[Progress | None, int | None],
 ) -> None:
-    """Save tensors that are here as a whole."""
+    """Save tensors of which this process has the whole."""
     progress, memory_limit = told_and_limit
     if progress is not None:
         progress.total = data_bytes(named.values())
@@ -121,7 +121,7 @@ def _save(
 
 
 def is_sharded(sizes: Sequence[int], max_shard_size: int | str) -> bool:
-    """Tell whether tensors of so many bytes are saved in several files."""
+    """Tell whether tensors of these sizes, in bytes, are saved in several files."""
     most = _bytes(max_shard_size)
     return len(list(in_batches(range(len(sizes)), sizes.__getitem__, most))) > 1
 
@@ -133,7 +133,7 @@ def write_one(
     progress: Progress | None = None,
     memory_limit: int | None = None,
 ) -> None:
-    """Write one file, of tensors of which nobody asks whether they share memory.
+    """Write one file, without checking whether the tensors share memory.
 
     Raises:
         TypeError: Metadata are not strings by name.
@@ -145,10 +145,10 @@ def write_one(
 
 
 def refuse_options(alignment: int, encryption: object, hashes: str) -> None:
-    """Refuse what only ``.tensors`` files have.
+    """Refuse options that only ``.tensors`` files have.
 
     Raises:
-        ValueError: Something of it is asked for.
+        ValueError: Such an option is given.
 
     """
     if encryption is not None or hashes != "all":
@@ -158,7 +158,7 @@ def refuse_options(alignment: int, encryption: object, hashes: str) -> None:
 
 
 def checked(tensors: Any) -> dict[str, torch.Tensor]:
-    """Return tensors that safetensors has a place for, as far as their names and memory say.
+    """Return the tensors if safetensors can hold them, as far as names and memory show.
 
     Raises:
         TypeError: They are not tensors by name.
@@ -183,7 +183,7 @@ def checked(tensors: Any) -> dict[str, torch.Tensor]:
 
 
 def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors that share memory, which a file would hold twice, and a load not share."""
+    """Refuse tensors that share memory: a file would hold it twice, and a load not share it."""
     ranges = sorted(
         (str(tensor.device), *extent(tensor), name)
         for name, tensor in ((name, sharding.local_of(one)) for name, one in tensors.items())
@@ -199,7 +199,7 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor, and of that behind its last."""
+    """Return the addresses of the first byte of a tensor, and of the byte after its last."""
     last = sum(
         (dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -208,7 +208,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _bytes(size: int | str) -> int:
-    """Return a number of bytes, which may be given as ``"5GB"``."""
+    """Return a number of bytes; it may be given as text such as ``"5GB"``."""
     if isinstance(size, str):
         found = re.fullmatch(r"([0-9]+)\s*([A-Za-z]*)", size.strip())
         unit = _UNITS.get(found[2].upper()) if found else None
@@ -221,7 +221,7 @@ def _bytes(size: int | str) -> int:
 
 
 def _stem(uri: Any) -> tuple[str, str]:
-    """Return what the names of shards begin with, and the part of it that is their folder."""
+    """Return the beginning of the shards' names, and the part of it that is their folder."""
     if not isinstance(uri, (str, bytes, os.PathLike)):
         raise TypeError(f"shards need a path or an address, found {type(uri).__name__}")
     path = os.fsdecode(uri)
@@ -240,10 +240,10 @@ def _exists(path: str) -> bool:
 
 
 def is_meant(uri: Any, format: str | None) -> bool:
-    """Tell whether a file is to be a safetensors file, by what is said or by its name.
+    """Tell whether a file is to be a safetensors file, by the format or else by its name.
 
     Raises:
-        ValueError: The format is none that can be written, or the name is one of ``torch.save``.
+        ValueError: The format cannot be written, or the name is that of a file of ``torch.save``.
 
     """
     if format not in (None, "tensors", "safetensors"):

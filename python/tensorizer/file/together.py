@@ -1,4 +1,4 @@
-"""Loading by the members of a process group: every byte is fetched by one of them."""
+"""Loads a file by the members of a process group: every byte is fetched by one of them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def open_together(
     """Open a file at all members; the first one reads its index, for all of them.
 
     Args:
-        members: Who opens it.
-        opened: Opens it, with what the first member has learnt by that.
+        members: The processes that open it.
+        opened: A function that opens it, given the cached headers of the first member.
 
     Returns:
-        The file, and whether each member reads it for itself: they do where it is local to the
-        machine that they all are on, whose page cache they share, and where it comes to one of them
-        front to back.
+        The file, and True if each member reads it by itself. They do if it is local to the one
+        machine of all members, where they share the page cache; and also if one of them can read it
+        from front to back only.
 
     Raises:
         ValueError: Members have opened different files.
@@ -72,9 +72,11 @@ def open_together(
 
 
 class _Described(NamedTuple):
-    """A file that a member has opened: what tells it from others, its address, whether it can be
-    read in any order, and the machine that it is local to, if it is.
-    """  # noqa: D205
+    """A file that a member has opened, as the other members need to know it.
+
+    It has a digest of its tensors, its address, whether it can be read in any order, and the
+    machine that it is local to, or None.
+    """
 
     digest: bytes
     uri: str
@@ -88,13 +90,13 @@ def _described(file: TensorFile) -> _Described:
 
 
 def _machine() -> str | None:
-    """Return a name of this machine, since it was started."""
+    """Return a name of this machine, which changes when it is restarted; None if it is unknown."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else None
 
 
 def _digest(file: TensorFile) -> bytes:
-    """Return what tells the tensors of a file from those of others."""
+    """Return a digest that tells the tensors of a file from those of others."""
     reader, every = file.reader, range(len(file))
     digest = hashlib.sha256(repr((reader.pair_id, reader.offsets())).encode())
     for name, length, number in zip(reader.names(every), reader.data_lens(), every, strict=True):
@@ -105,15 +107,15 @@ def _digest(file: TensorFile) -> bytes:
 def fill_together(
     members: Members, prepare: Callable[[], Prepared], finish: Callable[[], None] | None = None
 ) -> Prepared:
-    """Fill tensors with what this member wants; others may want other tensors.
+    """Fill the tensors that this member wants; other members may want others.
 
     Args:
-        members: All that fill tensors of the same file.
-        prepare: Called once at each.
-        finish: Called once at each when all its tensors are filled.
+        members: All members that fill tensors of the same file.
+        prepare: Called once at each member; returns its wanted tensors and their memory.
+        finish: Called once at each member when all its tensors are filled.
 
     Raises:
-        BaseException: What has failed here, or at another member.
+        BaseException: The error of this member, or of another.
 
     """
     numbers: list[int] = []
@@ -131,7 +133,7 @@ def fill_together(
 
     (mine, wish), of_all = members.together(prepared, told)
     any_limit = any(limited for *_, limited in of_all)
-    # Hashes are of whole tensors: where one member compares them, all cut none.
+    # Hashes cover whole tensors: if one member compares them, no member cuts tensors.
     whole = any(verifies for *_, verifies, _ in of_all)
     wanted, tensors = mine
     wishes = [(digest, table) for digest, table, *_ in of_all]
@@ -144,7 +146,7 @@ def fill_together(
         empty = set(wanted.numbers).difference(numbers)
         for number in empty:
             tensors[number].detach().zero_()
-        # A hash of the whole file is compared before others wait for a batch of this member.
+        # Compares a hash of the whole file now, before others wait for a batch of this member.
         if wanted.file.verify != "nothing":
             wanted.file.read([], torch.device("cpu"))
         _fill_alone(alone, tensors)
@@ -158,14 +160,14 @@ def fill_together(
     shares, lens_of_all = members.together(fill_alone, lambda shares: shares.batch)
     if found.exchanges:
         if any_limit:
-            # Members may have limits of their own, and all cut the same batches.
+            # Members may have different limits, and all must cut the same batches.
             members.together(lambda: sharing.prepare(shares, min(lens_of_all)))
         members.agree(sharing.exchange(finish))
     return mine
 
 
 def _wish(wanted: Wanted, numbers: Sequence[int]) -> Wish:
-    """Return which ranges of tensors this member wants."""
+    """Return the ranges of tensors that this member wants."""
     shapes = (shape or [1] for _, shape in wanted.file.reader.describe_all(numbers))
 
     def ranges(number: int, shape: Sequence[int]) -> Ranges:
@@ -183,7 +185,7 @@ def _merged(
     *,
     whole: bool,
 ) -> Merged:
-    """Return what all members want. Each different structure travels once."""
+    """Return the merged wishes of all members. Each different structure is sent once."""
     tables: dict[bytes, list[tuple[int, Table]]] = {}
     for rank, (digest, table) in enumerate(told):
         tables.setdefault(digest, []).append((rank, table))
@@ -199,7 +201,7 @@ def _merged(
 
 
 def _fill_alone(wanted: Wanted, tensors: Mapping[int, torch.Tensor]) -> None:
-    """Fill tensors with what this member alone wants, without the others."""
+    """Fill the tensors that this member alone wants, without the others."""
     file = wanted.file
     file.reader.limit_memory(file.memory_limit)
     places = {number: tensors[number] for number in wanted.numbers}
@@ -217,11 +219,11 @@ def _fill_alone(wanted: Wanted, tensors: Mapping[int, torch.Tensor]) -> None:
 
 
 def made_for(wanted: Wanted, device_of: Callable[[int], torch.device]) -> dict[int, torch.Tensor]:
-    """Return new tensors for what is wanted.
+    """Return new tensors to load the wanted ones into.
 
     Raises:
-        MemoryError: There is not enough on the host.
-        torch.OutOfMemoryError: There is not enough on a device.
+        MemoryError: There is not enough memory on the host.
+        torch.OutOfMemoryError: There is not enough memory on a device.
 
     """
     made = {}

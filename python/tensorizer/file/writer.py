@@ -1,4 +1,4 @@
-"""Writing: :class:`TensorSerializer`."""
+"""The writer of files, :class:`TensorSerializer`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LAST_MODULE_INDEX = 0xFFFF
 class TensorSerializer:
     """Writes tensors into a ``.tensors`` file.
 
-    A path is written atomically: until :meth:`close` the old file stays, and a file beside it,
-    without a name or with a hidden one, takes the bytes; then it replaces the old one and is like
-    it in owner, group and permissions. An object of S3 or Google, or a blob of Azure, appears as a
+    A path is written atomically: the old file stays until :meth:`close`. The bytes go to a file
+    beside it, without a name or with a hidden one. Then that file replaces the old one, and gets
+    its owner, group and permissions. An object of S3 or Google, or a blob of Azure, appears as a
     whole too. As a context manager it closes at the end of the block; if the block raises, nothing
     appears.
 
-    A serializer that is forgotten without :meth:`close` finishes its file, with a
-    ``RuntimeWarning``, where no other has its name; where one has, that stays as it is, and what
-    was written is called ``<name>.unclosed``. An object of a server is given up, and so is a file
-    of which a write has failed half-way. Only the process that made a serializer finishes or
-    removes anything; in one that was forked off, methods raise ``ClosedError``.
+    A serializer that is garbage-collected without :meth:`close` finishes its file, with a
+    ``RuntimeWarning``. If another file has its name, that one stays as it is, and the written one
+    is called ``<name>.unclosed``. An object of a server is abandoned, and so is a file of which a
+    write has failed half-way. Only the process that made a serializer finishes or removes anything;
+    in a process forked from it, methods raise ``ClosedError``.
 
     Args:
         file_obj: A path, ``os.PathLike``, ``s3://``, ``gs://`` or ``az://`` address, file
@@ -46,27 +46,26 @@ class TensorSerializer:
             stream of :func:`tensorizer.stream_io.open_stream` is written by the native code.
         compress_tensors: Has no effect.
         encryption: A key to encrypt the tensors' data with; the tensors stay as they are.
-        limit_cpu_concurrency: Threads that hash and write at once; None for one a core.
+        limit_cpu_concurrency: Threads that hash and write at once; None for one per core.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file, a power
             of two. 64 lets tensors be used in place from a mapping; 1 gives the same bytes as
             version 2.12.1 of the package.
-        hashes: Which hashes of each tensor to store: ``"all"`` (CRC-32 and SHA-256) or
-            ``"crc32"``, which finds damage by accident and costs little. Readers verify those that
-            are there.
+        hashes: The hashes of each tensor to store: ``"all"`` (CRC-32 and SHA-256) or ``"crc32"``,
+            which finds accidental damage and costs little. Readers verify those that a file has.
         metadata: Strings by name, up to 100,000,000 bytes of them, which
-            :func:`tensorizer.info` returns and old releases do not see. They are authenticated in
-            an encrypted file with a manifest, and else not.
-        clear_metadata: Whether an encrypted file may have metadata, which anybody can read in it.
+            :func:`tensorizer.info` returns and old releases do not see. They are authenticated only
+            in an encrypted file with a manifest.
+        clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
         memory_limit: The most bytes that a write has in flight beside the tensors: copies that are
             encrypted and hashed, staging memory, parts of an upload with the beginning of the
-            object. There are as many threads and connections as fit. None for what
-            ``TENSORIZER_MEMORY_MB`` says.
+            object. As many threads and connections are used as fit. None for the value of
+            ``TENSORIZER_MEMORY_MB``.
 
     Raises:
         OSError: The file cannot be created, written or, because of its folder, replaced.
         TypeError, ValueError: An argument is not one of the above, or the file is encrypted and has
-            metadata without ``clear_metadata``. That ``memory_limit`` is less than the least is
-            told by the first write, which names it.
+            metadata without ``clear_metadata``. If ``memory_limit`` is less than the minimum, the
+            first write raises, and states it.
 
     """
 
@@ -117,13 +116,13 @@ class TensorSerializer:
         """Write one tensor.
 
         Args:
-            idx: Index of the owning module, 0 to 65535. The reader hands it back.
+            idx: Index of the owning module, 0 to 65535. The reader returns it.
             name: Its name, which no other tensor of the file has.
-            tensor_type: What it is.
+            tensor_type: Its role: parameter, buffer, or entry of a state dict.
             tensor: A torch tensor, or a numpy array of a dtype that torch has.
 
         Raises:
-            TypeError: The name is not a string, or the tensor neither of the above.
+            TypeError: The name is not a string, or the tensor is neither of the above.
             ValueError: The index is out of range, or the name is taken or too long.
             NotImplementedError: The tensor is sparse, quantized, nested, or of a subclass that
                 is more than its bytes.
@@ -135,7 +134,7 @@ class TensorSerializer:
             raise ValueError(f"idx must be 0 to {_LAST_MODULE_INDEX}, not {idx}")
         if not isinstance(tensor, torch.Tensor):
             with warnings.catch_warnings():
-                # Of read-only arrays: nothing writes to the tensor.
+                # torch warns about read-only arrays; nothing writes to the tensor.
                 warnings.simplefilter("ignore", UserWarning)
                 tensor = torch.from_numpy(tensor)
         self._file.write([name], [TensorType(tensor_type)], [idx], [tensor])
@@ -155,8 +154,8 @@ class TensorSerializer:
         :meth:`TensorDeserializer.load_into_module` loads them with and without it.
 
         Of a module with ``DTensor`` parameters (FSDP2, tensor parallel) the whole tensors are
-        written: all processes of its mesh make the same calls, including that of the constructor
-        (which must be able to open the file at each of them) and :meth:`close`, tensors are
+        written. All processes of its mesh make the same calls, including those of the constructor
+        (which must be able to open the file at each of them) and of :meth:`close`. Tensors are
         gathered a few at a time, and the first process writes them.
 
         Args:
@@ -200,7 +199,7 @@ class TensorSerializer:
         also be the tuple of its whole path, as :func:`tensorizer.load` returns it.
 
         Raises:
-            TypeError: A key is neither, or a leaf not a tensor.
+            TypeError: A key is neither a string nor such a tuple, or a leaf is not a tensor.
             NotImplementedError: See :meth:`write_tensor`.
             ValueError: A container contains itself.
 

@@ -1,4 +1,4 @@
-"""The calls that processes make together, and the connections that are kept between them."""
+"""The calls that processes make together, and the connections kept between these calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed import distributed_c10d
 
 @dataclass
 class Connections:
-    """The connections of some processes to each other.
+    """Connections between some processes.
 
     Attributes:
-        hosts: Those that need no device.
-        devices: Those between CUDA devices.
-        of_parts: Those of some of the processes, by their ranks.
+        hosts: The connections between hosts, for CPU tensors.
+        devices: The connections between CUDA devices.
+        of_parts: The connections between some of the processes, by their ranks.
 
     """
 
@@ -26,7 +26,7 @@ class Connections:
     of_parts: dict[tuple[int, ...], Connections] = field(default_factory=dict)
 
     def take_all(self) -> list[Any]:
-        """Return all process groups, and forget them."""
+        """Remove all process groups, and return them."""
         groups = [one for one in (self.hosts, self.devices) if one is not None]
         self.hosts = self.devices = None
         for part in self.of_parts.values():
@@ -39,31 +39,33 @@ class Connections:
 class Calls:
     """The calls that some processes make together, one after another.
 
-    They have connections of their own, so that they are mixed up with nothing else. These are kept
-    from call to call, until one of them fails. They are made by way of a store, to which this has a
-    connection of its own: a call that waits for a store has all others wait that use the same.
+    They have connections of their own, so that their messages do not mix with others. These are
+    kept from call to call, until one of them fails. They are made through a store, to which this
+    has a connection of its own: a request that waits for a store blocks all others on its
+    connection.
     """
 
     store: Any
     count: int
-    #: The connections of the last call. Others may still read from them what was sent at its end;
-    #: they have done so when all meet for the next one.
+    #: The connections of the last call. Other members may still read its last messages from them;
+    #: they have done so when all meet for the next call.
     last: Connections
-    #: The number of the call that made them, if it, and those that went on with them, ended well.
+    #: The number of the call that made the connections, if all calls that used them ended well;
+    #: else 0.
     kept: int = 0
 
     @staticmethod
     def of(name: str, size: int) -> Calls:
-        """Return those that processes of a name make."""
+        """Return the calls of the processes that have this name."""
         assert dist.group.WORLD is not None
         known = CALLS.setdefault(dist.group.WORLD, {})
         if name not in known:
             store: Any = distributed_c10d._get_default_store()
             store = store.clone()
-            # The default group may have been made anew, with a store that knows earlier calls.
+            # The default group may have been made anew, with a store that counts earlier calls.
             known[name] = Calls(store, (store.add(name, 1) - 1) // size << 32, Connections())
         return known[name]
 
 
-#: What is known of the calls of this process's default group, by the name of those that make them.
+#: The calls of each default group, by the name of the processes that make them.
 CALLS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Calls]] = weakref.WeakKeyDictionary()

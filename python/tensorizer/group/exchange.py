@@ -1,4 +1,4 @@
-"""Batches that each member of a group fetches for all, and gives to them."""
+"""Exchanges batches that each member of a group fetches, and sends to all others."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from .._native import shares_of_group
 from .linked import Linked
 from .plan import HEADER, Batch
 
-#: Bytes of a batch, at most, about: some milliseconds of a fast network.
+#: The most bytes of a batch, about: some milliseconds of a fast network.
 BATCH_BYTES = 32 << 20
-#: Batches that a member reads at once, so that a server has always something to do.
+#: Batches that a member reads at once, to keep a server busy.
 _READ_AT_ONCE = 3
-#: Batches that are on their way between members at once: one is put in place during the next.
+#: Batches that are sent between members at once: one is delivered while the next one is sent.
 _SENT_AT_ONCE = 2
-#: What comes to all members at once, while nothing is exchanged yet, is this share of everything.
+#: The share of all bytes in the first batches of all members: nothing is exchanged until they come.
 _ON_THE_WAY = 1 / 10
 
 _CPU = torch.device("cpu")
 
-#: Fills a buffer with a batch.
+#: A function that fills a buffer with a batch.
 Fetch: TypeAlias = Callable[[Batch, torch.Tensor], None]
-#: Copies what each member wants of a batch to where it is sent from.
+#: A function that copies each member's part of a batch into the slot that is sent to it.
 Pack: TypeAlias = Callable[[Batch, torch.Tensor, Sequence[torch.Tensor]], None]
-#: Takes what is wanted from a buffer with what was received of a batch.
+#: A function that takes the wanted tensors out of the received bytes of a batch.
 Deliver: TypeAlias = Callable[[Batch, torch.Tensor], None]
 
 
 def batch_bytes(total: int, members: int, most: int = BATCH_BYTES) -> int:
-    """Return the length of the batches of so many bytes.
+    """Return the length of batches for this total of bytes.
 
-    A server gives all batches that are read at once in about the same time. With long ones, members
-    would have nothing to send at first, and much at the end.
+    A server answers all reads that are made at once in about the same time. With long batches,
+    members would have nothing to send at first, and much at the end.
     """
     fitting = int(total * _ON_THE_WAY) // (members * _READ_AT_ONCE)
     return min(most, max(most // 8, fitting))
@@ -46,10 +46,10 @@ def batch_bytes(total: int, members: int, most: int = BATCH_BYTES) -> int:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a member shares its memory limit.
+    """The division of a member's memory limit.
 
-    ``batch`` has the bytes of a batch, of which ``at_once`` are read at a time; ``beside`` is what
-    each of these reads leaves to all else.
+    ``batch`` has the bytes of a batch, of which ``at_once`` are read at a time; ``beside`` has the
+    bytes of the limit that are not for one of these reads.
     """
 
     batch: int
@@ -60,16 +60,16 @@ class Shares:
     def of(
         cls, limit: int | None, most: int, longest: int, reader: int, *, scattered: bool
     ) -> Shares:
-        """Share a limit, for batches of ``most`` bytes; those of ``longest`` are not cut.
+        """Divide a limit, for batches of ``most`` bytes, and of at least ``longest``.
 
-        What reads one takes ``reader`` at least. ``scattered`` says that members may receive only
-        what they want of a batch.
+        Reading a batch takes at least ``reader`` bytes. ``scattered`` means that members may
+        receive only their parts of a batch.
 
         Raises:
             ValueError: The limit is too small.
 
         """
-        # What is sent, of this member and of others, beside what is read.
+        # Batches that are being sent, of this member and of others, beside those being read.
         others = 2 * _SENT_AT_ONCE + scattered
         batch, at_once, beside = shares_of_group(
             limit, most + HEADER, _READ_AT_ONCE, others, longest + HEADER, reader
@@ -78,11 +78,11 @@ class Shares:
 
 
 class Buffers:
-    """The memory of batches, for exchanges that follow each other.
+    """The memory of batches, for exchanges that run one after another.
 
     Args:
-        device: Where it is.
-        pinned: Whether it is host memory from which a device copies at full speed.
+        device: The device of the memory.
+        pinned: True for pinned host memory, from which a device copies at full speed.
 
     """
 
@@ -92,28 +92,30 @@ class Buffers:
         self._memory = torch.empty(0, dtype=torch.uint8, device=_CPU)
 
     def need(self, exchange: Exchange) -> None:
-        """Be enough for an exchange, too."""
+        """Plan enough memory for an exchange, too."""
         self._len = max(self._len, exchange.buffer_count * exchange.buffer_len)
 
     def make(self) -> None:
-        """Take the memory."""
+        """Allocate the memory."""
         device = self._device
         kind: dict[str, Any] = {"dtype": torch.uint8, "device": device, "pin_memory": self._pinned}
         self._memory = torch.empty(self._len, **kind)
         if device.type == "cuda":
-            # It may still be in use on this stream, and is filled on others.
+            # The memory may still be in use on this stream, and is filled on others.
             torch.cuda.current_stream(device).synchronize()
 
     def of(self, exchange: Exchange) -> list[torch.Tensor]:
-        """Return the buffers of an exchange, which no other one uses at the same time."""
+        """Return the buffers of an exchange; no other exchange may use them at the same time."""
         size = exchange.buffer_len
         return [self._memory.narrow(0, n * size, size) for n in range(exchange.buffer_count)]
 
 
 class _Sent(NamedTuple):
-    """A batch on its way: what is received of it, the buffer that it is sent from at its owner, and
-    what ends when it has come.
-    """  # noqa: D205
+    """A batch that is being sent.
+
+    ``received`` is the buffer for the bytes that this member receives. ``sent`` is the buffer that
+    the owner of the batch sends it from. ``work`` is the exchange to wait for.
+    """
 
     batch: Batch
     received: torch.Tensor
@@ -122,19 +124,19 @@ class _Sent(NamedTuple):
 
 
 class GivenUp(Exception):
-    """An exchange that was broken off because another member has failed."""
+    """An exchange was stopped because another member has failed."""
 
 
 class Exchange:
-    """One pass over all batches. They come in order, at all members at once.
+    """One pass over all batches, in the same order and at the same time at all members.
 
     Args:
-        batches: What each member fetches, the same at all of them.
-        place: The number of this one among them, and how many they are.
+        batches: The batches of all members, the same list at all of them.
+        place: The rank of this member, and the number of members.
         fetch: Called on other threads.
-        pack: Called for each batch of this member that is scattered, with what each is to receive.
+        pack: Called for each scattered batch of this member, with a slot for each member.
         deliver: Called for every batch, those of this member too.
-        stop: Ends what is being fetched.
+        stop: Ends the reads that are under way.
         at_once: Batches that are fetched at once.
 
     """
@@ -154,14 +156,14 @@ class Exchange:
         self._fetch, self._pack, self._deliver, self._stop = fetch, pack, deliver, stop
         self._mine = deque(batch for batch in batches if batch.owner == self._rank)
         size = max(map(self._buffer_len, batches), default=HEADER)
-        # While a batch is sent, others are read or wait for their turn. Those that are much longer
-        # than usual come one by one.
+        # While a batch is sent, others are read or wait for their turn. Batches that are much
+        # longer than usual are sent one by one.
         usual = size <= HEADER + 2 * BATCH_BYTES
         self._sent_at_once = _SENT_AT_ONCE if usual else 1
         self._at_once = at_once
         self.buffer_len = -(-size // HEADER) * HEADER
         self._own = min(len(self._mine), at_once + _SENT_AT_ONCE if usual else 2)
-        # A batch to be scattered is packed into another buffer, in which it is sent.
+        # A scattered batch is packed into a spare buffer, from which it is sent.
         self._spare_count = int(any(batch.scattered for batch in self._mine))
         self._spare: deque[torch.Tensor] = deque()
         self._free: deque[torch.Tensor] = deque()
@@ -173,7 +175,7 @@ class Exchange:
 
     @property
     def buffer_count(self) -> int:
-        """The number of buffers that it needs at once."""
+        """The number of buffers that the exchange needs at once."""
         return self._own + self._spare_count + self._sent_at_once
 
     def _buffer_len(self, batch: Batch) -> int:
@@ -183,14 +185,14 @@ class Exchange:
     def run(
         self, members: Linked, buffers: Buffers, failed: BaseException | None = None
     ) -> BaseException | None:
-        """Fetch, send and deliver everything; return what has failed here.
+        """Fetch, send and deliver all batches; return the error of this member.
 
-        :class:`GivenUp` says that it has failed at another member, which knows why.
+        :class:`GivenUp` is returned if another member has failed, which knows the error.
 
         Args:
-            members: The connections to the others.
-            buffers: Enough of them; they are free when it ends.
-            failed: What has failed here before: the others are told by what this member sends.
+            members: The connections to the other members.
+            buffers: The memory; it is free again when this returns.
+            failed: An earlier error of this member. The headers of its batches tell the others.
 
         Raises:
             GroupError: A member was lost.
@@ -207,7 +209,7 @@ class Exchange:
         except GroupError:
             raise
         except BaseException:
-            # The others would wait.
+            # The other members would wait for this one.
             members.leave()
             raise
         finally:
@@ -215,9 +217,10 @@ class Exchange:
                 self._stop()
             pool.shutdown(wait=True, cancel_futures=True)
             self._coming.clear()
-            # They keep the connections open, and tracebacks have this object.
+            # They keep the connections open, and tracebacks keep this object alive.
             self._sent.clear()
-        # An interruption comes first: the connections of a part, which know it, are asked once.
+        # An interruption takes precedence. Connections of a part hold theirs, and are not asked
+        # later.
         failed, self._failed = members.interrupted() or self._failed, None
         if failed is None and self._broken_off:
             failed = GivenUp()
@@ -227,7 +230,7 @@ class Exchange:
             del failed
 
     def _pass(self, pool: ThreadPoolExecutor, members: Linked) -> None:
-        """Go through all batches, or to the first whose owner has failed."""
+        """Process all batches, or those up to the first whose owner has failed."""
         self._fetch_more(pool)
         for batch in self._batches:
             fetched = self._fetched(members) if batch.owner == self._rank else None
@@ -236,12 +239,12 @@ class Exchange:
                 self._broken_off = True
                 break
             self._fetch_more(pool)
-        # What others have begun to send, they finish.
+        # Finish the batches that other members have begun to send.
         while self._sent:
             self._broken_off |= not self._finish(members)
 
     def _begin(self, members: Linked, batch: Batch, fetched: torch.Tensor | None) -> _Sent:
-        """Begin to send a batch that this member has fetched, or to receive that of another one."""
+        """Begin to send a batch that this member has fetched, or to receive another member's."""
         if not batch.scattered:
             buffer = self._for_others.popleft() if fetched is None else fetched
             data = buffer[: HEADER + batch.nbytes]
@@ -258,7 +261,7 @@ class Exchange:
         return _Sent(batch, buffer, packed, work)
 
     def _pack_all(self, batch: Batch, fetched: torch.Tensor, slots: list[torch.Tensor]) -> None:
-        """Copy what each member wants of a batch to where it is sent from."""
+        """Copy each member's part of a batch into the slot that is sent to it."""
         inside = fetched[HEADER : HEADER + batch.nbytes]
         try:
             if self._failed is None:
@@ -268,18 +271,18 @@ class Exchange:
         for slot in slots:
             slot[0] = self._failed is not None
         if fetched.is_cuda:
-            # It is filled again when the copies out of it are done.
+            # The buffer is filled again once the copies out of it are done.
             torch.cuda.current_stream(fetched.device).synchronize()
 
     def _fetch_more(self, pool: ThreadPoolExecutor) -> None:
-        """Have batches read into all buffers that are free."""
+        """Start to read batches into all buffers that are free."""
         while self._mine and self._free:
             batch, buffer = self._mine.popleft(), self._free.popleft()
             inside = buffer[HEADER : HEADER + batch.nbytes]
             self._coming.append((buffer, pool.submit(self._fetch, batch, inside)))
 
     def _fetched(self, members: Linked) -> torch.Tensor:
-        """Wait for the next batch of this member; its header says whether all is well here."""
+        """Wait for the next batch of this member; its header is not 0 if this member has failed."""
         buffer, future = self._coming.popleft()
         self._failed = self._failed or members.interrupted()
         if self._failed is None:
@@ -291,7 +294,7 @@ class Exchange:
         return buffer
 
     def _finish(self, members: Linked) -> bool:
-        """Wait for the oldest batch that is being sent; tell whether its owner is well."""
+        """Wait for the oldest batch that is being sent; return False if its owner has failed."""
         batch, buffer, sent, work = self._sent.popleft()
         try:
             members.wait(work)
@@ -304,7 +307,7 @@ class Exchange:
             except BaseException as error:
                 self._failed = error
         if buffer.is_cuda:
-            # A buffer is free when the copies out of it are done.
+            # The buffer is free once the copies out of it are done.
             torch.cuda.current_stream(buffer.device).synchronize()
         if sent is not None:
             self._free.append(sent)

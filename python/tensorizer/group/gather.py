@@ -1,4 +1,4 @@
-"""Saving tensors of which several processes have parts: one of them writes."""
+"""Saves tensors that are sharded among several processes: one of them writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BATCH_BYTES = 64 << 20
 
 
 class Target(Protocol):
-    """A file that is written."""
+    """A file that is being written."""
 
     def write_leaves(self, names: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors."""
@@ -26,22 +26,22 @@ class Target(Protocol):
         """Make the file visible."""
 
     def abandon(self) -> None:
-        """Give the file up."""
+        """Abandon the file."""
 
 
 class Gathering:
     """The processes of a mesh, which make the same calls; the first of them writes.
 
     Args:
-        tensors: What is to be saved, DTensors among it.
+        tensors: The tensors to save, some of them DTensors.
 
     Raises:
         ValueError: Tensors are of meshes of different processes.
 
     Attributes:
-        members: The processes, which are to join before tensors are gathered.
-        writes: Whether this one writes.
-        failed: Whether a write has failed, which all know.
+        members: The processes, which must join before tensors are gathered.
+        writes: True if this process writes.
+        failed: True if a write has failed, at all processes alike.
 
     """
 
@@ -53,10 +53,10 @@ class Gathering:
         self.failed = False
 
     def join(self) -> None:
-        """Meet the others.
+        """Meet the other processes.
 
         Raises:
-            GroupError: One of them was lost, or did not come.
+            GroupError: A process was lost, or did not come.
 
         """
         try:
@@ -74,14 +74,15 @@ class Gathering:
         """Gather tensors a few at a time, and have one process write them.
 
         Args:
-            names: Their names.
-            tensors: DTensors and others, the same at all processes. Of others the first process
-                writes what it has.
-            write: Called at one process, with which of them these are, and them as a whole.
+            names: The names of the tensors.
+            tensors: DTensors and others, described alike at all processes. Of those that are no
+                DTensors, the first process writes its own.
+            write: Called at the writing process, with a slice of the tensors, and with these
+                tensors as wholes.
 
         Raises:
-            ValueError: Another process is to write other tensors.
-            BaseException: What ``write`` has raised.
+            ValueError: Another process has other tensors.
+            BaseException: The error of ``write``.
 
         """
         described = [(n, _described(t)) for n, t in zip(names, tensors, strict=True)]
@@ -96,7 +97,7 @@ class Gathering:
             )
         for which in _batches(tensors):
             error: BaseException | None = None
-            # All take part in gathering, whatever has happened to one of them.
+            # All processes must take part in gathering, whatever has failed at one of them.
             try:
                 whole = [_whole(tensor) for tensor in tensors[which]]
             except BaseException:
@@ -117,12 +118,12 @@ class Gathering:
         opened: Callable[[], Target],
         written: Callable[[], None],
     ) -> None:
-        """Have one process open a file, write the whole tensors, and close it; the others wait.
+        """Open a file, write the whole tensors and close it, at one process; the others wait.
 
-        ``written`` is called at all of them in between.
+        ``written`` is called at all of them before the file is closed.
 
         Raises:
-            BaseException: What has failed at that process, or see :meth:`write`.
+            BaseException: The error of that process, or see :meth:`write`.
 
         """
         with self.members:
@@ -150,7 +151,7 @@ class Gathering:
 
 
 def _ranks(tensors: Sequence[Any]) -> tuple[int, ...]:
-    """Return the ranks of the mesh of which all meshes are a part."""
+    """Return the ranks of the mesh that contains all meshes."""
 
     def ranks(meshes: Iterable[Any]) -> list[tuple[int, ...]]:
         return sorted({tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}, key=len)
@@ -167,7 +168,7 @@ def _ranks(tensors: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _described(tensor: Any) -> tuple[Any, ...]:
-    """Return what must be the same at all processes."""
+    """Return the properties of a tensor that must be the same at all processes."""
     kind: tuple[Any, ...] = ()
     if sharding.is_sharded(tensor):
         kind = (str(tensor.placements), tuple(tensor.device_mesh.shape))
@@ -179,7 +180,7 @@ def _whole(tensor: Any) -> torch.Tensor:
         plain: torch.Tensor = tensor
         return plain
     with torch.no_grad():
-        # What FSDP keeps on the CPU is gathered where its mesh is.
+        # Parts that FSDP keeps on the CPU are gathered on the device of their mesh.
         whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole
 

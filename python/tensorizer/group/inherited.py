@@ -1,4 +1,4 @@
-"""What a process that is forked off finds of its parent's process groups."""
+"""The default process group that a forked process has inherited from its parent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _FOUND: list[Any] = []
 
 
 def default_group() -> Any:
-    """Return the default group that the process was forked off with, None for none.
+    """Return the default group that the process was forked with; None if there was none.
 
-    Its connections are the parent's: whoever waits for an answer on them waits for ever.
+    Its connections belong to the parent: a process that waits for an answer on them waits forever.
     """
     return _FOUND[0] if _FOUND else None
 
 
 def _in_child() -> None:
-    # Slow to import, and not needed where nobody has.
+    # Not imported here: that is slow, and without it there is no group.
     distributed = sys.modules.get("torch.distributed")
     _FOUND.clear()
     if distributed is not None and distributed.is_initialized():

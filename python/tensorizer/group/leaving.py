@@ -1,7 +1,7 @@
-"""How a member leaves a call: it tells the others by way of their store.
+"""The notice that a member leaves a call, given to the others through the call's store.
 
-Those that wait for it need not see an end of its connections: gloo keeps them while anything is
-being sent or received, until the time-out.
+Members that wait for it may not see its connections end: gloo keeps them until the time-out while
+anything is being sent or received.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: The key in the store of a call.
+#: The key in the store of a call that means that a member has left.
 _LEFT = "left"
-#: Seconds that a member waits before it looks for the key, and between two looks.
+#: Seconds that a member waits before it checks for the key, and between two checks.
 _PAUSE = 0.5
-#: Seconds that it goes on waiting when the store is lost.
+#: Seconds that a member goes on waiting after the store is lost.
 _STORE_LOST = 2.0
 
 
 def tell(store: Any) -> None:
-    """Say that this process leaves. A store that does not answer is not waited for."""
+    """Announce that this process leaves, without waiting long for the store."""
     _aside(lambda: store.set(_LEFT, "")).join(_PAUSE)
 
 
 def let_go(groups: list[Any]) -> None:
-    """Drop the last references to connections, which waits for what is being sent or received."""
+    """Drop the last references to connections on a thread: that waits for messages under way."""
     _aside(groups.clear)
 
 
 @contextlib.contextmanager
 def watch(store: Any) -> Iterator[Callable[[], bool]]:
-    """Give a function that tells, while a member waits, whether another has left."""
+    """Yield a function that tells, while a member waits, whether another one has left."""
     looks_from = time.monotonic() + _PAUSE
     left, done = threading.Event(), threading.Event()
     thread: threading.Thread | None = None
 
     def look() -> None:
-        # The store itself may stand still. It is lost with the process that has it, which may be
-        # through with the call, and then all others soon are.
+        # The store itself may not answer. It is lost when the process that hosts it ends; if that
+        # process has completed the call, all others soon have, too.
         found = False
         while not found and not done.wait(_PAUSE):
             try:
@@ -64,7 +64,7 @@ def watch(store: Any) -> Iterator[Callable[[], bool]]:
 
 
 def end() -> None:
-    """Wait a while for what is still being done, before the interpreter ends."""
+    """Wait up to a second for threads that still run, before the interpreter ends."""
     until = time.monotonic() + 2 * _PAUSE
     for thread in list(_running):
         thread.join(max(0.0, until - time.monotonic()))

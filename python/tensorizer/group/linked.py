@@ -1,4 +1,4 @@
-"""Processes that are connected to each other, and what they exchange."""
+"""Processes that are connected to each other, and the messages that they exchange."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .._errors import GroupError
 from . import leaving, tree
 from .calls import Connections
 
-#: Seconds that a member waits for others beyond the group's timeout, which they see first.
+#: Seconds that a member waits beyond the group's time-out, which is to end the wait first.
 _GRACE = 10.0
 
 
 class Linked:
-    """Connections of a process and others, for nothing else.
+    """Connections between this process and others, used for nothing else.
 
     Args:
         rank: The number of this process among them.
-        size: How many there are.
-        on_device: Whether they exchange tensors of CUDA devices without the CPU.
-        timeout: How long they wait for each other.
+        size: The number of processes.
+        on_device: True if they exchange tensors of CUDA devices without the CPU.
+        timeout: The time that they wait for each other at most.
 
     """
 
@@ -48,12 +48,12 @@ class Linked:
     def connect_hosts(self, connections: Connections, store: Any) -> None:
         """Prepare connections, which are made when they are first used.
 
-        Trees of all members take few of them: a connection of each member to each other would take
-        as many descriptors as there are members.
+        Trees of all members need few of them: connecting each member to each other would take as
+        many descriptors as there are members.
         """
         gloo: Any = distributed_c10d.ProcessGroupGloo
         options = gloo._Options()
-        # As torch itself does it, but for the moment of connecting.
+        # As in torch itself, except that connections are made on first use.
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         options._devices = [gloo.create_device(interface=n, lazy_init=True) for n in names] or [
             gloo.create_default_device(lazy_init=True)
@@ -62,9 +62,9 @@ class Linked:
         connections.hosts = dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def leave(self) -> None:
-        """Give the connections up, for others not to wait for this process."""
+        """Give the connections up, so that others do not wait for this process."""
         if self._process != os.getpid():
-            return  # they are the parent's, which goes on
+            return  # the connections are the parent's, which goes on
         first, self._have_left = not self._have_left, True
         groups = self._connections.take_all()
         if self._store is not None and (first or groups):
@@ -76,10 +76,10 @@ class Linked:
         leaving.let_go(groups)
 
     def check_process(self) -> None:
-        """Refuse a process that was forked off the one that has made the connections.
+        """Raise in a process that was forked from the one that made the connections.
 
         Raises:
-            RuntimeError: It was.
+            RuntimeError: This process was forked.
 
         """
         if self._process != os.getpid():
@@ -88,7 +88,7 @@ class Linked:
             )
 
     def gather(self, data: bytes, length: int) -> list[bytes]:
-        """Return so many bytes of every member; those of shorter ones have zeros behind them."""
+        """Return ``length`` bytes of every member; shorter ones are padded with zeros."""
         every = torch.zeros(self.size, length, dtype=torch.uint8, device="cpu")
         mine = bytearray(data[:length].ljust(length, b"\0"))
         every[self.rank] = torch.frombuffer(mine, dtype=torch.uint8)
@@ -103,7 +103,7 @@ class Linked:
         return [one.tobytes() for one in every.numpy()]
 
     def from_one(self, data: bytes, rank: int, length: int) -> bytes:
-        """Return the bytes of one member, which it gives to all."""
+        """Return the bytes of one member, which it sends to all."""
         mine = bytearray(data.ljust(length, b"\0") if rank == self.rank else length)
         sent = torch.frombuffer(mine, dtype=torch.uint8)
         self.wait(self.broadcast(sent, rank))
@@ -111,7 +111,7 @@ class Linked:
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:
-        """Check that there are connections, to begin an exchange."""
+        """Check that there are connections, before an exchange begins."""
         self.check_process()
         with self.or_lost():
             if self._connections.hosts is None:
@@ -119,25 +119,25 @@ class Linked:
             yield
 
     def broadcast(self, data: torch.Tensor, rank: int) -> Any:
-        """Begin to send a tensor from one member to all; return what :meth:`wait` waits for."""
+        """Begin to send a tensor from one member to all; return the work to :meth:`wait` for."""
         options = dist.BroadcastOptions()
         options.rootRank = rank
         with self._collective():
-            # No frame of a traceback may have the group: see leave.
+            # No frame of a traceback may hold the group: see leave.
             if data.is_cuda and self.on_device:
                 return self._of_devices().broadcast([data], options)
             return self._connections.hosts.broadcast([data], options)
 
     def scatter(self, received: torch.Tensor, slots: Sequence[torch.Tensor], rank: int) -> Any:
-        """Begin to send each member a tensor of its own, of one length, from one member.
+        """Begin to send each member a tensor of its own, all of one length, from one member.
 
         Args:
-            received: What this member receives.
-            slots: At that member, what each receives.
-            rank: That member.
+            received: The tensor that this member receives.
+            slots: At the sender, the tensors for all members.
+            rank: The sender.
 
         Returns:
-            What :meth:`wait` waits for.
+            The work to :meth:`wait` for.
 
         """
         options = dist.ScatterOptions()
@@ -149,10 +149,10 @@ class Linked:
             return self._connections.hosts.scatter([received], every, options)
 
     def _of_devices(self) -> Any:
-        """Return the connections between devices, which take long to be made."""
+        """Return the connections between devices, which take long to make."""
         if self._connections.devices is None:
             options = dist.ProcessGroupNCCL.Options()
-            # Its own watchdog would end the process, where a member is lost.
+            # NCCL's own watchdog would end the process if a member is lost: it must come last.
             options._timeout = self._timeout + datetime.timedelta(seconds=6 * _GRACE)
             store = distributed_c10d.PrefixStore(f"devices{self._part}", self._store)
             made = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
@@ -161,10 +161,10 @@ class Linked:
         return self._connections.devices
 
     def wait(self, work: Any) -> None:
-        """Wait for an exchange, to its end even where this process is interrupted.
+        """Wait for an exchange to end, even if this process is interrupted meanwhile.
 
         Raises:
-            GroupError: It did not come to its end.
+            GroupError: The exchange did not complete.
 
         """
         until = time.monotonic() + self._timeout.total_seconds() + _GRACE
@@ -180,28 +180,28 @@ class Linked:
                     pause = min(pause * 1.5, 5e-3)
                 work.wait()
         finally:
-            # It keeps the connections open, and a traceback keeps this frame.
+            # The work keeps the connections open, and a traceback keeps this frame.
             del work
 
     def _pause(self, seconds: float) -> None:
-        """Sleep, and remember an interruption; a second one ends the call at once."""
+        """Sleep, and store an interruption; a second one ends the call at once."""
         try:
             time.sleep(seconds)
         except BaseException as interrupt:
             if self._interrupt is not None:
                 self.leave()
                 raise
-            # Frames of its traceback have the exchange.
+            # The frames of its traceback hold the exchange.
             self._interrupt = interrupt.with_traceback(None)
 
     def interrupted(self) -> BaseException | None:
-        """Return what has interrupted this process during an exchange, once."""
+        """Return the interruption of this process during an exchange, and forget it."""
         interrupt, self._interrupt = self._interrupt, None
         return interrupt
 
     @contextlib.contextmanager
     def or_lost(self) -> Iterator[None]:
-        """Leave where anything fails, and raise an error of the connections as GroupError."""
+        """Leave if anything fails, and raise an error of the connections as ``GroupError``."""
         try:
             yield
         except BaseException as error:

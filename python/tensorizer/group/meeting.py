@@ -1,7 +1,7 @@
-"""How the members of a call meet, which an interruption of one of them must not tear apart.
+"""The meeting of the members of a call, which an interruption must not break off half-way.
 
-Once one member has seen that all are here, all connect to each other, and each waits for the
-connections of all: whoever went then would have the others wait for the time-out.
+Once one member has seen that all have arrived, all connect to each other, and each waits for the
+connections of all. If a member left then, the others would wait until the time-out.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: What becomes of a call: one of these, which the first member that knows says.
+#: The possible outcomes of a meeting; the first member that knows the outcome stores it.
 _ALL_HERE, _ONE_LEFT, _IN_VAIN = "all are here", "one of them left", "one of them waited in vain"
-#: Seconds between two looks: at first, at most of few members, and for each where there are more,
-#: which one store answers.
+#: Seconds between two checks of the store: at first; at most, with few members; and, with many, for
+#: each member, as one store answers all of them.
 _PAUSE, _LONGEST_PAUSE, _PAUSE_FOR_EACH = 1e-3, 5e-3, 2e-4
 
 
 def meet(
     store: Any, size: int, timeout: datetime.timedelta, leaves: threading.Event, told: str
 ) -> bool:
-    """Wait until all are here, or this one leaves; return whether all tell the same.
+    """Wait until all members arrive or this one leaves; return True if all tell the same.
 
-    The requests of each member to the store do not become more with the number of members, and it
-    asks the less often the more there are.
+    The number of each member's requests to the store does not grow with the number of members, and
+    the more members there are, the less often it asks.
 
     Args:
-        store: Where they meet.
-        size: Their number.
-        timeout: How long they are waited for.
-        leaves: Set when this one leaves.
-        told: What this one tells.
+        store: The store of the call.
+        size: The number of members.
+        timeout: The time to wait at most.
+        leaves: Set when this member leaves.
+        told: The text that this member tells.
 
     Raises:
-        RuntimeError: They do not meet.
+        RuntimeError: A member has left, or did not arrive in time.
 
     """
     until = time.monotonic() + timeout.total_seconds()
@@ -65,20 +65,20 @@ def meet(
 def uninterrupted(
     work: Callable[[threading.Event], None],
 ) -> tuple[BaseException | None, BaseException | None]:
-    """Do some work on a thread, which signals do not interrupt.
+    """Run some work on a thread, which signals do not interrupt.
 
     Args:
-        work: Gets an event that is set when this thread is interrupted.
+        work: Called with an event that is set when the calling thread is interrupted.
 
     Returns:
-        What has interrupted this thread, if something has, and what the work has raised.
+        The interruption of the calling thread, and the error of the work; each may be None.
 
     Raises:
         BaseException: A second interruption, at once.
 
     """
     leaves, ended = threading.Event(), threading.Event()
-    # Whoever takes it does the work, once.
+    # The thread that pops the item does the work, so that it is done once.
     claim: list[None] = [None]
     failed: list[BaseException] = []
 
@@ -99,22 +99,22 @@ def uninterrupted(
             if not begun:
                 begun = True
                 _begin(run)
-            # Asleep, it sees every kind of interruption.
+            # A sleep is ended by every kind of interruption.
             while not ended.is_set():
                 time.sleep(_PAUSE)
         except BaseException as error:
             leaves.set()
             if interruption is not None:
                 raise
-            # Frames of its traceback may have what the work has made.
+            # The frames of its traceback may hold objects that the work has made.
             interruption = error.with_traceback(None)
-            # There may be no thread yet.
+            # The thread may not have been started.
             run()
     return interruption, failed.pop() if failed else None
 
 
 def _begin(work: Callable[[], None]) -> None:
-    """Have a thread do something, or do it here where there can be none."""
+    """Run a function on a thread, or here if no thread can be started."""
     try:
         _thread.start_new_thread(work, ())
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The members of a process group: what they tell each other, and that they fail together."""
+"""The members of a process group, which exchange values and fail together."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from .linked import Linked
 
 _T = TypeVar("_T")
 
-#: Bytes of what every member tells at once, and of the length in front of it.
+#: Bytes of each member's answer that are sent first, and of the length in front of it.
 _TOLD_AT_ONCE, _LENGTH = 512, 8
-#: Connections of parts that are kept from call to call: each takes descriptors and threads.
+#: The most connections of parts that are kept between calls: each takes descriptors and threads.
 _MOST_PARTS_KEPT = 32
 
 
 class Members(Linked):
-    """Some processes, for one call that all of them make.
+    """The processes that make one call together.
 
     Args:
         ranks: Their ranks in the default group, the same at all of them.
         like: A group whose backend and time-out are used.
 
     Raises:
-        ValueError: This process is none of them.
-        RuntimeError: It was forked off one of them.
+        ValueError: This process is not one of them.
+        RuntimeError: This process was forked from one of them.
 
     Attributes:
         rank: The number of this process among them.
-        size: How many there are.
-        on_device: Whether they exchange tensors of CUDA devices without the CPU.
+        size: The number of members.
+        on_device: True if they exchange tensors of CUDA devices without the CPU.
 
     """
 
@@ -83,15 +83,15 @@ class Members(Linked):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the call. Where it fails and the others do not know it, they need not wait."""
+        """End the call; leave it if it fails here and the other members do not know that."""
         if error is not None and not self._have_failed:
             self.leave()
 
     def join(self) -> None:
-        """Meet the others, and connect to them.
+        """Meet the other members, and connect to them.
 
         Raises:
-            GroupError: One of them was lost, or did not come.
+            GroupError: A member was lost, or did not come.
 
         """
         self.check_process()
@@ -107,7 +107,7 @@ class Members(Linked):
                 if failure is not None and interruption is None:
                     raise failure
             finally:
-                # It knows this call, and all that it holds.
+                # Its traceback holds this call, and all objects of it.
                 del failure
         try:
             if interruption is not None:
@@ -117,9 +117,9 @@ class Members(Linked):
             del interruption
 
     def _connect(self, calls: Calls, leaves: threading.Event) -> None:
-        """Meet the others, unless this one leaves before all are here, and connect to them.
+        """Meet the other members, unless this one leaves before all arrive, and connect to them.
 
-        Where all have the connections of the same earlier call, they go on with these.
+        If all have the connections of the same earlier call, they use these again.
         """
         kept = calls.kept if calls.last.hosts is not None else 0
         same = meeting.meet(self._store, self.size, self._timeout, leaves, str(kept))
@@ -131,16 +131,16 @@ class Members(Linked):
             self.connect_hosts(calls.last, self._store)
         self._connections = calls.last
         if self._have_left:
-            # It was not waited for.
+            # This member has left without waiting for this thread.
             self.leave()
 
     def part(self, ranks: Sequence[int]) -> Members:
-        """Return some of the members, this one among them, which all make this call.
+        """Return some of the members, this one among them; all of them make this call.
 
-        They have connections of their own, which are kept with those of all.
+        They have connections of their own, which are kept with those of all members.
 
         Raises:
-            GroupError: One of them was lost.
+            GroupError: A member was lost.
 
         """
         part = copy.copy(self)
@@ -157,17 +157,18 @@ class Members(Linked):
                 try:
                     if failure is not None:
                         raise failure
-                    # As during an exchange: the others are told at its end.
+                    # As during an exchange, the other members are told at its end.
                     part._interrupt = interruption
                 finally:
                     del failure, interruption
             if part.on_device:
-                # Connections between devices are made while nothing is watched: all are here first.
+                # Connections between devices are made without a watch for members that leave: wait
+                # until all have arrived.
                 part.gather(b"", 1)
         return part
 
     def done(self) -> None:
-        """End a call that ended well at all members: the next one goes on with its connections."""
+        """End a call that succeeded at all members: the next one uses its connections again."""
         calls = Calls.of(self._name, self.size)
         few_parts = len(self._connections.of_parts) <= _MOST_PARTS_KEPT
         if calls.last is self._connections and calls.last.hosts is not None and few_parts:
@@ -176,7 +177,7 @@ class Members(Linked):
     def together(
         self, work: Callable[[], _T], tell: Callable[[_T], Any] | None = None
     ) -> tuple[_T, list[Any]]:
-        """Do some work at every member; return its result, and what each tells of its own.
+        """Run ``work`` at every member; return its result, and what each member tells of its own.
 
         Raises:
             BaseException: See :meth:`agree`.
@@ -191,11 +192,11 @@ class Members(Linked):
         return result, self.agree(None, told)
 
     def agree(self, error: BaseException | None, told: Any = None) -> list[Any]:
-        """Return what every member tells, unless one of them has failed.
+        """Return the values of all members, or raise if one of them has failed.
 
         Raises:
-            BaseException: What has failed here. Else what has failed at the first of the others:
-                an error of the same class, where it can be sent.
+            BaseException: The error of this member. Else the error of the first other member that
+                has failed: of the same class if it can be sent, and else a ``GroupError``.
 
         """
         try:
@@ -210,16 +211,16 @@ class Members(Linked):
                     raise _received(failure, rank)
             return [told for told, _ in answers]
         finally:
-            # It knows this call, and all that it holds.
+            # Its traceback holds this call, and all objects of it.
             del error
 
     def tell(self, value: Any) -> list[Any]:
-        """Return what every member tells.
+        """Return the values of all members.
 
-        Up a tree to the first one, and from there to all: in a time that grows with the logarithm
-        of their number. The length of each answer and its first bytes, as a rule all of it, come
-        first. What is longer comes from its member, or, of several members, once more by the tree,
-        padded to the longest.
+        They go up a tree to the first member, and from there to all, in a time that grows with the
+        logarithm of the number of members. The length of each value and its first bytes, as a rule
+        all of it, are sent first. If one value is longer, its member sends the rest; if several
+        are, the tree is used once more, with all padded to the longest.
         """
         data = pickle.dumps(value)
         begun = self.gather(_with_length(data), _TOLD_AT_ONCE)
@@ -240,10 +241,10 @@ class Members(Linked):
         return answers
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Do some work at the first member, and return its result at all of them.
+        """Run ``work`` at the first member, and return its result at all of them.
 
         Raises:
-            BaseException: What has failed there: see :meth:`agree`.
+            BaseException: The error of the first member: see :meth:`agree`.
 
         """
         told: tuple[Any, Any] = None, None
@@ -270,24 +271,24 @@ class Members(Linked):
             found: _T = result
             return found
         finally:
-            # It knows this call, and all that it holds.
+            # Its traceback holds this call, and all objects of it.
             del error
 
     def _raise_interrupt(self) -> None:
-        """Leave if this process was interrupted during an exchange."""
+        """Leave, and raise the interruption, if this process was interrupted in an exchange."""
         interrupt = self.interrupted()
         if interrupt is not None:
-            # The others go on, and would wait for this one.
+            # The other members go on, and would wait for this one.
             self.leave()
             try:
                 raise interrupt
             finally:
-                # Its traceback has this frame.
+                # Its traceback holds this frame.
                 del interrupt
 
 
 def _timeout(group: dist.ProcessGroup, on_device: bool) -> datetime.timedelta:
-    """Return how long members of a group wait for each other."""
+    """Return the time that members of a group wait for each other."""
     device = torch.device("cuda" if on_device else "cpu")
     try:
         timeout = group._get_backend(device).options._timeout
@@ -302,7 +303,7 @@ def _with_length(data: bytes) -> bytes:
 
 
 def _sendable(error: BaseException) -> tuple[bytes | None, str]:
-    """Return an error as bytes, where it survives that, and as text."""
+    """Return an error as bytes, if it survives pickling, and as text."""
     text = f"{type(error).__name__}: {error}"
     if not isinstance(error, Exception):
         return None, text
@@ -315,7 +316,7 @@ def _sendable(error: BaseException) -> tuple[bytes | None, str]:
 
 
 def _received(failure: tuple[bytes | None, str], rank: int) -> BaseException:
-    """Return the error of another member."""
+    """Return the exception for the error of another member."""
     data, text = failure
     where = f"rank {rank} of the group failed"
     if data is None:

@@ -1,4 +1,4 @@
-"""Who of a group fetches what: tensors cut into boxes, and these put together in batches."""
+"""The plan of the fetches of a group: tensors are cut into boxes, and these put into batches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 from ..tensors.sharding import Ranges
 
-#: Where each piece of a batch begins, in bytes: the longest element of torch has 16.
+#: The alignment of pieces in a batch, in bytes: the longest element of torch has 16.
 _ALIGNMENT = 64
-#: Bytes in front of what a member receives: whether anything has failed at the owner.
+#: Bytes in front of the data of a batch: they tell whether its owner has failed.
 HEADER = 64
-#: The most members to which each other one sends what they want of a batch: these are as many
+#: The most members that send each other only their parts of batches: each member then has as many
 #: connections.
 _MOST_SCATTERED = 128
-#: The largest share of a batch that a member receives by itself; of more, all receive all of it.
+#: The largest share of a batch that is sent as a part; for a larger one, all members receive all.
 _SCATTERED_SHARE = 0.9
-#: A tensor in one piece, and with it what is sent of it, is held so many times at most.
+#: The most bytes to send of a tensor in one piece, as a multiple of its own bytes.
 _MOST_COPIES = 2
-#: What lies together in a file by so many bytes, and only one member wants, it reads by itself.
+#: Bytes of a contiguous run in a file from which on its only member reads it by itself.
 _LONG_RUN = 1 << 20
 
 
@@ -30,11 +30,10 @@ class Boxes:
     """The boxes of a tensor that members want.
 
     Attributes:
-        of: The range of each dimension that holds what a member wants, by member; None of one that
-            wants nothing. Dimensions at the end that are wanted as a whole may be left out.
+        of: By member, the range of each dimension that encloses what it wants; None if it wants
+            nothing. Dimensions at the end that are wanted as a whole may be left out.
         widest: By dimension, the most indices that any member wants.
-        apart: The dimension in which the boxes lie beside each other, if they differ in no other
-            one and no two of them overlap.
+        apart: The only dimension in which the boxes differ, if no two of them overlap; else None.
 
     """
 
@@ -44,7 +43,7 @@ class Boxes:
 
     @staticmethod
     def made(of: Sequence[Ranges | None]) -> Boxes | None:
-        """Return the boxes of members; None where all want all columns of the same rows."""
+        """Return the boxes of members; None if all want all columns of the same rows."""
         boxes = [box for box in of if box is not None]
         dims = max(map(len, boxes), default=0)
         if dims <= 1 and len(set(of)) <= 1:
@@ -57,7 +56,7 @@ class Boxes:
 
 
 def _longer(box: Ranges, shape: Sequence[int]) -> Ranges:
-    """Return a box with a range of every dimension."""
+    """Return a box with a range for every dimension."""
     return (*box, *((0, size) for size in shape[len(box) :]))
 
 
@@ -74,8 +73,8 @@ def _apart(boxes: Sequence[Ranges], dims: int) -> int | None:
 class Wanted:
     """A tensor that members of a group want, or some of its rows.
 
-    ``whole`` says that it must be fetched in one piece, as for its hashes. ``boxes`` are what each
-    member wants of these rows, where that is not the same.
+    ``whole`` means that it must be fetched in one piece, as for its hashes. ``boxes`` are the parts
+    of these rows that each member wants, if they differ.
     """
 
     number: int
@@ -87,12 +86,12 @@ class Wanted:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are fetched."""
+        """The number of bytes that are fetched."""
         start, stop = (0, 1) if not self.shape else (0, self.shape[0]) if self.whole else self.rows
         return (stop - start) * math.prod(self.shape[1:]) * self.itemsize
 
     def unit(self, members: int) -> int:
-        """Return how many bytes of memory a batch of it takes at least."""
+        """Return the bytes of memory that a batch of it takes at least."""
         if not self.whole:
             return self.itemsize
         nbytes = math.prod(self.shape) * self.itemsize
@@ -104,7 +103,7 @@ class Wanted:
         )
 
     def box(self, member: int) -> Ranges | None:
-        """Return the box that holds what a member wants; None of nothing."""
+        """Return the box that encloses what a member wants; None for nothing."""
         box: Ranges | None = (self.rows,)
         if self.boxes is not None:
             box = self.boxes.of[member]
@@ -113,14 +112,14 @@ class Wanted:
         return _longer(box, self.shape)
 
     def room(self, ranges: Ranges) -> int:
-        """Return the most bytes of a box that any member wants."""
+        """Return the most bytes of a box that any single member wants."""
         sizes = [stop - start for start, stop in ranges]
         widest = () if self.boxes is None else self.boxes.widest
         fitting = itertools.starmap(min, zip(sizes, widest, strict=False))
         return math.prod((*fitting, *sizes[len(widest) :])) * self.itemsize
 
     def is_apart(self) -> bool:
-        """Tell whether no two members want the same, and this in long runs: each reads its own."""
+        """Tell whether no two members want the same, in long runs: then each reads its own."""
         if self.boxes is None or self.boxes.apart is None or self.whole:
             return False
         dim = self.boxes.apart
@@ -129,10 +128,10 @@ class Wanted:
         return all((box[dim][1] - box[dim][0]) * below >= _LONG_RUN for box in boxes)
 
     def pieces(self, members: int, most: int) -> tuple[bool, Iterator[Ranges]]:
-        """Return whether members receive only what they want, and boxes in the order of bytes.
+        """Return True if members receive only their parts, and boxes in the order of their bytes.
 
-        Boxes have at most ``most`` bytes, with all that is sent of them; or they are one element,
-        or the whole tensor.
+        A box has at most ``most`` bytes, and so has all data that is sent of it; or it is one
+        element, or the whole tensor.
         """
         everything = tuple((0, size) for size in self.shape)
         if not self.shape or self.whole:
@@ -158,7 +157,7 @@ class Wanted:
         return room <= _SCATTERED_SHARE * nbytes and members * room <= _MOST_COPIES * nbytes
 
     def _first_cut(self, most: int) -> int:
-        """Return the first dimension of which one index has few enough bytes."""
+        """Return the first dimension of which one index has at most ``most`` bytes, or the last."""
         cut = 0
         while cut < len(self.shape) - 1 and self._row(cut) > most:
             cut += 1
@@ -170,7 +169,7 @@ class Wanted:
 
 
 def _cut(ends: Ranges, cut: int, step: int) -> Iterator[Ranges]:
-    """Yield boxes of so many indices of a dimension, of one index of those before it."""
+    """Yield boxes of ``step`` indices of one dimension, and one index of each dimension before."""
     for above in itertools.product(*(range(*dim) for dim in ends[:cut])):
         for start in range(ends[cut][0], ends[cut][1], step):
             stop = min(start + step, ends[cut][1])
@@ -179,10 +178,10 @@ def _cut(ends: Ranges, cut: int, step: int) -> Iterator[Ranges]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor whose bytes follow each other in the file.
+    """A box of a tensor whose bytes are contiguous in the file.
 
-    ``start`` and ``nbytes`` are its place in the bytes of a batch, and ``place`` where what a
-    member wants of it begins in what that member receives.
+    ``start`` and ``nbytes`` are its position and length in a batch. ``place`` is the position of a
+    member's part of it in the bytes that the member receives.
     """
 
     number: int
@@ -194,14 +193,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one member fetches at a time, and gives to the others.
+    """A batch that one member fetches at a time, and sends to the others.
 
     Attributes:
-        owner: The member.
-        pieces: What it fetches.
+        owner: The member that fetches it.
+        pieces: The pieces that it consists of.
         nbytes: The bytes of all pieces.
         received: The bytes that each member receives.
-        scattered: Whether each receives what it wants of it, and not all of it.
+        scattered: True if each member receives only its part.
 
     """
 
@@ -215,8 +214,8 @@ class Batch:
 def batches(wanted: Iterable[Wanted], members: int, most: int) -> list[Batch]:
     """Cut tensors into batches, which members fetch in turn.
 
-    They have at most ``most`` bytes, and so has what is sent of them; or they are one element or
-    one whole tensor.
+    A batch has at most ``most`` bytes, and so has all data that is sent of it; or it is one element
+    or one whole tensor.
     """
     made: list[Batch] = []
     pieces: list[Piece] = []
@@ -256,7 +255,7 @@ def _aligned(size: int) -> int:
 
 
 def common(one: Ranges, other: Ranges | None) -> Ranges | None:
-    """Return the box that two boxes have in common."""
+    """Return the intersection of two boxes; None if it is empty."""
     if other is None:
         return None
     ends = zip(one, other, strict=True)
@@ -265,7 +264,7 @@ def common(one: Ranges, other: Ranges | None) -> Ranges | None:
 
 
 def overlap(one: Ranges, other: Ranges | None) -> tuple[Ranges, Ranges] | None:
-    """Return what two boxes have in common: its ranges in the one and in the other."""
+    """Return the intersection of two boxes, as ranges relative to the one and to the other."""
     both = common(one, other)
     if both is None or other is None:
         return None
@@ -273,6 +272,6 @@ def overlap(one: Ranges, other: Ranges | None) -> tuple[Ranges, Ranges] | None:
 
 
 def _within(box: Ranges, around: Ranges) -> Ranges:
-    """Return the ranges of a box in another one that it lies in."""
+    """Return the ranges of a box relative to one that contains it."""
     ends = zip(box, around, strict=True)
     return tuple((low - first, high - first) for (low, high), (first, _) in ends)

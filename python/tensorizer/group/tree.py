@@ -1,7 +1,7 @@
-"""A binomial tree of members, up which each sends what it and those below it have to tell.
+"""A binomial tree of members: each sends its data, and that of members below it, to its parent.
 
-Gloo gathers by a ring, in as many steps as there are members; a tree takes the logarithm of them,
-and each member a few connections.
+Gloo gathers by a ring, in as many steps as there are members. A tree takes the logarithm of that,
+and few connections per member.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import torch
 
 
 def below(rank: int, size: int) -> tuple[list[int], int]:
-    """Return the children of a member, and the end of the ranks from its own on that are below."""
+    """Return the children of a member, and the end of the ranks in its subtree."""
     reach = rank & -rank or size
     steps = (1 << power for power in range(reach.bit_length()) if 1 << power < reach)
     return [rank + step for step in steps if rank + step < size], min(rank + reach, size)
 
 
 def parent(rank: int) -> int:
-    """Return the member that another one sends to; the first one sends to none."""
+    """Return the member that another one sends to; the first member sends to none."""
     return rank & (rank - 1)
 
 
 class Gather:
-    """Gathers a row of each member at the first one, on a thread.
+    """Gathers one row of each member at the first one, on a thread.
 
-    Gloo tells nothing of a message before it is waited for, and only a lost connection or the
-    time-out ends the waiting: the thread is not waited for where the call fails before.
+    Gloo reports nothing about a message before it is waited for, and only a lost connection or the
+    time-out ends the wait. So the thread is not waited for if the call fails before.
 
     Args:
         group: The connections of all members.
-        rows: A row for each member, of which the own one is filled. It is the first one that gets
-            all of them.
+        rows: A row for each member, of which this member's own is filled. The first member gets all
+            of them.
         rank: The number of this member.
 
     """
@@ -60,16 +60,16 @@ class Gather:
         except BaseException as error:
             self._failed = error.with_traceback(None)
         finally:
-            # It keeps the connections open.
+            # The thread's reference keeps the connections open.
             del group
             self._ended.set()
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended, well or not."""
+        """Tell whether the gathering has ended, well or not."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Raise what has failed.
+        """Raise the error of the thread, if there is one.
 
         Raises:
             RuntimeError: A connection was lost.
@@ -83,5 +83,5 @@ class Gather:
             del failed
 
     def stop(self) -> None:
-        """Send no more, where the call has failed."""
+        """Send nothing more, because the call has failed."""
         self._stopped = True

@@ -1,4 +1,4 @@
-"""The tensors that members of a group want of a file: in few bytes to send, and merged."""
+"""The tensors that members of a group want of a file: encoded in few bytes, and merged."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from ..tensors.sharding import Ranges
 from .plan import Boxes
 
-#: By kind of tensor, the range of each dimension that holds what is wanted, without the dimensions
-#: at the end that are wanted as a whole.
+#: By kind of tensor, the range of each dimension that encloses what is wanted, without the
+#: dimensions at the end that are wanted as a whole.
 Table: TypeAlias = tuple[Ranges, ...]
 
 
@@ -23,14 +23,15 @@ Table: TypeAlias = tuple[Ranges, ...]
 class Structure:
     """The tensors that a member wants, as a column of numbers, and a column of their kinds.
 
-    Of tensors of one kind, whose cut dimensions are as long, a member wants the same ranges.
-    Members that cut tensors alike have the same structure, with other ranges for each kind.
+    Tensors of one kind have cut dimensions of the same lengths, and a member wants the same ranges
+    of them. Members that cut tensors alike have the same structure, with other ranges for each
+    kind.
     """
 
     columns: torch.Tensor
 
     def encoded(self) -> bytes:
-        """Return it as bytes.
+        """Return the structure as bytes.
 
         Models repeat their layers: differences from number to number, and kinds, compress to a
         percent or less.
@@ -41,7 +42,7 @@ class Structure:
 
     @staticmethod
     def decoded(data: bytes) -> Structure:
-        """Return what :meth:`encoded` has made bytes of."""
+        """Return the structure of the bytes that :meth:`encoded` has made."""
         raw = bytearray(zlib.decompress(data))
         if not raw:
             return Wish.of([]).structure
@@ -49,13 +50,13 @@ class Structure:
         return Structure(torch.stack([steps.cumsum(0), kinds]))
 
     def digest(self) -> bytes:
-        """Return what tells it from other structures."""
+        """Return a digest that tells the structure from others."""
         return hashlib.sha256(self.columns.numpy().tobytes()).digest()
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The tensors that a member wants, and of each the ranges that hold what it wants."""
+    """The tensors that a member wants, each with the ranges that enclose what it wants."""
 
     structure: Structure
     table: Table
@@ -79,7 +80,7 @@ class Wish:
 
 #: The most parts of a group that a member exchanges with: each takes connections of its own.
 MOST_PARTS = 8
-#: The most rows of tables that are compared for parts: about a second of CPU.
+#: The most rows of tables that are compared to find parts: about a second of CPU time.
 _MOST_COMPARED = 1_000_000
 
 
@@ -87,8 +88,8 @@ class Share(NamedTuple):
     """The rows of a tensor that some members want, and the box of each.
 
     Attributes:
-        rows: The rows that hold what any of them wants.
-        boxes: What each of them wants; None where all want these rows.
+        rows: The rows that enclose what any of them wants.
+        boxes: The box that each of them wants; None if all want these rows.
 
     """
 
@@ -96,19 +97,19 @@ class Share(NamedTuple):
     boxes: Boxes | None
 
 
-#: Of tensors that members want alike: what some members want, and the ranks of these.
+#: A share of tensors that members want alike, and the ranks of these members.
 _Shared: TypeAlias = tuple[Share, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The wants of all members together, as they concern one of them.
+    """The merged wishes of all members, for one of them.
 
     Attributes:
-        shared: By the ranks of those that want the same, or overlapping, rows of tensors: for each
-            tensor, by number in rising order, what these want. This member is one of each of them.
+        shared: By the ranks of members that want the same, or overlapping, rows of tensors: their
+            share of each tensor, by number in rising order. This member is among all these ranks.
         alone: The tensors of which this member wants rows that no other one wants.
-        exchanges: Whether any members want the same, which is told alike to all of them.
+        exchanges: True if any members want the same; equal at all members.
 
     """
 
@@ -125,16 +126,16 @@ def merged(
 ) -> Merged:
     """Merge the wishes of all members.
 
-    All members want the same of many tensors, or the same parts: tensors are compared by what
-    members want of them, each different case once. A member that wanted something together with
-    more than :data:`MOST_PARTS` others sets of members shares with all of them instead.
+    As a rule, all members want the same of many tensors, or the same parts. So tensors are grouped
+    by what members want of them, and each different case is merged once. If any member would share
+    tensors with more than :data:`MOST_PARTS` sets of members, all members share all of them.
 
     Args:
-        wishes: Each structure once, with the ranks and tables of all members that have it.
+        wishes: Each different structure, with the ranks and tables of all members that have it.
         count: The number of tensors of the file.
         in_one_piece: Tensors that are always fetched as a whole: if several members want parts of
             one, these are shared.
-        member: The rank of this one, and the number of all.
+        member: The rank of this member, and the number of all members.
 
     """
     rank, size = member
@@ -145,7 +146,7 @@ def merged(
     for seed, (structure, tables) in enumerate(wishes):
         numbers, kinds = structure.columns
         times[numbers] += len(tables)
-        # Sums of random numbers are the same for the same kinds, and for no others.
+        # Sums of random numbers are equal for the same kinds, and (almost surely) for no others.
         seeded = torch.Generator(device="cpu").manual_seed(seed)
         ends = (len(tables[0][1]),)
         marks = torch.randint(-(2**63), 2**63 - 1, ends, generator=seeded, device="cpu")
@@ -171,7 +172,7 @@ def merged(
     often = Counter(rank for ranks in parts for rank in ranks)
     if max(often.values(), default=0) > MOST_PARTS:
         of_cases = [[(_share(of_case, everyone), everyone)] for of_case in boxes]
-    # By case what has this member.
+    # The share of this member, by case.
     own = [next((one for one in of_case if rank in one[1]), None) for of_case in of_cases]
     for number, case in zip(several.tolist(), case_of.tolist(), strict=True):
         of_case = own[case]
@@ -188,7 +189,7 @@ def merged(
 def _boxes(
     wishes: Sequence[tuple[Structure, Sequence[tuple[int, Table]]]], examples: torch.Tensor
 ) -> list[list[tuple[Ranges, int]]]:
-    """Return the boxes that members want of some tensors, each with the rank."""
+    """Return the boxes that members want of some tensors, each with the member's rank."""
     found: list[list[tuple[Ranges, int]]] = [[] for _ in range(len(examples))]
     for structure, tables in wishes:
         numbers, kinds = structure.columns
@@ -200,7 +201,7 @@ def _boxes(
 
 
 def _shares(boxes: Iterable[tuple[Ranges, int]], in_one_piece: bool) -> list[_Shared]:
-    """Put boxes together whose rows overlap, or all that are in one piece."""
+    """Group boxes whose rows overlap, or all boxes of a tensor that is in one piece."""
     made: list[tuple[int, list[tuple[Ranges, int]]]] = []
     for ranges, rank in sorted(boxes):
         start, stop = ranges[0]
@@ -217,7 +218,7 @@ def _shares(boxes: Iterable[tuple[Ranges, int]], in_one_piece: bool) -> list[_Sh
 
 
 def _share(boxes: Sequence[tuple[Ranges, int]], ranks: Sequence[int]) -> Share:
-    """Return what members of some ranks want together."""
+    """Return the common share of members of some ranks."""
     rows = [ranges[0] for ranges, _ in boxes]
     by_rank = {rank: ranges for ranges, rank in boxes}
     ends = min(start for start, _ in rows), max(stop for _, stop in rows)
@@ -229,7 +230,7 @@ def _by_all(
     count: int,
     several: torch.Tensor,
 ) -> dict[int, Share]:
-    """Return the rows that hold what any member wants, of tensors that several want."""
+    """Return the rows that enclose what any member wants, of tensors that several members want."""
     lows = torch.full((count,), torch.iinfo(torch.int64).max, dtype=torch.int64, device="cpu")
     highs = torch.full((count,), -1, dtype=torch.int64, device="cpu")
     for structure, tables in wishes:

@@ -26,7 +26,7 @@ def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
         attribute: ``AT_PARAMETER`` or ``AT_BUFFER`` of :mod:`tensorizer.tensors_pb2`, or None.
 
     Raises:
-        TypeError: It is no tensor, or of a dtype that messages do not know.
+        TypeError: It is not a tensor, or has a dtype that messages lack.
 
     """
     if not isinstance(t, torch.Tensor):
@@ -42,8 +42,8 @@ def deserialize_tensor(t: Any) -> torch.Tensor | tuple[torch.Tensor, int]:
     """Return the tensor of a message, together with ``attr_type`` if it has one.
 
     Raises:
-        ValueError: The message has a dtype that is not known, or another number of bytes than
-            its shape says.
+        ValueError: The message has an unknown dtype, or another number of bytes than its shape
+            needs.
 
     """
     dtype = PbDtypes.get(t.dtype)
@@ -64,7 +64,7 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
     message = messages.Module()
     for name, module in model.named_modules():
         own = message.attributes.add(name=name).module
-        # Its presence is what says that it is a module.
+        # The presence of the field says that it is a module.
         own.SetInParent()
         kinds = (
             (module._parameters, messages.VALUES["AT_PARAMETER"]),

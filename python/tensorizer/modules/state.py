@@ -1,4 +1,4 @@
-"""The tensors of modules: finding them, naming them, putting them back."""
+"""The tensors of modules: finding, naming and replacing them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tensors import sharding, subclasses
 from ..tensors.exchange import are_plain, is_fillable
 from .wrappers import Submodules, tensor_of
 
-#: Tensors that a warning names.
+#: The most tensors that a warning names.
 _MOST_NAMED = 20
 _SCRIPTED = (
     ": a scripted module gets no new tensors, and a frozen one has none; load before "
@@ -30,7 +30,7 @@ _FUSED = (
 
 @dataclass(slots=True)
 class Place:
-    """Where in a module a tensor belongs."""
+    """The place of a tensor in a module."""
 
     module: torch.nn.Module
     attribute: str
@@ -38,7 +38,7 @@ class Place:
 
     @staticmethod
     def find(submodules: Submodules, name: Name, kind: TensorType) -> Place:
-        """Find the place of a tensor; nothing is changed.
+        """Return the place of a tensor, without changing the module.
 
         Raises:
             KeyError, ValueError, NotImplementedError: See ``load_into_module``.
@@ -60,8 +60,8 @@ class Place:
             raise KeyError(f"the module has no submodule {path!r}, to which {name!r} belongs{hint}")
         if stated and not isinstance(module, torch.jit.ScriptModule):
             return Place(module, attribute, kind)
-        # A state dict does not say what its tensors are, and those of a scripted module stay what
-        # they are. What the module lacks becomes a buffer.
+        # A state dict does not state the role of its tensors, and tensors of a scripted module keep
+        # theirs. A tensor that the module lacks becomes a buffer.
         is_parameter = attribute in module._parameters
         is_parameter = is_parameter and module._parameters[attribute] is not None
         return Place(module, attribute, TensorType.PARAM if is_parameter else TensorType.BUFFER)
@@ -75,7 +75,7 @@ class Place:
         return group if self.kind is TensorType.PARAM else self.module._buffers
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is here as what the file says: parameter or buffer."""
+        """Tell whether a tensor is here, in the role that the file states: parameter or buffer."""
         group = self._group()
         return self.attribute in group and group[self.attribute] is tensor
 
@@ -88,13 +88,13 @@ class Place:
         return known or not hasattr(module, name)
 
     def set(self, tensor: torch.Tensor) -> None:
-        """Put a tensor in the place of one of the same kind."""
+        """Put a tensor in the place of one of the same role."""
         self._group()[self.attribute] = tensor
 
     def can_fill(
         self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, shape: Sequence[int]
     ) -> bool:
-        """Tell whether a tensor can take bytes of this form where it is."""
+        """Tell whether a tensor can be filled in place with data of this form."""
         return (
             (subclasses.is_plain(tensor) or not is_lazy(tensor))
             and self.is_of(tensor)
@@ -106,7 +106,7 @@ class Place:
 
 
 def _hint(root: torch.nn.Module, path: str) -> str:
-    """Return what to do about a submodule that a module lacks, as the end of a message."""
+    """Return a hint for the end of a message about a submodule that a module lacks."""
     if isinstance(root, torch.jit.ScriptModule):
         return _SCRIPTED
     transformers = sys.modules.get("transformers.modeling_utils")
@@ -117,7 +117,7 @@ def _hint(root: torch.nn.Module, path: str) -> str:
 
 
 def with_dot(name: str) -> str:
-    """Return the name that a module's tensor has here of the one that a state dict gives it."""
+    """Return a state dict's name in the form of a module's: those of the root begin with a dot."""
     return name if "." in name else f".{name}"
 
 
@@ -153,12 +153,12 @@ def check(
     *,
     strict: bool,
 ) -> None:
-    """Refuse a module that does not fit the tensors of a file; warn of what one of them lacks.
+    """Refuse a module that does not fit a file; warn of tensors that only one of them has.
 
-    ``found`` has places and what is there. ``all_tensors`` are those of the module for all names
-    of the file, if the file should have each of them; of tied tensors one is enough. With
-    ``strict`` it must have them, and no others. Names are those of the file: in a state dict,
-    tensors of the root have names without a dot.
+    ``found`` has places, and the tensors that are there. ``all_tensors`` are the module's tensors
+    for all names of the file; None if the file need not have each of them. Of tied tensors one is
+    enough. With ``strict`` the file must have all of them, and no others. Names are those of the
+    file: in a state dict, tensors of the root have names without a dot.
 
     Raises:
         KeyError, RuntimeError, NotImplementedError: See ``load_into_module``.
@@ -166,7 +166,7 @@ def check(
     """
     wrong: list[str] = []
     unknown: list[str] = []
-    # Tensors of the root have names with a dot, or without: of one tensor there is one.
+    # Names of root tensors may begin with a dot or not, but a file cannot have both for one tensor.
     all_names = set(names)
     wrong += [
         f"{name} and .{name} of the file are one tensor of the module"
@@ -223,7 +223,7 @@ def check(
 def without_extra_state(
     numbers: Sequence[int], names: Sequence[Name], kinds: Sequence[TensorType]
 ) -> list[int]:
-    """Leave out what modules have put of themselves into a state dict: no tensor of theirs."""
+    """Leave out the ``_extra_state`` of modules in a state dict, which is no tensor of theirs."""
     kept = []
     for number, name, kind in zip(numbers, names, kinds, strict=True):
         extra = isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
@@ -234,14 +234,14 @@ def without_extra_state(
     return kept
 
 
-#: Tensors by which a program knows files of its own, and which it registers in this way (vLLM).
+#: Tensors by which vLLM recognises its own files, and which it registers in this way.
 MARKERS = ("vllm_tensorized_marker",)
 
 
 def _missing(root: torch.nn.Module, there: set[int]) -> list[str]:
-    """Return what a file lacks of a module, apart from buffers that are not persistent.
+    """Return the names of a module's tensors that a file lacks, except non-persistent buffers.
 
-    ``there`` are the ids of the tensors that it has.
+    ``there`` has the ids of the module's tensors that are in the file.
     """
     return sorted(
         name
@@ -256,12 +256,12 @@ def assign(
     loaded: Sequence[tuple[Place, torch.Tensor]],
     fill: bool,
 ) -> None:
-    """Give parameters and buffers what was loaded.
+    """Put loaded tensors into the parameters and buffers of a module.
 
     Args:
-        root: The module in which they are.
-        loaded: What, and where it belongs.
-        fill: Whether memory that fits is filled, instead of being replaced.
+        root: The module that holds them.
+        loaded: The tensors, each with its place.
+        fill: True to fill memory that fits, instead of replacing it.
 
     """
     first: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -278,9 +278,9 @@ def assign(
         elif _same(known[0], tensor):
             place.set(known[1])
         else:
-            # Tied until now, and different in the file.
+            # Tied until now, but different in the file.
             place.set(_like(old, tensor))
-    # Those that the file has under another of their names only.
+    # Tied tensors that the file has only under another of their names.
     replaced = {number: new for number, (_, new) in first.items() if id(new) != number}
     if replaced:
         for _, _, _, place, other in list(walk(root)):
@@ -289,7 +289,7 @@ def assign(
 
 
 def _put(place: Place, old: torch.Tensor, tensor: torch.Tensor, fill: bool) -> torch.Tensor:
-    """Have a tensor of a module hold what was loaded; return it, or what takes its place."""
+    """Make a tensor of a module hold loaded data; return it, or its replacement."""
     new = tensor.detach()
     frozen = old.is_inference() and not torch.is_inference_mode_enabled()
     fill = fill and not frozen
@@ -310,7 +310,7 @@ def _put(place: Place, old: torch.Tensor, tensor: torch.Tensor, fill: bool) -> t
 
 
 def _put_part(place: Place, old: torch.Tensor, new: torch.Tensor, frozen: bool) -> torch.Tensor:
-    """Do the same with a DTensor, whose memory others know."""
+    """Do the same as :func:`_put` for a DTensor, whose memory other objects may use."""
     here = sharding.local_of(old)
     if here.is_meta or frozen:
         replacement = _like(old, new)
@@ -321,7 +321,7 @@ def _put_part(place: Place, old: torch.Tensor, new: torch.Tensor, frozen: bool) 
 
 
 def _like(old: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return what was loaded as an object of the class, and with the attributes, of another."""
+    """Return a loaded tensor as an object with the class and the attributes of ``old``."""
     new = tensor.detach()
     differentiable = new.is_floating_point() or new.is_complex()
     gradient = old.requires_grad and differentiable
@@ -346,11 +346,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _register(place: Place, tensor: torch.Tensor) -> None:
-    """Put a tensor where none of its kind is."""
+    """Register a tensor where the module has none in this role."""
     module, name = place.module, place.attribute
     if place.kind is TensorType.PARAM:
         module._buffers.pop(name, None)
-        parameter: Any = tensor  # one that nothing is there for is not sharded
+        parameter: Any = tensor  # not sharded, as the place was empty
         module.register_parameter(name, parameter)
         return
     module._parameters.pop(name, None)
@@ -361,8 +361,8 @@ def _register(place: Place, tensor: torch.Tensor) -> None:
 def walk(root: torch.nn.Module) -> Iterator[tuple[int, str, TensorType, Place, torch.Tensor]]:
     """Yield ``(module index, name, type, place, tensor)``, parameters of a module before buffers.
 
-    Each module comes once, a tensor once for each name that it has. The tensors of the root have
-    names that begin with a dot.
+    Each module comes once, and each tensor once for each name that it has. The names of the root's
+    tensors begin with a dot.
     """
     for index, (path, module) in enumerate(root.named_modules()):
         groups = ((TensorType.PARAM, module._parameters), (TensorType.BUFFER, module._buffers))
@@ -376,9 +376,9 @@ def walk(root: torch.nn.Module) -> Iterator[tuple[int, str, TensorType, Place, t
 def tensors_for(
     root: torch.nn.Module, names: Mapping[int, str]
 ) -> tuple[dict[int, torch.Tensor], list[str]]:
-    """Return the tensors of a module by the numbers of their names in a file.
+    """Return the tensors of a module by the numbers of their names in a file, and other names.
 
-    The names of all its other tensors are returned too, as :func:`walk` has them.
+    The latter are the names of all its other tensors, in the form of :func:`walk`.
     """
     submodules = Submodules(root, [name for name in names.values() if "." in name])
     found: dict[int, torch.Tensor] = {}

@@ -20,7 +20,7 @@ _undo: list[tuple[Any, str, Any]] = []
 
 
 def _patch() -> None:
-    """Put wrappers in place that do nothing unless this task has asked for them."""
+    """Replace functions of torch by wrappers, which act only in tasks that are inside a block."""
     empty = torch.empty
 
     def empty_on_meta(*args: Any, **kwargs: Any) -> torch.Tensor:

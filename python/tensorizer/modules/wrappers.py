@@ -1,4 +1,4 @@
-"""Submodules by the names of a file, past modules that wrap others."""
+"""Finds submodules by the names in a file, through modules that wrap others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import torch
 
-#: Classes of modules that wrap one other: by the Python module that defines them, with the
-#: attribute that holds the wrapped module. They are found only where a program has imported them.
+#: Classes of modules that wrap one other: the Python module that defines them, their name, and the
+#: attribute that holds the wrapped module. They are looked up only if a program has imported them.
 _WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel", "module"),
     ("torch.nn.parallel", "DataParallel", "module"),
@@ -21,20 +21,20 @@ _WRAPPERS = (
         "_checkpoint_wrapped_module",
     ),
 )
-#: Attributes that no other modules have; ``module`` may be the name of any submodule.
+#: Attributes that only wrappers have; ``module`` may be the name of any submodule.
 _PRIVATE = {attribute for _, _, attribute in _WRAPPERS if attribute.startswith("_")}
 
-#: Finds a submodule by a path.
+#: A function that finds a submodule by its path.
 _Way: TypeAlias = Callable[[torch.nn.Module, str], "torch.nn.Module | None"]
 
 
 class Submodules:
     """Finds the submodules of a module that the names of a file mean.
 
-    Of ``DistributedDataParallel``, compiled modules and the like, names go through the attribute
+    Names of a saved ``DistributedDataParallel``, compiled module or the like contain the attribute
     that holds the wrapped module (``module.fc.weight``, ``_orig_mod.fc.weight``), or leave it out
-    as ``torch.distributed.checkpoint.state_dict`` does. Of the ways to read the names of a file,
-    the one that finds the most tensors counts; where several do, the first.
+    as ``torch.distributed.checkpoint.state_dict`` does. Several ways to read the names are tried.
+    The way that finds the most tensors is used, and of several such ways the first.
 
     Args:
         root: The module.
@@ -100,12 +100,12 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _ways(paths: set[str]) -> Iterator[_Way]:
-    """Yield the ways to find submodules by paths of a file."""
-    # As the module's own names are.
+    """Yield the ways to find submodules by the paths in a file."""
+    # Paths in the form of the module's own names.
     yield _Walk(_steps, lambda module: module).find
-    # Without the attributes of wrappers that the module has,
+    # Paths without the attributes of wrappers that the module has.
     yield _Walk(_steps, unwrap).find
-    # nor those that the module had which was saved.
+    # Paths with attributes of wrappers that the saved module had; these are skipped.
     yield _Walk(_without_private, unwrap).find
     if all(_without_private(path)[:1] == ["module"] for path in paths):
         yield _Walk(lambda path: _without_private(path)[1:], unwrap).find
@@ -120,11 +120,11 @@ def _without_private(path: str) -> list[str]:
 
 
 class _Walk:
-    """Finds submodules of one module at the ends of paths.
+    """Finds the submodules of one module by their paths.
 
     Args:
-        steps_of: Returns the attributes on the way of a path.
-        through: Returns the module that is meant by one on the way.
+        steps_of: Returns the attributes that make up a path.
+        through: Returns the module to go on with, such as the one that a wrapper holds.
 
     """
 
@@ -134,7 +134,7 @@ class _Walk:
         through: Callable[[torch.nn.Module], torch.nn.Module],
     ) -> None:
         self._steps_of, self._through = steps_of, through
-        #: The last but one module of the path before: neighbours share it.
+        #: The parent path of the last search, and its module: neighbouring paths share it.
         self._last: tuple[list[str], torch.nn.Module | None] | None = None
 
     def find(self, root: torch.nn.Module, path: str) -> torch.nn.Module | None:
@@ -157,6 +157,6 @@ class _Walk:
         return module
 
     def _step(self, module: torch.nn.Module, step: str) -> torch.nn.Module | None:
-        """Return what an attribute of a module is; scripted modules have no ``get_submodule``."""
+        """Return the submodule at an attribute; scripted modules have no ``get_submodule``."""
         inner = getattr(module, step, None)
         return self._through(inner) if isinstance(inner, torch.nn.Module) else None

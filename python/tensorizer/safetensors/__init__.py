@@ -1,12 +1,12 @@
-"""What ``safetensors`` and ``safetensors.torch`` have, on this package's engine.
+"""The API of ``safetensors`` and ``safetensors.torch``, on this package's engine.
 
-The same names, arguments, results and errors as of release 0.9, for local files and for any
+Names, arguments, results and errors are those of release 0.9, for local files and for any
 address::
 
     from tensorizer.safetensors import load_file, safe_open
 
 Inside a block of :func:`tensorizer_safetensors` code that imports them from safetensors itself
-gets them too.
+uses them too.
 """
 
 from .errors import SafetensorError
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 for _name in __all__:
-    # Tracebacks, reprs and pickles name them as programs do.
+    # So that tracebacks, reprs and pickles show the public names.
     if _name != "SafetensorError":
         globals()[_name].__module__ = __name__
 

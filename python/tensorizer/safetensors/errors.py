@@ -1,4 +1,4 @@
-"""The error class of safetensors: its own where it is installed."""
+"""The error class of safetensors: the library's own if it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._errors import FormatError, InvalidVersionError
 if TYPE_CHECKING:
 
     class SafetensorError(Exception):
-        """A file is no safetensors file, or has no tensor of a name."""
+        """A file is not a safetensors file, or has no tensor of a name."""
 
 else:
     try:
@@ -19,12 +19,12 @@ else:
     except ImportError:
 
         class SafetensorError(Exception):
-            """A file is no safetensors file, or has no tensor of a name."""
+            """A file is not a safetensors file, or has no tensor of a name."""
 
 
 @contextlib.contextmanager
 def as_safetensor_errors(doing: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise what is wrong with a file, and errors of these kinds, as ``SafetensorError``."""
+    """Raise errors in the content of a file, and errors of these kinds, as ``SafetensorError``."""
     caught: tuple[type[Exception], ...] = (FormatError, InvalidVersionError, *kinds)
     try:
         yield

@@ -26,12 +26,12 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a safetensors file.
 
-    Local files are mapped, with the risks of that: see :class:`safe_open`, which also says what
-    the arguments are and what is raised.
+    Local files are mapped, which has risks. They are described in :class:`safe_open`, as are the
+    arguments and the errors.
 
     Returns:
-        The tensors by name, in the order of the file. They can be changed, which the file does
-        not see.
+        The tensors by name, in the order of the file. They can be changed, which does not change
+        the file.
 
     """
     with safe_open(filename, "pt", device, backend=backend) as file:
@@ -40,11 +40,11 @@ def load_file(
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """Load the tensors of a safetensors file in memory, to the CPU. They are copies.
+    """Load the tensors of a safetensors file in memory, as copies on the CPU.
 
     Raises:
         SafetensorError: These are not the bytes of a safetensors file.
-        TypeError: What is given are not bytes.
+        TypeError: The argument is not ``bytes``.
 
     """
     if not isinstance(data, bytes):
@@ -65,8 +65,8 @@ def save_file(
         metadata: Strings by name.
 
     Raises:
-        ValueError: A tensor is sparse or not contiguous, or is none; or the format has no place
-            for it.
+        ValueError: A tensor is sparse or not contiguous, or a value is not a tensor; or the format
+            cannot hold it.
         RuntimeError: Tensors share memory: :func:`save_model` saves one of each.
         SafetensorError: The file cannot be written.
         TypeError: Names, metadata or the file name are of another type.
@@ -97,20 +97,20 @@ def save_model(
     metadata: dict[str, str] | None = None,
     force_contiguous: bool = True,
 ) -> None:
-    """Save a module as a safetensors file, and of tensors that share memory one.
+    """Save a module as a safetensors file, with one of the tensors that share memory.
 
-    The first name of those that take a whole storage is kept; ``metadata`` get an entry for each
-    other one, with the name that stands for it, unless they have one.
+    Of several names for a storage, the first whose tensor takes all of it is kept. For each other
+    name, ``metadata`` gets an entry with the name that is kept, unless it has one.
 
     Args:
-        model: Its state is saved.
+        model: The module whose state is saved.
         filename: See :func:`save_file`.
-        metadata: Strings by name; they stay as they are.
-        force_contiguous: Whether tensors that are not contiguous are copied, or refused.
+        metadata: Strings by name; this dict is not changed.
+        force_contiguous: True to copy tensors that are not contiguous, False to refuse them.
 
     Raises:
-        RuntimeError: None of those that share memory takes its whole storage.
-        Exception: What :func:`save_file` raises.
+        RuntimeError: No tensor of those that share memory takes its whole storage.
+        Exception: The errors of :func:`save_file`.
 
     """
     state = model.state_dict()
@@ -141,20 +141,21 @@ def load_model(
     """Load a safetensors file into a module, whose tensors may share memory.
 
     Args:
-        model: Its tensors are overwritten.
+        model: The module whose tensors are overwritten.
         filename: See :func:`load_file`, as for ``device`` and ``backend``.
-        strict: Refuse names that only one side has. The tensors of both are loaded even so.
-        device: Where tensors go on their way.
+        strict: Refuse names that only the module or only the file has. The tensors that both have
+            are loaded even so.
+        device: The device that tensors are loaded to before they are copied into the module.
         backend: ``"mmap"`` or ``"pread"``.
 
     Returns:
         The names that only the module has, and those that only the file has. A tensor of the
-        module that shares memory with one in the file is not missing; one in the file beside
-        another that stands for it is unexpected.
+        module that shares memory with one in the file is not missing. If the file has several
+        names of such tensors, all but one are unexpected.
 
     Raises:
         RuntimeError: With ``strict``: names are missing or unexpected. Or shapes differ.
-        Exception: What :func:`load_file` raises.
+        Exception: The errors of :func:`load_file`.
 
     """
     tensors = load_file(filename, device, backend=backend)
@@ -177,7 +178,7 @@ def load_model(
 
 
 def _check(tensors: Mapping[str, Any]) -> None:
-    """Refuse what safetensors refuses, in its order."""
+    """Refuse tensors that safetensors refuses, with its checks in the same order."""
     if not isinstance(tensors, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
     for name, tensor in tensors.items():
@@ -210,4 +211,4 @@ def _check(tensors: Mapping[str, Any]) -> None:
                 "Call `.contiguous()` on it; of parts of one tensor, rather save the whole."
             )
         if tensor.is_meta:
-            tensor.to("cpu")  # raises what torch has to say
+            tensor.to("cpu")  # raises torch's own error

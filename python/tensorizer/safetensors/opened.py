@@ -14,8 +14,8 @@ from ..file.tensor_file import TensorFile
 from ..streams.addresses import is_address
 from .errors import SafetensorError, as_safetensor_errors
 
-#: How safetensors calls the dtypes, by torch's name without ``torch.``, and how many elements of
-#: safetensors are one of torch.
+#: safetensors' names of the dtypes, by torch's name without ``torch.``, and the number of elements
+#: of safetensors in one of torch.
 DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -43,7 +43,7 @@ DTYPES: dict[str, tuple[str, int]] = {
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """Return the device that is meant: without a number the first of its kind; None is the CPU.
+    """Return the device of an argument: without an index the first of its kind; None is the CPU.
 
     Raises:
         SafetensorError: There is no such device, or ``meta`` was given.
@@ -59,15 +59,15 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 
 
 class Opened:
-    """An open file, which stays open while somebody has it or a slice of it.
+    """An open file, which stays open as long as it, or a slice of it, is referenced.
 
     Args:
         file: A path, an address, a file object, or bytes as :class:`Memory`.
-        device: Where tensors go.
-        maps: Whether tensors are used in place in a mapping of a local file.
+        device: The device of the tensors.
+        maps: True if tensors are used in place in a mapping of a local file.
 
     Raises:
-        OSError, SafetensorError: It cannot be opened, or is no safetensors file.
+        OSError, SafetensorError: It cannot be opened, or is not a safetensors file.
 
     """
 
@@ -76,7 +76,7 @@ class Opened:
         remote = is_address(file)
         with as_safetensor_errors("deserializing header"):
             try:
-                # On CUDA each tensor has a storage of its own, as callers compare storages.
+                # On CUDA each tensor has a storage of its own, because callers compare storages.
                 self._file = TensorFile(
                     file, mmap=maps, clone=True, key_needed=False, lazily=remote
                 )
@@ -89,7 +89,7 @@ class Opened:
             self._check_format()
         self._in_place = maps and not remote and self._file.reader.seekable and device.type == "cpu"
         self._lock = OwnLock()
-        #: Where the bytes of each tensor begin and end; None before they are asked for.
+        #: The first byte and the end of each tensor's data; None before their first use.
         self._data_offsets: list[tuple[int, int]] | None = None
         self._mapped: Mapping[int, torch.Tensor] | None = None
 
@@ -120,7 +120,7 @@ class Opened:
 
     @property
     def device(self) -> torch.device:
-        """The device where tensors go."""
+        """The device of the tensors."""
         return self._device
 
     @property
@@ -129,7 +129,7 @@ class Opened:
         return self._file
 
     def metadata(self) -> dict[str, str] | None:
-        """Return what the file says beside its tensors; None if it states no metadata."""
+        """Return the metadata of the file; None if it states none."""
         found = self._file.reader.metadata
         return None if found is None else dict(found)
 
@@ -137,7 +137,7 @@ class Opened:
         """Return a tensor's number.
 
         Raises:
-            TypeError, SafetensorError: It is no name, or that of no tensor.
+            TypeError, SafetensorError: It is not a ``str``, or no tensor has this name.
 
         """
         if not isinstance(name, str):
@@ -148,13 +148,13 @@ class Opened:
         return number
 
     def describe(self, number: int) -> tuple[str, list[int], int]:
-        """Return safetensors' dtype, torch's shape, and how many elements one of torch's is."""
+        """Return safetensors' dtype, torch's shape, and safetensors' elements in one of torch's."""
         dtype, shape, _ = self._file.reader.describe(number)
         name, packed = DTYPES[dtype]
         return name, shape, packed
 
     def data_offsets(self, number: int) -> tuple[int, int]:
-        """Return where a tensor's bytes begin and end, from the end of its file's header on."""
+        """Return the first byte and the end of a tensor's data, counted from the header's end."""
         if self._data_offsets is None:
             reader = self._file.reader
             rows = list(zip(reader.file_numbers(), reader.offsets(), strict=True))
@@ -174,7 +174,7 @@ class Opened:
         return [*shape[:-1], shape[-1] * packed] if packed > 1 else shape
 
     def load_named(self, name: str) -> torch.Tensor:
-        """Return a tensor by its name, and open no more shards of a checkpoint than its own."""
+        """Return a tensor by name; of a checkpoint, open only its own shard if possible."""
         with as_safetensor_errors("reading"):
             part = self._file.part(name) if isinstance(name, str) else None
         if part is None:
@@ -186,7 +186,7 @@ class Opened:
         return tensor
 
     def load(self, number: int) -> torch.Tensor:
-        """Return a tensor. Those of one mapping see each other's changes."""
+        """Return a tensor. Tensors in one mapping share their memory, and so all changes."""
         self.check_dtype(number)
         mapped = self._mapping().get(number)
         if mapped is not None:
@@ -210,7 +210,7 @@ class Opened:
         }
 
     def load_part(self, number: int, index: Any) -> torch.Tensor:
-        """Return what torch's indexing gives of a tensor, and read no more than that takes."""
+        """Return the part of a tensor that torch's indexing gives; read no more than it needs."""
         mapped = self._mapping().get(number)
         if mapped is not None:
             self.check_dtype(number)
@@ -221,7 +221,7 @@ class Opened:
         try:
             ranges, rest = ranges_of(torch.Size(shape), index)
         except (IndexError, TypeError, ValueError):
-            # Masks and the like, which need it all; or errors, which torch raises here.
+            # Masks and the like need all of the tensor; for a wrong index, torch raises here.
             torch.empty((), dtype=torch.uint8).expand(shape)[index]
             return self.load(number)[index]
         self.check_dtype(number)
@@ -230,7 +230,7 @@ class Opened:
         return tensor[rest] if rest else tensor
 
     def _mapping(self) -> Mapping[int, torch.Tensor]:
-        """Return the tensors that lie in a mapping of the file, which is made once."""
+        """Return the tensors that are used in a mapping of the file, which is made once."""
         if not self._in_place:
             return {}
         with self._lock.here():
@@ -239,16 +239,16 @@ class Opened:
                 numbers = [
                     n for n in self.numbers.values() if lens[n] and self._aligned(n, offsets[n][1])
                 ]
-                # Of small files this reads them.
+                # Small files are read instead of mapped.
                 with as_safetensor_errors("mapping"):
                     tensors, _ = self._file.read(numbers, self._device)
                 self._mapped = dict(zip(numbers, tensors, strict=True))
         return self._mapped
 
     def _read_ahead(self, number: int, mapped: torch.Tensor, part: torch.Tensor) -> None:
-        """Have the kernel begin to read what is asked for, as nothing waits for it yet."""
+        """Let the kernel begin to read the requested bytes, before they are touched."""
         start = part.data_ptr() - mapped.data_ptr()
-        # Copies, by masks for instance, lie elsewhere.
+        # Copies, by masks for instance, are not in the mapping.
         if part.is_contiguous() and 0 <= start <= mapped.nbytes - part.nbytes:
             self._file.reader.read_ahead(number, start, part.nbytes)
 
@@ -257,7 +257,7 @@ class Opened:
         return isinstance(dtype, torch.dtype) and offset % dtype.itemsize == 0
 
     def check_dtype(self, number: int) -> None:
-        """Refuse a tensor of a dtype that torch has not.
+        """Refuse a tensor of a dtype that torch lacks.
 
         Raises:
             SafetensorError: Torch has no such dtype.

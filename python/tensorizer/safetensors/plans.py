@@ -1,4 +1,4 @@
-"""The plan of a prefetch: which tensors of a file are loaded, and which part of each."""
+"""The plan of a prefetch: the tensors of a file to load, and the part of each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Planned(NamedTuple):
     Attributes:
         name: Its name.
         number: Its number in the file.
-        ranges: First index and end in each dimension; None for the whole tensor.
-        rest: The index into these ranges that gives what was asked for; empty if they are that.
+        ranges: The first index and the end in each dimension; None for the whole tensor.
+        rest: The index to apply to these ranges to get the requested part; empty for all of them.
 
     """
 
@@ -35,11 +35,11 @@ def planned(opened: Opened, plan: Mapping[str, Any] | None) -> list[Planned]:
 
     Args:
         opened: The file.
-        plan: By name None for the whole tensor, or a slice of its first dimension; or a tuple of
-            indices as :meth:`PySafeSlice.__getitem__` takes. None for the whole file.
+        plan: By name None for the whole tensor, or a slice of its first dimension, or a tuple of
+            indices as for :meth:`PySafeSlice.__getitem__`. None for the whole file.
 
     Raises:
-        SafetensorError: The plan names no tensors, or one that the file has not; a slice is none of
+        SafetensorError: The plan names no tensors, or one that the file lacks; a slice does not fit
             its tensor; or torch has no dtype for a tensor.
 
     """
@@ -78,7 +78,7 @@ def _planned(opened: Opened, name: Any, part: Any) -> Planned:
 
 
 def _check_rows(name: str, rows: slice, shape: list[int]) -> None:
-    """Refuse a slice of the first dimension that the library refuses."""
+    """Refuse slices of the first dimension that the safetensors library refuses."""
     if not shape:
         raise SafetensorError(f"cannot slice rows of the 0-d tensor {name}")
     for which, bound in (("start", rows.start), ("stop", rows.stop)):
@@ -90,7 +90,7 @@ def _check_rows(name: str, rows: slice, shape: list[int]) -> None:
             raise SafetensorError(
                 f"prefetch plan slice bounds for {name} must be integers or None"
             ) from error
-        # Indexing would cut it off without a word. In a plan it is a mistake.
+        # Indexing would clip the bound silently. In a plan it is a mistake.
         if abs(row) > shape[0]:
             raise SafetensorError(
                 f"prefetch plan slice {which} {bound} for {name} is out of range for "

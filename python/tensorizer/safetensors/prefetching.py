@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file that are loaded in the background: ``safe_open.prefetch``."""
+"""Loads tensors of a safetensors file in the background: ``safe_open.prefetch``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .errors import SafetensorError, as_safetensor_errors
 from .opened import Opened
 from .plans import Planned
 
-#: Bytes that are read ahead of the caller if no budget is given: all.
+#: Bytes that are read ahead of the caller if no budget is given: all bytes.
 _UNLIMITED = (1 << 63) - 1
 
-#: A tensor, and the stream of CUDA for which it came.
+#: A tensor, and the CUDA stream for which it was loaded.
 _Landed = tuple[torch.Tensor, "torch.cuda.Stream | None"]
 
 
 class PrefetchLoader:
-    """Tensors of a file on their way to a device, which :meth:`safe_open.prefetch` returns.
+    """Tensors of a file that are loaded in the background; :meth:`safe_open.prefetch` returns it.
 
-    Each tensor is handed out once, by :meth:`take` or by iterating, when its bytes are there: on
-    CUDA for all streams. It belongs to the caller, and shares its memory with no other one. The
-    loader can be used by several threads, and outlives the ``safe_open``.
+    Each tensor is handed out once, by :meth:`take` or by iterating, when it is loaded: on CUDA for
+    all streams. It belongs to the caller, and shares its memory with no other tensor. The loader
+    can be used by several threads, and outlives the ``safe_open``.
     """
 
     def __init__(
@@ -45,24 +45,24 @@ class PrefetchLoader:
         buffer_bytes: int | None,
     ) -> None:
         self._device = device
-        #: The file, which it keeps open.
+        #: The file, which this reference keeps open.
         self._opened: Opened | None = opened
-        #: Names in the order of the plan, by which the native iterator counts.
+        #: Names in the order of the plan, which is that of the native iterator's numbers.
         self._names = [tensor.name for tensor in planned]
-        #: Indices into what is read of a tensor, by name.
+        #: Indices to apply to the loaded parts of tensors, by name.
         self._rests = {tensor.name: tensor.rest for tensor in planned if tensor.rest}
-        #: The plan's tensors by name: True for those that were not handed out.
+        #: The plan's tensors by name: True for those that were not handed out yet.
         self._waiting = dict.fromkeys(self._names, True)
         self._left = len(planned)
-        #: Tensors that have landed before they were asked for, and the stream of CUDA for which
-        #: they came.
+        #: Tensors that were loaded before they were requested, each with the CUDA stream for which
+        #: it was loaded.
         self._landed: dict[str, _Landed] = {}
         self._error: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        #: Of the call that waits for the next tensors of the native iterator, or None.
+        #: A token of the call that waits for the next tensors of the native iterator, or None.
         self._puller: object | None = None
         try:
             devices.number(device)
@@ -91,12 +91,13 @@ class PrefetchLoader:
         return len(self._names)
 
     def take(self, name: str) -> torch.Tensor:
-        """Return a tensor, or the part of it that was asked for. Waits until it has landed.
+        """Return a tensor, or the requested part of it; wait until it is loaded.
 
-        With ``buffer_bytes`` tensors that land before it stay in the loader, beyond that number.
+        With ``buffer_bytes``, tensors that are loaded before it stay in the loader, even beyond
+        that number.
 
         Raises:
-            SafetensorError: It is not in the plan, or was handed out before; the file cannot be
+            SafetensorError: It is not in the plan, or was handed out already; the file cannot be
                 read, or is damaged; or the loader is closed.
 
         """
@@ -111,7 +112,7 @@ class PrefetchLoader:
         return found[1]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and tensors in the order in which they land, without those that were taken.
+        """Yield names and tensors in the order in which they are loaded, without those handed out.
 
         Raises:
             SafetensorError: See :meth:`take`.
@@ -121,16 +122,17 @@ class PrefetchLoader:
         return iter(self._take, None)
 
     def _take(self, wanted: str | None = None) -> tuple[str, torch.Tensor] | None:
-        """Take a tensor, or the one that has landed first. None if it, or all, were handed out.
+        """Take a tensor, or the one that was loaded first. None if it, or all, were handed out.
 
         Raises:
-            SafetensorError: It will not land: the loader is closed, or the load has failed.
+            SafetensorError: It will not be loaded: the loader is closed, or the load has failed.
 
         """
         if self._process != os.getpid():
             raise SafetensorError("this loader belongs to the process that made it")
         while True:
-            # Not by the condition: an interrupt on the way into it would leave the lock held.
+            # The lock itself, not the condition: an interrupt while that is entered would leave it
+            # held.
             with self._lock:
                 if not (self._left if wanted is None else self._waiting[wanted]):
                     return None
@@ -145,9 +147,9 @@ class PrefetchLoader:
             self._let_land(wanted)
 
     def _let_land(self, wanted: str | None) -> None:
-        """Wait for the next tensors, while other threads may take those that have landed.
+        """Wait for the next tensors, while other threads may take those that are loaded.
 
-        An interrupt ends the load, as tensors may be on their way to the caller.
+        An interrupt ends the load, because tensors may be on their way to the caller.
         """
         call = object()
         try:
@@ -176,7 +178,7 @@ class PrefetchLoader:
                     self._changed.notify_all()
 
     def _is_settled(self, wanted: str | None) -> bool:
-        """Return True if a tensor, or any, can be taken or refused without others landing."""
+        """Return True if a tensor, or any, can be taken or refused without loading more."""
         if self._closed or self._error is not None:
             return True
         if wanted is None:
@@ -206,9 +208,9 @@ class PrefetchLoader:
         return tensor if rest is None else tensor[rest]
 
     def close(self) -> None:
-        """End the load, and let go the file and the tensors that were not handed out.
+        """End the load, and release the file and the tensors that were not handed out.
 
-        Waits for reads and copies that are under way. Closing again does nothing.
+        This waits for reads and copies that are under way. Closing again does nothing.
         """
         if self._process != os.getpid():
             return
@@ -216,7 +218,7 @@ class PrefetchLoader:
         self._native.close()
         with self._lock:
             self._landed.clear()
-            # The traceback of an error keeps the file too.
+            # The traceback of an error refers to the file, too.
             self._opened = self._file = self._error = None
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors without a framework: ``serialize``, ``serialize_file`` and ``deserialize``."""
+"""Raw bytes of tensors without a framework: ``serialize``, ``serialize_file``, ``deserialize``."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .errors import SafetensorError, as_safetensor_errors
 from .opened import DTYPES, Opened
 
 _BY_NAME = {code: name for name, (code, _) in DTYPES.items()}
-#: Dtypes that files may have, and a ``TensorSpec`` of the library may not.
+#: Dtypes that files may have, but that a ``TensorSpec`` of the library refuses.
 _NOT_WRITTEN = ("float6_e2m3fn_x4", "float6_e3m2fn_x4")
 
 
 class TensorSpec:
-    """Memory of a tensor that :func:`serialize` and :func:`serialize_file` write.
+    """The memory of a tensor that :func:`serialize` and :func:`serialize_file` write.
 
     Args:
         dtype: Torch's name of the dtype, such as ``"float32"``.
-        shape: Its shape, in elements of torch: of ``float4_e2m1fn_x2`` two values each.
-        data_ptr: The address of its bytes, which must live, and stay as they are, during the calls.
-        data_len: Their number.
+        shape: Its shape, in elements of torch: one of ``float4_e2m1fn_x2`` has two values.
+        data_ptr: The address of its bytes, which must live, and not change, during the calls.
+        data_len: The number of bytes.
 
     Raises:
         SafetensorError: There is no such dtype.
@@ -86,7 +86,7 @@ class TensorSpec:
 
 
 def _unsigned(argument: str, number: int) -> int:
-    """Return a number of at most 64 bits, as the library takes them."""
+    """Return an unsigned number of at most 64 bits; raise the library's error for others."""
     found = operator.index(number)
     if not 0 <= found < 1 << 64:
         raise OverflowError(f"argument {argument!r}: {found} is negative, or has more than 64 bits")
@@ -99,13 +99,13 @@ def serialize(
     """Return the bytes of a safetensors file.
 
     Args:
-        tensor_dict: Memory of tensors by name.
+        tensor_dict: The memory of tensors, by name.
         metadata: Strings by name.
 
     Raises:
-        SafetensorError: The length of a tensor is not that of its shape, or the format has no place
-            for it.
-        TypeError: A value is no :class:`TensorSpec`, or metadata are of another type.
+        SafetensorError: The length of a tensor does not match its shape, or the format cannot hold
+            it.
+        TypeError: A value is not a :class:`TensorSpec`, or metadata are of another type.
 
     """
     memory = KeptMemory()
@@ -122,7 +122,8 @@ def serialize_file(
     """Write a safetensors file, which appears when it is complete.
 
     Arguments and errors are those of :func:`serialize`. ``filename`` is a path, or an address that
-    :class:`tensorizer.TensorSerializer` opens; what cannot be written is a ``SafetensorError``.
+    :class:`tensorizer.TensorSerializer` opens. A file that cannot be written
+    raises ``SafetensorError``.
     """
     with as_safetensor_errors("serializing", ValueError, OSError):
         write_one(filename, _tensors(tensor_dict), _dict(metadata))
@@ -137,7 +138,7 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
 
     Raises:
         SafetensorError: These are not the bytes of a safetensors file.
-        TypeError: What is given are not bytes.
+        TypeError: The argument is not ``bytes``.
 
     """
     given = bytes
@@ -156,12 +157,12 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-#: The type, as the argument that the library names so hides it.
+#: The type ``bytes``, which an argument of that name hides.
 _BYTES = bytes
 
 
 class KeptMemory(io.BytesIO):
-    """Memory that can be read when its writer has closed it."""
+    """Memory that can still be read after its writer has closed it."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -172,7 +173,7 @@ def _dict(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
 
 
 def _tensors(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    """Return tensors in the memory that specs describe, those of the library included."""
+    """Return tensors in the memory that specs describe; specs of the library are accepted, too."""
     if not isinstance(specs, Mapping):
         raise TypeError(f"argument 'tensor_dict': expected a dict, found {type(specs).__name__}")
     return {name: _tensor(name, spec) for name, spec in specs.items()}

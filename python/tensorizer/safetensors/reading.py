@@ -1,4 +1,4 @@
-"""``safe_open``, and the slices that it gives."""
+"""``safe_open``, and the slices that it returns."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ except ImportError:
 
 _TORCH = ("pt", "torch", "pytorch")
 _BACKENDS = ("mmap", "pread")
-#: The reader threads of a prefetch by default, with which the engine chooses their number.
+#: The default number of a prefetch's reader threads, with which the engine chooses the number.
 _THREADS = 8
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor as the header of a file describes it; see :meth:`safe_open.get_tensor_meta`.
+    """A tensor's entry in the header of a file; see :meth:`safe_open.get_tensor_meta`.
 
     Attributes:
         dtype: Safetensors' name of the dtype, such as ``"F32"``.
         shape: Its shape, in elements of safetensors.
-        data_offsets: First byte and end, counted from the end of the header.
+        data_offsets: The first byte and the end, counted from the end of the header.
 
     """
 
@@ -43,9 +43,9 @@ class TensorMeta:
 
 
 class PySafeSlice:
-    """A tensor of a file, of which parts are loaded by indexing; see :meth:`safe_open.get_slice`.
+    """A tensor of a file, whose parts are loaded by indexing; see :meth:`safe_open.get_slice`.
 
-    It is named as that of safetensors, and like it outlives the file.
+    It has the name of safetensors' class, and like that class outlives the file.
     """
 
     def __init__(self, opened: Opened, number: int) -> None:
@@ -62,11 +62,11 @@ class PySafeSlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return the part of the tensor that torch's indexing gives.
 
-        Of mapped files it is a view. Else integers, slices and ``...`` read what they select, and
-        other indices the whole tensor.
+        For mapped files it is a view. Otherwise integers, slices and ``...`` read only what they
+        select, and other indices read the whole tensor.
 
         Raises:
-            IndexError, TypeError, ValueError: What torch raises for such an index.
+            IndexError, TypeError, ValueError: The index does not fit; raised as by torch.
             SafetensorError, OSError: The file cannot be read, or torch has no such dtype.
 
         """
@@ -74,37 +74,37 @@ class PySafeSlice:
 
 
 class safe_open:
-    """Open a safetensors file, whose tensors are loaded as they are asked for.
+    """Open a safetensors file, whose tensors are loaded on request.
 
-    Local files are mapped, as safetensors does: opening costs nothing, and bytes come into memory
-    when they are first touched; of a tensor or slice that is asked for alone, and is not in memory,
-    the kernel begins to read them at once. Changes to a tensor do not reach the file, but all that
-    is taken from one ``safe_open`` sees them. Whoever truncates or overwrites the file in place
-    while tensors live destroys them, and touching them may end the process (SIGBUS): see ``mmap``
-    of :class:`tensorizer.TensorDeserializer`. Files of less than 1 MiB, and tensors that are not
-    aligned, are read instead; so is all with ``backend="pread"``, from addresses, and for other
-    devices than the CPU.
+    Local files are mapped, as by safetensors. Opening costs nothing, and bytes come into memory
+    when they are first touched. The kernel begins to read a tensor or slice at once if it is
+    requested by itself and is not in memory. Changes to a tensor do not reach the file, but are
+    seen by all tensors of the same ``safe_open``. Truncating or overwriting the file in place
+    destroys its tensors, and touching them then may end the process (SIGBUS): see ``mmap`` of
+    :class:`tensorizer.TensorDeserializer`. Files of less than 1 MiB, and tensors that are not
+    aligned, are read instead; so is everything with ``backend="pread"``, from addresses, and for
+    other devices than the CPU.
 
-    Closing it leaves tensors and slices that were taken usable.
+    After closing it, its tensors and slices can still be used.
 
     Args:
         filename: A path, or any address that :class:`tensorizer.TensorDeserializer` opens; of a
             file, a folder with a checkpoint, or an index of shards.
         framework: ``"pt"``, ``"torch"`` or ``"pytorch"``. For others the library safetensors is
-            called, if it is installed, and what it opens is returned.
-        device: Where tensors go: a string, number or ``torch.device``; without a number the first
-            of its kind.
+            called, if it is installed, and its result is returned.
+        device: The device of the tensors: a string, number or ``torch.device``; without a number
+            the first of its kind.
         backend: ``"mmap"`` or ``"pread"``: read local files instead of mapping them.
 
     Raises:
         FileNotFoundError: There is no such file.
         OSError: It cannot be opened.
-        SafetensorError: It is no safetensors file, or the other arguments are none of these.
+        SafetensorError: It is not a safetensors file, or another argument is not one of these.
         TypeError: The file name is neither a str nor an ``os.PathLike``.
 
     """
 
-    #: False for the class that stands in for the library's: it refuses other devices than CUDA.
+    #: False for the stand-in for the library's class, which refuses devices other than CUDA.
     _prefetches_to_any_device = True
 
     def __new__(
@@ -168,16 +168,16 @@ class safe_open:
         return list(self._open().numbers)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return what the file says beside its tensors; None if that is nothing."""
+        """Return the metadata of the file; None if it states none."""
         return self._open().metadata()
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Load a tensor.
 
         Raises:
-            SafetensorError: There is none of this name, torch has no such dtype, the file ends
-                before it, or is closed.
-            OSError, RuntimeError: The file cannot be read, or the device is not there.
+            SafetensorError: There is no tensor of this name, torch has no such dtype, the file
+                ends before it, or is closed.
+            OSError, RuntimeError: The file cannot be read, or there is no such device.
 
         """
         opened = self._open()
@@ -188,10 +188,10 @@ class safe_open:
         return self._open().load_all()
 
     def get_tensor_meta(self, name: str) -> TensorMeta:
-        """Return what the header says of a tensor, without reading any data.
+        """Return a tensor's entry in the header, without reading any data.
 
         Raises:
-            SafetensorError: There is none of this name, or the file is closed.
+            SafetensorError: There is no tensor of this name, or the file is closed.
 
         """
         opened = self._open()
@@ -209,18 +209,18 @@ class safe_open:
     ) -> PrefetchLoader:
         """Begin to load tensors to a device in the background.
 
-        Each is handed out once, when it has landed: ``dict(file.prefetch())`` is the whole file.
+        Each is handed out once, when it is loaded: ``dict(file.prefetch())`` is the whole file.
         The file can be used meanwhile, closed, and prefetched from again.
 
         Args:
             plan: The tensors by name: None for a whole one, or a slice of its first dimension with
                 step 1; or a tuple of integers, slices and ``...``, as for :meth:`get_slice`. None
                 for all tensors of the file.
-            device: Where they go; None for the device of the file. Inside a block of
+            device: Their device; None for the device of the file. Inside a block of
                 :func:`tensorizer_safetensors` other devices than CUDA are refused, as by the
                 library.
-            threads: Reader threads; with 8, the default, their number follows what helps.
-            buffer_bytes: The most bytes that are loaded or on their way, and not yet handed out, or
+            threads: Reader threads; with 8, the default, the engine chooses their number.
+            buffer_bytes: The most bytes that are loaded or being read, and not yet handed out, or
                 those of one tensor that is larger. None: memory for all is allocated at once. The
                 library has no such argument.
 
@@ -243,10 +243,10 @@ class safe_open:
         return PrefetchLoader(opened, tensors, to, readers=readers, buffer_bytes=buffer_bytes)
 
     def get_slice(self, name: str) -> PySafeSlice:
-        """Return a tensor of which parts can be loaded: ``file.get_slice(name)[10:20, :, 3]``.
+        """Return a tensor whose parts can be loaded: ``file.get_slice(name)[10:20, :, 3]``.
 
         Raises:
-            SafetensorError: There is none of this name, or the file is closed.
+            SafetensorError: There is no tensor of this name, or the file is closed.
 
         """
         opened = self._open()

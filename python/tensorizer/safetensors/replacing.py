@@ -1,4 +1,4 @@
-"""Our functions under the names of safetensors, for code that cannot be changed."""
+"""Puts our functions in the place of safetensors' own, for code that cannot be changed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .reading import PySafeSlice, TensorMeta, safe_open
 _FUNCTIONS = ("load", "load_file", "load_model", "save", "save_file", "save_model")
 
 
-#: Classes that programs ask for by ``isinstance``, and older releases of the library lack.
+#: Classes that programs use in ``isinstance``; older releases of the library lack them.
 _CLASSES = {"PrefetchLoader": PrefetchLoader, "PySafeSlice": PySafeSlice, "TensorMeta": TensorMeta}
 
 
 class _Patch:
-    """What modules have of safetensors, replaced while there is a block anywhere in the process."""
+    """The replacement of safetensors' objects in modules, while the process is in any block."""
 
     def __init__(self) -> None:
         self._lock = OwnLock()
         self._blocks = 0
-        #: The originals, and what stands in for them, which nobody else has.
+        #: Pairs of an original and its stand-in, which is made for these blocks alone.
         self._pairs: list[tuple[Any, Any]] = []
-        #: How often what stands in is referred to while it stands nowhere.
+        #: The reference counts of the stand-ins before they are put anywhere.
         self._references: list[int] = []
-        #: Where it was put: the globals of a module, and a name there.
+        #: The places of stand-ins: the globals of a module, and a name there.
         self._places: list[tuple[dict[str, Any], str]] = []
 
     def __enter__(self) -> None:
@@ -61,13 +61,13 @@ class _Patch:
             if number in originals:
                 namespace[name] = originals[number]
         self._places = []
-        # Somebody else has some, perhaps a module that imported them in the block.
+        # Other code refers to a stand-in, perhaps a module that imported it in the block.
         if _references(self._pairs) != self._references:
             _replace([(ours, original) for original, ours in self._pairs], [])
 
 
 def _stand_ins() -> list[tuple[Any, Any]]:
-    """Return each object of safetensors that is replaced, and a new one in its place."""
+    """Return pairs of an object of safetensors to be replaced, and a new stand-in."""
     import safetensors.torch
 
     stand_in = type("safe_open", (safe_open,), {"_prefetches_to_any_device": False})
@@ -83,7 +83,7 @@ def _stand_ins() -> list[tuple[Any, Any]]:
 
 
 class _Named(type):
-    """A class of ours under another identity, of which all objects of ours are instances."""
+    """A stand-in for one of our classes, of which all objects of that class are instances."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.__bases__[0])
@@ -98,23 +98,23 @@ def _like(original: Any, ours: Any) -> Any:
 
 
 def _references(pairs: list[tuple[Any, Any]]) -> list[int]:
-    """Return how often each thing that stands in is referred to."""
+    """Return the reference count of each stand-in."""
     return [sys.getrefcount(ours) for _, ours in pairs]
 
 
 def _replace(pairs: list[tuple[Any, Any]], places: list[tuple[dict[str, Any], str]]) -> None:
-    """Replace objects wherever they are globals of a module, but not in this package.
+    """Replace objects that are globals of a module, except in this package.
 
-    Notes where that was.
+    Their places are added to ``places``.
     """
     by_id = {id(one): other for one, other in pairs}
-    # Not by getattr: modules that import lazily would do so.
+    # By vars, not getattr: modules that import lazily would do so.
     namespaces = [
         vars(module)
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and name.partition(".")[0] != "tensorizer"
     ]
-    # Large programs have thousands of modules, and most of them none of these.
+    # Large programs have thousands of modules, most of which have none of these objects.
     for number in holders(namespaces, [one for one, _ in pairs]):
         namespace = namespaces[number]
         for key, value in list(namespace.items()):
@@ -128,17 +128,17 @@ _patch = _Patch()
 
 @contextlib.contextmanager
 def tensorizer_safetensors() -> Iterator[None]:
-    """Have code that uses safetensors use this package, in a block or a function.
+    """Make code that uses safetensors use this package, in a block or a decorated function.
 
     ``safe_open`` of ``safetensors`` and ``load``, ``load_file``, ``load_model``, ``save``,
     ``save_file`` and ``save_model`` of ``safetensors.torch`` are replaced there, and in every
-    module that has imported them by name, before or in the block. What was kept elsewhere, such as
-    in a class or a default argument, is not: before the block it is the original, from within the
-    block it stays ours.
+    module that has imported them by name, before or in the block. References elsewhere, such as in
+    a class or a default argument, are not replaced: one made before the block keeps the original,
+    and one made in the block keeps ours.
 
-    The whole process is concerned, with the threads that libraries start. Blocks may be nested, and
-    overlap in several threads: all is restored when the last one ends, however it ends. What
-    somebody else has put into a module meanwhile stays.
+    The whole process is affected, with the threads that libraries start. Blocks may be nested, and
+    overlap in several threads: all is restored when the last one ends, however it ends. Objects
+    that other code has put into a module meanwhile stay.
 
     Raises:
         ImportError: safetensors is not installed.

@@ -1,4 +1,4 @@
-"""Which tensors share memory, as safetensors sees it."""
+"""Finds tensors that share memory, by the rules of safetensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def storage_ptr(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
-        # Subclasses that hold others, and tensors of tracers.
+        # Subclasses that hold other tensors, and tensors of tracers, have no storage.
         return 0
 
 
 def storage_size(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's storage, which may hold others too."""
+    """Return the bytes of a tensor's storage, which may hold other tensors, too."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
@@ -28,7 +28,7 @@ def storage_size(tensor: torch.Tensor) -> int:
 
 
 def _end_ptr(tensor: torch.Tensor) -> int:
-    """Return the address behind a tensor's last byte."""
+    """Return the address of the byte after a tensor's last one."""
     return extent(tensor)[1] if tensor.nelement() else tensor.data_ptr()
 
 
@@ -39,9 +39,9 @@ def _is_complete(tensor: torch.Tensor) -> bool:
 
 
 def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
-    """Return groups of names whose tensors overlap in one storage; most groups are of one name.
+    """Return groups of names whose tensors overlap in one storage; most groups have one name.
 
-    Tensors without memory, and nested ones, are in none.
+    Tensors without memory, and nested ones, are in no group.
     """
     storages: dict[tuple[torch.device, int, int], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -70,10 +70,11 @@ def _remove_duplicate_names(
     preferred_names: Iterable[str] | None = None,
     discard_names: Iterable[str] | None = None,
 ) -> dict[str, list[str]]:
-    """Return the names to leave out, by the name that stands for them.
+    """Return the names to leave out, by the name that is kept instead.
 
-    Of those that take their whole storage, that is the first in alphabetical order: of
-    ``preferred_names``, else of those that are not in ``discard_names``, else of all.
+    Only tensors that take their whole storage can be kept. Of their names, the first in
+    alphabetical order is: of ``preferred_names``, else of those that are not in ``discard_names``,
+    else of all.
 
     Raises:
         RuntimeError: No tensor takes the whole of its storage.

@@ -1,1 +1,1 @@
-"""Files behind addresses, as Python file objects."""
+"""Python file objects for files behind addresses."""

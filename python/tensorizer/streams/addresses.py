@@ -1,4 +1,4 @@
-"""Addresses of servers, where callers give a file."""
+"""Addresses of servers, as arguments that name a file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from .open import open_stream
 
 
 def is_address(file_obj: Any) -> bool:
-    """Tell whether something is the address of a server.
+    """Tell whether an argument is the address of a server.
 
     Raises:
-        ValueError: It is an address of a kind that is not known.
+        ValueError: It is an address of an unknown kind.
 
     """
     return isinstance(file_obj, str) and local_path(file_obj) is None
 
 
 def open_address(file_obj: Any, mode: str = "rb") -> Any:
-    """Open what is the address of a server; return anything else as it is."""
+    """Open the address of a server; return any other argument as it is."""
     if is_address(file_obj):
         return open_stream(file_obj, mode)
     return file_obj

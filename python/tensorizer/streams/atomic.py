@@ -1,4 +1,4 @@
-"""Local files that appear as a whole."""
+"""Local files that become visible as a whole."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger("tensorizer.stream_io")
 class _Atomic:
     """A local file that appears under its path when it is closed.
 
-    If a ``with`` block ends by an exception, or the file is forgotten without having been closed,
-    what was there before stays.
+    If a ``with`` block raises, or the file is garbage-collected before it was closed, an earlier
+    file of its name stays.
     """
 
-    #: Whether a serializer writes it, and closes it or gives it up.
+    #: True if a serializer writes it, and closes or abandons it.
     belongs_to_serializer = False
-    #: Whether somebody has closed it or given it up; the garbage collector does neither.
+    #: True if a caller has closed or abandoned it; the garbage collector does neither.
     ended = False
 
     def _start(self, path: str, buffer_size: int) -> None:
@@ -55,10 +55,11 @@ class _Atomic:
             raise
 
     def close_forgotten(self, size: int) -> tuple[bool, str | None]:
-        """Make a file of so many bytes visible without harm to one of its name; say where.
+        """Make a file of ``size`` bytes visible that was never closed, without replacing another.
 
-        A serializer has written them past this object, of which the garbage collector may have
-        closed a part already.
+        Return True if it was kept, and its path if it could not have its own name. A serializer has
+        written the bytes past this object, of which the garbage collector may have closed a part
+        already.
         """
         with contextlib.suppress(ValueError):
             super().close()  # type: ignore[misc]
@@ -71,14 +72,14 @@ class _Atomic:
         return size
 
     def _leave_to_the_maker(self) -> None:
-        """In a process that was forked off: what is in its buffer is the parent's to write."""
+        """Discard the buffer in a forked child: the parent writes it."""
         if self._process != os.getpid():
             nothing = os.open(os.devnull, os.O_RDWR)
             os.dup2(nothing, self.fileno())  # type: ignore[attr-defined]
             os.close(nothing)
 
     def abandon(self) -> None:
-        """Give the file up: what was there before stays."""
+        """Abandon the file: an earlier one of its name stays."""
         self.ended = True
         if not self.closed:  # type: ignore[attr-defined]
             self._leave_to_the_maker()
@@ -86,17 +87,17 @@ class _Atomic:
         super().close()  # type: ignore[misc]
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Close the file, or give it up if the block raised."""
+        """Close the file, or abandon it if the block raised."""
         if kind is None:
             self.close()
         else:
             self.abandon()
 
     def __del__(self) -> None:
-        # That of the base class would publish what may be incomplete.
+        # The base class would publish a file that may be incomplete.
         if getattr(self, "_sink", None) is not None and not self.closed:  # type: ignore[attr-defined]
             if self.belongs_to_serializer:
-                # Which is forgotten too, and knows what to keep.
+                # The serializer is being collected too, and decides what to keep.
                 return
             if self._process == os.getpid():
                 logger.error("%s was not closed, and so was not written", self._final)

@@ -1,4 +1,4 @@
-"""Which certificates of servers are trusted."""
+"""The certificates of servers that are trusted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CAInfo:
-    """Which certificates to trust, instead of those that the system trusts.
+    """The certificates to trust, instead of those that the system trusts.
 
     Args:
         cacert: A file of certificates in PEM format.
@@ -42,7 +42,7 @@ class CAInfo:
 
     @property
     def curl_flags(self) -> tuple[str, ...]:
-        """The options that tell ``curl`` the same, for scripts that run it."""
+        """The equivalent options of ``curl``, for scripts that run it."""
         if self.allow_untrusted:
             return ("--insecure",)
         given = (("--cacert", self.cacert), ("--capath", self.capath))
@@ -64,7 +64,7 @@ class CAInfo:
 
 
 def certificate_options(certificate_handling: CAInfo | None) -> OpenOptions:
-    """Return the options of the native code for an argument of callers."""
+    """Return the options of the native code for the argument ``certificate_handling``."""
     if certificate_handling is None:
         return {}
     if not isinstance(certificate_handling, CAInfo):

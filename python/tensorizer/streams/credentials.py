@@ -10,7 +10,7 @@ from .._native import s3cfg
 
 
 class _ParsedCredentials(NamedTuple):
-    """The keys and their server; None for what is missing."""
+    """The keys and their server; None for a value that is missing."""
 
     config_file: str | None
     s3_endpoint: str | None
@@ -26,7 +26,8 @@ def _infer_credentials(
 ) -> _ParsedCredentials:
     """Return two keys as they are given, or complete them from a file.
 
-    Kept for scripts: streams find their credentials themselves, from AWS's chain too.
+    Kept for scripts of the old package: streams find their credentials themselves, from AWS's chain
+    too.
 
     Args:
         s3_access_key_id: The access key, or None for that of the file.
@@ -34,7 +35,7 @@ def _infer_credentials(
         s3_config_path: A file to use instead of ``~/.s3cfg``.
 
     Raises:
-        FileNotFoundError: ``s3_config_path`` is not there.
+        FileNotFoundError: There is no file ``s3_config_path``.
         ValueError: A key is missing, or the file has another form.
 
     """

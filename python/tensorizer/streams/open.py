@@ -1,4 +1,4 @@
-"""Files behind addresses, as Python file objects."""
+"""Opens files behind addresses, as Python file objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .upload import UploadFile
 if TYPE_CHECKING:
     from .._types import OpenOptions
 
-#: Other ways to write, by the schemes of addresses that are only read.
+#: Hints about other ways to write, by the schemes of addresses that can only be read.
 _INSTEAD = {
     "hf": "; write a local file, and upload it with huggingface_hub",
     "redis": "; TensorDeserializer.to_redis writes them",
@@ -48,28 +48,29 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     Args:
         path_uri: A local path, which an ``os.PathLike`` always is, or an address.
         mode: A binary mode. ``s3://``, ``gs://`` and ``az://`` can be read or written; ``"ab"``
-            does not append, but writes a new object, as before. Other addresses are for reading. A
-            local file that is opened with ``"wb"`` or ``"wb+"`` appears when it is closed; if a
-            ``with`` block raises, or it is never closed, the old one stays.
+            does not append, but writes a new object, as in the old package. Other addresses are for
+            reading. A local file that is opened with ``"wb"`` or ``"wb+"`` appears when it is
+            closed; if a ``with`` block raises, or it is never closed, the old one stays.
         s3_access_key_id: The access key. Without it the keys of ``~/.s3cfg`` are used, and then
             AWS's own chain: environment, shared files and profiles, web identity, instance roles.
             If nothing is found, or both keys are empty, the object is read anonymously.
         s3_secret_access_key: Its secret key.
-        s3_endpoint: A host or an address. Without it the endpoint that is named by ``~/.s3cfg``,
-            ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, the profile, ``default_s3_read_endpoint``
-            or ``default_s3_write_endpoint`` of ``tensorizer.stream_io`` if the program has assigned
-            them, or ``TENSORIZER_S3_ENDPOINT``. If none is named, credentials of AWS's chain go to
-            AWS; all other keys, and anonymous reads, to the default of tensorizer 2.
-        s3_config_path: A file to use instead of ``~/.s3cfg``; it must be there.
+        s3_endpoint: A host or an address. Without it the first endpoint is used that is set by
+            ``~/.s3cfg``, ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, the profile,
+            ``default_s3_read_endpoint`` or ``default_s3_write_endpoint`` of
+            ``tensorizer.stream_io`` if the program has assigned them, or
+            ``TENSORIZER_S3_ENDPOINT``. If none is set, credentials of AWS's chain are used with
+            AWS; all other keys, and anonymous reads, with the default of tensorizer 2.
+        s3_config_path: A file to use instead of ``~/.s3cfg``; it must exist.
         buffer_size: Bytes that are read at a time.
         force_http: Use ``http://`` for S3. None decides by the endpoint: ``http://`` from the
-            environment, a profile or an assigned default is taken, from ``s3_endpoint`` it is
+            environment, a profile or an assigned default is accepted, from ``s3_endpoint`` it is
             refused.
         begin: Position at which to begin.
         end: For servers: position at which the stream ends.
         s3_region_name: The region; without it that of AWS's chain, else ``us-east-1``.
         s3_signature_version: ``"v4"`` or ``"s3v4"``, which are the same.
-        certificate_handling: Which certificates to trust.
+        certificate_handling: The certificates to trust.
 
     Raises:
         ValueError: The mode does not fit.
@@ -142,7 +143,7 @@ def s3_upload(  # noqa: PLR0917  # the order is that of the old package
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
 ) -> None:
-    """Upload a local file; see :func:`open_stream`. An endpoint of ``http://`` is taken."""
+    """Upload a local file; see :func:`open_stream`. An ``http://`` endpoint is accepted."""
     target = open_stream(
         target_uri,
         "wb",
@@ -169,7 +170,7 @@ def s3_download(  # noqa: PLR0917  # the order is that of the old package
     end: int | None = None,
     certificate_handling: CAInfo | None = None,
 ) -> CURLStreamFile:
-    """Open an object for reading; see :func:`open_stream`. An endpoint of ``http://`` is taken."""
+    """Open an object for reading; see :func:`open_stream`. An ``http://`` endpoint is accepted."""
     stream = open_stream(
         path_uri,
         "rb",

@@ -1,4 +1,4 @@
-"""Files of servers, for reading."""
+"""Files on servers, for reading."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from .._types import OpenOptions
 
-#: Bytes that a stream asks of its server at a time when it is read from Python.
+#: Bytes that a stream requests from its server at a time when it is read from Python.
 _READ_AHEAD = 8 << 20
 
 
 def check_range(begin: int | None, end: int | None) -> None:
-    """Refuse what is not a range."""
+    """Raise ``ValueError`` for positions that are not a range."""
     if begin is not None and begin < 0:
         raise ValueError(f"begin must not be negative, but is {begin}")
     if end is not None and end <= (begin or 0):
@@ -27,14 +27,14 @@ def check_range(begin: int | None, end: int | None) -> None:
 
 
 class RemoteFile(io.BufferedIOBase):
-    """A file of a server, for reading.
+    """A file on a server, for reading.
 
     Args:
         uri: The address.
         options: The options of the native code.
         begin: Position in the file at which the stream begins to be read.
         end: Position at which the stream ends, or None for the end of the file.
-        buffer_size: Bytes asked for at a time; None for a default.
+        buffer_size: Bytes requested at a time; None for a default.
 
     """
 
@@ -47,7 +47,7 @@ class RemoteFile(io.BufferedIOBase):
         end: int | None,
         buffer_size: int | None,
     ) -> Self:
-        """Return the stream of an address that was checked."""
+        """Return the stream of an address whose kind was checked."""
         stream = cls.__new__(cls)
         stream._begin(uri, options, begin, end, buffer_size)
         return stream
@@ -85,20 +85,20 @@ class RemoteFile(io.BufferedIOBase):
     mode = "rb"
 
     def _native_source(self) -> Source | None:
-        """Return what the native code reads, unless this stream stops before the file does."""
+        """Return the native source; None if the stream is closed, or ends before the file."""
         return None if self._end is not None or self.closed else self._source
 
     def register_error_context(self, msg: str) -> None:
-        """Have a text added to the errors of later reads."""
+        """Add a text to the errors of later reads."""
         self._context.append(msg)
 
     def readable(self) -> bool:
-        """Tell that this can be read."""
+        """Return True."""
         self._check_open()
         return True
 
     def seekable(self) -> bool:
-        """Tell whether the server sends ranges, so that this can be read anywhere."""
+        """Tell whether the server supports ranges, so that this can be read at any position."""
         self._check_open()
         return self._source.size is not None
 
@@ -161,7 +161,7 @@ class RemoteFile(io.BufferedIOBase):
             raise ValueError(f"I/O operation on closed file {self.name}")
 
     def _some(self, most: int | None) -> bytes:
-        """Return some bytes at the position, and keep what was read beyond them."""
+        """Return some bytes at the position, and buffer those that were read beyond them."""
         at = self._position - self._kept_at
         if not 0 <= at < len(self._kept):
             wanted = self._ahead if most is None else max(most, self._ahead)

@@ -1,4 +1,4 @@
-"""Files of HTTP and Redis servers."""
+"""Files on HTTP and Redis servers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class CURLStreamFile(RemoteFile):
-    """A file of an HTTP server, for reading. The name is kept from the time when it ran ``curl``.
+    """A file on an HTTP server, for reading. The name is from the time when it ran ``curl``.
 
     Args:
         uri: An ``http://`` or ``https://`` address.
         begin: Position in the file at which the stream begins to be read.
         end: Position at which the stream ends, or None for the end of the file.
         headers: Extra fields that are sent with requests, but not to other hosts.
-        buffer_size: Bytes asked for at a time; None for a default.
-        certificate_handling: Which certificates to trust.
+        buffer_size: Bytes requested at a time; None for a default.
+        certificate_handling: The certificates to trust.
 
     Raises:
         OSError: The file cannot be opened: ``FileNotFoundError`` if there is none,
@@ -32,7 +32,7 @@ class CURLStreamFile(RemoteFile):
         TypeError: ``certificate_handling`` is not a :class:`CAInfo`.
 
     Attributes:
-        response_headers: What the server sent along.
+        response_headers: The headers of the server's response.
         bytes_read: Bytes that were read from this object.
         http_response_latencies: The seconds in which the server answered each request of this
             object, the one that opened the file first.
@@ -79,20 +79,20 @@ class CURLStreamFile(RemoteFile):
 
 
 class RedisStreamFile(RemoteFile):
-    """The file that :meth:`tensorizer.TensorDeserializer.to_redis` stored, for reading.
+    """A file that :meth:`tensorizer.TensorDeserializer.to_redis` stored, for reading.
 
     Args:
         uri: ``redis://[user:password@]host[:port]/prefix[?db=number]``, or ``rediss://`` for TLS.
         begin: Position in the file at which the stream begins to be read.
         end: Position at which the stream ends, or None for the end of the file.
-        buffer_size: Bytes asked for at a time; None for a default.
-        certificate_handling: Which certificates to trust.
+        buffer_size: Bytes requested at a time; None for a default.
+        certificate_handling: The certificates to trust.
 
     Raises:
         OSError: The server cannot be read: ``FileNotFoundError`` if no key has the prefix,
             ``PermissionError`` for refused users and certificates, ``ConnectionError``,
             ``TimeoutError``.
-        ValueError: The address is none of Redis, or ``begin`` and ``end`` are not a range.
+        ValueError: The address is not one of Redis, or ``begin`` and ``end`` are not a range.
         TypeError: ``certificate_handling`` is not a :class:`CAInfo`.
 
     Attributes:

@@ -1,19 +1,19 @@
-"""Names in local folders that are there when the machine has lost its power."""
+"""Syncs folders to disk, so that the names in them survive a loss of power."""
 
 from __future__ import annotations
 
 import errno
 import os
 
-#: Of folders that may not be read, and of file systems that do not sync folders.
+#: Errors for folders that may not be read, and of file systems that do not sync folders.
 _CANNOT = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Have the names in a folder on the disk; where folders cannot be synced, do nothing.
+    """Sync the names in a folder to disk; do nothing where folders cannot be synced.
 
     Raises:
-        OSError: The disk has failed; it names the folder.
+        OSError: The disk has failed; the error names the folder.
 
     """
     try:

@@ -1,4 +1,4 @@
-"""Objects of servers, for writing."""
+"""Objects on servers, for writing."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .._native import Sink, Writer
 
 logger = logging.getLogger("tensorizer.stream_io")
 
-#: Bytes that are kept until they are sent, in parallel.
+#: Bytes that are buffered before they are sent, in parallel.
 _WRITE_BEHIND = 64 << 20
 
 
 class UploadFile(io.BufferedIOBase):
-    """An object of a server, for writing from its beginning to its end.
+    """An object on a server, for writing from its beginning to its end.
 
-    It appears when it is closed. If a ``with`` block ends by an exception, or the stream is
-    forgotten without having been closed, what was there before stays.
+    It appears when it is closed. If a ``with`` block raises, or the stream is garbage-collected
+    before it was closed, an earlier object of its name stays.
     """
 
     mode = "wb"
-    #: Whether somebody has closed it or given it up; the garbage collector does neither.
+    #: True if a caller has closed or abandoned it; the garbage collector does neither.
     ended = False
 
     def __init__(self, sink: Sink) -> None:
@@ -39,14 +39,14 @@ class UploadFile(io.BufferedIOBase):
         return self._sink.uri
 
     def hand_over(self, options: dict[str, Any]) -> Writer:
-        """Have the native code write all that follows: a file of tensors. This only ends it."""
+        """Let the native code write all that follows: a file of tensors. This only ends it."""
         self._check_open()
         self._send()
         self._writer = Writer.to_sink(self._sink, self._sent, options)
         return self._writer
 
     def writable(self) -> bool:
-        """Tell that this can be written."""
+        """Return True."""
         self._check_open()
         return True
 
@@ -72,7 +72,7 @@ class UploadFile(io.BufferedIOBase):
         try:
             self._sink.write(self._sent, held)
         except BaseException:
-            # A part of them may have been sent, so that nothing can follow.
+            # A part of the bytes may have been sent, so that nothing can follow.
             self.abandon()
             raise
         self._sent += len(held)
@@ -84,7 +84,7 @@ class UploadFile(io.BufferedIOBase):
         self.ended = True
         try:
             if self._writer is not None:
-                # Which does nothing if it has finished before.
+                # Does nothing if the writer has finished before.
                 self._writer.finish()
             else:
                 self._send()
@@ -96,7 +96,7 @@ class UploadFile(io.BufferedIOBase):
             super().close()
 
     def abandon(self) -> None:
-        """Give the object up: what was there before stays."""
+        """Abandon the object: an earlier one of its name stays."""
         self.ended = True
         self._give_up()
 
@@ -107,14 +107,14 @@ class UploadFile(io.BufferedIOBase):
         self._sink.abandon()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Close the stream, or give the object up if the block raised."""
+        """Close the stream, or abandon the object if the block raised."""
         if kind is None:
             self.close()
         else:
             self.abandon()
 
     def __del__(self) -> None:
-        # That of the base class would publish what may be incomplete.
+        # The base class would publish an object that may be incomplete.
         if getattr(self, "_sink", None) is not None and not self.closed:
             if self._writer is None and self._process == os.getpid():
                 logger.error("%s was not closed, and so was not uploaded", self.name)

@@ -1,1 +1,1 @@
-"""Tensors of torch in native code, and the devices that they are on."""
+"""The passing of torch's tensors to native code, and the devices that they are on."""

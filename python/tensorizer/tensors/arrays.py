@@ -1,4 +1,4 @@
-"""Tensors as numpy arrays and back, with the dtypes as files store them."""
+"""Converts tensors to numpy arrays and back, with dtypes in the form that files store."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: Integers that stand for elements which numpy does not know.
+#: Integers that stand for elements of dtypes that numpy lacks, by their width in bytes.
 _SAME_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def stored_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of numpy that a file names."""
-    # Not at once: torch and this package do without numpy.
+    """Return numpy's dtype for its name in a file."""
+    # Imported here: torch and this package work without numpy.
     import numpy as np
 
     return np.dtype(name)
 
 
 def opaque_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Return the array of integers that are as wide as the elements of a CPU tensor."""
+    """Return a CPU tensor's elements as an array of integers of the same width."""
     array: npt.NDArray[Any] = tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy()
     return array
 
@@ -40,9 +40,9 @@ class _NumpyTensor(NamedTuple):
     """An array, and the names of its dtypes. Arrays share their memory with tensors.
 
     Attributes:
-        data: The elements; integers of the same width if numpy does not know them.
-        numpy_dtype: Such as ``"<f4"``; ``"<V2"`` for elements that numpy does not know.
-        torch_dtype: Such as ``"torch.bfloat16"``; may be None for those that numpy knows.
+        data: The elements; integers of the same width if numpy lacks their dtype.
+        numpy_dtype: A name such as ``"<f4"``; ``"<V2"`` for elements whose dtype numpy lacks.
+        torch_dtype: A name such as ``"torch.bfloat16"``; may be None if numpy has the dtype.
 
     """
 
@@ -52,12 +52,12 @@ class _NumpyTensor(NamedTuple):
 
     @property
     def is_opaque(self) -> bool:
-        """Whether the array's elements only stand for others, which numpy does not know."""
+        """True if the array's integers stand for elements of a dtype that numpy lacks."""
         return stored_dtype(self.numpy_dtype).kind == "V"
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> _NumpyTensor:
-        """Return what stands for a tensor, which is copied if it is not on the CPU."""
+        """Return the array of a tensor, which is copied if it is not on the CPU."""
         tensor = tensor.detach().cpu()
         try:
             array = tensor.numpy()
@@ -67,7 +67,7 @@ class _NumpyTensor(NamedTuple):
 
     @classmethod
     def from_array(cls, arr: npt.NDArray[Any]) -> _NumpyTensor:
-        """Return what stands for an array.
+        """Return an array with the names of its dtypes.
 
         Raises:
             TypeError: torch has no such dtype.
@@ -85,7 +85,7 @@ class _NumpyTensor(NamedTuple):
         buffer: Any,
         offset: int = 0,
     ) -> _NumpyTensor:
-        """Return what stands for the bytes of a buffer from a position on."""
+        """Return an array over the bytes of a buffer, from a position on."""
         import numpy as np
 
         dtype = np.dtype(numpy_dtype)
@@ -95,10 +95,10 @@ class _NumpyTensor(NamedTuple):
         return cls(array, numpy_dtype, torch_dtype)
 
     def to_tensor(self) -> torch.Tensor:
-        """Return the tensor over the array's memory.
+        """Return a tensor over the array's memory.
 
         Raises:
-            ValueError: The elements are not numpy's, and no dtype of torch is named.
+            ValueError: numpy lacks the dtype of the elements, and no dtype of torch is named.
 
         """
         tensor = torch.from_numpy(self.data)

@@ -1,4 +1,4 @@
-"""How tensors pass between torch and the native module."""
+"""Passes tensors between torch and the native module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def lend(tensors: Sequence[torch.Tensor]) -> Handle:
-    """Lend tensors to a native call, as long as it takes or the handle lives."""
+    """Lend tensors to a native call, while it runs or the handle lives."""
     handle = Handle()
     with torch._C.DisableTorchFunctionSubclass():
         _lend(handle.number, tensors)
@@ -30,7 +30,7 @@ def take(handle: Handle) -> list[torch.Tensor]:
 
 
 def refuse_short(tensors: Iterable[tuple[object, torch.Tensor | None]]) -> None:
-    """Refuse named tensors whose storage is smaller than they need: torch would go beyond it.
+    """Refuse named tensors whose storage is smaller than they need: torch would read beyond it.
 
     Raises:
         ValueError: Memory was freed by ``untyped_storage().resize_(0)``, as FSDP frees that of
@@ -54,7 +54,8 @@ def are_plain(tensors: Iterable[object]) -> bool:
 def is_fillable(tensor: torch.Tensor) -> bool:
     """Tell whether the bytes of a file can be read straight into the memory of a tensor.
 
-    False for strided and lazily conjugated or negated views, whose memory holds other values.
+    False for strided views, and for lazily conjugated or negated ones: their memory holds other
+    values.
     """
     plain = tensor.layout == torch.strided and not tensor.is_meta and tensor.is_contiguous()
     return plain and not tensor.is_conj() and not tensor.is_neg()
@@ -64,7 +65,7 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name without ``torch.``.
 
     Raises:
-        NotImplementedError: This torch has none.
+        NotImplementedError: This torch has no such dtype.
 
     """
     dtype = getattr(torch, name, None)
@@ -74,10 +75,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return what ``dtype=`` makes of a tensor's dtype.
+    """Return the dtype of a tensor after a cast to ``wanted``.
 
-    Floating-point tensors are cast, and complex ones if a complex dtype is asked for. Casting
-    others would change what their numbers mean.
+    Floating-point tensors are cast, and complex ones if a complex dtype is wanted. Casting others
+    would change the meaning of their numbers.
     """
     if wanted is None:
         return dtype
@@ -88,7 +89,8 @@ def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that shares no memory, byte for byte.
 
-    torch itself has no copy of dtypes such as ``int4``, and makes 1 of a boolean's other bytes.
+    torch itself cannot copy dtypes such as ``int4``, and changes bytes of a boolean other than 0 to
+    1.
     """
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
     if not plain or tensor.dtype.itemsize != 1 or tensor.is_quantized or tensor.is_nested:

@@ -37,8 +37,8 @@ _ENUMS = {
     ],
     "AttributeType": ["AT_PARAMETER", "AT_BUFFER"],
 }
-#: Fields with number and type, which is "*type" where there are many, "?type" where one may be
-#: missing, "|type" where it is one of several.
+#: The fields of each message, with number and type. Types begin with "*" for a repeated field, with
+#: "?" for an optional one, and with "|" for one of several alternatives.
 _MESSAGES = {
     "Tensor": [
         ("dtype", 1, "Dtype"),
@@ -88,7 +88,7 @@ def _describe() -> Any:
         message = file.message_type.add(name=name)
         for field in fields:
             _add_field(message, *field)
-    # A pool of its own: another package of the process may have messages of these names.
+    # In a pool of its own: another package of the process may have messages of these names.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return pool.FindFileByName("tensors.proto")
@@ -100,7 +100,7 @@ def _message(name: str) -> Any:
     return kind
 
 
-#: All of it, as protobuf describes it.
+#: The descriptor of the file that defines all messages.
 DESCRIPTOR = _describe()
 Dtype = enum_type_wrapper.EnumTypeWrapper(DESCRIPTOR.enum_types_by_name["Dtype"])
 AttributeType = enum_type_wrapper.EnumTypeWrapper(DESCRIPTOR.enum_types_by_name["AttributeType"])

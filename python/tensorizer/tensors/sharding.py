@@ -1,4 +1,4 @@
-"""Which part of a tensor a process has: of DTensors, and of tensors cut among ranks."""
+"""The part of a tensor that a process has: of DTensors, and of tensors cut among ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from .._types import Name
 
-#: First index and end in each dimension.
+#: The first index and the end in each dimension.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 #: Ranges of one dimension, in the order in which a process has them.
 _Runs: TypeAlias = list[tuple[int, int]]
@@ -21,44 +21,44 @@ _Runs: TypeAlias = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Box:
-    """A range of each dimension of a tensor, and where in the part it begins."""
+    """A range of each dimension of a tensor, and the position of these elements in the part."""
 
     ranges: Ranges
     at: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its dimensions."""
+        """The dimensions of the box."""
         return tuple(stop - start for start, stop in self.ranges)
 
     def of_part(self, part: torch.Tensor) -> torch.Tensor:
-        """Return its elements in a tensor that is the part."""
+        """Return the box's elements in a tensor that is the part."""
         for dim, (start, size) in enumerate(zip(self.at, self.shape, strict=True)):
             part = part.narrow(dim, start, size)
         return part
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return its elements in a tensor that is the whole."""
+        """Return the box's elements in a tensor that is the whole."""
         return whole[tuple(slice(*ends) for ends in self.ranges)]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a process has of a tensor: the elements of one box, or of several that are joined."""
+    """The elements of a tensor that a process has: one box, or several that are joined."""
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
     @staticmethod
     def of_ranges(ranges: Iterable[tuple[int, int]]) -> Part:
-        """Return the part that is one box."""
+        """Return the part that consists of one box."""
         ends = tuple(ranges)
         box = Box(ends, (0,) * len(ends))
         return Part(box.shape, (box,))
 
     @staticmethod
     def _of_runs(runs: Sequence[_Runs]) -> Part:
-        """Return the part with some ranges of each dimension."""
+        """Return the part that has these ranges in each dimension."""
         placed = []
         for of_dim in runs:
             starts = itertools.accumulate((stop - start for start, stop in of_dim), initial=0)
@@ -70,7 +70,7 @@ class Part:
         return Part(tuple(map(_length, runs)), tuple(boxes))
 
     def bounds(self) -> Ranges:
-        """Return the range of each dimension that holds all of it; empty ranges of no elements."""
+        """Return the range of each dimension that encloses the part; empty for no elements."""
         boxes = [box.ranges for box in self.boxes if math.prod(box.shape)]
         if not boxes:
             return ((0, 0),) * len(self.shape)
@@ -82,15 +82,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """How tensors are cut among ranks that know nothing of DTensors.
+    """The division of tensors among ranks that do not use DTensors.
 
-    Rank ``rank`` gets the part that ``torch.chunk(tensor, world, dim)`` would give it: where the
-    dimension is no multiple of ``world``, the last ranks get less, or nothing.
+    Rank ``rank`` gets the part that ``torch.chunk(tensor, world, dim)`` would give it: if the
+    dimension is not a multiple of ``world``, the last ranks get less, or nothing.
 
     Args:
         dim: The dimension that is cut, as a number for all tensors or as a function of a tensor's
             name, which returns None for those that every rank gets as a whole.
-        rank: Which part, from 0 on.
+        rank: The number of the part, from 0 on.
         world: The number of parts.
 
     Raises:
@@ -140,12 +140,11 @@ def part_of(tensor: Any) -> Part | None:
     """Return the part of a DTensor that this process has; None for all of it.
 
     Raises:
-        NotImplementedError: Its elements are sums over ranks, or its placement is none that is
-            known.
+        NotImplementedError: Its elements are partial sums over ranks, or its placement is unknown.
 
     """
-    from torch.distributed.tensor.placement_types import (  # torch is slow to
-        Replicate,  # import it, and whoever has a DTensor has done so
+    from torch.distributed.tensor.placement_types import (  # slow to import;
+        Replicate,  # code with DTensors has imported it already
         Shard,
         _StridedShard,
     )
@@ -163,8 +162,9 @@ def part_of(tensor: Any) -> Part | None:
     found = tuple(local_of(tensor).shape)
     cut = [d for d, p in enumerate(tensor.placements) if not isinstance(p, Replicate)]
     strided = [d for d in cut if isinstance(tensor.placements[d], _StridedShard)]
-    # Shards of FSDP2 of what tensor parallelism has cut before are called strided: from left to
-    # right, that is the same wherever no part is longer than one before it.
+    # torch calls FSDP2's shards of tensors that tensor parallelism has cut before strided. There
+    # are two ways to cut those, which differ only if a part is longer than one before it: both are
+    # tried.
     orders: Any = (cut, strided), ([*(d for d in cut if d not in strided), *reversed(strided)], [])
     for order, in_pieces in orders:
         runs: list[_Runs] = [[(0, size)] for size in tensor.shape]
@@ -177,7 +177,7 @@ def part_of(tensor: Any) -> Part | None:
         if part.shape == found:
             return None if part.shape == tuple(tensor.shape) else part
         if 0 in part.shape and 0 in found:
-            # Nothing, of which it does not matter what it was cut from.
+            # It has no elements, so it does not matter what it was cut from.
             return Part(found, ())
     raise NotImplementedError(
         f"a DTensor of shape {list(tensor.shape)} that is {tensor.placements} has {list(found)} "
@@ -186,7 +186,7 @@ def part_of(tensor: Any) -> Part | None:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """Return what this process has of a DTensor; any other tensor as it is."""
+    """Return this process's part of a DTensor; any other tensor as it is."""
     if not is_sharded(tensor):
         plain: torch.Tensor = tensor
         return plain
@@ -196,7 +196,7 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 
 def device_of(tensor: Any) -> torch.device:
-    """Return where tensors like this one go; the ``meta`` device where nobody says it."""
+    """Return the device for tensors like this one; the ``meta`` device if nothing determines it."""
     local = local_of(tensor)
     if is_sharded(tensor) and local.is_meta:
         return torch.device(tensor.device_mesh.device_type)
@@ -204,7 +204,7 @@ def device_of(tensor: Any) -> torch.device:
 
 
 def as_sharded(local: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return a DTensor of the placement of another, of which this process has a part."""
+    """Return this process's part as a DTensor with the placement of another."""
     from torch.distributed.tensor import DTensor  # as above
 
     return DTensor.from_local(
@@ -222,7 +222,7 @@ def _length(runs: _Runs) -> int:
 
 
 def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
-    """Return one of ``count`` parts of equal length, of which the last may have less or nothing."""
+    """Return one of ``count`` parts of equal length; the last ones may be shorter, or empty."""
     each = -(-_length(runs) // count)
     first, end = index * each, (index + 1) * each
     found: _Runs = []
@@ -236,13 +236,13 @@ def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
 
 
 def _of_pieces(runs: _Runs, pieces: int, count: int, index: int) -> _Runs:
-    """Return one of ``count`` parts of each of some pieces of equal length."""
+    """Return the ranges of one of ``count`` parts of each of ``pieces`` pieces of equal length."""
     of_pieces = (_chunk(_chunk(runs, pieces, piece), count, index) for piece in range(pieces))
     return _joined(itertools.chain.from_iterable(of_pieces))
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
-    """Return ranges without empty ones, neighbours as one."""
+    """Return ranges without empty ones, and with neighbours joined."""
     found: _Runs = []
     last = (0, 0)
     for start, stop in runs:

@@ -1,9 +1,9 @@
-"""Which tensors are their bytes and nothing else: not nested ones, nor those of some subclasses.
+"""Tells tensors that consist of their bytes alone from those of subclasses that need more.
 
 A file holds the bytes, the dtype and the shape of a tensor. A class of a library may need more:
-other tensors that it is made of, or that it carries along. Such tensors are refused, as what came
-back would be something else, and a class that a file names cannot be had without running code
-that the file chooses.
+other tensors that it is made of, or that it carries along. Such tensors are refused. Otherwise, a
+load would return something else; and loading a class that a file names would run code that the file
+chooses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .._types import Name
 from .sharding import is_sharded
 
-#: What trainers attach to parameters, and make anew: gradients, and copies in another dtype.
+#: Attributes that trainers attach to parameters and make anew: gradients, and cast copies.
 _OF_TRAINERS = ("main_grad", "main_param", "grad_added_to_main_grad")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NESTED = "nested tensor, which has no one shape: save the tensors of its unbind()"
@@ -31,9 +31,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def reason(tensor: torch.Tensor) -> str | None:
-    """Say why the bytes of a tensor are not all of it; None where they are.
+    """Return the reason why a tensor is more than its bytes; None if it is not.
 
-    The answer goes on after ``"'name' is a "``.
+    The text continues ``"'name' is a "``.
     """
     kind = type(tensor)
     if kind in _PLAIN:
@@ -66,10 +66,10 @@ def reason(tensor: torch.Tensor) -> str | None:
 
 
 def refuse(name: Name, tensor: torch.Tensor) -> None:
-    """Refuse to save a tensor whose bytes are not all of it.
+    """Refuse to save a tensor that is more than its bytes.
 
     Raises:
-        NotImplementedError: It is such a tensor, for the :func:`reason` that is given.
+        NotImplementedError: It is such a tensor; the message has the :func:`reason`.
 
     """
     if why := reason(tensor):
@@ -77,7 +77,7 @@ def refuse(name: Name, tensor: torch.Tensor) -> None:
 
 
 def reason_in(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
-    """Say the same of a tensor of a module, which may keep what belongs to it."""
+    """Return the reason for a tensor of a module, whose state dict may hold more of it."""
     if type(tensor) in _PLAIN:
         return reason(tensor)
     return reason(tensor) or _kept_by(module, tensor)
@@ -87,7 +87,7 @@ def _parts(tensor: Any) -> str:
     try:
         names, _ = tensor.__tensor_flatten__()
         return f" ({', '.join(names)})"
-    except Exception:  # of any library; the sentence is as good without
+    except Exception:  # of any library; the message is good without names
         return ""
 
 
@@ -102,7 +102,7 @@ def _carried(tensor: torch.Tensor) -> Iterator[str]:
 
 
 def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that an attribute is, or that its value directly holds."""
+    """Yield the tensors that are the value of an attribute, or directly held by it."""
     if isinstance(value, torch.Tensor):
         yield "", value
         return
@@ -119,18 +119,18 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_apart(other: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has bytes that are not those of another."""
+    """Tell whether a tensor has memory that is not that of another tensor."""
     if other.is_meta:
         return False
     try:
         storage, own = other.untyped_storage(), tensor.untyped_storage()
     except (RuntimeError, NotImplementedError, ValueError):
-        return True  # made of others
+        return True  # made of other tensors
     return storage.nbytes() > 0 and storage._cdata != own._cdata
 
 
 def _storage_of(value: torch.Tensor) -> int | None:
-    """Return what tells a storage from others; None without one."""
+    """Return a key that identifies a tensor's storage; None without one."""
     try:
         storage = value.untyped_storage()
     except (RuntimeError, NotImplementedError, ValueError):
@@ -139,7 +139,7 @@ def _storage_of(value: torch.Tensor) -> int | None:
 
 
 def _kept_by(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
-    """Say what the state dict of a module has beyond its parameters and buffers."""
+    """Return the reason if a module's state dict has more than its parameters and buffers."""
     kind = type(module)
     if kind._save_to_state_dict is torch.nn.Module._save_to_state_dict:
         return None
@@ -148,7 +148,7 @@ def _kept_by(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
         module._save_to_state_dict(state, "", True)
     except (
         Exception
-    ):  # of any library, which then has its own say when it is asked for a state dict
+    ):  # of any library, which will raise the error itself when it is asked for a state dict
         return None
     groups = (module._parameters, module._buffers)
     own = [value for group in groups for value in group.values() if value is not None]

@@ -1,4 +1,4 @@
-"""Sizes for people, and how much memory is in use."""
+"""Sizes as text, and the memory that is in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Device = torch.device | str | int | None
 
 
 def convert_bytes(num: float, decimal: bool = True) -> str:
-    """Return a number of bytes for people: ``"123.5 MB"``, or ``"117.8 MiB"`` if not decimal."""
+    """Return a number of bytes as text: ``"123.5 MB"``, or ``"117.8 MiB"`` if not decimal."""
     return _native.convert_bytes(num, decimal)
 
 
@@ -39,7 +39,7 @@ class CPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls) -> CPUMemoryUsage:
-        """Measure."""
+        """Measure the host memory."""
         unit = 1 if sys.platform == "darwin" else 1024
         own, children = (
             resource.getrusage(who).ru_maxrss * unit
@@ -52,7 +52,7 @@ class CPUMemoryUsage(NamedTuple):
 
 
 class GlobalGPUMemoryUsage(NamedTuple):
-    """Memory of a GPU in bytes, used by whatever process."""
+    """Memory of a GPU in bytes, used by any process."""
 
     total: int
     free: int
@@ -60,7 +60,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: _Device = None) -> GlobalGPUMemoryUsage | None:
-        """Measure; None without CUDA."""
+        """Measure the GPU memory; None without CUDA."""
         if not torch.cuda.is_available():
             return None
         free, total = torch.cuda.mem_get_info(device)
@@ -80,7 +80,7 @@ class TorchGPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: _Device = None) -> TorchGPUMemoryUsage | None:
-        """Measure; None without CUDA."""
+        """Measure the memory of torch's allocator; None without CUDA."""
         if not torch.cuda.is_available():
             return None
         cuda = torch.cuda
@@ -97,7 +97,7 @@ class TorchGPUMemoryUsage(NamedTuple):
 
 
 class MemoryUsage(NamedTuple):
-    """All of the above at one time."""
+    """The memory of the host, of the GPU and of torch's allocator at one time."""
 
     cpu: CPUMemoryUsage
     gpu: GlobalGPUMemoryUsage | None
@@ -105,7 +105,7 @@ class MemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: _Device = None) -> MemoryUsage:
-        """Measure."""
+        """Measure all of them."""
         return cls(
             CPUMemoryUsage.now(),
             GlobalGPUMemoryUsage.now(device),

@@ -1,1 +1,1 @@
-"""What torch's tracers, ``torch.save`` and ``torch.load`` are given of ours."""
+"""Hooks into torch's tracers, ``torch.save`` and ``torch.load``."""

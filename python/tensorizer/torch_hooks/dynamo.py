@@ -1,10 +1,10 @@
-"""How Dynamo, the tracer of ``torch.compile``, traces the operators that it cannot put in a graph.
+"""Makes Dynamo, the tracer of ``torch.compile``, trace the operators that do not fit a graph.
 
-A graph has no place for a dict or for strings as results. So ``names(uri)`` is traced as a
-constant, ``load(uri)`` as "the names that the file has now, then ``load.list`` of these",
-``load.list`` as ``load.checked`` with the dtypes and shapes that the file has now, so that they
-are in the keys of torch's caches, and ``load_``, whose schema does not say that it changes its
-arguments, as ``load.into``.
+A graph cannot have a dict or strings as results. So ``names(uri)`` is traced as a constant, and
+``load(uri)`` as "the names that the file has now, then ``load.list`` of these". ``load.list`` is
+traced as ``load.checked`` with the dtypes and shapes that the file has now, so that they are in the
+keys of torch's caches. ``load_``, whose schema does not state that it changes its arguments, is
+traced as ``load.into``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _make_handlers(function: type) -> _Handlers:
         try:
             found = op(*(arg.as_python_constant() for arg in args))
         except RuntimeError as error:
-            # Dynamo shows this as it is; others it would show as defects of its own.
+            # Dynamo shows this error as it is; it would report others as defects of its own.
             raise UserError(UserErrorType.INVALID_INPUT, str(error)) from error
         return ListVariable([ConstantVariable.create(text) for text in found])
 
@@ -73,7 +73,7 @@ def _make_handlers(function: type) -> _Handlers:
 
 
 def extend_dynamo(variables: ModuleType) -> None:
-    """Extend the table in which Dynamo looks functions up. It is private and built when used.
+    """Extend the table of functions that Dynamo knows. It is private, and built on first use.
 
     ``variables`` is ``torch._dynamo.variables.torch``.
     """

@@ -1,4 +1,4 @@
-"""How Inductor, the code generator of ``torch.compile``, keeps our operators in their order."""
+"""Makes Inductor, the code generator of ``torch.compile``, keep our operators in order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 def keep_order(lowering: ModuleType) -> None:
-    """Have the scheduler heed the order of operators that have effects.
+    """Make the scheduler respect the order of operators that have effects.
 
-    Lowering notes what comes before such an operator under the name of its buffer. The scheduler
-    looks for it under the name of the operation, and so moves saves behind loads (seen in torch
-    2.11). Noted under both names, it is found. ``lowering`` is ``torch._inductor.lowering``.
+    Lowering records what comes before such an operator under the name of its buffer. The scheduler
+    looks it up under the name of the operation, and so moves saves behind loads (seen in torch
+    2.11). This records it under both names. ``lowering`` is ``torch._inductor.lowering``.
     """
     target = torch.ops.higher_order.with_effects
     original = lowering.lowerings[target]
@@ -26,7 +26,7 @@ def keep_order(lowering: ModuleType) -> None:
         result = original(token, op, *args, **kwargs)
         if getattr(op, "namespace", None) == "tensorizer":
             for operation in graph.operations[before:]:
-                # The second is what later releases use, with the right name.
+                # Later releases use the second table, with the right name.
                 for table in ("additional_star_deps", "additional_buffer_deps"):
                     notes = getattr(graph, table, {})
                     if noted := notes.get(operation.get_name()):

@@ -1,4 +1,4 @@
-"""Work that waits for modules of torch whose import takes far longer than ours."""
+"""Defers work until a module of torch is imported: importing it takes far longer than ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Work = Callable[[ModuleType], None]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as others would, and does some work once it has been executed."""
+    """Finds one module as the default finder does, and runs some work after its execution."""
 
     def __init__(self, name: str, work: _Work) -> None:
         self.name, self.work = name, work
@@ -29,7 +29,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # An import that fails may be tried again.
+            # An import that fails may be tried again: the finder stays until one succeeds.
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
@@ -40,9 +40,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def when_imported(name: str, work: _Work) -> None:
-    """Do some work with a module: now if it is there, else as soon as it is imported.
+    """Run some work with a module: now if it is imported, else as soon as it is.
 
-    What the work raises becomes a warning, because importing torch must not fail through it.
+    An error of the work becomes a warning, because importing torch must not fail by it.
     """
     if module := sys.modules.get(name):
         _try(work, module)

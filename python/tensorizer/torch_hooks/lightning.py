@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning in two halves: what its trainers are given as a plugin."""
+"""The plugin for Lightning's trainers, which saves a checkpoint as two files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class TensorizerCheckpointIO:
         self._saving, self._loading = dict(saving or {}), dict(loading or {})
         loaded = [name for name in _INTERFACES if name.partition(".")[0] in sys.modules]
         for name in loaded or _INTERFACES:
-            # Trainers ask whether a plugin is one of these. Neither package has to be there.
+            # Trainers check that a plugin is an instance of this interface. Neither package must be
+            # there.
             with contextlib.suppress(ImportError):
                 interface: Any = importlib.import_module(name)
                 interface.CheckpointIO.register(type(self))
@@ -86,7 +87,7 @@ class TensorizerCheckpointIO:
 
         Args:
             path: The file of the structure, or a link to it.
-            map_location: Where its tensors go; see ``torch.load``.
+            map_location: The devices of its tensors; see ``torch.load``.
             weights_only: See ``torch.load``.
 
         Raises:
@@ -95,7 +96,7 @@ class TensorizerCheckpointIO:
             PairMismatchError, HashMismatchError, CryptographyError: See :func:`tensorizer_loading`.
 
         """
-        # The bytes lie beside the file that a link names.
+        # The file of bytes lies beside the file that a link names.
         file = Path(os.path.realpath(_local(path)))
         if not file.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
@@ -106,7 +107,7 @@ class TensorizerCheckpointIO:
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove both files of a checkpoint, or a folder; of a link only that.
+        """Remove both files of a checkpoint, or a folder; of a link only the link itself.
 
         Raises:
             ValueError: The path is an address.
@@ -123,7 +124,7 @@ class TensorizerCheckpointIO:
             file.with_name(f"{file.name}.tensors").unlink(missing_ok=True)
 
     def teardown(self) -> None:
-        """End the plugin, which keeps nothing."""
+        """Do nothing: the plugin holds nothing to release."""
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,4 @@
-"""What torch's tracers must know of the operators before anything is compiled."""
+"""Registers the operators with torch's tracers, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .late import when_imported
 
 _ordered = torch._library.effects.EffectType.ORDERED
 for _overload in ("save", "save.list", "load.checked", "_begin", "_end"):
-    # Unmarked, a save is deleted from compiled graphs, because nothing reads what it returns.
+    # Without this, a save is deleted from compiled graphs, because nothing reads its result.
     torch.library._register_effectful_op(f"tensorizer::{_overload}", _ordered)
 
 
@@ -27,9 +27,9 @@ def _load_checked(
     num_readers: int | None = None,
     key: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Tensors as expected, such as ``float32[40,30]``; the file is not looked at.
+    """Return tensors as in ``expected``, such as ``float32[40,30]``; the file is not looked at.
 
-    torch has real tensors of the meta device come here, too, and only a key can be one.
+    torch also calls this with real tensors of the meta device; only a key can be one.
     """
     if key is not None and key.is_meta:
         raise ValueError("the key is a tensor of the meta device, which has no bytes")

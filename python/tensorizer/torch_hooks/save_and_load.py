@@ -1,4 +1,4 @@
-"""``torch.save`` and ``torch.load`` inside the blocks that put our files under them."""
+"""Replacements of ``torch.save`` and ``torch.load`` inside blocks, which use our files."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _FileLike: TypeAlias = Any
 _SAVE = inspect.signature(torch.serialization.save)
 _LOAD = inspect.signature(torch.serialization.load)
 
-#: The name under which torch.load finds its restricted unpickler.
+#: The name by which torch.load refers to the module of its restricted unpickler.
 _NAME = "_weights_only_unpickler"
-#: What torch takes for "yes" in an environment variable.
+#: The values of an environment variable that torch takes for "yes".
 _TRUE = ("1", "y", "yes", "true")
 
 
@@ -42,8 +42,8 @@ class _Saving:
     def __init__(self, file_obj: Any, save_func: SaveFunc | None, options: dict[str, Any]) -> None:
         self.file_obj, self.options = file_obj, options
         self.save_func = save_func and _outside(save_func)
-        #: Which file of ``torch.save`` each file of storages belongs to. Objects are kept, so that
-        #: their numbers are not given to others.
+        #: The file of ``torch.save`` to which each storage file belongs. Objects are kept alive, so
+        #: that their ids are not reused.
         self._written: dict[object, object] = {}
         self._kept: list[Any] = []
 
@@ -69,7 +69,7 @@ class _Saving:
         return save_pair(target, file, self.save_func, self.options, torch_save)
 
     def _check_unused(self, file: Any, target: Any) -> None:
-        """Refuse to write over the storages of another object that this block has saved."""
+        """Refuse to overwrite the storages of another object that this block has saved."""
         mine, whose = self._identity(file), self._identity(target)
         if mine == whose:
             raise ValueError(f"{file!r} cannot hold both a pickle and its storages")
@@ -113,13 +113,13 @@ class _Loading:
             import torch.utils.serialization.config
 
             mmap = torch.utils.serialization.config.load.mmap
-        # The file's own is plain "pickle": torch must choose as it does without one.
+        # A module that was given is Python's own pickle; without it, torch chooses as usual.
         arguments.pop("pickle_module", None)
         if self.any_code:
             arguments["weights_only"] = False
         only_weights = _weights_only(arguments.get("weights_only"))
         if only_weights:
-            # Said outright, so that torch cannot come to another conclusion than we did.
+            # Explicit, so that torch cannot decide otherwise than ``_weights_only``.
             arguments["weights_only"] = True
         target = arguments["f"]
         looks = 1
@@ -136,7 +136,7 @@ class _Loading:
             try:
                 return _load_from(storages, only_weights, original, call)
             except (FileNotFoundError, PairMismatchError):
-                # Both halves were replaced between the looks at one and the other.
+                # Both files were replaced between opening one and the other.
                 if looks == LOOKS or not named.is_another():
                     raise
                 looks += 1
@@ -148,7 +148,7 @@ def _load_from(
     original: Callable[..., Any],
     call: inspect.BoundArguments,
 ) -> Any:
-    """Call ``torch.load``, which finds the storages there."""
+    """Call ``torch.load`` such that it takes the storages from ``storages``."""
     outer = _restricted.get()
     if only_weights:
         _restricted.set(restricted_unpickler(storages))
@@ -170,9 +170,10 @@ def _check_pickle_module(module: Any, doing: str) -> None:
 
 
 def _weights_only(asked: bool | None) -> bool:
-    """Tell what torch makes of ``weights_only``, before it is told of a pickle module.
+    """Tell how torch interprets ``weights_only`` if it is given no pickle module.
 
-    Releases differ in whether capitals count in the variables; here they only count for safety.
+    Releases of torch differ in whether upper case counts in the environment variables. Here it
+    counts only where that is safer.
     """
     if os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE:
         return True
@@ -201,7 +202,7 @@ def _outside(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Restricted:
-    """Stands in for torch's module of the unpickler for ``weights_only=True``."""
+    """A stand-in for torch's module of the unpickler for ``weights_only=True``."""
 
     @property
     def Unpickler(self) -> type:  # the name that torch looks for
@@ -212,7 +213,7 @@ class _Restricted:
 
 
 class _Patch:
-    """torch's functions, replaced while there is a block anywhere in the process."""
+    """The replacement of torch's functions, while the process is in any block."""
 
     def __init__(self) -> None:
         self._lock = OwnLock()
@@ -245,7 +246,7 @@ def _save_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         block = _saving.get()
-        # A distributed checkpoint puts one object after another into a file of its own kind.
+        # A distributed checkpoint puts many objects into one file of its own format.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if block is None or caller.startswith("torch.distributed.checkpoint"):
             return original(*args, **kwargs)
@@ -266,7 +267,7 @@ def _load_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _signed(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """Have a function show torch's parameters, to those too who do not look for what it wraps."""
+    """Give a function torch's signature, also for callers that ignore ``__wrapped__``."""
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 
@@ -275,33 +276,33 @@ def _signed(function: Callable[..., Any], signature: inspect.Signature) -> Calla
 def tensorizer_saving(
     file_obj: Any = None, *, save_func: SaveFunc | None = None, **serializer_kwargs: Any
 ) -> Iterator[None]:
-    """Have ``torch.save`` write storages to a ``.tensors`` file, in a block or a function.
+    """Make ``torch.save`` write storages to a ``.tensors`` file, in a block or a function.
 
-    Whatever is not a storage stays in torch's own file, with the dtypes, shapes and strides of the
-    tensors. Where both files are paths, neither can be seen before both are complete; if saving
-    fails, both stay as they were, and two saves of the same files take turns. Each states that it
-    is a half of the other.
+    Everything but the storages stays in torch's own file, with the dtypes, shapes and strides of
+    the tensors. Where both files are paths, neither is visible before both are complete; if saving
+    fails, both stay as they were. Two saves of the same files take turns. Each file states the
+    identity of the pair.
 
-    Only ``torch.save`` of the thread or task that runs the block is concerned, not functions that
-    were imported by name before. ``torch.distributed.checkpoint`` is left alone. Of nested blocks
-    the innermost counts.
+    Only ``torch.save`` in the thread or task that runs the block is affected, not functions that
+    were imported by name before. ``torch.distributed.checkpoint`` is not affected. Of nested blocks
+    the innermost is used.
 
     Args:
         file_obj: The file of the storages: a path, address or file object that
             :class:`TensorSerializer` opens, for one object; or a function that is called with the
             file of each ``torch.save`` and returns one of these, or None for torch's own format.
             None: the name of torch's file with ``.tensors`` appended. Buffers in memory, which
-            have no name, are left alone.
+            have no name, are saved in torch's own format.
         save_func: Called with the file, a list of ``uint8`` tensors that are the storages, and a
             dict of the other arguments, instead of our writer.
-        serializer_kwargs: What else :class:`TensorSerializer` is given, such as ``encryption``.
+        serializer_kwargs: Further arguments of :class:`TensorSerializer`, such as ``encryption``.
 
     Raises:
         OSError, TypeError, ValueError: By ``torch.save``; see :class:`TensorSerializer`. A
             ``TypeError`` also for a file without a name, a ``ValueError`` also for a
-            ``pickle_module`` and where the storages of two objects would get the same file.
-        RuntimeError: By ``torch.save``: the handler of a signal has interrupted a save of the same
-            files, which it would wait for.
+            ``pickle_module``, and if the storages of two objects would get the same file.
+        RuntimeError: By ``torch.save`` in a signal handler that has interrupted a save of the same
+            files: it would wait forever.
 
     """
     outer = _saving.get()
@@ -321,28 +322,28 @@ def tensorizer_loading(
     suppress_weights_only: bool = False,
     **deserializer_kwargs: Any,
 ) -> Iterator[None]:
-    """Have ``torch.load`` read storages from a ``.tensors`` file, in a block or a function.
+    """Make ``torch.load`` read storages from a ``.tensors`` file, in a block or a function.
 
-    Files in torch's own format load as ever. ``map_location`` is honoured; without it storages go
-    to ``device``, if that is given, else to where they were when they were saved (from files of
-    the old package, which do not say: to the current CUDA device if there is one).
-    ``weights_only`` is honoured, and True by default, as in torch. ``mmap=True`` maps the
-    storages' file too, where it is local.
+    Files in torch's own format load as usual. ``map_location`` is respected. Without it storages go
+    to ``device`` if that is given, and else to the devices that they were saved from (from files of
+    the old package, which do not state them: to the current CUDA device if there is one).
+    ``weights_only`` is respected, and True by default, as in torch. ``mmap=True`` maps the
+    storages' file too, if it is local.
 
     Args:
         file_obj: As for :func:`tensorizer_saving`.
         load_func: Called with the file and a dict of the other arguments, instead of our reader;
             returns the storages as ``uint8`` tensors.
         suppress_weights_only: Load with ``weights_only=False`` whatever torch is told, which lets
-            a file run any code. For old calls: rather pass it to ``torch.load``.
-        deserializer_kwargs: What else :class:`TensorDeserializer` is given, such as ``device`` or
+            a file run any code. For calls of the old package: rather pass it to ``torch.load``.
+        deserializer_kwargs: Further arguments of :class:`TensorDeserializer`, such as ``device`` or
             ``encryption``.
 
     Raises:
-        FileNotFoundError: By ``torch.load``: the storages' file is not there.
-        PairMismatchError: By ``torch.load``: it is that of another object. If a save was killed
-            between the two files, or is there now, the right one has a hidden name and is read from
-            that, with a ``RuntimeWarning``.
+        FileNotFoundError: By ``torch.load``: the storages' file is missing.
+        PairMismatchError: By ``torch.load``: the storages' file is that of another object. If a
+            save was killed between the two files, or is there now, the right file is read under its
+            hidden name, with a ``RuntimeWarning``.
         OSError, ValueError, CryptographyError: By ``torch.load``: see :class:`TensorDeserializer`.
         ValueError: ``dtype`` or ``filter_func`` is given. Storages are bytes without a dtype, and
             all of them are needed.

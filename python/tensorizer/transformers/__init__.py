@@ -17,7 +17,7 @@ from .models import from_pretrained
 __all__ = ["from_pretrained", "load_adapter", "load_config", "load_processor", "load_tokenizer"]
 
 for _public in (from_pretrained, load_adapter, load_config, load_processor, load_tokenizer):
-    # Tracebacks, reprs and pickles name them as programs do.
+    # So that tracebacks, reprs and pickles show the public names.
     _public.__module__ = __name__
 
 del _public

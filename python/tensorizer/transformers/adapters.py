@@ -1,4 +1,4 @@
-"""Adapters of PEFT, put on a model."""
+"""Loads adapters of PEFT into a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_HERE = (
     *("key_mapping", "ephemeral_gpu_offload", "adapters", "device_map", "max_memory"),
     *("offload_folder", "offload_dir", "offload_index"),
 )
-#: Parts of the names of weights that an adapter has once, and each layer of it names.
+#: Parts of the names of weights that an adapter stores once, but has in each layer.
 _SHARED = ("vblora_vector_bank", ".tinylora_v.", ".unilora_theta_d.")
 
 
@@ -49,12 +49,12 @@ def load_adapter(
         address: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``; see
             :func:`from_pretrained`.
         adapter_name: The name of the adapter in the model.
-        is_trainable: Have the adapter trained further.
-        config: A ``PeftConfig`` to use in the place of ``adapter_config.json``.
+        is_trainable: True if the adapter is to be trained further.
+        config: A ``PeftConfig`` to use instead of ``adapter_config.json``.
         num_readers: See :func:`tensorizer.load`, as for the next five.
         verify_hash: Compare tensors with their hashes.
-        encryption: What an encrypted file is decrypted with.
-        cache_dir: A folder that keeps what a server sends of the weights.
+        encryption: The key or passphrase of an encrypted file.
+        cache_dir: A folder that caches weights from a server.
         memory_limit: The most bytes that the load has in flight beside the tensors.
         progress: Called with the bytes that are loaded, or True for a bar.
         kwargs: ``autocast_adapter_dtype``, ``low_cpu_mem_usage`` and ``torch_device`` of PEFT, and
@@ -99,7 +99,7 @@ def load_adapter(
         weights = dict(Weights(file, options, device))
     adapted = _adapted(peft, model, config, adapter_name, kwargs)
     if is_trainable and adapted is model and hasattr(model, "set_requires_grad"):
-        # A further adapter is made frozen.
+        # An adapter that is added to a ``PeftModel`` is frozen at first.
         model.set_requires_grad(adapter_name)
     found = peft.set_peft_model_state_dict(
         adapted,
@@ -117,7 +117,7 @@ def load_adapter(
 
 
 def _configuration(peft: Any, folder: Folder) -> Any:
-    """Return the configuration of an adapter's folder."""
+    """Return the configuration in the folder of an adapter."""
     with fetched(folder) as files:
         files.fetch([_CONFIG])
         if not files.has(_CONFIG):
@@ -130,7 +130,7 @@ def _configuration(peft: Any, folder: Folder) -> Any:
 def _adapted(
     peft: Any, model: torch.nn.Module, config: Any, name: str, kwargs: dict[str, Any]
 ) -> Any:
-    """Return a model with the modules of an adapter, whose weights are to be set."""
+    """Return a model with the modules of an adapter, whose weights are set later."""
     if isinstance(model, peft.PeftModel):
         model.add_adapter(name, config, **kwargs)
         return model
@@ -139,7 +139,7 @@ def _adapted(
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
-    """Refuse what only PEFT's own loader does.
+    """Refuse arguments that only PEFT's own loader supports.
 
     Raises:
         NotImplementedError: There is such an argument.
@@ -154,9 +154,9 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 
 
 def _warn(peft: Any, folder: Folder, config: Any, name: str, found: Any) -> None:
-    """Warn of weights of the adapter that the file lacks, and of those that nothing takes.
+    """Warn of weights that the file lacks, and of weights in it that the model does not use.
 
-    Those of learned prompts, and what adapters share, are not in the file by these names.
+    Weights of learned prompts, and weights that adapters share, have other names in the file.
     """
     missing, unknown = found.missing_keys, found.unexpected_keys
     if getattr(config, "is_prompt_learning", False):

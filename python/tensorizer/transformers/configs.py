@@ -1,4 +1,4 @@
-"""Configurations, tokenizers and processors of a folder."""
+"""Loads configurations, tokenizers and processors of a folder."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .remote_code import fetch_code, read_json
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-#: The argument that has Python files of a folder run.
+#: The argument that allows Python files of a folder to run.
 _TRUST = "trust_remote_code"
 #: Files that any tokenizer may have.
 _TOKENIZER = (
     *(TOKENIZER_CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", CONFIG),
 )
-#: Vocabularies of tokenizers without ``tokenizer.json`` whose class is not known.
+#: Vocabularies of tokenizers without ``tokenizer.json`` whose class is unknown.
 _VOCABULARIES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
     *("sentencepiece.bpe.model", "source.spm", "target.spm", "tekken.json"),
@@ -32,7 +32,7 @@ _PROCESSOR = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("audio_tokenizer_config.json", "chat_template.json"),
 )
-#: Arguments by which the libraries name a place on their hub.
+#: Arguments by which the libraries select files on their hub.
 _OF_THE_HUB = frozenset(
     {
         *("subfolder", "revision", "code_revision", "token", "use_auth_token", "proxies"),
@@ -49,7 +49,7 @@ def load_config(
     Args:
         address: A local folder, or the address of one; see :func:`from_pretrained`.
         trust_remote_code: Run Python files of the folder, for models that need them.
-        kwargs: What ``AutoConfig.from_pretrained`` takes: attributes to change.
+        kwargs: Arguments of ``AutoConfig.from_pretrained``: attributes to change.
 
     Returns:
         A configuration of transformers, or the dictionary of a model of diffusers.
@@ -87,7 +87,7 @@ def load_tokenizer(
     Args:
         address: A local folder, or the address of one; see :func:`from_pretrained`.
         trust_remote_code: Run Python files of the folder, for tokenizers that need them.
-        kwargs: What ``AutoTokenizer.from_pretrained`` takes.
+        kwargs: Arguments of ``AutoTokenizer.from_pretrained``.
 
     Returns:
         The tokenizer of transformers.
@@ -97,7 +97,7 @@ def load_tokenizer(
         ImportError: transformers is not installed.
         TypeError: An argument is for the hub only.
         FormatError: A file is larger than 200 MiB, or a configuration than 10 MiB.
-        OSError, ValueError: The folder cannot be read, or the library refuses what is there.
+        OSError, ValueError: The folder cannot be read, or the library refuses its content.
 
     """
     folder = Folder(address)
@@ -110,15 +110,15 @@ def load_tokenizer(
 def load_processor(
     address: str | os.PathLike[Any], *, trust_remote_code: bool = False, **kwargs: Any
 ) -> Any:
-    """Load the processor of a model: that of several inputs, of images, or of audio.
+    """Load the processor of a model: for several inputs, for images, or for audio.
 
     Args:
         address: A local folder, or the address of one; see :func:`from_pretrained`.
         trust_remote_code: Run Python files of the folder, for processors that need them.
-        kwargs: What ``AutoProcessor.from_pretrained`` takes.
+        kwargs: Arguments of ``AutoProcessor.from_pretrained``.
 
     Returns:
-        What ``AutoProcessor`` finds: a processor, an image processor or a feature extractor of
+        The result of ``AutoProcessor``: a processor, an image processor or a feature extractor of
         transformers, or a tokenizer if there is nothing else.
 
     Raises:
@@ -126,7 +126,7 @@ def load_processor(
         ImportError: transformers is not installed.
         TypeError: An argument is for the hub only.
         FormatError: A file is larger than 200 MiB, or a configuration than 10 MiB.
-        OSError, ValueError: The folder cannot be read, or the library refuses what is there.
+        OSError, ValueError: The folder cannot be read, or the library refuses its content.
 
     """
     folder = Folder(address)
@@ -138,7 +138,7 @@ def load_processor(
 def _made(
     folder: Folder, files: Fetched, auto: str, more: tuple[str, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return what an auto class makes of a tokenizer's files, and of more."""
+    """Return the object that an auto class makes of a tokenizer's files, and of ``more``."""
     refuse_hub_arguments(kwargs)
     _fetch_tokenizer(folder, files, more)
     names = [name for name in (*more, *_TOKENIZER, *_VOCABULARIES) if name != CONFIG]
@@ -158,12 +158,12 @@ def _made(
 
 
 def read_config(folder: Folder, files: Fetched) -> dict[str, Any]:
-    """Return what ``config.json`` says, once it was fetched.
+    """Return the content of ``config.json``, which must have been fetched.
 
     Raises:
-        FileNotFoundError: The folder has none; the message says what it is instead.
+        FileNotFoundError: The folder has none; the message names the kind of folder if it is known.
         PermissionError: The server refuses it.
-        ValueError: It is no JSON object.
+        ValueError: It is not a JSON object.
 
     """
     if files.has(CONFIG):
@@ -185,10 +185,10 @@ def read_config(folder: Folder, files: Fetched) -> dict[str, Any]:
 
 
 def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that mean something else than the address.
+    """Refuse arguments that the address replaces.
 
     Raises:
-        TypeError: There is one.
+        TypeError: There is such an argument.
 
     """
     wrong = sorted(_OF_THE_HUB & kwargs.keys())
@@ -200,16 +200,16 @@ def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
 
 
 def _refusal(folder: Folder, files: Fetched, name: str, what: str, advice: str = "") -> OSError:
-    """Return the error of a file that the server refuses, or that is missing."""
+    """Return the error for a file that the server refuses, or that is missing."""
     if name in files.refused:
         return files.refused[name]
     return FileNotFoundError(f"{what} at {folder.shown}{advice}")
 
 
 def _fetch_tokenizer(folder: Folder, files: Fetched, more: tuple[str, ...] = ()) -> None:
-    """Fetch what a tokenizer may need: its vocabularies in a second round.
+    """Fetch the files that a tokenizer may need, its vocabularies in a second round.
 
-    What comes from an address names no files of this machine afterwards.
+    Configurations from an address are changed so that they name no files of this machine.
     """
     files.fetch([*more, *_TOKENIZER])
     cls = _tokenizer_class(folder, files)
@@ -227,10 +227,10 @@ def _fetch_tokenizer(folder: Folder, files: Fetched, more: tuple[str, ...] = ())
 def _tokenizer_class(folder: Folder, files: Fetched) -> Any:
     """Return the class that the configuration of the tokenizer names, or None.
 
-    Without it the library takes the name in ``config.json``, which is checked too.
+    Without it the library uses the name in ``config.json``, which is checked too.
 
     Raises:
-        ValueError: It is no name, or that of something else in the library.
+        ValueError: It is not a name, or that of something else in the library.
 
     """
     transformers = library("transformers")
@@ -242,7 +242,8 @@ def _tokenizer_class(folder: Folder, files: Fetched) -> Any:
             continue
         found = getattr(transformers, name, None) if isinstance(name, str) else name
         is_tokenizer = isinstance(found, type) and issubclass(found, base)
-        # Stand-ins for classes whose libraries are not installed, and classes of remote code.
+        # Stand-ins for classes whose libraries are missing, and classes of remote code, are
+        # allowed.
         if not is_tokenizer and not hasattr(found, "_backends") and found is not None:
             raise ValueError(
                 f"tokenizer_class in {config} of {folder.shown} is {name!r}: expected the name of "
@@ -254,7 +255,7 @@ def _tokenizer_class(folder: Folder, files: Fetched) -> Any:
 
 @contextmanager
 def naming(folder: Folder, files: Fetched) -> Iterator[None]:
-    """Have errors of the library name the address, and not a temporary folder."""
+    """Make errors of the library name the address instead of a temporary folder."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -265,13 +266,13 @@ def naming(folder: Folder, files: Fetched) -> Iterator[None]:
         try:
             renamed = type(error)(text)
         except TypeError:
-            # Such as those of JSON and of UTF-8, which are made of more than a text.
+            # Errors such as those of JSON and of UTF-8 are made of more than a text.
             renamed = OSError(text) if isinstance(error, OSError) else ValueError(text)
         raise renamed from error
 
 
 def _show_address(made: Any, folder: Folder, files: Fetched) -> None:
-    """Have a tokenizer, or a processor and its parts, name the address as where they are from."""
+    """Replace the temporary folder by the address in a tokenizer, or a processor and its parts."""
     for part in (made, *getattr(made, "__dict__", {}).values()):
         attributes = getattr(part, "__dict__", {})
         arguments = attributes.get("init_kwargs")

@@ -1,4 +1,4 @@
-"""Small files of a folder, such as its configuration, as local files."""
+"""Fetches small files of a folder, such as its configuration, as local files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..streams.open import open_stream
 from ..streams.remote import RemoteFile
 from .folders import Folder
 
-#: Bytes that a configuration may have, and any other small file.
+#: The most bytes of a configuration, and of any other small file.
 CONFIG_BYTES = 10 << 20
 FILE_BYTES = 200 << 20
 #: Requests at a time.
 _AT_ONCE = 6
-#: Bytes read at a time, between which a fetch can be given up.
+#: Bytes read at a time; a fetch can be given up between two reads.
 _CHUNK = 8 << 20
 
 T = TypeVar("T")
@@ -50,14 +50,16 @@ class Fetched:
         self.in_place = folder.path is not None
         self.refused: dict[str, PermissionError] = {}
         self._asked: set[str] = set()
-        # Held while a file is created, so that none is when the temporary folder is removed.
+        # Held while a file is created, so that no file is created while the temporary folder is
+        # removed.
         self._creating = OwnLock()
 
     def fetch(self, names: Iterable[str]) -> None:
         """Fetch files that were not asked for before, several at a time.
 
-        Those that are missing are left out. In a local folder nothing is done. Of the hub files are
-        fetched one by one until one of them has said the commit, which the others are then of.
+        Missing files are skipped. In a local folder nothing is done. From the hub, files are
+        fetched one by one until one of them has told the commit; then the others are fetched from
+        that commit.
 
         Args:
             names: Names of files of the folder, from this package or checked by it.
@@ -103,7 +105,7 @@ class Fetched:
         except FileNotFoundError:
             pass
         except PermissionError as error:
-            # Object stores refuse names that are missing to those that may not list them.
+            # Object stores answer 403 for a missing name to clients that may not list names.
             self.refused[name] = error
 
     def _created(self, name: str, ended: threading.Event) -> BinaryIO | None:
@@ -117,16 +119,17 @@ class Fetched:
             return target.open("wb")
 
     def has(self, name: str) -> bool:
-        """Return True if a file is there."""
+        """Tell whether a file is there."""
         return (self.path / name).is_file()
 
 
 @contextlib.contextmanager
 def fetched(folder: Folder) -> Iterator[Fetched]:
-    """Lend the small files of a folder; the temporary folder of an address is removed.
+    """Yield the small files of a folder; the temporary folder of an address is removed.
 
-    It is ``tensorizer-<random>/<folder>-<digest of the address>``. The library names modules of
-    remote code for the last part, so each load of an address uses the same place of its cache.
+    The temporary folder is ``tensorizer-<random>/<folder>-<digest of the address>``. The library
+    names modules of remote code after the last part, so that each load of an address uses the same
+    place of its cache.
     """
     if folder.path is not None:
         yield Fetched(folder, folder.path)
@@ -138,13 +141,13 @@ def fetched(folder: Folder) -> Iterator[Fetched]:
 
 
 def _name_of(shown: str) -> str:
-    """Return a name for an address that is the same each time, and that a module can have."""
+    """Return a name for an address: the same each time, and valid as a module's name."""
     last = re.sub(r"\W", "_", shown.rstrip("/").rpartition("/")[2], flags=re.ASCII)[:40]
     return f"{last or 'model'}_{hashlib.sha256(shown.encode('utf-8', 'replace')).hexdigest()[:16]}"
 
 
 def together(jobs: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Run jobs on a few threads, which Ctrl-C does not wait for.
+    """Run jobs on a few threads; Ctrl-C does not wait for them.
 
     Returns:
         Their results by name, in the order of the jobs.
@@ -167,7 +170,7 @@ def together(jobs: Mapping[str, Callable[[], T]]) -> dict[str, T]:
                 except BaseException as error:
                     done.put((name, None, error))
 
-    # Daemons, so that a request that hangs does not hold up the end of the program.
+    # Daemon threads, so that a request that hangs does not delay the end of the program.
     threads = [
         threading.Thread(target=work, name="tensorizer-fetch", daemon=True)
         for _ in range(min(_AT_ONCE, len(jobs)))

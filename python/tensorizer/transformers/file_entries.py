@@ -1,4 +1,4 @@
-"""Entries of configurations that would have a library open files of this machine."""
+"""Removes entries of configurations that would make a library open files of this machine."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 from .remote_code import read_json
 
-#: Names of entries of a tokenizer that are paths, if they are strings: tokenizers open them.
+#: Names of a tokenizer's entries whose strings are paths that it would open.
 _VOCABULARY = re.compile(r"vocab|merges|spm|sp_model|_files?$|_path$|_dir$|_dic$")
 #: Names of such entries of a processor.
 _PROCESSOR = re.compile(r"_file$|_path$|_dir$")
 
 
 def drop_tokenizer_files(path: Path) -> None:
-    """Remove from a configuration of a tokenizer what names files.
+    """Remove entries that name files from the configuration of a tokenizer.
 
-    The library finds the files of the folder by itself. Positional arguments (``init_inputs``) go
-    too: they are the same files without a name.
+    The library finds the files of the folder by itself. Positional arguments (``init_inputs``) are
+    removed too: they are the same files without names.
 
     Args:
         path: ``tokenizer_config.json`` or ``special_tokens_map.json``, which is rewritten.
 
     Raises:
-        ValueError: The file is no JSON object.
+        ValueError: The file is not a JSON object.
 
     """
     _rewrite(path, lambda said: _without_vocabularies(said, ("init_inputs",)))
 
 
 def drop_processor_files(path: Path) -> None:
-    """Remove from a configuration of a processor what names files that are on this machine.
+    """Remove entries that name files of this machine from the configuration of a processor.
 
     Other names are those of the hub, such as the ``repo_path`` of OneFormer.
 
@@ -41,7 +41,7 @@ def drop_processor_files(path: Path) -> None:
         path: ``preprocessor_config.json`` or one like it, which is rewritten.
 
     Raises:
-        ValueError: The file is no JSON object.
+        ValueError: The file is not a JSON object.
 
     """
     _rewrite(path, _without_paths)
@@ -77,7 +77,7 @@ def _without_paths(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_here(value: str) -> bool:
-    """Return True for a path of this machine; a name of the hub is relative, and not there."""
+    """Tell whether it is a path of this machine; a name of the hub is relative, and not here."""
     try:
         return value.startswith(("/", "~", "\\", ".")) or Path(value).exists()
     except (OSError, ValueError):

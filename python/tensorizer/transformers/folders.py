@@ -1,4 +1,4 @@
-"""The folder of a model: of this machine, or behind an address."""
+"""The folder of a model, on this machine or behind an address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .._native import local_path, model_files, scheme
 from ..streams.addresses import is_address
 
-#: Endings of the files that hold weights, or name those that do.
+#: The endings of files that hold weights, and of indices that list such files.
 _FILES = tuple(model_files()[1])
 #: Addresses of the hub that name a commit.
 _COMMIT = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
@@ -25,7 +25,7 @@ class Folder:
 
     Raises:
         TypeError: The address is neither a string nor a path.
-        ValueError: The address is of a kind that is not known, or has no folders.
+        ValueError: The address is of an unknown kind, or has no folders.
         FileNotFoundError: The local folder or file is missing.
 
     Attributes:
@@ -47,7 +47,7 @@ class Folder:
             self._find(address)
 
     def _find(self, address: str | os.PathLike[Any]) -> None:
-        """Look a local folder or file up."""
+        """Find a local folder or file."""
         plain = local_path(address) if isinstance(address, str) else None
         path = Path(plain if plain is not None else os.fsdecode(address))
         self.shown = str(path)
@@ -59,7 +59,7 @@ class Folder:
             raise FileNotFoundError(f"no folder of a model, and no file: {self.shown}")
 
     def _split(self, address: str) -> None:
-        """Tell the folder of an address, its file and its query apart."""
+        """Split an address into its folder, its file and its query."""
         found = scheme(address)
         kind = found[0] if found is not None else ""
         self.shown = without_secrets(address)
@@ -69,7 +69,7 @@ class Folder:
         folder, _, last = base.rpartition("/")
         if last.lower().endswith(_FILES) and not (kind == "hf" and _is_repository(base)):
             self.file, base = address, folder
-        # A query of HTTP is a signature or a token for all files; one of S3 is of one object.
+        # A query of HTTP is a signature or a token for all files; one of S3 belongs to one object.
         self._query = mark + query if kind.startswith("http") else ""
         self._base = base.rstrip("/")
 
@@ -80,11 +80,11 @@ class Folder:
         return f"{self._base}/{name}{self._query}"
 
     def pin(self, name: str, opened: str) -> None:
-        """Stay at the commit of the hub at which a file was opened.
+        """Use the commit of the hub at which a file was opened for all further files.
 
         Args:
             name: The file's name in this folder.
-            opened: The address that its stream has, which names the commit.
+            opened: The address of its stream, which names the commit.
 
         """
         if _COMMIT.match(opened) and opened.endswith(f"/{name}"):
@@ -99,12 +99,12 @@ class Folder:
         return self._base.lower().startswith("hf://") and not _COMMIT.match(f"{self._base}/")
 
     def show(self, name: str) -> str:
-        """Return the same for messages, without a password and a query."""
+        """Return the path or address of a file for messages, without a password and a query."""
         return without_secrets(self.join(name))
 
 
 def _is_repository(base: str) -> bool:
-    """Return True for the address of a repository of the hub, without a path in it."""
+    """Tell whether it is the address of a repository of the hub, without a path in it."""
     parts = [part for part in base.partition("://")[2].split("/") if part]
     return len(parts) <= (3 if parts[:1] == ["models"] else 2)
 

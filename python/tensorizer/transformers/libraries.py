@@ -34,5 +34,5 @@ def library(name: str) -> Any:
 
 
 def is_of(cls: type, name: str) -> bool:
-    """Return True if a class, or one of its bases, is defined in a library."""
+    """Tell whether a class, or one of its bases, is defined in a library."""
     return any(base.__module__.partition(".")[0] == name for base in cls.__mro__)

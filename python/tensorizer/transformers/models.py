@@ -1,4 +1,4 @@
-"""One call from an address to a model."""
+"""Loads a model from an address by one call."""
 
 from __future__ import annotations
 
@@ -55,36 +55,36 @@ def from_pretrained(
             ``model.tensors``, or a checkpoint of ``torch.save``.
         cls: The class of the model: an auto class, a model of transformers, or one of diffusers.
             None for the class that ``config.json`` names.
-        device: Where the model goes; None for torch's default device.
+        device: The device of the model; None for torch's default device.
         dtype: The dtype of floating-point weights. None for that of the configuration, or of the
             first such tensor of the file. ``torch_dtype`` is another name of it.
-        config: A configuration to use in the place of ``config.json``: an object of transformers,
-            or a dictionary of diffusers.
+        config: A configuration to use instead of ``config.json``: an object of transformers, or a
+            dictionary of diffusers.
         variant: The infix of the names of the weights, as in ``model.fp16.safetensors``.
-        trust_remote_code: Run Python files of the folder, for models whose code is no part of the
+        trust_remote_code: Run Python files of the folder, for models whose code is not part of the
             library.
         num_readers: See :func:`tensorizer.load`, as for the next six.
         mmap: Use the weights in place in a mapping of a local file: on the CPU nothing is read
             before it is used.
         verify_hash: Compare tensors with their hashes.
-        encryption: What an encrypted file is decrypted with.
-        cache_dir: A folder that keeps what a server sends of the weights.
+        encryption: The key or passphrase of an encrypted file.
+        cache_dir: A folder that caches weights from a server.
         memory_limit: The most bytes that the load has in flight beside the tensors.
         progress: Called with the bytes that are loaded, or True for a bar.
-        kwargs: What ``from_pretrained`` of the class takes beside these, such as
+        kwargs: Further arguments of ``from_pretrained`` of the class, such as
             ``attn_implementation`` and ``device_map``; with diffusers, changes to the
             configuration.
 
     Returns:
-        The model, in evaluation mode, or what the library returns for ``output_loading_info=True``.
+        The model, in evaluation mode, or the library's result for ``output_loading_info=True``.
 
     Raises:
         FileNotFoundError: ``config.json`` or the weights are missing.
         ImportError: The library is not installed, or transformers is older than release 5.
-        TypeError: An argument is for the hub only, or the class is none of the libraries'.
+        TypeError: An argument is for the hub only, or the class belongs to neither library.
         NotImplementedError: A model of diffusers is quantized, or an argument is for its own loader
             only.
-        RuntimeError: Torch's default device is ``meta``, or weights do not fit the model. Of
+        RuntimeError: torch's default device is ``meta``, or weights do not fit the model. For
             missing and unknown names transformers warns; with diffusers a missing one is an error.
         FormatError: A configuration is larger than 10 MiB.
         OSError, ValueError, HashMismatchError, CryptographyError: See
@@ -128,7 +128,7 @@ def from_pretrained(
 
 
 def _dtype(dtype: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the dtype of a call, which ``torch_dtype=`` names too, as in the libraries."""
+    """Return the dtype of a call; ``torch_dtype=`` is another name for it, as in the libraries."""
     old = kwargs.pop("torch_dtype", None)
     return old if dtype is None else dtype
 
@@ -148,7 +148,7 @@ def _refuse_meta(device: Any) -> None:
 
 
 def _without_auto_model(cls: Any, said: Any) -> Any:
-    """Return ``AutoModel`` of transformers for that of diffusers, which takes both kinds."""
+    """Return transformers' ``AutoModel`` for diffusers' own, if the model is of transformers."""
     if not (isinstance(cls, type) and cls.__name__ == "AutoModel" and is_of(cls, "diffusers")):
         return cls
     is_transformers = entry(said, "_class_name") is None and entry(said, "model_type") is not None
@@ -168,7 +168,7 @@ def _library_of(wanted: Wanted) -> str:
     """Return the library that has the model: ``"transformers"`` or ``"diffusers"``.
 
     Raises:
-        TypeError: The class is of neither.
+        TypeError: The class belongs to neither.
 
     """
     if wanted.cls is not None:

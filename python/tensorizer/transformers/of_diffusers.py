@@ -1,4 +1,4 @@
-"""Models of diffusers, built from a configuration without weights, which are then put in."""
+"""Builds models of diffusers from a configuration, and then puts the weights in."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .weights import Options, Weights
 
 logger = logging.getLogger("tensorizer")
 
-#: Torch's default dtype is of the process: one model is built at a time.
+#: Held while a model is built, because torch's default dtype is global to the process.
 _building = OwnLock()
-#: Arguments that only the library's own loader has, unless they are None or False.
+#: Arguments that only the library's own loader supports, unless they are None or False.
 _NOT_HERE = frozenset(
     {
         *("quantization_config", "device_map", "parallel_config", "max_memory", "offload_folder"),
         *("offload_state_dict", "use_flashpack", "flashpack_kwargs", "ignore_mismatched_sizes"),
     }
 )
-#: Arguments of that loader that are always so here.
+#: Arguments of that loader that are ignored, because they always hold here.
 _IMPLIED = ("low_cpu_mem_usage", "disable_mmap")
 
 
@@ -41,7 +41,7 @@ def build(wanted: Wanted, file: TensorFile, options: Options) -> Any:
             argument is for the library's own loader.
         ValueError: The library has no class of the name.
         RuntimeError: Weights do not fit the model, or one is missing.
-        Exception: What the library raises, and :func:`tensorizer.load`.
+        Exception: The errors of the library, and of :func:`tensorizer.load`.
 
     """
     cls = _class(wanted)
@@ -56,7 +56,7 @@ def build(wanted: Wanted, file: TensorFile, options: Options) -> Any:
     tensors = dict(weights)
     fix = getattr(model, "_fix_state_dict_keys_on_load", None)
     if fix is not None:
-        # Names of attention in old files.
+        # Renames the weights of attention in old files.
         fix(tensors)
     _cast(tensors, dtype, getattr(cls, "_keep_in_fp32_modules", None))
     found = model.load_state_dict(tensors, strict=False, assign=True)
@@ -69,9 +69,9 @@ def build(wanted: Wanted, file: TensorFile, options: Options) -> Any:
 
 
 def _names(found: Any) -> dict[str, Any]:
-    """Return what the library returns for ``output_loading_info=True``.
+    """Return the library's result for ``output_loading_info=True``.
 
-    Shapes that do not fit are errors here.
+    There are no mismatched shapes, because these are errors here.
     """
     return {
         "missing_keys": list(found.missing_keys),
@@ -82,7 +82,7 @@ def _names(found: Any) -> dict[str, Any]:
 
 
 def _class(wanted: Wanted) -> Any:
-    """Return the class that the call names, or the configuration.
+    """Return the class that the call names, or else the configuration.
 
     Raises:
         ValueError: The library has none of this name.
@@ -105,8 +105,7 @@ def _changes(config: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
     """Return the arguments that change the configuration.
 
     Raises:
-        NotImplementedError: The configuration or the call has what only the library's own loader
-            does.
+        NotImplementedError: The configuration or the call needs the library's own loader.
 
     """
     quantizes = {name: config.get(name) for name in ("quantization_config", "parallel_config")}
@@ -132,9 +131,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _cast(tensors: dict[str, Any], dtype: torch.dtype, kept: list[str] | str | None) -> None:
-    """Cast floating-point tensors, and those of modules that need it to ``float32``.
+    """Cast floating-point tensors to ``dtype``, and those of modules that need it to ``float32``.
 
-    Each replaces the one before it, so that there is one copy more at a time.
+    Each new tensor replaces the old one at once, so that only one of them is held twice.
     """
     single = [kept] if isinstance(kept, str) else kept or []
     for name, tensor in tensors.items():
@@ -144,10 +143,10 @@ def _cast(tensors: dict[str, Any], dtype: torch.dtype, kept: list[str] | str | N
 
 
 def _report(wanted: Wanted, cls: Any, model: Any, found: Any) -> None:
-    """Warn of names that the model does not know, and refuse a model with weights missing.
+    """Warn of names that the model does not know, and refuse a model with missing weights.
 
     Raises:
-        RuntimeError: A parameter is in no file: it would stay without memory.
+        RuntimeError: A parameter is in no file: it would have no memory.
 
     """
     ignored = getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or ()

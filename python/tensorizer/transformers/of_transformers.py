@@ -1,4 +1,4 @@
-"""Models of transformers, built by the library from a configuration and tensors by name."""
+"""Builds models of transformers by the library, from a configuration and tensors by name."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .remote_code import entry
 from .wanted import GENERATION_CONFIG, Wanted
 from .weights import Options, Weights
 
-#: Arguments with which the library looks at a tensor more than once.
+#: Arguments with which the library accesses a tensor more than once.
 _LOOKED_AT = ("quantization_config", "tp_plan", "tp_size", "distributed_config", "device_mesh")
 
 
 def build(wanted: Wanted, file: TensorFile, options: Options) -> Any:
     """Return the model of :func:`from_pretrained`, with the tensors of an open file.
 
-    The library is given no folder, and does not read one: the generation configuration is passed.
+    The library gets no folder, and reads none: the generation configuration is passed to it.
 
     Raises:
         ValueError: Neither the call nor the configuration names a class, or two arguments name a
             device.
-        Exception: What the library raises, and :func:`tensorizer.load`.
+        Exception: The errors of the library, and of :func:`tensorizer.load`.
 
     """
     kwargs = dict(wanted.kwargs)
@@ -56,10 +56,10 @@ def build(wanted: Wanted, file: TensorFile, options: Options) -> Any:
 
 
 def _class(wanted: Wanted) -> Any:
-    """Return the class that the call names, or the configuration.
+    """Return the class that the call names, or else the configuration.
 
     Raises:
-        ValueError: There is none, or it is in the folder and must not be run.
+        ValueError: There is none, or its code is in the folder and must not be run.
 
     """
     transformers = library("transformers")
@@ -87,7 +87,7 @@ def _architectures(wanted: Wanted) -> list[str]:
     """Return the names of classes in the configuration.
 
     Raises:
-        ValueError: They are no list of strings.
+        ValueError: They are not a list of strings.
 
     """
     names = entry(wanted.configuration, "architectures")
@@ -131,7 +131,7 @@ def _remote_class(wanted: Wanted) -> Any:
 def _configured(
     wanted: Wanted, cls: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the class, the configuration, and the arguments that are left for the class.
+    """Return the class, the configuration, and the arguments that remain for the class.
 
     Arguments that are attributes of the configuration change it, as in the library.
     """
@@ -140,7 +140,7 @@ def _configured(
     if config is None:
         own = None if is_auto else getattr(cls, "config_class", None)
         kind = own or library("transformers").AutoConfig
-        # Of the model only, as the library's auto classes have it.
+        # These are for the model only, as in the library's auto classes.
         of_model = ("quantization_config", "device_map")
         kept: dict[str, Any] = {name: kwargs.pop(name) for name in of_model if name in kwargs}
         if own is None:
@@ -156,12 +156,12 @@ def _configured(
 
 
 def _concrete(cls: Any, config: Any) -> tuple[Any, Any]:
-    """Return the class that an auto class has for a configuration, and the part that it takes.
+    """Return the class that an auto class has for a configuration, and the part for that class.
 
-    The auto class itself asks for a folder.
+    The auto class itself would ask for a folder.
 
     Raises:
-        ValueError: It has none.
+        ValueError: It has no such class.
 
     """
     if type(config) not in cls._model_mapping:
@@ -179,7 +179,7 @@ def _concrete(cls: Any, config: Any) -> tuple[Any, Any]:
 
 
 def _devices(device: torch.device | str | None, device_map: Any) -> tuple[Any, Any]:
-    """Return where tensors are loaded to, and the ``device_map`` of the library.
+    """Return the device to load tensors to, and the ``device_map`` of the library.
 
     Raises:
         ValueError: Both arguments are given.
@@ -202,8 +202,8 @@ def _devices(device: torch.device | str | None, device_map: Any) -> tuple[Any, A
 def _generation_config(wanted: Wanted) -> Any:
     """Return the generation configuration of the folder, or None.
 
-    Without a file of its own, or if that is damaged, it is in ``config.json``, as the library has
-    it.
+    If it has no file of its own, or if that is damaged, it is in ``config.json``, as in the
+    library.
     """
     cls = library("transformers").GenerationConfig
     if wanted.files.has(GENERATION_CONFIG):

@@ -1,4 +1,4 @@
-"""Python files of a model's folder, for models whose code is not part of the library."""
+"""Fetches Python files of a model's folder, for models whose code is not part of the library."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from .fetching import Fetched
 
-#: A module by name, without folders: what a configuration may say.
+#: The name of a module without folders, as a configuration may state it.
 _MODULE = re.compile(r"[A-Za-z_]\w*")
-#: Imports of modules that lie beside, as transformers finds them.
+#: Imports of modules in the same folder, in the forms that transformers finds.
 _RELATIVE = re.compile(r"(?m)^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))")
-#: Modules of one model.
+#: The most modules of one model.
 _MOST = 100
 
 
@@ -24,13 +24,13 @@ def fetch_code(files: Fetched, configs: Iterable[str], given: Any = None) -> Non
     References to other repositories (``org/repo--module.Class``) are left to the library.
 
     Args:
-        files: Where the configurations are.
-        configs: Their names.
-        given: A configuration that the program gives, or None: an object, or a dictionary.
+        files: The files of the folder, with the configurations.
+        configs: The names of the configurations.
+        given: A configuration that the program passes, or None: an object, or a dictionary.
 
     Raises:
-        ValueError: A configuration is no JSON object, a module's name is none, or there are too
-            many.
+        ValueError: A configuration is not a JSON object, a module's name is invalid, or there are
+            too many modules.
         OSError, FormatError: See :meth:`Fetched.fetch`.
 
     """
@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file.
 
     Raises:
-        ValueError: The file is no JSON object.
+        ValueError: The file is not a JSON object.
 
     """
     try:

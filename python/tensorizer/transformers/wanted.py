@@ -15,12 +15,12 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Arguments of :func:`from_pretrained`, which says what they mean.
+    """Arguments of :func:`from_pretrained`, which documents them.
 
     Attributes:
         folder: The folder of the model.
         files: Its small files.
-        said: The object in ``config.json``; None if ``config`` goes before it.
+        said: The object in ``config.json``; None if ``config`` replaces it.
 
     """
 
@@ -36,5 +36,5 @@ class Wanted:
 
     @property
     def configuration(self) -> Any:
-        """The object in ``config.json``, or the configuration that goes before it."""
+        """The object in ``config.json``, or the configuration that replaces it."""
         return self.config if self.said is None else self.said

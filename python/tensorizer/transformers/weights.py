@@ -1,4 +1,4 @@
-"""The weights of a folder: which file they are in, and their tensors when they are asked for."""
+"""The weights of a folder: the file that holds them, and their tensors on request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..file.tensor_file import TensorFile
 from ..tensors.exchange import dtype_of
 from .folders import Folder
 
-#: First parts of the names of weights, by what a folder holds.
+#: The beginnings of the names of weights, by the kind of folder.
 _STEMS = {
     "transformers": ("model", "pytorch_model"),
     "diffusers": ("diffusion_pytorch_model",),
     "peft": ("adapter_model",),
 }
-#: The variant in the names that the native module knows.
+#: The variant in the names that the native module lists.
 _KNOWN_VARIANT = ".fp16."
-#: Names of files of weights, in the message of an error.
+#: Names of files of weights in the message of an error.
 _WEIGHTS = re.compile(r"\.(?:safetensors|bin)\b")
 
 
@@ -50,7 +50,7 @@ def names_of_weights(kind: str, variant: str | None = None) -> list[str]:
         if name.partition(".")[0] in _STEMS[kind]
         and (_KNOWN_VARIANT in name) == (variant is not None)
     ]
-    # Saved with this package, beside the configuration of a library.
+    # A file that was saved with this package, beside the configuration of a library.
     return [*names, f"{_STEMS[kind][0]}{infix}tensors"]
 
 
@@ -61,13 +61,13 @@ def open_weights(
     opened: Callable[[str], TensorFile],
     explicit: Any = None,
 ) -> TensorFile:
-    """Open the file of a folder that holds its weights, or the index that names the files.
+    """Open the file of a folder that holds its weights, or the index that lists the files.
 
     Args:
         folder: The folder, or one of its files.
         kind: ``"transformers"``, ``"diffusers"`` or ``"peft"``.
         variant: The infix of a variant, or None.
-        opened: Opens a path or an address.
+        opened: A function that opens a path or an address.
         explicit: The one file that the configuration names (``transformers_weights``), or None.
 
     Raises:
@@ -102,7 +102,7 @@ def _checked(explicit: Any) -> str:
     """Return the name of the file that a configuration names.
 
     Raises:
-        ValueError: It is no safetensors file or index inside the folder.
+        ValueError: It is not a safetensors file or index inside the folder.
 
     """
     if (
@@ -119,7 +119,7 @@ def _checked(explicit: Any) -> str:
 
 
 def _is_of_a_shard(error: FileNotFoundError, name: str) -> bool:
-    """Return True if a file is missing that an index names, and not the index itself."""
+    """Tell whether a shard is missing that an index names, and not the index itself."""
     text = str(error)
     return name.endswith(".index.json") and name not in text and bool(_WEIGHTS.search(text))
 
@@ -137,14 +137,14 @@ class Options:
 
 
 class Weights(Mapping[str, Any]):
-    """The tensors of an open file by name, all of which are loaded when the first is asked for.
+    """The tensors of an open file by name; the first access loads all of them.
 
-    A library asks when it has built the module, and has made room for it on the device.
+    A library accesses them when it has built the module, and has made room for it on the device.
 
     Args:
         file: The open file, which is closed when the tensors are loaded, or with this object.
-        options: How it was opened.
-        device: Where the tensors go; None for torch's default device.
+        options: The options with which it was opened.
+        device: The device of the tensors; None for torch's default device.
         once: Hand each tensor out once, as a :class:`Once`.
 
     Raises:
@@ -173,7 +173,7 @@ class Weights(Mapping[str, Any]):
 
     @property
     def floating_dtype(self) -> torch.dtype | None:
-        """The dtype of the first floating-point tensor, which says that of the model, or None."""
+        """The dtype of the first floating-point tensor, taken as the model's; None without one."""
         for number in range(len(self._file)):
             dtype = dtype_of(self._file.reader.describe(number)[0])
             if dtype.is_floating_point and dtype.itemsize > 1:
@@ -199,7 +199,7 @@ class Weights(Mapping[str, Any]):
 
 
 class Once:
-    """A tensor that is handed out once, so that nothing keeps it when a library has converted it.
+    """A tensor that is handed out once, so that it is freed once a library has converted it.
 
     Libraries index all values with ``[...]``, as they do slices of safetensors files.
     """

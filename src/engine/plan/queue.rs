@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_off_comes_where_there_is_nothing_else() {
+    fn deferred_batches_come_when_there_are_no_others() {
         let work = WorkQueue::new((0..6).collect(), 1).unwrap();
         let next = || work.next(0, |number| number % 2 == 0);
         let order: Vec<i32> = std::iter::from_fn(next).collect();

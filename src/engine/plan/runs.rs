@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_slice_is_refused() {
+    fn slices_outside_of_a_tensor_are_refused() {
         let range = |start, end| Range { start, end };
         for (shape, slice) in [
             (&[4][..], &[range(0, 5)][..]),

@@ -278,7 +278,7 @@ mod tests {
         [("U8", 8), ("F32", 32), ("C64", 64), ("F4", 4), ("F6_E2M3", 6), ("BOOL", 8)];
 
     #[test]
-    fn fields_that_nobody_reads_are_json_as_well() {
+    fn unused_fields_must_be_valid_json() {
         let with = |field: &[u8]| {
             let mut json = br#"{"a":{"dtype":"U8","shape":[],"data_offsets":[0,1],"x":"#.to_vec();
             json.extend(field);

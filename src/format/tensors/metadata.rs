@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_is_refused() {
+    fn duplicate_names_and_oversized_metadata_are_refused() {
         let twice = encode(&[pair("a", "1"), pair("b", "2"), pair("a", "3")], "f").unwrap_err();
         assert!(twice.to_string().contains("`a` twice"), "{twice}");
         let most = MAX_LEN - 8 - 1;

@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_addresses_name() {
+    fn hub_addresses_are_parsed_or_refused() {
         for (uri, repo, revision, path) in [
             ("hf://o/r", "o/r", "main", ""),
             ("HF://o/r/", "o/r", "main", ""),

@@ -51,7 +51,7 @@ fn all_are_served_and_no_buffer_is_given_twice() {
 }
 
 #[test]
-fn calls_keep_to_their_shares_and_hold_nobody_up() {
+fn calls_keep_to_their_shares_and_hold_up_no_others() {
     check(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 3, 1));
         let calls = [Some(Share::new(1)), Some(Share::new(2)), None];
@@ -81,7 +81,7 @@ fn calls_keep_to_their_shares_and_hold_nobody_up() {
 }
 
 #[test]
-fn who_gives_up_takes_no_wake_up_along() {
+fn a_cancelled_reader_takes_no_wake_up_along() {
     check(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         let share = Share::new(1);
@@ -168,7 +168,7 @@ fn the_limit_may_change_and_memory_be_given_back_meanwhile() {
 }
 
 #[test]
-fn who_waits_does_what_others_wait_for() {
+fn a_waiting_reader_does_work_that_others_wait_for() {
     check(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         // A filled lease is dropped by any thread that has time, like pieces that wait for their

@@ -45,7 +45,7 @@ fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
 }
 
 #[test]
-fn who_waits_is_served_in_turn_or_gives_up() {
+fn waiting_readers_are_served_in_turn_or_give_up() {
     let (_, device) = device(Faults::default());
     let pool = Pool::new(64, 2, PLENTY);
     let all = pool.enter(None).lease(2, &device, &Never).unwrap();
@@ -80,7 +80,7 @@ fn units_are_used_again_only_after_their_copies() {
 }
 
 #[test]
-fn who_has_kept_the_bus_busy_waits_instead_of_taking_more() {
+fn a_reader_waits_for_the_bus_instead_of_taking_more_memory() {
     let (_, device) = device(Faults::default());
     let pool = Pool::new(64, 60, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
@@ -99,7 +99,7 @@ fn who_has_kept_the_bus_busy_waits_instead_of_taking_more() {
 }
 
 #[test]
-fn what_is_begun_later_is_not_waited_for() {
+fn copies_that_begin_later_are_not_waited_for() {
     let (fake, device) = device(Faults::default());
     let pool = Pool::new(64, 8, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
@@ -120,7 +120,7 @@ fn what_is_begun_later_is_not_waited_for() {
 }
 
 #[test]
-fn what_was_downloaded_is_there_after_the_wait() {
+fn downloaded_bytes_are_there_after_the_wait() {
     let (_, device) = device(Faults::default());
     let pool = Pool::new(64, 1, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
@@ -232,7 +232,7 @@ fn readers_that_need_memory_at_the_same_time_pin_it_at_the_same_time() {
 }
 
 #[test]
-fn who_has_all_of_its_share_holds_up_no_others() {
+fn a_call_with_all_of_its_share_holds_up_no_others() {
     let (_, device) = device(Faults::default());
     let pool = Pool::new(64, 8, PLENTY);
     let share = Share::new(1);

@@ -200,7 +200,7 @@ def test_damage_is_found(path, tmp_path):
 # Order among streams
 
 
-def test_what_is_loaded_can_be_used_at_once_on_the_current_stream(path, tensors):
+def test_loaded_tensors_can_be_used_at_once_on_the_current_stream(path, tensors):
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             for _ in range(5):

@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_parts_that_only_they_complete() {
+    fn memory_is_granted_over_the_limit_if_no_part_is_being_sent() {
         let memory = PartMemory::new(Budget { writers: 1, bytes: Some(10), object: None });
         // No part is being sent, so the second part gets memory although the first takes all of the
         // limit.

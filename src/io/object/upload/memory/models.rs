@@ -40,7 +40,7 @@ fn write(memory: &PartMemory, ready: &Ready, parts: usize, fails: bool) -> Resul
 }
 
 #[test]
-fn nobody_waits_for_ever_and_the_limit_holds() {
+fn writers_never_deadlock_and_the_limit_holds() {
     check(Rules { patience: Duration::ZERO, refusals: false }, || {
         let writers = thread_rng().gen_range(1..=3);
         let bytes = thread_rng().gen_range(10..=60);
@@ -60,7 +60,7 @@ fn nobody_waits_for_ever_and_the_limit_holds() {
 }
 
 #[test]
-fn who_fails_leaves_nobody_waiting() {
+fn a_failing_writer_blocks_no_other_writer() {
     check(Rules { patience: Duration::ZERO, refusals: false }, || {
         let memory = PartMemory::new(Budget { writers: 2, bytes: Some(20), object: None });
         let ready = Ready::default();
