@@ -85,7 +85,7 @@ fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
             let message = io::Error::from_raw_os_error(code).to_string();
             let message = message.split(" (os error").next().unwrap_or(&message);
             let hint = if error.kind() == io::ErrorKind::NotFound { meant(uri) } else { None };
-            let message = format!("{message}{}", hint.unwrap_or_default());
+            let message = hint.map_or(message.to_owned(), |hint| format!("{message}{hint}"));
             builtin::PyOSError::new_err((code, message, uri.to_owned()))
         }
         (None, io::ErrorKind::IsADirectory) => builtin::PyIsADirectoryError::new_err(text),
