@@ -50,7 +50,7 @@ def test_tensors_arrive_and_the_report_says_how(path, tensors, verify, options):
     assert report["seconds"] > 0 and report["stages"]["read"] > 0
     assert (report["stages"]["hash"] > 0) == bool(verify)
     assert set(report["stages"]) == {
-        "plan", "memory", "read", "decrypt", "hash", "copy", "write",
+        "plan", "memory", "read", "decrypt", "hash", "copy", "write", "first touch",
     }  # fmt: skip
     assert 0 < report["pinned_bytes"] <= 256 << 20
 
