@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+from pathlib import Path
 
 from .output import Report
 from .standard import put
@@ -23,13 +24,21 @@ def run(options: argparse.Namespace) -> int:
     report = Report(options)
     key = secrets.token_bytes(_KEY_BYTES)
     if options.file == "-":
-        put(key.hex())
+        if not options.json:
+            put(key.hex())
+        report.result(key=key.hex())
         return 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with os.fdopen(os.open(options.file, flags, 0o600), "wb") as file:
-        file.write(key)
-        file.flush()
-        os.fsync(file.fileno())
+    descriptor = os.open(options.file, flags, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        # Half a key would be in the way of the next one.
+        Path(options.file).unlink(missing_ok=True)
+        raise
     report.done(f"a key of {_KEY_BYTES} bytes: {options.file}; without it, files are lost")
     report.result(file=options.file, bytes=_KEY_BYTES)
     return 0

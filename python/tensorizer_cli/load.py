@@ -39,7 +39,11 @@ def run(options: argparse.Namespace) -> int:
     """Load every byte of a file, and report."""
     report = Report(options)
     shown = without_password(options.file)
-    figures, file = _measured(options)
+    time_first_touch(True)
+    try:
+        figures, file = _measured(options)
+    finally:
+        time_first_touch(False)
     shares = {name: part / figures.whole for name, part in figures.seconds.items()}
     rate = figures.bytes / figures.whole
     said = advice(figures)
@@ -85,7 +89,6 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
     # Only tensors that stay in host memory are mapped.
     mapped = options.mmap and device.type == "cpu"
     prepare(options.file, options.mmap)
-    time_first_touch(True)
     before = (stats() or {"call": 0})["call"]
     from_disk = _from_disk()
     begun = time.perf_counter()
@@ -199,6 +202,8 @@ def _path(file: str, source: str, threads: int, names: set[str], mapped: bool) -
         if threads == 0:
             return "front to back over 1 connection"
         return f"ranges over {plural(threads, 'connection')}"
+    if threads == 0:
+        return "a local stream, front to back"
     where = "the cache of servers' files" if is_address(file) else "a local file"
     how = "mapped" if mapped else ", ".join(sorted(names)) or "buffered reads"
     return f"{where}, {how}, {plural(threads, 'reader')}"

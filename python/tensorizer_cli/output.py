@@ -59,7 +59,8 @@ def _message(error: BaseException) -> str:
     if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
         return str(error) or type(error).__name__
     where = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
-    return error.strerror if str(where) in error.strerror else f"{where}: {error.strerror}"
+    is_named = any(f"{quote}{where}{quote}" in error.strerror for quote in "`'\"")
+    return error.strerror if is_named else f"{where}: {error.strerror}"
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -39,13 +40,18 @@ def copy(file: IO[bytes]) -> None:
     """Write the bytes of a file on the standard output.
 
     Raises:
-        OSError: See :func:`put`.
+        OSError: They cannot all be written there; also if it is closed, or its reader has gone.
 
     """
-    if sys.stdout is not None:
-        with _checked(sys.stdout):
-            shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
-            sys.stdout.flush()
+    where = "standard output"
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF), where)
+    try:
+        shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
+        sys.stdout.flush()
+    except OSError as error:
+        _discard(sys.stdout)
+        raise OSError(error.errno, error.strerror, where) from None
 
 
 def tell(line: str) -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tensorizer.streams.addresses import is_address
+from tensorizer._native import local_path
 
 from . import standard
 
@@ -31,18 +31,25 @@ def resolve(options: argparse.Namespace) -> str:
             option = "--json" if options.json else "--verify"
             raise ValueError(f"{option} and a copy to the standard output exclude each other")
         return target
-    if not target.endswith("/") and (is_address(target) or not Path(target).is_dir()):
+    if not target:
+        raise ValueError("expected a path or an address to copy to, found an empty one")
+    source_path, target_path = local_path(options.file), local_path(target)
+    is_folder = target_path is not None and Path(target_path).is_dir()
+    if not target.endswith("/") and not is_folder:
         return target
-    name = options.file.partition("?")[0].rstrip("/").rpartition("/")[2]
-    name = name.removesuffix(".index.json")
+    # The query of an address is no part of its name.
+    source = options.file.partition("?")[0] if source_path is None else source_path
+    name = source.rstrip("/").rpartition("/")[2].removesuffix(".index.json")
     if name in ("", ".", "..", "stdin"):
         raise ValueError(f"{target} is a folder, and {options.file} has no name for a file in it")
     endings = _ENDINGS if options.command in ("cp", "decrypt") else _ENDINGS[:1]
     if not name.endswith(endings):
         is_pickled = name.endswith((".bin", ".pt", ".pth"))
         name = f"{Path(name).stem if is_pickled else name}.tensors"
-    found = f"{target.rstrip('/')}/{name}" if target.strip("/") else f"/{name}"
-    if Path(found).exists() and Path(found).samefile(options.file):
+    folder = target if target_path is None else target_path
+    found = f"{folder.rstrip('/')}/{name}"
+    both_local = source_path is not None and target_path is not None
+    if both_local and Path(found).exists() and Path(found).samefile(source):
         raise ValueError(f"{found} is the file itself: name another target")
     return found
 

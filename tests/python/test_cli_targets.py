@@ -82,6 +82,28 @@ def test_copying_stdin_into_a_folder_is_refused(tmp_path, capsys, monkeypatch):
     assert "/dev/stdin has no name for a file in it" in capsys.readouterr().err
 
 
+def test_a_target_that_is_empty_is_refused(file, capsys):
+    assert run("cp", file, "") == 2
+    assert "expected a path or an address to copy to" in capsys.readouterr().err
+    assert not os.path.exists("/m.tensors")
+
+
+def test_an_address_is_copied_to_a_folder_again(file, nginx, tmp_path):
+    shutil.copy(file, nginx.root / "again.tensors")
+    (tmp_path / "there").mkdir()
+    for _ in range(2):
+        assert run("cp", f"{nginx.http}/again.tensors?query=1", tmp_path / "there") == 0
+    assert same(tensorizer.load(tmp_path / "there/again.tensors", "cpu"))
+
+
+def test_local_names_are_kept_as_they_are(tmp_path):
+    for name in ("a?b.tensors", "with space.tensors"):
+        tensorizer.save(TENSORS, tmp_path / name)
+        assert run("cp", (tmp_path / name).as_uri(), f"{tmp_path}/there/") == 0
+        assert same(tensorizer.load(tmp_path / "there" / name, "cpu"))
+    assert run("cp", tmp_path / "a?b.tensors", (tmp_path / "there").as_uri()) == 0
+
+
 # Streams
 
 COMMAND = "import sys; from tensorizer_cli.main import main; sys.exit(main())"
@@ -130,6 +152,19 @@ def test_a_full_standard_output_is_an_error(file):
         )
     assert done.returncode == 2
     assert b"standard output: No space left on device" in done.stderr
+
+
+def test_bytes_that_no_reader_takes_are_an_error(file):
+    # More than a pipe takes without a reader.
+    tensorizer.save({"a": torch.ones(5 << 20)}, file)
+    code = f"exec {sys.executable} -c '{COMMAND}' cp {file} -"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    for redirected in (">&-", "| head -c 5 > /dev/null; exit ${PIPESTATUS[0]}"):
+        done = subprocess.run(
+            ["bash", "-c", f"({code}) {redirected}"], env=env, capture_output=True, timeout=120
+        )
+        assert done.returncode == 2, done.stderr
+        assert b"standard output: " in done.stderr
 
 
 # Damage

@@ -81,7 +81,7 @@ MISTAKES = {
     "write_module of a mapping": (save_module_as_mapping, "write_state_dict takes mappings"),
     "a repository of the hub": (
         lambda: tensorizer.load("Qwen/Qwen2-0.5B"),
-        "a repository of the Hugging Face hub: hf://Qwen/Qwen2-0.5B",
+        "a repository of the Hugging Face hub would be hf://Qwen/Qwen2-0.5B",
     ),
     "one slash": (lambda: tensorizer.load("s3:/bucket/x"), "two slashes: s3://bucket/x"),
     "names without their prefix": (
@@ -184,3 +184,14 @@ def test_public_names_alone_are_listed():
         *("distributed", "lightning", "transformers"),
     }
     assert DecryptionParams.__name__ in dir(tensorizer) and tensorizer.distributed is not None
+
+
+def test_a_tensor_that_a_filter_left_out_is_said_to_be(files):
+    file = TensorDeserializer(
+        "m.tensors", "cpu", filter_func=lambda name: "bias" in name, lazy_load=True
+    )
+    for ask in (file.__getitem__, file.slice):
+        with pytest.raises(KeyError, match="'0.weight' of m.tensors was left out by filter_func"):
+            ask("0.weight")
+    assert file.get("0.weight", 3) == 3 and file.get("nothing") is None
+    assert file.get("0.bias").shape == (4,)

@@ -74,7 +74,8 @@ def test_loads(folder, ending):
     told = Told()
     assert len(list(tensorizer.iterate(path, buffer_bytes=20 * MB, progress=told))) == 24
     told.check()
-    assert len(told.rows) > 5
+    # In batches of the buffer at most.
+    assert len(told.rows) >= 5
 
 
 def test_a_load_from_a_server(folder, nginx):

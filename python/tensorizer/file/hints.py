@@ -27,6 +27,8 @@ _DTYPES = {
 }
 #: The most names that are compared with a wrong one.
 _MOST_NAMES = 20_000
+#: Names among which a similar one is looked for, which takes 1 ms for some hundreds.
+_MOST_CLOSE = 1000
 
 
 def of_device(device: object) -> str:
@@ -65,7 +67,7 @@ def of_name(name: Name | int, names: Sequence[Name]) -> str:
     if any(name.endswith(f".{one}") for one in texts):
         found = next(one for one in texts if name.endswith(f".{one}"))
         return f", which has {found!r}, without {name.removesuffix(found)!r}"
-    close = difflib.get_close_matches(name, texts, 1, 0.8)
+    close = difflib.get_close_matches(name, texts, 1, 0.8) if len(texts) <= _MOST_CLOSE else []
     return f", which has {close[0]!r}" if close else ""
 
 

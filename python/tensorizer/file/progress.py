@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -18,8 +19,6 @@ ProgressType = bool | Callable[[int, int], object]
 #: Seconds between two redraws of a bar.
 _REDRAWN = 0.1
 _WIDTH = 30
-#: Characters of a line, which fits into most terminals.
-_LINE = 100
 
 
 def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -121,10 +120,13 @@ class Bar:
         rate = done / max(now, 1e-3)
         far = f"{convert_bytes(done)} of {convert_bytes(total)}, {convert_bytes(rate)}/s"
         left = "" if self._ended or not rate else f", {_duration((total - done) / rate)} left"
-        line = f"\r[{bar:<{_WIDTH}}] {share:4.0%} {far}{left}"
+        # One line of the terminal, over the line before.
+        room = shutil.get_terminal_size().columns - 1
+        line = f"[{bar:<{_WIDTH}}] {share:4.0%} {far}"
+        line += left if len(line) + len(left) <= room else ""
+        end = "\n" if self._ended else ""
         try:
-            # Overwrites the line before, which may have been longer.
-            print(f"{line:<{_LINE}}", end="\n" if self._ended else "", file=sys.stderr, flush=True)
+            print(f"\r{line[:room]:<{room}}", end=end, file=sys.stderr, flush=True)
         except OSError:
             # The terminal is gone, which is no reason to end the load or save.
             self._ended = True

@@ -255,6 +255,17 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         Annotated as a ``Parameter``, which is the common case; :meth:`tree` returns subtrees as
         ``Any``.
         """
+        found = self._find(name)
+        if found is None:
+            raise self._file.missing(name)
+        return found
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """Return a tensor or a subtree, or the default where there is none."""
+        found = self._find(name)
+        return default if found is None else found
+
+    def _find(self, name: str | int) -> torch.nn.Parameter | None:
         if not self._file.is_whole and isinstance(name, str):
             early = self._loaded.early(name, self._device)
             if early is not None:
@@ -262,7 +273,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         try:
             node = self._top[name]
         except (KeyError, TypeError):
-            raise self._file.missing(name) from None
+            return None
         if isinstance(node, int):
             return self._loaded.one(node, self._device)
         self._load(node)

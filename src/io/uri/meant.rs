@@ -1,5 +1,7 @@
 //! Guesses at the intended meaning of a path that does not exist, for messages.
 
+use std::path::Path;
+
 use super::scheme::SCHEMES;
 
 /// Endings of files, which names of repositories do not have.
@@ -20,8 +22,8 @@ pub fn meant(path: &str) -> Option<String> {
         let fits = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c) || more.contains(c);
         !text.is_empty() && text.chars().all(fits)
     };
-    (is_part(owner, "") && is_part(name, ".") && !has_ending)
-        .then(|| format!(" (a repository of the Hugging Face hub: hf://{path})"))
+    (is_part(owner, "") && is_part(name, ".") && !has_ending && !Path::new(owner).is_dir())
+        .then(|| format!(" (a repository of the Hugging Face hub would be hf://{path})"))
 }
 
 #[cfg(test)]
