@@ -303,7 +303,7 @@ import os, signal, sys, threading, time
 from tensorizer.safetensors import SafetensorError, safe_open
 loader = safe_open(sys.argv[1], "pt").prefetch()
 last = loader.names()[-1]
-threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     loader.take(last)
 except KeyboardInterrupt:
