@@ -30,9 +30,9 @@ pub struct Loaded {
 
 /// Names, dtypes and shapes.
 enum What {
-    /// Those of entries in a file's index, by number.
+    /// Names of entries in a file's index, by number.
     Entries(Arc<Vec<Entry>>, Vec<usize>),
-    /// Those of lent tensors, without names.
+    /// Lent tensors, which have no names.
     Like(Vec<(i8, Vec<i64>)>),
 }
 

@@ -24,7 +24,7 @@ with no_init_or_tensor():
     model = AutoModelForCausalLM.from_config(config_of(args.model))
 
 # To CUDA if there is any, else to the CPU.
-TensorDeserializer(args.uri).load_into_module(model)
+TensorDeserializer(args.uri).load_into_module(model, strict=True)
 
 tokens = torch.tensor([[1, 2, 3]], device=model.device)
 print(model.eval().generate(tokens, max_new_tokens=8, do_sample=False).tolist()[0])

@@ -36,7 +36,7 @@ def main() -> None:
     with TensorDeserializer(
         args.uri, args.device, num_readers=args.readers, verify_hash=args.verify
     ) as deserializer:
-        count = deserializer.load_into_module(model)
+        count = deserializer.load_into_module(model, strict=True)
     seconds = time.perf_counter() - start
 
     size = deserializer.total_tensor_bytes

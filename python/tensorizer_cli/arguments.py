@@ -83,6 +83,10 @@ def _whole(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
 
 
+def _read(text: str) -> str:
+    return "/dev/stdin" if text == "-" else text
+
+
 def _readers(text: str) -> int:
     if not 1 <= (count := _whole(text)) <= _MOST_READERS:
         raise argparse.ArgumentTypeError(
@@ -171,7 +175,8 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for file in files:
-            made.add_argument(file, metavar=file.upper())
+            is_read = file in ("file", "other")
+            made.add_argument(file, metavar=file.upper(), type=_read if is_read else str)
         made.set_defaults(quiet=False, json=False)
         if name != "completion":
             made.add_argument("--json", action="store_true", help="print one JSON object")
@@ -236,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     cache = command("cache", "List what is kept of servers' files, or remove what nobody uses.")
     cache.add_argument("action", choices=("ls", "clear"), metavar="ls|clear")
     cache.add_argument("--folder", metavar="DIR", help="instead of what TENSORIZER_CACHE names")
-    command("keygen", "Write a random key of 32 bytes to a new file; - prints it in hex.", "file")
+    command("keygen", "Write a random key of 32 bytes to a new file; - prints it in hex.", "key")
     completion = command("completion", "Print the script by which a shell completes the command.")
     completion.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
     return parser

@@ -11,19 +11,15 @@ from tensorizer import DecryptionParams, TensorType
 from tensorizer._native import Reader, local_path
 from tensorizer._types import Head, VerifyHash
 from tensorizer.file.tensor_file import TensorFile
-from tensorizer.streams.addresses import is_address
-from tensorizer.streams.open import open_stream
+from tensorizer.streams.addresses import is_address, is_there
 
 from .compare import DAMAGES
 from .file import File
+from .heads import CHECKPOINT
 from .output import without_password
 
 if TYPE_CHECKING:
     from tensorizer.distributed.whole import Whole
-
-#: The file that makes a folder a checkpoint; `tensorizer.distributed`, which names it too, takes
-#: long to import.
-_MARK = "checkpoint.json"
 
 
 def open_file(
@@ -61,14 +57,8 @@ def prepare(file: str, mmap: bool) -> None:
 
 def _is_checkpoint(file: str) -> bool:
     if not is_address(file):
-        return (Path(file) / _MARK).is_file()
-    if not file.endswith("/"):
-        return False
-    try:
-        with open_stream(file + _MARK):
-            return True
-    except (FileNotFoundError, PermissionError):
-        return False
+        return (Path(file) / CHECKPOINT).is_file()
+    return file.endswith("/") and is_there(file + CHECKPOINT)
 
 
 class _CheckpointFile(File):

@@ -13,11 +13,10 @@ from tensorizer import (
     FormatError,
     HashMismatchError,
     TensorType,
-    save,
 )
 from tensorizer._native import least_of_save, local_path
 from tensorizer.file.file_writer import FileWriter
-from tensorizer.file.to_safetensors import is_meant, is_sharded
+from tensorizer.file.to_safetensors import is_meant, save_safetensors
 from tensorizer.streams.addresses import is_address
 
 from . import keys, redis_target, targets
@@ -86,7 +85,8 @@ def _run(
             with targets.standard_output() as file:
                 _copy(source, file, encryption, options)
         elif not redis_target.is_meant(options.target):
-            _copy(source, options.target, encryption, options)
+            # Of shards the index is what is read again.
+            options.target = _copy(source, options.target, encryption, options)
         elif _is_stored_as_it_is(source, params, encryption, options):
             redis_target.store(source, options.target)
         else:
@@ -186,10 +186,10 @@ def _copy(
     target: str | int,
     encryption: EncryptionParams | None,
     options: argparse.Namespace,
-) -> None:
+) -> Any:
+    """Write the copy; return where it is read again from."""
     if is_meant(target, None):
-        _to_safetensors(source, target, encryption, options)
-        return
+        return _to_safetensors(source, target, encryption, options)
     if not len(source):
         raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
     limit, least = source.memory_limit, _least(target, encryption)
@@ -225,6 +225,7 @@ def _copy(
             # Freed here, not while the next ones are loaded.
             del tensors
             progress.add(source.size(batch))
+    return target
 
 
 def _hashes(source: File, options: argparse.Namespace) -> str:
@@ -248,7 +249,7 @@ def _to_safetensors(
     target: str | int,
     encryption: EncryptionParams | None,
     options: argparse.Namespace,
-) -> None:
+) -> Any:
     """Write all tensors at once, because the header of that format comes first."""
     if encryption is not None or options.alignment is not None:
         raise ValueError("safetensors files are neither encrypted nor aligned")
@@ -256,15 +257,12 @@ def _to_safetensors(
     with Progress(source.total, options) as progress:
         tensors, _ = source.load(list(range(len(source))), _hashes(source, options))
         names = [source.reader.name(n) for n in range(len(source))]
-        target, shard = str(target), options.max_shard_size
-        save(
+        written = save_safetensors(
             dict(zip(names, tensors, strict=True)),
             target,
-            format="safetensors",
-            metadata=source.metadata or None,
-            max_shard_size=shard,
+            source.metadata or None,
+            options.max_shard_size,
             memory_limit=rest,
         )
         progress.add(source.total)
-    if shard is not None and is_sharded([tensor.nbytes for tensor in tensors], shard):
-        options.target = f"{target}.index.json"
+    return written

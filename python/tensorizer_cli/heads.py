@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from tensorizer._types import Head, Name
 
 
+#: The file that makes a folder a checkpoint of many ranks. `tensorizer.distributed` names it too,
+#: but takes long to import.
+CHECKPOINT = "checkpoint.json"
+
+
 class Heads:
     """The description of an open file and its tensors.
 
@@ -96,7 +101,7 @@ def refuse_missing(options: argparse.Namespace) -> None:
         FileNotFoundError: A file is missing; the error names the first.
 
     """
-    for name in () if options.command == "keygen" else ("file", "other"):
+    for name in ("file", "other"):
         given = getattr(options, name, None)
         path = None if given is None else native.module().local_path(given)
         if path is not None and not os.path.lexists(path):
@@ -110,7 +115,7 @@ def _is_readable_twice(path: str) -> bool:
     except (OSError, ValueError):
         return True
     if stat.S_ISDIR(about.st_mode):
-        return not any((Path(path) / name).exists() for name in ("checkpoint.json", ".metadata"))
+        return not (Path(path) / CHECKPOINT).exists()
     return stat.S_ISREG(about.st_mode)
 
 

@@ -23,13 +23,13 @@ def run(options: argparse.Namespace) -> int:
     """
     report = Report(options)
     key = secrets.token_bytes(_KEY_BYTES)
-    if options.file == "-":
+    if options.key == "-":
         if not options.json:
             put(key.hex())
         report.result(key=key.hex())
         return 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(options.file, flags, 0o600)
+    descriptor = os.open(options.key, flags, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(key)
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
             os.fsync(file.fileno())
     except BaseException:
         # Half a key would be in the way of the next one.
-        Path(options.file).unlink(missing_ok=True)
+        Path(options.key).unlink(missing_ok=True)
         raise
-    report.done(f"a key of {_KEY_BYTES} bytes: {options.file}; without it, files are lost")
-    report.result(file=options.file, bytes=_KEY_BYTES)
+    report.done(f"a key of {_KEY_BYTES} bytes: {options.key}; without it, files are lost")
+    report.result(key_file=options.key, bytes=_KEY_BYTES)
     return 0

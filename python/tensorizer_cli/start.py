@@ -30,9 +30,6 @@ def begin(arguments: list[str] | None = None) -> argparse.Namespace:
     if arguments is None:
         standard.reserve()
     options = parse(arguments)
-    for name in () if options.command == "keygen" else ("file", "other"):
-        if getattr(options, name, None) == "-":
-            setattr(options, name, "/dev/stdin")
     if arguments is None:
         _json = options.json
         _replace(signal.default_int_handler, _leave)

@@ -214,6 +214,17 @@ def test_a_key_is_made_once_and_fits(file, capsys):
     assert run("verify", "--key-file", key, sealed) == 0
 
 
+def test_half_a_key_is_not_left_behind(tmp_path, monkeypatch, capsys):
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        assert run("keygen", tmp_path / "key") == 2
+    assert "No space left" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_key_is_printed_for_the_environment(monkeypatch, file, capsys):
     assert run("keygen", "-") == 0
     printed = capsys.readouterr().out.strip()

@@ -9,6 +9,7 @@ import tensorizer
 import torch
 from conftest import run_python, start_python
 from tensorizer import TensorDeserializer, stats
+from tensorizer.file import progress
 
 MB = 1 << 20
 
@@ -196,3 +197,19 @@ def test_a_line_in_the_log(folder, tmp_path, caplog, nginx):
     (line,) = (record.getMessage() for record in caplog.records)
     assert "log.tensors" in line
     assert "abcdef" not in line and "ghijkl" not in line
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_the_bar_has_the_total_and_the_time_left_within_one_line(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    now = iter([0.0, 10.0, 200.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    bar = progress.Bar()
+    bar.show(1 << 30, 20 << 30)
+    bar.show(20 << 30, 20 << 30)
+    first, last = capsys.readouterr().err.rstrip("\n").split("\r")[1:]
+    assert len(first) == len(last) == columns - 1
+    if columns >= 80:
+        assert "1.1 GB of 21.5 GB, 107.4 MB/s" in first
+        assert "100% 21.5 GB of 21.5 GB" in last and "left" not in last
+    assert ("3:10 min left" in first) == (columns > 80)

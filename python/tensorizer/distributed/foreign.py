@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from .._errors import FormatError
-from ..streams.addresses import is_address
+from ..streams.addresses import is_address, is_there
 from ..streams.open import open_stream
 from . import layout, remote
 
@@ -80,7 +80,7 @@ def reader_of(
 
 
 def _reader_at(address: str, weights_only: bool, num_readers: int | None) -> StorageReader | None:
-    if remote.exists(layout.join(address, _METADATA)):
+    if is_there(layout.join(address, _METADATA)):
         return (_RestrictedReader if weights_only else _TorchReader)(address)
     shards = remote.ShardsReader(address, num_readers=num_readers)
     try:

@@ -17,19 +17,11 @@ from torch.futures import Future
 
 from .._errors import FormatError
 from ..file.tensor_file import TensorFile
+from ..streams.addresses import is_there
 from ..streams.open import open_stream
 from ..tensors.exchange import dtype_of
 from . import layout
 from .into_planner import read_tensors
-
-
-def exists(address: str) -> bool:
-    """Tell whether there is a file; 403 counts as missing, as servers without listing send it."""
-    try:
-        with open_stream(address):
-            return True
-    except (FileNotFoundError, PermissionError):
-        return False
 
 
 class Addresses(FileSystemBase):
@@ -51,7 +43,7 @@ class Addresses(FileSystemBase):
 
     def exists(self, path: str | os.PathLike[Any]) -> bool:
         """Tell whether there is a file."""
-        return exists(os.fspath(path))
+        return is_there(os.fspath(path))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:

@@ -23,7 +23,6 @@ _DTYPES = {
     "f64": "float64",
     "fp8": "float8_e4m3fn",
     "f8": "float8_e4m3fn",
-    "int4": "uint8",
 }
 #: The most names that are compared with a wrong one.
 _MOST_NAMES = 20_000
@@ -36,9 +35,8 @@ def of_device(device: object) -> str:
     if isinstance(device, torch.dtype):
         return f": dtype={device} casts tensors"
     if isinstance(device, str) and device.split(":")[0].lower() in ("gpu", "nvidia", "rocm"):
-        return (
-            f": torch calls it {'cuda' + device[device.find(':') :] if ':' in device else 'cuda'!r}"
-        )
+        _, colon, index = device.partition(":")
+        return f": torch calls it {'cuda' + colon + index!r}"
     return ": expected one such as 'cpu', 'cuda' or 'cuda:1'"
 
 
@@ -58,14 +56,14 @@ def of_name(name: Name | int, names: Sequence[Name]) -> str:
     texts = [one for one in names[:_MOST_NAMES] if isinstance(one, str)]
     if not isinstance(name, str) or not texts:
         return ""
-    if any(one.endswith(f".{name}") for one in texts):
-        found = next(one for one in texts if one.endswith(f".{name}"))
+    found = next((one for one in texts if one.endswith(f".{name}")), None)
+    if found is not None:
         prefix = found.removesuffix(name)
         has_each = common_prefix(texts).startswith(prefix)
         begins = "every name begins" if has_each else "its name begins"
         return f", which has {found!r}: {begins} with {prefix!r}"
-    if any(name.endswith(f".{one}") for one in texts):
-        found = next(one for one in texts if name.endswith(f".{one}"))
+    found = next((one for one in texts if name.endswith(f".{one}")), None)
+    if found is not None:
         return f", which has {found!r}, without {name.removesuffix(found)!r}"
     close = difflib.get_close_matches(name, texts, 1, 0.8) if len(texts) <= _MOST_CLOSE else []
     return f", which has {close[0]!r}" if close else ""

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +34,8 @@ def save_safetensors(
     progress: Progress | None = None,
     *,
     memory_limit: int | None = None,
-) -> None:
-    """Save tensors as a safetensors file, or as several with an index.
+) -> Any:
+    """Save tensors as a safetensors file, or as several with an index; return what has them all.
 
     With DTensors among them, all processes of their mesh make this call; the first one gathers the
     whole tensors in its memory, and writes them.
@@ -49,14 +49,14 @@ def save_safetensors(
     """
     sharded = isinstance(tensors, Mapping) and any(map(sharding.is_sharded, tensors.values()))
     if not sharded:
-        _save(checked(tensors), uri, metadata, max_shard_size, (progress, memory_limit))
-        return
+        return _save(checked(tensors), uri, metadata, max_shard_size, (progress, memory_limit))
     from ..group.gather import Gathering  # imported already by code with DTensors
 
     gathering = Gathering(list(tensors.values()))
     with gathering.members:
         options = metadata, max_shard_size, (progress, memory_limit)
         _save_gathered(gathering, tensors, uri, options)
+    return uri
 
 
 def _save_gathered(
@@ -82,8 +82,8 @@ def _save(
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
     told_and_limit: tuple[Progress | None, int | None],
-) -> None:
-    """Save tensors of which this process has the whole."""
+) -> Any:
+    """Save tensors that this process has as a whole; return the file, or the index of several."""
     progress, memory_limit = told_and_limit
     if progress is not None:
         progress.total = data_bytes(named.values())
@@ -93,7 +93,7 @@ def _save(
         shards = list(in_batches(named, sizes.__getitem__, _bytes(max_shard_size)))
     if len(shards) < 2:
         write_one(uri, named, metadata, progress, memory_limit)
-        return
+        return uri
     stem, folder = _stem(uri)
     index = f"{stem}{ENDING}.index.json"
     paths = [
@@ -118,12 +118,7 @@ def _save(
     )
     with open_stream(index, "wb") as file:
         file.write(f"{text}\n".encode())
-
-
-def is_sharded(sizes: Sequence[int], max_shard_size: int | str) -> bool:
-    """Tell whether tensors of these sizes, in bytes, are saved in several files."""
-    most = _bytes(max_shard_size)
-    return len(list(in_batches(range(len(sizes)), sizes.__getitem__, most))) > 1
+    return index
 
 
 def write_one(

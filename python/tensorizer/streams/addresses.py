@@ -23,3 +23,12 @@ def open_address(file_obj: Any, mode: str = "rb") -> Any:
     if is_address(file_obj):
         return open_stream(file_obj, mode)
     return file_obj
+
+
+def is_there(address: str) -> bool:
+    """Tell whether there is a file; servers that may not list a folder refuse access instead."""
+    try:
+        with open_stream(address):
+            return True
+    except (FileNotFoundError, PermissionError):
+        return False
