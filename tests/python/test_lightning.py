@@ -6,11 +6,13 @@ Lightning itself is not among the packages that the tests install: tests/framewo
 import abc
 import os
 import sys
+import threading
 from types import ModuleType
 
 import pytest
 import tensorizer
 import torch
+from tensorizer.checkpoints.turns import Turn
 from tensorizer.lightning import TensorizerCheckpointIO
 
 NAME = "lightning.fabric.plugins.io.checkpoint_io"
@@ -123,3 +125,17 @@ def test_it_is_one_of_those_that_a_trainer_takes(monkeypatch):
     assert not isinstance(TensorizerCheckpointIO(), CheckpointIO)
     monkeypatch.setitem(sys.modules, NAME, module)
     assert isinstance(TensorizerCheckpointIO(), CheckpointIO)
+
+
+def test_a_checkpoint_that_is_being_saved_is_removed_with_both_halves(tmp_path, state):
+    plugin, path = TensorizerCheckpointIO(), tmp_path / "epoch.ckpt"
+    plugin.save_checkpoint(state, path)
+    halves = sorted(os.listdir(tmp_path))
+    removing = threading.Thread(target=plugin.remove_checkpoint, args=(path,))
+    # As a save holds it while it puts one half there, and then the other.
+    with Turn(path.with_name("epoch.ckpt.tensors")):
+        removing.start()
+        removing.join(0.3)
+        assert [name for name in sorted(os.listdir(tmp_path)) if name[0] != "."] == halves
+    removing.join(60)
+    assert not removing.is_alive() and os.listdir(tmp_path) == []

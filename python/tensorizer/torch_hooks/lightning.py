@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .._native import local_path
+from ..checkpoints.turns import Turn
 from .save_and_load import tensorizer_loading, tensorizer_saving
 
 #: The modules of the interface: in the package ``lightning``, and below ``pytorch_lightning``.
@@ -118,10 +119,14 @@ class TensorizerCheckpointIO:
         if file.is_dir() and not file.is_symlink():
             shutil.rmtree(file)
             return
-        was_link = file.is_symlink()
-        file.unlink(missing_ok=True)
-        if not was_link:
-            file.with_name(f"{file.name}.tensors").unlink(missing_ok=True)
+        if file.is_symlink():
+            file.unlink()
+            return
+        tensors = file.with_name(f"{file.name}.tensors")
+        # A save in the background may be about to put one of them there.
+        with Turn(tensors):
+            file.unlink(missing_ok=True)
+            tensors.unlink(missing_ok=True)
 
     def teardown(self) -> None:
         """Do nothing: the plugin holds nothing to release."""
