@@ -195,3 +195,11 @@ def test_a_tensor_that_a_filter_left_out_is_said_to_be(files):
             ask("0.weight")
     assert file.get("0.weight", 3) == 3 and file.get("nothing") is None
     assert file.get("0.bias").shape == (4,)
+
+
+def test_names_too_long_for_a_file_are_missing_as_others_are(files):
+    file = TensorDeserializer("m.tensors", "cpu", lazy_load=True)
+    for name in ("x" * 100_000, "\x1e" + "[" * 100_000, ("a",) * 3, 3, None):
+        assert file.get(name) is None
+        with pytest.raises(KeyError, match="not found in m.tensors"):
+            file[name]

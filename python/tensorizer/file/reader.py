@@ -257,8 +257,21 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         """
         found = self._find(name)
         if found is None:
-            raise self._file.missing(name)
+            raise self._missing(name)
         return found
+
+    def _missing(self, name: Any) -> KeyError:
+        """Return the error of a tensor that is not in the file, or was not chosen."""
+        if not isinstance(name, (str, tuple)):
+            return self._file.missing(name)
+        try:
+            self._file.find(name)
+        except KeyError as error:
+            return error
+        except ValueError:
+            # No file can hold such a name.
+            return self._file.missing(name)
+        return KeyError(f"Tensor {name!r} of {self._file.uri} was left out by filter_func")
 
     def get(self, name: Any, default: Any = None) -> Any:
         """Return a tensor or a subtree, or the default where there is none."""
@@ -439,7 +452,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         """
         number = self._file.find(name)
         if number not in self._selection:
-            raise self._file.missing(name)
+            raise self._missing(name)
         return TensorSlice(self._file, number, lambda: self._device, self._file.verify)
 
     # Modules

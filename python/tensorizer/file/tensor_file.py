@@ -366,8 +366,6 @@ class TensorFile:
     def missing(self, name: Name | int) -> KeyError:
         """Return the error for a missing tensor, with a hint."""
         reader = self.reader
-        if not isinstance(name, int) and reader.find(name) is not None:
-            return KeyError(f"Tensor {name!r} of {reader.uri} was left out by filter_func")
         hint = hints.of_name(name, reader.names(range(len(reader))))
         return KeyError(f"Tensor {name!r} not found in {reader.uri}{hint}")
 
