@@ -222,9 +222,9 @@ impl MemoryLimit {
         };
         let (each, least) = (needs.each(), needs.least());
         self.needs(least, || {
-            let staged = format!(", and {fewest} staging buffers of {buffer}");
+            let staged = format!(", and {fewest} staging buffers of {buffer} bytes each");
             let staged = if staging.is_some() { staged } else { String::new() };
-            format!("one reader takes {each} bytes{staged}")
+            format!("one reader needs {each} bytes{staged}")
         })?;
         // Staging buffers leave enough for one reader.
         let staging = match buffer {
@@ -252,11 +252,13 @@ impl MemoryLimit {
         let (parts, fewest) = (part.saturating_mul(2), u64::from(buffer > 0));
         let (fixed, least) = (kept.saturating_add(waiting), needs.least());
         self.needs(least, || {
-            let parts = format!(", two parts of {part} and the first {kept} of the file");
+            let parts = format!(
+                ", two parts of the upload {part} each and the beginning of the file {kept}"
+            );
             let parts = if part > 0 { parts } else { String::new() };
             let staged = format!(", a staging buffer {buffer}");
             let staged = if buffer > 0 { staged } else { String::new() };
-            format!("one thread takes {each} bytes, hashes {waiting}{parts}{staged}")
+            format!("one thread needs {each} bytes, the hashes {waiting}{parts}{staged}")
         })?;
         let free = bytes - fixed - each;
         let of_parts = share(free).max(parts).min(free - fewest * buffer);
@@ -283,7 +285,7 @@ impl MemoryLimit {
         let Some(bytes) = self.bytes else { return Ok((wanted, self)) };
         let reads = READS.min(bytes / 2).max(bytes - share(bytes));
         self.needs(largest.saturating_add(reader), || {
-            format!("a tensor of {largest} bytes is held, and a reader takes {reader}")
+            format!("a tensor of {largest} bytes is held, and a reader needs {reader}")
         })?;
         let tensors = wanted.min(bytes - reads).min(bytes - reader).max(largest);
         Ok((tensors, self.without(tensors)))
@@ -317,9 +319,7 @@ impl MemoryLimit {
         let readers = reader.saturating_mul(at_once);
         self.needs(fewest.saturating_add(readers), || {
             let count = at_once + others;
-            format!(
-                "{count} batches of {least} bytes are on their way, and a reader takes {reader}"
-            )
+            format!("{count} batches of {least} bytes are in flight, and a reader needs {reader}")
         })?;
         let batch = (share(bytes) / batches.max(1)).clamp(least, most.max(least));
         let held = batch.saturating_mul(at_once.saturating_add(others));
