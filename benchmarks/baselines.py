@@ -1,6 +1,6 @@
 """Baselines of this machine, measured with as little code as possible.
 
-    python baselines.py BASELINE FOLDER MODEL
+    python baselines.py BASELINE FILE
 
 read     two threads read the file from the page cache into fresh, huge-page-advised memory, and
          the bytes are touched as every engine's are
@@ -38,6 +38,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from machine import fresh, have_memory
 
 STEP = 8 << 20
 
@@ -50,12 +51,6 @@ def in_threads(count: int, work: Callable[[int], None]) -> float:
     for thread in threads:
         thread.join()
     return time.perf_counter() - start
-
-
-def fresh(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size + (4 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def read(path: Path) -> dict[str, float]:
@@ -263,14 +258,15 @@ def copy(path: Path) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start, "bytes": size}
 
 
-def measure(baseline: str, folder: Path, model: str) -> dict[str, object]:
-    """Measure a baseline with the file of a model."""
-    result = globals()[baseline.replace("-", "_")](folder / f"{model}.tensors")
+def measure(baseline: str, path: Path) -> dict[str, object]:
+    """Measure a baseline with a file."""
+    have_memory(path.stat().st_size * 5 // 2)
+    result = globals()[baseline.replace("-", "_")](path)
     return {**result, "verified": True}
 
 
 if __name__ == "__main__":
-    baseline, folder, model = sys.argv[1:]
-    print(json.dumps(measure(baseline, Path(folder), model)))
+    baseline, path = sys.argv[1:]
+    print(json.dumps(measure(baseline, Path(path))))
     sys.stdout.flush()
     os._exit(0)

@@ -25,10 +25,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from baselines import fresh
 from cases import FULL, QUICK
 from engines import checksum, load_http, load_ours, load_runai, warm_up
+from machine import have_memory
 from run import describe, files_of, forget, prepare, record, warm
 from serve import server
 
@@ -62,16 +61,6 @@ SOURCES = [
     Source("slow", "a server 50 ms away, 100 MB/s a connection", (1, 2, 4, 8, 16, 32, 64),
            server="slow"),
 ]  # fmt: skip
-
-
-def have_memory(size: int) -> None:
-    """Take memory and give it back, for a load and the page cache to take at once.
-
-    A virtual machine gives its host what has been free for two seconds, and waits for it again at
-    the next touch: ten times as long as the load itself takes, in some rounds and not in others.
-    """
-    memory = fresh(size)
-    torch.frombuffer(memory, dtype=torch.uint8)[::4096].fill_(1)
 
 
 def load(name: str, engine: str, folder: str, verify: bool) -> dict[str, object]:

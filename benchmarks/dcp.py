@@ -46,7 +46,7 @@ def ranks(world: int, *arguments: object) -> Mapping[str, object]:
 
 def baseline(name: str, folder: Path) -> Mapping[str, object]:
     """Measure what the machine can do."""
-    return Measurement(name, "baselines:measure", name, folder, "baseline").result(TIMEOUT)
+    return Measurement(name, "baselines:measure", name, folder / "baseline.tensors").result(TIMEOUT)
 
 
 def measure(case: Case, folder: Path, rounds: int, size: tuple) -> list[dict[str, object]]:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/python"))
 
 import torch
 from dcp_plans import plans_of, saved
-from tensorizer.distributed import Reader, items, layout, planned
+from tensorizer.distributed import Reader, items, layout, save_plan
 from torch.distributed.checkpoint import metadata, planner_helpers
 
 ROWS, COLUMNS = 8, 1024
@@ -51,17 +51,17 @@ def decoded(folder: str, rank: int) -> dict[str, float]:
     return {"read": first, "items": chunks, "places": places, "load plan": plan}
 
 
-def scattered(places: dict[metadata.MetadataIndex, items.Place], ranks: int) -> None:
+def scattered(places: dict[metadata.MetadataIndex, items.ItemLocation], ranks: int) -> None:
     """Have other ranks save each tensor's parts, as where torch picks among replicas."""
     for number, index in enumerate(list(places)):
         at = (number * 7919) % ranks
-        places[index] = items.Place(planned.file_of(at, "0" * 16), places[index].name)
+        places[index] = items.ItemLocation(save_plan.file_of(at, "0" * 16), places[index].name)
 
 
 def written(ranks: int, tensors: int, spread: bool) -> tuple[bytes, list[float]]:
     """Return the content of the file, and the CPU seconds of the coordinator."""
     plans = plans_of(ranks, tensors, ROWS, COLUMNS)
-    check, _ = cpu(lambda: planned.check(plans, "folder"))
+    check, _ = cpu(lambda: save_plan.check(plans, "folder"))
     torch_plan, (found, places) = cpu(lambda: saved(plans))
     if spread:
         scattered(places, ranks)

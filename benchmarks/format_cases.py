@@ -139,8 +139,9 @@ MODELS = [
     Case("pretrained-cold", f"{WHAT}, not in the page cache", PRETRAINED, "shards", BESIDE, (),
          (Asked("speed", 1, *BESIDE),), cold=True, work="format_models"),
     Case("pretrained-http", f"{WHAT}, from nginx on this machine", PRETRAINED, "shards",
-         ("ours load, then from_pretrained", "curl, then from_pretrained"), (),
-         (Asked("speed", 1, "ours load, then from_pretrained", "curl, then from_pretrained"),),
+         ("ours tensorizer.transformers", "ours load, then from_pretrained",
+          "curl, then from_pretrained"), (),
+         (Asked("speed", 1, "ours tensorizer.transformers", "curl, then from_pretrained"),),
          scheme="http", work="format_models"),
 ]  # fmt: skip
 

@@ -19,6 +19,7 @@ import torch
 from engines import checksum, reset_peak, status
 from format_cases import Case
 from format_files import Given, given, one_file, sums
+from machine import have_memory
 from peers import Pairs, Tensors
 
 
@@ -123,7 +124,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
     os.environ["BENCHMARK_SERVER"] = server
     os.environ["BENCHMARK_FOLDER"] = str(folder)
     if engine in case.baselines:
-        return {**getattr(baselines, engine)(one_file(folder, case)), "verified": True}
+        return baselines.measure(engine, one_file(folder, case))
     where = given(folder, case, server, quick)
     warm_up(engine, case, where, server)
     expected = sums(folder, case, half=engine.endswith(" half"))
@@ -137,6 +138,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
         def load(_: Given) -> Tensors:
             return of_bytes(data)
 
+    have_memory(one_file(folder, case).stat().st_size * 5 // 2)
     reset_peak()
     before = status("VmHWM")
     cpu = sum(os.times()[:4])

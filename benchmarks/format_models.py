@@ -18,6 +18,7 @@ import torch
 from engines import checksum, reset_peak, status
 from format_cases import PRETRAINED, Case
 from format_files import INDEX, shards
+from machine import have_memory
 
 #: A Llama of 1.08 GB, and a small one to try the programs.
 FULL = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8,
@@ -76,7 +77,7 @@ def ours(where: str) -> torch.nn.Module:
 def ours_transformers(where: str) -> torch.nn.Module:
     from tensorizer.transformers import from_pretrained
 
-    return from_pretrained(where, device="cpu")
+    return from_pretrained(f"{where}/", device="cpu")
 
 
 def ours_address(where: str) -> torch.nn.Module:
@@ -123,6 +124,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
     known = json.loads((folder / f"{PRETRAINED}.json").read_text())
     where = f"http://{server}/{PRETRAINED}" if case.scheme else str(folder / PRETRAINED)
     checksum({"": torch.ones(1 << 20, dtype=torch.int64)})
+    have_memory(sum(path.stat().st_size for path in shards(folder, PRETRAINED)) * 5 // 2)
     reset_peak()
     before = status("VmHWM")
     cpu = sum(os.times()[:4])

@@ -19,6 +19,7 @@ from cases import FULL, QUICK
 from engines import checksum, reset_peak, status
 from format_cases import Case
 from format_files import SHARDS, one_file
+from machine import have_memory
 from peers import Tensors
 
 NAME = "model.safetensors"
@@ -131,7 +132,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
     """Measure one engine, or a baseline, once."""
     os.environ["BENCHMARK_SERVER"] = server
     if engine in case.baselines:
-        return {**getattr(baselines, engine)(one_file(folder, case)), "verified": True}
+        return baselines.measure(engine, one_file(folder, case))
     if case.scheme:
         os.environ.update(peers.s3_environment(server))
     for part, module in MODULES.items():
@@ -146,6 +147,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
     out.mkdir()
     try:
         os.sync()
+        have_memory(sum(tensor.nbytes for tensor in tensors.values()) * 5 // 2)
         reset_peak()
         before = status("VmHWM")
         cpu = sum(os.times()[:4])

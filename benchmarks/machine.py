@@ -1,10 +1,30 @@
-"""Versions of packages and the commit, for the record of a measurement."""
+"""The machine of a measurement: its memory, versions of packages, and the commit."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import mmap
 import subprocess
 from pathlib import Path
+
+
+def fresh(size: int) -> mmap.mmap:
+    """Return new memory, advised to be backed by huge pages."""
+    memory = mmap.mmap(-1, size + (4 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def have_memory(size: int) -> None:
+    """Allocate, touch and free memory, so that the next allocations need not wait for it.
+
+    A virtual machine returns memory to its host when it has been free for two seconds, and waits
+    for it at the next touch: ten times as long as a load takes, in some rounds and not in others.
+    """
+    memory = fresh(size)
+    for offset in range(0, size, 4096):
+        memory[offset] = 1
+    memory.close()
 
 
 def version(package: str) -> str:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from machine import commit, version
 from run import HERE
 from serve import server
-from tensorizer.group.tensor_requests import Wish, merged
+from tensorizer.group.tensor_requests import TensorRequest, merge_requests
 
 #: Tensors of the file, of 4 kB each.
 COUNT = 100
@@ -85,25 +85,25 @@ def planned(kind: str) -> tuple[float, float]:
     world, count = PLANNED
     shapes = [8192, 1024, 1024, 8192, 28672, 28672, 8192, 8192, 8192, 8192]
 
-    def wish(number: int) -> Wish:
+    def request(number: int) -> TensorRequest:
         parts = 1 if kind == "all" else world
         place = 0 if kind == "all" else number
         each = [(place * -(-n // parts), (place + 1) * -(-n // parts)) for n in shapes]
         wide = kind == "columns of its own"
         ranges = [((0, 4096), ends) if wide else (ends,) for ends in each]
         of = [(4096, n) if wide else (n,) for n in shapes]
-        return Wish.of((n, ranges[n % 10], of[n % 10]) for n in range(count))
+        return TensorRequest.of((n, ranges[n % 10], of[n % 10]) for n in range(count))
 
     begun = time.process_time()
-    mine = wish(0)
+    mine = request(0)
     mine.structure.digest()
     own = time.process_time() - begun
     # All ranks have the same structure, of which a rank sends the digest only.
-    tables = [wish(number).table for number in range(0, world, 64)]
+    tables = [request(number).table for number in range(0, world, 64)]
     told = len(pickle.dumps((mine.structure.digest(), max(tables, key=lambda one: len(str(one))))))
     begun = time.process_time()
     of_all = [(n, tables[n % len(tables)]) for n in range(world)]
-    merged([(mine.structure, of_all)], count, [], (0, world))
+    merge_requests([(mine.structure, of_all)], count, [], (0, world))
     return own + time.process_time() - begun, world * max(512, told) / 1e6
 
 

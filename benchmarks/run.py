@@ -71,7 +71,12 @@ def forget(paths: list[Path]) -> None:
 
 
 def warm(paths: list[Path]) -> None:
-    """Bring files into the page cache."""
+    """Bring files into the page cache from the disk.
+
+    The pages of a file that has just been written may be smaller than those of one that was read,
+    and a mapping of them slower.
+    """
+    forget(paths)
     for path in paths:
         with path.open("rb") as file:
             while file.read(64 << 20):
@@ -86,7 +91,7 @@ def run(
     ``packages`` is a folder whose packages come before all others.
     """
     if name in BASELINES:
-        return Measurement(name, "baselines:measure", name, folder, model).result()
+        return Measurement(name, "baselines:measure", name, folder / f"{model}.tensors").result()
     if "2.12.1" in name:
         found = sorted(OLD_PYTHON.parents[1].glob("lib/python*/site-packages"))
         if not found:
