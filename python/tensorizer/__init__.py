@@ -1,16 +1,16 @@
-"""Loads and saves torch tensors as ``.tensors`` files, at the speed of the machine.
+"""Loads and saves torch tensors as ``.tensors`` files, at the speed of the disk or the network.
 
-Files of safetensors, their shards, and checkpoints of ``torch.save`` are loaded as they are.
+safetensors files, their shards, and checkpoints of ``torch.save`` are loaded without conversion.
 
-:class:`TensorDeserializer` and :class:`TensorSerializer` are the classes of the package of the
-same name that this one succeeds. :func:`load` and :func:`save` are the short way, :func:`iterate`
-yields tensors one by one, :func:`info` says what a file holds. The operators
-``torch.ops.tensorizer.load`` and ``.save`` work in TorchScript and without Python too.
+:func:`load` and :func:`save` are the shortest calls, :func:`iterate` yields tensors one by one, and
+:func:`info` describes a file. :class:`TensorDeserializer` and :class:`TensorSerializer` have the
+interface of the old package of the same name. The operators ``torch.ops.tensorizer.load`` and
+``.save`` also work in TorchScript and without Python.
 """
 
-from . import _starting  # isort: skip  # before torch, which takes long
+from . import _command_start  # isort: skip  # before torch, which takes long
 
-from . import _installed  # isort: skip  # before what may have been replaced
+from . import _installation_check  # isort: skip  # before what may have been replaced
 
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
@@ -123,4 +123,4 @@ for _public in (
     # So that tracebacks, reprs and pickles show the public names, such as ``tensorizer.load``.
     _public.__module__ = __name__
 
-del _installed, _public, _starting, operators
+del _command_start, _installation_check, _public, operators

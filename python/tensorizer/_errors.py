@@ -8,15 +8,15 @@ import torch
 
 
 class FormatError(ValueError):
-    """The bytes are not a well-formed file of their format."""
+    """The bytes are not a valid file of their format."""
 
 
 class TruncatedError(FormatError, OSError):
-    """The file ends before bytes that its own headers promise."""
+    """The file ends before the length that its headers state."""
 
 
 class InvalidVersionError(ValueError):
-    """The file's data version is not one that this release reads.
+    """The file's data version is not supported by this release.
 
     Attributes:
         version: The version found in the file.
@@ -61,4 +61,4 @@ class GroupError(RuntimeError):
 
 
 class CryptographyError(Exception):
-    """A file is encrypted and no key was given, or the key does not fit."""
+    """A file is encrypted and no key was given, or the key is wrong."""

@@ -8,8 +8,8 @@ try:
     from ._build import TORCH_MINOR, VERSION
 except ImportError as missing:
     raise ImportError(
-        "tensorizer was not built: run `pip install .` in its source folder, from where the "
-        "package itself cannot be imported before."
+        "tensorizer was not built: run `pip install .` in its source folder (before that, the "
+        "package cannot be imported from there)."
     ) from missing
 
 _found = ".".join(torch.__version__.split(".")[:2])

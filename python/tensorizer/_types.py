@@ -15,15 +15,15 @@ Name: TypeAlias = "str | tuple[str | int, ...]"
 #: default; names of nested structures are tuples, and typed by the argument ``names=``.
 NameT = TypeVar("NameT", bound=Name, default=str)
 
-#: The hashes that a load compares: True for all, ``"crc32"`` for the cheap one.
+#: The hashes that a load compares: True for all, ``"crc32"`` for CRC-32 only, which costs little.
 VerifyHash: TypeAlias = "bool | Literal['crc32']"
 #: The hashes of each tensor that a save stores.
 Hashes: TypeAlias = Literal["all", "crc32"]
 #: Formats that ``save`` writes.
 FileFormat: TypeAlias = Literal["tensors", "safetensors"]
 
-#: A function that returns True for a tensor that is wanted. It is called with a ``str`` for a path
-#: of one string, else with a ``tuple`` of components; ``Any`` accepts functions of strings too.
+#: A function that returns True for a tensor to load. It is called with a ``str`` for a path of one
+#: string, else with a ``tuple`` of components; ``Any`` accepts functions of strings too.
 FilterFuncType: TypeAlias = Callable[[Any], "bool | Any"]
 
 

@@ -1,4 +1,4 @@
-"""The plugin for Lightning's ``Trainer`` and ``Fabric`` that saves checkpoints by tensorizer."""
+"""A plugin for Lightning's ``Trainer`` and ``Fabric`` that saves checkpoints with tensorizer."""
 
 from .torch_hooks.lightning import TensorizerCheckpointIO
 

@@ -1,10 +1,9 @@
-"""Files behind addresses, as Python file objects.
+"""Opens files at addresses as Python file objects.
 
 :func:`open_stream` opens local paths and ``http://``, ``https://``, ``s3://``, ``gs://``,
-``az://``, ``abfss://``, ``hf://``, ``redis://`` and ``rediss://`` addresses. A stream that is
-handed to :class:`tensorizer.TensorDeserializer` or :class:`tensorizer.TensorSerializer` is not read
-or written through Python: tensors travel by parallel requests, straight into and out of their
-memory.
+``az://``, ``abfss://``, ``hf://``, ``redis://`` and ``rediss://`` addresses. If a stream is passed
+to :class:`tensorizer.TensorDeserializer` or :class:`tensorizer.TensorSerializer`, the native code
+transfers the tensors with parallel requests, straight into and out of their memory.
 """
 
 from shutil import which as _which
@@ -26,10 +25,10 @@ from .streams.servers import CURLStreamFile, RedisStreamFile
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
 #: The default server for reading with keys that are passed as arguments, and for anonymous reads. A
-#: program that assigns it sets the server of all its reads, unless something of higher precedence
+#: program can assign it to set the server of all its reads, unless a setting of higher precedence
 #: names one: see docs/reference/addresses.md.
 default_s3_read_endpoint = DEFAULT_S3_READ_ENDPOINT
-#: The default server for writing, likewise.
+#: The default server for writing, with the same rules.
 default_s3_write_endpoint = DEFAULT_S3_WRITE_ENDPOINT
-#: The path of ``curl``, or None. Nothing here runs it.
+#: The path of ``curl``, or None. This package does not run it.
 curl_path = _which("curl")

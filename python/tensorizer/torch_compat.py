@@ -1,8 +1,8 @@
 """``torch.save`` and ``torch.load`` on the native core, for code that cannot be changed.
 
 Inside a block of :func:`tensorizer_saving`, ``torch.save`` writes the storages of an object to a
-``.tensors`` file beside its own. Inside one of :func:`tensorizer_loading`, ``torch.load`` reads
-them from there.
+``.tensors`` file next to its own file. Inside a block of :func:`tensorizer_loading`, ``torch.load``
+reads them from that file.
 """
 
 from ._errors import PairMismatchError

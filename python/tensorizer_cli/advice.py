@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .heads import size
+from .file_description import size
 from .output import plural
 
 #: Seconds; in shorter loads it is not known whether more connections would help.
@@ -12,7 +12,7 @@ _SHORT = 1.0
 
 
 @dataclass(frozen=True)
-class Figures:
+class LoadFigures:
     """The measured figures of a load.
 
     ``seconds`` divides the time of the whole load among the stages; ``read_seconds`` is the sum
@@ -44,7 +44,7 @@ class Figures:
         return self.source if stage == "read" else stage
 
 
-def advice(figures: Figures) -> str:
+def advice(figures: LoadFigures) -> str:
     """Return advice on what would make the load faster, or would not."""
     if figures.limit == "network":
         return _network(figures)
@@ -54,9 +54,9 @@ def advice(figures: Figures) -> str:
         if figures.mapped
         else "the file was in memory, and copying it takes the time; --mmap (mmap=True) uses it in "
         "place, for files that are only read",
-        "open": "fewer bytes than opening takes: more connections would not help; open the file "
-        "once and keep it, or save small files as one",
-        "plan": "so many small tensors that finding out where they go takes the time",
+        "open": "opening the file takes longer than reading its bytes: more connections would not "
+        "help; open the file once and keep it, or save small files as one",
+        "plan": "so many small tensors that planning the load takes the time",
         "first touch": "the system gives new memory slowly; tensors that exist already "
         "(load(out=...)) spare that"
         + ("" if figures.huge_pages else ", and so do huge pages (transparent_hugepage=madvise)"),
@@ -69,15 +69,15 @@ def advice(figures: Figures) -> str:
     }[figures.limit]
 
 
-def _network(figures: Figures) -> str:
+def _network(figures: LoadFigures) -> str:
     rate = size(round(figures.bytes / max(figures.read_seconds, 1e-9)))
     said = f"{plural(figures.connections, 'connection')} of {rate}/s each; "
     if figures.chosen:
-        return said + "more may help: without --readers as many are used as do"
+        return said + "more may help: without --readers their number is chosen automatically"
     if figures.most == 1:
         return said + "this server or this memory limit allows no more than one"
     if figures.connections >= figures.most:
-        return said + "these are all that are used by themselves; --readers with more may help"
+        return said + "this is the most that is chosen automatically; more --readers may help"
     if figures.whole < _SHORT:
         return said + "the load was too short to find out whether more would help"
     return said + "more would not help: twice as many did not bring 15 % more, or CPUs are busy"

@@ -7,8 +7,8 @@ import sys
 from typing import Any, NoReturn
 
 from .help_texts import EPILOGS, SHELLS
-from .output import error_line, shown, tell_error
-from .standard import flush, put, tell
+from .output import error_line, report_error, shown
+from .standard_streams import flush, print_error, print_line
 
 #: The options that name the source of a key or passphrase, without their prefix.
 SECRETS = ("key-file", "key-env", "passphrase-file", "passphrase-env", "prompt")
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
     def print_help(self, file: object = None) -> None:
         """Print the help on the standard output."""
-        put(self.format_help().rstrip("\n"))
+        print_line(self.format_help().rstrip("\n"))
         flush()
 
 
@@ -42,7 +42,7 @@ class _Version(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         """Print the version and end."""
-        put(f"tensorizer {_version()}")
+        print_line(f"tensorizer {_version()}")
         flush()
         parser.exit()
 
@@ -70,12 +70,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     except _UsageError as error:
         message, usage = error.args
         if json_wanted:
-            tell(error_line("UsageError", message, True))
+            print_error(error_line("UsageError", message, True))
         else:
             # The message quotes an argument, which may be a file's name with control characters.
-            tell(f"{usage}tensorizer: error: {shown(message)}")
+            print_error(f"{usage}tensorizer: error: {shown(message)}")
     except OSError as error:
-        tell_error(error, json_wanted)
+        report_error(error, json_wanted)
     raise SystemExit(2)
 
 
@@ -131,25 +131,27 @@ def _secrets(command: argparse.ArgumentParser, prefix: str, title: str) -> None:
 
 def _decrypts(command: argparse.ArgumentParser, title: str) -> None:
     command.add_argument(
-        "--require-manifest", action="store_true", help="refuse files without a seal"
+        "--require-manifest", action="store_true", help="refuse files without a manifest"
     )
     _secrets(command, "", title)
 
 
 def _encrypts(command: argparse.ArgumentParser, prefix: str, title: str) -> None:
-    command.add_argument("--manifest", action="store_true", help="seal names, shapes and order too")
+    command.add_argument(
+        "--manifest", action="store_true", help="authenticate names, shapes and order"
+    )
     _secrets(command, prefix, title)
 
 
 def _loads(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--readers", type=_readers, metavar="N", help="threads that read at once; as many as help"
+        "--readers", type=_readers, metavar="N", help="threads that read at once; automatic"
     )
     command.add_argument(
         "--memory-limit",
         type=_bytes,
         metavar="N",
-        help="bytes in flight at most, as in 64MiB, the tensors of a copy among them",
+        help="most bytes in flight, such as 64MiB, including the tensors of a copy",
     )
     command.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
 
@@ -203,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
             metadata.add_argument(
                 "--clear-metadata",
                 action="store_true",
-                help="copy the metadata of a plain file, which an encrypted one has in the clear; "
+                help="copy the metadata of a plain file, although they are not encrypted; "
                 "without one of these two, a file with metadata is refused",
             )
         return made
@@ -238,9 +240,11 @@ def _parser() -> argparse.ArgumentParser:
     rekey = copies("rekey", "Copy an encrypted file under another key, with its metadata.")
     _decrypts(rekey, "the old key, one of")
     _encrypts(rekey, "new-", "the new key, one of")
-    cache = command("cache", "List what is kept of servers' files, or remove what nobody uses.")
+    cache = command(
+        "cache", "List the cache of servers' files, or remove those that are not in use."
+    )
     cache.add_argument("action", choices=("ls", "clear"), metavar="ls|clear")
-    cache.add_argument("--folder", metavar="DIR", help="instead of what TENSORIZER_CACHE names")
+    cache.add_argument("--folder", metavar="DIR", help="the folder of the cache; TENSORIZER_CACHE")
     command("keygen", "Write a random key of 32 bytes to a new file; - prints it in hex.", "key")
     completion = command("completion", "Print the script by which a shell completes the command.")
     completion.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))

@@ -6,7 +6,7 @@ import argparse
 import time
 
 from . import native
-from .heads import size
+from .file_description import size
 from .output import Report, plural
 
 

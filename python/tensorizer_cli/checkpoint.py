@@ -14,12 +14,12 @@ from tensorizer.file.tensor_file import TensorFile
 from tensorizer.streams.addresses import is_address, is_there
 
 from .compare import DAMAGES
-from .file import File
-from .heads import CHECKPOINT
+from .file import BatchedFile
+from .file_description import CHECKPOINT
 from .output import without_password
 
 if TYPE_CHECKING:
-    from tensorizer.distributed.whole import Whole
+    from tensorizer.distributed.whole_tensors import WholeTensors
 
 
 def open_file(
@@ -31,7 +31,7 @@ def open_file(
     *,
     names_only: bool = False,
     heads: Sequence[Head] | None = None,
-) -> File:
+) -> BatchedFile:
     """Open a file, or the folder of a checkpoint of many ranks, or only the names in it."""
     if isinstance(file, str):
         folder = local_path(file) or file
@@ -39,7 +39,7 @@ def open_file(
             if memory_limit is not None:
                 raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
             return _CheckpointFile(folder, params, names_only)
-    return File(file, params, readers, mmap, memory_limit=memory_limit, heads=heads)
+    return BatchedFile(file, params, readers, mmap, memory_limit=memory_limit, heads=heads)
 
 
 def prepare(file: str, mmap: bool) -> None:
@@ -52,7 +52,7 @@ def prepare(file: str, mmap: bool) -> None:
     if _is_checkpoint(local_path(file) or file):
         if mmap:
             raise ValueError(f"{file} is a checkpoint: --mmap is for other files")
-        import tensorizer.distributed.whole  # noqa: F401
+        import tensorizer.distributed.whole_tensors  # noqa: F401
 
 
 def _is_checkpoint(file: str) -> bool:
@@ -61,7 +61,7 @@ def _is_checkpoint(file: str) -> bool:
     return file.endswith("/") and is_there(file + CHECKPOINT)
 
 
-class _CheckpointFile(File):
+class _CheckpointFile(BatchedFile):
     """The whole tensors of a checkpoint."""
 
     def __init__(self, folder: str, params: DecryptionParams | None, names_only: bool) -> None:
@@ -69,8 +69,8 @@ class _CheckpointFile(File):
         self._opened = folder, params
         self._whole = self._open(names_only=names_only)
         #: The same checkpoint with hashes compared, once that was requested.
-        self._proven: Whole | None = None
-        self.reader: Any = _Tensors(self._whole, folder)
+        self._verifying: WholeTensors | None = None
+        self.reader: Any = _CheckpointReader(self._whole, folder)
         self.kinds = [int(TensorType.STATE_DICT)] * len(self._whole.names)
         self.data_lens = [self._whole.nbytes(name) for name in self._whole.names]
         self.memory_lens = self.data_lens
@@ -81,10 +81,10 @@ class _CheckpointFile(File):
         self.heads = []
         self._first: TensorFile | None = None
 
-    def _open(self, *, verify_hash: VerifyHash = False, names_only: bool = False) -> Whole:
-        from tensorizer.distributed.whole import Whole  # see above
+    def _open(self, *, verify_hash: VerifyHash = False, names_only: bool = False) -> WholeTensors:
+        from tensorizer.distributed.whole_tensors import WholeTensors  # see above
 
-        return Whole(*self._opened, verify_hash=verify_hash, names_only=names_only)
+        return WholeTensors(*self._opened, verify_hash=verify_hash, names_only=names_only)
 
     @property
     def first(self) -> Reader | None:
@@ -96,7 +96,7 @@ class _CheckpointFile(File):
     def __exit__(self, *_: object) -> None:
         if self._first is not None:
             self._first.close()
-        for whole in filter(None, (self._whole, self._proven)):
+        for whole in filter(None, (self._whole, self._verifying)):
             whole.__exit__()
 
     def decrypt(self, params: DecryptionParams) -> None:
@@ -112,11 +112,11 @@ class _CheckpointFile(File):
         if verify != "nothing":
             self._whole.__exit__()
             which: VerifyHash = True if verify == "all" else "crc32"
-            whole = self._proven = self._proven or self._open(verify_hash=which)
+            whole = self._verifying = self._verifying or self._open(verify_hash=which)
         else:
             whole = self._whole
-            if self._proven is not None:
-                self._proven.__exit__()
+            if self._verifying is not None:
+                self._verifying.__exit__()
         names = [whole.names[number] for number in numbers]
         return list(whole.load(names)), [0] * len(names)
 
@@ -135,20 +135,20 @@ class _CheckpointFile(File):
         self.load([], "all")
         for name in self.left_out:
             try:
-                if self._proven is not None:
-                    self._proven.read_object(name)
+                if self._verifying is not None:
+                    self._verifying.read_object(name)
             except DAMAGES as error:
                 yield name, error
 
 
-class _Tensors:
+class _CheckpointReader:
     """The interface of a file's reader, for a checkpoint."""
 
     seekable, pair_id, format = True, None, "checkpoint"
     metadata: tuple[tuple[str, str], ...] = ()
     version = None
 
-    def __init__(self, whole: Whole, folder: str) -> None:
+    def __init__(self, whole: WholeTensors, folder: str) -> None:
         self._whole, self.uri = whole, folder
         self.encrypted = whole.is_encrypted()
         self._numbers = {name: number for number, name in enumerate(whole.names)}

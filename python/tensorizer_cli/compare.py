@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from tensorizer import CryptographyError, FormatError, HashMismatchError
 
-from .file import File
-from .heads import plain, text
+from .file import BatchedFile
+from .file_description import plain, text
 from .output import brief, plural
-from .progress import Progress
+from .progress import ProgressBar
 
 #: Errors that mean that a file or a tensor is not as it was written.
 DAMAGES = (HashMismatchError, CryptographyError, FormatError)
@@ -22,7 +22,7 @@ Difference = tuple[dict[str, Any], str]
 
 
 def differences(
-    file: File, other: File, progress: Progress, *, copied: bool = False
+    file: BatchedFile, other: BatchedFile, progress: ProgressBar, *, copied: bool = False
 ) -> Iterator[Difference]:
     """Yield differences in the order of the file; then tensors of the other alone; then metadata.
 
@@ -37,7 +37,7 @@ def differences(
         OSError, ValueError, CryptographyError: One of the files cannot be read.
 
     """
-    for batch in file.batches(file.share_with(other)):
+    for batch in file.batches(file.share_memory_with(other)):
         found: dict[int, Difference] = {}
         pairs: list[tuple[int, int]] = []
         for number in batch:
@@ -59,7 +59,9 @@ def differences(
     yield from _of_metadata(file, other)
 
 
-def _described(file: File, number: int, other: File, same: int | None) -> Difference | None:
+def _described(
+    file: BatchedFile, number: int, other: BatchedFile, same: int | None
+) -> Difference | None:
     """Compare the entries of the indices."""
     name = file.reader.name(number)
     if same is None:
@@ -81,7 +83,7 @@ def _described(file: File, number: int, other: File, same: int | None) -> Differ
 
 
 def _of_data(
-    file: File, other: File, pairs: list[tuple[int, int]], copied: bool
+    file: BatchedFile, other: BatchedFile, pairs: list[tuple[int, int]], copied: bool
 ) -> Iterator[tuple[int, Difference]]:
     """Load and compare the data of tensors with equal entries."""
     mine, _ = file.load([number for number, _ in pairs], "nothing")
@@ -112,7 +114,7 @@ def _of_data(
             yield number, (what, line)
 
 
-def _of_metadata(file: File, other: File) -> Iterator[Difference]:
+def _of_metadata(file: BatchedFile, other: BatchedFile) -> Iterator[Difference]:
     mine, theirs = file.metadata, other.metadata
     for name in {**mine, **theirs}:
         one, two = mine.get(name), theirs.get(name)

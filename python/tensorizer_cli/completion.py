@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Mapping
 
 from .arguments import options_of_commands
-from .standard import put
+from .standard_streams import print_line
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the script of a shell."""
-    put(_SCRIPTS[options.shell](options_of_commands()))
+    print_line(_SCRIPTS[options.shell](options_of_commands()))
     return 0
 
 

@@ -16,16 +16,16 @@ from tensorizer import (
 )
 from tensorizer._native import least_of_save, local_path
 from tensorizer.file.file_writer import FileWriter
-from tensorizer.file.to_safetensors import is_meant, save_safetensors
+from tensorizer.file.to_safetensors import is_safetensors_target, save_safetensors
 from tensorizer.streams.addresses import is_address
 
 from . import keys, redis_target, targets
 from .checkpoint import open_file
 from .compare import DAMAGES, differences
-from .file import File
-from .heads import size
+from .file import BatchedFile
+from .file_description import size
 from .output import Report, plural, without_password
-from .progress import Progress
+from .progress import ProgressBar
 
 _ALIGNMENT = 64
 _DIFFERENT = 1
@@ -40,7 +40,7 @@ def cp(options: argparse.Namespace) -> int:
 
 def encrypt(options: argparse.Namespace) -> int:
     """Copy a file, encrypted."""
-    hint = "rekey takes both its key and the new one"
+    hint = "use rekey, which takes its key and the new one"
     return _run(options, None, keys.encryption(options), "encrypted", hint)
 
 
@@ -65,35 +65,35 @@ def _run(
     report = Report(options)
     begun = time.monotonic()
     options.target = targets.resolve(options)
-    if options.max_shard_size is not None and not is_meant(options.target, None):
+    if options.max_shard_size is not None and not is_safetensors_target(options.target, None):
         raise ValueError("--max-shard-size is for targets that end with .safetensors")
-    at_once = is_meant(options.target, None)
+    loads_all = is_safetensors_target(options.target, None)
     limit = options.memory_limit
-    with open_file(options.file, params, options.readers, at_once, limit) as source:
+    with open_file(options.file, params, options.readers, loads_all, limit) as source:
         source.check_key(*hint)
         if options.verify and not source.reader.seekable:
             raise ValueError(
-                f"--verify reads {source.shown} a second time, and it comes front to back only"
+                f"--verify reads {source.shown} twice, but it can only be read once, front to back"
             )
         if options.verify:
-            _prove(source)
+            _verify_hub_checksum(source)
         if options.drop_metadata:
             source.metadata = {}
         if encryption is not None and not options.clear_metadata:
-            _refuse_to_disclose(source)
+            _refuse_clear_metadata(source)
         if options.target == targets.STREAM:
             with targets.standard_output() as file:
                 _copy(source, file, encryption, options)
-        elif not redis_target.is_meant(options.target):
+        elif not redis_target.is_redis_address(options.target):
             # Of shards the index is what is read again.
             options.target = _copy(source, options.target, encryption, options)
-        elif _is_stored_as_it_is(source, params, encryption, options):
+        elif _can_store_unchanged(source, params, encryption, options):
             redis_target.store(source, options.target)
         else:
-            with redis_target.changed(options.target, limit) as file:
+            with redis_target.converted_file(options.target, limit) as file:
                 _copy(source, file, encryption, options)
         seconds = time.monotonic() - begun
-        found = _verified(source, encryption, options, report) if options.verify else []
+        found = _differences_of_copy(source, encryption, options, report) if options.verify else []
     rate = source.total / max(seconds, 1e-6)
     target = without_password(options.target)
     if target == targets.STREAM:
@@ -104,7 +104,7 @@ def _run(
     )
     if source.left_out:
         names = ", ".join(source.left_out[:_SHOWN]) + (", ..." * (len(source.left_out) > _SHOWN))
-        report.done(f"left out, as no tensors: {plural(len(source.left_out), 'object')} ({names})")
+        report.done(f"left out (not tensors): {plural(len(source.left_out), 'object')} ({names})")
     if options.verify:
         report.done(
             f"{plural(len(found), 'difference')} between {source.shown} and {target}"
@@ -124,7 +124,7 @@ def _run(
     return _DIFFERENT if found else 0
 
 
-def _prove(source: File) -> None:
+def _verify_hub_checksum(source: BatchedFile) -> None:
     """Compare a file's bytes with the hash that its hub publishes, if it publishes one."""
     try:
         source.load([], "all")
@@ -135,17 +135,17 @@ def _prove(source: File) -> None:
         return
 
 
-def _refuse_to_disclose(source: File) -> None:
+def _refuse_clear_metadata(source: BatchedFile) -> None:
     """Refuse to encrypt a file with metadata, unless the file is encrypted already."""
     if source.metadata and not source.reader.encrypted:
         raise ValueError(
-            f"{source.shown} has metadata, which an encrypted file would have in the clear: "
-            "--clear-metadata copies them so, --drop-metadata leaves them out"
+            f"{source.shown} has metadata, which are not encrypted in an encrypted file: "
+            "--clear-metadata copies them unencrypted, --drop-metadata leaves them out"
         )
 
 
-def _verified(
-    source: File,
+def _differences_of_copy(
+    source: BatchedFile,
     encryption: EncryptionParams | None,
     options: argparse.Namespace,
     report: Report,
@@ -157,8 +157,10 @@ def _verified(
     all_found: list[dict[str, Any]] = []
     try:
         with (
-            File(options.target, params, options.readers, memory_limit=source.memory_limit) as copy,
-            Progress(source.total, options) as progress,
+            BatchedFile(
+                options.target, params, options.readers, memory_limit=source.memory_limit
+            ) as copy,
+            ProgressBar(source.total, options) as progress,
         ):
             for found, line in differences(source, copy, progress, copied=True):
                 report.finding(line)
@@ -169,8 +171,8 @@ def _verified(
     return all_found
 
 
-def _is_stored_as_it_is(
-    source: File,
+def _can_store_unchanged(
+    source: BatchedFile,
     params: DecryptionParams | None,
     encryption: EncryptionParams | None,
     options: argparse.Namespace,
@@ -182,21 +184,21 @@ def _is_stored_as_it_is(
 
 
 def _copy(
-    source: File,
+    source: BatchedFile,
     target: str | int,
     encryption: EncryptionParams | None,
     options: argparse.Namespace,
 ) -> Any:
     """Write the copy; return where it is read again from."""
-    if is_meant(target, None):
+    if is_safetensors_target(target, None):
         return _to_safetensors(source, target, encryption, options)
     if not len(source):
         raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
-    limit, least = source.memory_limit, _least(target, encryption)
+    limit, min_memory = source.memory_limit, _min_save_memory(target, encryption)
     if options.verify and limit is not None:
         # Once it is written, tensors of the copy are held too.
-        least = max(least, source.largest + source.least)
-    most, beside = source.hold(least)
+        min_memory = max(min_memory, source.largest + source.min_memory)
+    most, beside = source.reserve_memory(min_memory)
     kept = 0 if limit is None else limit - beside
     with (
         FileWriter(
@@ -208,7 +210,7 @@ def _copy(
             memory_limit=limit,
             memory_kept=kept,
         ) as writer,
-        Progress(source.total, options) as progress,
+        ProgressBar(source.total, options) as progress,
     ):
         identity = source.reader.pair_id
         if identity is not None:
@@ -228,7 +230,7 @@ def _copy(
     return target
 
 
-def _hashes(source: File, options: argparse.Namespace) -> str:
+def _hashes(source: BatchedFile, options: argparse.Namespace) -> str:
     """Return which hashes of the source are compared: a copy has new ones, also of damaged data.
 
     The CRC-32 finds damage and costs next to nothing; ``--verify`` compares all.
@@ -238,14 +240,14 @@ def _hashes(source: File, options: argparse.Namespace) -> str:
     return "all" if options.verify else "crc32"
 
 
-def _least(target: str | int, encryption: EncryptionParams | None) -> int:
+def _min_save_memory(target: str | int, encryption: EncryptionParams | None) -> int:
     """Return the smallest memory limit with which the copy can be written."""
     uploads = isinstance(target, str) and is_address(target) and local_path(target) is None
     return least_of_save(uploads, encryption is not None)
 
 
 def _to_safetensors(
-    source: File,
+    source: BatchedFile,
     target: str | int,
     encryption: EncryptionParams | None,
     options: argparse.Namespace,
@@ -253,8 +255,8 @@ def _to_safetensors(
     """Write all tensors at once, because the header of that format comes first."""
     if encryption is not None or options.alignment is not None:
         raise ValueError("safetensors files are neither encrypted nor aligned")
-    rest = source.hold_all(_least(target, None))
-    with Progress(source.total, options) as progress:
+    rest = source.reserve_memory_for_all(_min_save_memory(target, None))
+    with ProgressBar(source.total, options) as progress:
         tensors, _ = source.load(list(range(len(source))), _hashes(source, options))
         names = [source.reader.name(n) for n in range(len(source))]
         written = save_safetensors(

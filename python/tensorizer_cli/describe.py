@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .heads import Heads, open_without_torch
+from .file_description import FileDescription, open_without_torch
 
 
-def open_heads(file: str, *, with_heads: bool = False) -> Heads:
+def open_description(file: str, *, with_heads: bool = False) -> FileDescription:
     """Open a file to describe it.
 
     torch is imported only for checkpoints of ``torch.save``, whose pickles it reads, for folders of

@@ -10,9 +10,9 @@ from tensorizer import CryptographyError
 from . import keys
 from .checkpoint import open_file
 from .compare import differences
-from .file import File
+from .file import BatchedFile
 from .output import Report, plural
-from .progress import Progress
+from .progress import ProgressBar
 
 _DIFFERENT = 1
 
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
         open_file(options.other, None, options.readers, memory_limit=limit) as other,
     ):
         _decrypt(file, other, options)
-        with Progress(file.total, options) as progress:
+        with ProgressBar(file.total, options) as progress:
             for found, line in differences(file, other, progress):
                 report.finding(line)
                 all_found.append(found)
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     return _DIFFERENT if all_found else 0
 
 
-def _decrypt(file: File, other: File, options: argparse.Namespace) -> None:
+def _decrypt(file: BatchedFile, other: BatchedFile, options: argparse.Namespace) -> None:
     """Give each file its key."""
     params, others = keys.decryption(options), keys.decryption(options, "other-")
     if others is not None:
@@ -52,4 +52,4 @@ def _decrypt(file: File, other: File, options: argparse.Namespace) -> None:
         for one in (file, other) if options.require_manifest else encrypted:
             one.decrypt(params)
     file.check_key()
-    other.check_key("--other-key-file, for example, says where its key is")
+    other.check_key("give its key, for example with --other-key-file")

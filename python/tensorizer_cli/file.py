@@ -10,13 +10,13 @@ from tensorizer._native import known_limit
 from tensorizer._types import Head
 from tensorizer.file.tensor_file import TensorFile, in_batches
 
-from .heads import Heads
+from .file_description import FileDescription
 
 #: Bytes of tensors that are held at a time.
 _BATCH_BYTES = 256 << 20
 
 
-class File(Heads):
+class BatchedFile(FileDescription):
     """An open file, read in batches.
 
     Args:
@@ -52,7 +52,7 @@ class File(Heads):
         super().__init__(str(file), self._file.reader, self._file.heads)
         self.memory_limit = known_limit(memory_limit)
 
-    def __enter__(self) -> File:
+    def __enter__(self) -> BatchedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,7 +63,7 @@ class File(Heads):
         self._file.decrypt(params)
         self._has_key = True
 
-    def check_key(self, hint: str = "--key-file, for example, says where its key is") -> None:
+    def check_key(self, hint: str = "give its key, for example with --key-file") -> None:
         """Refuse an encrypted file without a key."""
         if self.reader.encrypted and not self._has_key:
             raise CryptographyError(
@@ -78,7 +78,7 @@ class File(Heads):
         """Yield numbers of tensors of at most ``most`` bytes together, in the file's order."""
         return in_batches(range(len(self)), self.data_lens.__getitem__, most)
 
-    def hold(self, beside: int = 0) -> tuple[int, int]:
+    def reserve_memory(self, beside: int = 0) -> tuple[int, int]:
         """Divide the memory limit; return the bytes of tensors at a time, and those beside them.
 
         The latter are at least ``beside``, and include half of the free bytes. They are 0 without a
@@ -91,15 +91,17 @@ class File(Heads):
         if self.memory_limit is None:
             return _BATCH_BYTES, 0
         largest = self.largest
-        least = self.least + beside
-        free = self.memory_limit - largest - least
+        min_memory = self.min_memory + beside
+        free = self.memory_limit - largest - min_memory
         # A limit that is too small is refused with the sum of all that is needed.
-        least, kept = (least, 0) if free < 0 else (0, beside + free // 2 if beside else 0)
+        min_memory, kept = (min_memory, 0) if free < 0 else (0, beside + free // 2 if beside else 0)
         lens = self.data_lens.__getitem__
-        most = self._file.hold(_BATCH_BYTES, range(len(self)), lens, least=least, kept=kept)
+        most = self._file.reserve_memory(
+            _BATCH_BYTES, range(len(self)), lens, min_memory=min_memory, kept=kept
+        )
         return most, kept
 
-    def hold_all(self, beside: int) -> int | None:
+    def reserve_memory_for_all(self, beside: int) -> int | None:
         """Hold all tensors at once, if they fit; return the rest of the limit.
 
         Raises:
@@ -109,21 +111,21 @@ class File(Heads):
         if self.memory_limit is None or (self._file.maps and self._file.is_local):
             limit: int | None = self.memory_limit
             return limit
-        self._file.hold(self.total, range(1), lambda _: self.total, least=beside)
+        self._file.reserve_memory(self.total, range(1), lambda _: self.total, min_memory=beside)
         return self.memory_limit - self.total
 
-    def share_with(self, other: File) -> int:
+    def share_memory_with(self, other: BatchedFile) -> int:
         """Divide the memory limit with a file whose tensors are compared with those of this one.
 
         Return the bytes of tensors of each file that are held at a time.
 
         Raises:
-            ValueError: See :meth:`hold`.
+            ValueError: See :meth:`reserve_memory`.
 
         """
         if self.memory_limit is None or other.memory_limit is None:
             return _BATCH_BYTES
-        most, kept = self.hold(self.largest + other.least)
+        most, kept = self.reserve_memory(self.largest + other.min_memory)
         other.reader.limit_memory(self.memory_limit, self.memory_limit - kept + most)
         return most
 
@@ -133,9 +135,9 @@ class File(Heads):
         return max(self.data_lens, default=0)
 
     @property
-    def least(self) -> int:
+    def min_memory(self) -> int:
         """The smallest memory limit with which a tensor can be read."""
-        return self._file.least()
+        return self._file.min_memory()
 
     def size(self, numbers: list[int]) -> int:
         """Return the number of bytes of data of some tensors."""

@@ -1,4 +1,4 @@
-"""Examples, and meanings of columns, at the end of the help of each command."""
+"""The end of each command's help: examples and the meanings of columns."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ SHELLS = ("bash", "zsh", "fish")
 EPILOGS = {
     "ls": """\
 columns:
-  name   of the tensor; paths in nested structures as JSON
-  dtype  as torch names it
-  shape  its dimensions
-  bytes  of its data in the file
-  type   param or buffer of a module, or state_dict
+  name   name of the tensor; in a nested structure its path, as JSON
+  dtype  name of the dtype in torch
+  shape  dimensions
+  bytes  number of bytes of its data in the file
+  type   param or buffer for a module, or state_dict
 
 examples:
   tensorizer ls model.tensors
@@ -36,7 +36,7 @@ examples:
   tensorizer diff --key-file key.bin encrypted.tensors model.tensors""",
     "cp": """\
 A target that ends with a slash, or is a folder, gets the name of the file; - is the standard input
-or output.
+for a file, and the standard output for a target.
 
 examples:
   tensorizer cp model-folder/ model.tensors
@@ -54,7 +54,8 @@ examples:
 examples:
   tensorizer rekey --key-file old.bin --new-key-file new.bin old.tensors new.tensors""",
     "cache": """\
-columns of ls: when a file was last used, how much of it is kept, its size, its address
+columns of ls:
+  last use, bytes in the cache, size and address of each file
 
 examples:
   TENSORIZER_CACHE=/var/cache/models tensorizer cache ls

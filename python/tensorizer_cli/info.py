@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from .describe import open_heads
-from .facts import Facts, Hashes, Tensor, Totals
-from .heads import Heads, plain, size, text
-from .modules import Module, listed, modules, shown as shown_modules
+from .describe import open_description
+from .file_description import FileDescription, plain, size, text
+from .file_facts import FileFacts, HashCounts, TensorFacts, Totals
+from .file_locations import FileLocation, file_locations
+from .modules import ModuleTotals, listed, modules, shown as shown_modules
 from .output import Report, bold, brief, dim, plural, shown
-from .places import Place, places
 
 #: The most files of a model, and the most modules, that are shown.
 _MOST_FILES, _MOST_MODULES = 16, 60
@@ -23,8 +23,8 @@ _NAME = 72
 def run(options: argparse.Namespace) -> int:
     """Show the format of a file, its content and its location."""
     report = Report(options)
-    with open_heads(options.file, with_heads=True) as file:
-        facts, found = Facts(file), places(file)
+    with open_description(options.file, with_heads=True) as file:
+        facts, found = FileFacts(file), file_locations(file)
         root, largest = modules(facts.tensors, options.depth), facts.largest(options.largest)
         report.line(bold(file.shown))
         for title, line in _facts(file, facts, found):
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             hashes=_hashes_for_programs(facts.hashes),
             alignment=facts.alignment,
             metadata=facts.metadata,
-            files=[place.as_json() for place in found],
+            files=[location.as_json() for location in found],
             modules=[{"path": list(one.path), **_numbers(one.totals)} for one in listed(root)],
             largest=[_for_programs(tensor) for tensor in largest],
         )
@@ -54,7 +54,7 @@ def _numbers(of: Totals) -> dict[str, int]:
     return {"tensors": of.tensors, "parameters": of.parameters, "bytes": of.nbytes}
 
 
-def _for_programs(tensor: Tensor) -> dict[str, object]:
+def _for_programs(tensor: TensorFacts) -> dict[str, object]:
     return {
         "name": plain(tensor.name),
         "dtype": tensor.dtype,
@@ -63,11 +63,13 @@ def _for_programs(tensor: Tensor) -> dict[str, object]:
     }
 
 
-def _hashes_for_programs(hashes: Hashes | None) -> dict[str, int] | None:
+def _hashes_for_programs(hashes: HashCounts | None) -> dict[str, int] | None:
     return None if hashes is None else {**hashes.counts, "looked_at": hashes.looked_at}
 
 
-def _facts(file: Heads, facts: Facts, found: Sequence[Place]) -> Iterator[tuple[str, str]]:
+def _facts(
+    file: FileDescription, facts: FileFacts, found: Sequence[FileLocation]
+) -> Iterator[tuple[str, str]]:
     """Yield titles and values; the title is empty for a further value of the same title."""
     version = file.reader.version
     yield "format", file.reader.format + ("" if version is None else f", data version {version}")
@@ -88,7 +90,7 @@ def _facts(file: Heads, facts: Facts, found: Sequence[Place]) -> Iterator[tuple[
     if len(found) > 1:
         yield "read from", _together(found)
     else:
-        yield from _under("read from", [line for place in found for line in place.lines()])
+        yield from _under("read from", [line for location in found for line in location.lines()])
 
 
 def _under(title: str, lines: list[str]) -> Iterator[tuple[str, str]]:
@@ -96,7 +98,7 @@ def _under(title: str, lines: list[str]) -> Iterator[tuple[str, str]]:
         yield "" if number else title, line
 
 
-def _dtypes(facts: Facts) -> list[str]:
+def _dtypes(facts: FileFacts) -> list[str]:
     cells = [
         (dtype, _share(of.nbytes, facts.all.nbytes), size(of.nbytes), plural(of.tensors, "tensor"))
         for dtype, of in facts.dtypes.items()
@@ -108,11 +110,11 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _hashes(file: Heads, hashes: Hashes | None) -> str:
+def _hashes(file: FileDescription, hashes: HashCounts | None) -> str:
     if file.first is None or file.first.version is None:
         return "none: the format has no place for them"
     if hashes is None:
-        return "not known: what can be read only once is not read for them"
+        return "unknown: the file can only be read once, and is not read to the end for this"
     if all(count == hashes.looked_at for count in hashes.counts.values()):
         names = " and ".join(hashes.counts) or "none"
     else:
@@ -126,20 +128,20 @@ def _alignment(alignment: int | None) -> str:
     return "no data" if alignment is None else f"data begin at multiples of {size(alignment)}"
 
 
-def _together(found: Sequence[Place]) -> str:
-    lengths = [place.length for place in found if place.length is not None]
+def _together(found: Sequence[FileLocation]) -> str:
+    lengths = [location.length for location in found if location.length is not None]
     of = f", {size(sum(lengths))}" if len(lengths) == len(found) else ""
     return f"{plural(len(found), 'file')}{of}"
 
 
-def _show_files(report: Report, found: Sequence[Place]) -> None:
+def _show_files(report: Report, found: Sequence[FileLocation]) -> None:
     """Show the files, if there are several."""
     if len(found) > 1:
-        cells = [place.cells() for place in found[:_MOST_FILES]]
+        cells = [location.cells() for location in found[:_MOST_FILES]]
         _show(report, [("files", "", "", ""), *cells], "<>><", len(found) - len(cells))
 
 
-def _show_modules(report: Report, root: Module) -> None:
+def _show_modules(report: Report, root: ModuleTotals) -> None:
     cells = [("modules", "tensors", "parameters", "bytes", "")]
     for name, of, count in shown_modules(root):
         each = f"each of {count:,}" if count > 1 else ""
@@ -150,7 +152,7 @@ def _show_modules(report: Report, root: Module) -> None:
         _show(report, cells[:most], "<>>><", len(cells[most:]))
 
 
-def _show_largest(report: Report, facts: Facts, largest: Sequence[Tensor]) -> None:
+def _show_largest(report: Report, facts: FileFacts, largest: Sequence[TensorFacts]) -> None:
     cells = [("largest tensors", "", "", "", "")]
     for tensor in largest:
         name, share = brief(text(tensor.name), _NAME), _share(tensor.nbytes, facts.all.nbytes)

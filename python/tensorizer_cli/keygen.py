@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from .output import Report
-from .standard import put
+from .standard_streams import print_line
 
 #: Bytes of a key of XSalsa20-Poly1305 (``crypto_secretbox_KEYBYTES`` of libsodium).
 _KEY_BYTES = 32
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     key = secrets.token_bytes(_KEY_BYTES)
     if options.key == "-":
         if not options.json:
-            put(key.hex())
+            print_line(key.hex())
         report.result(key=key.hex())
         return 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

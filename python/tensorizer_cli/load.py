@@ -15,11 +15,11 @@ from tensorizer.file.arguments import resolve_device
 from tensorizer.streams.addresses import is_address
 
 from . import keys
-from .advice import Figures, advice
+from .advice import LoadFigures, advice
 from .checkpoint import open_file, prepare
-from .heads import size
+from .file_description import size
 from .output import Report, plural, without_password
-from .progress import Progress
+from .progress import ProgressBar
 
 _PAGE = 4096
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -27,7 +27,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _STAGES = ("read", "first touch", "decrypt", "hash", "memory", "copy")
 _MEANINGS = {
     "open": "connecting, the first bytes, the index",
-    "plan": "what to read, and how",
+    "plan": "planning the reads",
     "decrypt": "decryption",
     "hash": "comparison with hashes",
     "memory": "waiting for staging memory: for the device, if all of it is in use",
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
+def _measured(options: argparse.Namespace) -> tuple[LoadFigures, dict[str, Any]]:
     device = resolve_device(options.device)
     # Only tensors that stay in host memory are mapped.
     mapped = options.mmap and device.type == "cpu"
@@ -102,7 +102,7 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
         file.check_key()
         opened, total = time.perf_counter() - begun, file.total
         faults = _page_faults()
-        with Progress(total, options) as progress:
+        with ProgressBar(total, options) as progress:
             tensors = file.load_all(device, options.verify)
             # Mapped bytes are read when they are touched.
             touched = time.perf_counter()
@@ -130,7 +130,7 @@ def _measured(options: argparse.Namespace) -> tuple[Figures, dict[str, Any]]:
     seconds[key] += touched * max(threads, 1)
     source = _source(options.file, local, from_disk, total)
     names = {call["reading"] for call in calls} - {""}
-    figures = Figures(
+    figures = LoadFigures(
         bytes=total,
         whole=whole,
         seconds=_of_whole(seconds, calls, opened, whole),

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from . import native
-from .describe import open_heads
-from .heads import Heads, plain, size, text
+from .describe import open_description
+from .file_description import FileDescription, plain, size, text
 from .output import Report, brief, plural, shown
 
 _HEAD = ("name", "dtype", "shape", "bytes", "type")
@@ -16,7 +16,7 @@ _HEAD = ("name", "dtype", "shape", "bytes", "type")
 def run(options: argparse.Namespace) -> int:
     """List the tensors of a file."""
     report = Report(options)
-    with open_heads(options.file) as file:
+    with open_description(options.file) as file:
         rows = _rows(file)
         for line in _table(file, rows):
             report.finding(line)
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _metadata(file: Heads, report: Report) -> dict[str, str] | None:
+def _metadata(file: FileDescription, report: Report) -> dict[str, str] | None:
     """List and return the metadata; None if they are damaged."""
     try:
         found = dict(file.reader.metadata or ())
@@ -54,14 +54,14 @@ def _metadata(file: Heads, report: Report) -> dict[str, str] | None:
     return found
 
 
-def _format(file: Heads) -> str:
+def _format(file: FileDescription) -> str:
     if file.reader.version is not None:
         return f"data version {file.reader.version}"
     count = len(file.reader.files())
     return file.reader.format if count == 1 else f"{file.reader.format}, {count} files"
 
 
-def _rows(file: Heads) -> list[dict[str, Any]]:
+def _rows(file: FileDescription) -> list[dict[str, Any]]:
     offsets = file.reader.offsets()
     rows: list[dict[str, Any]] = []
     for number in range(len(file)):
@@ -79,7 +79,7 @@ def _rows(file: Heads) -> list[dict[str, Any]]:
     return rows
 
 
-def _table(file: Heads, rows: list[dict[str, Any]]) -> list[str]:
+def _table(file: FileDescription, rows: list[dict[str, Any]]) -> list[str]:
     table = [
         (
             shown(text(file.reader.name(number))),

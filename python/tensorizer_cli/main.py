@@ -6,8 +6,8 @@ import argparse
 import signal
 import traceback
 
-from . import commands, heads, standard, start
-from .output import tell_error, warnings_told
+from . import commands, file_description, standard_streams, start
+from .output import report_error, warnings_reported
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,28 +25,28 @@ def main(arguments: list[str] | None = None) -> int:
         if arguments is None:
             # A second Ctrl-C while the interpreter ends needs no traceback.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        standard.tell(start.interrupted(options is not None and options.json))
+        standard_streams.print_error(start.interrupted(options is not None and options.json))
         return start.INTERRUPTED
     finally:
-        standard.settle()
+        standard_streams.flush_or_discard()
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        with warnings_told(options.json):
+        with warnings_reported(options.json):
             try:
-                heads.refuse_missing(options)
+                file_description.refuse_missing(options)
                 # Most commands import torch, which takes long, and may not be the one it was built
                 # for.
                 run = commands.of(options.command)
             finally:
                 start.done()
             status = run(options)
-            standard.flush()
+            standard_streams.flush()
             return status
     except Exception as error:
         if not commands.is_expected(error) and not options.json:
             # A mistake in the program, not in its input.
-            standard.tell(traceback.format_exc())
-        tell_error(error, options.json)
+            standard_streams.print_error(traceback.format_exc())
+        report_error(error, options.json)
         return start.FAILED

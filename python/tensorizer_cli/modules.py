@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .facts import Tensor, Totals
+from .file_facts import TensorFacts, Totals
 
 if TYPE_CHECKING:
     from tensorizer._types import Name
@@ -16,14 +16,14 @@ Path = tuple[str, ...]
 
 
 @dataclass
-class Module:
+class ModuleTotals:
     """A module: its totals, with those of modules below it, and its children down to a depth."""
 
     path: Path
     totals: Totals = field(default_factory=Totals)
-    below: dict[str, Module] = field(default_factory=dict)
+    below: dict[str, ModuleTotals] = field(default_factory=dict)
 
-    def alike(self, other: Module) -> bool:
+    def alike(self, other: ModuleTotals) -> bool:
         """Tell whether two modules hold the same, as the layers of a model do."""
         return (
             self.totals == other.totals
@@ -32,26 +32,26 @@ class Module:
         )
 
 
-def modules(tensors: Iterable[Tensor], depth: int) -> Module:
+def modules(tensors: Iterable[TensorFacts], depth: int) -> ModuleTotals:
     """Return the root module of all tensors, with the modules below it down to a depth."""
-    root = Module(())
+    root = ModuleTotals(())
     for tensor in tensors:
         at = root
         at.totals.add(tensor)
         for step in _steps(tensor.name, depth):
-            at = at.below.setdefault(step, Module((*at.path, step)))
+            at = at.below.setdefault(step, ModuleTotals((*at.path, step)))
             at.totals.add(tensor)
     return root
 
 
-def listed(module: Module) -> Iterator[Module]:
+def listed(module: ModuleTotals) -> Iterator[ModuleTotals]:
     """Yield all modules below one, each before those below it."""
     for one in module.below.values():
         yield one
         yield from listed(one)
 
 
-def shown(module: Module, indent: int = 0) -> Iterator[tuple[str, Totals, int]]:
+def shown(module: ModuleTotals, indent: int = 0) -> Iterator[tuple[str, Totals, int]]:
     """Yield rows: a name, its totals, and the number of equal modules that the row stands for.
 
     Numbered modules in sequence that hold the same, as the layers of a model do, share a row.
@@ -65,8 +65,8 @@ def shown(module: Module, indent: int = 0) -> Iterator[tuple[str, Totals, int]]:
         yield from shown(group[0], indent + 1)
 
 
-def _groups(siblings: list[Module]) -> Iterator[list[Module]]:
-    group: list[Module] = []
+def _groups(siblings: list[ModuleTotals]) -> Iterator[list[ModuleTotals]]:
+    group: list[ModuleTotals] = []
     for one in siblings:
         if group and not (_follows(group[-1], one) and group[-1].alike(one)):
             yield group
@@ -76,17 +76,17 @@ def _groups(siblings: list[Module]) -> Iterator[list[Module]]:
         yield group
 
 
-def _follows(one: Module, other: Module) -> bool:
+def _follows(one: ModuleTotals, other: ModuleTotals) -> bool:
     number = _number(one)
     return number is not None and _number(other) == number + 1
 
 
-def _order(module: Module) -> int:
+def _order(module: ModuleTotals) -> int:
     number = _number(module)
     return -1 if number is None else number
 
 
-def _number(module: Module) -> int | None:
+def _number(module: ModuleTotals) -> int | None:
     """Return the number that names a module; None for other names, and for absurdly long ones."""
     text = module.path[-1]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from .standard import put, tell
+from .standard_streams import print_error, print_line
 
 #: Control characters, marks that are invisible or turn the direction of text, and surrogates.
 _UNSHOWN = re.compile(
@@ -47,11 +47,11 @@ def as_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
 
 
-def tell_error(error: BaseException, json_wanted: bool) -> None:
+def report_error(error: BaseException, json_wanted: bool) -> None:
     """Print an error on the standard error output."""
     message = without_password(_message(error))
     message = message if json_wanted else f"error: {message}"
-    tell(error_line(type(error).__name__, message, json_wanted))
+    print_error(error_line(type(error).__name__, message, json_wanted))
 
 
 def _message(error: BaseException) -> str:
@@ -64,10 +64,10 @@ def _message(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def warnings_told(json_wanted: bool) -> Iterator[None]:
+def warnings_reported(json_wanted: bool) -> Iterator[None]:
     """Print warnings on the standard error output, without the line of code that warns."""
 
-    def tell_warning(  # noqa: PLR0917 (what Python calls)
+    def report_warning(  # noqa: PLR0917 (what Python calls)
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -77,12 +77,12 @@ def warnings_told(json_wanted: bool) -> Iterator[None]:
     ) -> None:
         text = without_password(str(message))
         if json_wanted:
-            tell(as_json({"warning": {"type": category.__name__, "message": text}}))
+            print_error(as_json({"warning": {"type": category.__name__, "message": text}}))
         else:
-            tell(shown(f"tensorizer: warning: {text}"))
+            print_error(shown(f"tensorizer: warning: {text}"))
 
     with warnings.catch_warnings():
-        warnings.showwarning = tell_warning
+        warnings.showwarning = report_warning
         yield
 
 
@@ -132,7 +132,7 @@ class Report:
     def line(self, *pieces: str) -> None:
         """Print a line of pieces, :func:`bold` and :func:`dim` ones among them."""
         if not self._json:
-            put("".join(map(self._piece, pieces)))
+            print_line("".join(map(self._piece, pieces)))
 
     def _piece(self, piece: str) -> str:
         text = shown(piece)
@@ -146,7 +146,7 @@ class Report:
         """Print a result of the command."""
         if not self._json:
             # It may contain text from files and addresses, which must not control the terminal.
-            put(shown(text))
+            print_line(shown(text))
 
     def summary(self, text: str) -> None:
         """Print a summary of all findings, unless the command is quiet."""
@@ -156,9 +156,9 @@ class Report:
     def done(self, text: str) -> None:
         """Print a line about completed work on the standard error output, unless quiet."""
         if not self._quiet and not self._json:
-            tell(shown(text))
+            print_error(shown(text))
 
     def result(self, **fields: Any) -> None:
         """Print the result as JSON, if that was requested."""
         if self._json:
-            put(as_json(fields, indent=1))
+            print_line(as_json(fields, indent=1))

@@ -9,16 +9,16 @@ from typing import Any
 
 from tensorizer.file.to_redis import copy_to_redis
 
-from .file import File
+from .file import BatchedFile
 from .output import without_password
 
 
-def is_meant(target: str) -> bool:
+def is_redis_address(target: str) -> bool:
     """Tell whether a target is the address of a Redis server."""
     return target.lower().startswith(("redis://", "rediss://"))
 
 
-def store(source: File, target: str) -> None:
+def store(source: BatchedFile, target: str) -> None:
     """Store a file unchanged.
 
     Raises:
@@ -32,7 +32,7 @@ def store(source: File, target: str) -> None:
 
 
 @contextlib.contextmanager
-def changed(target: str, memory_limit: int | None) -> Iterator[int]:
+def converted_file(target: str, memory_limit: int | None) -> Iterator[int]:
     """Yield the descriptor of a file that is stored on the server at the end.
 
     The keys contain positions, which are known only when all tensors are written. The file has no
@@ -41,11 +41,11 @@ def changed(target: str, memory_limit: int | None) -> Iterator[int]:
     with _connected(target) as (client, prefix), tempfile.TemporaryFile() as file:
         yield file.fileno()
         file.seek(0)
-        with File(file.fileno(), memory_limit=memory_limit) as source:
+        with BatchedFile(file.fileno(), memory_limit=memory_limit) as source:
             _copy(source, client, prefix)
 
 
-def _copy(source: File, client: Any, prefix: str) -> None:
+def _copy(source: BatchedFile, client: Any, prefix: str) -> None:
     every, limit = range(len(source)), source.memory_limit
     copy_to_redis(source.reader, every, client, prefix, force=True, memory_limit=limit)
 
@@ -60,8 +60,8 @@ def _connected(target: str) -> Iterator[tuple[Any, str]]:
             "copies to redis:// need the Redis client: pip install 'tensorizer[redis]'"
         ) from None
     scheme, _, rest = target.partition("://")
-    place, _, query = rest.partition("?")
-    server, _, prefix = place.partition("/")
+    location, _, query = rest.partition("?")
+    server, _, prefix = location.partition("/")
     shown = without_password(target)
     if not prefix:
         raise ValueError(f"{shown}: expected a prefix of keys, as in redis://host/prefix")

@@ -10,9 +10,9 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from . import standard
+from . import standard_streams
 from .arguments import parse
-from .output import error_line, tell_error
+from .output import error_line, report_error
 
 #: The exit status after an error, and after Ctrl-C.
 FAILED, INTERRUPTED = 2, 130
@@ -28,7 +28,7 @@ def begin(arguments: list[str] | None = None) -> argparse.Namespace:
     """
     global _json  # noqa: PLW0603
     if arguments is None:
-        standard.reserve()
+        standard_streams.open_closed_streams()
     options = parse(arguments)
     if arguments is None:
         _json = options.json
@@ -59,7 +59,7 @@ def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType 
     """End the process after an error of ``python -m tensorizer`` in importing the package."""
     if not issubclass(kind, ImportError) and not _json:
         sys.__excepthook__(kind, error, trace)
-    tell_error(error, _json)
+    report_error(error, _json)
     os._exit(FAILED)
 
 

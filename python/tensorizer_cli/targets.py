@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tensorizer._native import local_path
 
-from . import standard
+from . import standard_streams
 
 #: The argument for the standard input or output.
 STREAM = "-"
@@ -63,4 +63,4 @@ def standard_output() -> Iterator[int]:
     with tempfile.TemporaryFile() as file:
         yield file.fileno()
         file.seek(0)
-        standard.copy(file)
+        standard_streams.copy_to_output(file)

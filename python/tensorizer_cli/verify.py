@@ -10,10 +10,10 @@ from tensorizer import CryptographyError, DamagedFileError, FormatError
 from . import keys
 from .checkpoint import open_file
 from .compare import DAMAGES
-from .file import File
-from .heads import plain
+from .file import BatchedFile
+from .file_description import plain
 from .output import Report, plural
-from .progress import Progress
+from .progress import ProgressBar
 
 _DAMAGED = 1
 #: The number of tensors tried with a key; one that fits none of them is the wrong key.
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
             options.readers,
             memory_limit=options.memory_limit,
         ) as file,
-        Progress(file.total, options) as progress,
+        ProgressBar(file.total, options) as progress,
     ):
         file.check_key()
         whole = None
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     return _DAMAGED if damaged else 0
 
 
-def _check_fit(file: File) -> None:
+def _check_fit(file: BatchedFile) -> None:
     """Refuse a key that fits no tensor; a wrong key is not damage."""
     with_data = [number for number, length in enumerate(file.data_lens) if length]
     if not with_data:
@@ -93,17 +93,17 @@ def _none_of(count: int) -> str:
     return "its tensor could not" if count == 1 else f"none of {count} tensors could"
 
 
-def _batches(file: File) -> Iterator[list[int]]:
+def _batches(file: BatchedFile) -> Iterator[list[int]]:
     """Yield numbers of tensors; one at a time, in order, if the file can be read only once."""
     if file.reader.seekable:
-        yield from file.batches(file.hold()[0])
+        yield from file.batches(file.reserve_memory()[0])
         return
     offsets = file.reader.offsets()
     for number in sorted(range(len(file)), key=offsets.__getitem__):
         yield [number]
 
 
-def _damages(file: File, batch: list[int]) -> Iterator[tuple[int, Exception]]:
+def _damages(file: BatchedFile, batch: list[int]) -> Iterator[tuple[int, Exception]]:
     """Load a batch, and yield its damaged tensors with their errors."""
     try:
         file.load(batch, "all")

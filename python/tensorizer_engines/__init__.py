@@ -9,7 +9,7 @@ import logging
 LOAD_FORMAT = "tensorizer_stream"
 
 
-def warn_of_another_shape(engine: str, error: Exception) -> None:
+def warn_of_unsupported_engine(engine: str, error: Exception) -> None:
     """Warn that an engine does not support the load format, or has an unknown interface for it.
 
     The warning is logged by the engine's own logger, so that it is shown like the engine's

@@ -10,7 +10,7 @@ from pathlib import Path
 from tensorizer.streams.addresses import is_address
 
 
-def is_ours(model: str) -> bool:
+def is_weights_path(model: str) -> bool:
     """Tell whether a model's path is the address of weights, or a file of weights.
 
     Raises:
@@ -37,7 +37,7 @@ def tensors_file(folder: str) -> str | None:
     return str(named[0]) if named else None
 
 
-def together(files: Sequence[str]) -> list[str]:
+def index_of_shards(files: Sequence[str]) -> list[str]:
     """Return the index of files that are its shards, which are then read as one; else the files."""
     names = {Path(file).name for file in files}
     if len(names) > 1:

@@ -13,11 +13,11 @@ from tensorizer.stream_io import open_stream
 
 
 @dataclass(frozen=True)
-class Options:
+class LoaderOptions:
     """The options of a load.
 
     Attributes:
-        uri: The place of the weights, if not that of the model: a file, folder, index or address.
+        uri: The location of the weights, if not the model: a file, folder, index or address.
         buffer_bytes: The most bytes of tensors that are held for the model.
         num_readers: Threads that read at once; None for as many as help.
         verify_hash: Compare every tensor with the hashes in the file: a bool, or ``"crc32"``.
@@ -46,7 +46,7 @@ class Options:
             named_device(self.device)
 
     @classmethod
-    def of(cls, given: Any) -> Options:
+    def of(cls, given: Any) -> LoaderOptions:
         """Return the options from the configuration of a loader.
 
         Raises:
@@ -81,7 +81,7 @@ class Options:
         with open_stream(self.encryption_keyfile) as stream:
             return DecryptionParams.from_key(stream.read())
 
-    def place(self, model: torch.nn.Module) -> torch.device:
+    def device_for(self, model: torch.nn.Module) -> torch.device:
         """Return the device for the tensors of a model: CUDA if the model is there, else the CPU.
 
         Weights that are quantized during the load are on the meta device until then.

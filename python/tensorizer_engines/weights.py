@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .options import Options
+    from .options import LoaderOptions
 
 #: A parameter that vLLM's own tensorizer format adds to its files.
 _MARKER = ".vllm_tensorized_marker"
@@ -18,7 +18,7 @@ _MARKER = ".vllm_tensorized_marker"
 
 def weights(
     files: Sequence[str],
-    options: Options,
+    options: LoaderOptions,
     device: torch.device,
     prefix: str = "",
     is_wanted: Callable[[str], bool] | None = None,

@@ -5,7 +5,7 @@ Importing this imports neither torch, SGLang nor tensorizer.
 
 import functools
 
-from tensorizer_engines import LOAD_FORMAT, warn_of_another_shape
+from tensorizer_engines import LOAD_FORMAT, warn_of_unsupported_engine
 
 #: The class and the function of SGLang that are hooked.
 _CONFIG = "sglang.srt.configs.load_config.LoadConfig.__post_init__"
@@ -29,4 +29,4 @@ def register() -> None:
         HookRegistry.register(_CONFIG, take_options, HookType.AROUND)
         HookRegistry.register(_LOADER, choose_loader, HookType.AFTER)
     except Exception as error:
-        warn_of_another_shape("SGLang", error)
+        warn_of_unsupported_engine("SGLang", error)

@@ -20,7 +20,7 @@ from tensorizer_engines import LOAD_FORMAT
 from tensorizer_engines.weights import weights
 
 if TYPE_CHECKING:
-    from tensorizer_engines.options import Options
+    from tensorizer_engines.options import LoaderOptions
 
 #: The attribute of a load configuration that holds our options.
 _OPTIONS = "_tensorizer_options"
@@ -35,15 +35,15 @@ def take_options(original: Callable[[Any], None], config: Any) -> None:
 
     Raises:
         ImportError: tensorizer was built for another torch, or is another package.
-        ValueError, TypeError, RuntimeError: See :meth:`Options.of`.
+        ValueError, TypeError, RuntimeError: See :meth:`LoaderOptions.of`.
 
     """
     if isinstance(config.load_format, str) and config.load_format.lower() == LOAD_FORMAT:
-        from tensorizer_engines.options import Options
+        from tensorizer_engines.options import LoaderOptions
 
         given = config.model_loader_extra_config or {}
         given = json.loads(given) if isinstance(given, str) else given
-        setattr(config, _OPTIONS, Options.of(given))
+        setattr(config, _OPTIONS, LoaderOptions.of(given))
         config.load_format, config.model_loader_extra_config = "auto", {}
     original(config)
 
@@ -63,13 +63,13 @@ def choose_loader(made: Any, load_config: Any, *_: Any, **__: Any) -> Any:
             f"load format {LOAD_FORMAT}: SGLang loads this model by its {type(made).__name__}, "
             "which takes no other source of weights: expected a model of its default loader"
         )
-    return StreamLoader(load_config, options)
+    return SglangStreamLoader(load_config, options)
 
 
-class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not there to be checked
+class SglangStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not there to be checked
     """Feeds the tensors of :func:`tensorizer.iterate` to a model's ``load_weights``."""
 
-    def __init__(self, load_config: Any, options: Options) -> None:
+    def __init__(self, load_config: Any, options: LoaderOptions) -> None:
         super().__init__(load_config)
         self._options = options
         self._device = torch.device("cpu")
@@ -77,16 +77,16 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
 
     def download_model(self, model_config: Any) -> None:
         """Download a model that is known by name only; addresses are read during the load."""
-        from tensorizer_engines.files import is_ours
+        from tensorizer_engines.files import is_weights_path
 
         model = model_config.model_path
-        if self._options.uri is None and not is_ours(model) and not Path(model).exists():
+        if self._options.uri is None and not is_weights_path(model) and not Path(model).exists():
             super().download_model(model_config)
 
     def _get_all_weights(
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        self._device = self._options.place(model)
+        self._device = self._options.device_for(model)
         # The first source that is requested is the model's own weights.
         self._uri = self._options.uri if _is_served(model_config) else None
         yield from super()._get_all_weights(model_config, model)
@@ -95,12 +95,12 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
         self, source: Any, *, resolved_source: Any = None, **_: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
         uri, self._uri = self._uri, None
-        from tensorizer_engines.files import together
+        from tensorizer_engines.files import index_of_shards
 
         if uri is not None:
             files = [uri]
         elif resolved_source is not None:
-            files = together(list(resolved_source.weight_files))
+            files = index_of_shards(list(resolved_source.weight_files))
         else:
             files = self._files(source)
         # SGLang reports the time of loading from here on.
@@ -116,11 +116,11 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
 
     def _files(self, source: Any) -> list[str]:
         """Return the files of a source; SGLang chooses those of a folder, or downloads them."""
-        from tensorizer_engines.files import is_ours, tensors_file, together
+        from tensorizer_engines.files import index_of_shards, is_weights_path, tensors_file
 
         model, patterns = source.model_or_path, source.allow_patterns_overrides
         if patterns is None:
-            own = model if is_ours(model) else tensors_file(model)
+            own = model if is_weights_path(model) else tensors_file(model)
             if own is not None:
                 return [own]
         folder, files, are_safetensors = self._prepare_weights(
@@ -128,7 +128,7 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not t
         )
         if are_safetensors and source.model_config is not None:
             files = _completed(files, folder, source.model_config.hf_config)
-        return together(files)
+        return index_of_shards(files)
 
 
 def _is_served(model_config: Any) -> bool:

@@ -5,7 +5,7 @@ Importing this imports neither torch, vLLM nor tensorizer.
 
 import functools
 
-from tensorizer_engines import LOAD_FORMAT, warn_of_another_shape
+from tensorizer_engines import LOAD_FORMAT, warn_of_unsupported_engine
 
 
 @functools.cache
@@ -18,8 +18,8 @@ def register() -> None:
     try:
         from vllm.model_executor.model_loader import register_model_loader
 
-        from .loader import StreamLoader
+        from .loader import VllmStreamLoader
 
-        register_model_loader(LOAD_FORMAT)(StreamLoader)
+        register_model_loader(LOAD_FORMAT)(VllmStreamLoader)
     except Exception as error:
-        warn_of_another_shape("vLLM", error)
+        warn_of_unsupported_engine("vLLM", error)

@@ -23,19 +23,19 @@ for _name in ("_prepare_weights", "_get_weights_iterator", "get_all_weights", "d
         raise ImportError(f"vLLM's DefaultModelLoader has no {_name}")
 
 
-class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not there to be checked
+class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not there to be checked
     """Feeds the tensors of :func:`tensorizer.iterate` to a model's ``load_weights``.
 
     Raises:
         ImportError: tensorizer was built for another torch, or is another package.
-        ValueError, TypeError, RuntimeError: See :meth:`Options.of`.
+        ValueError, TypeError, RuntimeError: See :meth:`LoaderOptions.of`.
 
     """
 
     def __init__(self, load_config: Any) -> None:
-        from tensorizer_engines.options import Options
+        from tensorizer_engines.options import LoaderOptions
 
-        self._options = Options.of(load_config.model_loader_extra_config)
+        self._options = LoaderOptions.of(load_config.model_loader_extra_config)
         # vLLM gets none of our options; it looks up models that are neither local nor at an
         # address.
         plain = copy.copy(load_config)
@@ -47,17 +47,17 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
 
     def download_model(self, model_config: Any) -> None:
         """Download a model that is known by name only; addresses are read during the load."""
-        from tensorizer_engines.files import is_ours
+        from tensorizer_engines.files import is_weights_path
 
         model = model_config.model
-        if self._options.uri is None and not is_ours(model) and not Path(model).exists():
+        if self._options.uri is None and not is_weights_path(model) and not Path(model).exists():
             super().download_model(model_config)
 
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights of a model, and the secondary weights that it requests."""
-        self._device = self._options.place(model)
+        self._device = self._options.device_for(model)
         # The first source that is requested is the model's own weights.
         self._uri = self._options.uri if _is_served(model_config) else None
         yield from super().get_all_weights(model_config, model)
@@ -73,17 +73,17 @@ class StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not the
 
     def _files(self, source: Any) -> list[str]:
         """Return the files of a source; vLLM chooses those of a folder, or downloads them."""
-        from tensorizer_engines.files import is_ours, tensors_file, together
+        from tensorizer_engines.files import index_of_shards, is_weights_path, tensors_file
 
         model = source.model_or_path
         if source.allow_patterns_overrides is None and not getattr(source, "subfolder", None):
-            own = model if is_ours(model) else tensors_file(model)
+            own = model if is_weights_path(model) else tensors_file(model)
             if own is not None:
                 return [own]
         # Its parameters are fields of a source; later releases have more of them.
         asked = inspect.signature(self._prepare_weights).parameters
         given = {name: getattr(source, name) for name in asked if hasattr(source, name)}
-        return together(self._prepare_weights(model, **given)[1])
+        return index_of_shards(self._prepare_weights(model, **given)[1])
 
 
 def _is_wanted(source: Any, experts: set[int] | None, name: str) -> bool:

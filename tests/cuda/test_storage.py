@@ -97,7 +97,7 @@ def test_without_its_driver_files_are_read_through_host_memory(path):
 import sys, tensorizer
 loaded = tensorizer.load(sys.argv[1], "cuda")
 assert loaded["small"].cpu().eq(torch.arange(5.0)).all()
-assert "not there" in tensorizer.stats()["fallbacks"][0]
+assert "not available" in tensorizer.stats()["fallbacks"][0]
 """,
         path,
         FAKE_CUFILE_OPEN_FAILS="1",

@@ -96,14 +96,14 @@ def test_parameters_are_the_loaded_tensors_without_copies(tmp_path, monkeypatch)
     model, _ = models.made(models.llama)
     model.save_pretrained(tmp_path)
     loaded = {}
-    load = weights.Choice.load
+    load = weights.LoadSpec.load
 
     def noted(self, *args):
         found = load(self, *args)
         loaded.update({name: tensor.data_ptr() for name, tensor in found.items()})
         return found
 
-    monkeypatch.setattr(weights.Choice, "load", noted)
+    monkeypatch.setattr(weights.LoadSpec, "load", noted)
     ours = from_pretrained(tmp_path)
     assert {name: tensor.data_ptr() for name, tensor in ours.state_dict().items()} == loaded
 
@@ -269,7 +269,7 @@ def test_an_adapter_beside_a_model_is_not_attached(tmp_path, caplog):
     peft.get_peft_model(base, config).save_pretrained(tmp_path)
     ours = from_pretrained(tmp_path, transformers.AutoModelForCausalLM)
     assert not any("lora" in name for name, _ in ours.named_parameters())
-    assert "holds an adapter too, which is not attached" in caplog.text
+    assert "has an adapter too, which is not attached" in caplog.text
 
 
 def test_a_folder_of_a_pipeline_is_loaded(tmp_path):

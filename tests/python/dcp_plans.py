@@ -1,7 +1,7 @@
 """Plans of many ranks, their metadata and places, made in one process without tensors."""
 
 import torch
-from tensorizer.distributed import items, planned
+from tensorizer.distributed import items, save_plan
 from torch.distributed.checkpoint import default_planner, metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -36,11 +36,11 @@ def plans_of(ranks, tensors, rows=8, columns=1024):
 def saved(plans):
     """Return the metadata that torch's planner makes of plans, and where ranks put the parts."""
     plans, found = default_planner.create_default_global_save_plan(plans)
-    found.planner_data = planned._paths(plans)
-    return found, {item.index: place for item, place in planned._places(plans)}
+    found.planner_data = save_plan._paths(plans)
+    return found, {item.index: place for item, place in save_plan._locations(plans)}
 
 
 def content_of(encoded):
     """Return a decoder of encoded items."""
     whole = {"version": 2, "orders": []} | encoded
-    return items.Content("checkpoint.json", whole, whole["files"])
+    return items.ItemDecoder("checkpoint.json", whole, whole["files"])

@@ -132,5 +132,5 @@ print(running.saved_bytes)
 """
     done = run_python(code, tmp_path / "f.tensors")
     assert done.returncode == 0, done.stderr
-    told = "a save is awaited by the process that began it: this one was forked off it\n"
+    told = "wait for a save in the process that started it: this is a forked child\n"
     assert done.stdout == told * 4 + "True RuntimeError None\ncalled back in True\n12\n"

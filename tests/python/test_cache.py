@@ -176,7 +176,7 @@ def test_parts_are_kept(nginx, served, folder, tensors):
     assert nginx.sent(name) - before <= FIRST
 
 
-def test_another_content_is_loaded_anew(nginx, served, folder, tensors):
+def test_a_changed_file_is_downloaded_again(nginx, served, folder, tensors):
     name, _ = served
     uri = f"{nginx.http}/{name}"
     load(uri, cache_dir=folder)
@@ -380,7 +380,7 @@ def test_the_least_recently_used_goes(nginx, tensors, folder, monkeypatch):
         nginx.root.joinpath(f"big{number}.tensors").unlink()
 
 
-def test_a_twentieth_of_the_disk_stays_free(nginx, served, tensors, folder, monkeypatch):
+def test_the_cache_leaves_a_twentieth_of_the_disk_free(nginx, served, tensors, folder, monkeypatch):
     set_variable(monkeypatch, "TENSORIZER_CACHE_GB", "0")
     name, size = served
     assert_all(load(f"{nginx.http}/{name}", cache_dir=folder), tensors)
@@ -393,7 +393,7 @@ def test_a_twentieth_of_the_disk_stays_free(nginx, served, tensors, folder, monk
 def test_a_folder_that_others_may_use_is_refused(nginx, served, tmp_path):
     name, _ = served
     tmp_path.joinpath("open").mkdir(mode=0o755)
-    with pytest.raises(PermissionError, match=r"nobody else may use \(chmod 700\)"):
+    with pytest.raises(PermissionError, match=r"no other user may access \(chmod 700\)"):
         load(f"{nginx.http}/{name}", cache_dir=tmp_path / "open")
 
 
@@ -469,14 +469,14 @@ print("|".join(str(one.message) for one in found))
 """
 
 
-def test_that_nothing_is_kept_for_want_of_an_etag_is_said_once(nginx, tmp_path):
+def test_a_server_without_an_etag_is_warned_of_once(nginx, tmp_path):
     tensorizer.save({"a": torch.ones(3)}, nginx.root / "said.tensors")
     known, tagless = (f"{nginx.http}/{folder}said.tensors" for folder in ("", "tagless/"))
     env = {"TENSORIZER_CACHE": str(tmp_path / "cache")}
     done = run_python(WARNED, known, tagless, tagless, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (
-        f"the cache keeps nothing of {tagless}: its server states no strong ETag, which tells "
-        "versions of a file apart"
+        f"{tagless} is not cached: its server sends no strong ETag, without which a changed "
+        "file cannot be told from a cached one"
     )
     assert run_python(WARNED, tagless).stdout.strip() == ""

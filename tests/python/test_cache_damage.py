@@ -110,6 +110,6 @@ def test_damage_that_cannot_be_mended_names_the_entry(nginx, served, folder, ten
     (nginx.root / name).rename(nginx.root / f"{name}.gone")
     with pytest.raises(OSError, match="404") as failed:
         list(file.values())
-    assert f"the copy in the cache, `{entry}`, was damaged and is removed: " in str(failed.value)
+    assert f"the cached copy `{entry}` was damaged and has been removed: " in str(failed.value)
     assert "crc32" in str(failed.value).lower()
     assert not entry.exists() or entry.stat().st_ino != damaged

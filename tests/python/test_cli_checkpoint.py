@@ -37,7 +37,7 @@ def test_a_checkpoint_becomes_one_file(tmp_path, capsys, target):
     folder = save(tmp_path / "checkpoint")
     assert run("cp", folder, tmp_path / target, "--verify") == 0
     said = capsys.readouterr().err
-    assert "left out, as no tensors: 1 object (step)" in said
+    assert "left out (not tensors): 1 object (step)" in said
     assert "verified" in said
     loaded = tensorizer.load(tmp_path / target)
     assert set(loaded) == NAMES
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_is_damaged_is_refused(tmp_path, capsys):
     folder = save(tmp_path / "checkpoint")
     (folder / "checkpoint.json").write_text("{}")
     assert run("cp", folder, tmp_path / "new.tensors") == 2
-    assert "checkpoint.json is no checkpoint, or damaged" in capsys.readouterr().err
+    assert "checkpoint.json is not a checkpoint, or is damaged" in capsys.readouterr().err
     assert not (tmp_path / "new.tensors").exists()
 
 
@@ -193,6 +193,7 @@ def test_python_says_what_loads_a_checkpoint(tmp_path):
     folder = save(tmp_path / "checkpoint")
     for load in (tensorizer.load, tensorizer.TensorDeserializer, torch.ops.tensorizer.load):
         with pytest.raises(
-            (OSError, RuntimeError), match=r"distributed.load_state\(folder\) loads it"
+            (OSError, RuntimeError),
+            match=r"load it with tensorizer.distributed.load_state\(folder\)",
         ):
             load(str(folder))

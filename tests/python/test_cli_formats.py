@@ -75,7 +75,7 @@ def test_copies_that_safetensors_cannot_hold_are_refused(folder, capsys):
     tensorizer.save({"a": [torch.ones(1)]}, nested)
     target = folder / "new.safetensors"
     for arguments, said in [
-        (("cp", nested, target), "nothing nested"),
+        (("cp", nested, target), "cannot hold nested"),
         (("cp", "--alignment", "64", folder / "f.tensors", target), "neither encrypted nor"),
     ]:
         assert run(*arguments) not in (0, None)

@@ -222,7 +222,7 @@ def test_a_pipe(folder):
         cat.stdout.close()
         cat.wait()
     assert (done.returncode, done.stderr) == (0, "")
-    assert "hashes      not known: what can be read only once" in done.stdout
+    assert "hashes      unknown: the file can only be read once" in done.stdout
     assert "  read from   a pipe\n" in done.stdout
 
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 from scripted import Scripted
 from tensorizer import EncryptionParams, stats
 from tensorizer._native import time_first_touch
-from tensorizer_cli.advice import Figures, advice
+from tensorizer_cli.advice import LoadFigures, advice
 from tensorizer_cli.commands import COMMANDS
 from tensorizer_cli.load import _stages
 from tensorizer_cli.main import main
@@ -116,7 +116,7 @@ def test_the_way_to_a_device(folder, capsys, monkeypatch):
     assert found["device"] != "cpu" and found["shares"]["copy"] > 0
 
 
-def test_for_people(folder, capsys):
+def test_the_text_report_has_a_line_for_each_stage(folder, capsys):
     assert main(["load", "--verify", str(folder / "f")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("8 tensors, 8.4 MB in ") and " GB/s, to " in lines[0]
@@ -173,14 +173,14 @@ def figures(**more):
     usual = {"bytes": 10**9, "whole": 10.0, "seconds": seconds, "read_seconds": 8.0,
              "source": "network", "path": "", "connections": 8, "most": 32, "chosen": False,
              "device": "cpu", "fallbacks": []}  # fmt: skip
-    return Figures(**{**usual, **more})
+    return LoadFigures(**{**usual, **more})
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ({}, "8 connections of 125.0 MB/s each; more would not help"),
-        ({"connections": 32}, "these are all that are used by themselves"),
+        ({"connections": 32}, "this is the most that is chosen automatically"),
         ({"most": 1, "connections": 1}, "allows no more than one"),
         ({"chosen": True}, "more may help: without --readers"),
         ({"whole": 0.2}, "too short to find out"),

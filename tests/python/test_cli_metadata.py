@@ -99,8 +99,8 @@ def test_encryption_does_not_disclose_them(folder, capsys):
     plain = (*keys, folder / "f.tensors", sealed)
     assert run("encrypt", *plain) == 2
     error = capsys.readouterr().err
-    assert "has metadata, which an encrypted file would have in the clear" in error
-    assert "--clear-metadata copies them so, --drop-metadata leaves them out" in error
+    assert "has metadata, which are not encrypted in an encrypted file" in error
+    assert "--clear-metadata copies them unencrypted, --drop-metadata leaves them out" in error
     assert run("rekey", "--new-key-file", folder / "other", folder / "f.tensors", again) == 2
     assert not sealed.exists() and not again.exists()
     with pytest.raises(SystemExit):
@@ -164,7 +164,7 @@ def test_verifying_a_copy_of_a_pipe_is_refused(folder, capsys):
     ) as cat:
         assert run("cp", "--verify", pipe, folder / "new.tensors") == 2
         cat.kill()
-    assert "a second time, and it comes front to back only" in capsys.readouterr().err
+    assert "twice, but it can only be read once, front to back" in capsys.readouterr().err
     assert not (folder / "new.tensors").exists()
 
 

@@ -101,7 +101,7 @@ def test_a_version_that_was_not_installed(capsys, monkeypatch):
 def test_the_library_only_starts_the_command():
     package = ROOT / "python/tensorizer"
     users = [f for f in package.rglob("*.py") if "tensorizer_cli" in f.read_text()]
-    assert {file.name for file in users} == {"__main__.py", "_starting.py"}
+    assert {file.name for file in users} == {"__main__.py", "_command_start.py"}
 
 
 def test_a_torch_that_does_not_fit(command, tmp_path, path, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_torch_that_does_not_fit(command, tmp_path, path, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("option", ["--readers", "--alignment"])
-def test_numbers_that_make_no_sense(name, option, path, tmp_path, capsys):
+def test_invalid_numbers_of_options_are_usage_errors(name, option, path, tmp_path, capsys):
     files = [path] if name in ("ls", "info", "verify") else [path, tmp_path / "target"]
     for number in ("-5", "0", "", "x", "1.5", "1e3", "1_0", "٣", "9" * 30, "-" + "9" * 30, "nan"):
         err = usage_error(capsys, name, *files, option, number)

@@ -94,7 +94,7 @@ def test_every_way_of_writing(bucket, key, address, tmp_path, way, tensors):  # 
     check(address, tensors)
 
 
-def test_bytes_of_the_caller(bucket, key, address):
+def test_written_streams_appear_when_they_are_closed(bucket, key, address):
     data = os.urandom(1 << 20) * 40
     with open_stream(address, "wb") as stream:
         for start in range(0, len(data), 3 << 20):
@@ -149,7 +149,7 @@ def test_an_exception_keeps_the_old_object(bucket, key, address):
     assert bucket.read(key) == b"old"
 
 
-def test_passing_failures(address, through):
+def test_transient_failures_of_uploads_are_retried(address, through):
     """Every request fails at first, in one way or another."""
     seen = set()
     faults = [("status", 503, {"Retry-After": "0"}), ("reset",), ("status", 429), ("status", 500)]
@@ -166,7 +166,7 @@ def test_passing_failures(address, through):
 
 
 @pytest.mark.parametrize("stage", ["begin", "part", "complete", "put"])
-def test_lasting_failures_publish_nothing(bucket, key, address, through, stage):
+def test_permanent_failures_publish_nothing(bucket, key, address, through, stage):
     if stage == "begin" and bucket.scheme == "az":
         stage = "part"  # blocks are not begun
     bucket.put(key, b"old")
@@ -220,7 +220,7 @@ def test_concurrent_writers_of_one_object_leave_a_whole_object(bucket, key, addr
     check(address, other)
 
 
-def test_both_at_once(address):
+def test_concurrent_saves_leave_one_whole_object(address):
     each = [{"t": torch.full((5_000_000,), float(number))} for number in range(3)]
     errors = []
 
@@ -268,7 +268,7 @@ def test_spoiled_bytes_are_sent_again(address, through):
     check(address, SMALL)
 
 
-def test_sums(bucket, address, monkeypatch):
+def test_uploads_send_the_documented_checksums(bucket, address, monkeypatch):
     """Checksums are those that Google documents, and those of Azure's own module for Python."""
     with Relay(bucket.host) as relay, monkeypatch.context() as patch:
         for name, value in bucket.settings(relay.host).items():

@@ -65,7 +65,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("how", ["kill", "ctrl-c", "fork"])
-def test_processes_that_end(bucket, key, address, how):
+def test_an_interrupted_writer_keeps_the_old_object(bucket, key, address, how):
     bucket.put(key, b"old")
     with start_python(CODE, address, how, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"written\n"

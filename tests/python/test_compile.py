@@ -365,7 +365,7 @@ def test_an_unknown_torch_loses_the_dict_form_only(path, monkeypatch):
     monkeypatch.setattr(Function, "_get_handlers", staticmethod(lambda: dict(fresh)))
     dynamo.extend_dynamo(torch._dynamo.variables.torch)
     compiled = torch.compile(by_list, backend="aot_eager", fullgraph=True)
-    with pytest.warns(UserWarning, match=r"will not take torch.ops.tensorizer.load\(uri\)"):
+    with pytest.warns(UserWarning, match=r"does not support torch.ops.tensorizer.load\(uri\)"):
         assert_all_same(compiled(path, X), by_list(path, X))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(by_dict, backend="aot_eager", fullgraph=True)(path, torch.ones(4))

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_another_world_size_and_mesh(ranks, tmp_path):
+def test_checkpoints_load_into_other_world_sizes_and_meshes(ranks, tmp_path):
     saved = ranks.run("dcp_meshes.save", 4, tmp_path)[0]
     assert saved == ["4-plain", "4-fsdp", "4-tp", "4-both"]
     saved += ranks.run("dcp_meshes.save", 1, tmp_path)[0]
@@ -117,11 +117,15 @@ def test_keys_of_ranks(ranks, tmp_path):
     ("what", "name", "match"),
     [
         ("nothing", "FileNotFoundError", "there is no checkpoint at {elsewhere}"),
-        ("damaged", "FormatError", "{elsewhere}/checkpoint.json is no checkpoint, or damaged"),
+        (
+            "damaged",
+            "FormatError",
+            "{elsewhere}/checkpoint.json is not a checkpoint, or is damaged",
+        ),
         ("another", "RuntimeError", "have found different checkpoints at "),
     ],
 )
-def test_one_rank_finds_something_else(ranks, tmp_path, what, name, match):
+def test_a_rank_with_another_checkpoint_fails_the_load(ranks, tmp_path, what, name, match):
     folder, elsewhere = tmp_path / "c", tmp_path / "elsewhere"
     ranks.run("dcp_failures.save", 2, folder, 5)
     if what != "nothing":

@@ -12,7 +12,7 @@ import pytest
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from tensorizer.distributed import Reader, Writer, foreign, layout, load_state
+from tensorizer.distributed import Reader, Writer, layout, load_state, other_formats
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -204,7 +204,7 @@ def test_metadata_changes_no_class(folder, tmp_path):
 
 
 def test_metadata_are_read_into_torchs_own_classes(folder):
-    reader = foreign.reader_of(str(folder), weights_only=True)
+    reader = other_formats.reader_of(str(folder), weights_only=True)
     found, expected = reader.read_metadata(), FileSystemReader(folder).read_metadata()
     assert type(found) is metadata.Metadata
     assert found.state_dict_metadata == expected.state_dict_metadata

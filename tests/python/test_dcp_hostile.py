@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_planners import fails
 from tensorizer import FormatError
-from tensorizer.distributed import Reader, Writer, cover
+from tensorizer.distributed import Reader, Writer, chunk_coverage
 from tensorizer.distributed.layout import sealed
-from tensorizer.distributed.whole import Whole
+from tensorizer.distributed.whole_tensors import WholeTensors
 from torch.distributed.checkpoint import metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -46,7 +46,7 @@ def refused(folder, match=".", error=(FormatError, OSError)):
     """Check that neither of both takes it, and that the error says where."""
     with fails(error, f"(?s)(?=.*{match})(?=.*{folder})"):
         load(folder)
-    with pytest.raises(error, match=match), Whole(folder) as whole:
+    with pytest.raises(error, match=match), WholeTensors(folder) as whole:
         for _ in whole.load(whole.names):
             pass
 
@@ -55,10 +55,12 @@ def test_truncated(folder):
     data = (folder / "checkpoint.json").read_bytes()
     for length in (*range(0, len(data), 7), len(data) - 1):
         (folder / "checkpoint.json").write_bytes(data[:length])
-        refused(folder, "is no checkpoint, or damaged: ValueError.*not those that were hashed")
+        refused(
+            folder, "is not a checkpoint, or is damaged: ValueError.*not those that were hashed"
+        )
 
 
-def test_flipped(folder):
+def test_a_flipped_bit_of_the_metadata_is_refused(folder):
     data = (folder / "checkpoint.json").read_bytes()
     for at in range(0, len(data), 5):
         changed = bytearray(data)
@@ -74,7 +76,7 @@ def test_flipped(folder):
         b'{"a":' * 100_000, b'{"version": ' + b"9" * 10_000 + b"}", b"NaN", b"\0" * 1000,
     ],
 )  # fmt: skip
-def test_no_json_of_ours(folder, text):
+def test_foreign_json_is_refused(folder, text):
     (folder / "checkpoint.json").write_bytes(text)
     refused(folder)
     # With a hash that fits
@@ -95,15 +97,15 @@ CHANGES = [
     (["files"], "abc", "expected a list"),
     (["files"], {"a": 1}, "expected a list"),
     (["files", 0], 7, "."),
-    (["files", 0], "../c.tensors", "no name of a file beside it"),
-    (["files", 0], "/etc/passwd", "no name of a file beside it"),
-    (["files", 0], "/etc/x.tensors", "no name of a file beside it"),
-    (["files", 0], "sub/x.tensors", "no name of a file beside it"),
-    (["files", 0], "x\\y.tensors", "no name of a file beside it"),
-    (["files", 0], ".tensors", "no name of a file beside it"),
-    (["files", 0], "http:x.tensors", "no name of a file beside it"),
-    (["files", 0], "x.tensors\n", "no name of a file beside it"),
-    (["files", 0], "\x00.tensors", "no name of a file beside it"),
+    (["files", 0], "../c.tensors", "expected the name of a file in the folder"),
+    (["files", 0], "/etc/passwd", "expected the name of a file in the folder"),
+    (["files", 0], "/etc/x.tensors", "expected the name of a file in the folder"),
+    (["files", 0], "sub/x.tensors", "expected the name of a file in the folder"),
+    (["files", 0], "x\\y.tensors", "expected the name of a file in the folder"),
+    (["files", 0], ".tensors", "expected the name of a file in the folder"),
+    (["files", 0], "http:x.tensors", "expected the name of a file in the folder"),
+    (["files", 0], "x.tensors\n", "expected the name of a file in the folder"),
+    (["files", 0], "\x00.tensors", "expected the name of a file in the folder"),
     (["files", 0], "missing.tensors", "missing.tensors"),
     (["items"], [], "."),
     (["items"], None, "."),
@@ -153,7 +155,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("where", "value", "match"), CHANGES)
-def test_changed(folder, where, value, match):
+def test_changed_metadata_are_refused(folder, where, value, match):
     content = read(folder)
     *outer, last = where
     part = content
@@ -172,7 +174,7 @@ def test_names_that_are_missing(folder):
         refused(folder, "KeyError")
 
 
-def test_two_chunks(folder):
+def test_overlapping_or_misshapen_chunks_are_refused(folder):
     content = read(folder)
     (chunk,) = content["items"]["a"]["chunks"]
     for chunks, match in (
@@ -233,7 +235,7 @@ def test_chunks_of_which_there_are_many():
         spiral += [(high - 1, low + 1, 1, side), (low + 1, low, side, 1)]
         low, high = low + 1, high - 1
     spiral.append((low, low, high - low, high - low))
-    with pytest.raises(ValueError, match="too many lie across one another"):
+    with pytest.raises(ValueError, match="are too many to rule that out"):
         _check(spiral, (4000, 4000))
 
 
@@ -242,10 +244,10 @@ def _check(boxes, size):
         metadata.ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box[2:])) for box in boxes
     ]
     properties = metadata.TensorProperties(dtype=torch.float32)
-    cover.check("a", metadata.TensorStorageMetadata(properties, torch.Size(size), chunks))
+    chunk_coverage.check("a", metadata.TensorStorageMetadata(properties, torch.Size(size), chunks))
 
 
-def test_an_object_that_is_none(folder):
+def test_an_object_stored_as_a_tensor_is_refused(folder):
     content = read(folder)
     for name, match in (("a", "float32 of shape"), ("b", "int64 of shape"), ("no", "expected ten")):
         content["items"]["step"]["object"][1] = name
@@ -254,7 +256,7 @@ def test_an_object_that_is_none(folder):
             load(folder)
 
 
-def test_a_pickle_that_is_none(folder):
+def test_damaged_planner_data_are_refused(folder):
     content = read(folder)
     for data in ("", "AAAA", "gAJLAS4="):
         content["planner"] = {"pickle": data}
@@ -280,7 +282,7 @@ def test_files_of_another_checkpoint(folder, tmp_path):
     refused(folder, error=(OSError, FormatError))
 
 
-def test_a_folder_that_is_none(tmp_path):
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "c").write_bytes(b"x")
     with fails(OSError, str(tmp_path / "c")):
         load(tmp_path / "c")

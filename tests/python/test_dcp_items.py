@@ -16,7 +16,7 @@ from dcp_planners import AnyBytes, Halves, fails, load, of_every_dtype, save
 from tensorizer import FormatError
 from tensorizer.distributed import Reader, Writer, layout
 from tensorizer.distributed.layout import sealed
-from tensorizer.distributed.whole import Whole
+from tensorizer.distributed.whole_tensors import WholeTensors
 from torch.distributed.checkpoint import default_planner
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -37,7 +37,7 @@ def test_dtypes_and_shapes(tmp_path):
     for name, tensor in state.items():
         assert target[name] is given[name]
         assert_same(target[name], tensor)
-    with Whole(tmp_path / "c", verify_hash=True) as whole:
+    with WholeTensors(tmp_path / "c", verify_hash=True) as whole:
         for name, tensor in zip(whole.names, whole.load(whole.names), strict=True):
             assert_same(tensor, state[name])
 
@@ -96,9 +96,9 @@ def test_targets_that_share_memory(tmp_path):
 
 
 def test_targets_that_are_copied_to_in_pieces(tmp_path, monkeypatch):
-    from tensorizer.distributed import into_planner
+    from tensorizer.distributed import read_into_planner
 
-    monkeypatch.setattr(into_planner, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(read_into_planner, "_BATCH_BYTES", 100)
     state = {str(number): torch.full((5, 7), float(number)) for number in range(6)}
     save(state, tmp_path / "c")
     target = load({name: torch.zeros(7, 5).t() for name in state}, tmp_path / "c")
@@ -165,9 +165,9 @@ def test_chunks_and_bytes_of_a_planner(tmp_path):
     assert torch.equal(target["a@2,0"], state["a@2,0"])
     assert target["nothing"] == b""
     assert planner.metadata.planner_data == {"version": 3, "extra": [1, (2, "x")]}
-    with fails(FormatError, "'nothing' of .*/c is no object of torch"):
+    with fails(FormatError, "'nothing' of .*/c cannot be read as an object of torch"):
         load({"nothing": 1}, tmp_path / "c", planner=AnyBytes(flatten_state_dict=False))
-    with Whole(tmp_path / "c") as whole:
+    with WholeTensors(tmp_path / "c") as whole:
         assert whole.objects == ["nothing"]
         assert torch.equal(next(whole.load(["a"])), state["a"])
 
@@ -217,7 +217,7 @@ class Holes(Halves):
         return plans, metadata
 
 
-def test_chunks_that_are_not_all(tmp_path):
+def test_incomplete_chunks_are_refused_and_the_old_checkpoint_stays(tmp_path):
     save({"a": torch.ones(4, 2)}, tmp_path / "c")
     with fails(ValueError, "'a' have 4 elements together"):
         save({"a": torch.zeros(4, 2)}, tmp_path / "c", planner=Holes(flatten_state_dict=False))
@@ -248,7 +248,7 @@ def test_parts_of_a_checkpoint(tmp_path):
         load({"a": torch.zeros(4)}, tmp_path / "c")
 
 
-def test_without_knowing_what_is_there(tmp_path):
+def test_a_checkpoint_loads_without_a_template(tmp_path):
     state = {"model": {"w": torch.ones(2, 3)}, "step": 3, "list": [torch.zeros(1), "x"]}
     save(state, tmp_path / "c")
     found = {}
@@ -352,7 +352,7 @@ def test_overwrite(tmp_path):
     assert load({"a": torch.zeros(2)}, tmp_path / "c")["a"].all()
 
 
-def test_nothing_at_all(tmp_path):
+def test_an_empty_state_is_saved_and_loaded(tmp_path):
     save({}, tmp_path / "c")
     assert os.listdir(tmp_path / "c") == ["checkpoint.json"]
     assert load({}, tmp_path / "c") == {}
@@ -381,7 +381,7 @@ def test_files_of_saves_that_were_killed(tmp_path):
     assert all(path.exists() for path in others)
 
 
-def test_plans_that_are_kept(tmp_path):
+def test_cached_save_plans_are_supported(tmp_path):
     folder = tmp_path / "c"
     for turn in range(4):
         planner = default_planner.DefaultSavePlanner(enable_plan_caching=True)

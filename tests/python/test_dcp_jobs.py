@@ -16,7 +16,7 @@ from ranks.dcp_failures import ROWS
 from ranks.dcp_jobs import value_of
 from servers import free_port
 from tensorizer.distributed import Reader, Writer
-from tensorizer.distributed.whole import Whole
+from tensorizer.distributed.whole_tensors import WholeTensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -94,7 +94,7 @@ def check_all_ways(folder, value):
     """Compare what the reader of a whole checkpoint finds with what torch's planner loads."""
     target = {"rows": rows(), "value": 0}
     dcp.load(target, storage_reader=Reader(folder, verify_hash=True))
-    with Whole(folder, verify_hash=True) as whole:
+    with WholeTensors(folder, verify_hash=True) as whole:
         assert whole.names == ["rows"]
         assert_same(next(whole.load(["rows"])), target["rows"])
     assert target["value"] == value

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_planners import Halves, fails, load, save
 from dcp_plans import content_of, names_of, plans_of, saved, write_item
 from tensorizer import FormatError
-from tensorizer.distributed import Writer, grids, items, layout, planned
+from tensorizer.distributed import Writer, grids, items, layout, save_plan
 from tensorizer.distributed.layout import sealed
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.planner import SavePlan
@@ -37,7 +37,7 @@ def test_orders_of_their_own_cost_one_number_for_each_chunk():
     # Replicas are saved by one rank or another, as torch's planner balances them.
     for index in places:
         at = (index.offset[0] // 8 * 7 + names_of(50).index(index.fqn)) % 100
-        places[index] = items.Place(planned.file_of(at, "0" * 16), places[index].name)
+        places[index] = items.ItemLocation(save_plan.file_of(at, "0" * 16), places[index].name)
     assert len(layout.encoded(metadata, places)) - even <= 50 * 100 * 3
 
 
@@ -64,7 +64,8 @@ def test_chunks_and_places_come_back(size, boxes, is_grid, taken):
     if taken:
         # The name of a part, where something else in the file has it.
         places = {
-            index: items.Place(place.file, f"{place.name}@") for index, place in places.items()
+            index: items.ItemLocation(place.file, f"{place.name}@")
+            for index, place in places.items()
         }
     found = items.encoded(metadata.state_dict_metadata, places)
     assert ("grid" in found["items"]["a"]) == (is_grid and not taken)
@@ -76,20 +77,20 @@ def test_chunks_and_places_come_back(size, boxes, is_grid, taken):
     for at, chunk in enumerate(item.chunks):
         for hint in (at, at + 1, None):
             index = dcp.metadata.MetadataIndex("a", chunk.offsets, hint)
-            place = content.place(index)
+            place = content.location(index)
             assert (place.file, place.name) == (places[index].file, places[index].name)
             assert (place.dtype, place.shape) == (torch.float32, chunk.sizes)
     for missing in [[99] * len(size)] if size else []:
         with pytest.raises(KeyError):
-            content.place(dcp.metadata.MetadataIndex("a", missing))
+            content.location(dcp.metadata.MetadataIndex("a", missing))
 
 
 def test_only_what_is_wanted_is_decoded(tmp_path, monkeypatch):
     state = {f"t{number}": torch.full((4,), float(number)) for number in range(30)}
     save(state, tmp_path / "c", planner=Halves(flatten_state_dict=False))
-    asked, make = [], items.Content.item
+    asked, make = [], items.ItemDecoder.item
     monkeypatch.setattr(
-        items.Content, "item", lambda self, name: (asked.append(name), make(self, name))[1]
+        items.ItemDecoder, "item", lambda self, name: (asked.append(name), make(self, name))[1]
     )
     planner = default_planner.DefaultLoadPlanner(flatten_state_dict=False)
     target = load({"t7": torch.zeros(4), "t9": torch.zeros(4)}, tmp_path / "c", planner=planner)
@@ -123,7 +124,7 @@ def test_the_bound_is_no_less_than_what_is_written():
             for box in (((0, 0), (9, 4)), ((0, 4), (1, 5)), ((1, 4), (8, 5)))
         ],
     ):
-        assert planned._most_bytes(plans) >= len(layout.encoded(*saved(plans)))
+        assert save_plan._most_bytes(plans) >= len(layout.encoded(*saved(plans)))
 
 
 @pytest.mark.parametrize("limit", ["bytes", "chunks"])
@@ -142,19 +143,19 @@ def test_too_much_is_refused_before_a_file_is_written(tmp_path, monkeypatch, lim
 def test_grids_are_not_refused_for_what_their_chunks_would_take(monkeypatch):
     plans = plans_of(64, 20)
     length = len(layout.encoded(*saved(plans)))
-    assert planned._most_bytes(plans) > 10 * length
+    assert save_plan._most_bytes(plans) > 10 * length
     monkeypatch.setattr(layout, "MOST_BYTES", length + 100)
-    planned.check(plans, "folder")
+    save_plan.check(plans, "folder")
     monkeypatch.setattr(layout, "MOST_BYTES", length - 100)
     with pytest.raises(ValueError, match=f"64 ranks at folder .* at most {length - 100} bytes"):
-        planned.check(plans, "folder")
+        save_plan.check(plans, "folder")
 
 
 def test_plans_that_a_planner_has_kept_are_no_error():
     # Only those that changed are passed on, which are no whole tensors.
     plans = plans_of(4, 3)
     plans[1:3] = [SavePlan([], usable=False)] * 2
-    planned.check(plans, "folder")
+    save_plan.check(plans, "folder")
     assert Writer("folder").checkpoint_id == "folder"
 
 

@@ -10,7 +10,7 @@ from conftest import assert_same
 from dcp_planners import Halves, fails, load, of_every_dtype, save
 from servers import Nginx
 from tensorizer import CryptographyError, EncryptionParams, HashMismatchError
-from tensorizer.distributed.whole import Whole
+from tensorizer.distributed.whole_tensors import WholeTensors
 from tensorizer_cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -115,9 +115,9 @@ def test_planner_data_go_through_the_restricted_unpickler(tmp_path):
         save({"a": torch.ones(2)}, tmp_path / "c", planner=planner)
     assert len(os.listdir(tmp_path / "c")) == 2
     target = {"a": torch.zeros(2)}
-    with fails(pickle.UnpicklingError, "planner of .*/c has stored: "):
+    with fails(pickle.UnpicklingError, "the planner data of .*/c: "):
         load(target, tmp_path / "c")
-    with Whole(tmp_path / "c") as whole:
+    with WholeTensors(tmp_path / "c") as whole:
         assert next(whole.load(["a"])).all()
     assert not made.exists()
     load(target, tmp_path / "c", weights_only=False)

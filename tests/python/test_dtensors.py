@@ -172,7 +172,7 @@ def test_a_local_tensor_that_torch_would_not_cut_so():
     try:
         mesh = init_device_mesh("cpu", (2,))
         whole = torch.arange(8)
-        with pytest.raises(NotImplementedError, match=r"has \[5\] here, and not \[4\]"):
+        with pytest.raises(NotImplementedError, match=r"of shape \[5\]: expected \[4\]"):
             sharding.part_of(as_dtensor(whole[:5], mesh, [Sharded(0)], whole))
     finally:
         dist.destroy_process_group()
@@ -229,7 +229,7 @@ def test_from_servers(ranks, folder, nginx, moto):
     ranks.run("dtensors.from_addresses", 4, addresses, env=moto.settings())
 
 
-def test_a_rank_reads_its_bytes_and_no_others(ranks, nginx):
+def test_a_rank_reads_only_its_own_bytes(ranks, nginx):
     """4 of 16 MiB, and what a first request brings."""
     large = torch.arange(1 << 22, dtype=torch.float32)
     for name in ("tensors", "safetensors"):
@@ -250,7 +250,7 @@ def test_invalid_loads_of_dtensors_are_refused_on_each_rank(ranks, folder):
         for case in ("partial", "partial out", "partial module"):
             assert found[case][0] == "NotImplementedError"
             assert "expected Shard or Replicate" in found[case][1]
-        like = "tensor 't0': the file holds [10, 6], and the tensor to be like is [12, 6]"
+        like = "tensor 't0': the file holds [10, 6], and the tensor in like= has [12, 6]"
         assert found["shape"] == ["ValueError", like]
         assert found["plain shape"] == found["shape"]
         assert found["shape out"][0] == found["dtype out"][0] == found["turned"][0] == "ValueError"

@@ -39,7 +39,7 @@ def watched(with_faults, tmp_path):
     return {name: value for name, value in env.items() if not name.startswith("AWS_")}, noted
 
 
-def test_no_look_without_the_gil(watched, tmp_path, moto):
+def test_environment_variables_are_read_only_under_the_gil(watched, tmp_path, moto):
     env, noted = watched
     tensorizer.save({"a": torch.ones(3)}, tmp_path / "f")
     with FaultServer((tmp_path / "f").read_bytes()) as server:

@@ -32,7 +32,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_it_ends_as_an_interpreter_does(end):
+def test_a_forked_interpreter_ends_like_a_fresh_one(end):
     code = LEAVES + end
     command = [sys.executable, "-c", code, "a b", "1"]
     expected = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -42,7 +42,7 @@ def test_it_ends_as_an_interpreter_does(end):
         assert done.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
 
 
-def test_it_is_talked_to_and_stopped():
+def test_a_forked_interpreter_has_pipes_and_can_be_stopped():
     code = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with start_python(code, **pipes) as process:

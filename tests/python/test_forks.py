@@ -36,7 +36,7 @@ def refused(call):
     try:
         call()
     except ValueError as error:
-        assert "was begun by process" in str(error), error
+        assert "was opened for writing by process" in str(error), error
     else:
         raise AssertionError("no error")
 """
@@ -206,18 +206,18 @@ BLOCKS = """
 import contextlib, signal, threading
 import tensorizer.safetensors
 from tensorizer.modules import uninitialised
-from tensorizer.safetensors import replacing
+from tensorizer.safetensors import patching
 from tensorizer.torch_compat import tensorizer_loading
 from tensorizer.torch_hooks import save_and_load
 from tensorizer.utils import no_init_or_tensor
 
-locks = [uninitialised._lock, replacing._patch._lock, save_and_load._patch._lock]
-assert {type(lock).__name__ for lock in locks} == {"OwnLock"}
+locks = [uninitialised._lock, patching._patch._lock, save_and_load._patch._lock]
+assert {type(lock).__name__ for lock in locks} == {"ForkSafeLock"}
 held, end = threading.Event(), threading.Event()
 def hold():
     with contextlib.ExitStack() as stack:
         for lock in locks:
-            stack.enter_context(lock.here())
+            stack.enter_context(lock.current())
         held.set()
         assert end.wait(100)
 thread = threading.Thread(target=hold)
@@ -229,7 +229,7 @@ def child():
     assert no_init_or_tensor(lambda: torch.empty(3)).is_meta
     with tensorizer_loading():
         assert torch.load is not original
-    with replacing.tensorizer_safetensors():
+    with patching.tensorizer_safetensors():
         pass
 forked(child)
 end.set()

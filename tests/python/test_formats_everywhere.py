@@ -208,7 +208,7 @@ def test_in_place_nothing_is_touched_where_one_does_not_fit(uri):
 
 def of_torch_save(folder):
     torch.save(TENSORS, folder / "f")
-    return "a checkpoint of torch.save, whose pickle only Python's"
+    return "a checkpoint of torch.save, whose pickle only the Python"
 
 
 def of_older_torch(folder):
@@ -225,13 +225,13 @@ def in_shards(folder):
     torch.save(TENSORS, folder / "1.bin")
     index = {"weight_map": dict.fromkeys(TENSORS, "1.bin")}
     (folder / "f").write_text(json.dumps(index))
-    return "1.bin` is a checkpoint of torch.save, whose pickle only Python's"
+    return "1.bin` is a checkpoint of torch.save, whose pickle only the Python"
 
 
 def in_a_folder(folder):
     (folder / "f").mkdir()
     torch.save(TENSORS, folder / "f/pytorch_model.bin")
-    return "a checkpoint of torch.save, whose pickle only Python's"
+    return "a checkpoint of torch.save, whose pickle only the Python"
 
 
 WRITTEN_BY = [of_torch_save, of_older_torch, of_torchscript, in_shards, in_a_folder]

@@ -65,7 +65,7 @@ def check(path, file, **kwargs):
 
 
 @pytest.mark.parametrize("file", SOUND, **ids)
-def test_sound_files(file, unpack):
+def test_golden_files_load(file, unpack):
     check(unpack(file), file, verify_hash="no_hashes" not in file["file"])
 
 

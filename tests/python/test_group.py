@@ -27,7 +27,7 @@ def test_every_format(ranks, folder, world):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_other_wants_at_each_rank(ranks, folder, kind):
+def test_ranks_may_request_different_tensors(ranks, folder, kind):
     ranks.run("groups.other_wants", 4, folder, kind)
 
 
@@ -105,7 +105,7 @@ def test_other_collectives_of_the_group_go_on(ranks, folder):
 
 
 def test_a_call_by_a_rank_outside_the_group_is_refused(ranks, folder):
-    wrong = ["ValueError", "this process is no member of the group that makes this call"]
+    wrong = ["ValueError", "this process is not a member of the process group of this call"]
     assert ranks.run("groups.alone", 2, folder) == [wrong] * 2
 
 
@@ -254,7 +254,7 @@ def test_a_server_that_fails_for_one_rank(ranks, failing, tmp_path):
         assert servers[name][1] in said[0][1]
 
 
-def test_errors_on_the_way(ranks, folder):
+def test_errors_during_an_exchange_are_raised_at_all_ranks(ranks, folder):
     found = ranks.run("lost.errors_on_the_way", 4, folder)
     told = ["OSError", "[Errno 5] Input/output error: 'somewhere'"]
     for name, at in {"pair": 1, "parts": 1, "read": 1, "first": 1, "delivery": 3, "read columns": 2,
@@ -284,7 +284,7 @@ def test_a_rank_that_is_killed(ranks, folder):
             assert seconds < 8
 
 
-def test_a_rank_that_stands_still(ranks, folder):
+def test_a_stopped_rank_ends_the_call_at_all_others(ranks, folder):
     found = ranks.start("lost.killed", 4, folder, "SIGSTOP", 6)
     assert found[2] == {"signal": 9, "late": False, "stopped": True}
     for rank in (0, 1, 3):
@@ -294,7 +294,7 @@ def test_a_rank_that_stands_still(ranks, folder):
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_rank_that_does_not_come(ranks, folder, how):
+def test_a_missing_rank_ends_the_call_at_all_others(ranks, folder, how):
     found = ranks.start("lost.killed_before", 4, folder, how)
     for rank in (0, 1, 3):
         kind, _, seconds = found[rank]["result"]
@@ -316,7 +316,7 @@ def test_interrupts_of_one_rank_end_all(ranks, folder):
     assert sum(late for turn in found for _, late in turn) <= 3
 
 
-def test_an_interrupt_when_all_have_met(ranks, folder):
+def test_an_interrupt_while_connecting_ends_the_call_at_all_ranks(ranks, folder):
     """All ranks wait for each other's connections: it connects first, and is interrupted then."""
     found = ranks.run("lost.connecting", 4, folder)
     assert found[0][0] == "KeyboardInterrupt"
@@ -332,5 +332,5 @@ def test_interrupts_of_a_rank_that_waits_for_others(ranks, folder):
     assert found[0][2] < 0.8
     for kind, message, seconds in found[1:]:
         assert kind == "GroupError"
-        assert "one of them left" in message
+        assert "another member left" in message
         assert seconds < 2

@@ -7,8 +7,13 @@ import random
 import pytest
 import torch
 from tensorizer.group import exchange, plan, tree
-from tensorizer.group.plan import HEADER, Batch, Boxes, Wanted
-from tensorizer.group.wishes import Share, Structure, Wish, merged
+from tensorizer.group.plan import HEADER, Batch, Boxes, SharedTensor
+from tensorizer.group.tensor_requests import (
+    RequestStructure,
+    SharedRows,
+    TensorRequest,
+    merge_requests,
+)
 
 
 def some_tensors(rng):
@@ -18,7 +23,7 @@ def some_tensors(rng):
         first = rng.randrange(shape[0]) if shape else 0
         rows = (first, rng.randint(first + 1, shape[0])) if shape else (0, 1)
         itemsize = rng.choice([1, 2, 4, 8, 16])
-        yield Wanted(2 * number, shape, itemsize, rows, rng.random() < 0.2)
+        yield SharedTensor(2 * number, shape, itemsize, rows, rng.random() < 0.2)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -32,7 +37,7 @@ def test_pieces_add_up_to_the_bytes_of_the_wanted_tensors(seed):
     ("total", "members", "expected"),
     [(0, 1, 4 << 20), (50 << 20, 4, 4 << 20), (10**9, 4, 8_333_333), (10**11, 4, 32 << 20)],
 )
-def test_little_of_a_file_is_on_the_way_before_anything_is_exchanged(total, members, expected):
+def test_batches_are_short_enough_to_begin_exchanging_early(total, members, expected):
     assert exchange.batch_bytes(total, members) == expected
 
 
@@ -85,14 +90,14 @@ def test_every_byte_is_in_one_box(seed):
 
 
 def test_batches_are_as_large_as_they_may_be():
-    many = [Wanted(number, (1000, 10), 4, (0, 1000), False) for number in range(20)]
+    many = [SharedTensor(number, (1000, 10), 4, (0, 1000), False) for number in range(20)]
     batches = plan.batches(many, 4, 100_000)
     assert sum(batch.nbytes for batch in batches) >= 20 * 40_000
     assert len(batches) == 10  # two tensors each
-    one = plan.batches([Wanted(0, (1000, 10), 4, (0, 1000), False)], 4, 10_000)
+    one = plan.batches([SharedTensor(0, (1000, 10), 4, (0, 1000), False)], 4, 10_000)
     assert [batch.nbytes for batch in one] == [10_000] * 4
     assert plan.batches([], 4, 100) == []
-    assert plan.batches([Wanted(0, (3,), 4, (0, 3), True)], 1, 1)[0] == Batch(
+    assert plan.batches([SharedTensor(0, (3,), 4, (0, 3), True)], 1, 1)[0] == Batch(
         0, (plan.Piece(0, ((0, 3),), 0, 12, 0),), 12, 12, False
     )
 
@@ -157,9 +162,9 @@ def check_what_members_receive(wanted, members, most):
                 common = plan.common(piece.ranges, box)
                 if common is None:
                     continue
-                assert piece.place % 64 == 0 and end <= piece.place
+                assert piece.received_start % 64 == 0 and end <= piece.received_start
                 sent = common if batch.scattered else piece.ranges
-                end = piece.place + math.prod(b - a for a, b in sent) * one.itemsize
+                end = piece.received_start + math.prod(b - a for a, b in sent) * one.itemsize
                 assert end <= batch.received
                 seen[piece.number, member] += indices(common)
     for (number, member), found in seen.items():
@@ -182,14 +187,14 @@ def test_members_receive_what_they_want_once(seed):
         if rows:
             ends = min(a for a, _ in rows), max(b for _, b in rows)
             itemsize, whole = rng.choice([1, 2, 4, 8, 16]), rng.random() < 0.2
-            wanted.append(Wanted(number, shape, itemsize, ends, whole, Boxes.made(of)))
+            wanted.append(SharedTensor(number, shape, itemsize, ends, whole, Boxes.from_ranges(of)))
     check_what_members_receive(wanted, members, rng.choice([1, 64, 1000, 5000, 10**6]))
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_scalars_that_only_some_of_all_want(whole):
-    boxes = Boxes.made([((0, 1),), None, ((0, 1),)])
-    assert check_what_members_receive([Wanted(0, (), 4, (0, 1), whole, boxes)], 3, 1000) == 0
+def test_scalars_are_sent_only_to_members_that_request_them(whole):
+    boxes = Boxes.from_ranges([((0, 1),), None, ((0, 1),)])
+    assert check_what_members_receive([SharedTensor(0, (), 4, (0, 1), whole, boxes)], 3, 1000) == 0
 
 
 @pytest.mark.parametrize("world", [2, 8, 64, 128])
@@ -199,8 +204,8 @@ def test_columns_are_received_once_by_many_ranks(world):
     for number, (shape, dim) in enumerate(
         [((256, 1024), 1), ((256, 1000), 1), ((4, 128, 256), 1), ((4, 128, 256), 2)]
     ):
-        boxes = Boxes.made(columns_of(shape, world, dim))
-        wanted.append(Wanted(number, shape, 2, (0, shape[0]), False, boxes))
+        boxes = Boxes.from_ranges(columns_of(shape, world, dim))
+        wanted.append(SharedTensor(number, shape, 2, (0, shape[0]), False, boxes))
     received = check_what_members_receive(wanted, world, 4 << 20)
     # Of 1,000 columns, the first ranks have a few more than the others.
     each = sum(math.prod(one.shape) * one.itemsize for one in wanted) / world
@@ -208,8 +213,8 @@ def test_columns_are_received_once_by_many_ranks(world):
 
 
 def test_more_ranks_than_have_connections_to_each_other_receive_whole_rows():
-    boxes = Boxes.made(columns_of((4, 1024), 256, 1))
-    batches = plan.batches([Wanted(0, (4, 1024), 4, (0, 4), False, boxes)], 256, 4 << 20)
+    boxes = Boxes.from_ranges(columns_of((4, 1024), 256, 1))
+    batches = plan.batches([SharedTensor(0, (4, 1024), 4, (0, 4), False, boxes)], 256, 4 << 20)
     assert [(batch.scattered, batch.received) for batch in batches] == [(False, 4 * 4 * 1024)]
 
 
@@ -220,14 +225,14 @@ def test_more_ranks_than_have_connections_to_each_other_receive_whole_rows():
 def test_long_runs_of_one_rank_are_read_by_it(shape, dim, apart):
     of = columns_of(shape, 4, dim)
     rows = (0, shape[0])
-    assert Wanted(0, shape, 2, rows, False, Boxes.made(of)).is_apart() == apart
-    assert not Wanted(0, shape, 2, rows, True, Boxes.made(of)).is_apart()
+    assert SharedTensor(0, shape, 2, rows, False, Boxes.from_ranges(of)).is_disjoint() == apart
+    assert not SharedTensor(0, shape, 2, rows, True, Boxes.from_ranges(of)).is_disjoint()
     # Two that want the same exchange it.
-    assert not Wanted(0, shape, 2, rows, False, Boxes.made([*of, of[0]])).is_apart()
+    assert not SharedTensor(0, shape, 2, rows, False, Boxes.from_ranges([*of, of[0]])).is_disjoint()
 
 
-def wishes_of(rng, members, count):
-    """Random wishes: of each member the rows of some tensors of 9 rows; some want the same."""
+def requests_of(rng, members, count):
+    """Random requests: of each member the rows of some tensors of 9 rows; some want the same."""
     kinds = []
     for _ in range(rng.randint(1, members)):
         some = sorted(rng.sample(range(count), rng.randint(0, count)))
@@ -235,24 +240,24 @@ def wishes_of(rng, members, count):
     return [rng.choice(kinds) for _ in range(members)]
 
 
-def merge(wishes, count, in_one_piece=()):
+def merge(requests, count, in_one_piece=()):
     """Return what each member finds."""
     groups = {}
-    for rank, wish in enumerate(wishes):
-        data = wish.structure.encoded()
-        groups.setdefault(data, []).append((rank, wish.table))
-    of_all = [(Structure.decoded(data), tables) for data, tables in groups.items()]
-    size = len(wishes)
-    return [merged(of_all, count, in_one_piece, (rank, size)) for rank in range(size)]
+    for rank, request in enumerate(requests):
+        data = request.structure.encoded()
+        groups.setdefault(data, []).append((rank, request.table))
+    of_all = [(RequestStructure.decoded(data), tables) for data, tables in groups.items()]
+    size = len(requests)
+    return [merge_requests(of_all, count, in_one_piece, (rank, size)) for rank in range(size)]
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_members_share_what_they_want_alike_and_fetch_the_rest_alone(seed):
     rng = random.Random(seed)
     count = 6
-    wanted = wishes_of(rng, rng.randint(1, 6), count)
+    wanted = requests_of(rng, rng.randint(1, 6), count)
     in_one_piece = rng.sample(range(count), rng.randint(0, 2))
-    found = merge([Wish.of(one) for one in wanted], count, in_one_piece)
+    found = merge([TensorRequest.of(one) for one in wanted], count, in_one_piece)
     rows = [{n: set(range(*ends)) for n, (ends,), _ in one} for one in wanted]
     for rank, one in enumerate(found):
         shared = {n for of_part in one.shared.values() for n in of_part}
@@ -268,7 +273,7 @@ def test_members_share_what_they_want_alike_and_fetch_the_rest_alone(seed):
                 # The others of the part know the same, and want some of it.
                 for other in ranks:
                     assert found[other].shared[ranks][number] == of_part[number]
-                    of_other = boxes.of[ranks.index(other)] if boxes else ((start, stop),)
+                    of_other = boxes.by_member[ranks.index(other)] if boxes else ((start, stop),)
                     assert rows[other][number] == set(range(*of_other[0]))
                     assert rows[other][number] <= set(range(start, stop))
                 union = set().union(*(rows[other][number] for other in ranks))
@@ -289,35 +294,37 @@ def test_a_member_of_many_parts_shares_with_all():
         [(n, ((rank, rank + 10),), (20,)) for n, pair in enumerate(pairs) if rank in pair]
         for rank in range(10)
     ]
-    found = merge([Wish.of(one) for one in [*wanted, []]], len(pairs))
+    found = merge([TensorRequest.of(one) for one in [*wanted, []]], len(pairs))
     rows = {n: (low, high + 10) for n, (low, high) in enumerate(pairs)}
     for one in found:
         assert list(one.shared) == [tuple(range(11))] and one.exchanges
         assert {n: share.rows for n, share in one.shared[tuple(range(11))].items()} == rows
-        of = one.shared[tuple(range(11))][0].boxes.of
+        of = one.shared[tuple(range(11))][0].boxes.by_member
         assert of == (((0, 10),), ((1, 11),), *(None,) * 9)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_wishes_come_as_they_were_sent(seed):
-    for one in wishes_of(random.Random(seed), 3, 8):
-        wish = Wish.of(one)
-        again = Structure.decoded(wish.structure.encoded())
-        assert torch.equal(again.columns, wish.structure.columns)
-        assert again.digest() == wish.structure.digest()
-        ranges = [(n, wish.table[kind]) for n, kind in again.columns.t().tolist()]
+def test_request_structures_survive_encoding(seed):
+    for one in requests_of(random.Random(seed), 3, 8):
+        request = TensorRequest.of(one)
+        again = RequestStructure.decoded(request.structure.encoded())
+        assert torch.equal(again.columns, request.structure.columns)
+        assert again.digest() == request.structure.digest()
+        ranges = [(n, request.table[kind]) for n, kind in again.columns.t().tolist()]
         assert ranges == [row[:2] for row in one]
 
 
 def test_ranks_that_cut_columns_share_rows_and_know_the_box_of_each_rank():
     wanted = [[(0, ((0, 6), (2 * rank, 2 * rank + 2)), (6, 8)), (1, ((0, 5), (0, 7)), (5, 7))]
               for rank in range(4)]  # fmt: skip
-    assert {Wish.of(one).table for one in wanted} == {
+    assert {TensorRequest.of(one).table for one in wanted} == {
         (((0, 6), (2 * rank, 2 * rank + 2)), ((0, 5),)) for rank in range(4)
     }
     boxes = Boxes(tuple(one[0][1] for one in wanted), (6, 2), 1)
-    for found in merge([Wish.of(one) for one in wanted], 2):
-        assert found.shared == {(0, 1, 2, 3): {0: Share((0, 6), boxes), 1: Share((0, 5), None)}}
+    for found in merge([TensorRequest.of(one) for one in wanted], 2):
+        assert found.shared == {
+            (0, 1, 2, 3): {0: SharedRows((0, 6), boxes), 1: SharedRows((0, 5), None)}
+        }
         assert not found.alone
 
 
@@ -326,24 +333,24 @@ def test_ranks_that_cut_a_model_tell_each_other_one_structure(world):
     """Of 20,000 tensors; some have fewer rows than there are ranks."""
     shapes = [8192, 1024, 1000, 8192, 28672, 28672, 10, 8192, 8192, 100]
 
-    def wish(rank):
+    def request(rank):
         each = [-(-rows // world) for rows in shapes]
         cut = [(((min(rank * n, rows), min(rank * n + n, rows)),), (rows,))
                for n, rows in zip(each, shapes, strict=True)]  # fmt: skip
-        return Wish.of((number, *cut[number % 10]) for number in range(20_000))
+        return TensorRequest.of((number, *cut[number % 10]) for number in range(20_000))
 
-    wishes = {rank: wish(rank) for rank in {0, 1, 5, world // 2, world - 1}}
+    requests = {rank: request(rank) for rank in {0, 1, 5, world // 2, world - 1}}
     # Ranks without a row of the short tensors have another structure.
-    assert len({one.structure.digest() for one in wishes.values()}) <= 3
-    for one in wishes.values():
+    assert len({one.structure.digest() for one in requests.values()}) <= 3
+    for one in requests.values():
         # A padded all-gather: every rank receives the longest of all, once.
         assert world * len(one.structure.encoded()) <= 10_000_000
         assert len(one.table) <= 6
-    for found in merge(list(wishes.values()), 20_000):
+    for found in merge(list(requests.values()), 20_000):
         assert found.shared == {} and not found.exchanges
         assert len(found.alone) in (14_000, 16_000, 18_000, 20_000)
-    # Each wish twice: replicas receive what they want, and nothing else.
-    twice = merge(2 * list(wishes.values()), 20_000)
+    # Each request twice: replicas receive what they want, and nothing else.
+    twice = merge(2 * list(requests.values()), 20_000)
     for rank, found in enumerate(twice):
         ((ranks, of_part),) = found.shared.items()
         assert ranks == (rank % 5, rank % 5 + 5) and not found.alone
@@ -353,10 +360,10 @@ def test_ranks_that_cut_a_model_tell_each_other_one_structure(world):
 def test_replicas_of_half_a_thousand_ranks():
     """A mesh of 64 replicas of 8 parts, of 100,000 tensors."""
     numbers = torch.arange(100_000)
-    structure = Structure(torch.stack([numbers, numbers % 10]))
+    structure = RequestStructure(torch.stack([numbers, numbers % 10]))
     tables = [(rank, tuple(((rank % 8 * n, rank % 8 * n + n),) for n in range(1, 11)))
               for rank in range(512)]  # fmt: skip
-    found = merged([(structure, tables)], 100_000, [], (3, 512))
+    found = merge_requests([(structure, tables)], 100_000, [], (3, 512))
     (ranks,) = found.shared
     assert ranks == tuple(range(3, 512, 8)) and len(found.shared[ranks]) == 100_000
 
@@ -365,8 +372,8 @@ def test_replicas_of_half_a_thousand_ranks():
 def test_a_tree_brings_all_ranks_to_the_first_in_few_steps(size):
     ends = {}
     for rank in reversed(range(size)):
-        children, ends[rank] = tree.below(rank, size)
-        assert all(tree.parent(child) == rank for child in children)
+        children, ends[rank] = tree.children_of(rank, size)
+        assert all(tree.parent_of(child) == rank for child in children)
         assert len(children) <= (size - 1).bit_length()
         # The ranks below follow each other: those of each child come next.
         after = rank + 1
@@ -376,6 +383,6 @@ def test_a_tree_brings_all_ranks_to_the_first_in_few_steps(size):
         assert ends[rank] == after
         steps, at = 0, rank
         while at:
-            at, steps = tree.parent(at), steps + 1
+            at, steps = tree.parent_of(at), steps + 1
         assert steps <= size.bit_length()
     assert ends[0] == size

@@ -146,7 +146,7 @@ def test_https_trusts_the_bundles_of_requests(web, bundles, use, kinds, named):
         return
     with pytest.raises(requests.exceptions.SSLError):
         requests_get(url)
-    reason = f"{bundles['wrong']}, which {named} names, has no authority" if kinds else named
+    reason = f"{bundles['wrong']} ({named}) does not have the certificate" if kinds else named
     refused(url, "certificate is not trusted", reason)
 
 

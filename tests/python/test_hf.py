@@ -118,7 +118,7 @@ def test_files_folders_and_revisions(hub, tmp_path):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_one_commit(hub, verify):
+def test_a_load_stays_at_one_commit(hub, verify):
     """The branch moves when the index was read, and before the shards are."""
     old, new = tensors(1, 1000), tensors(2, 1000)
     repo = hub.repo("org/repo", shards(old))
@@ -184,7 +184,7 @@ def test_the_token_is_for_the_hub_alone(hub, where, tmp_path, monkeypatch, caplo
         assert TOKEN not in json.dumps(fields)
         assert "authorization" not in fields
     repo.readers = {"Bearer another-hu5hw0rd"}
-    with pytest.raises(FileNotFoundError, match="does not give access") as other:
+    with pytest.raises(FileNotFoundError, match="has no access to it") as other:
         load("hf://org/repo")
     shown = f"{raised.value} {other.value} {caplog.text}"
     kept = b"".join(path.read_bytes() for path in (tmp_path / "cache").iterdir())
@@ -197,10 +197,10 @@ def test_the_token_is_for_the_hub_alone(hub, where, tmp_path, monkeypatch, caplo
         load("hf://org/repo")
 
 
-def test_a_token_that_is_none(hub, monkeypatch):
+def test_a_malformed_hub_token_is_refused_and_not_shown(hub, monkeypatch):
     hub.repo("org/repo", shards(tensors()))
     monkeypatch.setenv("HF_TOKEN", "hu5hw0rd\nlines")
-    with pytest.raises(OSError, match="not well-formed") as raised:
+    with pytest.raises(OSError, match="invalid name or value") as raised:
         load("hf://org/repo")
     assert "lines" not in str(raised.value)
 
@@ -219,7 +219,7 @@ def test_addresses_that_expire(hub):
     assert refused > 2
 
 
-def test_refusals(hub, monkeypatch):
+def test_refusals_of_the_hub_name_their_cause(hub, monkeypatch):
     repo = hub.repo("org/repo", {"README.md": b"text", "model.safetensors": save(tensors())})
     gated = hub.repo("org/gated", shards(tensors()))
     gated.gated, gated.readers = True, {OURS}
@@ -241,7 +241,7 @@ def test_refusals(hub, monkeypatch):
             load(address)
         assert f"`{'/'.join(address.split('@')[0].split('/')[:4])}" in str(raised.value)
     monkeypatch.setenv("HF_TOKEN", "another-hu5hw0rd")
-    with pytest.raises(PermissionError, match="ask for access; the token of HF_TOKEN"):
+    with pytest.raises(PermissionError, match=r"request access .*; the token \(of HF_TOKEN"):
         load("hf://org/gated")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert_all(load("hf://org/gated", "cpu"), tensors())
@@ -255,7 +255,7 @@ def test_refusals(hub, monkeypatch):
     assert len(repo.commits) == 1
 
 
-def test_another_name_and_a_busy_hub(hub, monkeypatch):
+def test_renamed_repositories_and_busy_hubs_are_supported(hub, monkeypatch):
     """The hub redirects to the new name of a repository, and is asked again when it has no time."""
     hub.repo("new/name", shards(tensors(1, 1000)))
     hub.renamed["org/old"] = "new/name"
@@ -389,7 +389,7 @@ def test_the_cache_of_the_hubs_own_client(hub, monkeypatch):
     assert len(hub.asked()) > 1
 
 
-def test_without_the_hub(hub, monkeypatch):
+def test_cached_files_load_while_offline(hub, monkeypatch):
     old = tensors(1)
     repo = hub.repo("org/repo", shards(old))
     repo.commit(shards(old), "a/tag")
@@ -616,7 +616,7 @@ def test_a_damaged_copy_of_the_hubs_own_client(hub, monkeypatch):
     said = rf"{address}/model-c.safetensors` failed SHA256.*{sha256(save({'c': found['c']}))}"
     with pytest.raises(DamagedFileError, match=said) as raised:
         load(address, "cpu", verify_hash=True)
-    assert f"kept in `{blob}`: remove that file" in str(raised.value)
+    assert f"from the local copy `{blob}`: remove that file" in str(raised.value)
     blob.unlink()
     assert_all(load(address, "cpu", verify_hash=True), found)
     # A file that is no link is asked for by its hash.
@@ -671,7 +671,7 @@ def test_a_cache_of_our_own(hub, tmp_path):
         kept.write(bytes([data[-1] ^ 1]))
     with pytest.raises(DamagedFileError) as raised:
         load("hf://org/repo", "cpu", cache_dir=folder, verify_hash=True)
-    assert f"kept in `{entry}`: remove that file" in str(raised.value)
+    assert f"from the local copy `{entry}`: remove that file" in str(raised.value)
     entry.unlink()
     assert_all(load("hf://org/repo", "cpu", cache_dir=folder, verify_hash=True), found)
 

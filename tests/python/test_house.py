@@ -26,7 +26,15 @@ LAYERS = [
 PACKAGE = ROOT / "python/tensorizer"
 #: The folders of the Python package, lowest first, and the modules beside them.
 FOLDERS = [
-    {"_build", "_errors", "_installed", "_locks", "_native", "_starting", "_types"},
+    {
+        "_build",
+        "_command_start",
+        "_errors",
+        "_installation_check",
+        "_locks",
+        "_native",
+        "_types",
+    },
     {"group", "tensors", "modules", "streams"},
     {"file"},
     {"checkpoints", "distributed", "safetensors", "transformers"},

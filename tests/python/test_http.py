@@ -189,7 +189,7 @@ def test_a_stream_is_a_file(nginx, data):
         open_stream(f"{nginx.http}/f.tensors", "wb")
 
 
-def test_others_read_streams(nginx):
+def test_torch_and_zipfile_read_our_streams(nginx):
     torch.save({"w": torch.arange(10)}, nginx.root / "w.pt")
     with open_stream(f"{nginx.http}/w.pt") as file:
         assert torch.load(file)["w"].sum() == 45
@@ -199,7 +199,7 @@ def test_others_read_streams(nginx):
         assert archive.read("inside") == b"text"
 
 
-def test_a_file_behind_something_else(nginx):
+def test_a_file_may_begin_at_any_position(nginx):
     with open(nginx.root / "behind", "wb+") as file:
         file.write(b"0123456789")
         with tensorizer.TensorSerializer(file) as serializer:
@@ -468,5 +468,5 @@ def test_threads_share_a_file(data):
 
 def test_settings_that_are_no_numbers(monkeypatch):
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "many")
-    with pytest.raises(ValueError, match="TENSORIZER_ATTEMPTS must be a whole number: tries of"):
+    with pytest.raises(ValueError, match="TENSORIZER_ATTEMPTS must be a whole number: attempts"):
         open_stream("http://127.0.0.1:1/")

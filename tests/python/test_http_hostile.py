@@ -103,6 +103,6 @@ def test_an_answer_that_says_nothing_has_changed_needs_a_condition():
 
     with (
         serving(Handler) as address,
-        pytest.raises(OSError, match="answered 304, as for a cached copy"),
+        pytest.raises(OSError, match="answered 304 Not Modified to a request without"),
     ):
         tensorizer.load(address, "cpu")

@@ -119,7 +119,9 @@ def test_ours_over_the_old_package(wheels, site):
     install(site, "--ignore-installed", ours)
     done = run(site)
     assert done.stdout == f"{tensorizer.__version__} True\n", done.stderr
-    assert "<string>:1: RuntimeWarning: files of tensorizer 2.10.1 lie among those" in done.stderr
+    assert (
+        "<string>:1: RuntimeWarning: files of tensorizer 2.10.1 are mixed with those" in done.stderr
+    )
     # Uninstalling one removes files of the other, as the warning says; the rest is its advice.
     pip(site, "uninstall", "--yes", "tensorizer")
     assert "True" not in run(site).stdout

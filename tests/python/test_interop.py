@@ -285,7 +285,7 @@ s.close()
     assert theirs.read_bytes() == path.read_bytes()
 
 
-def test_modules_both_ways(old, tmp_path):
+def test_modules_are_exchanged_with_the_old_package(old, tmp_path):
     torch.manual_seed(1)
     ours, theirs = tmp_path / "ours.tensors", tmp_path / "theirs.tensors"
     body = """

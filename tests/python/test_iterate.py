@@ -305,7 +305,7 @@ print(sum(1 for _ in iterator))
 """
     done = run_python(code, paths / "f.tensors")
     assert done.stdout.split("\n")[:2] == [
-        "this iterator belongs to the process that made it",
+        "this iterator was made by the parent process, before fork(): make a new one",
         "119",
     ], done.stderr
 
@@ -315,7 +315,7 @@ def test_progress_cannot_use_its_own_iterator(paths, ask):
     iterator = tensorizer.iterate(
         paths / "f.tensors", "cpu", progress=lambda done, total: ask(iterator)
     )
-    with pytest.raises(RuntimeError, match="a load that this iterator waits for"):
+    with pytest.raises(RuntimeError, match="an iterator that waits for the same load"):
         list(iterator)
     assert list(iterator) == []
 

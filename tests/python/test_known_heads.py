@@ -95,7 +95,7 @@ def check_the_same(address, requests, expected=TENSORS):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_one_file(nginx, root, name):
+def test_a_cached_header_opens_a_file_without_a_request(nginx, root, name):
     address = f"{nginx.http}/{name}"
     expected = tensorizer.load(root / name, "cpu")
     [head] = check_the_same(address, nginx.requests, expected)
@@ -308,7 +308,7 @@ def test_heads_of_other_files(nginx):
     check(load(open_reader(f"{nginx.http}/f.tensors", heads)))
 
 
-def test_heads_that_cannot_be(nginx):
+def test_impossible_cached_headers_are_refused(nginx):
     address = f"{nginx.http}/f.tensors"
     [head] = open_reader(address).heads()
     uri, size, etag, modified, headers, first = head
@@ -335,7 +335,7 @@ def test_heads_that_cannot_be(nginx):
 
 @pytest.mark.parametrize("tag", [True, False])
 @pytest.mark.parametrize("date", [True, False])
-def test_heads_that_no_answer_can_prove(nginx, tag, date):
+def test_cached_headers_without_validators_are_requested_again(nginx, tag, date):
     """The address as it is shown may be that of several files."""
     address = f"{nginx.http}/f.tensors"
     [(uri, size, etag, modified, headers, first)] = open_reader(address).heads()
@@ -349,7 +349,7 @@ def test_heads_that_no_answer_can_prove(nginx, tag, date):
 # Sources without heads
 
 
-def test_nothing_to_hand_on(nginx, root, tmp_path):
+def test_local_files_have_no_cached_headers(nginx, root, tmp_path):
     for address in (
         str(root / "f.tensors"),
         (root / "model").as_uri(),

@@ -42,7 +42,7 @@ class TestMetadata:
         return request.param
 
     @pytest.mark.parametrize("end", ["tensors", "safetensors", "theirs.safetensors"])
-    def test_it_is_read_back(self, saved, name, end):
+    def test_large_metadata_are_read_back(self, saved, name, end):
         path, wanted = saved / f"{name}.{end}", LARGE[name]
         assert dict(tensorizer.info(path).metadata) == wanted
         assert_equal(tensorizer.load(path, "cpu"), FEW)

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import tensorizer
 import torch
-from tensorizer.checkpoints.turns import Turn
+from tensorizer.checkpoints.save_lock import SaveLock
 from tensorizer.lightning import TensorizerCheckpointIO
 
 NAME = "lightning.fabric.plugins.io.checkpoint_io"
@@ -114,7 +114,7 @@ def test_storage_options_missing_files_and_addresses_are_refused(tmp_path, state
         plugin.load_checkpoint(tmp_path / "x.ckpt")
 
 
-def test_it_is_one_of_those_that_a_trainer_takes(monkeypatch):
+def test_the_plugin_is_an_instance_of_lightnings_interface(monkeypatch):
     module = ModuleType(NAME)
 
     class CheckpointIO(abc.ABC):
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_is_being_saved_is_removed_with_both_halves(tmp_path, 
     halves = sorted(os.listdir(tmp_path))
     removing = threading.Thread(target=plugin.remove_checkpoint, args=(path,))
     # As a save holds it while it puts one half there, and then the other.
-    with Turn(path.with_name("epoch.ckpt.tensors")):
+    with SaveLock(path.with_name("epoch.ckpt.tensors")):
         removing.start()
         removing.join(0.3)
         assert [name for name in sorted(os.listdir(tmp_path)) if name[0] != "."] == halves

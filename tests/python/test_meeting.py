@@ -1,4 +1,4 @@
-"""`uninterrupted` tells its work of a signal, instead of interrupting it."""
+"""`run_uninterrupted` tells its work of a signal, instead of interrupting it."""
 
 import _thread
 import gc
@@ -9,7 +9,7 @@ import time
 import weakref
 
 import pytest
-from tensorizer.group.meeting import uninterrupted
+from tensorizer.group.rendezvous import run_uninterrupted
 
 
 def interrupts(how, after=0.2):
@@ -42,7 +42,7 @@ def test_work_is_told_of_an_interruption_and_ends(how):
         done.append("all of it")
 
     timer = interrupts(how)
-    interruption, failure = uninterrupted(work)
+    interruption, failure = run_uninterrupted(work)
     timer.join()
     assert isinstance(interruption, KeyboardInterrupt)
     assert failure is None
@@ -54,7 +54,7 @@ def test_a_second_interruption_is_raised_at_once():
     timers = [interrupts(HOW["a signal"], after) for after in (0.2, 0.5)]
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        uninterrupted(lambda leaves: end.wait(20))
+        run_uninterrupted(lambda leaves: end.wait(20))
     assert time.monotonic() - begun < 10
     end.set()
     for timer in timers:
@@ -73,7 +73,7 @@ def test_a_failure_is_returned_and_keeps_no_objects_alive():
 
     gc.disable()
     try:
-        interruption, failure = uninterrupted(work)
+        interruption, failure = run_uninterrupted(work)
         assert interruption is None
         assert isinstance(failure, OSError)
         del failure, large, work
@@ -82,13 +82,16 @@ def test_a_failure_is_returned_and_keeps_no_objects_alive():
         gc.enable()
 
 
-def test_without_a_thread_it_is_done_here(monkeypatch):
+def test_work_runs_on_the_caller_if_no_thread_can_start(monkeypatch):
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
     where = []
-    assert uninterrupted(lambda leaves: where.append(threading.current_thread())) == (None, None)
+    assert run_uninterrupted(lambda leaves: where.append(threading.current_thread())) == (
+        None,
+        None,
+    )
     assert where == [threading.main_thread()]
 
 
@@ -98,6 +101,6 @@ def test_an_interruption_before_there_is_a_thread(monkeypatch):
 
     monkeypatch.setattr(_thread, "start_new_thread", interrupted)
     told = []
-    interruption, failure = uninterrupted(lambda leaves: told.append(leaves.is_set()))
+    interruption, failure = run_uninterrupted(lambda leaves: told.append(leaves.is_set()))
     assert isinstance(interruption, KeyboardInterrupt)
     assert (failure, told) == (None, [True])

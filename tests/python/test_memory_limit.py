@@ -12,7 +12,7 @@ from conftest import assert_same as same_tensor, run_python
 from scripted import FaultServer, Scripted
 from servers import Moto, Nginx, Redis
 from tensorizer._native import shares_of_group, shares_of_tensors
-from tensorizer.group.exchange import Shares
+from tensorizer.group.exchange import MemoryBudget
 from tensorizer_cli.main import main
 
 MIB = 1 << 20
@@ -138,7 +138,7 @@ def test_connections_follow_from_the_limit(small, limit, most):
         assert tensorizer.stats()["threads"] == most
 
 
-def test_a_limit_that_is_too_small_names_the_least(small):
+def test_a_limit_that_is_too_small_names_the_minimum(small):
     path, tensors = small
     with FaultServer(path.read_bytes()) as server:
         with pytest.raises(ValueError, match="a memory limit of 1000 bytes is too small") as caught:
@@ -152,7 +152,7 @@ def test_a_limit_that_is_too_small_names_the_least(small):
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1 << 63])
-def test_limits_that_are_none(small, wrong):
+def test_invalid_memory_limits_are_refused(small, wrong):
     with pytest.raises(ValueError, match="memory_limit must be a positive number of bytes"):
         tensorizer.load(small[0], memory_limit=wrong)
     for other in (True, "64", 1.5):
@@ -280,7 +280,10 @@ def test_an_upload_without_room_for_its_parts(moto, monkeypatch):
     for name, value in moto.settings().items():
         monkeypatch.setenv(name, value)
     tensors = {"a": torch.arange(10 * MIB, dtype=torch.int32)}
-    with pytest.raises(ValueError, match="two parts of 8388608 and the first 8388608") as caught:
+    with pytest.raises(
+        ValueError,
+        match="two parts of the upload 8388608 each and the beginning of the file 8388608",
+    ) as caught:
         tensorizer.save(tensors, "s3://bucket/small", memory_limit=16 * MIB)
     tensorizer.save(tensors, "s3://bucket/small", memory_limit=least(caught.value))
     assert_same(tensorizer.load("s3://bucket/small"), tensors)
@@ -292,13 +295,14 @@ def test_an_upload_without_room_for_its_parts(moto, monkeypatch):
 @pytest.mark.parametrize("limit", [16 * MIB, 64 * MIB, 1 << 30])
 @pytest.mark.parametrize("scattered", [False, True])
 def test_batches_of_a_group(limit, scattered):
-    shares = Shares.of(limit, 32 * MIB, 1, 2 * MIB, scattered=scattered)
-    taken = limit - shares.beside
+    budget = MemoryBudget.of(limit, 32 * MIB, 1, 2 * MIB, scattered=scattered)
+    taken = limit - budget.other_bytes
     # A batch to be scattered is packed into one more.
-    assert (shares.at_once + 4 + scattered) * shares.batch + shares.at_once * taken <= limit
-    assert shares.batch >= min(limit // 20, 32 * MIB)
-    unlimited = Shares.of(None, 32 * MIB, 1, 2 * MIB, scattered=scattered)
-    assert unlimited == Shares(32 * MIB, 3, 0)
+    batches = budget.concurrent_reads + 4 + scattered
+    assert batches * budget.batch_bytes + budget.concurrent_reads * taken <= limit
+    assert budget.batch_bytes >= min(limit // 20, 32 * MIB)
+    unlimited = MemoryBudget.of(None, 32 * MIB, 1, 2 * MIB, scattered=scattered)
+    assert unlimited == MemoryBudget(32 * MIB, 3, 0)
 
 
 def test_a_group_without_room(ranks, small):
@@ -399,7 +403,7 @@ def test_copies_to_a_server(nginx, moto):
 
 @pytest.mark.usefixtures("to_moto")
 @pytest.mark.parametrize("command", ["cp", "diff", "cp --verify", "cp s3", "cp safetensors"])
-def test_the_least_of_a_command(nginx, tmp_path, capsys, command):
+def test_commands_state_their_minimum_memory_limit(nginx, tmp_path, capsys, command):
     path, (name, *more) = str(nginx.root / "whole"), command.split()
     others = {"s3": "s3://bucket/least", "safetensors": str(tmp_path / "copy.safetensors")}
     target = path if name == "diff" else others.get(more[0] if more else "", str(tmp_path / "copy"))

@@ -49,7 +49,7 @@ def path(tmp_path):
     return tmp_path / "f.tensors"
 
 
-def test_they_are_behind_the_index(path):
+def test_metadata_follow_the_index(path):
     tensorizer.save(TENSORS, path)
     plain = path.read_bytes()
     for none in (None, {}):
@@ -112,7 +112,7 @@ def test_a_file_object_shows_them_from_the_first_tensor_on():
 
 @pytest.mark.parametrize("alignment", [1, 64])
 @pytest.mark.parametrize("count", [3200, 5000])
-def test_they_may_fill_the_index(path, alignment, count):
+def test_metadata_may_fill_the_reserved_index(path, alignment, count):
     """They may begin where the last entry ends, but leave room for more entries if few."""
     tensors = {f"layer.{number}": torch.full((2,), number) for number in range(count)}
     entries = sum(2 + len(name) + 1 + 1 + 3 + 1 + 4 + 24 for name in tensors)
@@ -150,10 +150,10 @@ def test_an_identity_and_a_manifest_are_beside_them(path):
 @pytest.mark.parametrize(
     ("metadata", "error", "text"),
     [
-        ({"a": 1}, TypeError, "metadata are strings by name, found 1 at 'a'"),
-        ({1: "a"}, TypeError, "strings by name, found 'a' at 1"),
-        ([("a", "b")], TypeError, "strings by name, found list"),
-        ({"a": "\ud800"}, ValueError, "metadata have half a character"),
+        ({"a": 1}, TypeError, "metadata must be a dict of strings, found 1 at 'a'"),
+        ({1: "a"}, TypeError, "a dict of strings, found 'a' at 1"),
+        ([("a", "b")], TypeError, "a dict of strings, found list"),
+        ({"a": "\ud800"}, ValueError, "metadata must be valid Unicode"),
         ({"a": "x" * 100_000_000}, ValueError, "at most 100000000 bytes, found 100000009"),
     ],
 )
@@ -172,7 +172,7 @@ def test_an_encrypted_file_has_them_in_the_clear_only_if_that_is_said(path):
     encryption = EncryptionParams(KEY)
     for save in (tensorizer.save, tensorizer.save_async, TensorSerializer):
         arguments = [path] if save is TensorSerializer else [TENSORS, path]
-        with pytest.raises(ValueError, match=r"stay in the clear.*clear_metadata"):
+        with pytest.raises(ValueError, match=r"are not encrypted.*clear_metadata"):
             save(*arguments, encryption=encryption, metadata=METADATA)
     assert not list(path.parent.iterdir())
     tensorizer.save(TENSORS, path, encryption=encryption, metadata={})

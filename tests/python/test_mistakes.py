@@ -38,7 +38,7 @@ MISTAKES = {
     "no key": (lambda: tensorizer.load("enc.tensors"), "pass encryption=DecryptionParams.from_key"),
     "no key for an operator": (
         lambda: torch.ops.tensorizer.load("enc.tensors"),
-        r"pass its key \(`key=` of the operators\)",
+        r"pass the key of the file \(`key=` of the operators\)",
     ),
     "a key as bytes": (
         lambda: tensorizer.load("enc.tensors", encryption=bytes(32)),
@@ -122,7 +122,7 @@ MISTAKES = {
     ),
     "num_readers auto": (
         lambda: tensorizer.load("m.tensors", num_readers="auto"),
-        "None for as many as help",
+        "None chooses automatically",
     ),
     "memory_limit 1GB": (
         lambda: tensorizer.load("m.tensors", memory_limit="1GB"),

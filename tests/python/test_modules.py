@@ -163,7 +163,7 @@ def test_verify_module(saved, lazy):
     assert wrong == {".scale", ".steps", ".extra", "layers.1.weight", "layers.1.bias"}
 
 
-def test_verify_odd_tensors(tmp_path):
+def test_verify_module_compares_empty_strided_and_meta_tensors(tmp_path):
     module = torch.nn.Module()
     module.register_buffer("empty", torch.empty(2, 0))
     module.register_buffer("strided", torch.randn(4, 6).t()[1:])

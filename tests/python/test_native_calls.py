@@ -4,7 +4,7 @@ import pytest
 import tensorizer
 import torch
 from tensorizer import Shard, TensorDeserializer
-from tensorizer.file import cuts, tensor_file
+from tensorizer.file import planned_parts, tensor_file
 from tensorizer.tensors import exchange
 
 FEW, MANY = 3, 300
@@ -50,7 +50,11 @@ def calls(monkeypatch):
     monkeypatch.setattr(
         tensor_file, "Reader", lambda *a, **kw: wrapped(tensorizer._C.Reader(*a, **kw), made)
     )
-    for module, name in ((cuts, "indexed"), (cuts, "shards"), (exchange, "_lend")):
+    for module, name in (
+        (planned_parts, "indexed"),
+        (planned_parts, "shards"),
+        (exchange, "_lend"),
+    ):
         function = getattr(module, name)
 
         def call(*args, _function=function, _name=name):
@@ -129,7 +133,9 @@ def test_the_first_wrong_slice_is_named(tmp_path, slices, error, text):
 def test_a_part_is_described_when_it_is_asked_for(tmp_path):
     tensorizer.save({"a": torch.zeros(4, 3), "b": torch.zeros(2)}, tmp_path / "f.tensors")
     with tensor_file.TensorFile(tmp_path / "f.tensors") as file:
-        found, _ = cuts.Cuts.of_indices(file, [0], [(0, 1, 3)], lambda at: ([], ()))
+        found, _ = planned_parts.PlannedParts.of_indices(
+            file, [0], [(0, 1, 3)], lambda at: ([], ())
+        )
         assert list(found) == [0] and 0 in found and 1 not in found and len(found) == 1
         assert found[0].shape == (2, 3)
         assert found[0].boxes[0].ranges == ((1, 3), (0, 3))

@@ -42,7 +42,7 @@ SAVES = {
 
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
 @pytest.mark.parametrize("exists", [False, True], ids=["new", "over a file"])
-def test_it_is_refused_and_the_old_file_stays(save, exists, tmp_path):
+def test_saving_no_tensors_is_refused_and_the_old_file_stays(save, exists, tmp_path):
     path = tmp_path / "f.tensors"
     if exists:
         tensorizer.save({"old": torch.ones(2)}, path)

@@ -263,5 +263,5 @@ def test_credentials_for_scripts(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="access_key is neither"):
         infer(None, None, path)
     path.write_text("no sections\n")
-    with pytest.raises(ValueError, match="no configuration file"):
+    with pytest.raises(ValueError, match="not a configuration file"):
         infer(None, None)

@@ -108,7 +108,7 @@ def test_bad_use_leaves_out_untouched(path, tmp_path):
         ops.save(path, ["a", "b"], [good])
     with pytest.raises(RuntimeError, match="tensor `s`: tensors of layout Sparse"):
         ops.save(path, {"s": torch.eye(2).to_sparse()})
-    with pytest.raises(RuntimeError, match="`redis://` addresses cannot be written: TensorDes"):
+    with pytest.raises(RuntimeError, match="`redis://` addresses cannot be written: copy a file"):
         ops.save("redis://host/key", {"a": good})
     with pytest.raises(RuntimeError, match="`http://` addresses cannot be written: upload"):
         ops.save("http://host/key", {"a": good})

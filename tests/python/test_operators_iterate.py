@@ -167,7 +167,7 @@ def test_an_iterator_belongs_to_its_process_and_ends_with_it(many):
     done = run_python(LEFT_OPEN, many[0], finalize=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "the iterator belongs to the process that made it, and this one was forked off it",
+        "this iterator was made before a fork(), by the parent process: make one in this process",
         "20",
         "20",
     ]

@@ -251,7 +251,7 @@ def test_other_pickle_modules_are_refused(tmp_path, pair):
 def test_half_a_pair(pair):
     side = Path(f"{pair}.tensors")
     side.rename(f"{side}.gone")
-    with pytest.raises(FileNotFoundError, match=r"state\.pt.*not there.*state\.pt\.tensors"):
+    with pytest.raises(FileNotFoundError, match=r"state\.pt.*which is missing.*state\.pt\.tensors"):
         load(pair)
 
 
@@ -337,7 +337,7 @@ def test_damaged_records(tmp_path, monkeypatch, content, weights_only):
         text = f'{{"tensorizer":{content}}}'.encode()
         return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text + pickle.POP
 
-    monkeypatch.setattr("tensorizer.checkpoints.pickling.Record.encode", encode)
+    monkeypatch.setattr("tensorizer.checkpoints.pickling.PairRecord.encode", encode)
     save(state(), tmp_path / "f.pt")
     error, what = RECORDS[content]
     with pytest.raises(error, match=what):
@@ -458,5 +458,5 @@ def test_storages_over_the_network(tmp_path, s3, fails):
         after = client.get_object(Bucket="bucket", Key="state.side")["Body"].read()
         assert before == after
     assert_state(load(tmp_path / "f.pt", {"file_obj": side}))
-    with pytest.raises(FileNotFoundError, match=r"f\.pt.*not there.*s3://bucket/gone"):
+    with pytest.raises(FileNotFoundError, match=r"f\.pt.*which is missing.*s3://bucket/gone"):
         load(tmp_path / "f.pt", {"file_obj": "s3://bucket/gone"})

@@ -52,7 +52,7 @@ def test_a_sealed_file_says_why_it_needs_more_than_a_pipe(tmp_path):
     writer = threading.Thread(target=feed, args=((tmp_path / "f").read_bytes(), into))
     writer.start()
     try:
-        with pytest.raises(NotImplementedError, match="is sealed: its headers are checked before"):
+        with pytest.raises(NotImplementedError, match="has a manifest, which is checked before"):
             tensorizer.load(out, encryption=DecryptionParams.from_key(params.key))
     finally:
         os.close(out)

@@ -398,7 +398,7 @@ if child == 0:
     try:
         loader.take("t.001")
     except SafetensorError as error:
-        assert "belongs to the process" in str(error)
+        assert "was made by the parent process" in str(error)
         loader.close()
         del loader
         os._exit(7)

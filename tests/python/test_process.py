@@ -91,7 +91,7 @@ assert torch.equal(tensorizer.load(path)["3"], torch.full((1 << 20,), 3.0))
 
 
 @pytest.mark.parametrize("when", ["after the import", "after a load"])
-def test_a_fork(when, large):
+def test_a_forked_child_can_load(when, large):
     done = run_python(FORK, large, when)
     assert done.returncode == 0, done.stderr
 

@@ -204,7 +204,7 @@ def test_the_bar_has_the_total_and_the_time_left_within_one_line(columns, monkey
     monkeypatch.setenv("COLUMNS", str(columns))
     now = iter([0.0, 10.0, 200.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    bar = progress.Bar()
+    bar = progress.TerminalBar()
     bar.show(1 << 30, 20 << 30)
     bar.show(20 << 30, 20 << 30)
     first, last = capsys.readouterr().err.rstrip("\n").split("\r")[1:]

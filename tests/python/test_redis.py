@@ -133,7 +133,7 @@ def test_stored_tensors_are_overwritten_only_with_force(client, path):
 
 
 def test_long_values_are_split(server, client, path, monkeypatch):
-    monkeypatch.setattr(_redis, "_LONGEST_VALUE", 1_000_000)
+    monkeypatch.setattr(_redis, "_MAX_VALUE_BYTES", 1_000_000)
     monkeypatch.setattr(_redis, "_BATCH_BYTES", 1_500_000)
     store(path, client)
     assert len(list(client.scan_iter("m:big:*"))) == 1 + 6
@@ -257,7 +257,7 @@ def test_values_that_change(server, client, path, damage):
         lazy["big"]
     lazy.close()
     if damage == "deleted":
-        with pytest.raises(OSError, match="no key holds byte"):
+        with pytest.raises(OSError, match="no key of the database holds byte"):
             tensorizer.load(f"{server.address}/m", "cpu")
 
 
@@ -312,7 +312,7 @@ PLAIN = {
 
 
 def test_the_old_package_reads_it(server, client, tmp_path, old, monkeypatch):
-    monkeypatch.setattr(_redis, "_LONGEST_VALUE", 1_000_000)
+    monkeypatch.setattr(_redis, "_MAX_VALUE_BYTES", 1_000_000)
     path = tmp_path / "plain.tensors"
     tensorizer.save(PLAIN, path)
     store(path, client)

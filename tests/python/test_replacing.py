@@ -158,7 +158,7 @@ def test_the_acl_of_another_group_grants_no_access_after_a_replace(shared):
     assert os.getxattr(path, ACCESS)[:28] == listed[:28]
 
 
-def test_a_second_name_keeps_the_old_bytes(tmp_path):
+def test_a_hard_link_keeps_the_old_bytes(tmp_path):
     path, other = tmp_path / "f", tmp_path / "g"
     path.write_bytes(b"old")
     other.hardlink_to(path)

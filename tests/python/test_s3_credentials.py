@@ -109,7 +109,7 @@ def test_requests_refused_as_expired_get_new_credentials(moto, saved, ask, statu
     assert relay.signers[-1] == "key-2"
 
 
-def test_only_once(moto, saved, ask):
+def test_expired_credentials_are_renewed_only_once(moto, saved, ask):
     script = lambda *_: ("status", 400, {}, EXPIRED)  # noqa: E731
     with Metadata() as metadata, Relay(moto.host, script) as relay:
         ask(metadata, relay)
@@ -275,7 +275,9 @@ def test_credentials_of_another_profile_are_never_kept(moto, saved, shared, tmp_
         with TensorDeserializer(open_stream(saved), "cpu", num_readers=1, lazy_load=True) as file:
             monkeypatch.setenv("AWS_PROFILE", "b")
             refuses.append(EXPIRED)
-            with pytest.raises(OSError, match="the environment that names them has changed"):
+            with pytest.raises(
+                OSError, match="the environment variables that configure them have changed"
+            ):
                 file["big"]
         monkeypatch.setenv("AWS_PROFILE", "a")
         before = len(relay.signers)

@@ -139,7 +139,9 @@ def test_other_keys_and_none_go_to_the_old_default(internet, use, tmp_path, orig
 
 @pytest.mark.parametrize("options", [NOBODY, {}], ids=["two empty keys", "nothing found"])
 def test_nothing_is_written_anonymously_unless_a_server_is_named(internet, options):
-    with pytest.raises(PermissionError, match=f"no credentials, and {WRITE} .* anonymously"):
+    with pytest.raises(
+        PermissionError, match=f"no credentials were found, .* sent to {WRITE} anonymously"
+    ):
         write(**options)
     assert internet.connected == []
     internet.wanted = lambda *_: ("status", 200)
@@ -185,7 +187,7 @@ def test_a_partition_without_fips(internet, use):
     assert internet.connected == []
 
 
-def test_aws_is_asked_in_secret_only(internet, use):
+def test_aws_is_reached_over_https_only(internet, use):
     use(**CHAIN)
     with pytest.raises(ValueError, match="https:// only"):
         read(force_http=True)

@@ -75,7 +75,7 @@ def test_parts_and_ranges(weed):
         tensorizer.load("s3://bucket/nothing.tensors")
 
 
-def test_given_up(weed):
+def test_an_abandoned_upload_keeps_the_old_object(weed):
     tensorizer.save(SMALL, "s3://bucket/up.tensors")
     with (
         pytest.raises(RuntimeError, match="mine"),

@@ -196,7 +196,7 @@ def test_a_refusal_of_bytes_that_were_spoiled(server, monkeypatch):
     check("spoiled.tensors", SMALL)
 
 
-def test_without(server, monkeypatch):
+def test_checksums_can_be_disabled(server, monkeypatch):
     monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
     with Relay(server.host) as relay:
         save(relay, LARGE, "without.tensors", monkeypatch)

@@ -17,7 +17,7 @@ import torch
 from conftest import assert_same, run_python
 from safetensors_library import FILES, assert_like, make, result_of, theirs
 from tensorizer import safetensors as ours
-from tensorizer.file.opening import Memory
+from tensorizer.file.opening import FileBytes
 from tensorizer.file.tensor_file import TensorFile
 
 
@@ -114,13 +114,13 @@ def test_load(path, tensors):
 
 def test_bytes_are_read_in_place_by_several_readers(path):
     data = path.read_bytes()
-    with TensorFile(Memory(data, "<bytes>")) as file:
+    with TensorFile(FileBytes(data, "<bytes>")) as file:
         assert file.reader.parallel
         before = sys.getrefcount(data)
     # The file has let them go.
     assert sys.getrefcount(data) < before
-    with pytest.raises(TypeError, match="Memory"):
-        tensorizer.save({}, Memory(b"", "<bytes>"))
+    with pytest.raises(TypeError, match="FileBytes"):
+        tensorizer.save({}, FileBytes(b"", "<bytes>"))
     with pytest.raises(ours.SafetensorError, match="<bytes>"):
         ours.load(data[:-9])
 
@@ -198,7 +198,7 @@ def test_empty_metadata_are_not_none(tmp_path, metadata):
         assert mine.metadata() is library.metadata() is None
 
 
-def test_closed(path):
+def test_a_closed_file_behaves_as_in_the_library(path):
     opened = [module.safe_open(path, "pt") for module in (ours, theirs)]
     slices = [file.get_slice("cube") for file in opened]
     for file in opened:

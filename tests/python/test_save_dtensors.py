@@ -26,7 +26,7 @@ def test_invalid_saves_by_a_group_raise_on_each_rank(ranks, tmp_path):
         assert {of_rank[name][0] for of_rank in found} == {"NotADirectoryError"}, name
     for of_rank in found:
         assert of_rank["other"][0] == "ValueError"
-        assert "rank 1 of those that save together has other tensors" in of_rank["other"][1]
+        assert "rank 1 of this collective save has other tensors" in of_rank["other"][1]
     assert [of_rank["one"][0] for of_rank in found] == ["GroupError", "NotADirectoryError",
                                                         "GroupError", "GroupError"]  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {"file", "well.tensors"}

@@ -94,15 +94,15 @@ def test_from_a_device(tmp_path, monkeypatch):
     ("tensors", "options", "error", "text"),
     [
         ([torch.ones(1)], {}, TypeError, "tensors by name"),
-        ({"a": {"b": torch.ones(1)}}, {}, TypeError, "nothing nested: found dict at 'a'"),
-        ({("a", 0): torch.ones(1)}, {}, ValueError, "nothing nested"),
-        ({"a": torch.ones(1)}, {"metadata": {"a": 1}}, TypeError, "metadata are strings"),
+        ({"a": {"b": torch.ones(1)}}, {}, TypeError, "no nested structures: found dict at 'a'"),
+        ({("a", 0): torch.ones(1)}, {}, ValueError, "cannot hold nested"),
+        ({"a": torch.ones(1)}, {"metadata": {"a": 1}}, TypeError, "metadata must be a dict"),
         ({"a": torch.ones(1)}, {"format": "zip"}, ValueError, "format must be"),
         ({"a": torch.ones(1)}, {"hashes": "crc32"}, ValueError, "neither encryption nor hashes"),
         ({"a": torch.ones(1)}, {"alignment": 4096}, ValueError, "alignment=4096"),
         ({"a": torch.ones(1)}, {"max_shard_size": 0}, ValueError, "must be positive"),
         ({"a": torch.ones(1)}, {"max_shard_size": "5 parsecs"}, ValueError, "expected bytes as in"),
-        ({"__metadata__": torch.ones(1)}, {}, ValueError, "no name for a tensor"),
+        ({"__metadata__": torch.ones(1)}, {}, ValueError, "cannot be named"),
         ({"a": torch.ones(1, dtype=torch.complex128)}, {}, ValueError, "has no torch.complex128"),
         ({"a": torch.ones(1, device="meta")}, {}, ValueError, "`a` is on the meta device"),
         ({"a": torch.ones(2, 2).to_sparse()}, {}, NotImplementedError, "a"),
@@ -196,10 +196,10 @@ def test_in_the_background(tmp_path, monkeypatch, device):
     base = torch.arange(10)
     for wrong, options, error, text in [
         ({"a": base, "b": base[2:]}, {}, ValueError, "share memory"),
-        ({"a": [base]}, {}, TypeError, "nothing nested"),
+        ({"a": [base]}, {}, TypeError, "no nested structures"),
         ({"a": base}, {"hashes": "crc32"}, ValueError, "neither encryption nor hashes"),
         ({"a": base}, {"format": "zip"}, ValueError, "format must be"),
-        ({"a": base}, {"metadata": {"a": 1}}, TypeError, "metadata are strings"),
+        ({"a": base}, {"metadata": {"a": 1}}, TypeError, "metadata must be a dict"),
     ]:
         with pytest.raises(error, match=text):
             tensorizer.save_async(wrong, path, **options)

@@ -95,7 +95,7 @@ def test_the_format_is_a_choice_and_other_formats_stay(stub):
         ("class DefaultModelLoader", "class Loader", "cannot import name"),
     ],
 )
-def test_an_sglang_of_another_shape_is_told(  # noqa: PLR0917  # fixtures
+def test_an_unsupported_sglang_is_warned_of(  # noqa: PLR0917  # fixtures
     tmp_path, monkeypatch, caplog, old, new, said
 ):
     (path,) = (

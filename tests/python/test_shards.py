@@ -158,7 +158,7 @@ def test_by_address(nginx, place, ranges, no_settings_of_the_machine):
     assert_same(ops.load(address, ["large"])[0], TENSORS["large"])
 
 
-def test_a_query_goes_along(nginx, no_settings_of_the_machine):
+def test_the_query_of_an_index_is_sent_with_each_shard(nginx, no_settings_of_the_machine):
     before = len(nginx.requests())
     check(tensorizer.load(f"{nginx.http}/models/one/{INDEX}?token=x", "cpu"))
     asked = nginx.requests()[before:]
@@ -181,7 +181,7 @@ def test_a_password_goes_along(nginx, no_settings_of_the_machine):
 
 
 @pytest.mark.parametrize("place", ["models/nothing", "models/nothing/", "elsewhere", "elsewhere/"])
-def test_addresses_with_nothing(nginx, place, no_settings_of_the_machine):
+def test_addresses_without_a_model_are_errors(nginx, place, no_settings_of_the_machine):
     with pytest.raises(OSError, match=place):
         tensorizer.load(f"{nginx.http}/{place}", "cpu")
 
@@ -201,7 +201,7 @@ def test_by_the_address_of_a_bucket(bucket, place):
     check(ops.load(f"s3://bucket/{place}"))
 
 
-def test_a_bucket_with_nothing(bucket):
+def test_a_bucket_without_a_model_raises_file_not_found(bucket):
     for place in ("nothing", "nothing/"):
         with pytest.raises(FileNotFoundError, match=f"s3://bucket/{place}"):
             tensorizer.load(f"s3://bucket/{place}", "cpu")
@@ -209,10 +209,14 @@ def test_a_bucket_with_nothing(bucket):
 
 def test_an_index_that_is_open_already(folder):
     with open(folder / INDEX, "rb") as file:
-        with pytest.raises(NotImplementedError, match=r"names files beside it.*open its path"):
+        with pytest.raises(
+            NotImplementedError, match=r"is an index of shards.*pass the path or address"
+        ):
             tensorizer.load(file, "cpu")
     with open(folder / INDEX, "rb") as file:
-        with pytest.raises(NotImplementedError, match=r"names files beside it.*open its path"):
+        with pytest.raises(
+            NotImplementedError, match=r"is an index of shards.*pass the path or address"
+        ):
             tensorizer.load(file.fileno(), "cpu")
 
 

@@ -166,7 +166,7 @@ def test_shards_that_are_no_files(folder):
         tensorizer.load(path, "cpu")
 
 
-def test_a_tensor_that_is_promised(folder):
+def test_a_shard_without_its_indexed_tensor_is_refused(folder):
     path = write_index(folder, {"a": "1.safetensors", "c": "2.safetensors"})
     refused_shards(path, "expected tensor `c` in `2.safetensors`, which does not hold it")
     # In another shard than promised is not there either.
@@ -183,7 +183,7 @@ def test_a_tensor_in_two_shards_that_the_index_does_not_name(folder):
         tensors = {str(number): torch.ones(1), "both": torch.ones(number)}
         save_file(tensors, folder / f"{number}.safetensors")
     path = write_index(folder, {"1": "1.safetensors", "2": "2.safetensors"})
-    refused_shards(path, "tensor `both` is in two files, and the index names neither")
+    refused_shards(path, "tensor `both` is in two files, and the index does not say")
 
 
 #: By the defect: the index, and a part of the message.
@@ -244,7 +244,7 @@ def test_an_index_that_is_too_long(folder):
 def test_an_index_from_a_pipe(folder):
     path = write_index(folder, {"a": "1.safetensors", "b": "2.safetensors"})
     with feeding(path.read_bytes()) as number:
-        with pytest.raises(NotImplementedError, match="open its path or address"):
+        with pytest.raises(NotImplementedError, match="pass the path or address of the index"):
             tensorizer.load(number, "cpu")
 
 

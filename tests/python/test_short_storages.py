@@ -98,7 +98,7 @@ LOADS = {
 
 @pytest.mark.parametrize("kind", [freed, cut, beyond], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_load_into_it_is_refused(load, kind, path):
+def test_a_load_into_a_short_storage_is_refused(load, kind, path):
     with pytest.raises((NotImplementedError, RuntimeError, ValueError), match=SHORT):
         load(path, kind())
 

@@ -239,7 +239,7 @@ def test_names_as_they_are_stored(tmp_path):
     stored = '\x1e["a","b"]'
     loaded = tensorizer.load(tmp_path / "f.tensors", "cpu", slices={stored: (0, 2, 4)})
     assert torch.equal(loaded["a", "b"], torch.tensor([2, 3]))
-    with pytest.raises(ValueError, match="those of one tensor"):
+    with pytest.raises(ValueError, match="belong to the same tensor"):
         out = {("a", "b"): torch.zeros(9, dtype=torch.int64), stored: torch.zeros(9)}
         tensorizer.load(tmp_path / "f.tensors", out=out)
     # A plain name that looks like one is found first.

@@ -147,7 +147,7 @@ class TestEverySource:
         self.kind, self.data = kind, data
         self.open = lambda data=data: sources.open(kind, data, tmp_path)
 
-    def test_everything(self):
+    def test_all_tensors_are_loaded(self):
         with self.open() as source, TensorDeserializer(source, "cpu") as loaded:
             check(dict(loaded.items()))
 
@@ -164,7 +164,7 @@ class TestEverySource:
             else:
                 check(dict(TensorDeserializer(source, "cpu", num_readers=readers).items()))
 
-    def test_some(self):
+    def test_filtered_tensors_are_loaded(self):
         chosen = [name for name in TENSORS if name.endswith(("7", "t"))]
         with self.open() as source:
             loaded = TensorDeserializer(source, "cpu", filter_func=lambda name: name in chosen)
@@ -198,7 +198,7 @@ class TestEverySource:
         if length > 100:
             assert isinstance(raised.value, OSError)  # a TruncatedError, or what is missing
 
-    def test_nothing(self):
+    def test_an_empty_source_is_refused(self):
         if self.kind == "redis":
             with self.open(b"") as source, pytest.raises(FileNotFoundError):
                 tensorizer.load(source, "cpu")

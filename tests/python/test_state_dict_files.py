@@ -165,7 +165,9 @@ def test_tensors_missing_in_the_file_keep_their_values(load):
 
 def test_tensors_only_in_the_file_become_buffers(load):
     other = Model()
-    with pytest.warns(UserWarning, match="Model has got tensors that only the file had: more, no"):
+    with pytest.warns(
+        UserWarning, match="Model has new tensors, which only the file had: more, no"
+    ):
         count = load(other, {**STATE, "more": torch.ones(2), "norm.more": torch.ones(1)})
     assert count == len(STATE) + 2
     check(other)
@@ -362,7 +364,7 @@ def test_hashes_are_asked_for_after_a_load(tmp_path):
         list(file.read_tensors(verify_hash=True))
 
 
-def test_numbers_that_were_keys_stay_keys(tmp_path):
+def test_integer_keys_of_dicts_stay_keys(tmp_path):
     state = {
         "state": {5: {"step": torch.ones(1)}, 3: {"step": torch.zeros(1)}},
         "l": [torch.ones(2)],

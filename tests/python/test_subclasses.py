@@ -145,14 +145,14 @@ def test_saving_a_subclass_that_wraps_other_tensors_is_refused(way, tmp_path):
 
 
 @pytest.mark.parametrize("way", OPERATORS)
-def test_operators_refuse_what_is_made_of_others(way, tmp_path):
+def test_operators_refuse_wrapper_subclasses(way, tmp_path):
     tensor = Halves(torch.ones(2), torch.ones(2))
     with pytest.raises(RuntimeError, match="`weight`: tensor subclasses that implement __torch_d"):
         way(tensor, tmp_path / "model.tensors")
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_loaded_into_what_is_made_of_others(tmp_path):
+def test_loads_into_wrapper_subclasses_are_refused(tmp_path):
     path = str(tmp_path / "model.tensors")
     tensorizer.save({"weight": torch.zeros(2)}, path)
     tensor = Halves(torch.ones(2), torch.ones(2))
@@ -168,7 +168,7 @@ def test_nothing_is_loaded_into_what_is_made_of_others(tmp_path):
             file.load_into_module(module)
 
 
-def test_checkpoints_keep_what_is_made_of_others(tmp_path):
+def test_checkpoints_keep_wrapper_subclasses(tmp_path):
     path = tmp_path / "model.pt"
     tensor = Halves(torch.arange(4.0), torch.ones(4))
     with tensorizer_saving():

@@ -206,7 +206,7 @@ def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(ls, "open_heads", fail)
+    monkeypatch.setattr(ls, "open_description", fail)
     monkeypatch.setattr(output, "error_line", error_line)
     try:
         assert main(["ls", str(tmp_path)]) == 130

@@ -97,14 +97,14 @@ def test_a_function_names_the_file(tmp_path):
         load(tmp_path / "a.pt", {"file_obj": lambda target: None})
 
 
-def test_nothing_but_plain_values(tmp_path):
+def test_an_object_without_storages_has_no_second_file(tmp_path):
     save({"x": 1, "empty": torch.empty(0)}, tmp_path / "a.pt")
     assert not (tmp_path / "a.pt.tensors").exists()
     assert load(tmp_path / "a.pt")["x"] == 1
     assert torch.load(tmp_path / "a.pt")["x"] == 1
 
 
-def test_ordinary_files_load_as_ever(tmp_path):
+def test_ordinary_files_load_in_a_block(tmp_path):
     torch.save(state(), tmp_path / "a.pt")
     assert_state(load(tmp_path / "a.pt"))
     script = torch.jit.script(torch.nn.Linear(2, 3))
@@ -323,7 +323,7 @@ def test_decorators(tmp_path):
     assert_state(read("b"))
 
 
-def test_torch_is_itself_again(tmp_path):
+def test_blocks_restore_the_functions_of_torch(tmp_path):
     before = torch.save, torch.load, torch.serialization._weights_only_unpickler
     with pytest.raises(ZeroDivisionError), tensorizer_saving(), tensorizer_loading():
         assert torch.save is not before[0]

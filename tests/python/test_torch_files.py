@@ -286,15 +286,15 @@ def test_commands(tmp_path, file, expected, capsys):
     assert main(["ls", str(tmp_path / "no.pt")]) == 2
 
 
-def test_encryption_is_not_theirs(file):
+def test_a_key_for_a_torch_file_is_refused(file):
     with pytest.raises(tensorizer.CryptographyError):
         tensorizer.load(file, encryption=tensorizer.DecryptionParams.from_key(bytes(32)))
 
 
-def test_others_refuse(file):
+def test_operators_refuse_torch_files(file):
     for call in (lambda: ops.load(str(file)), lambda: ops.names(str(file))):
         with pytest.raises(
-            (RuntimeError, NotImplementedError), match=r"only Python's .*load reads"
+            (RuntimeError, NotImplementedError), match=r"only the Python package reads: .*load"
         ):
             call()
 
@@ -320,7 +320,7 @@ def test_pipes_are_refused(file):
     os.write(write, file.read_bytes()[:2000])
     os.close(write)
     with pytest.raises(
-        NotImplementedError, match="directory is at its end, and comes front to back"
+        NotImplementedError, match="directory is at its end, but this source can only"
     ):
         tensorizer.load(read)
     os.close(read)

@@ -42,31 +42,31 @@ CENTRAL = [
     ({"flags": 0x848}, "is encrypted"),
     ({"flags": 0x2808}, "is encrypted"),
     ({"flags": 0x828}, "flags 0x0828, of which some are unknown"),
-    ({"packed": 23}, "has 23 bytes as it lies there, and 24 without compression"),
+    ({"packed": 23}, "has 23 bytes in the archive, and 24 without compression"),
     ({"size": 32, "packed": 32}, r"'0': expected 24 bytes for 6 elements .* found 32"),
-    ({"size": 1 << 31, "packed": 1 << 31}, "reaches into the next"),
-    ({"size": 0xFFFFFFFF, "packed": 0xFFFFFFFF}, "reaches into the next"),
-    ({"at": 0}, "reaches into the next|is another before its data"),
-    ({"at": 5}, "reaches into the next|signature"),
-    ({"at": 0xFFFFFFF0}, "reaches into the next one, or into the directory"),
-    ({"at": 0xFFFFFFFF}, "reaches into the next one, or into the directory"),
-    ({"disk": 1}, "lies in another part"),
-    ({"disk": 0xFFFF}, "lies in another part"),
-    ({"sign": 1}, "holds something else"),
-    ({"name": b"x/data/1"}, "its name is another before its data"),
+    ({"size": 1 << 31, "packed": 1 << 31}, "overlaps the next"),
+    ({"size": 0xFFFFFFFF, "packed": 0xFFFFFFFF}, "overlaps the next"),
+    ({"at": 0}, "overlaps the next|differs from the directory"),
+    ({"at": 5}, "overlaps the next|signature"),
+    ({"at": 0xFFFFFFF0}, "overlaps the next record, or the directory"),
+    ({"at": 0xFFFFFFFF}, "overlaps the next record, or the directory"),
+    ({"disk": 1}, "is in another part"),
+    ({"disk": 0xFFFF}, "is in another part"),
+    ({"sign": 1}, "has an entry with a wrong signature"),
+    ({"name": b"x/data/1"}, "its name in its local header differs"),
     ({"name": b"x/data/\xff"}, "UTF-8"),
     ({"name": b"y/data/0"}, "another folder"),
-    ({"name": b"x/data.pkl"}, "is there twice|its name is another"),
+    ({"name": b"x/data.pkl"}, "has two records|its name in its local header"),
     ({"extra": struct.pack("<HH", 1, 4)}, "ends inside its field"),
     ({"size": 0xFFFFFFFF, "extra": struct.pack("<HHI", 1, 4, 0)}, "ends inside its size"),
-    ({"at": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 1, 8, 1 << 63)}, "reaches into the next"),
+    ({"at": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 1, 8, 1 << 63)}, "overlaps the next"),
     (
         {
             "size": 0xFFFFFFFF,
             "packed": 0xFFFFFFFF,
             "extra": struct.pack("<HHQQ", 1, 16, (1 << 64) - 1, (1 << 64) - 1),
         },
-        "reaches into the next",
+        "overlaps the next",
     ),
 ]
 
@@ -77,9 +77,9 @@ def test_directories(refuse, fields, match):
 
 
 LOCAL = [
-    ({"method": 8}, "its method is another before its data"),
-    ({"flags": 0x800}, "what its flags say"),
-    ({"flags": 0x809}, "what its flags say"),
+    ({"method": 8}, "its method in its local header differs"),
+    ({"flags": 0x800}, "its flags in its local header differ"),
+    ({"flags": 0x809}, "its flags in its local header differ"),
     ({"size": 25}, "its size"),
     ({"packed": 23}, "its size"),
     ({"name": b"x/data/9"}, "its name"),
@@ -104,7 +104,7 @@ def test_a_header_that_reaches_into_the_next_record(refuse):
     at = data.index(b"x/data/0") - 2
     # The length of its extra fields.
     struct.pack_into("<H", data, at, 0xFFFF)
-    refuse(bytes(data), "`x/data/0` of 24 bytes reaches into the next one")
+    refuse(bytes(data), "`x/data/0` of 24 bytes overlaps the next record")
 
 
 def counts(number):
@@ -116,17 +116,17 @@ def counts(number):
 ENDS = [
     ({"end": {"disk": 1}}, "several parts"),
     ({"end": {"here": 3}}, "several parts"),
-    ({"end": {"count": 3, "here": 3}}, "do not agree"),
-    ({"end": {"size": 5}}, "do not agree"),
-    ({"end": {"start": 0}}, "do not agree"),
-    ({"end": {"junk": b"!"}}, "without the directory at its end"),
-    ({"end": {"junk": bytes(100_000)}}, "without the directory at its end"),
+    ({"end": {"count": 3, "here": 3}}, "contradict each other"),
+    ({"end": {"size": 5}}, "contradict each other"),
+    ({"end": {"start": 0}}, "contradict each other"),
+    ({"end": {"junk": b"!"}}, "without a central directory at its end"),
+    ({"end": {"junk": bytes(100_000)}}, "without a central directory at its end"),
     ({"end64": {"disk": 1}}, "several parts"),
     ({"end64": {"disks": 2}}, "several parts"),
     ({"end64": {"here": 3}}, "several parts"),
-    ({"end64": {"at": 0}}, "expected the end of the zip archive at byte"),
-    ({"end64": {"at": 1 << 63}}, "expected the end of the zip archive at byte"),
-    ({"end64": {"length": 45}}, "is none, or of another length"),
+    ({"end64": {"at": 0}}, "expected the zip64 end record of the zip archive at byte"),
+    ({"end64": {"at": 1 << 63}}, "expected the zip64 end record of the zip archive at byte"),
+    ({"end64": {"length": 45}}, "has a wrong signature or length"),
     (counts(3), "expected 3 records"),
     (counts(5), "cannot name 5 records"),
     (counts(1 << 63), "cannot name"),
@@ -137,7 +137,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("fields", "match"), ENDS, ids=str)
-def test_ends(refuse, fields, match):
+def test_damaged_ends_of_archives_are_refused(refuse, fields, match):
     refuse(Zip(records(), **fields).bytes, match)
 
 
@@ -151,17 +151,17 @@ def test_truncated():
 def test_overlaps_and_repetitions(refuse):
     content = records()
     twice = [*content.items(), ("data/0", DATA)]
-    refuse(Zip(twice).bytes, "record `x/data/0` is there twice")
+    refuse(Zip(twice).bytes, "two records `x/data/0`")
     # Two names for the same bytes.
     first = Zip(records(data__1=DATA)).bytes.index(b"x/data/0") - 30
     refuse(
         Zip(records(data__1=DATA), central={"x/data/1": {"at": first}}).bytes,
-        "reaches into the next",
+        "overlaps the next",
     )
     archive = Zip(content)
     refuse(
         Zip(content, central={"x/version": {"at": archive.start - 4}}).bytes,
-        "reaches into the next one, or into the directory",
+        "overlaps the next record, or the directory",
     )
 
 
@@ -184,10 +184,10 @@ def test_other_archives(refuse, tmp_path):
     bomb = {"x/" + name: data for name, data in records(data__1=bytes(10_000_000)).items()}
     refuse(packed(zipfile.ZIP_DEFLATED, **bomb), "is compressed")
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "script.pt")
-    refuse((tmp_path / "script.pt").read_bytes(), "a TorchScript archive.*torch.jit.load reads it")
+    refuse((tmp_path / "script.pt").read_bytes(), "a TorchScript archive.*torch.jit.load")
     refuse(Zip(records(code__a=b"")).bytes, "a TorchScript archive")
     refuse(b"before" + inner, "Not a tensorizer file")
-    refuse(b"PK\x03\x04" + b"before" + inner, "expected it to end at byte|expected the end")
+    refuse(b"PK\x03\x04" + b"before" + inner, "expected it to end at byte|expected the zip64 end")
 
 
 def test_legacy_pickles(refuse, tmp_path):

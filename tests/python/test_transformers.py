@@ -17,8 +17,8 @@ import torch
 from conftest import assert_same, run_python
 from tensorizer import FormatError
 from tensorizer.transformers import (
+    config_sanitizer,
     fetching,
-    file_entries,
     folders,
     from_pretrained,
     load_adapter,
@@ -127,7 +127,7 @@ def test_a_file_and_a_configuration_that_is_given(served, tmp_path):
     assert_same(again.model.norm.weight.data, plain["model.norm.weight"])
 
 
-def test_nothing_is_there(served, tmp_path):
+def test_missing_folders_and_files_are_named(served, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder of a model, and no file: .*nowhere"):
         from_pretrained(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=f"no config.json at {served.http}/nowhere: pass"):
@@ -176,7 +176,7 @@ def test_passwords_and_queries_are_not_shown(served):
     ],
 )  # fmt: skip
 def test_folders(address, folder, shown, is_file):
-    found = folders.Folder(address)
+    found = folders.ModelFolder(address)
     assert (found.join("x"), found.shown) == (folder, shown)
     assert found.file == (address if is_file else None)
 
@@ -189,22 +189,22 @@ def test_addresses_that_are_refused():
 
 
 def test_one_commit_of_the_hub():
-    folder = folders.Folder("hf://org/repo/sub")
+    folder = folders.ModelFolder("hf://org/repo/sub")
     folder.pin("config.json", "hf://org/repo@main/sub/config.json")
     assert folder.join("x") == "hf://org/repo/sub/x"
-    assert folder.is_to_be_pinned
+    assert folder.needs_pinning
     commit = "5a" * 20
     folder.pin("config.json", f"hf://org/repo@{commit}/sub/config.json")
-    assert folder.join("x") == f"hf://org/repo@{commit}/sub/x" and not folder.is_to_be_pinned
-    folder = folders.Folder("hf://org/repo/sub/model.safetensors")
+    assert folder.join("x") == f"hf://org/repo@{commit}/sub/x" and not folder.needs_pinning
+    folder = folders.ModelFolder("hf://org/repo/sub/model.safetensors")
     folder.pin("config.json", f"hf://org/repo@{commit}/sub/config.json")
     assert folder.file == f"hf://org/repo@{commit}/sub/model.safetensors"
-    assert not folders.Folder("http://h/m").is_to_be_pinned
+    assert not folders.ModelFolder("http://h/m").needs_pinning
 
 
 def test_arguments_for_the_hub_are_refused(tmp_path):
     for call in (from_pretrained, load_config, load_tokenizer, load_processor):
-        with pytest.raises(TypeError, match="revision= is for the hub of the library"):
+        with pytest.raises(TypeError, match="revision= is not supported: the address says"):
             call(tmp_path, revision="main")
     with pytest.raises(TypeError, match="expected a class of transformers or diffusers"):
         from_pretrained(tmp_path, torch.nn.Linear, config={})
@@ -218,7 +218,7 @@ def test_small_files_are_bounded(served, monkeypatch):
         load_config(f"{served.http}/llama")
 
 
-def test_a_configuration_that_is_none(served):
+def test_damaged_configurations_are_refused(served):
     (served.root / "damaged").mkdir()
     for text, said in (("[", "is not JSON"), ("[]", "expected a JSON object, found list")):
         (served.root / "damaged/config.json").write_text(text)
@@ -335,14 +335,14 @@ def test_entries_that_name_files_of_the_machine(tmp_path):
     kept = {"vocab": ["a"], "vocab_size": 3, "chat_template": "a/b_file", "unk_token": "/"}
     dropped = {"vocab": "x", "merges": "x", "source_spm": "x", "fast_tokenizer_files": ["x"]}
     path.write_text(json.dumps(kept | {"sp_model_kwargs": {"model_file": "x", "nbest_size": 1}}))
-    file_entries.drop_tokenizer_files(path)
+    config_sanitizer.drop_tokenizer_files(path)
     assert json.loads(path.read_text()) == kept | {"sp_model_kwargs": {"nbest_size": 1}}
     path.write_text(json.dumps(dropped))
-    file_entries.drop_tokenizer_files(path)
+    config_sanitizer.drop_tokenizer_files(path)
     assert json.loads(path.read_text()) == {}
     hub = {"repo_path": "org/repo", "image_processor": {"class_info_file": "ade20k.json"}}
     path.write_text(json.dumps(hub | {"part": {"class_info_file": str(path)}, "a_path": "../x"}))
-    file_entries.drop_processor_files(path)
+    config_sanitizer.drop_processor_files(path)
     assert json.loads(path.read_text()) == hub | {"part": {}}
 
 
@@ -411,7 +411,7 @@ def test_arguments_and_blocks_of_the_library(served, tmp_path, caplog):
     (tmp_path / "damaged/adapter_config.json").write_text("{}")
     damaged = from_pretrained(tmp_path / "damaged")
     assert damaged.generation_config.eos_token_id == 2
-    assert "holds an adapter too, which is not attached" in caplog.text
+    assert "has an adapter too, which is not attached" in caplog.text
 
 
 # diffusers and PEFT
@@ -460,7 +460,7 @@ def test_models_of_diffusers_on_several_threads(stubs, diffusion):
         str(number): lambda dtype=dtype: from_pretrained(folder, dtype=dtype).table.dtype
         for number, dtype in enumerate(dtypes)
     }
-    assert list(fetching.together(jobs).values()) == dtypes
+    assert list(fetching.run_jobs(jobs).values()) == dtypes
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -504,7 +504,7 @@ def test_an_adapter(stubs, served):
     tensorizer.save(
         {"factor": torch.ones(2), "x": torch.ones(1)}, folder / "adapter_model.safetensors"
     )
-    with pytest.warns(UserWarning, match=r"adapter has, and nothing takes: x"):
+    with pytest.warns(UserWarning, match=r"adapter has keys that the model does not use: x"):
         load_adapter(base, folder)
     with pytest.raises(NotImplementedError, match="key_mapping is for PeftModel"):
         load_adapter(base, folder, key_mapping={"a": "b"})
@@ -525,16 +525,16 @@ def test_a_library_that_is_missing_or_old(served, monkeypatch):
 
 
 def test_a_folder_that_was_removed_is_not_made_again(served, tmp_path):
-    files = fetching.Fetched(folders.Folder(f"{served.http}/llama"), tmp_path / "gone")
+    files = fetching.FetchedFiles(folders.ModelFolder(f"{served.http}/llama"), tmp_path / "gone")
     ended = threading.Event()
-    files._one("config.json", ended)
+    files._fetch_one("config.json", ended)
     ended.set()
-    files._one("generation_config.json", ended)
+    files._fetch_one("generation_config.json", ended)
     assert not (tmp_path / "gone").exists()
 
 
 def test_files_of_the_hub_are_asked_for_alone_until_one_is_pinned(tmp_path, monkeypatch):
-    files = fetching.Fetched(folders.Folder("hf://org/repo"), tmp_path)
+    files = fetching.FetchedFiles(folders.ModelFolder("hf://org/repo"), tmp_path)
     rounds = []
 
     def note(names):
@@ -542,7 +542,7 @@ def test_files_of_the_hub_are_asked_for_alone_until_one_is_pinned(tmp_path, monk
         if "b" in names:
             files._folder.pin("b", f"hf://org/repo@{'5a' * 20}/b")
 
-    monkeypatch.setattr(files, "_together", note)
+    monkeypatch.setattr(files, "_fetch_concurrently", note)
     files.fetch(["a", "b", "c", "d"])
     assert rounds == [["a"], ["b"], ["c", "d"]]
 
@@ -564,26 +564,26 @@ def test_a_file_of_a_server_without_ranges_is_whole(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        fetching.Fetched(folders.Folder(address), tmp_path).fetch(["config.json"])
+        fetching.FetchedFiles(folders.ModelFolder(address), tmp_path).fetch(["config.json"])
         server.shutdown()
     assert (tmp_path / "config.json").read_text() == '{"a": 12}'
     assert len(requests) <= 4
 
 
-def test_jobs_together():
-    assert fetching.together({}) == {}
+def test_run_jobs_keeps_order_and_raises_the_first_error():
+    assert fetching.run_jobs({}) == {}
     jobs = {str(number): lambda number=number: number for number in range(20)}
-    assert list(fetching.together(jobs).values()) == list(range(20))
+    assert list(fetching.run_jobs(jobs).values()) == list(range(20))
 
     def fail():
         raise KeyError("one")
 
     with pytest.raises(KeyError, match="one"):
-        fetching.together(jobs | {"fails": fail})
+        fetching.run_jobs(jobs | {"fails": fail})
 
 
 def test_tensors_that_are_handed_out_once():
-    once = weights.Once(torch.ones(2))
+    once = weights.SingleUseTensor(torch.ones(2))
     assert once.dtype == torch.float32 and once[0] == 1
     assert_same(once[...], torch.ones(2))
     with pytest.raises(RuntimeError, match="handed out before"):

@@ -141,7 +141,7 @@ def no_links(*_):
 
 
 @pytest.mark.parametrize("existed", [True, False])
-def test_one_saves_within_the_save_of_another(tmp_path, existed):
+def test_concurrent_saves_leave_the_last_pair(tmp_path, existed):
     path = tmp_path / "state.pt"
     if existed:
         save(tensors(1), path)
@@ -166,7 +166,7 @@ def test_a_failing_save_does_not_withdraw_the_pair_of_another_save(path, monkeyp
         assert sorted(os.listdir(path.parent)) == NAMES
 
 
-def test_one_that_fails_leaves_the_pair_to_the_next(path):
+def test_a_failed_concurrent_save_keeps_the_other_pair(path):
     first = Saver(path, 2, stops=True).begin()
     second = Saver(path, 3, fails=True).begin()
     first.end()
@@ -175,9 +175,9 @@ def test_one_that_fails_leaves_the_pair_to_the_next(path):
     assert sorted(os.listdir(path.parent)) == NAMES
 
 
-def test_one_cleans_up_while_another_begins(path, monkeypatch):
+def test_leftovers_of_a_beginning_save_are_not_removed(path, monkeypatch):
     first, second = Saver(path, 2), Saver(path, 3, fails=True)
-    link, clean_up = Path.hardlink_to, pairs.clean_up
+    link, remove_leftovers = Path.hardlink_to, pairs.remove_leftovers
 
     def slow_link(self, target):
         link(self, target)
@@ -188,10 +188,10 @@ def test_one_cleans_up_while_another_begins(path, monkeypatch):
     def slow_clean_up(*args):
         if threading.current_thread() is first:
             second.begin()
-        clean_up(*args)
+        remove_leftovers(*args)
 
     monkeypatch.setattr(Path, "hardlink_to", slow_link)
-    monkeypatch.setattr(pairs, "clean_up", slow_clean_up)
+    monkeypatch.setattr(pairs, "remove_leftovers", slow_clean_up)
     first.start()
     first.end()
     second.end()
@@ -320,7 +320,7 @@ def test_a_handler_of_a_signal_that_saves(path, monkeypatch):
     before = files(path.parent)
     outer = signal.signal(signal.SIGUSR1, lambda *_: save(tensors(3), path))
     try:
-        with pytest.raises(RuntimeError, match="handler of a signal"):
+        with pytest.raises(RuntimeError, match="a signal handler must not save"):
             save(tensors(2), path)
     finally:
         signal.signal(signal.SIGUSR1, outer)
@@ -398,7 +398,7 @@ def test_the_same_object_again(path, monkeypatch, step):
 
 def test_a_load_during_a_save(path):
     saver = Saver(path, 2, stops=True).begin()
-    with pytest.warns(RuntimeWarning, match="killed or is under way"):
+    with pytest.warns(RuntimeWarning, match="killed or is in progress"):
         assert value_in(path) == 1
     saver.end()
     assert value_in(path) == 2
@@ -411,24 +411,24 @@ def test_a_save_that_ends_during_a_load(path, monkeypatch, fails, links):
     if not links:
         monkeypatch.setattr(Path, "hardlink_to", no_links)
     saver = Saver(path, 2, stops=True, fails=fails).begin()
-    kept_half = pairs.kept_half
+    retained_storage_file = pairs.retained_storage_file
 
     def found(*args):
-        kept = kept_half(*args)
+        kept = retained_storage_file(*args)
         saver.end()
         return kept
 
-    monkeypatch.setattr(pairs, "kept_half", found)
+    monkeypatch.setattr(pairs, "retained_storage_file", found)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert value_in(path) == (1 if fails else 2)
 
 
-def test_a_load_that_finds_no_pair_ends(path):
+def test_a_load_without_a_matching_pair_raises(path):
     save(tensors(5), path.parent / "other.pt")
     os.replace(path.parent / "other.pt.tensors", f"{path}.tensors")
     with pytest.raises(pairs.PairMismatchError):
         load(path)
     os.unlink(f"{path}.tensors")
-    with pytest.raises(FileNotFoundError, match="not there"):
+    with pytest.raises(FileNotFoundError, match="which is missing"):
         load(path)

@@ -35,7 +35,7 @@ def holds(path, tensors):
 def test_a_new_name_is_given_to_what_was_written(how, tmp_path):
     path = tmp_path / "f"
     (text,) = forget(path if how == "path" else open_stream(path, "wb+"))
-    assert text.startswith(f"{path} was not closed: what was written has been finished")
+    assert text.startswith(f"{path} was not closed: the file was completed")
     holds(path, NEW)
     assert os.listdir(tmp_path) == ["f"]
 
@@ -47,7 +47,7 @@ def test_a_file_that_has_the_name_stays(how, tmp_path):
     # A newer file replaces an older one that was forgotten, too.
     for tensors in (NEW, {"other": torch.zeros(2)}, NEW):
         (text,) = forget(path if how == "path" else open_stream(path, "wb+"), tensors)
-        assert f"{path} was not closed: the file of that name stays" in text
+        assert f"{path} was not closed: the file of that name is unchanged" in text
         assert str(tmp_path / "f.unclosed") in text
         holds(tmp_path / "f.unclosed", tensors)
     holds(path, OLD)
@@ -68,7 +68,7 @@ def test_a_file_that_gets_the_name_meanwhile_stays(tmp_path):
 def test_a_file_of_the_caller_is_finished_where_it_is(tmp_path):
     path = tmp_path / "f"
     (text,) = forget(open(path, "wb+"))  # noqa: SIM115
-    assert "what was written has been finished" in text
+    assert "the file was completed with what was written" in text
     holds(path, NEW)
 
 
@@ -81,7 +81,7 @@ def test_a_write_that_was_refused_leaves_those_before_it(bad, tmp_path):
     serializer.write_state_dict(NEW)
     with pytest.raises((ValueError, NotImplementedError)):
         serializer.write_state_dict(bad)
-    with pytest.warns(RuntimeWarning, match="has been finished"):
+    with pytest.warns(RuntimeWarning, match="file was completed"):
         del serializer
     holds(path, NEW)
 
@@ -121,7 +121,7 @@ def test_cycles_of_references(how, tmp_path):
     holder.me, holder.stream = holder, target
     holder.serializer = TensorSerializer(target)
     holder.serializer.write_state_dict(NEW)
-    with pytest.warns(RuntimeWarning, match="has been finished"):
+    with pytest.warns(RuntimeWarning, match="file was completed"):
         del holder, target
         targets.clear()
         gc.collect()
@@ -151,10 +151,10 @@ def test_a_link_to_nothing_is_followed(tmp_path):
     holds(tmp_path / "real", NEW)
 
 
-def test_objects_of_s3_are_given_up(s3, tmp_path):
+def test_unclosed_uploads_are_aborted(s3, tmp_path):
     tensorizer.save(OLD, "s3://bucket/forgotten")
     (text,) = forget("s3://bucket/forgotten")
-    assert "s3://bucket/forgotten was not closed: it was given up" in text
+    assert "s3://bucket/forgotten was not closed: the upload was aborted" in text
     holds("s3://bucket/forgotten", OLD)
 
 

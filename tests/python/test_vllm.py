@@ -127,7 +127,7 @@ def test_the_format_is_registered_once(stub):
         ("class DefaultModelLoader", "class Loader", "cannot import name"),
     ],
 )
-def test_a_vllm_of_another_shape_is_told(  # noqa: PLR0917  # fixtures
+def test_an_unsupported_vllm_is_warned_of(  # noqa: PLR0917  # fixtures
     tmp_path, monkeypatch, caplog, old, new, said
 ):
     (path,) = (path for path in vllm_stub.write(tmp_path).rglob("*.py") if old in path.read_text())
@@ -208,17 +208,17 @@ def test_a_model_that_vllm_downloads(stub, tmp_path, weights):
 def test_shards_are_read_by_their_index(stub, tmp_path, weights):
     folder = tmp_path / "model"
     index = write("safetensors shards", weights, folder)
-    from tensorizer_engines.files import together
+    from tensorizer_engines.files import index_of_shards
 
     shards = sorted(map(str, folder.glob("*.safetensors")))
-    assert together(shards[::-1]) == [str(folder / index)]
-    assert together(shards[:1]) == shards[:1]
+    assert index_of_shards(shards[::-1]) == [str(folder / index)]
+    assert index_of_shards(shards[:1]) == shards[:1]
     (folder / "a.index.json").write_text("no JSON")
     (folder / "b.index.json").write_text('["no index"]')
     (folder / "c.index.json").write_text('{"weight_map": {"a": ["no", "name"]}}')
-    assert together(shards) == [str(folder / index)]
+    assert index_of_shards(shards) == [str(folder / index)]
     (folder / index).unlink()
-    assert together(shards[::-1]) == shards
+    assert index_of_shards(shards[::-1]) == shards
     assert_loaded(load(stub, folder), weights)
 
 
@@ -282,17 +282,17 @@ def test_a_model_that_drafts_has_weights_of_its_own(stub, tmp_path, weights):
 
 
 def test_tensors_go_to_the_models_device_unless_an_option_names_one(stub):
-    from tensorizer_engines.options import Options
+    from tensorizer_engines.options import LoaderOptions
 
-    assert Options().place(Model()) == torch.device("cpu")
+    assert LoaderOptions().device_for(Model()) == torch.device("cpu")
     # Weights that are quantized on their way, and none at all.
-    assert Options().place(Model("meta")) == torch.device("cpu")
-    assert Options().place(torch.nn.Identity()) == torch.device("cpu")
+    assert LoaderOptions().device_for(Model("meta")) == torch.device("cpu")
+    assert LoaderOptions().device_for(torch.nn.Identity()) == torch.device("cpu")
     model = SimpleNamespace(
         parameters=lambda: [SimpleNamespace(device=torch.device(d)) for d in ("meta", "cuda:3")]
     )
-    assert Options().place(model) == torch.device("cuda:3")
-    assert Options(device="cpu").place(model) == torch.device("cpu")
+    assert LoaderOptions().device_for(model) == torch.device("cuda:3")
+    assert LoaderOptions(device="cpu").device_for(model) == torch.device("cpu")
 
 
 def test_encrypted(stub, tmp_path, weights):
@@ -368,7 +368,7 @@ def test_files_that_are_not_weights_of_a_model(stub, tmp_path, weights):
         load(stub, tmp_path)
 
 
-def test_places_without_weights(stub, tmp_path, weights):
+def test_missing_weights_are_errors(stub, tmp_path, weights):
     with pytest.raises(RuntimeError, match="Cannot find any model weights"):
         load(stub, tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -133,12 +133,12 @@ def test_an_address(config_of, published, expected, tmp_path, kind):
 
 
 def test_the_plugin_is_found_by_vllm(config_of, published):
-    from tensorizer_vllm.loader import StreamLoader
+    from tensorizer_vllm.loader import VllmStreamLoader
     from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 
     config = config_of(published[0], "tensorizer_stream")
     made = get_model_loader(config.load_config)
-    assert isinstance(made, StreamLoader) and isinstance(made, DefaultModelLoader)
+    assert isinstance(made, VllmStreamLoader) and isinstance(made, DefaultModelLoader)
     # vLLM's configuration is as it was.
     assert config.load_config.load_format == "tensorizer_stream"
     config.load_config.model_loader_extra_config = {"url": "x"}

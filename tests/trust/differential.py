@@ -87,7 +87,7 @@ def compared(mine: list, other: dict, data: bytes) -> str | None:
     bodies = read_index(data)[0]
     ends = (body.data_at + body.data_len for body in bodies)
     if any(end != body.header_at for end, body in zip(ends, bodies[1:], strict=False)):
-        return "it takes what lies between tensors for headers"
+        return "bytes between tensors taken for headers by the old package"
     known = (why for said, why in REFUSED.items() if said in other.get("error", ""))
     return next(known, None)
 
@@ -115,7 +115,7 @@ def main() -> None:
             path.write_bytes(mutated(base, rng))
             mine = ours(path, base.encrypted)
             if mine is None:
-                outcomes["we refuse it"] += 1
+                outcomes["refused by this release"] += 1
             else:
                 other = old.read(path, base.encrypted)
                 how = compared(mine, other, path.read_bytes())

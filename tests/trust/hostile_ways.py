@@ -18,7 +18,7 @@ import tensorizer
 import tensors_bytes
 import torch
 from hostile_bases import KEY, Base
-from tensorizer.distributed.whole import Whole
+from tensorizer.distributed.whole_tensors import WholeTensors
 from tensorizer.torch_compat import tensorizer_loading
 from tensorizer_cli.main import main as command
 
@@ -101,7 +101,7 @@ def by_operators(path: Path, encryption: Any = None) -> Tensors:
 
 
 def of_ranks(path: Path) -> Tensors:
-    with Whole(path.parent, verify_hash=True) as whole:
+    with WholeTensors(path.parent, verify_hash=True) as whole:
         return dict(zip(whole.names, whole.load(whole.names), strict=True))
 
 

@@ -20,23 +20,23 @@ from .._native import Reader
 from ..file.arguments import resolve_device
 from ..file.tensor_file import TensorFile
 from ..streams.atomic import AtomicWriter
-from .pickling import Collector, Record, Storages, saving_module
-from .sides import (
-    Named,
-    Side,
-    clean_up,
+from .pickling import PairRecord, StorageCollector, StorageProvider, saving_module
+from .save_lock import SaveLock
+from .storage_file import (
+    FileIdentity,
+    StorageFile,
     is_path,
-    kept_half,
-    left_behind,
+    leftover_files,
     local_file,
     path_of,
+    remove_leftovers,
+    retained_storage_file,
 )
-from .turns import Turn
 
 logger = logging.getLogger("tensorizer.torch_compat")
 
 #: The most attempts to open a storage file that a save replaces meanwhile.
-LOOKS = 5
+MAX_ATTEMPTS = 5
 
 #: Options of a deserializer that have no effect on storages.
 _WITHOUT_EFFECT = ("lazy_load", "plaid_mode", "plaid_mode_buffers", "dtype", "filter_func")
@@ -56,13 +56,13 @@ def name_of(file: Any) -> str:
     name = path_of(file)
     if name is None:
         raise TypeError(
-            f"{file!r} has no name from which that of a file for its storages could be made: pass "
-            "one as file_obj, or a function that returns one"
+            f"{file!r} has no name, so that no name for the file of its storages can be derived: "
+            "pass that file as file_obj, or a function that returns it"
         )
     return name
 
 
-def side_of(file_obj: Any, target: Any) -> Any:
+def storage_file_for(file_obj: Any, target: Any) -> Any:
     """Return the storage file for what torch reads or writes; None for a ``BytesIO`` without one.
 
     ``file_obj`` is the argument of the block: None, a file, or a function of ``target`` that
@@ -88,45 +88,45 @@ def save_pair(
     """Save an object as two files: torch's pickle, and a file of its storages.
 
     Where both are paths, neither file is visible before both are complete, and neither is if
-    anything fails. Two savers of the same two files take turns. ``torch_save`` saves to a file with
-    a given pickle module.
+    anything fails. Saves of the same two files wait for each other. ``torch_save`` saves to a file
+    with a given pickle module.
     """
-    collector = Collector()
-    sides: list[Side] = []
+    collector = StorageCollector()
+    storage_files: list[StorageFile] = []
 
-    def finish() -> Record | None:
+    def finish() -> PairRecord | None:
         if not collector.storages:
             return None
         if save_func is not None:
             save_func(file, collector.tensors(), dict(options))
-            return Record.of(None, collector.locations())
-        side = Side(file, options, target)
-        sides.append(side)
-        return Record.of(side.write(collector.tensors()), collector.locations())
+            return PairRecord.of(None, collector.locations())
+        storage_file = StorageFile(file, options, target)
+        storage_files.append(storage_file)
+        return PairRecord.of(storage_file.write(collector.tensors()), collector.locations())
 
     pickled = io.BytesIO()
-    named = Named(None)
-    with contextlib.ExitStack() as turns:
+    pickle_identity = FileIdentity(None)
+    with contextlib.ExitStack() as locks:
         try:
             torch_save(pickled, saving_module(collector, finish))
-            orderly = sides or left_behind(target, file)
-            turn = turns.enter_context(Turn(local_file(file) if orderly else None))
-            named = Named.by(target)
-            _publish(target, pickled.getbuffer(), sides)
+            needs_lock = storage_files or leftover_files(target, file)
+            lock = locks.enter_context(SaveLock(local_file(file) if needs_lock else None))
+            pickle_identity = FileIdentity.of_argument(target)
+            _publish(target, pickled.getbuffer(), storage_files)
         except BaseException:
-            for side in sides:
+            for storage_file in storage_files:
                 # If the new pickle is in place already, its storage file must stay.
-                if named.is_another():
-                    side.forget()
+                if pickle_identity.was_replaced():
+                    storage_file.discard_previous()
                 else:
-                    side.withdraw()
+                    storage_file.restore_previous()
             raise
         finally:
             collector.forget()
-        for side in sides:
-            side.forget()
-        if turn.held:
-            clean_up(target, file)
+        for storage_file in storage_files:
+            storage_file.discard_previous()
+        if lock.held:
+            remove_leftovers(target, file)
 
 
 def _sync(descriptor: int, path: str) -> None:
@@ -139,21 +139,21 @@ def _sync(descriptor: int, path: str) -> None:
             raise OSError(error.errno, os.strerror(error.errno or 0), path) from None
 
 
-def _publish(target: Any, pickled: memoryview, sides: list[Side]) -> None:
+def _publish(target: Any, pickled: memoryview, storage_files: list[StorageFile]) -> None:
     if is_path(target):
         path = os.fsdecode(target)
         with AtomicWriter(path, io.DEFAULT_BUFFER_SIZE) as out:
             out.write(pickled)
             out.flush()
             _sync(out.fileno(), path)
-            for side in sides:
-                side.publish()
+            for storage_file in storage_files:
+                storage_file.publish()
         return
     start = None
     with contextlib.suppress(AttributeError, OSError):
         start = target.tell()
-    for side in sides:
-        side.publish()
+    for storage_file in storage_files:
+        storage_file.publish()
     try:
         while pickled:
             written = target.write(pickled)
@@ -168,12 +168,12 @@ def _publish(target: Any, pickled: memoryview, sides: list[Side]) -> None:
         raise
 
 
-class Loading(Storages):
+class StorageFileLoader(StorageProvider):
     """The storages for one call of ``torch.load``; the first request reads all of them.
 
     Args:
         target: The file that torch loads.
-        file_obj: The argument of the block; see :func:`side_of`.
+        file_obj: The argument of the block; see :func:`storage_file_for`.
         load_func: A function that reads the storages instead.
         options: The arguments of :class:`TensorDeserializer`.
         map_location: The argument of ``torch.load``.
@@ -196,7 +196,7 @@ class Loading(Storages):
         self._map_location = map_location
         self._mmap = mmap
         self._loaded: list[torch.UntypedStorage] | None = None
-        self._saved: list[str] = []
+        self._saved_locations: list[str] = []
 
     def get(self, index: int) -> torch.UntypedStorage:
         """Return a storage."""
@@ -219,15 +219,15 @@ class Loading(Storages):
             return repr(self._target)
 
     def _load(self) -> list[torch.UntypedStorage]:
-        file = side_of(self._file_obj, self._target)
+        file = storage_file_for(self._file_obj, self._target)
         if file is None:
             raise PairMismatchError(
-                f"{self._name()} keeps its storages in another file, and file_obj names none"
+                f"{self._name()} keeps its storages in another file: expected that file as file_obj"
             )
         if self._load_func is not None:
             tensors = self._load_func(file, dict(self._options))
             loaded = [tensor.untyped_storage() for tensor in tensors]
-            self._check_count(len(loaded), "what load_func returned")
+            self._check_count(len(loaded), "the list that load_func returned")
             if self._map_location is None:
                 return loaded
             return [self._restored(storage, index) for index, storage in enumerate(loaded)]
@@ -244,33 +244,33 @@ class Loading(Storages):
         """Open the storage file, or the previous one that a killed or running save has kept."""
         expected = None if self.record is None else self.record.pair
         error: Exception | None = None
-        for _ in range(LOOKS):
-            seen = Named(local_file(file))
+        for _ in range(MAX_ATTEMPTS):
+            identity = FileIdentity(local_file(file))
             try:
                 return self._opened(file, options, expected)
             except (OSError, FormatError, CryptographyError, PairMismatchError) as raised:
                 error = raised
-            by_func = self.record is not None and expected is None
-            kept = None if by_func else kept_half(self._target, file, expected)
+            by_load_func = self.record is not None and expected is None
+            kept = None if by_load_func else retained_storage_file(self._target, file, expected)
             if kept is not None:
                 # A save that is under way removes the kept file when it ends.
                 with contextlib.suppress(FileNotFoundError):
                     opened = self._opened(kept, options, expected)
-                    self._warn(file, kept)
+                    self._warn_of_retained(file, kept)
                     return opened
-            elif not seen.is_another():
+            elif not identity.was_replaced():
                 break
         assert error is not None
         if not isinstance(error, FileNotFoundError):
             raise error
-        what = f"{self._name()} keeps its storages in a file that is not there"
+        what = f"{self._name()} keeps its storages in another file, which is missing"
         raise FileNotFoundError(errno.ENOENT, what, file) from error
 
-    def _warn(self, file: Any, kept: str) -> None:
+    def _warn_of_retained(self, file: Any, kept: str) -> None:
         warnings.warn(
-            f"a save over {self._name()} was killed or is under way: its storages are read from "
-            f"{kept!r}, where they were kept, and not from {file!r}; the next save cleans up what "
-            "one has left that was killed",
+            f"a save over {self._name()} was killed or is in progress: its storages are read from "
+            f"{kept!r}, where the save has moved them, and not from {file!r}; the next save "
+            "removes what a killed save has left",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -286,8 +286,8 @@ class Loading(Storages):
 
     def _check_identity(self, reader: Reader, expected: str | None) -> None:
         found = None if reader.pair_id is None else reader.pair_id.hex()
-        by_func = self.record is not None and expected is None
-        if expected != found and not by_func:
+        by_load_func = self.record is not None and expected is None
+        if expected != found and not by_load_func:
             raise PairMismatchError(
                 f"{reader.uri!r} is not the file of storages that was saved with {self._name()}: "
                 f"expected pair {expected or 'without a name (of an older release)'}, "
@@ -327,7 +327,7 @@ class Loading(Storages):
                 out.append(storage)
             return out
         by_call = callable(self._map_location)
-        places: dict[torch.device, list[int]] = {}
+        by_device: dict[torch.device, list[int]] = {}
         known: dict[str, torch.device] = {}
         for index in range(len(numbers)):
             location = "cpu" if by_call else self._location(index, device)
@@ -335,14 +335,16 @@ class Loading(Storages):
                 # torch resolves the location, and raises its own error if there is no such device.
                 probe = torch.UntypedStorage(0)
                 known[location] = default_restore_location(probe, location).device
-            places.setdefault(known[location], []).append(index)
+            by_device.setdefault(known[location], []).append(index)
         storages: dict[int, torch.UntypedStorage] = {}
-        for place, indices in places.items():
+        for location_device, indices in by_device.items():
             wanted = [numbers[index] for index in indices]
             if torch.serialization._serialization_tls.skip_data:
-                tensors = [torch.empty(lens[n], dtype=torch.uint8, device=place) for n in wanted]
+                tensors = [
+                    torch.empty(lens[n], dtype=torch.uint8, device=location_device) for n in wanted
+                ]
             else:
-                tensors = [tensor for _, tensor, _ in file.load(wanted, place)]
+                tensors = [tensor for _, tensor, _ in file.load(wanted, location_device)]
             for index, tensor in zip(indices, tensors, strict=True):
                 storages[index] = tensor.untyped_storage()
         loaded = [storages[index] for index in range(len(numbers))]
@@ -361,11 +363,11 @@ class Loading(Storages):
             raise FormatError(
                 f"{self._name()} has {self.record.count()} storages, found {count} in {where}"
             )
-        self._saved = self.record.places()
+        self._saved_locations = self.record.location_tags()
 
     def _saved_location(self, index: int) -> str | None:
         """Return a storage's location when saved; None for files of the old package, without it."""
-        return self._saved[index] if self._saved else None
+        return self._saved_locations[index] if self._saved_locations else None
 
     def _location(self, index: int, device: Any) -> str:
         """Return the location for a storage: ``map_location``, else ``device``, else as saved."""

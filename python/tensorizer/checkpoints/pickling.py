@@ -31,14 +31,14 @@ _KIND = "storage"
 
 
 #: The first bytes of a record's text, and the most bytes that the text may have.
-_OPENING = b'{"tensorizer":'
-_LONGEST = 256 << 20
+_RECORD_START = b'{"tensorizer":'
+_LONGEST_RECORD = 256 << 20
 #: The identity of a storage file in a record.
 _PAIR = re.compile("[0-9a-f]{32}")
 
 
 @dataclass
-class Record:
+class PairRecord:
     """The record in a pickle about the file that holds its storages.
 
     Attributes:
@@ -52,16 +52,16 @@ class Record:
     locations: list[tuple[str, int]]
 
     @staticmethod
-    def of(pair: str | None, locations: Iterable[str]) -> Record:
+    def of(pair: str | None, locations: Iterable[str]) -> PairRecord:
         """Make the record of storages with these location tags."""
         grouped = itertools.groupby(locations)
-        return Record(pair, [(location, len(list(run))) for location, run in grouped])
+        return PairRecord(pair, [(location, len(list(run))) for location, run in grouped])
 
     def count(self) -> int:
         """Return the number of storages."""
         return sum(count for _, count in self.locations)
 
-    def places(self) -> list[str]:
+    def location_tags(self) -> list[str]:
         """Return the location tag of each storage.
 
         Compare :meth:`count` with the number of storages first: a damaged record may state any
@@ -76,20 +76,24 @@ class Record:
         return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text + pickle.POP
 
     @staticmethod
-    def read(file: IO[bytes]) -> Record | None:
+    def read(file: IO[bytes]) -> PairRecord | None:
         """Read a record if one begins at the file's position; else return None, and stay there."""
         start = file.tell()
-        head = file.read(5 + len(_OPENING))
+        head = file.read(5 + len(_RECORD_START))
         length = int.from_bytes(head[1:5], "little")
-        if head[:1] == pickle.BINUNICODE and head[5:] == _OPENING and length <= _LONGEST:
-            text = _OPENING + file.read(length - len(_OPENING))
+        if (
+            head[:1] == pickle.BINUNICODE
+            and head[5:] == _RECORD_START
+            and length <= _LONGEST_RECORD
+        ):
+            text = _RECORD_START + file.read(length - len(_RECORD_START))
             if file.read(1) == pickle.POP:
-                return Record._decode(text)
+                return PairRecord._decode(text)
         file.seek(start)
         return None
 
     @staticmethod
-    def _decode(text: bytes) -> Record:
+    def _decode(text: bytes) -> PairRecord:
         try:
             content = json.loads(text)["tensorizer"]
             version, pair, runs = content["version"], content["pair"], content["locations"]
@@ -100,19 +104,19 @@ class Record:
                 )
             if pair is not None and not (isinstance(pair, str) and _PAIR.fullmatch(pair)):
                 raise ValueError(f"expected an identity of 32 digits, found {reprlib.repr(pair)}")
-            return Record(pair, [_checked(*run) for run in runs])
+            return PairRecord(pair, [_checked_location(*run) for run in runs])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise pickle.UnpicklingError(f"damaged record of a pair: {error}") from error
 
 
-def _checked(location: Any, count: Any) -> tuple[str, int]:
+def _checked_location(location: Any, count: Any) -> tuple[str, int]:
     if not isinstance(location, str) or not isinstance(count, int) or count < 1:
         found = f"{reprlib.repr(location)}, {reprlib.repr(count)}"
         raise ValueError(f"expected a location and a count, found {found}")
     return location, count
 
 
-class Collector:
+class StorageCollector:
     """Storages in the order in which a pickle meets them, each of them once."""
 
     def __init__(self) -> None:
@@ -155,13 +159,15 @@ class Collector:
         return [torch.serialization.location_tag(storage) for storage in self.storages]
 
 
-def saving_module(collector: Collector, finish: Callable[[], Record | None]) -> types.ModuleType:
+def saving_module(
+    collector: StorageCollector, finish: Callable[[], PairRecord | None]
+) -> types.ModuleType:
     """Return a pickle module that collects storages, for one call of ``torch.save``.
 
     ``finish`` is called when all storages are known, before anything is written to the file.
     """
 
-    class Pickler(pickle.Pickler):
+    class StoragePickler(pickle.Pickler):
         def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
             self._file = file
             self._pickle = io.BytesIO()
@@ -169,11 +175,11 @@ def saving_module(collector: Collector, finish: Callable[[], Record | None]) -> 
 
         def __init_subclass__(cls) -> None:
             # torch derives a class whose ``persistent_id`` handles the objects that are not ours.
-            theirs = cls.__dict__["persistent_id"]
+            torch_persistent_id = cls.__dict__["persistent_id"]
 
             def persistent_id(self: Any, obj: Any) -> Any:
                 found = collector.persistent_id(obj)
-                return theirs(self, obj) if found is None else found
+                return torch_persistent_id(self, obj) if found is None else found
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
@@ -184,13 +190,13 @@ def saving_module(collector: Collector, finish: Callable[[], Record | None]) -> 
                 self._file.write(record.encode())
             self._file.write(self._pickle.getbuffer())
 
-    return _module(Pickler=Pickler)
+    return _module(Pickler=StoragePickler)
 
 
-class Storages:
-    """The storages of a pickle that is being loaded; see :class:`.pairs.Loading`."""
+class StorageProvider:
+    """The storages of a pickle that is being loaded; see :class:`.pairs.StorageFileLoader`."""
 
-    record: Record | None = None
+    record: PairRecord | None = None
 
     def get(self, index: int) -> torch.UntypedStorage:
         """Return the storage of an index.
@@ -225,27 +231,27 @@ class Storages:
         )
 
 
-def loading_module(storages: Storages) -> types.ModuleType:
+def loading_module(storages: StorageProvider) -> types.ModuleType:
     """Return a pickle module that resolves our persistent ids, for one call of ``torch.load``."""
 
-    class Unpickler(pickle.Unpickler):
+    class StorageUnpickler(pickle.Unpickler):
         def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
-            storages.record = Record.read(file)
+            storages.record = PairRecord.read(file)
             super().__init__(file, **kwargs)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            also = name == "persistent_load"
-            super().__setattr__(name, _also(storages, value) if also else value)
+            is_hook = name == "persistent_load"
+            super().__setattr__(name, _with_our_ids(storages, value) if is_hook else value)
 
-    return _module(Unpickler=Unpickler)
+    return _module(Unpickler=StorageUnpickler)
 
 
-def restricted_unpickler(storages: Storages) -> type:
+def restricted_unpickler(storages: StorageProvider) -> type:
     """Return torch's unpickler for ``weights_only=True``, extended by our persistent ids."""
 
-    class Unpickler(restricted.Unpickler):
+    class RestrictedStorageUnpickler(restricted.Unpickler):
         def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
-            storages.record = Record.read(file)
+            storages.record = PairRecord.read(file)
             super().__init__(file, **kwargs)
 
         @property
@@ -253,20 +259,20 @@ def restricted_unpickler(storages: Storages) -> type:
             return self._persistent_load
 
         @persistent_load.setter
-        def persistent_load(self, theirs: Any) -> None:
-            self._persistent_load = _also(storages, theirs)
+        def persistent_load(self, torch_persistent_load: Any) -> None:
+            self._persistent_load = _with_our_ids(storages, torch_persistent_load)
 
         def pop_mark(self) -> list[Any]:
             # All tuples of more than three elements pass here, our persistent ids among them.
             items: list[Any] = super().pop_mark()  # type: ignore[no-untyped-call]
             if len(items) == 5 and type(items[0]) is str and items[0] == _TAG:
-                items[0] = _Allowed(items[0])
+                items[0] = _AllowedTag(items[0])
             return items
 
-    return Unpickler
+    return RestrictedStorageUnpickler
 
 
-class _Allowed(str):
+class _AllowedTag(str):
     """Our tag, made to pass torch's check for ``"storage"`` as the first item of an id."""
 
     __slots__ = ()
@@ -282,13 +288,13 @@ class _Allowed(str):
         return str, (str(self),)
 
 
-def _also(storages: Storages, theirs: Any) -> Any:
+def _with_our_ids(storages: StorageProvider, torch_persistent_load: Any) -> Any:
     """Return a ``persistent_load`` that resolves our persistent ids besides torch's."""
 
     def persistent_load(pid: Any) -> Any:
         if isinstance(pid, tuple) and pid[:1] == (_TAG,):
             return storages.persistent_load(pid)
-        return theirs(pid)
+        return torch_persistent_load(pid)
 
     return persistent_load
 

@@ -16,11 +16,13 @@ from ..streams.syncing import sync_folder
 from . import layout
 
 #: Seconds to wait for the lock of a folder.
-_PATIENCE = 10.0
+_LOCK_TIMEOUT = 10.0
 #: The names of files that ranks write.
-_OURS = re.compile(r"rank-[0-9]{5,}-[0-9a-f]{16}\.tensors")
+_RANK_FILE = re.compile(r"rank-[0-9]{5,}-[0-9a-f]{16}\.tensors")
 #: The names of such files until they are complete, on file systems without ``O_TMPFILE``.
-_UNDONE = re.compile(rf"\.{_OURS.pattern}\.tensorizer-[0-9a-f]{{8}}-[0-9a-f]{{8}}\.(tmp|unlocked)")
+_INCOMPLETE_FILE = re.compile(
+    rf"\.{_RANK_FILE.pattern}\.tensorizer-[0-9a-f]{{8}}-[0-9a-f]{{8}}\.(tmp|unlocked)"
+)
 
 
 def make(folder: str) -> None:
@@ -32,7 +34,7 @@ def make(folder: str) -> None:
         sync_folder(one.parent)
 
 
-class Claim:
+class FolderLock:
     """A shared lock on a folder that protects files of unfinished checkpoints from removal.
 
     It lasts as long as the object is referenced, and keeps other processes from removing files,
@@ -42,7 +44,7 @@ class Claim:
     def __init__(self, folder: str) -> None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, _release, descriptor, os.getpid())
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _LOCK_TIMEOUT
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -52,8 +54,8 @@ class Claim:
                 if time.monotonic() > until:
                     raise BlockingIOError(
                         error.errno,
-                        f"another process has had the lock of the folder for {_PATIENCE:.0f} s, "
-                        "and may remove what is written",
+                        f"another process has held the lock of the folder for {_LOCK_TIMEOUT:.0f} "
+                        "s, and may remove the files of this save",
                         folder,
                     ) from None
                 time.sleep(0.01)
@@ -115,6 +117,6 @@ def remove_leftovers(folder: str) -> None:
 def remove(folder: str, names: Iterable[str]) -> None:
     """Remove the files of ranks among these; files that cannot be removed stay."""
     for name in names:
-        if _OURS.fullmatch(name) or _UNDONE.fullmatch(name):
+        if _RANK_FILE.fullmatch(name) or _INCOMPLETE_FILE.fullmatch(name):
             with contextlib.suppress(OSError):
                 Path(folder, name).unlink()

@@ -11,12 +11,12 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from .._errors import FormatError
 from ..tensors.exchange import dtype_of
-from . import cover, grids
+from . import chunk_coverage, grids
 
 #: The most chunks of all tensors together. It bounds the work for a small file that describes many.
 MOST_CHUNKS = 1 << 26
 #: The errors that content of an unexpected form raises.
-DAMAGED = (
+DECODE_ERRORS = (
     KeyError,
     IndexError,
     TypeError,
@@ -28,14 +28,14 @@ DAMAGED = (
 )
 
 
-def damaged(uri: str, error: Exception) -> FormatError:
+def damaged_error(uri: str, error: Exception) -> FormatError:
     """Return the error for a damaged checkpoint."""
-    return FormatError(f"{uri} is no checkpoint, or damaged: {error!r}")
+    return FormatError(f"{uri} is not a checkpoint, or is damaged: {error!r}")
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of an item's bytes: a file in the checkpoint's folder, and the name of its tensor.
+class ItemLocation:
+    """The file of an item's bytes, in the checkpoint's folder, and the name of its tensor there.
 
     Attributes:
         dtype, shape: Those of the tensor, as stated by a checkpoint that was read.
@@ -54,24 +54,26 @@ def stored_name(name: str, offsets: Sequence[int]) -> str:
 
 
 def encoded(
-    items: Mapping[str, Any], places: Mapping[dcp.MetadataIndex, Place], whole: bool = True
+    items: Mapping[str, Any],
+    locations: Mapping[dcp.MetadataIndex, ItemLocation],
+    whole: bool = True,
 ) -> dict[str, Any]:
     """Return items as JSON, with the files and the orders of files that they refer to.
 
     Args:
         items: Metadata of all items.
-        places: The places of all chunks and objects.
+        locations: The locations of all chunks and objects.
         whole: Refuse tensors whose chunks do not cover each element exactly once.
 
     Raises:
         ValueError: The chunks of a tensor do not cover it so; or there are too many chunks.
 
     """
-    files = sorted({place.file for place in places.values()})
+    files = sorted({location.file for location in locations.values()})
     numbers = {file: number for number, file in enumerate(files)}
     found: dict[str, dict[Any, tuple[int, str]]] = {}
-    for index, place in places.items():
-        found.setdefault(index.fqn, {})[index.offset] = (numbers[place.file], place.name)
+    for index, location in locations.items():
+        found.setdefault(index.fqn, {})[index.offset] = (numbers[location.file], location.name)
     orders: dict[tuple[int, ...], int] = {}
     result: dict[str, Any] = {}
     count = 0
@@ -94,7 +96,7 @@ def check_count(count: int) -> None:
 def _encoded_tensor(
     name: str,
     item: dcp.TensorStorageMetadata,
-    places: dict[Any, tuple[int, str]],
+    locations: dict[Any, tuple[int, str]],
     orders: dict[tuple[int, ...], int],
     whole: bool,
 ) -> dict[str, Any]:
@@ -106,15 +108,17 @@ def _encoded_tensor(
     if grid:
         # Ranks without elements of a tensor have an empty chunk each, which is not in the grid.
         full = sorted(one.offsets for one in listed if 0 not in one.sizes)
-        if all(places[one][1] == stored_name(name, one) for one in full):
-            order = tuple(places[one][0] for one in full)
+        if all(locations[one][1] == stored_name(name, one) for one in full):
+            order = tuple(locations[one][0] for one in full)
             made |= {"grid": grid.encoded(), "order": orders.setdefault(order, len(orders))}
             listed = [one for one in listed if 0 in one.sizes]
             if not listed:
                 return made
     elif whole:
-        cover.check(name, item)
-    made["chunks"] = [[list(one.offsets), list(one.sizes), *places[one.offsets]] for one in listed]
+        chunk_coverage.check(name, item)
+    made["chunks"] = [
+        [list(one.offsets), list(one.sizes), *locations[one.offsets]] for one in listed
+    ]
     return made
 
 
@@ -126,7 +130,7 @@ def _grid_of(item: dcp.TensorStorageMetadata) -> grids.Grid | None:
     return grids.of_chunks(item.size, {at: sizes for at, sizes in boxes.items() if 0 not in sizes})
 
 
-class Content:
+class ItemDecoder:
     """The JSON of items, which are decoded one at a time.
 
     Args:
@@ -143,10 +147,10 @@ class Content:
         self.uri, self.files = uri, files
         self.raw: dict[str, Any] = dict(content["items"].items())
         self._orders = content["orders"] if content["version"] > 1 else []
-        self._checked: set[int] = set()
-        self._made: dict[tuple[torch.Size, str], list[dcp.ChunkStorageMetadata]] = {}
+        self._checked_orders: set[int] = set()
+        self._chunks_by_cut: dict[tuple[torch.Size, str], list[dcp.ChunkStorageMetadata]] = {}
         #: Chunks by offsets, of tensors with a chunk that was not at the index hinted by a planner.
-        self._entries: dict[str, dict[tuple[int, ...], Any]] = {}
+        self._entries_by_offsets: dict[str, dict[tuple[int, ...], Any]] = {}
         check_count(sum(map(self._count, self.raw.values())))
 
     def _count(self, item: Any) -> int:
@@ -161,12 +165,12 @@ class Content:
         if type(number) is not int or number < 0:
             raise ValueError(f"expected one of {len(self._orders)} orders, found {number!r}")
         order: Sequence[int] = self._orders[number]
-        if number not in self._checked:
+        if number not in self._checked_orders:
             if not isinstance(order, list):
                 raise TypeError("expected a list of files for each order")
             for one in order:
                 self._check_file(one)
-            self._checked.add(number)
+            self._checked_orders.add(number)
         return order
 
     def _check_file(self, number: Any) -> None:
@@ -178,13 +182,13 @@ class Content:
         item = self.raw[name]
         try:
             if "object" in item:
-                self._place(*item["object"])
+                self._location(*item["object"])
                 return dcp.BytesStorageMetadata()
             properties = dcp.TensorProperties(dtype=dtype_of(item["dtype"]))
             size = _size(item["size"])
             return dcp.TensorStorageMetadata(properties, size, self._chunks(name, item, size))
-        except DAMAGED as error:
-            raise damaged(self.uri, error) from error
+        except DECODE_ERRORS as error:
+            raise damaged_error(self.uri, error) from error
 
     def _grid(self, item: dict[str, Any]) -> grids.Grid:
         grid, order = grids.decoded(_size(item["size"]), item["grid"]), self._order(item)
@@ -197,29 +201,29 @@ class Content:
     ) -> list[dcp.ChunkStorageMetadata]:
         """Return the chunks of a tensor, which cover each element exactly once."""
         if "grid" not in item:
-            listed = self._listed(item["chunks"])
-            _check_cover(name, size, listed)
+            listed = self._listed_chunks(item["chunks"])
+            _check_coverage(name, size, listed)
             return listed
-        grid, listed = self._grid(item), self._listed(item.get("chunks", []))
+        grid, listed = self._grid(item), self._listed_chunks(item.get("chunks", []))
         outside = [box for box in listed if 0 not in box.sizes]
         if outside:
             raise ValueError(f"chunks of {name!r} overlap its grid: {outside[0]}")
         # Many tensors of a model have the same shape and cuts: they share one list.
         cut = (size, str(item["grid"]))
-        if cut not in self._made:
-            self._made[cut] = grid.chunks()
-        return self._made[cut] + listed
+        if cut not in self._chunks_by_cut:
+            self._chunks_by_cut[cut] = grid.chunks()
+        return self._chunks_by_cut[cut] + listed
 
-    def _listed(self, listed: Sequence[Any]) -> list[dcp.ChunkStorageMetadata]:
-        """Return the chunks of a list, with their places checked."""
+    def _listed_chunks(self, listed: Sequence[Any]) -> list[dcp.ChunkStorageMetadata]:
+        """Return the chunks of a list, with their locations checked."""
         found = []
         for offsets, sizes, number, stored in listed:
-            self._place(number, stored)
+            self._location(number, stored)
             found.append(dcp.ChunkStorageMetadata(_size(offsets), _size(sizes)))
         return found
 
-    def place(self, index: dcp.MetadataIndex) -> Place:
-        """Return the place of the bytes of an object or a chunk.
+    def location(self, index: dcp.MetadataIndex) -> ItemLocation:
+        """Return the location of the bytes of an object or a chunk.
 
         Raises:
             KeyError: There is no such chunk.
@@ -229,19 +233,19 @@ class Content:
         item = self.raw[index.fqn]
         try:
             if "object" in item:
-                return self._place(*item["object"])
+                return self._location(*item["object"])
             dtype, offsets = dtype_of(item["dtype"]), tuple(index.offset or ())
             inside = self._grid(item).find(offsets) if "grid" in item else None
             if inside is not None:
                 number, shape = inside
                 stored = stored_name(index.fqn, offsets)
-                return self._place(self._order(item)[number], stored, dtype, shape)
+                return self._location(self._order(item)[number], stored, dtype, shape)
             entry = self._entry(index, item, offsets)
             if entry is not None:
                 _, sizes, number, stored = entry
-                return self._place(number, stored, dtype, tuple(_size(sizes)))
-        except DAMAGED as error:
-            raise damaged(self.uri, error) from error
+                return self._location(number, stored, dtype, tuple(_size(sizes)))
+        except DECODE_ERRORS as error:
+            raise damaged_error(self.uri, error) from error
         raise KeyError(index)
 
     def _entry(self, index: dcp.MetadataIndex, item: dict[str, Any], offsets: Sequence[int]) -> Any:
@@ -249,17 +253,17 @@ class Content:
         listed, hint = item.get("chunks", []), index.index
         if hint is not None and 0 <= hint < len(listed) and listed[hint][0] == list(offsets):
             return listed[hint]
-        if index.fqn not in self._entries:
-            self._entries[index.fqn] = {tuple(one[0]): one for one in listed}
-        return self._entries[index.fqn].get(tuple(offsets))
+        if index.fqn not in self._entries_by_offsets:
+            self._entries_by_offsets[index.fqn] = {tuple(one[0]): one for one in listed}
+        return self._entries_by_offsets[index.fqn].get(tuple(offsets))
 
-    def _place(
+    def _location(
         self,
         number: int,
         name: str,
         dtype: torch.dtype = torch.uint8,
         shape: tuple[int, ...] | None = None,
-    ) -> Place:
+    ) -> ItemLocation:
         if (
             type(number) is not int
             or not 0 <= number < len(self.files)
@@ -269,13 +273,13 @@ class Content:
                 f"expected one of {len(self.files)} files and a name, found {number!r}, {name!r}"
             )
         name.encode()  # raises for lone surrogates
-        return Place(self.files[number], name, dtype, shape)
+        return ItemLocation(self.files[number], name, dtype, shape)
 
 
-class Items(MutableMapping[str, Any]):
+class LazyItems(MutableMapping[str, Any]):
     """The metadata of all items, each decoded on first access and kept."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: ItemDecoder) -> None:
         self._content = content
         #: None for items that were not accessed yet.
         self._items: dict[str, Any] = dict.fromkeys(content.raw)
@@ -308,21 +312,21 @@ class Items(MutableMapping[str, Any]):
         return {**other, **self}
 
 
-class Places:
-    """The places of all chunks and objects, each looked up on access."""
+class ItemLocations:
+    """The locations of all chunks and objects, each looked up on access."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: ItemDecoder) -> None:
         self._content = content
 
-    def __getitem__(self, index: dcp.MetadataIndex) -> Place:
-        return self._content.place(index)
+    def __getitem__(self, index: dcp.MetadataIndex) -> ItemLocation:
+        return self._content.location(index)
 
 
-def _check_cover(name: str, size: torch.Size, chunks: list[dcp.ChunkStorageMetadata]) -> None:
+def _check_coverage(name: str, size: torch.Size, chunks: list[dcp.ChunkStorageMetadata]) -> None:
     boxes: dict[tuple[int, ...], tuple[int, ...]] = {one.offsets: one.sizes for one in chunks}
     # A grid covers each element of a tensor exactly once.
     if len(boxes) != len(chunks) or grids.of_chunks(size, boxes) is None:
-        cover.check(name, dcp.TensorStorageMetadata(dcp.TensorProperties(), size, chunks))
+        chunk_coverage.check(name, dcp.TensorStorageMetadata(dcp.TensorProperties(), size, chunks))
 
 
 def _size(numbers: Sequence[int]) -> torch.Size:

@@ -23,7 +23,15 @@ from .._native import local_path
 from ..file.tensor_file import TensorFile
 from ..streams.open import open_stream
 from ..tensors.exchange import dtype_of
-from .items import DAMAGED, Content, Items, Place, Places, damaged, encoded as encoded_items
+from .items import (
+    DECODE_ERRORS,
+    ItemDecoder,
+    ItemLocation,
+    ItemLocations,
+    LazyItems,
+    damaged_error,
+    encoded as encoded_items,
+)
 
 #: The file that is written last. Without it there is no checkpoint.
 FILE = "checkpoint.json"
@@ -52,20 +60,20 @@ def folder_of(uri: str | os.PathLike[Any]) -> str:
 
 
 def encoded(
-    metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, Place], whole: bool = True
+    metadata: dcp.Metadata, locations: dict[dcp.MetadataIndex, ItemLocation], whole: bool = True
 ) -> bytes:
     """Return the content of ``checkpoint.json``.
 
     Args:
         metadata: The metadata of all items that are saved.
-        places: The places of their bytes.
+        locations: The locations of their bytes.
         whole: Refuse tensors whose chunks do not cover each element exactly once.
 
     Raises:
         ValueError: The chunks of a tensor do not cover it so; or it would be too long to be read.
 
     """
-    items = encoded_items(metadata.state_dict_metadata, places, whole)
+    items = encoded_items(metadata.state_dict_metadata, locations, whole)
     content = {
         "format": _FORMAT,
         "version": _VERSIONS[1] if "orders" in items else _VERSIONS[0],
@@ -76,8 +84,8 @@ def encoded(
     data = sealed(content)
     if len(data) > MOST_BYTES:
         raise ValueError(
-            f"{FILE} would have {len(data)} bytes for {len(places)} parts of tensors and objects: "
-            f"expected at most {MOST_BYTES} bytes, which is what can be read"
+            f"{FILE} would have {len(data)} bytes for {len(locations)} parts of tensors and "
+            f"objects: expected at most {MOST_BYTES} bytes, which is what can be read"
         )
     return data
 
@@ -118,8 +126,8 @@ def _encoded_planner(data: Any) -> Any:
 def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
     """Return the metadata of a checkpoint, and the names of its files.
 
-    Items are decoded on access, so that a rank decodes only those it loads; a damaged item raises
-    then. The data of a planner other than torch's own is returned as the bytes of a pickle.
+    Items are decoded on access, so that a rank decodes only those it loads; a damaged item
+    raises then. The data of a planner other than torch's own is returned as the bytes of a pickle.
     ``save_id`` is the hash of ``checkpoint.json``, which identifies the checkpoint.
 
     Raises:
@@ -130,8 +138,8 @@ def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
     content, uri = _content(folder)
     try:
         return _decoded(uri, content), content["files"]
-    except DAMAGED as error:
-        raise damaged(uri, error) from error
+    except DECODE_ERRORS as error:
+        raise damaged_error(uri, error) from error
 
 
 def files(folder: str) -> list[str]:
@@ -144,8 +152,8 @@ def files(folder: str) -> list[str]:
     content, uri = _content(folder)
     try:
         return _files(content)
-    except DAMAGED as error:
-        raise damaged(uri, error) from error
+    except DECODE_ERRORS as error:
+        raise damaged_error(uri, error) from error
 
 
 def _content(folder: str) -> tuple[dict[str, Any], str]:
@@ -162,8 +170,8 @@ def _content(folder: str) -> tuple[dict[str, Any], str]:
         raise FormatError(f"{uri} is longer than {MOST_BYTES} bytes")
     try:
         return _unsealed(data), uri
-    except DAMAGED as error:
-        raise damaged(uri, error) from error
+    except DECODE_ERRORS as error:
+        raise damaged_error(uri, error) from error
 
 
 def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
@@ -180,7 +188,7 @@ def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(f"{what}: {error}") from error
     except Exception as error:
-        raise FormatError(f"{what} is no object of torch.save: {error!r}") from error
+        raise FormatError(f"{what} cannot be read as an object of torch.save: {error!r}") from error
 
 
 def is_there(folder: str) -> bool:
@@ -192,7 +200,7 @@ def is_there(folder: str) -> bool:
         return False
 
 
-def find(file: TensorFile, place: Place) -> int:
+def find(file: TensorFile, location: ItemLocation) -> int:
     """Return the number that a tensor of a checkpoint has in its file.
 
     Raises:
@@ -201,17 +209,17 @@ def find(file: TensorFile, place: Place) -> int:
     """
     uri = file.reader.uri
     try:
-        number = file.find(place.name)
+        number = file.find(location.name)
     except KeyError:
         raise FormatError(
-            f"expected tensor {place.name!r} in {uri}, which the checkpoint says it holds"
+            f"expected tensor {location.name!r} in {uri}, which the checkpoint says it holds"
         ) from None
     dtype, shape, _ = file.reader.describe(number)
-    expected = shape if place.shape is None and len(shape) == 1 else list(place.shape or ())
-    if dtype_of(dtype) != place.dtype or shape != expected:
+    expected = shape if location.shape is None and len(shape) == 1 else list(location.shape or ())
+    if dtype_of(dtype) != location.dtype or shape != expected:
         raise FormatError(
-            f"tensor {place.name!r} of {uri} is {dtype} of shape {shape}, and the checkpoint says "
-            f"{place.dtype} of shape {expected}"
+            f"tensor {location.name!r} of {uri} is {dtype} of shape {shape}, and the checkpoint "
+            f"says {location.dtype} of shape {expected}"
         )
     return number
 
@@ -228,20 +236,22 @@ def _files(content: dict[str, Any]) -> list[str]:
         raise TypeError("expected a list of files")
     for file in found:
         if not _NAME.fullmatch(file):
-            raise ValueError(f"{file!r} is no name of a file beside it")
+            raise ValueError(
+                f"expected the name of a file in the folder of the checkpoint, found {file!r}"
+            )
     return found
 
 
 def _decoded(uri: str, content: dict[str, Any]) -> dcp.Metadata:
     """Return metadata whose items are decoded on access."""
-    items = Content(uri, content, _files(content))
+    items = ItemDecoder(uri, content, _files(content))
     version = content["dcp_version"]
     if not isinstance(version, (str, type(None))):
         raise TypeError(f"expected a version, found {version!r}")
     return dcp.Metadata(
-        Items(items),  # type: ignore[arg-type]  # it is used as a dict is
+        LazyItems(items),  # type: ignore[arg-type]  # it is used as a dict is
         planner_data=_decoded_planner(content["planner"]),
-        storage_data=Places(items),
+        storage_data=ItemLocations(items),
         storage_meta=dcp.StorageMeta(save_id=content["sha256"]),
         version=version,
     )

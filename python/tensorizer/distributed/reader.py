@@ -17,12 +17,12 @@ from torch.futures import Future
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile
-from . import foreign, layout
-from .into_planner import read_tensors
-from .items import Place, Places
+from . import layout, other_formats
+from .items import ItemLocation, ItemLocations
+from .read_into_planner import read_tensors
 
 
-class _Unreadable(dcp.Metadata):
+class _UnreadableMetadata(dcp.Metadata):
     """Metadata that could not be read: any use of its fields raises the error of reading it."""
 
     def __init__(self, error: Exception) -> None:
@@ -48,15 +48,15 @@ class Reader(StorageReader):
 
     Args:
         uri: The folder; None if ``dcp.load(checkpoint_id=...)`` names it.
-        verify_hash: Compare every tensor with the hashes in its file, for which it is read as a
-            whole. ``"crc32"`` compares the cheap one only.
+        verify_hash: Compare every tensor with the hashes in its file; the whole tensor is read for
+            this. ``"crc32"`` compares only the CRC-32, which costs little.
         encryption: The key or passphrase of encrypted files.
         num_readers: Threads that read at once; None for as many as help.
         weights_only: Refuse objects that torch's restricted unpickler refuses. If false, a
             checkpoint can run any code.
 
-    A load that fails on one rank, or in a process without others, raises torch's
-    ``CheckpointException`` on all of them, whose ``failures`` have these errors by rank.
+    If a load fails on one rank, or in a single process, every rank raises torch's
+    ``CheckpointException``. Its ``failures`` hold the following errors by rank.
 
     Raises:
         OSError: There is no checkpoint, or it cannot be read.
@@ -84,11 +84,11 @@ class Reader(StorageReader):
         }
         self._weights_only = weights_only
         self._folder = None if uri is None else layout.folder_of(uri)
-        self._places: Mapping[dcp.MetadataIndex, Place] | Places = {}
+        self._locations: Mapping[dcp.MetadataIndex, ItemLocation] | ItemLocations = {}
         #: The identity of the checkpoint that this rank has found.
-        self._found: str | None = None
+        self._checkpoint_identity: str | None = None
         #: The reader of a folder that :class:`Writer` did not save.
-        self._other: StorageReader | None = None
+        self._other_reader: StorageReader | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -110,51 +110,51 @@ class Reader(StorageReader):
         """Return the metadata of the checkpoint."""
         try:
             found, _ = layout.read(self.checkpoint_id)
-            self._other = None
+            self._other_reader = None
             if isinstance(found.planner_data, bytes):
-                what = f"what the planner of {self.checkpoint_id} has stored"
+                what = f"the planner data of {self.checkpoint_id}"
                 found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
         except (FileNotFoundError, PermissionError) as error:
             # Servers that may not list a folder answer with 403 for a missing file.
-            return self._read_other(error, *args, **kwargs)
+            return self._read_other_format(error, *args, **kwargs)
         except Exception as error:
             # torch would ignore an error raised here, and report that there is no checkpoint.
-            return _Unreadable(error)
+            return _UnreadableMetadata(error)
         return found
 
-    def _read_other(self, missing: Exception, *args: Any, **kwargs: Any) -> dcp.Metadata:
+    def _read_other_format(self, missing: Exception, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return metadata of a folder saved otherwise, or the error that there is no checkpoint."""
         try:
-            self._other = foreign.reader_of(
+            self._other_reader = other_formats.reader_of(
                 self.checkpoint_id, self._weights_only, self._options["num_readers"]
             )
-            if self._other is None:
-                return _Unreadable(missing)
+            if self._other_reader is None:
+                return _UnreadableMetadata(missing)
             if self._options["verify_hash"] or self._options["encryption"] is not None:
                 raise ValueError(
                     f"{self.checkpoint_id} was not saved by Writer: it has neither hashes to "
                     "compare nor encryption"
                 )
-            return self._other.read_metadata(*args, **kwargs)
+            return self._other_reader.read_metadata(*args, **kwargs)
         except Exception as error:
-            return _Unreadable(error)
+            return _UnreadableMetadata(error)
 
     def set_up_storage_reader(
         self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Store the places of the items."""
-        if self._other is not None:
-            self._other.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-            self._found = type(self._other).__name__
+        """Store the locations of the items."""
+        if self._other_reader is not None:
+            self._other_reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+            self._checkpoint_identity = type(self._other_reader).__name__
             return
-        self._places = metadata.storage_data
-        self._found = metadata.storage_meta.save_id if metadata.storage_meta else None
+        self._locations = metadata.storage_data
+        self._checkpoint_identity = metadata.storage_meta.save_id if metadata.storage_meta else None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Put the identity of the checkpoint that this rank has found into its plan."""
-        if self._other is not None:
-            plan = self._other.prepare_local_plan(plan)
-        return dataclasses.replace(plan, storage_data=self._found)
+        if self._other_reader is not None:
+            plan = self._other_reader.prepare_local_plan(plan)
+        return dataclasses.replace(plan, storage_data=self._checkpoint_identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise ``RuntimeError`` if ranks have found different checkpoints."""
@@ -170,20 +170,22 @@ class Reader(StorageReader):
                 f"{self.checkpoint_id}: one was replaced meanwhile, or each machine has its own "
                 "folder there"
             )
-        return plans if self._other is None else self._other.prepare_global_plan(plans)
+        return (
+            plans if self._other_reader is None else self._other_reader.prepare_global_plan(plans)
+        )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of this rank, file by file."""
-        if self._other is not None:
-            checked: Any = foreign.Checking(planner, self.checkpoint_id)
-            return self._other.read_data(plan, checked if self._weights_only else planner)
-        by_file: dict[str, list[tuple[ReadItem, Place]]] = {}
+        if self._other_reader is not None:
+            checked: Any = other_formats.CheckingPlanner(planner, self.checkpoint_id)
+            return self._other_reader.read_data(plan, checked if self._weights_only else planner)
+        by_file: dict[str, list[tuple[ReadItem, ItemLocation]]] = {}
         for item in plan.items:
-            place = self._places[item.storage_index]
-            by_file.setdefault(place.file, []).append((item, place))
+            location = self._locations[item.storage_index]
+            by_file.setdefault(location.file, []).append((item, location))
         for name, items in by_file.items():
             with TensorFile(layout.join(self.checkpoint_id, name), **self._options) as file:
-                found = [(item, layout.find(file, place)) for item, place in items]
+                found = [(item, layout.find(file, location)) for item, location in items]
                 self._read_objects(file, [one for one in found if _is_object(one[0])], planner)
                 read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
         done: Future[None] = Future()
@@ -205,7 +207,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Tell whether the type is that of a folder's name."""
+        """Return True if the argument is of a type that can name a folder."""
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 

@@ -21,10 +21,10 @@ from ..streams.addresses import is_there
 from ..streams.open import open_stream
 from ..tensors.exchange import dtype_of
 from . import layout
-from .into_planner import read_tensors
+from .read_into_planner import read_tensors
 
 
-class Addresses(FileSystemBase):
+class AddressFileSystem(FileSystemBase):
     """A read-only file system of addresses, for torch's own reader of checkpoints."""
 
     @contextmanager
@@ -52,22 +52,22 @@ class Addresses(FileSystemBase):
 
     def rename(self, path: str | os.PathLike[Any], new_path: str | os.PathLike[Any]) -> None:
         """Raise ``io.UnsupportedOperation``."""
-        raise _not_written()
+        raise _read_only_error()
 
     def mkdir(self, path: str | os.PathLike[Any]) -> None:
         """Raise ``io.UnsupportedOperation``."""
-        raise _not_written()
+        raise _read_only_error()
 
     def rm_file(self, path: str | os.PathLike[Any]) -> None:
         """Raise ``io.UnsupportedOperation``."""
-        raise _not_written()
+        raise _read_only_error()
 
 
-def _not_written() -> io.UnsupportedOperation:
-    return io.UnsupportedOperation("torch's checkpoints at an address are read, not written")
+def _read_only_error() -> io.UnsupportedOperation:
+    return io.UnsupportedOperation("checkpoints in torch's format cannot be written to an address")
 
 
-def part_of(stream: IO[bytes], offset: int, length: int) -> IO[bytes]:
+def read_part(stream: IO[bytes], offset: int, length: int) -> IO[bytes]:
     """Return some bytes of a file, read by one request.
 
     Raises:

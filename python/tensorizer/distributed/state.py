@@ -17,8 +17,8 @@ def load_state(uri: str | os.PathLike[Any], **options: Any) -> dict[str, Any]:
     The result is what torch's ``dcp_to_torch_save`` saves: ``torch.save(load_state(uri), path)``.
     It can be saved again as a checkpoint of one process: by ``dcp.save(state,
     storage_writer=Writer(other), no_dist=True)``, or by torch's own ``FileSystemWriter``. Objects
-    such as the number of the step are included. A dict whose keys are whole numbers becomes a list,
-    as it does in torch: the paths in a checkpoint do not tell them apart.
+    such as the number of the step are included. A dict whose keys are integers becomes a list, as
+    in torch, because the paths in a checkpoint do not distinguish the two.
 
     Args:
         uri: A folder that :class:`Reader` reads: of :class:`Writer`, of torch, or of safetensors

@@ -23,8 +23,8 @@ from ..file.file_writer import FileWriter
 from ..file.tensor_file import in_batches
 from ..streams.addresses import is_address
 from ..streams.open import open_stream
-from . import folders, layout, planned
-from .items import Place
+from . import folders, layout, save_plan
+from .items import ItemLocation
 
 #: Bytes of tensors that are requested from a planner at a time: they may be copies.
 _BATCH_BYTES = 256 << 20
@@ -34,15 +34,15 @@ class Writer(StorageWriter):
     """Saves for ``torch.distributed.checkpoint``, in a folder or below an address.
 
     ``dcp.save(state, storage_writer=Writer("s3://bucket/step-100"))``, also with ``async_save``.
-    Every rank writes one ``.tensors`` file, which appears once it is whole and on the disk; then
-    the coordinator writes ``checkpoint.json``, and with that the checkpoint is there. Until then an
-    older one in the same folder can be loaded; its files are removed afterwards (on servers they
-    stay). Before a save writes, it removes files that failed or killed saves have left.
-    Objects that are no tensors are stored in the format of ``torch.save``.
+    Every rank writes one ``.tensors`` file, which appears once it is complete and on the disk. Then
+    the coordinator writes ``checkpoint.json``, which completes the checkpoint. Until then an older
+    checkpoint in the same folder can be loaded; its files are removed afterwards (on servers they
+    stay). Before a save writes, it removes files left by failed or killed saves. Objects other than
+    tensors are stored in the format of ``torch.save``.
 
     Args:
         uri: The folder; None if ``dcp.save(checkpoint_id=...)`` names it.
-        encryption: A key to encrypt the tensors' data with, the same at every rank.
+        encryption: A key to encrypt the tensors' data with, the same on every rank.
             Names and shapes are not encrypted.
         hashes: The hashes of each tensor to store; see :class:`tensorizer.TensorSerializer`.
         overwrite: True if an existing checkpoint may be replaced.
@@ -66,7 +66,7 @@ class Writer(StorageWriter):
         self._folder = None if uri is None else layout.folder_of(uri)
         self._encryption, self._hashes, self._overwrite = encryption, hashes, overwrite
         self._rank, self._save_id = 0, ""
-        self._claim: folders.Claim | None = None
+        self._folder_lock: folders.FolderLock | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -79,7 +79,7 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
         """Begin another checkpoint, in another folder if one is given."""
-        self._claim = None
+        self._folder_lock = None
         if checkpoint_id:
             self._folder = layout.folder_of(checkpoint_id)
 
@@ -93,7 +93,7 @@ class Writer(StorageWriter):
         rank = kwargs.get("rank")
         known = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._rank = known if rank is None else rank
-        self._claim = None
+        self._folder_lock = None
         # A new id: files of an earlier checkpoint must stay until this one is complete.
         self._save_id = secrets.token_hex(8)
 
@@ -110,15 +110,15 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Refuse plans too large to be read, and remove files left by failed or killed saves."""
-        planned.check(plans, self.checkpoint_id)
+        save_plan.check(plans, self.checkpoint_id)
         if self._is_local():
             folders.remove_leftovers(self.checkpoint_id)
-            self._claim_folder()
+            self._lock_folder()
         return plans
 
-    def _claim_folder(self) -> None:
+    def _lock_folder(self) -> None:
         folders.make(self.checkpoint_id)
-        self._claim = folders.Claim(self.checkpoint_id)
+        self._folder_lock = folders.FolderLock(self.checkpoint_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank into its file."""
@@ -127,27 +127,27 @@ class Writer(StorageWriter):
             _refuse_meta(plan.items, planner)
             done.set_result(self._write(plan.items, planner) if plan.items else [])
         except BaseException:
-            self._claim = None
+            self._folder_lock = None
             raise
         return done
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        file = planned.file_of(self._rank, self._save_id)
+        file = save_plan.file_of(self._rank, self._save_id)
         results = []
         options: dict[str, Any] = {"encryption": self._encryption, "hashes": self._hashes}
         if self._is_local():
-            self._claim_folder()
+            self._lock_folder()
         taken: set[str] = set()
         with FileWriter(layout.join(self.checkpoint_id, file), **options) as writer:
             lengths = [_length(item) for item in items]
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
                 batch = [items[number] for number in numbers]
                 tensors = [_with_data(_resolved(item, planner), item) for item in batch]
-                names = [planned.name_of(item, taken) for item in batch]
+                names = [save_plan.name_of(item, taken) for item in batch]
                 count = len(batch)
                 writer.write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
                 results += [
-                    WriteResult(item.index, tensor.nbytes, Place(file, name))
+                    WriteResult(item.index, tensor.nbytes, ItemLocation(file, name))
                     for item, tensor, name in zip(batch, tensors, names, strict=True)
                 ]
         return results
@@ -157,23 +157,23 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``checkpoint.json``, and remove the files of an older checkpoint."""
-        places = {one.index: one.storage_data for of_rank in results for one in of_rank}
+        locations = {one.index: one.storage_data for of_rank in results for one in of_rank}
         version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        content = layout.encoded(dataclasses.replace(metadata, version=version), places)
+        content = layout.encoded(dataclasses.replace(metadata, version=version), locations)
         before: list[str] = []
         self._refuse_to_replace()
         if self._is_local():
             # The file names of an older checkpoint are unknown if it cannot be read.
             with contextlib.suppress(OSError, ValueError):
                 before = layout.files(self.checkpoint_id)
-        now = {place.file for place in places.values()}
+        now = {location.file for location in locations.values()}
         if self._is_local():
             folders.check(self.checkpoint_id, now)
         with open_stream(layout.join(self.checkpoint_id, layout.FILE), "wb") as file:
             file.write(content)
         folders.remove(self.checkpoint_id, set(before) - now)
-        self._claim = None
-        metadata.storage_data = places
+        self._folder_lock = None
+        metadata.storage_data = locations
         metadata.storage_meta = self.storage_meta()
 
     def storage_meta(self) -> dcp.StorageMeta:
@@ -182,7 +182,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Tell whether the type is that of a folder's name."""
+        """Return True if the argument is of a type that can name a folder."""
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 

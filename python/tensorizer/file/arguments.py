@@ -94,7 +94,7 @@ def check_num_readers(num_readers: int | None) -> None:
         return
     if not isinstance(num_readers, int) or isinstance(num_readers, bool):
         raise TypeError(
-            f"num_readers must be an int or None, not {num_readers!r}: None for as many as help"
+            f"num_readers must be an int or None, not {num_readers!r}: None chooses automatically"
         )
     if num_readers < 1:
         raise ValueError(f"num_readers must be at least 1, not {num_readers}")

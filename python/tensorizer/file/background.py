@@ -26,12 +26,12 @@ logger = logging.getLogger("tensorizer.serialization")
 
 
 class SaveFuture(Future[None]):
-    """The result of a save that runs on a thread of its own.
+    """The result of a save that runs on a separate thread.
 
-    ``result()`` waits for it and raises what it raised, and so does ``await`` in a coroutine;
+    ``result()``, and ``await`` in a coroutine, wait for the save and raise its exception.
     ``done()``, ``exception()`` and ``add_done_callback()`` are those of
-    :class:`concurrent.futures.Future`. It cannot be cancelled. In a process that is forked off
-    during the save it has failed with ``RuntimeError``, because no thread saves there.
+    :class:`concurrent.futures.Future`. It cannot be cancelled. In a child process forked during the
+    save, it has failed with ``RuntimeError``, because the child has no thread that saves.
 
     Attributes:
         total_bytes: Bytes of tensor data to be written.
@@ -50,7 +50,7 @@ class SaveFuture(Future[None]):
     def saved_bytes(self) -> int:
         """Bytes of tensor data written so far, from any thread.
 
-        With all of them written, the file is still not complete before ``done()`` is true.
+        When all of them are written, the file is still incomplete until ``done()`` is true.
         """
         return self._file.saved_bytes
 
@@ -82,7 +82,7 @@ class SaveFuture(Future[None]):
         Future.__init__(self)
         self.set_running_or_notify_cancel()
         if outcome is None:
-            what = "a save is awaited by the process that began it: this one was forked off it"
+            what = "wait for a save in the process that started it: this is a forked child"
             outcome = (RuntimeError(what),)
         self._end(*outcome)
 
@@ -113,9 +113,9 @@ def save_async(
 ) -> SaveFuture:
     """Save a copy of the tensors in the background, so that the caller may change them meanwhile.
 
-    Returns as soon as the tensors are copied to host memory, which takes as much of it as they
-    do. The file appears under a path, or an object of a cloud, once it is complete. A process that
-    ends by itself waits for it; one that is killed leaves an earlier file in place.
+    The call returns as soon as the tensors are copied to host memory; the copies need as much
+    memory as the tensors. A file, or an object of a cloud, appears once it is complete. A process
+    that exits normally waits for the save; one that is killed leaves the earlier file in place.
 
     Args:
         tensors: The tensors, as for :func:`tensorizer.save`.
@@ -126,15 +126,15 @@ def save_async(
         format: See :func:`tensorizer.save`. A safetensors file is written in one piece.
         metadata: Strings by name; see :class:`TensorSerializer`.
         clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
-        memory_limit: The most bytes that the save has in flight beside the copies of the tensors;
-            see :class:`TensorSerializer`.
+        memory_limit: The most bytes that the save has in flight in addition to the copies of the
+            tensors; see :class:`TensorSerializer`.
 
     Raises:
         OSError, TypeError, ValueError, NotImplementedError: At once, if the file cannot be begun or
             the tensors cannot be saved. Later errors are raised by the future and logged.
 
     """
-    safetensors = to_safetensors.is_meant(uri, format)
+    safetensors = to_safetensors.is_safetensors_target(uri, format)
     if safetensors:
         to_safetensors.refuse_options(alignment, encryption, hashes)
         tensors = to_safetensors.checked(tensors)

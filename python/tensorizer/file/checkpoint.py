@@ -23,23 +23,23 @@ from .._native import Reader
 from .._types import Name, Slice
 from ..tensors import devices
 from ..tensors.exchange import copied, take
-from .leaves import named_tensors, shown
 from .pickles import unpickled
+from .unpickled_tensors import named_tensors, shown
 
 #: Bytes of the longest element. Storages that are not aligned to it are copied.
 _ALIGNMENT = 16
 _PICKLE = "data.pkl"
 #: Records that hold one word, the words allowed, and the most bytes of such a record. Other
 #: versions are of archives of newer releases of torch.
-_WORDS = {
+_ONE_WORD_RECORDS = {
     "byteorder": (b"little",),
     "version": tuple(str(version).encode() for version in range(1, 11)),
 }
-_LONGEST_WORD = 64
+_MAX_WORD_BYTES = 64
 
 
 @dataclass(slots=True)
-class _Tensor:
+class _PickledTensor:
     """A tensor of a pickle.
 
     Attributes:
@@ -59,10 +59,10 @@ class _Tensor:
     direct: bool
 
     @staticmethod
-    def of(like: torch.Tensor, record: int | None) -> _Tensor:
+    def of(like: torch.Tensor, record: int | None) -> _PickledTensor:
         position = int(like.storage_offset()) * like.element_size() if like.numel() else 0
         strided = not like.is_contiguous() or like.is_conj() or like.is_neg()
-        return _Tensor(like, record, position, strided, False)
+        return _PickledTensor(like, record, position, strided, False)
 
 
 class Checkpoint:
@@ -90,14 +90,14 @@ class Checkpoint:
         self._lens = records.data_lens()
         names = (str(name) for name in records.names(range(len(records))))
         self._numbers = {name: number for number, name in enumerate(names)}
-        self._tensors: list[_Tensor] = []
+        self._tensors: list[_PickledTensor] = []
         #: For each record and device: a weak reference to the storage, and where its bytes begin in
         #: it.
         self._storages: dict[tuple[int, torch.device], tuple[StorageWeakRef, int]] = {}
-        with _without_collections():
+        with _without_garbage_collection():
             described = []
             users: Counter[int | None] = Counter()
-            for name, tensor in self._named():
+            for name, tensor in self._named_in_files():
                 dtype = str(tensor.like.dtype).removeprefix("torch.")
                 storage = None if tensor.record is None else (tensor.record, tensor.position)
                 described.append((name, dtype, tensor.like.shape, storage, tensor.strided))
@@ -119,26 +119,28 @@ class Checkpoint:
 
     # Reading the pickles
 
-    def _named(self) -> Iterable[tuple[Name, _Tensor]]:
+    def _named_in_files(self) -> Iterable[tuple[Name, _PickledTensor]]:
         """Yield the tensors of all files; raise if one that the index lists is missing."""
         uris = self._records.files()
         promised = self._records.promised()
         missing = set(promised)
         found = self._read(len(uris))
         for file, uri in enumerate(uris):
-            _check_words(found, file, uri)
+            _check_versions(found, file, uri)
             pickled = found[f"{file}/{_PICKLE}"]
-            storages = _Storages(file, uri, self._numbers, self._lens)
-            tree = unpickled(pickled, uri, storages.persistent_load)
+            meta_storages = _MetaStorages(file, uri, self._numbers, self._lens)
+            tree = unpickled(pickled, uri, meta_storages.persistent_load)
             named, unnamed = named_tensors(tree, uri, len(pickled))
             if unnamed.count:
-                warnings.warn(f"{uri} is loaded without {unnamed}; torch.load it", stacklevel=5)
+                warnings.warn(
+                    f"{uri} is loaded without {unnamed}; torch.load returns them", stacklevel=5
+                )
             for name, like in named:
                 if isinstance(name, str):
                     if promised.get(name, file) != file:
                         continue
                     missing.discard(name)
-                yield name, _Tensor.of(like, storages.record_of(like, name))
+                yield name, _PickledTensor.of(like, meta_storages.record_of(like, name))
         if missing:
             name = min(missing)
             raise FormatError(
@@ -148,10 +150,12 @@ class Checkpoint:
 
     def _read(self, files: int) -> dict[str, bytes]:
         """Return the contents of the records that are no storages, of all files at once."""
-        names = [f"{file}/{name}" for file in range(files) for name in (_PICKLE, *_WORDS)]
+        names = [
+            f"{file}/{name}" for file in range(files) for name in (_PICKLE, *_ONE_WORD_RECORDS)
+        ]
         numbers = {name: self._numbers[name] for name in names if name in self._numbers}
         for name, number in numbers.items():
-            if not name.endswith(_PICKLE) and self._lens[number] > _LONGEST_WORD:
+            if not name.endswith(_PICKLE) and self._lens[number] > _MAX_WORD_BYTES:
                 uri = self._records.files()[int(name.split("/")[0])]
                 raise FormatError(f"record {name!r} has {self._lens[number]} bytes ({uri})")
         found = self._records.read(list(numbers.values()))
@@ -187,25 +191,25 @@ class Checkpoint:
             for t, is_alone in zip(tensors, alone, strict=True)
             if t.record is not None and not is_alone
         }
-        here: dict[int, torch.Tensor] = {}
+        storages: dict[int, torch.Tensor] = {}
         for record in by_storage:
-            found = self._kept(record, device)
+            found = self._live_storage(record, device)
             if found is not None:
-                here[record] = found
-        missing = sorted(by_storage - here.keys())
+                storages[record] = found
+        missing = sorted(by_storage - storages.keys())
         if missing:
             handle, _ = self._records.load(
                 missing, verify=verify, readers=readers, map=map, device=place, apart=apart
             )
             for record, loaded in zip(missing, take(handle), strict=True):
-                here[record] = self._keep(record, loaded, device)
+                storages[record] = self._remember_storage(record, loaded, device)
         direct = [number for number, is_alone in zip(numbers, alone, strict=True) if is_alone]
         handle, _ = self.reader.load(
             direct, verify=verify, readers=readers, map=map, device=place, apart=apart
         )
-        as_they_are = iter(take(handle))
+        loaded_directly = iter(take(handle))
         made = [
-            next(as_they_are) if is_alone or t.record is None else _view(here[t.record], t)
+            next(loaded_directly) if is_alone or t.record is None else _view(storages[t.record], t)
             for t, is_alone in zip(tensors, alone, strict=True)
         ]
         read = sum(self._lens[record] for record in missing)
@@ -225,7 +229,7 @@ class Checkpoint:
                     f"has no data ({self.reader.uri})"
                 )
 
-    def _kept(self, record: int, device: torch.device) -> torch.Tensor | None:
+    def _live_storage(self, record: int, device: torch.device) -> torch.Tensor | None:
         """Return the bytes of a storage that is still in use; None if it is not."""
         reference, start = self._storages.get((record, device), (None, 0))
         if reference is None:
@@ -237,7 +241,9 @@ class Checkpoint:
             return None
         return _bytes_of(storage, start, self._lens[record])
 
-    def _keep(self, record: int, loaded: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _remember_storage(
+        self, record: int, loaded: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
         """Keep a weak reference to a storage; return its bytes on a device."""
         if loaded.device != device:
             loaded = loaded.to(device)
@@ -318,7 +324,7 @@ class SlicedCheckpoint:
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Switch off garbage collection while many objects are made, none of which is garbage.
 
     Scanning some ten thousand new objects again and again takes a third of the time.
@@ -332,9 +338,9 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _check_words(records: dict[str, bytes], file: int, uri: str) -> None:
+def _check_versions(records: dict[str, bytes], file: int, uri: str) -> None:
     """Refuse big-endian files, and unknown versions."""
-    for word, known in _WORDS.items():
+    for word, known in _ONE_WORD_RECORDS.items():
         found = records.get(f"{file}/{word}", known[0])
         if word == "byteorder" and found == b"big":
             raise NotImplementedError(
@@ -360,7 +366,7 @@ def _is_all_of(like: torch.Tensor, length: int) -> bool:
     return like.storage_offset() == 0 and like.numel() * like.element_size() == length
 
 
-def _view(storage: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
+def _view(storage: torch.Tensor, tensor: _PickledTensor) -> torch.Tensor:
     """Return a tensor as a view of the bytes of its storage."""
     like = tensor.like
     # The storage's bytes begin at a multiple of the longest element.
@@ -371,7 +377,7 @@ def _view(storage: torch.Tensor, tensor: _Tensor) -> torch.Tensor:
     return torch._neg_view(view) if like.is_neg() else view
 
 
-class _Storages:
+class _MetaStorages:
     """The storages of one file while its pickle is read: they have sizes, but no bytes.
 
     Args:
@@ -426,12 +432,12 @@ class _Storages:
         record, length = known
         start = tensor.storage_offset()
         if tensor.is_contiguous():
-            count, good = tensor.numel(), start >= 0
+            count, in_bounds = tensor.numel(), start >= 0
         else:
             steps = list(zip(tensor.shape, tensor.stride(), strict=True))
             count = 1 + sum((size - 1) * stride for size, stride in steps)
-            good = start >= 0 and all(stride >= 0 for _, stride in steps)
-        if not good or (tensor.numel() and (start + count) * tensor.element_size() > length):
+            in_bounds = start >= 0 and all(stride >= 0 for _, stride in steps)
+        if not in_bounds or (tensor.numel() and (start + count) * tensor.element_size() > length):
             raise FormatError(
                 f"tensor {shown(name)} of shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())} from element {start} on does not lie in its storage of "

@@ -109,8 +109,10 @@ class EncryptionParams:
 
         Args:
             source: The passphrase.
-            opslimit: Passes over the memory; None for ``OpsLimit.MODERATE``.
-            memlimit: Bytes of memory; None for ``MemLimit.MODERATE``.
+            opslimit: Passes over the memory; None for ``OpsLimit.MODERATE``, which is 3 as in
+                libsodium.
+            memlimit: Bytes of memory; None for ``MemLimit.MODERATE``, which is 256 MiB as in
+                libsodium.
             salt: 16 bytes; None for random ones, so that equal passphrases give different keys.
             encoding: The encoding of a ``str``.
             manifest: See the class.
@@ -176,8 +178,8 @@ class DecryptionParams:
         source: A passphrase, as bytes.
         require_manifest: Refuse files whose names, shapes and order are not sealed; see
             :class:`EncryptionParams`. A seal that a file has is checked in any case.
-        max_opslimit: The most passes that a file may ask for; None for 16.
-        max_memlimit: The most memory that a file may ask for, in bytes; None for 2 GiB.
+        max_opslimit: The most Argon2 passes that a file may require; None for 16.
+        max_memlimit: The most memory for Argon2 that a file may require, in bytes; None for 2 GiB.
 
     """
 

@@ -22,10 +22,10 @@ from ..tensors.exchange import lend
 from . import opening
 from .arguments import checked_memory_limit
 from .encryption import EncryptionParams, native_encryption
-from .progress import Progress
+from .progress import ProgressReporter
 
 if TYPE_CHECKING:
-    from ..group.gather import Gathering
+    from ..group.gathered_save import GatheredSave
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -67,7 +67,7 @@ class FileWriter:
         hashes: Hashes = "all",
         metadata: Mapping[str, str] | None = None,
         clear_metadata: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressReporter | None = None,
         memory_limit: int | None = None,
         memory_kept: int = 0,
     ) -> None:
@@ -75,7 +75,7 @@ class FileWriter:
         self._writer: Writer | None = None
         self._process = os.getpid()
         #: The processes that hold parts of the tensors, and write this file together.
-        self._gathering: Gathering | None = None
+        self._gathering: GatheredSave | None = None
         # True if a file that is never closed would have tensors worth keeping.
         self._complete = False
         self.total_tensor_bytes = 0
@@ -91,9 +91,9 @@ class FileWriter:
         }
         stream = open_address(file_obj, "wb")
         self._native = self._writer = _open(stream, options)
-        told = None if progress is None else progress.part()
-        if told is not None:
-            self._native.watch(told)
+        report = None if progress is None else progress.part()
+        if report is not None:
+            self._native.watch(report)
         if not isinstance(stream, (str, bytes, os.PathLike, int)):
             self._stream = stream
         if isinstance(stream, AtomicRandom):
@@ -138,9 +138,9 @@ class FileWriter:
         """Write from now on together with other processes, one of which writes the file."""
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
-        from ..group.gather import Gathering  # imported already by code with DTensors
+        from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
 
-        self._gathering = Gathering(tensors)
+        self._gathering = GatheredSave(tensors)
         if not self._gathering.writes:
             self._abandon()
         self._gathering.join()
@@ -182,10 +182,10 @@ class FileWriter:
             self._close()
         elif gathering.failed:
             self._abandon()
-            raise GroupError("the file was given up: not all processes have written their part")
+            raise GroupError("the file was abandoned: not all processes have written their part")
         else:
             # All processes learn whether the file was completed.
-            gathering.members.together(self._close)
+            gathering.members.run_on_all(self._close)
 
     def _close(self) -> None:
         if self._process != os.getpid() and self._writer is not None:
@@ -198,7 +198,7 @@ class FileWriter:
             if self._stream is not None and not _is_ended(self._stream):
                 self._stream.seek(writer.end)
         except BaseException:
-            self._give_up_stream()
+            self._abandon_stream()
             raise
         stream, self._stream = self._stream, None
         if stream is not None:
@@ -218,16 +218,16 @@ class FileWriter:
             return
         if writer is not None:
             writer.abandon()
-        self._give_up_stream()
+        self._abandon_stream()
 
-    def _give_up_stream(self) -> None:
+    def _abandon_stream(self) -> None:
         stream, self._stream = self._stream, None
         if hasattr(stream, "abandon"):
             stream.abandon()
         elif stream is not None:
             stream.close()
 
-    def _keep_forgotten(self) -> None:
+    def _finish_unclosed(self) -> None:
         """Finish a file that was never closed, without replacing one of its name.
 
         Callers of the old package often do not close their files.
@@ -241,21 +241,21 @@ class FileWriter:
             return
         if isinstance(self._stream, UploadFile):
             writer.abandon()
-            self._give_up_stream()
+            self._abandon_stream()
         else:
             kept, beside = writer.finish_unclosed()
             stream, self._stream = self._stream, None
             if isinstance(stream, AtomicRandom):
-                kept, beside = stream.close_forgotten(writer.end)
+                kept, beside = stream.publish_unclosed(writer.end)
             elif stream is not None and not getattr(stream, "closed", False):
                 stream.seek(writer.end)
                 stream.close()
         if beside is not None:
-            what = f"the file of that name stays as it was, and what was written is {beside}"
+            what = f"the file of that name is unchanged, and the new one is {beside}"
         elif kept:
-            what = "what was written has been finished"
+            what = "the file was completed with what was written"
         else:
-            what = "it was given up, and nothing was uploaded"
+            what = "the upload was aborted, and there is no new object"
         warnings.warn(
             f"{uri} was not closed: {what}; call close(), or use a with block",
             RuntimeWarning,
@@ -281,7 +281,7 @@ class FileWriter:
             return
         try:
             if self._complete:
-                self._keep_forgotten()
+                self._finish_unclosed()
             else:
                 self.abandon()
         except Exception:
@@ -297,14 +297,16 @@ def _metadata_pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]
     if metadata is None:
         return None
     if not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata are strings by name, found {type(metadata).__name__}")
+        raise TypeError(f"metadata must be a dict of strings, found {type(metadata).__name__}")
     for name, value in metadata.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"metadata are strings by name, found {value!r} at {name!r}")
+            raise TypeError(f"metadata must be a dict of strings, found {value!r} at {name!r}")
         try:
             f"{name}{value}".encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"metadata have half a character: {error}") from None
+            raise ValueError(
+                f"metadata must be valid Unicode, found a lone surrogate: {error}"
+            ) from None
     return list(metadata.items())
 
 
@@ -322,7 +324,7 @@ def _open(file_obj: Any, options: dict[str, Any]) -> Writer:
     if isinstance(file_obj, UploadFile):
         return file_obj.hand_over(options)
     target = opening.classify(file_obj)
-    if isinstance(target, opening.Remote):
+    if isinstance(target, opening.RemoteSource):
         raise ValueError(f"expected a writable file: {target.uri}")
     if isinstance(target, opening.LocalPath):
         return Writer.to_path(target.path, options)

@@ -99,8 +99,9 @@ def of_prefixes(names: Sequence[Name], module: torch.nn.Module) -> str:
     for prefix in _prefixes(of_file):
         if any(name.removeprefix(prefix) in known for name in of_file):
             return (
-                f": every name of the file begins with {prefix!r}; load it into what has this "
-                f"module as {prefix[:-1]!r}, or give load_state_dict() the tensors by other names"
+                f": every name of the file begins with {prefix!r}; load it into the parent that "
+                "has this "
+                f"module as {prefix[:-1]!r}, or rename the tensors and use load_state_dict()"
             )
     for prefix in _prefixes(of_module):
         if any(prefix + name in known for name in of_file):

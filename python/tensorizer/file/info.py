@@ -28,8 +28,8 @@ class TensorInfo:
         shape: Its dimensions.
         nbytes: Bytes that it takes in memory.
         file: The path or address of the file that holds it.
-        hashes: The hashes that the file holds of it, ``"CRC32"`` in decimal and ``"SHA256"`` in
-            hexadecimal; None if they were not asked for.
+        hashes: Its hashes in the file, ``"CRC32"`` in decimal and ``"SHA256"`` in hexadecimal; None
+            if they were not requested.
 
     """
 
@@ -52,9 +52,9 @@ class FileInfo:
         encrypted: True if the tensors' data are encrypted.
         files: The path or address of each file: several for the shards of a checkpoint.
         tensors: The tensors by name, in the order of the file.
-        metadata: Strings by name, stored beside the tensors. Only a manifest authenticates them; it
-            is checked if ``encryption`` is given. If those of a ``.tensors`` file are damaged, this
-            is empty, with a warning: its tensors may be intact.
+        metadata: Strings by name, stored with the tensors. Only a manifest authenticates them; it
+            is checked if ``encryption`` is given. If the metadata of a ``.tensors`` file are
+            damaged, this is empty, with a warning, because its tensors may be intact.
         nbytes: Bytes that all tensors take in memory.
 
     """
@@ -87,7 +87,7 @@ def info(
 
     Args:
         uri: The file, as for :class:`tensorizer.TensorDeserializer`. A file object is closed.
-        hashes: Read the hashes of every tensor too, which lie in front of its data.
+        hashes: Also read the hashes of every tensor, which are stored in front of its data.
         encryption: A key or passphrase to check the seal of an encrypted file. Names and shapes
             need no key.
 

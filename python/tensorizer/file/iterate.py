@@ -12,12 +12,12 @@ import torch
 
 from .._types import FilterFuncType, Head, Name, NameT, VerifyHash
 from ..tensors.sharding import Shard
-from .ahead import ReadAhead, use_on_current_stream
 from .arguments import device_or_function, names_of
-from .choice import Choice, Chosen
 from .encryption import DecryptionParams
-from .ending import close_at_exit
-from .progress import Progress, ProgressType
+from .exit_hooks import close_at_exit
+from .load_spec import LoadSpec, ResolvedLoad
+from .progress import ProgressReporter, ProgressType
+from .read_ahead import ReadAhead, use_on_current_stream
 from .slices import Index
 from .tensor_file import TensorFile
 
@@ -66,20 +66,20 @@ def iterate(
             after another. ``"ready"``: in the order in which they are loaded.
         dtype: Cast floating-point tensors.
         verify_hash: Compare every tensor with the hashes in the file before it is handed out.
-        num_readers: Threads that read at once.
+        num_readers: The number of threads that read at once; None for as many as help.
         encryption: The key or passphrase of an encrypted file.
-        filter_func: Called with each tensor's name; those for which it returns something false are
-            left out.
-        slices: Only a part of some tensors, by name, of which only the bytes are read: see
+        filter_func: Called with each tensor's name; a tensor is left out if it returns something
+            false.
+        slices: Load only a part of some tensors, by name; only its bytes are read. See
             :func:`tensorizer.load`.
         shard: This rank's part of each tensor: see :class:`tensorizer.Shard`.
-        group: A process group whose members all make this call, and take equally many tensors.
+        group: A process group. All members make this call, and take the same number of tensors.
             Every byte is fetched by one member and given to the others, a batch at a time, in the
             call of ``next`` that needs it. Members may choose different tensors or parts.
-        progress: Called with the bytes of tensor data that are loaded, and with how many there are,
-            by the thread that waits for the next tensor; it cannot use the iterator
-            (``RuntimeError``). What it raises is raised by the iterator. True shows a bar where
-            stderr is a terminal.
+        progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded
+            and with their total number, on the thread that waits for the next tensor. It cannot use
+            the iterator (``RuntimeError``). The iterator raises an exception from it. True shows a
+            bar if stderr is a terminal.
         cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
             file; None for the folder in ``TENSORIZER_CACHE``. See ``docs/how-to/cache.md``.
         memory_limit: The most bytes in flight. Tensors that are loaded or being read count, so that
@@ -94,7 +94,8 @@ def iterate(
             minimum, which the message states.
         OSError, ValueError, HashMismatchError, CryptographyError: See
             :class:`tensorizer.TensorDeserializer`. Errors while reading are raised by the iterator,
-            after tensors that were loaded before (and with ``order="file"`` were next).
+            after it has yielded the tensors that were loaded before (with ``order="file"``, those
+            before the tensor that failed).
         GroupError: Another member of the group was lost, interrupted, or has closed its iterator.
 
     """
@@ -106,8 +107,8 @@ def iterate(
         raise TypeError("device= is one device for all tensors, not a function of their names")
     if group is not None and order == "ready":
         raise ValueError('order="ready" with group=: members take tensors in the order of the file')
-    told = Progress(progress)
-    choice = Choice(names_of(names), filter_func, slices or {}, None, None, shard, device)
+    reporter = ProgressReporter(progress)
+    spec = LoadSpec(names_of(names), filter_func, slices or {}, None, None, shard, device)
 
     def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> TensorFile:
         return TensorFile(
@@ -118,27 +119,29 @@ def iterate(
             encryption=encryption,
             clone=True,
             heads=heads,
-            progress=told,
+            progress=reporter,
             cache_dir=cache_dir,
             memory_limit=memory_limit,
             wanted=wanted,
         )
 
     if group is not None:
-        from .ahead_together import open_for_group  # torch.distributed is slow to import
+        from .collective_read_ahead import open_read_ahead  # torch.distributed is slow to import
 
-        return _Iterator(told, *open_for_group(group, opened, choice, told, buffer_bytes))
-    file = opened(None, choice.asked())
+        return _LoadIterator(
+            reporter, *open_read_ahead(group, opened, spec, reporter, buffer_bytes)
+        )
+    file = opened(None, spec.requested_names())
     try:
-        chosen = choice.of(file, told)
-        ahead = ReadAhead(chosen.wanted, chosen.device, buffer_bytes, ready=order == "ready")
-        return _Iterator(told, file, chosen, ahead)
+        resolved = spec.resolve(file, reporter)
+        batches = ReadAhead(resolved.wanted, resolved.device, buffer_bytes, ready=order == "ready")
+        return _LoadIterator(reporter, file, resolved, batches)
     except BaseException:
         file.close()
         raise
 
 
-class Source(Protocol):
+class TensorBatches(Protocol):
     """The source of an iterator's tensors."""
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:
@@ -148,31 +151,40 @@ class Source(Protocol):
         """End the load. Closing again does nothing."""
 
 
-class _Iterator(Iterator[tuple[Any, torch.Tensor]]):
+class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
     """Yields tensors under their names, and closes their file at the end."""
 
-    def __init__(self, told: Progress, file: TensorFile, chosen: Chosen, source: Source) -> None:
-        self._told, self._file, self._chosen, self._source = told, file, chosen, source
-        self._names, self._further_names = chosen.names_by_number()
+    def __init__(
+        self,
+        reporter: ProgressReporter,
+        file: TensorFile,
+        resolved: ResolvedLoad,
+        batches: TensorBatches,
+    ) -> None:
+        self._reporter, self._file = reporter, file
+        self._resolved, self._batches = resolved, batches
+        self._names, self._further_names = resolved.names_by_number()
         self._ready: deque[tuple[Any, torch.Tensor]] = deque()
         self._ended = False
         self._process = os.getpid()
         #: The thread that waits for tensors, and that calls ``progress=`` meanwhile.
-        self._waits: int | None = None
+        self._waiting_thread: int | None = None
         #: Held while waiting for tensors; the thread that holds it ends the load if that fails.
         self._lock = threading.RLock()
         #: The stream for which the ready tensors were loaded; None on devices other than CUDA.
         self._stream: torch.cuda.Stream | None = None
         close_at_exit(self)
 
-    def __iter__(self) -> _Iterator:
+    def __iter__(self) -> _LoadIterator:
         return self
 
     def __next__(self) -> tuple[Any, torch.Tensor]:
         if self._process != os.getpid():
-            raise RuntimeError("this iterator belongs to the process that made it")
-        if self._waits is not None:
-            self._refuse_progress()
+            raise RuntimeError(
+                "this iterator was made by the parent process, before fork(): make a new one"
+            )
+        if self._waiting_thread is not None:
+            self._refuse_call_from_progress()
         with self._lock:
             while not self._ready:
                 self._wait()
@@ -188,45 +200,50 @@ class _Iterator(Iterator[tuple[Any, torch.Tensor]]):
         try:
             # Any error or interrupt closes the iterator, so that no tensor is skipped without an
             # error.
-            self._waits = threading.get_ident()
-            landed = next(self._source)
-            if not self._chosen.changes_none:
-                landed = [(number, self._chosen.finished(number, one)) for number, one in landed]
-            several = len(landed) > 1 and landed[0][1].is_cuda
-            self._stream = torch.cuda.current_stream(landed[0][1].device) if several else None
-            ready = [(self._names[number], one) for number, one in landed]
-            for number, one in landed if self._further_names else ():
+            self._waiting_thread = threading.get_ident()
+            loaded = next(self._batches)
+            if not self._resolved.returns_as_loaded:
+                loaded = [
+                    (number, self._resolved.in_requested_form(number, one))
+                    for number, one in loaded
+                ]
+            several = len(loaded) > 1 and loaded[0][1].is_cuda
+            self._stream = torch.cuda.current_stream(loaded[0][1].device) if several else None
+            ready = [(self._names[number], one) for number, one in loaded]
+            for number, one in loaded if self._further_names else ():
                 ready += [(name, one) for name in self._further_names.get(number, ())]
             self._ready.extend(ready)
         except StopIteration:
             try:
-                self._told.finish()
+                self._reporter.finish()
             finally:
-                self._waits = None
+                self._waiting_thread = None
                 self.close()
             raise
         except BaseException:
-            self._waits = None
+            self._waiting_thread = None
             self.close()
             raise
         finally:
-            self._waits = None
+            self._waiting_thread = None
 
     def close(self) -> None:
         """End the load that is under way, and close the file. Closing again does nothing."""
-        self._refuse_progress()
+        self._refuse_call_from_progress()
         self._ended = True
         if self._process == os.getpid():
-            self._source.close()
+            self._batches.close()
             with self._lock:
                 self._ready.clear()
         self._file.close()
 
-    def _refuse_progress(self) -> None:
+    def _refuse_call_from_progress(self) -> None:
         """Refuse calls from ``progress=``: they would wait for the load that makes them."""
-        if self._waits == threading.get_ident() and self._process == os.getpid():
-            raise RuntimeError("progress= was called by a load that this iterator waits for")
+        if self._waiting_thread == threading.get_ident() and self._process == os.getpid():
+            raise RuntimeError(
+                "the progress= function uses an iterator that waits for the same load"
+            )
 
     def __del__(self) -> None:
-        if hasattr(self, "_waits"):
+        if hasattr(self, "_waiting_thread"):
             self.close()

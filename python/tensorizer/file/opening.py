@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 #: Characters; Linux takes paths of 4,095 bytes (PATH_MAX with its final zero byte).
-_LONGEST_PATH = 4095
+_MAX_PATH = 4095
 
 
 @dataclass
@@ -50,7 +50,7 @@ class PythonFile:
 
 
 @dataclass
-class Memory:
+class FileBytes:
     """The bytes of a file, accepted by :class:`TensorFile` alone."""
 
     data: bytes
@@ -58,7 +58,7 @@ class Memory:
 
 
 @dataclass
-class Remote:
+class RemoteSource:
     """A file on a server, which begins at position ``base``."""
 
     source: Source
@@ -66,7 +66,7 @@ class Remote:
     base: int
 
 
-def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
+def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | RemoteSource:
     """Classify a path, ``os.PathLike``, descriptor or binary file object by how it is opened.
 
     Raises:
@@ -77,7 +77,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
     native = getattr(file_obj, "_native_source", None)
     source = native() if native is not None else None
     if source is not None and (source.size is not None or file_obj.tell() == 0):
-        return Remote(source, file_obj.name, file_obj.tell())
+        return RemoteSource(source, file_obj.name, file_obj.tell())
     if isinstance(file_obj, str):
         # Addresses of servers were opened before this is called.
         return LocalPath(_checked(local_path(file_obj) or file_obj, file_obj))
@@ -107,7 +107,7 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | Remote:
 
 def _checked(path: str, given: Any) -> str:
     """Refuse what cannot be a path, such as file content, without repeating all of it."""
-    if len(path) <= _LONGEST_PATH and "\0" not in path:
+    if len(path) <= _MAX_PATH and "\0" not in path:
         return path
     if isinstance(given, bytes):
         raise ValueError(
@@ -161,28 +161,28 @@ def _descriptor(file_obj: Any) -> int | None:
 
 def is_local(opened: Any) -> bool:
     """Tell whether an opened argument is a file of this machine."""
-    elsewhere = is_address(opened) or isinstance(opened, Memory)
-    target = None if elsewhere else classify(opened)
+    is_not_a_path = is_address(opened) or isinstance(opened, FileBytes)
+    target = None if is_not_a_path else classify(opened)
     return isinstance(target, (LocalPath, Descriptor))
 
 
 def open_reader(file_obj: Any) -> Reader:
     """Open a descriptor, stream or object, or bytes in memory."""
-    if isinstance(file_obj, Memory):
+    if isinstance(file_obj, FileBytes):
         return _read(file_obj.data, {"uri": file_obj.uri})
     target = classify(file_obj)
     if isinstance(target, LocalPath):
         return _read(target.path, {"path": True})
-    if isinstance(target, Remote):
+    if isinstance(target, RemoteSource):
         return Reader(target.source, target.base)
     if not isinstance(file_obj, int):
         readable = getattr(file_obj, "readable", None)
         if not hasattr(file_obj, "read") or (readable is not None and not readable()):
             raise ValueError(f"expected a readable file: {target.uri}")
-    place: OpenOptions = {"uri": target.uri, "base": target.base}
+    options: OpenOptions = {"uri": target.uri, "base": target.base}
     if isinstance(target, Descriptor):
-        return _read(target.number, place)
-    return _read(target.file, {**place, "size": target.size})
+        return _read(target.number, options)
+    return _read(target.file, {**options, "size": target.size})
 
 
 def _read(file: Any, options: OpenOptions) -> Reader:

@@ -17,8 +17,8 @@ from ..tensors.usage import convert_bytes
 ProgressType = bool | Callable[[int, int], object]
 
 #: Seconds between two redraws of a bar.
-_REDRAWN = 0.1
-_WIDTH = 30
+_REDRAW_SECONDS = 0.1
+_BAR_WIDTH = 30
 
 
 def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -26,7 +26,7 @@ def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in tensors if not one.is_meta)
 
 
-class Progress:
+class ProgressReporter:
     """Reports the number of bytes done: rising numbers, of which the last is all bytes.
 
     Args:
@@ -41,40 +41,40 @@ class Progress:
     def __init__(self, progress: ProgressType, total: int = 0) -> None:
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"progress must be a bool or callable, not {progress!r}")
-        self._tell: Callable[[int, int], object] | None = None
+        self._callback: Callable[[int, int], object] | None = None
         if not isinstance(progress, bool):
-            self._tell = progress
+            self._callback = progress
         elif progress and sys.stderr is not None and sys.stderr.isatty():
-            self._tell = Bar().show
+            self._callback = TerminalBar().show
         self.total = total
         self._done = -1
         self._parts: list[int] = []
 
     def part(self) -> Callable[[int], None] | None:
         """Return a function to report the bytes done of one file; None if no progress is wanted."""
-        if self._tell is None:
+        if self._callback is None:
             return None
         number = len(self._parts)
         self._parts.append(0)
 
-        def told(moved: int) -> None:
+        def report(moved: int) -> None:
             self._parts[number] = moved
-            self._at(sum(self._parts))
+            self._report(sum(self._parts))
 
-        return told
+        return report
 
     def finish(self) -> None:
         """Report that everything is done."""
-        if self._tell is not None:
-            self._at(self.total)
+        if self._callback is not None:
+            self._report(self.total)
 
-    def _at(self, done: int) -> None:
+    def _report(self, done: int) -> None:
         done = min(done, self.total)
-        if self._tell is not None and done > self._done:
+        if self._callback is not None and done > self._done:
             self._done = done
-            self._tell(done, self.total)
+            self._callback(done, self.total)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressReporter:
         return self
 
     def __exit__(
@@ -100,29 +100,29 @@ def _duration(seconds: float) -> str:
     )
 
 
-class Bar:
+class TerminalBar:
     """A progress bar on the terminal, with bytes, their rate, and the time that is left."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
-        self._shown = -_REDRAWN
+        self._shown = -_REDRAW_SECONDS
         self._ended = False
 
     def show(self, done: int, total: int) -> None:
         """Show the progress, some times a second; the line ends with the last byte."""
         now = time.monotonic() - self._begun
-        if self._ended or (done < total and now - self._shown < _REDRAWN):
+        if self._ended or (done < total and now - self._shown < _REDRAW_SECONDS):
             return
         self._ended = done >= total
         self._shown = now
         share = done / total if total else 1.0
-        bar = "#" * int(_WIDTH * share)
+        bar = "#" * int(_BAR_WIDTH * share)
         rate = done / max(now, 1e-3)
         far = f"{convert_bytes(done)} of {convert_bytes(total)}, {convert_bytes(rate)}/s"
         left = "" if self._ended or not rate else f", {_duration((total - done) / rate)} left"
         # One line of the terminal, over the line before.
         room = shutil.get_terminal_size().columns - 1
-        line = f"[{bar:<{_WIDTH}}] {share:4.0%} {far}"
+        line = f"[{bar:<{_BAR_WIDTH}}] {share:4.0%} {far}"
         line += left if len(line) + len(left) <= room else ""
         end = "\n" if self._ended else ""
         try:

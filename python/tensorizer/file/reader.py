@@ -19,11 +19,11 @@ from ..tensors.exchange import lend, refuse_short
 from ..tensors.usage import convert_bytes
 from . import hints
 from .arguments import checked_verification, named_device, resolve_device
+from .dtensor_loader import DTensorLoader
 from .encryption import DecryptionParams
-from .into_sharded import ShardedPlaces
-from .loaded import LoadedTensors
-from .names import LEFT_OUT, converted, nested, path_of, plain, plain_or_dict
-from .progress import Progress, ProgressType
+from .loaded_tensors import LoadedTensors
+from .name_tree import LEFT_OUT, converted, list_or_dict_with_gaps, nested, path_of, plain
+from .progress import ProgressReporter, ProgressType
 from .slices import TensorSlice
 from .tensor_file import TensorFile
 from .to_redis import copy_to_redis
@@ -51,53 +51,54 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             not archives of ``torch.save``. An index has to be opened by its path or address.
         device: The device of the tensors. None: CUDA if there is any, else the CPU. CUDA without a
             number is the device that is current when tensors are loaded.
-        filter_func: Called once with each tensor's name; those for which it returns something
-            false are left out. Structured names come as tuples.
-        dtype: Cast floating-point tensors to this dtype (and complex ones, if it is complex). It
-            may be named: ``"float16"``.
-            Integers and booleans keep theirs.
+        filter_func: Called once with each tensor's name; a tensor is left out if it returns
+            something false. The names of nested structures are tuples.
+        dtype: Cast floating-point tensors to this dtype (and complex ones, if it is complex); a
+            name such as ``"float16"`` is accepted too. Integers and booleans keep their dtypes.
         lazy_load: Read tensors on first access, in any order. Otherwise all of them are
             read at once and the file is closed. A pipe is read as a whole at the first access.
         plaid_mode: Ignored.
         plaid_mode_buffers: Ignored.
-        num_readers: Threads that read at once. None for as many as help.
-        verify_hash: Compare every tensor with the hashes in the file; a tensor that has none
-            fails, and so does a file of a format without hashes. ``"crc32"`` compares the CRC-32
-            only, which finds accidental damage and costs little. With True, the bytes of files of a
-            hub (``hf://``) are first compared with the SHA-256 that it publishes. They are read
-            twice then, and the second transfer, which the tensors come from, is not hashed again.
+        num_readers: The number of threads that read at once. None for as many as help.
+        verify_hash: Compare every tensor with the hashes in the file. A tensor without hashes
+            raises an error, and so does a file of a format without hashes. ``"crc32"`` compares the
+            CRC-32 only, which finds accidental damage and costs little. With True, the bytes of
+            files of a hub (``hf://``) are first compared with the SHA-256 that it publishes. They
+            are then read twice: the tensors come from a second transfer, which is not hashed again.
         encryption: The key or passphrase of an encrypted file.
         mmap: True to use tensors in place in a private mapping of their file instead of reading
-            them into memory of their own. Opening then costs nothing, and bytes come into memory
-            when they are first touched. Changes to such a tensor are seen only through it. The file
+            them into memory of their own. Opening then takes no time, and bytes come into memory
+            when they are first touched. Changes to such a tensor are private to it. The file
             must not be changed while the tensors live: opening it for writing (``open(path,
             "wb+")`` to save over it), copying over it or truncating it destroys the tensors, and
             touching them may end the process (SIGBUS). A serializer refuses to write to such a file
             of this process that was opened without truncating it. Replacing the file by a rename,
             as serializers do with paths, is safe. Tensors whose data are not aligned (files of
             older writers) are always read.
-        clone: On CUDA, give each tensor a storage of its own. Otherwise those below 1 MiB are views
-            of shared ones, of at most 64 MiB, which is faster. Such a storage is freed with the
-            last tensor in it, and ``torch.save`` of one of them writes all of it. On the CPU each
-            tensor has a storage of its own in any case; the memory of those below 1 MiB comes in
-            such blocks, too, and is freed with the last tensor in one.
-        progress: Called with the bytes of tensor data that were loaded, and with how many there are
-            of the tensors chosen, as ``progress(done, total)``: on the thread that loads, which
-            waits for it. What it raises ends the load. True shows a bar where stderr is a terminal.
+        clone: On CUDA, give each tensor its own storage. Otherwise tensors below 1 MiB are views of
+            shared storages of at most 64 MiB, which is faster. Such a storage is freed with its
+            last tensor, and ``torch.save`` of one tensor writes the whole storage. On the CPU each
+            tensor has its own storage in any case; tensors below 1 MiB share blocks of memory, each
+            of which is freed with its last tensor.
+        progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded,
+            and with the number of bytes of the chosen tensors, on the thread that loads, which
+            waits for it. An exception from it ends the load. True shows a bar if stderr is a
+            terminal.
         cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
             file; None for the folder in ``TENSORIZER_CACHE``. See ``docs/how-to/cache.md``.
-        memory_limit: The most bytes that the load has in flight beside the tensors: buffers of
-            connections, staging memory, gaps between tensors that are read along. As many
+        memory_limit: The most bytes that the load has in flight in addition to the tensors: buffers
+            of connections, staging memory, gaps between tensors that are read along. As many
             connections are used as fit. None for the value of ``TENSORIZER_MEMORY_MB``.
 
     Raises:
         OSError: The file cannot be opened or read.
-        FormatError: It is not a well-formed file of any of these formats (a ``ValueError``).
+        FormatError: It is not a valid file of any of these formats (a ``ValueError``).
         TruncatedError: It ends too early (a ``FormatError`` and an ``OSError``).
         InvalidVersionError: Its version is not supported (a ``ValueError``).
         CryptographyError: It is encrypted and ``encryption`` is None, or the other way round; the
-            key does not fit, or the data were changed.
+            key is wrong, or the data were changed.
         HashMismatchError: ``verify_hash`` found other bytes than were written, or no hashes.
+            ``DamagedFileError``, a subclass, is for files of a hub.
         NotImplementedError: A tensor has a dtype that torch lacks, or is more than plain bytes.
         pickle.UnpicklingError: torch's restricted unpickler refuses an archive of ``torch.save``.
         MemoryError: The tensors do not fit into memory; on CUDA a ``torch.OutOfMemoryError`` too.
@@ -126,7 +127,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         cache_dir: str | os.PathLike[Any] | None = None,
         memory_limit: int | None = None,
     ) -> None:
-        told = Progress(progress)
+        reporter = ProgressReporter(progress)
         self._file = TensorFile(
             file_obj,
             dtype=dtype,
@@ -135,7 +136,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             encryption=encryption,
             mmap=mmap,
             clone=clone,
-            progress=told if progress else None,
+            progress=reporter if progress else None,
             cache_dir=cache_dir,
             memory_limit=memory_limit,
             lazily=lazy_load and filter_func is None and not progress and not verify_hash,
@@ -151,9 +152,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 self._file, self._selection if self._file.is_whole else None
             )
             if self._file.is_whole:
-                told.total = self.total_tensor_bytes
+                reporter.total = self.total_tensor_bytes
             if not lazy_load:
-                with told:
+                with reporter:
                     self._load(self._selection)
                 self._file.close()
         except BaseException:
@@ -197,7 +198,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     # The file
 
     def close(self) -> None:
-        """Close the file. Tensors that were loaded stay; closing again does nothing."""
+        """Close the file. Loaded tensors stay valid. Closing again has no effect."""
         file: TensorFile | None = getattr(self, "_file", None)
         if file is not None:
             file.close()
@@ -274,13 +275,13 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         return KeyError(f"Tensor {name!r} of {self._file.uri} was left out by filter_func")
 
     def get(self, name: Any, default: Any = None) -> Any:
-        """Return a tensor or a subtree, or the default where there is none."""
+        """Return a tensor or a subtree, or the default if there is none."""
         found = self._find(name)
         return default if found is None else found
 
     def _find(self, name: str | int) -> torch.nn.Parameter | None:
         if not self._file.is_whole and isinstance(name, str):
-            early = self._loaded.early(name, self._device)
+            early = self._loaded.load_from_shard(name, self._device)
             if early is not None:
                 return early
         try:
@@ -288,7 +289,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         except (KeyError, TypeError):
             return None
         if isinstance(node, int):
-            return self._loaded.one(node, self._device)
+            return self._loaded.load_one(node, self._device)
         self._load(node)
         below = ((path_of(self._file.reader.name(n))[1:], self._loaded[n]) for n in node)
         subtree: Any = converted(nested(below), MappingProxyType)
@@ -319,7 +320,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         Args:
             prefix: The path of the subtree; None for everything.
             default: The result if nothing matches.
-            filter_func: Leaves out tensors by name. Gaps that it leaves in lists are closed.
+            filter_func: Leaves out tensors by name; lists are closed up, without gaps.
 
         Raises:
             TypeError: ``prefix`` is a string or not iterable.
@@ -347,7 +348,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         chosen = set(wanted)
         found = ((path, self._loaded[n] if n in chosen else LEFT_OUT) for path, n in below)
         saved_as_dicts = self._file.reader.format == "torch"
-        return converted(nested(found), plain_or_dict if saved_as_dicts else plain)
+        return converted(nested(found), list_or_dict_with_gaps if saved_as_dicts else plain)
 
     def _below(self, above: tuple[str | int, ...]) -> Sequence[int]:
         """Return the tensors whose names begin so, and perhaps others."""
@@ -443,8 +444,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     def slice(self, name: Name) -> TensorSlice:
         """Return a tensor whose parts can be loaded: ``file.slice("weight")[:100]``.
 
-        The deserializer must be lazy, so that its file is open. Loaded parts are not kept, and are
-        no parameters.
+        The deserializer must be lazy, so that its file is open. Loaded parts are plain tensors, not
+        parameters, and the deserializer keeps no reference to them.
 
         Raises:
             KeyError: There is no such tensor.
@@ -467,25 +468,27 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
     ) -> int:
         """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
 
-        Tensors of a saved ``state_dict()``, and of a file of another format, are found by their
-        names there. Names may contain the attributes of ``DistributedDataParallel``, compiled
-        modules and other wrappers (``module.fc.weight``, ``_orig_mod.fc.weight``) or not, whatever
+        In a saved ``state_dict()``, and in a file of another format, tensors are found by their
+        names. Names with and without the attributes of ``DistributedDataParallel``, compiled
+        modules and other wrappers (``module.fc.weight``, ``_orig_mod.fc.weight``) match, whatever
         wraps ``m`` or its submodules. Scripted modules are filled in place.
 
-        The module's parameters and buffers stay the objects that they are, with their class,
-        their attributes and ``requires_grad``, so that optimizers and ties keep them; those on the
-        ``meta`` device are replaced by objects of the same class with the same attributes. If a
-        tensor has the deserializer's device and the dtype of the file (or ``dtype=``), its memory
-        is filled, with ``lazy_load=True`` directly: if that fails half-way, it holds some of the
-        new bytes. Otherwise, and with ``mmap=True``, it gets the memory that was loaded. Tied
-        tensors stay tied if the file holds equal bytes, or only one of them. Tensors of the module
-        that the file lacks are left as they are, with a warning unless a filter was given. Tensors
-        that only the file has are registered under the submodules that they name, with a warning
-        (as buffers, if the file does not state their type). The file is closed.
+        The module's parameters and buffers stay the same objects, with their class, their
+        attributes and ``requires_grad``, so that optimizers and tied modules still refer to them.
+        Those on the ``meta`` device are replaced by objects of the same class with the same
+        attributes. If a tensor has the deserializer's device and the dtype of the file (or
+        ``dtype=``), its memory is filled. With ``lazy_load=True`` it is filled directly: if that
+        fails half-way, it holds some of the new bytes. Otherwise, and with ``mmap=True``, the
+        tensor gets the loaded memory.
 
-        Of a ``DTensor`` (FSDP2, tensor parallel) only the local part is loaded, to its own device,
-        or that of its mesh; with ``lazy_load=True`` only its bytes are read. It keeps its memory
-        and its dtype, whatever that of the file and ``dtype``. On the ``meta`` device it is
+        Tied tensors stay tied if the file holds equal bytes for them, or only one of them. Tensors
+        of the module that the file lacks stay unchanged, with a warning unless a filter was given.
+        Tensors that only the file has are registered under the submodules that they name, with a
+        warning (as buffers, if the file does not state their type). The file is closed.
+
+        A ``DTensor`` (FSDP2, tensor parallel) gets only its local part, on its own device or that
+        of its mesh; with ``lazy_load=True`` only these bytes are read. It keeps its memory and its
+        dtype, regardless of the file and of ``dtype``. A ``DTensor`` on the ``meta`` device is
         replaced by one of the same placement.
 
         Args:
@@ -503,11 +506,12 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             KeyError: The module lacks a submodule of the file, or has another attribute where the
                 file has a tensor, or is scripted and lacks a tensor of the file.
             RuntimeError: A tensor of the module has another shape than in the file; with
-                ``strict``, also if only one of them has a tensor. Nothing has been changed.
+                ``strict``, also if a tensor is only in the module or only in the file. Nothing has
+                been changed.
             ValueError: A name has no dot, so that no module owns it.
-            NotImplementedError: The file holds a nested structure; or the module holds tensors that
-                are made of others, or a ``DTensor`` whose placement is neither ``Shard`` nor
-                ``Replicate``.
+            NotImplementedError: The file holds a nested structure; or the module holds a tensor
+                that consists of other tensors, or a ``DTensor`` whose placement is neither
+                ``Shard`` nor ``Replicate``.
 
         """
         if not isinstance(m, torch.nn.Module):
@@ -532,13 +536,13 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             m, [state.with_dot(name) for name in names if isinstance(name, str)]
         )
         try:
-            places = [
-                state.Place.find(submodules, name, kinds[n])
+            slots = [
+                state.TensorSlot.find(submodules, name, kinds[n])
                 for name, n in zip(names, chosen, strict=True)
             ]
         except KeyError as error:
             raise KeyError(f"{error.args[0]}{hints.of_prefixes(names, m)}") from None
-        tensors = [place.current() for place in places]
+        tensors = [slot.current() for slot in slots]
         shapes = [shape for _, shape in self._file.reader.describe_all(chosen)]
         everything = None
         if strict and len(chosen) < len(self._file.reader):
@@ -546,17 +550,17 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             everything = [submodules.tensor(state.with_dot(str(name))) for name in every]
         elif strict or (filter_func is None and self._filter is None):
             everything = tensors
-        found = list(zip(places, tensors, strict=True))
+        found = list(zip(slots, tensors, strict=True))
         state.check(m, found, [str(name) for name in names], shapes, everything, strict=strict)
         refuse_short(zip(names, tensors, strict=True))
-        sharded = ShardedPlaces(self._file, self._loaded, places, tensors, chosen)
+        sharded = DTensorLoader(self._file, self._loaded, slots, tensors, chosen)
         cut = {number for _, number in sharded.pairs}
-        rows = list(zip(places, tensors, chosen, strict=True))
+        rows = list(zip(slots, tensors, chosen, strict=True))
         rows = [row for row in rows if row[2] not in cut] if cut else rows
         here = self._loaded.fill(rows, self._device, verify)
-        rest = [(place, number) for place, _, number in rows if number not in here]
+        rest = [(slot, number) for slot, _, number in rows if number not in here]
         self._load([number for _, number in rest], verify)
-        loaded = [(place, self._loaded[number]) for place, number in rest]
+        loaded = [(slot, self._loaded[number]) for slot, number in rest]
         state.assign(m, [*loaded, *sharded.load(verify)], fill=not self._file.maps)
         self.close()
         return len(chosen)
@@ -569,7 +573,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         Args:
             redis_client: A client such as ``redis.Redis``.
             key_prefix: The prefix of all keys, before a colon.
-            force: Also store tensors that are stored already.
+            force: Also store tensors that the server has already.
 
         Raises:
             ValueError: The file was closed, as it is after a load that is not lazy, and cannot be
@@ -579,7 +583,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         """
         limit = self._file.memory_limit
-        with self._file.opened_again() as reader:
+        with self._file.reopened() as reader:
             copy_to_redis(
                 reader, self._selection, redis_client, key_prefix, force, memory_limit=limit
             )

@@ -11,12 +11,19 @@ from typing import NamedTuple
 import torch
 
 from ..group import plan
-from ..group.exchange import BATCH_BYTES, Buffers, Exchange, GivenUp, Shares, batch_bytes
+from ..group.exchange import (
+    BATCH_BYTES,
+    Buffers,
+    Exchange,
+    ExchangeStopped,
+    MemoryBudget,
+    batch_bytes,
+)
 from ..group.members import Members
-from ..group.wishes import Share
+from ..group.tensor_requests import SharedRows
 from ..tensors.exchange import dtype_of
 from ..tensors.sharding import Ranges
-from .parts import Wanted
+from .selection import Selection
 from .tensor_file import TensorFile
 
 #: Longer batches for encrypted tensors: whole pieces of 2 MiB are read, even where a batch begins
@@ -24,10 +31,10 @@ from .tensor_file import TensorFile
 _ENCRYPTED_BATCH_BYTES = 8 * BATCH_BYTES
 
 
-class Prepared(NamedTuple):
+class FillTask(NamedTuple):
     """The tensors that a member wants of a file, and the memory to fill, by number."""
 
-    wanted: Wanted
+    wanted: Selection
     tensors: Mapping[int, torch.Tensor]
 
 
@@ -41,62 +48,69 @@ class SharedBatches:
         whole: True if tensors are fetched in one piece.
 
     Attributes:
-        apart: Numbers of tensors of which each member reads its own part by itself.
+        read_by_each: Numbers of tensors of which each member reads its own part by itself.
 
     """
 
     def __init__(
         self,
         members: Members,
-        mine: Prepared,
-        shared: Mapping[tuple[int, ...], Mapping[int, Share]],
+        mine: FillTask,
+        shared: Mapping[tuple[int, ...], Mapping[int, SharedRows]],
         *,
         whole: bool,
     ) -> None:
         self._members, (self._wanted, self._tensors) = members, mine
         self._file = file = self._wanted.file
-        self.apart: set[int] = set()
-        self._parts: dict[tuple[int, ...], dict[int, plan.Wanted]] = {}
+        self.read_by_each: set[int] = set()
+        self._tensors_by_ranks: dict[tuple[int, ...], dict[int, plan.SharedTensor]] = {}
         for ranks, shares in shared.items():
-            part = {number: _wanted(file, number, share, whole) for number, share in shares.items()}
-            self.apart |= {number for number, one in part.items() if one.is_apart()}
-            part = {number: one for number, one in part.items() if number not in self.apart}
+            part = {
+                number: _shared_tensor(file, number, share, whole)
+                for number, share in shares.items()
+            }
+            self.read_by_each |= {number for number, one in part.items() if one.is_disjoint()}
+            part = {number: one for number, one in part.items() if number not in self.read_by_each}
             if part:
-                self._parts[ranks] = part
+                self._tensors_by_ranks[ranks] = part
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
         self._buffers = Buffers()
 
-    def shares(self) -> Shares:
+    def memory_budget(self) -> MemoryBudget:
         """Return the division of this member's memory limit."""
-        parts = [(len(ranks), part.values()) for ranks, part in self._parts.items()]
+        parts = [(len(ranks), part.values()) for ranks, part in self._tensors_by_ranks.items()]
         most = max((self._batch_bytes(*part) for part in parts), default=BATCH_BYTES)
-        longest = max((one.unit(size) for size, part in parts for one in part), default=0)
+        longest = max(
+            (one.min_batch_bytes(size) for size, part in parts for one in part), default=0
+        )
         scattered = any(one.boxes is not None for _, part in parts for one in part)
-        least = self._file.least(self._device(), parts=True)
-        return Shares.of(self._file.memory_limit, most, longest, least, scattered=scattered)
+        min_memory = self._file.min_memory(self._device(), parts=True)
+        return MemoryBudget.of(
+            self._file.memory_limit, most, longest, min_memory, scattered=scattered
+        )
 
-    def _batch_bytes(self, size: int, of_part: Iterable[plan.Wanted]) -> int:
+    def _batch_bytes(self, size: int, of_part: Iterable[plan.SharedTensor]) -> int:
         """Return the length of the batches of a part, which all its members compute alike."""
         most = _ENCRYPTED_BATCH_BYTES if self._file.reader.encrypted else BATCH_BYTES
         return batch_bytes(sum(one.nbytes for one in of_part), size, most)
 
-    def prepare(self, shares: Shares, most: int | None = None) -> None:
+    def prepare(self, budget: MemoryBudget, most: int | None = None) -> None:
         """Plan batches of ``most`` bytes at most, and allocate the memory."""
-        self._file.reader.limit_memory(self._file.memory_limit, shares.beside)
+        self._file.reader.limit_memory(self._file.memory_limit, budget.other_bytes)
         device = self._device()
-        somewhere = any(tensor.is_cuda for tensor in self._tensors.values())
-        self._buffers = Buffers(device, pinned=device.type == "cpu" and somewhere)
-        for ranks, part in self._parts.items():
-            size, place = len(ranks), ranks.index(self._members.rank)
+        any_cuda = any(tensor.is_cuda for tensor in self._tensors.values())
+        self._buffers = Buffers(device, pinned=device.type == "cpu" and any_cuda)
+        for ranks, part in self._tensors_by_ranks.items():
+            size, member = len(ranks), ranks.index(self._members.rank)
             usual = self._batch_bytes(size, part.values())
             exchange = Exchange(
                 plan.batches(part.values(), size, usual if most is None else min(usual, most)),
-                (place, size),
+                (member, size),
                 fetch=self._fetch,
                 pack=functools.partial(self._pack, part),
-                deliver=functools.partial(self._deliver, part, place),
+                deliver=functools.partial(self._deliver, part, member),
                 stop=self._file.stop,
-                at_once=shares.at_once,
+                concurrent_reads=budget.concurrent_reads,
             )
             self._buffers.need(exchange)
             self._exchanges[ranks] = exchange
@@ -107,10 +121,10 @@ class SharedBatches:
         failed: BaseException | None = None
         for ranks, exchange in self._exchanges.items():
             all_want_it = len(ranks) == self._members.size
-            members = self._members if all_want_it else self._members.part(ranks)
+            members = self._members if all_want_it else self._members.subgroup(ranks)
             failed = exchange.run(members, self._buffers, failed)
         self._exchanges.clear()
-        if isinstance(failed, GivenUp):
+        if isinstance(failed, ExchangeStopped):
             # The member that has failed reports the error.
             return None
         if failed is None and finish is not None:
@@ -124,8 +138,8 @@ class SharedBatches:
         """Return the device on which batches are exchanged."""
         device = torch.device("cpu")
         if self._members.on_device:
-            here = [tensor.device for tensor in self._tensors.values() if tensor.is_cuda]
-            device = here[0] if here else torch.device("cuda", torch.cuda.current_device())
+            found = [tensor.device for tensor in self._tensors.values() if tensor.is_cuda]
+            device = found[0] if found else torch.device("cuda", torch.cuda.current_device())
         return device
 
     def _fetch(self, batch: plan.Batch, buffer: torch.Tensor) -> None:
@@ -149,7 +163,7 @@ class SharedBatches:
 
     def _pack(
         self,
-        part: Mapping[int, plan.Wanted],
+        part: Mapping[int, plan.SharedTensor],
         batch: plan.Batch,
         buffer: torch.Tensor,
         slots: Sequence[torch.Tensor],
@@ -161,20 +175,24 @@ class SharedBatches:
                 common = plan.overlap(piece.ranges, part[piece.number].box(member))
                 if common is not None:
                     source = _sliced(view, common[0])
-                    to = slot.narrow(0, piece.place, source.nbytes)
+                    to = slot.narrow(0, piece.received_start, source.nbytes)
                     to.view(source.dtype).view(source.shape).copy_(source)
 
     def _deliver(
-        self, part: Mapping[int, plan.Wanted], place: int, batch: plan.Batch, buffer: torch.Tensor
+        self,
+        part: Mapping[int, plan.SharedTensor],
+        member: int,
+        batch: plan.Batch,
+        buffer: torch.Tensor,
     ) -> None:
         """Copy this member's part of a batch into its tensors."""
         for piece in batch.pieces:
             tensor, of_batch = self._tensors.get(piece.number), piece.ranges
-            own = part[piece.number].box(place) if batch.scattered else of_batch
+            own = part[piece.number].box(member) if batch.scattered else of_batch
             ranges = plan.common(of_batch, own)
             if tensor is None or ranges is None:
                 continue
-            view = _view(self._file, piece.number, ranges, buffer, piece.place)
+            view = _view(self._file, piece.number, ranges, buffer, piece.received_start)
             for box in self._wanted.part(piece.number).boxes:
                 common = plan.overlap(ranges, box.ranges)
                 if common is not None:
@@ -182,11 +200,13 @@ class SharedBatches:
                     to.copy_(_sliced(view, common[0]))
 
 
-def _wanted(file: TensorFile, number: int, share: Share, whole: bool) -> plan.Wanted:
+def _shared_tensor(
+    file: TensorFile, number: int, share: SharedRows, whole: bool
+) -> plan.SharedTensor:
     dtype, shape, _ = file.reader.describe(number)
     whole = whole or file.is_strided(number)
     itemsize = dtype_of(dtype).itemsize
-    return plan.Wanted(number, tuple(shape), itemsize, share.rows, whole, share.boxes)
+    return plan.SharedTensor(number, tuple(shape), itemsize, share.rows, whole, share.boxes)
 
 
 def _views(file: TensorFile, batch: plan.Batch, buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from .._types import Name
 from ..tensors.exchange import dtype_of
 from ..tensors.sharding import Part
-from .cuts import Cuts
+from .planned_parts import PlannedParts
 from .tensor_file import TensorFile
 
 #: An index as in brackets, which selects a part of each dimension.
@@ -24,12 +24,12 @@ class TensorSlice:
     """A tensor of a file, of which parts can be loaded: ``file.slice(name)[10:20, :, 3]``.
 
     Only the bytes of the part are read. Ranges of the first dimension are contiguous in the file.
-    Parts of other dimensions are read in runs, together with the gaps between them where that is
-    cheaper. Of encrypted tensors whole pieces of 2 MiB are read. With ``verify_hash`` the whole
-    tensor is read and verified, because its hashes cover all of it.
+    Parts of other dimensions are read as several contiguous ranges, including the gaps between them
+    if that is cheaper. Encrypted tensors are read in whole pieces of 2 MiB, the unit of encryption.
+    With ``verify_hash`` the whole tensor is read and verified, because its hashes cover all of it.
 
     Indices are integers, slices with steps of at least 1, and ``...``, as in torch. With a step
-    beyond 1, the elements between are read too.
+    above 1, the elements between are read too.
 
     Attributes:
         shape: The dimensions of the whole tensor.
@@ -124,7 +124,7 @@ def parts_of(
             raise type(error)(f"the slice of {names[at]!r}: {error}") from None
 
     given = list(slices.values())[: len(found)]
-    cuts, rests = Cuts.of_indices(file, found, given, other)
+    cuts, rests = PlannedParts.of_indices(file, found, given, other)
     if len(found) < len(names):
         missing = names[len(found)]
         raise KeyError(f"a slice of {missing!r}, which is not among the tensors to load")

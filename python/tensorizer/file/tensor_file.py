@@ -38,8 +38,8 @@ from .arguments import (
 )
 from .checkpoint import Checkpoint, SlicedCheckpoint
 from .encryption import DecryptionParams, native_decryption
-from .progress import Progress
-from .shards import Shards
+from .lazy_shards import LazyShards
+from .progress import ProgressReporter
 
 #: Bytes loaded at a time if torch then casts each tensor, or copies it to another device.
 _BATCH_BYTES = 256 << 20
@@ -98,7 +98,7 @@ class TensorFile:
         clone: bool = False,
         key_needed: bool = True,
         heads: Sequence[Head] | None = None,
-        progress: Progress | None = None,
+        progress: ProgressReporter | None = None,
         cache_dir: str | os.PathLike[Any] | None = None,
         memory_limit: int | None = None,
         wanted: Sequence[Name] | None = None,
@@ -111,7 +111,7 @@ class TensorFile:
         self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
         self._closed = False
         #: Readers of parts, to be closed with this file.
-        self._planned: list[Reader] = []
+        self._adopted_readers: list[Reader] = []
         self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
         #: Bytes read so far; slices of this file add to the same counter.
         self._read = [0]
@@ -119,14 +119,14 @@ class TensorFile:
         self.keeps_shared = True
         self._clone = clone
         self._reader: Reader | None = None
-        self._shards: Shards | None = None
+        self._shards: LazyShards | None = None
         try:
             self.dtype = checked_dtype(dtype)
             self.verify = checked_verification(verify_hash)
             check_num_readers(num_readers)
             self._num_readers = num_readers
             keep_heads = by_address and heads is not None and not heads
-            opened = self._opened_by(file_obj, heads, cache_dir)
+            opened = self._opener(file_obj, heads, cache_dir)
             plain = encryption is None and num_readers is None and progress is None
             if opened is not None:
                 # Readers have handles of their own; without closing, an exception's traceback would
@@ -134,7 +134,7 @@ class TensorFile:
                 with contextlib.closing(opened()) as source:
                     index = ShardIndex.of(source) if lazily and plain else None
                     if index is not None:
-                        self._shards = Shards(index, opened)
+                        self._shards = LazyShards(index, opened)
                         self.is_local, self.heads = not by_address, []
                         return
                     self._reader = Reader(source, keep_heads=keep_heads, wanted=wanted)
@@ -143,9 +143,9 @@ class TensorFile:
             self._reader.limit_memory(self.memory_limit)
             self.heads = self.reader.heads() if keep_heads else []
             self.is_local = opening.is_local(file_obj) or self.reader.local
-            told = None if progress is None else progress.part()
-            if told is not None:
-                self.reader.watch(told)
+            report = None if progress is None else progress.part()
+            if report is not None:
+                self.reader.watch(report)
             if encryption is not None:
                 self.decrypt(encryption)
             elif key_needed and self.reader.encrypted:
@@ -164,7 +164,7 @@ class TensorFile:
             self.close()
             raise
 
-    def _opened_by(
+    def _opener(
         self,
         file_obj: Any,
         heads: Sequence[Head] | None,
@@ -190,7 +190,7 @@ class TensorFile:
         if self._reader is None:
             if self._shards is None:
                 raise AttributeError("reader")
-            reader = self._shards.whole()
+            reader = self._shards.all_shards()
             reader.limit_memory(self.memory_limit)
             if reader.format == "torch":
                 self._checkpoint = Checkpoint(reader)
@@ -257,24 +257,24 @@ class TensorFile:
         for the whole tensor. The result need not be closed.
         """
         if not isinstance(self._checkpoint, Checkpoint):
-            return self._over(self.reader.sliced(slices))
+            return self._with(self.reader.sliced(slices))
         checkpoint = SlicedCheckpoint(self._checkpoint, slices)
-        part = self._over(checkpoint.reader)
+        part = self._with(checkpoint.reader)
         part._checkpoint = checkpoint
         return part
 
-    def planned(self, reader: Reader) -> TensorFile | None:
+    def with_reader(self, reader: Reader) -> TensorFile | None:
         """Return the same file with the tensors of a reader that was made of slices of it.
 
         None for a checkpoint of ``torch.save``, which needs the slices themselves.
         """
-        return self._over(reader) if self._checkpoint is None else None
+        return self._with(reader) if self._checkpoint is None else None
 
-    def close_with(self, reader: Reader) -> None:
+    def adopt(self, reader: Reader) -> None:
         """Close a reader of slices of this file together with the file."""
-        self._planned.append(reader)
+        self._adopted_readers.append(reader)
 
-    def _over(self, reader: Reader) -> TensorFile:
+    def _with(self, reader: Reader) -> TensorFile:
         part = copy.copy(self)
         part.reader = reader
         part._stream = None
@@ -290,7 +290,7 @@ class TensorFile:
             self._checkpoint.stop()
 
     @contextlib.contextmanager
-    def opened_again(self) -> Iterator[Reader]:
+    def reopened(self) -> Iterator[Reader]:
         """Yield a reader of the file, which is opened once more if it was closed.
 
         Raises:
@@ -313,8 +313,8 @@ class TensorFile:
             self._shards.close()
         if self._reader is not None:
             self._reader.close()
-        for planned in self._planned:
-            planned.close()
+        for reader in self._adopted_readers:
+            reader.close()
         if self._checkpoint is not None:
             self._checkpoint.close()
         stream, self._stream = self._stream, None
@@ -544,17 +544,17 @@ class TensorFile:
             if numbers:
                 yield numbers
             return
-        most = self.hold(_BATCH_BYTES, numbers, self.reader.memory_len, device)
+        most = self.reserve_memory(_BATCH_BYTES, numbers, self.reader.memory_len, device)
         yield from in_batches(numbers, self.reader.memory_len, most)
 
-    def hold(
+    def reserve_memory(
         self,
         wanted: int,
         numbers: Iterable[int],
         length: Callable[[int], int],
         device: torch.device = _CPU,
         *,
-        least: int = 0,
+        min_memory: int = 0,
         kept: int = 0,
     ) -> int:
         """Reserve a part of the memory limit for tensors that are held, and return its bytes.
@@ -564,7 +564,7 @@ class TensorFile:
             numbers: The tensors.
             length: A function that returns the bytes of one.
             device: The device that they are loaded to.
-            least: The fewest bytes to leave beside them.
+            min_memory: The fewest bytes to leave beside them.
             kept: Bytes of the limit that are reserved for something else.
 
         Raises:
@@ -572,12 +572,12 @@ class TensorFile:
 
         """
         largest = max(map(length, numbers), default=0)
-        reader = max(least, self.least(device))
+        reader = max(min_memory, self.min_memory(device))
         most, beside = shares_of_tensors(self.memory_limit, wanted, largest, reader, kept)
         self.reader.limit_memory(self.memory_limit, beside)
         return most
 
-    def least(self, device: torch.device = _CPU, *, parts: bool = False) -> int:
+    def min_memory(self, device: torch.device = _CPU, *, parts: bool = False) -> int:
         """Return the smallest memory limit with which tensors, or parts of them, can be read."""
         return self.reader.least(parts, devices.is_native(device))
 

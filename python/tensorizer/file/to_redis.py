@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from .._native import Reader
 
 #: The longest value that Redis accepts (``proto-max-bulk-len``).
-_LONGEST_VALUE = 512 << 20
+_MAX_VALUE_BYTES = 512 << 20
 #: Bytes and commands that are sent before their replies are read.
 _BATCH_BYTES = 8 << 20
 _BATCH_COMMANDS = 1000
 #: Batches in memory: one that is being read, with a copy, and one that is being sent, with a copy.
-_HELD = 4
+_HELD_BATCHES = 4
 #: More bytes than any limit.
-_ANY = 1 << 60
+_UNLIMITED = 1 << 60
 #: Values up to this size are sent together with their neighbours.
-_SMALL = 64 << 10
+_SMALL_VALUE = 64 << 10
 
 _Value = tuple[str, int, int]
 
@@ -49,16 +49,16 @@ def copy_to_redis(
     if not hasattr(client, "pipeline"):
         raise TypeError(f"expected a client such as redis.Redis, not {type(client).__name__}")
     least = reader.least(False, False)
-    held, _ = shares_of_tensors(memory_limit, _ANY, _HELD * _SMALL, least)
-    longest = min(_LONGEST_VALUE, held // _HELD)
+    held, _ = shares_of_tensors(memory_limit, _UNLIMITED, _HELD_BATCHES * _SMALL_VALUE, least)
+    longest = min(_MAX_VALUE_BYTES, held // _HELD_BATCHES)
     head = reader.head_of(numbers)
     wanted = numbers if force else _missing(reader, numbers, client, prefix)
     with ThreadPoolExecutor(1) as pool:
         batches = _batches(_values(reader, wanted, prefix, longest), min(_BATCH_BYTES, longest))
         # While one batch is sent, the next one is read.
-        coming = pool.submit(_read, reader, next(batches, []))
-        while batch := coming.result():
-            coming = pool.submit(_read, reader, next(batches, []))
+        next_batch = pool.submit(_read, reader, next(batches, []))
+        while batch := next_batch.result():
+            next_batch = pool.submit(_read, reader, next(batches, []))
             _store(client, batch)
     client.set(f"{prefix}:header:0", head)
 
@@ -140,7 +140,7 @@ def _packed(batch: list[tuple[str, bytes]]) -> Iterator[bytes]:
     for key, value in batch:
         name = key.encode()
         small += b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(value))
-        if len(value) <= _SMALL:
+        if len(value) <= _SMALL_VALUE:
             small += value
         else:
             yield bytes(small)

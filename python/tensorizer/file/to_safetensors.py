@@ -14,15 +14,15 @@ import torch
 from ..streams.open import open_stream
 from ..tensors import sharding, subclasses
 from .file_writer import FileWriter
-from .progress import Progress, data_bytes
+from .progress import ProgressReporter, data_bytes
 from .tensor_file import in_batches
 
 if TYPE_CHECKING:
-    from ..group.gather import Gathering
+    from ..group.gathered_save import GatheredSave
 
-ENDING = ".safetensors"
+EXTENSION = ".safetensors"
 #: The endings of names of files of ``torch.save``.
-TORCH_ENDINGS = (".pt", ".pth", ".bin")
+TORCH_EXTENSIONS = (".pt", ".pth", ".bin")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -31,7 +31,7 @@ def save_safetensors(
     uri: str | os.PathLike[Any] | Any,
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
     *,
     memory_limit: int | None = None,
 ) -> Any:
@@ -50,9 +50,9 @@ def save_safetensors(
     sharded = isinstance(tensors, Mapping) and any(map(sharding.is_sharded, tensors.values()))
     if not sharded:
         return _save(checked(tensors), uri, metadata, max_shard_size, (progress, memory_limit))
-    from ..group.gather import Gathering  # imported already by code with DTensors
+    from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
 
-    gathering = Gathering(list(tensors.values()))
+    gathering = GatheredSave(list(tensors.values()))
     with gathering.members:
         options = metadata, max_shard_size, (progress, memory_limit)
         _save_gathered(gathering, tensors, uri, options)
@@ -60,20 +60,20 @@ def save_safetensors(
 
 
 def _save_gathered(
-    gathering: Gathering,
+    gathering: GatheredSave,
     tensors: Mapping[Any, Any],
     uri: str | os.PathLike[Any] | Any,
     options: tuple[Any, ...],
 ) -> None:
     # All learn of an error: of tied tensors, some processes may have no elements.
-    named, _ = gathering.members.together(lambda: checked(tensors))
+    named, _ = gathering.members.run_on_all(lambda: checked(tensors))
     names, whole = list(named), dict[str, torch.Tensor]()
 
-    def keep(which: slice, tensors: list[torch.Tensor]) -> None:
-        whole.update(zip(names[which], (tensor.cpu() for tensor in tensors), strict=True))
+    def collect(selected: slice, tensors: list[torch.Tensor]) -> None:
+        whole.update(zip(names[selected], (tensor.cpu() for tensor in tensors), strict=True))
 
-    gathering.write(names, list(named.values()), keep)
-    gathering.members.together(lambda: _save(whole, uri, *options) if gathering.writes else None)
+    gathering.write(names, list(named.values()), collect)
+    gathering.members.run_on_all(lambda: _save(whole, uri, *options) if gathering.writes else None)
 
 
 def _save(
@@ -81,10 +81,10 @@ def _save(
     uri: str | os.PathLike[Any] | Any,
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
-    told_and_limit: tuple[Progress | None, int | None],
+    progress_and_limit: tuple[ProgressReporter | None, int | None],
 ) -> Any:
     """Save tensors that this process has as a whole; return the file, or the index of several."""
-    progress, memory_limit = told_and_limit
+    progress, memory_limit = progress_and_limit
     if progress is not None:
         progress.total = data_bytes(named.values())
     shards = [list(named)]
@@ -95,15 +95,15 @@ def _save(
         write_one(uri, named, metadata, progress, memory_limit)
         return uri
     stem, folder = _stem(uri)
-    index = f"{stem}{ENDING}.index.json"
+    index = f"{stem}{EXTENSION}.index.json"
     paths = [
-        f"{stem}-{number:05}-of-{len(shards):05}{ENDING}" for number in range(1, len(shards) + 1)
+        f"{stem}-{number:05}-of-{len(shards):05}{EXTENSION}" for number in range(1, len(shards) + 1)
     ]
-    for path in (index, f"{stem}{ENDING}", *paths):
+    for path in (index, f"{stem}{EXTENSION}", *paths):
         if _exists(path):
             raise FileExistsError(
-                f"{path} exists: what is there would be replaced shard by shard, or be found "
-                "instead of the shards; remove it first, or save under another name"
+                f"{path} exists, and would be replaced shard by shard, or be loaded instead of the "
+                "new shards: remove it first, or save under another name"
             )
     weight_map = {}
     for path, names in zip(paths, shards, strict=True):
@@ -125,7 +125,7 @@ def write_one(
     uri: Any,
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
     memory_limit: int | None = None,
 ) -> None:
     """Write one file, without checking whether the tensors share memory.
@@ -149,7 +149,9 @@ def refuse_options(alignment: int, encryption: object, hashes: str) -> None:
     if encryption is not None or hashes != "all":
         raise ValueError("safetensors files have neither encryption nor hashes")
     if alignment != 64:
-        raise ValueError(f"safetensors files have an order of their own: alignment={alignment}")
+        raise ValueError(
+            f"safetensors files have a fixed layout: alignment={alignment} is not supported"
+        )
 
 
 def checked(tensors: Any) -> dict[str, torch.Tensor]:
@@ -165,10 +167,12 @@ def checked(tensors: Any) -> dict[str, torch.Tensor]:
         raise TypeError(f"expected tensors by name, found {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if isinstance(name, tuple):
-            raise ValueError(f"safetensors files hold nothing nested, found {name!r}")
+            raise ValueError(
+                f"safetensors files cannot hold nested structures, found the name {name!r}"
+            )
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                "safetensors files hold tensors by name, and nothing nested: found "
+                "safetensors files hold tensors by name, and no nested structures: found "
                 f"{type(tensor).__name__} at {name!r}"
             )
         if not sharding.is_sharded(tensor):
@@ -187,8 +191,9 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     for one, other in itertools.pairwise(ranges):
         if one[0] == other[0] and other[1] < one[2]:
             raise ValueError(
-                f"{one[3]!r} and {other[3]!r} share memory, and safetensors cannot say so: leave "
-                "one of them out (load_into_module keeps the ties of a module), save clones, or "
+                f"{one[3]!r} and {other[3]!r} share memory, which a safetensors file cannot store: "
+                "leave one of them out (load_into_module keeps the ties of a module), save clones, "
+                "or "
                 "save a .tensors file"
             )
 
@@ -220,9 +225,11 @@ def _stem(uri: Any) -> tuple[str, str]:
     if not isinstance(uri, (str, bytes, os.PathLike)):
         raise TypeError(f"shards need a path or an address, found {type(uri).__name__}")
     path = os.fsdecode(uri)
-    if not path.endswith(ENDING):
-        raise ValueError(f"shards are named after a file that ends with {ENDING}, found {path!r}")
-    stem = path.removesuffix(ENDING)
+    if not path.endswith(EXTENSION):
+        raise ValueError(
+            f"shards are named after a file that ends with {EXTENSION}, found {path!r}"
+        )
+    stem = path.removesuffix(EXTENSION)
     return stem, stem[: stem.rfind("/") + 1]
 
 
@@ -234,7 +241,7 @@ def _exists(path: str) -> bool:
         return False
 
 
-def is_meant(uri: Any, format: str | None) -> bool:
+def is_safetensors_target(uri: Any, format: str | None) -> bool:
     """Tell whether a file is to be a safetensors file, by the format or else by its name.
 
     Raises:
@@ -245,11 +252,11 @@ def is_meant(uri: Any, format: str | None) -> bool:
         raise ValueError(f"format must be 'tensors' or 'safetensors', not {format!r}")
     if format is None and isinstance(uri, (str, bytes, os.PathLike)):
         name = os.fsdecode(uri).partition("?")[0]
-        if name.endswith(TORCH_ENDINGS):
+        if name.endswith(TORCH_EXTENSIONS):
             raise ValueError(
                 f"{name} has the name of a file of torch.save, and would be a .tensors file, which "
                 "torch.load does not read: end it with .tensors or .safetensors, call torch.save, "
                 "or name the format (in Python format='tensors')"
             )
-        return name.endswith(ENDING)
+        return name.endswith(EXTENSION)
     return format == "safetensors"

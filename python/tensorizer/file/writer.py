@@ -27,17 +27,17 @@ _LAST_MODULE_INDEX = 0xFFFF
 class TensorSerializer:
     """Writes tensors into a ``.tensors`` file.
 
-    A path is written atomically: the old file stays until :meth:`close`. The bytes go to a file
-    beside it, without a name or with a hidden one. Then that file replaces the old one, and gets
-    its owner, group and permissions. An object of S3 or Google, or a blob of Azure, appears as a
-    whole too. As a context manager it closes at the end of the block; if the block raises, nothing
-    appears.
+    A path is written atomically: the old file stays until :meth:`close`. The bytes go to a file in
+    the same folder, without a name or with a hidden one. Then that file replaces the old one, and
+    gets its owner, group and permissions. An object of S3 or Google, or a blob of Azure, also
+    appears only when it is complete. As a context manager the serializer closes at the end of the
+    block; if the block raises, nothing appears.
 
     A serializer that is garbage-collected without :meth:`close` finishes its file, with a
-    ``RuntimeWarning``. If another file has its name, that one stays as it is, and the written one
-    is called ``<name>.unclosed``. An object of a server is abandoned, and so is a file of which a
-    write has failed half-way. Only the process that made a serializer finishes or removes anything;
-    in a process forked from it, methods raise ``ClosedError``.
+    ``RuntimeWarning``. If another file has its name, that file stays unchanged, and the written one
+    is named ``<name>.unclosed``. An object on a server is abandoned, and so is a file after a write
+    failed half-way. Only the process that made a serializer finishes or removes the file; in a
+    forked child, methods raise ``ClosedError``.
 
     Args:
         file_obj: A path, ``os.PathLike``, ``s3://``, ``gs://`` or ``az://`` address, file
@@ -46,7 +46,8 @@ class TensorSerializer:
             stream of :func:`tensorizer.stream_io.open_stream` is written by the native code.
         compress_tensors: Has no effect.
         encryption: A key to encrypt the tensors' data with; the tensors stay as they are.
-        limit_cpu_concurrency: Threads that hash and write at once; None for one per core.
+        limit_cpu_concurrency: The number of threads that hash and write at once; None for one per
+            core.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file, a power
             of two. 64 lets tensors be used in place from a mapping; 1 gives the same bytes as
             version 2.12.1 of the package.
@@ -56,16 +57,16 @@ class TensorSerializer:
             :func:`tensorizer.info` returns and old releases do not see. They are authenticated only
             in an encrypted file with a manifest.
         clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
-        memory_limit: The most bytes that a write has in flight beside the tensors: copies that are
-            encrypted and hashed, staging memory, parts of an upload with the beginning of the
-            object. As many threads and connections are used as fit. None for the value of
+        memory_limit: The most bytes that a write has in flight in addition to the tensors: copies
+            that are encrypted and hashed, staging memory, parts of an upload, and the beginning of
+            its object. As many threads and connections are used as fit. None for the value of
             ``TENSORIZER_MEMORY_MB``.
 
     Raises:
         OSError: The file cannot be created, written or, because of its folder, replaced.
         TypeError, ValueError: An argument is not one of the above, or the file is encrypted and has
             metadata without ``clear_metadata``. If ``memory_limit`` is less than the minimum, the
-            first write raises, and states it.
+            first write raises a ``ValueError`` that states the minimum.
 
     """
 
@@ -119,7 +120,7 @@ class TensorSerializer:
             idx: Index of the owning module, 0 to 65535. The reader returns it.
             name: Its name, which no other tensor of the file has.
             tensor_type: Its role: parameter, buffer, or entry of a state dict.
-            tensor: A torch tensor, or a numpy array of a dtype that torch has.
+            tensor: A torch tensor, or a numpy array of a dtype that torch supports.
 
         Raises:
             TypeError: The name is not a string, or the tensor is neither of the above.
@@ -148,20 +149,20 @@ class TensorSerializer:
     ) -> None:
         """Write all parameters and buffers of a module, in the order of ``named_modules()``.
 
-        Tensors are called ``"<module path>.<attribute>"``; those of the root module begin with
-        a dot. A tensor with two names is written under both. Paths of a wrapped module have the
-        attribute of its wrapper, such as ``module.`` of ``DistributedDataParallel``;
+        The name of a tensor is ``"<module path>.<attribute>"``; names in the root module begin with
+        a dot. A tensor with two names is written under both. Paths in a wrapped module contain the
+        attribute of the wrapper, such as ``module.`` of ``DistributedDataParallel``;
         :meth:`TensorDeserializer.load_into_module` loads them with and without it.
 
-        Of a module with ``DTensor`` parameters (FSDP2, tensor parallel) the whole tensors are
-        written. All processes of its mesh make the same calls, including those of the constructor
-        (which must be able to open the file at each of them) and of :meth:`close`. Tensors are
-        gathered a few at a time, and the first process writes them.
+        ``DTensor`` parameters (FSDP2, tensor parallel) are written as whole tensors. All processes
+        of their mesh make the same calls, including the constructor (which must be able to open the
+        file on each of them) and :meth:`close`. Tensors are gathered a few at a time, and the first
+        process writes them.
 
         Args:
             m: The module.
             remove_tensors: Set the module's tensors to None once they are written.
-            include_non_persistent_buffers: Write buffers too that ``state_dict()`` leaves out.
+            include_non_persistent_buffers: Also write buffers that ``state_dict()`` leaves out.
 
         Raises:
             NotImplementedError: See :meth:`write_tensor`.
@@ -178,9 +179,9 @@ class TensorSerializer:
             if include_non_persistent_buffers
             or item[3].attribute not in item[3].module._non_persistent_buffers_set
         ]
-        for _, name, _, place, tensor in found:
+        for _, name, _, slot, tensor in found:
             sharded = sharding.is_sharded(tensor)
-            if not sharded and (why := subclasses.reason_in(place.module, tensor)):
+            if not sharded and (why := subclasses.reason_in(slot.module, tensor)):
                 raise NotImplementedError(f"{name!r} is a {why}")
         self._file.write(
             [name for _, name, _, _, _ in found],
@@ -189,14 +190,14 @@ class TensorSerializer:
             [tensor for _, _, _, _, tensor in found],
         )
         if remove_tensors:
-            for _, _, _, place, _ in found:
-                setattr(place.module, place.attribute, None)
+            for _, _, _, slot, _ in found:
+                setattr(slot.module, slot.attribute, None)
 
     def write_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Any]) -> None:
         """Write nested mappings and sequences of tensors.
 
-        Tuples come back as lists, and empty containers not at all. A tensor's key at the top may
-        also be the tuple of its whole path, as :func:`tensorizer.load` returns it.
+        Tuples are loaded as lists, and empty containers are lost. At the top level, the key of a
+        tensor may also be the tuple of its whole path, as :func:`tensorizer.load` returns it.
 
         Raises:
             TypeError: A key is neither a string nor such a tuple, or a leaf is not a tensor.
@@ -209,7 +210,7 @@ class TensorSerializer:
     # Ending
 
     def close(self) -> None:
-        """Finish the file and close it. Closing again does nothing."""
+        """Finish the file and close it. Closing again has no effect."""
         self._file.close()
 
     def __enter__(self) -> TensorSerializer:

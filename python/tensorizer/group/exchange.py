@@ -12,17 +12,17 @@ import torch
 
 from .._errors import GroupError
 from .._native import shares_of_group
-from .linked import Linked
+from .communicator import Communicator
 from .plan import HEADER, Batch
 
 #: The most bytes of a batch, about: some milliseconds of a fast network.
 BATCH_BYTES = 32 << 20
 #: Batches that a member reads at once, to keep a server busy.
-_READ_AT_ONCE = 3
+_CONCURRENT_READS = 3
 #: Batches that are sent between members at once: one is delivered while the next one is sent.
-_SENT_AT_ONCE = 2
+_CONCURRENT_SENDS = 2
 #: The share of all bytes in the first batches of all members: nothing is exchanged until they come.
-_ON_THE_WAY = 1 / 10
+_FIRST_BATCHES_SHARE = 1 / 10
 
 _CPU = torch.device("cpu")
 
@@ -40,26 +40,29 @@ def batch_bytes(total: int, members: int, most: int = BATCH_BYTES) -> int:
     A server answers all reads that are made at once in about the same time. With long batches,
     members would have nothing to send at first, and much at the end.
     """
-    fitting = int(total * _ON_THE_WAY) // (members * _READ_AT_ONCE)
-    return min(most, max(most // 8, fitting))
+    by_share = int(total * _FIRST_BATCHES_SHARE) // (members * _CONCURRENT_READS)
+    return min(most, max(most // 8, by_share))
 
 
 @dataclass(frozen=True)
-class Shares:
+class MemoryBudget:
     """The division of a member's memory limit.
 
-    ``batch`` has the bytes of a batch, of which ``at_once`` are read at a time; ``beside`` has the
-    bytes of the limit that are not for one of these reads.
+    Attributes:
+        batch_bytes: The length of a batch.
+        concurrent_reads: The number of batches that are read at a time.
+        other_bytes: The bytes of the limit that are not for one of these reads.
+
     """
 
-    batch: int
-    at_once: int
-    beside: int
+    batch_bytes: int
+    concurrent_reads: int
+    other_bytes: int
 
     @classmethod
     def of(
         cls, limit: int | None, most: int, longest: int, reader: int, *, scattered: bool
-    ) -> Shares:
+    ) -> MemoryBudget:
         """Divide a limit, for batches of ``most`` bytes, and of at least ``longest``.
 
         Reading a batch takes at least ``reader`` bytes. ``scattered`` means that members may
@@ -70,11 +73,11 @@ class Shares:
 
         """
         # Batches that are being sent, of this member and of others, beside those being read.
-        others = 2 * _SENT_AT_ONCE + scattered
-        batch, at_once, beside = shares_of_group(
-            limit, most + HEADER, _READ_AT_ONCE, others, longest + HEADER, reader
+        others = 2 * _CONCURRENT_SENDS + scattered
+        batch, concurrent_reads, other_bytes = shares_of_group(
+            limit, most + HEADER, _CONCURRENT_READS, others, longest + HEADER, reader
         )
-        return cls(batch - HEADER, at_once, beside)
+        return cls(batch - HEADER, concurrent_reads, other_bytes)
 
 
 class Buffers:
@@ -123,7 +126,7 @@ class _Sent(NamedTuple):
     work: Any
 
 
-class GivenUp(Exception):
+class ExchangeStopped(Exception):
     """An exchange was stopped because another member has failed."""
 
 
@@ -132,62 +135,63 @@ class Exchange:
 
     Args:
         batches: The batches of all members, the same list at all of them.
-        place: The rank of this member, and the number of members.
+        member: The rank of this member, and the number of members.
         fetch: Called on other threads.
         pack: Called for each scattered batch of this member, with a slot for each member.
         deliver: Called for every batch, those of this member too.
         stop: Ends the reads that are under way.
-        at_once: Batches that are fetched at once.
+        concurrent_reads: Batches that are fetched at once.
 
     """
 
     def __init__(
         self,
         batches: Sequence[Batch],
-        place: tuple[int, int],
+        member: tuple[int, int],
         *,
         fetch: Fetch,
         pack: Pack,
         deliver: Deliver,
         stop: Callable[[], None],
-        at_once: int = _READ_AT_ONCE,
+        concurrent_reads: int = _CONCURRENT_READS,
     ) -> None:
-        self._batches, (self._rank, self._size) = batches, place
+        self._batches, (self._rank, self._size) = batches, member
         self._fetch, self._pack, self._deliver, self._stop = fetch, pack, deliver, stop
-        self._mine = deque(batch for batch in batches if batch.owner == self._rank)
+        self._to_fetch = deque(batch for batch in batches if batch.owner == self._rank)
         size = max(map(self._buffer_len, batches), default=HEADER)
         # While a batch is sent, others are read or wait for their turn. Batches that are much
         # longer than usual are sent one by one.
         usual = size <= HEADER + 2 * BATCH_BYTES
-        self._sent_at_once = _SENT_AT_ONCE if usual else 1
-        self._at_once = at_once
+        self._concurrent_sends = _CONCURRENT_SENDS if usual else 1
+        self._concurrent_reads = concurrent_reads
         self.buffer_len = -(-size // HEADER) * HEADER
-        self._own = min(len(self._mine), at_once + _SENT_AT_ONCE if usual else 2)
+        most_own = concurrent_reads + _CONCURRENT_SENDS if usual else 2
+        self._own_count = min(len(self._to_fetch), most_own)
         # A scattered batch is packed into a spare buffer, from which it is sent.
-        self._spare_count = int(any(batch.scattered for batch in self._mine))
+        self._spare_count = int(any(batch.scattered for batch in self._to_fetch))
         self._spare: deque[torch.Tensor] = deque()
         self._free: deque[torch.Tensor] = deque()
-        self._for_others: deque[torch.Tensor] = deque()
-        self._coming: deque[tuple[torch.Tensor, Future[None]]] = deque()
+        self._receive_buffers: deque[torch.Tensor] = deque()
+        self._fetching: deque[tuple[torch.Tensor, Future[None]]] = deque()
         self._sent: deque[_Sent] = deque()
         self._failed: BaseException | None = None
-        self._broken_off = False
+        self._stopped_early = False
 
     @property
     def buffer_count(self) -> int:
         """The number of buffers that the exchange needs at once."""
-        return self._own + self._spare_count + self._sent_at_once
+        return self._own_count + self._spare_count + self._concurrent_sends
 
     def _buffer_len(self, batch: Batch) -> int:
-        packed = self._size * _slot(batch) if batch.scattered else 0
+        packed = self._size * _slot_bytes(batch) if batch.scattered else 0
         return max(HEADER + batch.nbytes, packed)
 
     def run(
-        self, members: Linked, buffers: Buffers, failed: BaseException | None = None
+        self, members: Communicator, buffers: Buffers, failed: BaseException | None = None
     ) -> BaseException | None:
         """Fetch, send and deliver all batches; return the error of this member.
 
-        :class:`GivenUp` is returned if another member has failed, which knows the error.
+        :class:`ExchangeStopped` is returned if another member has failed, which knows the error.
 
         Args:
             members: The connections to the other members.
@@ -199,13 +203,13 @@ class Exchange:
 
         """
         every = buffers.of(self)
-        own, spare = self._own, self._own + self._spare_count
+        own, spare = self._own_count, self._own_count + self._spare_count
         self._free, self._spare = deque(every[:own]), deque(every[own:spare])
-        self._for_others = deque(every[spare:])
+        self._receive_buffers = deque(every[spare:])
         self._failed = failed
-        pool = ThreadPoolExecutor(self._at_once, "tensorizer-fetch")
+        pool = ThreadPoolExecutor(self._concurrent_reads, "tensorizer-fetch")
         try:
-            self._pass(pool, members)
+            self._exchange_all(pool, members)
         except GroupError:
             raise
         except BaseException:
@@ -213,51 +217,51 @@ class Exchange:
             members.leave()
             raise
         finally:
-            if self._coming or self._failed is not None:
+            if self._fetching or self._failed is not None:
                 self._stop()
             pool.shutdown(wait=True, cancel_futures=True)
-            self._coming.clear()
+            self._fetching.clear()
             # They keep the connections open, and tracebacks keep this object alive.
             self._sent.clear()
         # An interruption takes precedence. Connections of a part hold theirs, and are not asked
         # later.
         failed, self._failed = members.interrupted() or self._failed, None
-        if failed is None and self._broken_off:
-            failed = GivenUp()
+        if failed is None and self._stopped_early:
+            failed = ExchangeStopped()
         try:
             return failed
         finally:
             del failed
 
-    def _pass(self, pool: ThreadPoolExecutor, members: Linked) -> None:
+    def _exchange_all(self, pool: ThreadPoolExecutor, members: Communicator) -> None:
         """Process all batches, or those up to the first whose owner has failed."""
         self._fetch_more(pool)
         for batch in self._batches:
-            fetched = self._fetched(members) if batch.owner == self._rank else None
+            fetched = self._next_fetched(members) if batch.owner == self._rank else None
             self._sent.append(self._begin(members, batch, fetched))
-            if len(self._sent) == self._sent_at_once and not self._finish(members):
-                self._broken_off = True
+            if len(self._sent) == self._concurrent_sends and not self._finish(members):
+                self._stopped_early = True
                 break
             self._fetch_more(pool)
         # Finish the batches that other members have begun to send.
         while self._sent:
-            self._broken_off |= not self._finish(members)
+            self._stopped_early |= not self._finish(members)
 
-    def _begin(self, members: Linked, batch: Batch, fetched: torch.Tensor | None) -> _Sent:
+    def _begin(self, members: Communicator, batch: Batch, fetched: torch.Tensor | None) -> _Sent:
         """Begin to send a batch that this member has fetched, or to receive another member's."""
         if not batch.scattered:
-            buffer = self._for_others.popleft() if fetched is None else fetched
+            buffer = self._receive_buffers.popleft() if fetched is None else fetched
             data = buffer[: HEADER + batch.nbytes]
             return _Sent(batch, buffer, fetched, members.broadcast(data, batch.owner))
         slots: list[torch.Tensor] = []
         packed = None
         if fetched is not None:
             packed = self._spare.popleft()
-            slots = list(packed[: self._size * _slot(batch)].view(self._size, -1))
+            slots = list(packed[: self._size * _slot_bytes(batch)].view(self._size, -1))
             self._pack_all(batch, fetched, slots)
             self._spare.append(fetched)
-        buffer = self._for_others.popleft()
-        work = members.scatter(buffer[: _slot(batch)], slots, batch.owner)
+        buffer = self._receive_buffers.popleft()
+        work = members.scatter(buffer[: _slot_bytes(batch)], slots, batch.owner)
         return _Sent(batch, buffer, packed, work)
 
     def _pack_all(self, batch: Batch, fetched: torch.Tensor, slots: list[torch.Tensor]) -> None:
@@ -276,14 +280,14 @@ class Exchange:
 
     def _fetch_more(self, pool: ThreadPoolExecutor) -> None:
         """Start to read batches into all buffers that are free."""
-        while self._mine and self._free:
-            batch, buffer = self._mine.popleft(), self._free.popleft()
+        while self._to_fetch and self._free:
+            batch, buffer = self._to_fetch.popleft(), self._free.popleft()
             inside = buffer[HEADER : HEADER + batch.nbytes]
-            self._coming.append((buffer, pool.submit(self._fetch, batch, inside)))
+            self._fetching.append((buffer, pool.submit(self._fetch, batch, inside)))
 
-    def _fetched(self, members: Linked) -> torch.Tensor:
+    def _next_fetched(self, members: Communicator) -> torch.Tensor:
         """Wait for the next batch of this member; its header is not 0 if this member has failed."""
-        buffer, future = self._coming.popleft()
+        buffer, future = self._fetching.popleft()
         self._failed = self._failed or members.interrupted()
         if self._failed is None:
             try:
@@ -293,15 +297,15 @@ class Exchange:
         buffer[0] = self._failed is not None
         return buffer
 
-    def _finish(self, members: Linked) -> bool:
+    def _finish(self, members: Communicator) -> bool:
         """Wait for the oldest batch that is being sent; return False if its owner has failed."""
         batch, buffer, sent, work = self._sent.popleft()
         try:
             members.wait(work)
         finally:
             del work
-        well = not bool(buffer[0])
-        if well and self._failed is None:
+        owner_succeeded = not bool(buffer[0])
+        if owner_succeeded and self._failed is None:
             try:
                 self._deliver(batch, buffer[HEADER : HEADER + batch.received])
             except BaseException as error:
@@ -312,10 +316,10 @@ class Exchange:
         if sent is not None:
             self._free.append(sent)
         if sent is not buffer:
-            self._for_others.append(buffer)
-        return well
+            self._receive_buffers.append(buffer)
+        return owner_succeeded
 
 
-def _slot(batch: Batch) -> int:
+def _slot_bytes(batch: Batch) -> int:
     """Return the bytes that each member receives of a batch, with its header."""
     return HEADER + batch.received

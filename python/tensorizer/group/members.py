@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .._errors import GroupError
-from . import inherited, leaving, meeting
-from .calls import CALLS, Calls, Connections
-from .linked import Linked
+from . import inherited_group, leave_notice, rendezvous
+from .call_sequence import CALL_SEQUENCES, CallSequence, Connections
+from .communicator import Communicator
 
 _T = TypeVar("_T")
 
 #: Bytes of each member's answer that are sent first, and of the length in front of it.
-_TOLD_AT_ONCE, _LENGTH = 512, 8
+_FIRST_BYTES, _LENGTH = 512, 8
 #: The most connections of parts that are kept between calls: each takes descriptors and threads.
-_MOST_PARTS_KEPT = 32
+_MAX_KEPT_SUBGROUPS = 32
 
 
-class Members(Linked):
+class Members(Communicator):
     """The processes that make one call together.
 
     Args:
@@ -49,11 +49,11 @@ class Members(Linked):
 
     def __init__(self, ranks: Sequence[int], like: dist.ProcessGroup) -> None:
         if dist.get_rank() not in ranks:
-            raise ValueError("this process is no member of the group that makes this call")
-        if dist.group.WORLD is inherited.default_group():
+            raise ValueError("this process is not a member of the process group of this call")
+        if dist.group.WORLD is inherited_group.inherited_default_group():
             raise RuntimeError(
-                "torch.distributed was initialised by the process that this one was forked off: "
-                "initialise it here"
+                "torch.distributed was initialised by the parent process, before fork(): "
+                "initialise it in this process"
             )
         on_device = "nccl" in dist.get_backend(like)
         super().__init__(
@@ -62,15 +62,15 @@ class Members(Linked):
             on_device=on_device,
             timeout=_timeout(like, on_device),
         )
-        self._have_failed = False
+        self._failure_agreed = False
         self._name = f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}"
-        self._made = 0
+        self._connected_at = 0
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Members:
         """Return the members of a group."""
         if dist.get_rank(group) < 0:
-            raise ValueError("this process is no member of the group that makes this call")
+            raise ValueError("this process is not a member of the process group of this call")
         return Members(sorted(dist.get_process_group_ranks(group)), group)
 
     def __enter__(self) -> Members:
@@ -84,7 +84,7 @@ class Members(Linked):
         trace: TracebackType | None,
     ) -> None:
         """End the call; leave it if it fails here and the other members do not know that."""
-        if error is not None and not self._have_failed:
+        if error is not None and not self._failure_agreed:
             self.leave()
 
     def join(self) -> None:
@@ -97,12 +97,12 @@ class Members(Linked):
         self.check_process()
         interruption = None
         self._have_left = False
-        with self.or_lost():
-            calls = Calls.of(self._name, self.size)
+        with self.leave_on_error():
+            calls = CallSequence.of(self._name, self.size)
             calls.count += 1
             self._store = distributed_c10d.PrefixStore(f"{self._name}/{calls.count}", calls.store)
             connect = functools.partial(self._connect, calls)
-            interruption, failure = meeting.uninterrupted(connect)
+            interruption, failure = rendezvous.run_uninterrupted(connect)
             try:
                 if failure is not None and interruption is None:
                     raise failure
@@ -116,25 +116,27 @@ class Members(Linked):
         finally:
             del interruption
 
-    def _connect(self, calls: Calls, leaves: threading.Event) -> None:
+    def _connect(self, calls: CallSequence, leaves: threading.Event) -> None:
         """Meet the other members, unless this one leaves before all arrive, and connect to them.
 
         If all have the connections of the same earlier call, they use these again.
         """
-        kept = calls.kept if calls.last.hosts is not None else 0
-        same = meeting.meet(self._store, self.size, self._timeout, leaves, str(kept))
-        calls.kept = 0
-        if kept and same:
-            self._made = kept
+        connected_at = calls.connected_at if calls.connections.hosts is not None else 0
+        same = rendezvous.rendezvous(
+            self._store, self.size, self._timeout, leaves, str(connected_at)
+        )
+        calls.connected_at = 0
+        if connected_at and same:
+            self._connected_at = connected_at
         else:
-            calls.last, self._made = Connections(), calls.count
-            self.connect_hosts(calls.last, self._store)
-        self._connections = calls.last
+            calls.connections, self._connected_at = Connections(), calls.count
+            self.connect_hosts(calls.connections, self._store)
+        self._connections = calls.connections
         if self._have_left:
             # This member has left without waiting for this thread.
             self.leave()
 
-    def part(self, ranks: Sequence[int]) -> Members:
+    def subgroup(self, ranks: Sequence[int]) -> Members:
         """Return some of the members, this one among them; all of them make this call.
 
         They have connections of their own, which are kept with those of all members.
@@ -143,41 +145,45 @@ class Members(Linked):
             GroupError: A member was lost.
 
         """
-        part = copy.copy(self)
-        part.rank, part.size = ranks.index(self.rank), len(ranks)
-        part._part = "/" + "-".join(map(str, ranks))
-        known = self._connections.of_parts.setdefault(tuple(ranks), Connections())
-        part._connections = known
+        subgroup = copy.copy(self)
+        subgroup.rank, subgroup.size = ranks.index(self.rank), len(ranks)
+        subgroup._subgroup_key = "/" + "-".join(map(str, ranks))
+        known = self._connections.subgroups.setdefault(tuple(ranks), Connections())
+        subgroup._connections = known
         if known.hosts is None:
-            store = distributed_c10d.PrefixStore(f"part{part._part}", self._store)
-            with self.or_lost():
-                interruption, failure = meeting.uninterrupted(
-                    lambda _: part.connect_hosts(known, store)
+            store = distributed_c10d.PrefixStore(f"part{subgroup._subgroup_key}", self._store)
+            with self.leave_on_error():
+                interruption, failure = rendezvous.run_uninterrupted(
+                    lambda _: subgroup.connect_hosts(known, store)
                 )
                 try:
                     if failure is not None:
                         raise failure
                     # As during an exchange, the other members are told at its end.
-                    part._interrupt = interruption
+                    subgroup._interrupt = interruption
                 finally:
                     del failure, interruption
-            if part.on_device:
+            if subgroup.on_device:
                 # Connections between devices are made without a watch for members that leave: wait
                 # until all have arrived.
-                part.gather(b"", 1)
-        return part
+                subgroup.all_gather_bytes(b"", 1)
+        return subgroup
 
-    def done(self) -> None:
+    def complete(self) -> None:
         """End a call that succeeded at all members: the next one uses its connections again."""
-        calls = Calls.of(self._name, self.size)
-        few_parts = len(self._connections.of_parts) <= _MOST_PARTS_KEPT
-        if calls.last is self._connections and calls.last.hosts is not None and few_parts:
-            calls.kept = self._made
+        calls = CallSequence.of(self._name, self.size)
+        few_subgroups = len(self._connections.subgroups) <= _MAX_KEPT_SUBGROUPS
+        if (
+            calls.connections is self._connections
+            and calls.connections.hosts is not None
+            and few_subgroups
+        ):
+            calls.connected_at = self._connected_at
 
-    def together(
-        self, work: Callable[[], _T], tell: Callable[[_T], Any] | None = None
+    def run_on_all(
+        self, work: Callable[[], _T], describe: Callable[[_T], Any] | None = None
     ) -> tuple[_T, list[Any]]:
-        """Run ``work`` at every member; return its result, and what each member tells of its own.
+        """Run ``work`` at every member; return its result, and the descriptions of all results.
 
         Raises:
             BaseException: See :meth:`agree`.
@@ -185,13 +191,13 @@ class Members(Linked):
         """
         try:
             result = work()
-            told = None if tell is None else tell(result)
+            value = None if describe is None else describe(result)
         except BaseException as error:
             self.agree(error)
             raise
-        return result, self.agree(None, told)
+        return result, self.agree(None, value)
 
-    def agree(self, error: BaseException | None, told: Any = None) -> list[Any]:
+    def agree(self, error: BaseException | None, value: Any = None) -> list[Any]:
         """Return the values of all members, or raise if one of them has failed.
 
         Raises:
@@ -202,19 +208,19 @@ class Members(Linked):
         try:
             if isinstance(error, GroupError):
                 raise error
-            answers = self.tell((told, None if error is None else _sendable(error)))
-            self._have_failed = any(failure is not None for _, failure in answers)
+            answers = self.all_gather((value, None if error is None else _sendable(error)))
+            self._failure_agreed = any(failure is not None for _, failure in answers)
             if error is not None:
                 raise error
             for rank, (_, failure) in enumerate(answers):
                 if failure is not None:
                     raise _received(failure, rank)
-            return [told for told, _ in answers]
+            return [value for value, _ in answers]
         finally:
             # Its traceback holds this call, and all objects of it.
             del error
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all members.
 
         They go up a tree to the first member, and from there to all, in a time that grows with the
@@ -223,46 +229,48 @@ class Members(Linked):
         are, the tree is used once more, with all padded to the longest.
         """
         data = pickle.dumps(value)
-        begun = self.gather(_with_length(data), _TOLD_AT_ONCE)
-        lengths = [int.from_bytes(one[:_LENGTH], "little") for one in begun]
-        begun = [one[_LENGTH:] for one in begun]
-        room = _TOLD_AT_ONCE - _LENGTH
+        first_parts = self.all_gather_bytes(_with_length(data), _FIRST_BYTES)
+        lengths = [int.from_bytes(one[:_LENGTH], "little") for one in first_parts]
+        first_parts = [one[_LENGTH:] for one in first_parts]
+        room = _FIRST_BYTES - _LENGTH
         longer = [rank for rank, length in enumerate(lengths) if length > room]
         rest = [b""] * self.size
         if len(longer) > 1:
-            rest = self.gather(data[room:], max(lengths) - room)
+            rest = self.all_gather_bytes(data[room:], max(lengths) - room)
         for rank in longer if len(longer) == 1 else ():
-            rest[rank] = self.from_one(data[room:], rank, lengths[rank] - room)
+            rest[rank] = self.broadcast_bytes(data[room:], rank, lengths[rank] - room)
         answers = [
             value if rank == self.rank else pickle.loads((first + more)[:length])
-            for rank, (first, more, length) in enumerate(zip(begun, rest, lengths, strict=True))
+            for rank, (first, more, length) in enumerate(
+                zip(first_parts, rest, lengths, strict=True)
+            )
         ]
         self._raise_interrupt()
         return answers
 
-    def first(self, work: Callable[[], _T]) -> _T:
+    def run_on_first(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` at the first member, and return its result at all of them.
 
         Raises:
             BaseException: The error of the first member: see :meth:`agree`.
 
         """
-        told: tuple[Any, Any] = None, None
+        outcome: tuple[Any, Any] = None, None
         error: BaseException | None = None
         try:
             if self.rank == 0:
                 try:
-                    told = work(), None
+                    outcome = work(), None
                 except BaseException as raised:
-                    told, error = (None, _sendable(raised)), raised
-            data = pickle.dumps(told)
-            begun = self.from_one(_with_length(data)[:_TOLD_AT_ONCE], 0, _TOLD_AT_ONCE)
-            rest = int.from_bytes(begun[:_LENGTH], "little") - len(begun) + _LENGTH
+                    outcome, error = (None, _sendable(raised)), raised
+            data = pickle.dumps(outcome)
+            received = self.broadcast_bytes(_with_length(data)[:_FIRST_BYTES], 0, _FIRST_BYTES)
+            rest = int.from_bytes(received[:_LENGTH], "little") - len(received) + _LENGTH
             if rest > 0:
-                begun += self.from_one(data[len(begun) - _LENGTH :], 0, rest)
+                received += self.broadcast_bytes(data[len(received) - _LENGTH :], 0, rest)
             result: Any
-            result, failure = told if self.rank == 0 else pickle.loads(begun[_LENGTH:])
-            self._have_failed = failure is not None
+            result, failure = outcome if self.rank == 0 else pickle.loads(received[_LENGTH:])
+            self._failure_agreed = failure is not None
             if error is not None:
                 raise error
             if failure is not None:
@@ -329,5 +337,5 @@ def _received(failure: tuple[bytes | None, str], rank: int) -> BaseException:
 
 @atexit.register
 def _close_last() -> None:
-    CALLS.clear()
-    leaving.end()
+    CALL_SEQUENCES.clear()
+    leave_notice.join_threads()

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 
-def below(rank: int, size: int) -> tuple[list[int], int]:
+def children_of(rank: int, size: int) -> tuple[list[int], int]:
     """Return the children of a member, and the end of the ranks in its subtree."""
     reach = rank & -rank or size
     steps = (1 << power for power in range(reach.bit_length()) if 1 << power < reach)
     return [rank + step for step in steps if rank + step < size], min(rank + reach, size)
 
 
-def parent(rank: int) -> int:
+def parent_of(rank: int) -> int:
     """Return the member that another one sends to; the first member sends to none."""
     return rank & (rank - 1)
 
 
-class Gather:
+class TreeGather:
     """Gathers one row of each member at the first one, on a thread.
 
     Gloo reports nothing about a message before it is waited for, and only a lost connection or the
@@ -48,15 +48,15 @@ class Gather:
 
     def _run(self, group: Any, rows: torch.Tensor, rank: int) -> None:
         try:
-            children, end = below(rank, len(rows))
+            children, end = children_of(rank, len(rows))
             works = []
             for child in children:
-                _, last = below(child, len(rows))
+                _, last = children_of(child, len(rows))
                 works.append(group.recv([rows[child:last]], child, 0))
             while works:
                 works.pop(0).wait()
             if rank and not self._stopped:
-                group.send([rows[rank:end]], parent(rank), 0).wait()
+                group.send([rows[rank:end]], parent_of(rank), 0).wait()
         except BaseException as error:
             self._failed = error.with_traceback(None)
         finally:

@@ -19,20 +19,20 @@ PbDtypes: dict[int, torch.dtype] = {number: dtype for dtype, number in DtypePbs.
 
 
 def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
-    """Return the message of a tensor.
+    """Return a tensor as a protobuf message.
 
     Args:
-        t: The tensor, which is copied.
+        t: The tensor; its data are copied.
         attribute: ``AT_PARAMETER`` or ``AT_BUFFER`` of :mod:`tensorizer.tensors_pb2`, or None.
 
     Raises:
-        TypeError: It is not a tensor, or has a dtype that messages lack.
+        TypeError: It is not a tensor, or messages do not support its dtype.
 
     """
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"expected a tensor, found {type(t).__name__}")
     if t.dtype not in DtypePbs or t.is_quantized:
-        raise TypeError(f"messages have no tensors of {t.dtype}")
+        raise TypeError(f"a message cannot hold a tensor of {t.dtype}")
     plain = t.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     data = plain.view(torch.uint8).numpy().tobytes()
     return messages.Tensor(dtype=DtypePbs[t.dtype], shape=t.shape, data=data, attr_type=attribute)
@@ -48,7 +48,7 @@ def deserialize_tensor(t: Any) -> torch.Tensor | tuple[torch.Tensor, int]:
     """
     dtype = PbDtypes.get(t.dtype)
     if dtype is None or "quint" in str(dtype) or "qint" in str(dtype):
-        raise ValueError(f"the message has dtype {t.dtype}, of which tensors cannot be made")
+        raise ValueError(f"the message has dtype {t.dtype}, which is not a dtype of plain tensors")
     shape = tuple(t.shape)
     size = math.prod(shape) * dtype.itemsize
     if len(t.data) != size or any(length < 0 for length in shape):
@@ -78,7 +78,7 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
 
 
 def deserialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
-    """Give a module the parameters and buffers of a message.
+    """Load the parameters and buffers of a message into a module.
 
     Raises:
         KeyError: The module lacks a submodule of the message.

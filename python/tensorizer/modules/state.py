@@ -23,22 +23,22 @@ _SCRIPTED = (
     "torch.jit.script, trace or freeze"
 )
 _FUSED = (
-    ": transformers fuses the weights of experts while it loads them, as "
-    "tensorizer.transformers.from_pretrained(address) has it do"
+    ": transformers fuses the weights of experts while it loads them: load the model by "
+    "tensorizer.transformers.from_pretrained(address)"
 )
 
 
 @dataclass(slots=True)
-class Place:
-    """The place of a tensor in a module."""
+class TensorSlot:
+    """The slot of a tensor in a module."""
 
     module: torch.nn.Module
     attribute: str
     kind: TensorType
 
     @staticmethod
-    def find(submodules: Submodules, name: Name, kind: TensorType) -> Place:
-        """Return the place of a tensor, without changing the module.
+    def find(submodules: Submodules, name: Name, kind: TensorType) -> TensorSlot:
+        """Return the slot of a tensor, without changing the module.
 
         Raises:
             KeyError, ValueError, NotImplementedError: See ``load_into_module``.
@@ -59,12 +59,14 @@ class Place:
             hint = _hint(submodules.inner, path)
             raise KeyError(f"the module has no submodule {path!r}, to which {name!r} belongs{hint}")
         if stated and not isinstance(module, torch.jit.ScriptModule):
-            return Place(module, attribute, kind)
+            return TensorSlot(module, attribute, kind)
         # A state dict does not state the role of its tensors, and tensors of a scripted module keep
         # theirs. A tensor that the module lacks becomes a buffer.
         is_parameter = attribute in module._parameters
         is_parameter = is_parameter and module._parameters[attribute] is not None
-        return Place(module, attribute, TensorType.PARAM if is_parameter else TensorType.BUFFER)
+        return TensorSlot(
+            module, attribute, TensorType.PARAM if is_parameter else TensorType.BUFFER
+        )
 
     def current(self) -> torch.Tensor | None:
         """Return the tensor that is there now."""
@@ -88,7 +90,7 @@ class Place:
         return known or not hasattr(module, name)
 
     def set(self, tensor: torch.Tensor) -> None:
-        """Put a tensor in the place of one of the same role."""
+        """Put a tensor in the slot of one of the same role."""
         self._group()[self.attribute] = tensor
 
     def can_fill(
@@ -146,7 +148,7 @@ def without_overlaps(
 
 def check(
     root: torch.nn.Module,
-    found: Sequence[tuple[Place, torch.Tensor | None]],
+    found: Sequence[tuple[TensorSlot, torch.Tensor | None]],
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
     all_tensors: Collection[torch.Tensor | None] | None,
@@ -155,7 +157,7 @@ def check(
 ) -> None:
     """Refuse a module that does not fit a file; warn of tensors that only one of them has.
 
-    ``found`` has places, and the tensors that are there. ``all_tensors`` are the module's tensors
+    ``found`` has slots, and the tensors that are there. ``all_tensors`` are the module's tensors
     for all names of the file; None if the file need not have each of them. Of tied tensors one is
     enough. With ``strict`` the file must have all of them, and no others. Names are those of the
     file: in a state dict, tensors of the root have names without a dot.
@@ -173,18 +175,18 @@ def check(
         for name in names
         if "." not in name and f".{name}" in all_names
     ]
-    for (place, tensor), name, shape in zip(found, names, shapes, strict=True):
+    for (slot, tensor), name, shape in zip(found, names, shapes, strict=True):
         if tensor is not None and subclasses.is_plain(tensor) and tensor.shape == shape:
             continue
         if tensor is None:
-            if not place.is_free():
-                scripted = isinstance(place.module, torch.jit.ScriptModule)
+            if not slot.is_free():
+                scripted = isinstance(slot.module, torch.jit.ScriptModule)
                 hint = _SCRIPTED if scripted else ", but another attribute of it"
                 raise KeyError(f"{name!r} of the file is no tensor of the module{hint}")
             unknown.append(name)
             continue
         sharded = sharding.is_sharded(tensor)
-        if not sharded and subclasses.reason_in(place.module, tensor) is not None:
+        if not sharded and subclasses.reason_in(slot.module, tensor) is not None:
             raise NotImplementedError(
                 f"{name!r} is a {type(tensor).__name__}, which is more than the bytes of one "
                 "tensor of a file; load before the module is quantized or wrapped, or torch.load it"
@@ -214,7 +216,7 @@ def check(
         )
     if unexpected:
         warnings.warn(
-            f"{type(root).__name__} has got tensors that only the file had: "
+            f"{type(root).__name__} has new tensors, which only the file had: "
             + ", ".join(unexpected),
             stacklevel=3,
         )
@@ -245,63 +247,62 @@ def _missing(root: torch.nn.Module, there: set[int]) -> list[str]:
     """
     return sorted(
         name
-        for _, name, _, place, tensor in walk(root)
-        if place.attribute not in place.module._non_persistent_buffers_set
-        and id(tensor) not in there
+        for _, name, _, slot, tensor in walk(root)
+        if slot.attribute not in slot.module._non_persistent_buffers_set and id(tensor) not in there
     )
 
 
 def assign(
     root: torch.nn.Module,
-    loaded: Sequence[tuple[Place, torch.Tensor]],
+    loaded: Sequence[tuple[TensorSlot, torch.Tensor]],
     fill: bool,
 ) -> None:
     """Put loaded tensors into the parameters and buffers of a module.
 
     Args:
         root: The module that holds them.
-        loaded: The tensors, each with its place.
+        loaded: The tensors, each with its slot.
         fill: True to fill memory that fits, instead of replacing it.
 
     """
     first: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    there = [old for old in (place.current() for place, _ in loaded) if old is not None]
+    there = [old for old in (slot.current() for slot, _ in loaded) if old is not None]
     alone = without_overlaps([(id(old), old) for old in {id(t): t for t in there}.values()])
     own = {number for number, _ in alone} if fill else set()
-    for place, tensor in loaded:
-        old = place.current()
+    for slot, tensor in loaded:
+        old = slot.current()
         known = None if old is None else first.get(id(old))
-        if old is None or is_lazy(old) or not place.is_of(old):
-            _register(place, tensor)
+        if old is None or is_lazy(old) or not slot.is_of(old):
+            _register(slot, tensor)
         elif known is None:
-            first[id(old)] = tensor, _put(place, old, tensor, id(old) in own)
+            first[id(old)] = tensor, _put(slot, old, tensor, id(old) in own)
         elif _same(known[0], tensor):
-            place.set(known[1])
+            slot.set(known[1])
         else:
             # Tied until now, but different in the file.
-            place.set(_like(old, tensor))
+            slot.set(_like(old, tensor))
     # Tied tensors that the file has only under another of their names.
     replaced = {number: new for number, (_, new) in first.items() if id(new) != number}
     if replaced:
-        for _, _, _, place, other in list(walk(root)):
+        for _, _, _, slot, other in list(walk(root)):
             if id(other) in replaced:
-                place.set(replaced[id(other)])
+                slot.set(replaced[id(other)])
 
 
-def _put(place: Place, old: torch.Tensor, tensor: torch.Tensor, fill: bool) -> torch.Tensor:
+def _put(slot: TensorSlot, old: torch.Tensor, tensor: torch.Tensor, fill: bool) -> torch.Tensor:
     """Make a tensor of a module hold loaded data; return it, or its replacement."""
     new = tensor.detach()
     frozen = old.is_inference() and not torch.is_inference_mode_enabled()
     fill = fill and not frozen
     if sharding.is_sharded(old):
-        return _put_part(place, old, new, frozen)
+        return _put_part(slot, old, new, frozen)
     if fill and (old.dtype, old.device) == (new.dtype, new.device) and old.is_contiguous():
         with torch.no_grad():
             old.copy_(new)
         return old
     if frozen or not torch._has_compatible_shallow_copy_type(old, new):
         replacement = _like(old, tensor)
-        place.set(replacement)
+        slot.set(replacement)
         return replacement
     if old.is_leaf and not (new.is_floating_point() or new.is_complex()):
         old.requires_grad_(False)
@@ -309,12 +310,12 @@ def _put(place: Place, old: torch.Tensor, tensor: torch.Tensor, fill: bool) -> t
     return old
 
 
-def _put_part(place: Place, old: torch.Tensor, new: torch.Tensor, frozen: bool) -> torch.Tensor:
+def _put_part(slot: TensorSlot, old: torch.Tensor, new: torch.Tensor, frozen: bool) -> torch.Tensor:
     """Do the same as :func:`_put` for a DTensor, whose memory other objects may use."""
     here = sharding.local_of(old)
     if here.is_meta or frozen:
         replacement = _like(old, new)
-        place.set(replacement)
+        slot.set(replacement)
         return replacement
     here.copy_(sharding.local_of(new))
     return old
@@ -345,12 +346,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return plain.reshape(-1).view(torch.uint8)
 
 
-def _register(place: Place, tensor: torch.Tensor) -> None:
+def _register(slot: TensorSlot, tensor: torch.Tensor) -> None:
     """Register a tensor where the module has none in this role."""
-    module, name = place.module, place.attribute
-    if place.kind is TensorType.PARAM:
+    module, name = slot.module, slot.attribute
+    if slot.kind is TensorType.PARAM:
         module._buffers.pop(name, None)
-        parameter: Any = tensor  # not sharded, as the place was empty
+        parameter: Any = tensor  # not sharded, as the slot was empty
         module.register_parameter(name, parameter)
         return
     module._parameters.pop(name, None)
@@ -358,8 +359,8 @@ def _register(place: Place, tensor: torch.Tensor) -> None:
     module.register_buffer(name, tensor.detach(), persistent=persistent)
 
 
-def walk(root: torch.nn.Module) -> Iterator[tuple[int, str, TensorType, Place, torch.Tensor]]:
-    """Yield ``(module index, name, type, place, tensor)``, parameters of a module before buffers.
+def walk(root: torch.nn.Module) -> Iterator[tuple[int, str, TensorType, TensorSlot, torch.Tensor]]:
+    """Yield ``(module index, name, type, slot, tensor)``, parameters of a module before buffers.
 
     Each module comes once, and each tensor once for each name that it has. The names of the root's
     tensors begin with a dot.
@@ -369,8 +370,8 @@ def walk(root: torch.nn.Module) -> Iterator[tuple[int, str, TensorType, Place, t
         for kind, group in groups:
             for attribute, tensor in list(group.items()):
                 if tensor is not None:
-                    place = Place(module, attribute, kind)
-                    yield index, f"{path}.{attribute}", kind, place, tensor
+                    slot = TensorSlot(module, attribute, kind)
+                    yield index, f"{path}.{attribute}", kind, slot, tensor
 
 
 def tensors_for(
@@ -391,8 +392,6 @@ def tensors_for(
             found[number] = tensor
             seen.add((id(module), attribute))
     others = [
-        name
-        for _, name, _, place, _ in walk(root)
-        if (id(place.module), place.attribute) not in seen
+        name for _, name, _, slot, _ in walk(root) if (id(slot.module), slot.attribute) not in seen
     ]
     return found, others

@@ -9,12 +9,12 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from .._locks import OwnLock
+from .._locks import ForkSafeLock
 
 T = TypeVar("T")
 
 _active: contextvars.ContextVar[bool] = contextvars.ContextVar("no_init_or_tensor", default=False)
-_lock = OwnLock()
+_lock = ForkSafeLock()
 _depth = 0
 _undo: list[tuple[Any, str, Any]] = []
 
@@ -49,7 +49,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 @contextlib.contextmanager
 def _no_init() -> Iterator[None]:
     global _depth  # noqa: PLW0603
-    with _lock.here():
+    with _lock.current():
         if _depth == 0:
             _patch()
         _depth += 1
@@ -58,7 +58,7 @@ def _no_init() -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
-        with _lock.here():
+        with _lock.current():
             _depth -= 1
             if _depth == 0:
                 while _undo:
@@ -73,11 +73,11 @@ def no_init_or_tensor(
 @overload
 def no_init_or_tensor(loading_code: Callable[[], T]) -> T: ...
 def no_init_or_tensor(loading_code: Callable[[], T] | None = None) -> Any:
-    """Build modules whose weights take no memory, to load into.
+    """Build modules whose weights take no memory; load their weights afterwards.
 
-    Inside, ``torch.empty`` makes tensors on the ``meta`` device, whatever device it is given,
+    Inside, ``torch.empty`` makes tensors on the ``meta`` device, even if another device is given,
     and ``Linear``, ``Embedding`` and ``LayerNorm`` do not initialise their parameters. Only the
-    task or thread that asked for it is affected.
+    calling task or thread is affected.
 
     Args:
         loading_code: Run this inside and return its result. None returns a context manager.

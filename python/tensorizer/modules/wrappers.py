@@ -25,7 +25,7 @@ _WRAPPERS = (
 _PRIVATE = {attribute for _, _, attribute in _WRAPPERS if attribute.startswith("_")}
 
 #: A function that finds a submodule by its path.
-_Way: TypeAlias = Callable[[torch.nn.Module, str], "torch.nn.Module | None"]
+_SubmoduleFinder: TypeAlias = Callable[[torch.nn.Module, str], "torch.nn.Module | None"]
 
 
 class Submodules:
@@ -50,18 +50,18 @@ class Submodules:
         split = [(path, attribute) for path, _, attribute in (n.rpartition(".") for n in names)]
         paths = dict.fromkeys(path for path, _ in split)
         most = -1
-        for way in _ways(set(paths)):
-            found = {path: way(root, path) for path in paths}
+        for finder in _finders(set(paths)):
+            found = {path: finder(root, path) for path in paths}
             count = sum(tensor_of(found[path], attribute) is not None for path, attribute in split)
             if count > most:
-                most, self._way, self._found = count, way, found
+                most, self._finder, self._found = count, finder, found
             if count == len(split):
                 break
 
     def find(self, path: str) -> torch.nn.Module | None:
         """Return the submodule of a path; None if there is none."""
         if path not in self._found:
-            self._found[path] = self._way(self._root, path)
+            self._found[path] = self._finder(self._root, path)
         return self._found[path]
 
     def tensor(self, name: str) -> torch.Tensor | None:
@@ -99,16 +99,16 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     return None
 
 
-def _ways(paths: set[str]) -> Iterator[_Way]:
+def _finders(paths: set[str]) -> Iterator[_SubmoduleFinder]:
     """Yield the ways to find submodules by the paths in a file."""
     # Paths in the form of the module's own names.
-    yield _Walk(_steps, lambda module: module).find
+    yield _PathWalker(_steps, lambda module: module).find
     # Paths without the attributes of wrappers that the module has.
-    yield _Walk(_steps, unwrap).find
+    yield _PathWalker(_steps, unwrap).find
     # Paths with attributes of wrappers that the saved module had; these are skipped.
-    yield _Walk(_without_private, unwrap).find
+    yield _PathWalker(_without_private, unwrap).find
     if all(_without_private(path)[:1] == ["module"] for path in paths):
-        yield _Walk(lambda path: _without_private(path)[1:], unwrap).find
+        yield _PathWalker(lambda path: _without_private(path)[1:], unwrap).find
 
 
 def _steps(path: str) -> list[str]:
@@ -119,7 +119,7 @@ def _without_private(path: str) -> list[str]:
     return [step for step in _steps(path) if step not in _PRIVATE]
 
 
-class _Walk:
+class _PathWalker:
     """Finds the submodules of one module by their paths.
 
     Args:

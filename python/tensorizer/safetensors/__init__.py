@@ -1,21 +1,21 @@
 """The API of ``safetensors`` and ``safetensors.torch``, on this package's engine.
 
-Names, arguments, results and errors are those of release 0.9, for local files and for any
-address::
+Names, arguments, results and errors are those of safetensors 0.9. Local files and all addresses
+are supported::
 
     from tensorizer.safetensors import load_file, safe_open
 
-Inside a block of :func:`tensorizer_safetensors` code that imports them from safetensors itself
-uses them too.
+Inside a block of :func:`tensorizer_safetensors`, code that imports them from safetensors uses the
+functions of this package too.
 """
 
 from .errors import SafetensorError
-from .files import load, load_file, load_model, save, save_file, save_model
+from .patching import tensorizer_safetensors
 from .prefetching import PrefetchLoader
 from .raw import TensorSpec, deserialize, serialize, serialize_file
 from .reading import PySafeSlice, TensorMeta, safe_open
-from .replacing import tensorizer_safetensors
 from .sharing import storage_ptr, storage_size
+from .torch_functions import load, load_file, load_model, save, save_file, save_model
 
 __all__ = [
     "PrefetchLoader",

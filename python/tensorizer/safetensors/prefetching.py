@@ -11,34 +11,34 @@ import torch
 
 from .._errors import ClosedError
 from .._native import TensorIterator
-from ..file.ahead import use_on_current_stream
-from ..file.ending import close_at_exit
+from ..file.exit_hooks import close_at_exit
+from ..file.read_ahead import use_on_current_stream
 from ..file.tensor_file import TensorFile
 from ..tensors import devices
 from ..tensors.exchange import take
 from .errors import SafetensorError, as_safetensor_errors
-from .opened import Opened
-from .plans import Planned
+from .prefetch_plan import PlannedTensor
+from .safetensors_file import SafetensorsFile
 
 #: Bytes that are read ahead of the caller if no budget is given: all bytes.
 _UNLIMITED = (1 << 63) - 1
 
 #: A tensor, and the CUDA stream for which it was loaded.
-_Landed = tuple[torch.Tensor, "torch.cuda.Stream | None"]
+_ReadyTensor = tuple[torch.Tensor, "torch.cuda.Stream | None"]
 
 
 class PrefetchLoader:
     """Tensors of a file that are loaded in the background; :meth:`safe_open.prefetch` returns it.
 
-    Each tensor is handed out once, by :meth:`take` or by iterating, when it is loaded: on CUDA for
-    all streams. It belongs to the caller, and shares its memory with no other tensor. The loader
-    can be used by several threads, and outlives the ``safe_open``.
+    Each tensor is returned once, by :meth:`take` or by iterating, when it is loaded; on CUDA it is
+    then ready for all streams. It belongs to the caller, and shares its memory with no other
+    tensor. Several threads can use the loader, also after the ``safe_open`` is closed.
     """
 
     def __init__(
         self,
-        opened: Opened,
-        planned: list[Planned],
+        opened: SafetensorsFile,
+        planned: list[PlannedTensor],
         device: torch.device,
         *,
         readers: int | None,
@@ -46,17 +46,17 @@ class PrefetchLoader:
     ) -> None:
         self._device = device
         #: The file, which this reference keeps open.
-        self._opened: Opened | None = opened
+        self._opened: SafetensorsFile | None = opened
         #: Names in the order of the plan, which is that of the native iterator's numbers.
         self._names = [tensor.name for tensor in planned]
         #: Indices to apply to the loaded parts of tensors, by name.
         self._rests = {tensor.name: tensor.rest for tensor in planned if tensor.rest}
         #: The plan's tensors by name: True for those that were not handed out yet.
         self._waiting = dict.fromkeys(self._names, True)
-        self._left = len(planned)
+        self._remaining = len(planned)
         #: Tensors that were loaded before they were requested, each with the CUDA stream for which
         #: it was loaded.
-        self._landed: dict[str, _Landed] = {}
+        self._ready: dict[str, _ReadyTensor] = {}
         self._error: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
@@ -93,11 +93,11 @@ class PrefetchLoader:
     def take(self, name: str) -> torch.Tensor:
         """Return a tensor, or the requested part of it; wait until it is loaded.
 
-        With ``buffer_bytes``, tensors that are loaded before it stay in the loader, even beyond
-        that number.
+        With ``buffer_bytes``, tensors that are loaded before it stay in the loader, even if they
+        exceed that limit.
 
         Raises:
-            SafetensorError: It is not in the plan, or was handed out already; the file cannot be
+            SafetensorError: It is not in the plan, or was returned already; the file cannot be
                 read, or is damaged; or the loader is closed.
 
         """
@@ -129,15 +129,17 @@ class PrefetchLoader:
 
         """
         if self._process != os.getpid():
-            raise SafetensorError("this loader belongs to the process that made it")
+            raise SafetensorError(
+                "this loader was made by the parent process, before fork(): make a new one"
+            )
         while True:
             # The lock itself, not the condition: an interrupt while that is entered would leave it
             # held.
             with self._lock:
-                if not (self._left if wanted is None else self._waiting[wanted]):
+                if not (self._remaining if wanted is None else self._waiting[wanted]):
                     return None
-                name = next(iter(self._landed), None) if wanted is None else wanted
-                if name is not None and name in self._landed:
+                name = next(iter(self._ready), None) if wanted is None else wanted
+                if name is not None and name in self._ready:
                     return name, self._hand_out(name)
                 if self._closed:
                     raise SafetensorError("prefetch loader closed")
@@ -160,10 +162,10 @@ class PrefetchLoader:
                     self._changed.wait()
                     return
                 self._puller = call
-            landed = self._next()
+            ready = self._next()
             with self._lock:
                 if not self._closed:
-                    self._landed.update(landed)
+                    self._ready.update(ready)
         except BaseException as error:
             if self._puller is not call:
                 raise
@@ -182,10 +184,10 @@ class PrefetchLoader:
         if self._closed or self._error is not None:
             return True
         if wanted is None:
-            return bool(self._landed) or not self._left
-        return wanted in self._landed or not self._waiting[wanted]
+            return bool(self._ready) or not self._remaining
+        return wanted in self._ready or not self._waiting[wanted]
 
-    def _next(self) -> dict[str, _Landed]:
+    def _next(self) -> dict[str, _ReadyTensor]:
         file = self._file
         with as_safetensor_errors("prefetching", OSError):
             found = self._native.next()
@@ -199,25 +201,25 @@ class PrefetchLoader:
         return {names[place]: (one, stream) for place, one in zip(places, tensors, strict=True)}
 
     def _hand_out(self, name: str) -> torch.Tensor:
-        tensor, stream = self._landed.pop(name)
+        tensor, stream = self._ready.pop(name)
         self._waiting[name] = False
-        self._left -= 1
+        self._remaining -= 1
         if stream is not None:
             use_on_current_stream(tensor, stream)
         rest = self._rests.get(name)
         return tensor if rest is None else tensor[rest]
 
     def close(self) -> None:
-        """End the load, and release the file and the tensors that were not handed out.
+        """End the load, and release the file and the tensors that were not returned.
 
-        This waits for reads and copies that are under way. Closing again does nothing.
+        This waits for reads and copies that are under way. Closing again has no effect.
         """
         if self._process != os.getpid():
             return
         self._closed = True
         self._native.close()
         with self._lock:
-            self._landed.clear()
+            self._ready.clear()
             # The traceback of an error refers to the file, too.
             self._opened = self._file = self._error = None
             self._changed.notify_all()

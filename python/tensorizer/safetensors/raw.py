@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..file.opening import Memory
+from ..file.opening import FileBytes
 from ..file.to_safetensors import write_one
 from .errors import SafetensorError, as_safetensor_errors
-from .opened import DTYPES, Opened
+from .safetensors_file import DTYPES, SafetensorsFile
 
 _BY_NAME = {code: name for name, (code, _) in DTYPES.items()}
 #: Dtypes that files may have, but that a ``TensorSpec`` of the library refuses.
@@ -26,10 +26,11 @@ class TensorSpec:
     """The memory of a tensor that :func:`serialize` and :func:`serialize_file` write.
 
     Args:
-        dtype: Torch's name of the dtype, such as ``"float32"``.
-        shape: Its shape, in elements of torch: one of ``float4_e2m1fn_x2`` has two values.
-        data_ptr: The address of its bytes, which must live, and not change, during the calls.
-        data_len: The number of bytes.
+        dtype: The name of its dtype in torch, such as ``"float32"``.
+        shape: Its shape, in elements of the torch dtype: an element of ``float4_e2m1fn_x2`` has two
+            values.
+        data_ptr: The address of its bytes. They must stay allocated and unchanged during the calls.
+        data_len: The number of its bytes.
 
     Raises:
         SafetensorError: There is no such dtype.
@@ -60,12 +61,12 @@ class TensorSpec:
 
     @property
     def dtype(self) -> str:
-        """Safetensors' name of the dtype, such as ``"F32"``."""
+        """The name of the dtype in safetensors, such as ``"F32"``."""
         return self._dtype
 
     @property
     def shape(self) -> list[int]:
-        """The shape, in elements of safetensors."""
+        """The shape, in elements of the safetensors dtype."""
         return list(self._shape)
 
     @property
@@ -108,7 +109,7 @@ def serialize(
         TypeError: A value is not a :class:`TensorSpec`, or metadata are of another type.
 
     """
-    memory = KeptMemory()
+    memory = RetainedBytesIO()
     with as_safetensor_errors("serializing", ValueError):
         write_one(memory, _tensors(tensor_dict), _dict(metadata))
     return memory.getvalue()
@@ -122,8 +123,8 @@ def serialize_file(
     """Write a safetensors file, which appears when it is complete.
 
     Arguments and errors are those of :func:`serialize`. ``filename`` is a path, or an address that
-    :class:`tensorizer.TensorSerializer` opens. A file that cannot be written
-    raises ``SafetensorError``.
+    :class:`tensorizer.TensorSerializer` opens. ``SafetensorError`` is raised if the file cannot be
+    written.
     """
     with as_safetensor_errors("serializing", ValueError, OSError):
         write_one(filename, _tensors(tensor_dict), _dict(metadata))
@@ -133,8 +134,8 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
     """Return the tensors of a safetensors file in memory, in the order of the file.
 
     Returns:
-        For each tensor its name, and ``"shape"`` (in elements of safetensors), ``"dtype"`` (such as
-        ``"F32"``) and ``"data"`` (a bytearray).
+        For each tensor its name, and a dict of ``"shape"`` (in elements of the safetensors dtype),
+        ``"dtype"`` (such as ``"F32"``) and ``"data"`` (a bytearray).
 
     Raises:
         SafetensorError: These are not the bytes of a safetensors file.
@@ -144,7 +145,7 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
     given = bytes
     if not isinstance(given, _BYTES):
         raise TypeError(f"argument 'bytes': expected bytes, found {type(given).__name__}")
-    opened = Opened(Memory(given, "<bytes>"), torch.device("cpu"), maps=False)
+    opened = SafetensorsFile(FileBytes(given, "<bytes>"), torch.device("cpu"), maps=False)
     reader = opened.file.reader
     places = list(zip(reader.offsets(), reader.data_lens(), strict=True))
     found = []
@@ -161,7 +162,7 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
 _BYTES = bytes
 
 
-class KeptMemory(io.BytesIO):
+class RetainedBytesIO(io.BytesIO):
     """Memory that can still be read after its writer has closed it."""
 
     def close(self) -> None:

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from .errors import SafetensorError
-from .opened import Opened, resolve_device
-from .plans import planned
+from .prefetch_plan import plan_tensors
 from .prefetching import PrefetchLoader
+from .safetensors_file import SafetensorsFile, resolve_device
 
 try:
-    from safetensors import safe_open as _of_library
+    from safetensors import safe_open as _library_safe_open
 except ImportError:
-    _of_library = None  # type: ignore[assignment,misc]
+    _library_safe_open = None  # type: ignore[assignment,misc]
 
 _TORCH = ("pt", "torch", "pytorch")
 _BACKENDS = ("mmap", "pread")
 #: The default number of a prefetch's reader threads, with which the engine chooses the number.
-_THREADS = 8
+_DEFAULT_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class TensorMeta:
     """A tensor's entry in the header of a file; see :meth:`safe_open.get_tensor_meta`.
 
     Attributes:
-        dtype: Safetensors' name of the dtype, such as ``"F32"``.
-        shape: Its shape, in elements of safetensors.
-        data_offsets: The first byte and the end, counted from the end of the header.
+        dtype: The name of its dtype in safetensors, such as ``"F32"``.
+        shape: Its shape, in elements of the safetensors dtype.
+        data_offsets: The positions of its first byte and of its end, in bytes from the end of the
+            header.
 
     """
 
@@ -45,18 +46,19 @@ class TensorMeta:
 class PySafeSlice:
     """A tensor of a file, whose parts are loaded by indexing; see :meth:`safe_open.get_slice`.
 
-    It has the name of safetensors' class, and like that class outlives the file.
+    It has the name of the class in safetensors. Like that class, it can be used after the file is
+    closed.
     """
 
-    def __init__(self, opened: Opened, number: int) -> None:
+    def __init__(self, opened: SafetensorsFile, number: int) -> None:
         self._opened, self._number = opened, number
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor, in elements of safetensors."""
+        """Return the shape of the whole tensor, in elements of the safetensors dtype."""
         return self._opened.shape_in_file(self._number)
 
     def get_dtype(self) -> str:
-        """Return safetensors' name of the dtype, such as ``"F32"``."""
+        """Return the name of the dtype in safetensors, such as ``"F32"``."""
         return self._opened.describe(self._number)[0]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -76,7 +78,7 @@ class PySafeSlice:
 class safe_open:
     """Open a safetensors file, whose tensors are loaded on request.
 
-    Local files are mapped, as by safetensors. Opening costs nothing, and bytes come into memory
+    Local files are mapped, as by safetensors. Opening takes no time, and bytes come into memory
     when they are first touched. The kernel begins to read a tensor or slice at once if it is
     requested by itself and is not in memory. Changes to a tensor do not reach the file, but are
     seen by all tensors of the same ``safe_open``. Truncating or overwriting the file in place
@@ -85,15 +87,15 @@ class safe_open:
     aligned, are read instead; so is everything with ``backend="pread"``, from addresses, and for
     other devices than the CPU.
 
-    After closing it, its tensors and slices can still be used.
+    Its tensors and slices can still be used after it is closed.
 
     Args:
-        filename: A path, or any address that :class:`tensorizer.TensorDeserializer` opens; of a
-            file, a folder with a checkpoint, or an index of shards.
-        framework: ``"pt"``, ``"torch"`` or ``"pytorch"``. For others the library safetensors is
-            called, if it is installed, and its result is returned.
-        device: The device of the tensors: a string, number or ``torch.device``; without a number
-            the first of its kind.
+        filename: A path, or any address that :class:`tensorizer.TensorDeserializer` opens. It names
+            a file, a folder with a checkpoint, or an index of shards.
+        framework: ``"pt"``, ``"torch"`` or ``"pytorch"``. For another framework, the safetensors
+            library is called, if it is installed, and its result is returned.
+        device: The device of the tensors: a string, a number or a ``torch.device``. Without a
+            number, the first device of its type.
         backend: ``"mmap"`` or ``"pread"``: read local files instead of mapping them.
 
     Raises:
@@ -118,9 +120,9 @@ class safe_open:
         """Let the library open files for other frameworks."""
         if framework in _TORCH:
             return super().__new__(cls)
-        if _of_library is None:
+        if _library_safe_open is None:
             raise SafetensorError(f"framework {framework} is invalid without safetensors itself")
-        return _of_library(filename, framework, device, backend=backend)
+        return _library_safe_open(filename, framework, device, backend=backend)
 
     def __init__(
         self,
@@ -139,11 +141,11 @@ class safe_open:
             raise SafetensorError(
                 f'backend "{backend}" is invalid (expected one of: "mmap", "pread")'
             )
-        self._opened: Opened | None = Opened(
+        self._opened: SafetensorsFile | None = SafetensorsFile(
             filename, resolve_device(device), maps=backend == "mmap"
         )
 
-    def _open(self) -> Opened:
+    def _open(self) -> SafetensorsFile:
         if self._opened is None:
             raise SafetensorError("File is closed")
         return self._opened
@@ -168,7 +170,7 @@ class safe_open:
         return list(self._open().numbers)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return the metadata of the file; None if it states none."""
+        """Return the metadata of the file; None if it has none."""
         return self._open().metadata()
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -204,25 +206,25 @@ class safe_open:
         plan: Mapping[str, Any] | None = None,
         *,
         device: torch.device | str | int | None = None,
-        threads: int = _THREADS,
+        threads: int = _DEFAULT_THREADS,
         buffer_bytes: int | None = None,
     ) -> PrefetchLoader:
         """Begin to load tensors to a device in the background.
 
-        Each is handed out once, when it is loaded: ``dict(file.prefetch())`` is the whole file.
-        The file can be used meanwhile, closed, and prefetched from again.
+        Each tensor is returned once, when it is loaded: ``dict(file.prefetch())`` is the whole
+        file. Meanwhile the file can be used, closed, and prefetched from again.
 
         Args:
-            plan: The tensors by name: None for a whole one, or a slice of its first dimension with
-                step 1; or a tuple of integers, slices and ``...``, as for :meth:`get_slice`. None
-                for all tensors of the file.
+            plan: For each tensor its name and the requested part: None for the whole tensor; a
+                slice of its first dimension with step 1; or a tuple of integers, slices and
+                ``...``, as for :meth:`get_slice`. None instead of a plan for all tensors.
             device: Their device; None for the device of the file. Inside a block of
-                :func:`tensorizer_safetensors` other devices than CUDA are refused, as by the
-                library.
-            threads: Reader threads; with 8, the default, the engine chooses their number.
-            buffer_bytes: The most bytes that are loaded or being read, and not yet handed out, or
-                those of one tensor that is larger. None: memory for all is allocated at once. The
-                library has no such argument.
+                :func:`tensorizer_safetensors`, other devices than CUDA are refused, as by the
+                safetensors library.
+            threads: The number of reader threads; with 8, the default, the engine chooses it.
+            buffer_bytes: The most bytes that are loaded or being read and not yet returned; a
+                single larger tensor is allowed. None allocates memory for all tensors at once. The
+                safetensors library has no such argument.
 
         Raises:
             SafetensorError: The plan or the device is wrong, torch has no dtype for a tensor, or
@@ -238,8 +240,8 @@ class safe_open:
             raise TypeError(f"argument 'threads': expected a number of threads, found {threads!r}")
         if buffer_bytes is not None and buffer_bytes < 1:
             raise ValueError(f"buffer_bytes must be positive, not {buffer_bytes}")
-        readers = None if threads == _THREADS else max(1, threads)
-        tensors = planned(opened, plan)
+        readers = None if threads == _DEFAULT_THREADS else max(1, threads)
+        tensors = plan_tensors(opened, plan)
         return PrefetchLoader(opened, tensors, to, readers=readers, buffer_bytes=buffer_bytes)
 
     def get_slice(self, name: str) -> PySafeSlice:

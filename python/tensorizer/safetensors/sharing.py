@@ -20,7 +20,7 @@ def storage_ptr(tensor: torch.Tensor) -> int:
 
 
 def storage_size(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's storage, which may hold other tensors, too."""
+    """Return the size of a tensor's storage in bytes. Other tensors may share the storage."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
@@ -85,8 +85,8 @@ def _remove_duplicate_names(
         complete = {name for name in group if _is_complete(state_dict[name])}
         if not complete:
             raise RuntimeError(
-                f"no tensor of {sorted(group)} takes the whole of its storage, of which a file "
-                "would keep a part only: save clones of them. Refusing to save or load the model"
+                f"no tensor of {sorted(group)} covers its whole storage, of which a file "
+                "would have a part only: save clones of them. Refusing to save or load the model"
             )
         choices = (
             complete.intersection(preferred_names or ()),

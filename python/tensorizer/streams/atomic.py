@@ -47,14 +47,14 @@ class _Atomic:
         if self.closed:  # type: ignore[attr-defined]
             return
         self.ended = True
-        self._leave_to_the_maker()
+        self._discard_buffer_in_child()
         try:
             self._sink.publish(self._end())
         except BaseException:
             self.abandon()
             raise
 
-    def close_forgotten(self, size: int) -> tuple[bool, str | None]:
+    def publish_unclosed(self, size: int) -> tuple[bool, str | None]:
         """Make a file of ``size`` bytes visible that was never closed, without replacing another.
 
         Return True if it was kept, and its path if it could not have its own name. A serializer has
@@ -71,7 +71,7 @@ class _Atomic:
         super().close()  # type: ignore[misc]
         return size
 
-    def _leave_to_the_maker(self) -> None:
+    def _discard_buffer_in_child(self) -> None:
         """Discard the buffer in a forked child: the parent writes it."""
         if self._process != os.getpid():
             nothing = os.open(os.devnull, os.O_RDWR)
@@ -82,7 +82,7 @@ class _Atomic:
         """Abandon the file: an earlier one of its name stays."""
         self.ended = True
         if not self.closed:  # type: ignore[attr-defined]
-            self._leave_to_the_maker()
+            self._discard_buffer_in_child()
         self._sink.abandon()
         super().close()  # type: ignore[misc]
 

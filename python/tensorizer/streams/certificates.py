@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CAInfo:
-    """The certificates to trust, instead of those that the system trusts.
+    """The certificates to trust, instead of the certificates of the system.
 
     Args:
         cacert: A file of certificates in PEM format.
@@ -19,7 +19,7 @@ class CAInfo:
         allow_untrusted: Trust every certificate.
 
     Raises:
-        ValueError: None or several of them are given, or there is no such file or folder.
+        ValueError: Not exactly one of them is given, or the file or folder does not exist.
 
     """
 

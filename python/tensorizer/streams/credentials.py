@@ -44,11 +44,15 @@ def _infer_credentials(
     path = Path(os.fsdecode(s3_config_path)) if s3_config_path else Path.home() / ".s3cfg"
     if not path.exists():
         if s3_config_path:
-            raise FileNotFoundError(f"s3_config_path is not there: {os.fspath(path)!r}")
-        raise ValueError(f"two keys of S3 are needed: none were given, and there is no {path}")
+            raise FileNotFoundError(f"s3_config_path does not exist: {os.fspath(path)!r}")
+        raise ValueError(
+            f"S3 needs an access key and a secret key: none were given, and there is no {path}"
+        )
     found_access, found_secret, host, https = s3cfg(os.fspath(path))
     access, secret = s3_access_key_id or found_access, s3_secret_access_key or found_secret
     for name, key in (("access_key", access), ("secret_key", secret)):
         if not key:
-            raise ValueError(f"two keys of S3 are needed: {name} is neither given nor in {path}")
+            raise ValueError(
+                f"S3 needs an access key and a secret key: {name} is neither given nor in {path}"
+            )
     return _ParsedCredentials(str(path), host, access, secret, https)

@@ -48,34 +48,33 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     Args:
         path_uri: A local path, which an ``os.PathLike`` always is, or an address.
         mode: A binary mode. ``s3://``, ``gs://`` and ``az://`` can be read or written; ``"ab"``
-            does not append, but writes a new object, as in the old package. Other addresses are for
-            reading. A local file that is opened with ``"wb"`` or ``"wb+"`` appears when it is
-            closed; if a ``with`` block raises, or it is never closed, the old one stays.
-        s3_access_key_id: The access key. Without it the keys of ``~/.s3cfg`` are used, and then
-            AWS's own chain: environment, shared files and profiles, web identity, instance roles.
-            If nothing is found, or both keys are empty, the object is read anonymously.
-        s3_secret_access_key: Its secret key.
-        s3_endpoint: A host or an address. Without it the first endpoint is used that is set by
+            does not append, but writes a new object, as in the old package. Other addresses can
+            only be read. A local file that is opened with ``"wb"`` or ``"wb+"`` appears when it is
+            closed; if a ``with`` block raises, or it is never closed, the old file stays.
+        s3_access_key_id: The access key. None for the keys of ``~/.s3cfg``, otherwise for those of
+            AWS's default chain: environment, shared files and profiles, web identity, instance
+            roles. If no keys are found, or both are empty, the object is read anonymously.
+        s3_secret_access_key: The secret key that belongs to the access key.
+        s3_endpoint: A host or an address. None for the first endpoint that is set by
             ``~/.s3cfg``, ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, the profile,
             ``default_s3_read_endpoint`` or ``default_s3_write_endpoint`` of
             ``tensorizer.stream_io`` if the program has assigned them, or
-            ``TENSORIZER_S3_ENDPOINT``. If none is set, credentials of AWS's chain are used with
-            AWS; all other keys, and anonymous reads, with the default of tensorizer 2.
+            ``TENSORIZER_S3_ENDPOINT``. If none is set, credentials of AWS's chain are sent to AWS.
+            Other keys, and anonymous reads, use the default server of tensorizer 2.
         s3_config_path: A file to use instead of ``~/.s3cfg``; it must exist.
-        buffer_size: Bytes that are read at a time.
-        force_http: Use ``http://`` for S3. None decides by the endpoint: ``http://`` from the
-            environment, a profile or an assigned default is accepted, from ``s3_endpoint`` it is
-            refused.
-        begin: Position at which to begin.
-        end: For servers: position at which the stream ends.
-        s3_region_name: The region; without it that of AWS's chain, else ``us-east-1``.
+        buffer_size: The number of bytes that are read at a time.
+        force_http: Use ``http://`` for S3. With None, an endpoint with ``http://`` is accepted from
+            the environment, a profile or an assigned default, and refused from ``s3_endpoint``.
+        begin: The position in bytes at which the stream begins.
+        end: For servers: the position in bytes at which the stream ends.
+        s3_region_name: The region; None for that of AWS's chain, or ``us-east-1`` if it has none.
         s3_signature_version: ``"v4"`` or ``"s3v4"``, which are the same.
         certificate_handling: The certificates to trust.
 
     Raises:
-        ValueError: The mode does not fit.
-        OSError: The file cannot be opened. An object that is written is sent while it is
-            written, so that writing and closing raise too; then nothing is published.
+        ValueError: The mode is not allowed for the address.
+        OSError: The file cannot be opened. An object is sent while it is written, so writing and
+            closing can raise too; then no object appears.
 
     """
     normal = "".join(sorted(mode, key="rwxab+".find))

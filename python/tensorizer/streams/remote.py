@@ -67,9 +67,9 @@ class RemoteFile(io.BufferedIOBase):
         took = time.monotonic() - asked
         self._end = end
         self._position = begin or 0
-        self._ahead = buffer_size or _READ_AHEAD
-        self._kept = b""
-        self._kept_at = 0
+        self._request_bytes = buffer_size or _READ_AHEAD
+        self._buffer = b""
+        self._buffer_start = 0
         self._context: list[str] = []
         self.bytes_read = 0
         self.bytes_skipped = 0
@@ -130,7 +130,7 @@ class RemoteFile(io.BufferedIOBase):
         parts = []
         left = None if size is None or size < 0 else size
         while left is None or left > 0:
-            part = self._some(left)
+            part = self._read_some(left)
             if not part:
                 break
             parts.append(part)
@@ -140,7 +140,7 @@ class RemoteFile(io.BufferedIOBase):
     def read1(self, size: int = -1) -> bytes:
         """Return some bytes, at most ``size`` unless it is negative."""
         self._check_open()
-        return self._some(None if size < 0 else size)
+        return self._read_some(None if size < 0 else size)
 
     def readinto(self, ba: Any) -> int:
         """Fill a buffer, except at the end, and return the number of bytes."""
@@ -153,31 +153,31 @@ class RemoteFile(io.BufferedIOBase):
         """Close the stream. Closing again does nothing."""
         if not self.closed:
             self._source.close()
-            self._kept = b""
+            self._buffer = b""
         super().close()
 
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"I/O operation on closed file {self.name}")
 
-    def _some(self, most: int | None) -> bytes:
+    def _read_some(self, most: int | None) -> bytes:
         """Return some bytes at the position, and buffer those that were read beyond them."""
-        at = self._position - self._kept_at
-        if not 0 <= at < len(self._kept):
-            wanted = self._ahead if most is None else max(most, self._ahead)
+        at = self._position - self._buffer_start
+        if not 0 <= at < len(self._buffer):
+            wanted = self._request_bytes if most is None else max(most, self._request_bytes)
             if self._end is not None:
                 wanted = min(wanted, max(0, self._end - self._position))
             asked = time.monotonic()
             try:
-                self._kept = self._source.read(self._position, wanted)
+                self._buffer = self._source.read(self._position, wanted)
             except OSError as error:
                 if self._context:
                     raise type(error)(f"{error} ({'; '.join(self._context)})") from error
                 raise
-            self._kept_at, at = self._position, 0
+            self._buffer_start, at = self._position, 0
             self.read_operations += 1
             self._latencies.append(time.monotonic() - asked)
-        part = self._kept[at:] if most is None else self._kept[at : at + most]
+        part = self._buffer[at:] if most is None else self._buffer[at : at + most]
         self._position += len(part)
         self.bytes_read += len(part)
         return part

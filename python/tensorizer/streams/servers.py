@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 class CURLStreamFile(RemoteFile):
-    """A file on an HTTP server, for reading. The name is from the time when it ran ``curl``.
+    """A file on an HTTP server, for reading. The old package ran ``curl``; the name is unchanged.
 
     Args:
         uri: An ``http://`` or ``https://`` address.
         begin: Position in the file at which the stream begins to be read.
         end: Position at which the stream ends, or None for the end of the file.
-        headers: Extra fields that are sent with requests, but not to other hosts.
+        headers: Extra header fields of the requests. They are not sent to another host after a
+            redirect.
         buffer_size: Bytes requested at a time; None for a default.
         certificate_handling: The certificates to trust.
 

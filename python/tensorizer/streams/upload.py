@@ -29,7 +29,7 @@ class UploadFile(io.BufferedIOBase):
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._process = os.getpid()
-        self._held = bytearray()
+        self._buffer = bytearray()
         self._sent = 0
         self._writer: Writer | None = None
 
@@ -53,7 +53,7 @@ class UploadFile(io.BufferedIOBase):
     def tell(self) -> int:
         """Return the number of bytes written."""
         self._check_open()
-        return self._sent + len(self._held)
+        return self._sent + len(self._buffer)
 
     def write(self, data: Any, /) -> int:
         """Write all bytes of a buffer and return their number."""
@@ -61,21 +61,21 @@ class UploadFile(io.BufferedIOBase):
         if self._writer is not None:
             raise io.UnsupportedOperation(f"a TensorSerializer writes {self.name}")
         with memoryview(data) as view:
-            self._held += view.cast("B")
+            self._buffer += view.cast("B")
             length = view.nbytes
-        if len(self._held) >= _WRITE_BEHIND:
+        if len(self._buffer) >= _WRITE_BEHIND:
             self._send()
         return length
 
     def _send(self) -> None:
-        held, self._held = bytes(self._held), bytearray()
+        buffered, self._buffer = bytes(self._buffer), bytearray()
         try:
-            self._sink.write(self._sent, held)
+            self._sink.write(self._sent, buffered)
         except BaseException:
             # A part of the bytes may have been sent, so that nothing can follow.
             self.abandon()
             raise
-        self._sent += len(held)
+        self._sent += len(buffered)
 
     def close(self) -> None:
         """Send what is left and make the object visible. Closing again does nothing."""
@@ -98,9 +98,9 @@ class UploadFile(io.BufferedIOBase):
     def abandon(self) -> None:
         """Abandon the object: an earlier one of its name stays."""
         self.ended = True
-        self._give_up()
+        self._abandon_upload()
 
-    def _give_up(self) -> None:
+    def _abandon_upload(self) -> None:
         super().close()
         if self._writer is not None:
             self._writer.abandon()
@@ -118,7 +118,7 @@ class UploadFile(io.BufferedIOBase):
         if getattr(self, "_sink", None) is not None and not self.closed:
             if self._writer is None and self._process == os.getpid():
                 logger.error("%s was not closed, and so was not uploaded", self.name)
-            self._give_up()
+            self._abandon_upload()
 
     def _check_open(self) -> None:
         if self.closed:

@@ -42,34 +42,32 @@ def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | _
     """Return statistics of the last load or save of this process; None before the first.
 
     Args:
-        since: Return a list instead, with every call after the one of this number, in their order;
-            0 for all. The last 256 calls are kept: a program that polls with the last number that
-            it has seen can tell by the numbers if it missed any. A call is one pass over a file:
-            eager loads and saves are one each, lazy access is one per tensor.
+        since: Return a list of the statistics of every call after this number, in order; 0 for all.
+            The last 256 calls are kept. To poll, pass the last number that you have seen; a gap in
+            the numbers means that calls were missed. A call is one pass over a file: an eager load
+            or a save is one call, and lazy access is one call per tensor.
 
     Returns:
         A dict: ``call`` (its number, from 1 on), ``ended`` (seconds since 1970), ``what`` ("load"
         or "save"), ``uri``, ``device``, ``tensors``, ``bytes`` (of tensor data), ``threads``,
-        ``most_threads`` (the most threads that might have been used),
-        ``seconds`` (from the call to its return, when copies may still be under
-        way on the device), ``stages`` (seconds by stage, summed over the threads: ``plan``,
-        ``memory`` (waiting for staging memory), ``read``, ``decrypt``, ``hash``, ``copy`` and
-        ``write``),
-        ``reading`` (how a local file was read: the page cache, direct reads; else nothing),
-        ``in_flight`` and ``most_in_flight`` (bytes of direct reads by io_uring: the average that
-        was under way, and the most that might have been),
-        ``fallbacks`` (slower ways that were used, and the reasons) and ``pinned_bytes`` (staging
-        memory that the process keeps).
+        ``most_threads`` (the most threads that the call could have used), ``seconds`` (from the
+        call to its return, when copies may still be under way on the device), ``stages`` (seconds
+        by stage, summed over the threads: ``plan``, ``memory`` (waiting for staging memory),
+        ``read``, ``decrypt``, ``hash``, ``copy`` and ``write``), ``reading`` (the way in which a
+        local file was read: the page cache, direct reads; empty for others), ``in_flight`` and
+        ``most_in_flight`` (bytes of direct reads by io_uring under way: the average, and the most
+        possible), ``fallbacks`` (slower paths that were used, and the reasons) and ``pinned_bytes``
+        (staging memory that the process keeps).
 
     """
     return _native.stats() if since is None else _native.stats_since(since)
 
 
 def set_pinned_limit(limit: int) -> None:
-    """Set the most staging memory that loads to and saves from one device use together.
+    """Set the most staging memory that all loads to and saves from one device share.
 
     Args:
-        limit: In bytes; at least 16 MiB are used if they are needed. The default is 256 MiB, or the
+        limit: The limit in bytes; 16 MiB can be used in any case. The default is 256 MiB, or the
             value of ``TENSORIZER_PINNED_MB``.
 
     """
@@ -77,6 +75,6 @@ def set_pinned_limit(limit: int) -> None:
 
 
 def release_pinned() -> int:
-    """Give unused staging memory back to the system, and return the number of bytes."""
+    """Return unused staging memory to the system; the result is its size in bytes."""
     released: int = _native.release_pinned()
     return released

@@ -1,4 +1,4 @@
-"""The protobuf messages of the old package's earliest format, which is not that of files."""
+"""The protobuf messages of the old package's earliest format, which is not the file format."""
 
 from __future__ import annotations
 

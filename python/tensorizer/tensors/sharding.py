@@ -84,17 +84,17 @@ class Part:
 class Shard:
     """The division of tensors among ranks that do not use DTensors.
 
-    Rank ``rank`` gets the part that ``torch.chunk(tensor, world, dim)`` would give it: if the
-    dimension is not a multiple of ``world``, the last ranks get less, or nothing.
+    Rank ``rank`` gets the part with this number of ``torch.chunk(tensor, world, dim)``: if the
+    dimension is not a multiple of ``world``, the last ranks get a smaller part, or none.
 
     Args:
-        dim: The dimension that is cut, as a number for all tensors or as a function of a tensor's
-            name, which returns None for those that every rank gets as a whole.
+        dim: The dimension that is cut, as a number for all tensors, or as a function of a tensor's
+            name. The function returns None for a tensor that every rank gets as a whole.
         rank: The number of the part, from 0 on.
         world: The number of parts.
 
     Raises:
-        ValueError: There is no such rank.
+        ValueError: ``rank`` is not from 0 to ``world - 1``.
 
     """
 
@@ -180,8 +180,8 @@ def part_of(tensor: Any) -> Part | None:
             # It has no elements, so it does not matter what it was cut from.
             return Part(found, ())
     raise NotImplementedError(
-        f"a DTensor of shape {list(tensor.shape)} that is {tensor.placements} has {list(found)} "
-        f"here, and not {list(part.shape)} as torch would cut it"
+        f"a DTensor of shape {list(tensor.shape)} that is {tensor.placements} has a local tensor "
+        f"of shape {list(found)}: expected {list(part.shape)}, as torch shards it"
     )
 
 

@@ -21,7 +21,7 @@ from .sharding import is_sharded
 #: Attributes that trainers attach to parameters and make anew: gradients, and cast copies.
 _OF_TRAINERS = ("main_grad", "main_param", "grad_added_to_main_grad")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NESTED = "nested tensor, which has no one shape: save the tensors of its unbind()"
+_NESTED = "nested tensor, which has no single shape: save the tensors of its unbind()"
 _INSTEAD = "with torch.save inside tensorizer_saving(), which keeps it as it is"
 
 

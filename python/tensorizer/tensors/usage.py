@@ -15,12 +15,12 @@ _Device = torch.device | str | int | None
 
 
 def convert_bytes(num: float, decimal: bool = True) -> str:
-    """Return a number of bytes as text: ``"123.5 MB"``, or ``"117.8 MiB"`` if not decimal."""
+    """Return a number of bytes as text: ``"123.5 MB"``, or ``"117.8 MiB"`` if not ``decimal``."""
     return _native.convert_bytes(num, decimal)
 
 
 def get_device() -> torch.device:
-    """Return ``cuda`` if there is one, else ``cpu``."""
+    """Return the device ``cuda`` if CUDA is available, else ``cpu``."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

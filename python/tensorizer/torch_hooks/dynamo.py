@@ -87,7 +87,7 @@ def extend_dynamo(variables: ModuleType) -> None:
             handlers.update(_make_handlers(function))
         except Exception as error:
             warnings.warn(
-                f"torch.compile of torch {torch.__version__} will not take torch.ops.tensorizer."
+                f"torch.compile of torch {torch.__version__} does not support torch.ops.tensorizer."
                 f"load(uri) without names ({type(error).__name__}: {error}); load(uri, names) is "
                 "not affected",
                 stacklevel=2,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._native import local_path
-from ..checkpoints.turns import Turn
+from ..checkpoints.save_lock import SaveLock
 from .save_and_load import tensorizer_loading, tensorizer_saving
 
 #: The modules of the interface: in the package ``lightning``, and below ``pytorch_lightning``.
@@ -29,10 +29,10 @@ _AS_READ = "cpu"
 class TensorizerCheckpointIO:
     """Saves the checkpoints of a Lightning ``Trainer`` or ``Fabric`` through tensorizer.
 
-    Lightning saves to memory first, where :func:`tensorizer_saving` leaves everything to torch.
-    This plugin saves to the checkpoint's own path: ``last.ckpt`` has the structure, and
-    ``last.ckpt.tensors`` beside it the bytes. Both are there, or neither; both are removed
-    together. Checkpoints that Lightning has written by itself load as ever.
+    By default, Lightning saves to memory first, where :func:`tensorizer_saving` has no effect. This
+    plugin saves to the path of the checkpoint: ``last.ckpt`` has the structure, and
+    ``last.ckpt.tensors`` in the same folder has the bytes. Both files appear or neither, and both
+    are removed together. Checkpoints that Lightning wrote without the plugin still load.
 
     Args:
         saving: Arguments of :func:`tensorizer_saving`, such as ``hashes`` or ``encryption``.
@@ -108,7 +108,7 @@ class TensorizerCheckpointIO:
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove both files of a checkpoint, or a folder; of a link only the link itself.
+        """Remove both files of a checkpoint, or a folder. A link is removed without its target.
 
         Raises:
             ValueError: The path is an address.
@@ -124,7 +124,7 @@ class TensorizerCheckpointIO:
             return
         tensors = file.with_name(f"{file.name}.tensors")
         # A save in the background may be about to put one of them there.
-        with Turn(tensors):
+        with SaveLock(tensors):
             file.unlink(missing_ok=True)
             tensors.unlink(missing_ok=True)
 

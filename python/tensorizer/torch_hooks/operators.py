@@ -7,8 +7,8 @@ import torch
 from .. import _native  # noqa: F401  # the import of the native module defines the operators
 from ..tensors.exchange import dtype_of
 from .dynamo import extend_dynamo
+from .import_hook import when_imported
 from .inductor import keep_order
-from .late import when_imported
 
 _ordered = torch._library.effects.EffectType.ORDERED
 for _overload in ("save", "save.list", "load.checked", "_begin", "_end"):
@@ -32,7 +32,7 @@ def _load_checked(
     torch also calls this with real tensors of the meta device; only a key can be one.
     """
     if key is not None and key.is_meta:
-        raise ValueError("the key is a tensor of the meta device, which has no bytes")
+        raise ValueError("the key is on the meta device, and has no bytes: expected one with data")
     tensors = []
     for text in expected:
         dtype, _, shape = text.removesuffix("]").partition("[")

@@ -18,11 +18,18 @@ import torch
 from torch import _weights_only_unpickler as restricted
 
 from .._errors import PairMismatchError
-from .._locks import OwnLock
+from .._locks import ForkSafeLock
 from .._native import local_path
-from ..checkpoints.pairs import LOOKS, LoadFunc, Loading, SaveFunc, save_pair, side_of
+from ..checkpoints.pairs import (
+    MAX_ATTEMPTS,
+    LoadFunc,
+    SaveFunc,
+    StorageFileLoader,
+    save_pair,
+    storage_file_for,
+)
 from ..checkpoints.pickling import loading_module, restricted_unpickler
-from ..checkpoints.sides import Named, is_path
+from ..checkpoints.storage_file import FileIdentity, is_path
 from ..streams.addresses import is_address
 
 _FileLike: TypeAlias = Any
@@ -31,21 +38,21 @@ _SAVE = inspect.signature(torch.serialization.save)
 _LOAD = inspect.signature(torch.serialization.load)
 
 #: The name by which torch.load refers to the module of its restricted unpickler.
-_NAME = "_weights_only_unpickler"
+_UNPICKLER_MODULE = "_weights_only_unpickler"
 #: The values of an environment variable that torch takes for "yes".
-_TRUE = ("1", "y", "yes", "true")
+_YES = ("1", "y", "yes", "true")
 
 
-class _Saving:
+class _SavingBlock:
     """One block of :func:`tensorizer_saving`."""
 
     def __init__(self, file_obj: Any, save_func: SaveFunc | None, options: dict[str, Any]) -> None:
         self.file_obj, self.options = file_obj, options
-        self.save_func = save_func and _outside(save_func)
+        self.save_func = save_func and _outside_blocks(save_func)
         #: The file of ``torch.save`` to which each storage file belongs. Objects are kept alive, so
         #: that their ids are not reused.
         self._written: dict[object, object] = {}
-        self._kept: list[Any] = []
+        self._kept_objects: list[Any] = []
 
     def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = _SAVE.bind(*args, **kwargs)
@@ -57,10 +64,10 @@ class _Saving:
                 f"found {type(target).__name__}"
             )
         skipped = torch.serialization._serialization_tls.skip_data
-        file = None if skipped else side_of(self.file_obj, target)
+        file = None if skipped else storage_file_for(self.file_obj, target)
         if file is None:
             return original(*args, **kwargs)
-        self._check_unused(file, target)
+        self._refuse_overwriting(file, target)
 
         def torch_save(pickled: Any, pickle_module: Any) -> None:
             call.arguments.update(f=pickled, pickle_module=pickle_module)
@@ -68,29 +75,29 @@ class _Saving:
 
         return save_pair(target, file, self.save_func, self.options, torch_save)
 
-    def _check_unused(self, file: Any, target: Any) -> None:
+    def _refuse_overwriting(self, file: Any, target: Any) -> None:
         """Refuse to overwrite the storages of another object that this block has saved."""
-        mine, whose = self._identity(file), self._identity(target)
-        if mine == whose:
+        storage_key, pickle_key = self._key(file), self._key(target)
+        if storage_key == pickle_key:
             raise ValueError(f"{file!r} cannot hold both a pickle and its storages")
-        if self._written.setdefault(mine, whose) != whose:
+        if self._written.setdefault(storage_key, pickle_key) != pickle_key:
             raise ValueError(
                 f"the storages of {target!r} would overwrite those of another object, which this "
                 f"block has saved to {file!r}: pass no file_obj, or a function that returns "
                 "another file for each, such as lambda f: f'{f}.tensors'"
             )
 
-    def _identity(self, file: Any) -> object:
+    def _key(self, file: Any) -> object:
         if is_path(file):
             if is_address(file):
                 return file
             path = local_path(file) if isinstance(file, str) else None
             return os.path.realpath(path or os.fsdecode(file))
-        self._kept.append(file)
+        self._kept_objects.append(file)
         return id(file), file.tell() if hasattr(file, "tell") else None
 
 
-class _Loading:
+class _LoadingBlock:
     """One block of :func:`tensorizer_loading`."""
 
     def __init__(
@@ -101,7 +108,7 @@ class _Loading:
         options: dict[str, Any],
     ) -> None:
         self.file_obj, self.options = file_obj, options
-        self.load_func = load_func and _outside(load_func)
+        self.load_func = load_func and _outside_blocks(load_func)
         self.any_code = any_code
 
     def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -122,10 +129,10 @@ class _Loading:
             # Explicit, so that torch cannot decide otherwise than ``_weights_only``.
             arguments["weights_only"] = True
         target = arguments["f"]
-        looks = 1
+        attempts = 1
         while True:
-            named = Named.by(target)
-            storages = Loading(
+            pickle_identity = FileIdentity.of_argument(target)
+            storages = StorageFileLoader(
                 target,
                 self.file_obj,
                 self.load_func,
@@ -137,13 +144,13 @@ class _Loading:
                 return _load_from(storages, only_weights, original, call)
             except (FileNotFoundError, PairMismatchError):
                 # Both files were replaced between opening one and the other.
-                if looks == LOOKS or not named.is_another():
+                if attempts == MAX_ATTEMPTS or not pickle_identity.was_replaced():
                     raise
-                looks += 1
+                attempts += 1
 
 
 def _load_from(
-    storages: Loading,
+    storages: StorageFileLoader,
     only_weights: bool,
     original: Callable[..., Any],
     call: inspect.BoundArguments,
@@ -169,27 +176,27 @@ def _check_pickle_module(module: Any, doing: str) -> None:
         )
 
 
-def _weights_only(asked: bool | None) -> bool:
+def _weights_only(given: bool | None) -> bool:
     """Tell how torch interprets ``weights_only`` if it is given no pickle module.
 
     Releases of torch differ in whether upper case counts in the environment variables. Here it
     counts only where that is safer.
     """
-    if os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE:
+    if os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _YES:
         return True
-    if asked is not None:
-        return asked
-    if os.getenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in _TRUE:
+    if given is not None:
+        return given
+    if os.getenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in _YES:
         return False
     return bool(torch.serialization._default_to_weights_only(None))
 
 
-_saving: ContextVar[_Saving | None] = ContextVar("_saving", default=None)
-_loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
+_saving: ContextVar[_SavingBlock | None] = ContextVar("_saving", default=None)
+_loading: ContextVar[_LoadingBlock | None] = ContextVar("_loading", default=None)
 _restricted: ContextVar[type | None] = ContextVar("_restricted", default=None)
 
 
-def _outside(func: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_blocks(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs outside of all blocks, so that it may use torch itself."""
 
     def call(*args: Any) -> Any:
@@ -201,7 +208,7 @@ def _outside(func: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Restricted:
+class _RestrictedUnpicklerModule:
     """A stand-in for torch's module of the unpickler for ``weights_only=True``."""
 
     @property
@@ -212,34 +219,34 @@ class _Restricted:
         return getattr(restricted, name)
 
 
-class _Patch:
+class _TorchPatch:
     """The replacement of torch's functions, while the process is in any block."""
 
     def __init__(self) -> None:
-        self._lock = OwnLock()
+        self._lock = ForkSafeLock()
         self._blocks = 0
-        self._before: tuple[Any, Any] = (None, None)
+        self._originals: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> None:
-        with self._lock.here():
+        with self._lock.current():
             if self._blocks == 0:
-                self._before = torch.save, torch.load
+                self._originals = torch.save, torch.load
                 torch.save, torch.load = (
                     _save_in_place_of(torch.save),
                     _load_in_place_of(torch.load),
                 )
-                vars(torch.serialization)[_NAME] = _Restricted()
+                vars(torch.serialization)[_UNPICKLER_MODULE] = _RestrictedUnpicklerModule()
             self._blocks += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._lock.here():
+        with self._lock.current():
             self._blocks -= 1
             if self._blocks == 0:
-                torch.save, torch.load = self._before
-                vars(torch.serialization)[_NAME] = restricted
+                torch.save, torch.load = self._originals
+                vars(torch.serialization)[_UNPICKLER_MODULE] = restricted
 
 
-_patch = _Patch()
+_patch = _TorchPatch()
 
 
 def _save_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,7 +259,7 @@ def _save_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         return block.save(original, *args, **kwargs)
 
-    return _signed(save, _SAVE)
+    return _with_signature(save, _SAVE)
 
 
 def _load_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,10 +270,12 @@ def _load_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         return block.load(original, *args, **kwargs)
 
-    return _signed(load, _LOAD)
+    return _with_signature(load, _LOAD)
 
 
-def _signed(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+def _with_signature(
+    function: Callable[..., Any], signature: inspect.Signature
+) -> Callable[..., Any]:
     """Give a function torch's signature, also for callers that ignore ``__wrapped__``."""
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
@@ -278,14 +287,14 @@ def tensorizer_saving(
 ) -> Iterator[None]:
     """Make ``torch.save`` write storages to a ``.tensors`` file, in a block or a function.
 
-    Everything but the storages stays in torch's own file, with the dtypes, shapes and strides of
-    the tensors. Where both files are paths, neither is visible before both are complete; if saving
-    fails, both stay as they were. Two saves of the same files take turns. Each file states the
+    Torch's own file still holds all other data, including the dtypes, shapes and strides of the
+    tensors. If both files are paths, neither is visible before both are complete; if saving fails,
+    the old files stay. Two saves of the same files run one after the other. Each file states the
     identity of the pair.
 
     Only ``torch.save`` in the thread or task that runs the block is affected, not functions that
-    were imported by name before. ``torch.distributed.checkpoint`` is not affected. Of nested blocks
-    the innermost is used.
+    were imported by name before. ``torch.distributed.checkpoint`` is not affected. In nested
+    blocks, the innermost one applies.
 
     Args:
         file_obj: The file of the storages: a path, address or file object that
@@ -293,21 +302,21 @@ def tensorizer_saving(
             file of each ``torch.save`` and returns one of these, or None for torch's own format.
             None: the name of torch's file with ``.tensors`` appended. Buffers in memory, which
             have no name, are saved in torch's own format.
-        save_func: Called with the file, a list of ``uint8`` tensors that are the storages, and a
-            dict of the other arguments, instead of our writer.
+        save_func: Called instead of :class:`TensorSerializer`, with the file, a list of ``uint8``
+            tensors that are the storages, and a dict of the other arguments.
         serializer_kwargs: Further arguments of :class:`TensorSerializer`, such as ``encryption``.
 
     Raises:
         OSError, TypeError, ValueError: By ``torch.save``; see :class:`TensorSerializer`. A
-            ``TypeError`` also for a file without a name, a ``ValueError`` also for a
-            ``pickle_module``, and if the storages of two objects would get the same file.
+            ``TypeError`` is also raised for a file without a name. A ``ValueError`` is also raised
+            for a ``pickle_module``, and if the storages of two objects would get the same file.
         RuntimeError: By ``torch.save`` in a signal handler that has interrupted a save of the same
-            files: it would wait forever.
+            files, because it would wait forever.
 
     """
     outer = _saving.get()
     with _patch:
-        _saving.set(_Saving(file_obj, save_func, serializer_kwargs))
+        _saving.set(_SavingBlock(file_obj, save_func, serializer_kwargs))
         try:
             yield
         finally:
@@ -324,26 +333,27 @@ def tensorizer_loading(
 ) -> Iterator[None]:
     """Make ``torch.load`` read storages from a ``.tensors`` file, in a block or a function.
 
-    Files in torch's own format load as usual. ``map_location`` is respected. Without it storages go
-    to ``device`` if that is given, and else to the devices that they were saved from (from files of
-    the old package, which do not state them: to the current CUDA device if there is one).
-    ``weights_only`` is respected, and True by default, as in torch. ``mmap=True`` maps the
-    storages' file too, if it is local.
+    Files in torch's own format load as usual. ``map_location`` is respected. Without it, storages
+    go to ``device`` if that is given, otherwise to the devices that they were saved from. Files of
+    the old package do not state these devices; their storages go to the current CUDA device if
+    there is one. ``weights_only`` is respected, and True by default, as in torch. ``mmap=True``
+    maps the storages' file too, if it is local.
 
     Args:
         file_obj: As for :func:`tensorizer_saving`.
-        load_func: Called with the file and a dict of the other arguments, instead of our reader;
-            returns the storages as ``uint8`` tensors.
-        suppress_weights_only: Load with ``weights_only=False`` whatever torch is told, which lets
-            a file run any code. For calls of the old package: rather pass it to ``torch.load``.
+        load_func: Called instead of :class:`TensorDeserializer`, with the file and a dict of the
+            other arguments; returns the storages as ``uint8`` tensors.
+        suppress_weights_only: Load with ``weights_only=False`` regardless of the argument of
+            ``torch.load``, which lets a file run any code. It exists for programs of the old
+            package; in new ones, pass ``weights_only=False`` to ``torch.load``.
         deserializer_kwargs: Further arguments of :class:`TensorDeserializer`, such as ``device`` or
             ``encryption``.
 
     Raises:
         FileNotFoundError: By ``torch.load``: the storages' file is missing.
-        PairMismatchError: By ``torch.load``: the storages' file is that of another object. If a
-            save was killed between the two files, or is there now, the right file is read under its
-            hidden name, with a ``RuntimeWarning``.
+        PairMismatchError: By ``torch.load``: the storages' file belongs to another object. It is
+            not raised if a save was killed between the two files, or is between them now: then the
+            right file is read under its hidden name, with a ``RuntimeWarning``.
         OSError, ValueError, CryptographyError: By ``torch.load``: see :class:`TensorDeserializer`.
         ValueError: ``dtype`` or ``filter_func`` is given. Storages are bytes without a dtype, and
             all of them are needed.
@@ -364,7 +374,7 @@ def tensorizer_loading(
     outer = _loading.get()
     with _patch:
         _loading.set(
-            _Loading(file_obj, load_func, suppress_weights_only, dict(deserializer_kwargs))
+            _LoadingBlock(file_obj, load_func, suppress_weights_only, dict(deserializer_kwargs))
         )
         try:
             yield

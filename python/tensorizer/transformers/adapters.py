@@ -12,14 +12,14 @@ from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.progress import ProgressType
 from .configs import refuse_hub_arguments
-from .fetching import fetched
-from .folders import Folder
+from .fetching import fetched_files
+from .folders import ModelFolder
 from .libraries import library
-from .weights import Options, Weights, open_weights
+from .weights import TensorFileOptions, Weights, open_weights
 
 _CONFIG = "adapter_config.json"
 #: Arguments that only PEFT's own loader has.
-_NOT_HERE = (
+_UNSUPPORTED = (
     *("key_mapping", "ephemeral_gpu_offload", "adapters", "device_map", "max_memory"),
     *("offload_folder", "offload_dir", "offload_index"),
 )
@@ -49,19 +49,19 @@ def load_adapter(
         address: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``; see
             :func:`from_pretrained`.
         adapter_name: The name of the adapter in the model.
-        is_trainable: True if the adapter is to be trained further.
+        is_trainable: True to train the adapter further.
         config: A ``PeftConfig`` to use instead of ``adapter_config.json``.
-        num_readers: See :func:`tensorizer.load`, as for the next five.
+        num_readers: See :func:`tensorizer.load` for this and the next five arguments.
         verify_hash: Compare tensors with their hashes.
         encryption: The key or passphrase of an encrypted file.
         cache_dir: A folder that caches weights from a server.
-        memory_limit: The most bytes that the load has in flight beside the tensors.
+        memory_limit: The most bytes that the load has in flight in addition to the tensors.
         progress: Called with the bytes that are loaded, or True for a bar.
         kwargs: ``autocast_adapter_dtype``, ``low_cpu_mem_usage`` and ``torch_device`` of PEFT, and
             ``ignore_mismatched_sizes``.
 
     Returns:
-        The ``PeftModel``, in evaluation mode unless the adapter is trained further.
+        The ``PeftModel``, in evaluation mode unless ``is_trainable`` is true.
 
     Raises:
         FileNotFoundError: The configuration or the weights are missing.
@@ -77,10 +77,10 @@ def load_adapter(
     refuse_hub_arguments(kwargs)
     _refuse(kwargs)
     peft = library("peft")
-    folder = Folder(address)
+    folder = ModelFolder(address)
     ignores = kwargs.pop("ignore_mismatched_sizes", False)
     device = kwargs.pop("torch_device", None)
-    options = Options(
+    options = TensorFileOptions(
         progress,
         num_readers=num_readers,
         verify_hash=verify_hash,
@@ -91,7 +91,9 @@ def load_adapter(
     if config is None:
         config = _configuration(peft, folder)
     if is_trainable and getattr(config, "is_prompt_learning", False):
-        raise ValueError("an adapter of learned prompts that is loaded cannot be trained further")
+        raise ValueError(
+            "an adapter of learned prompts cannot be trained after a load: is_trainable=False"
+        )
     config.inference_mode = not is_trainable
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), None)
@@ -116,9 +118,9 @@ def load_adapter(
     return adapted if is_trainable else adapted.eval()
 
 
-def _configuration(peft: Any, folder: Folder) -> Any:
+def _configuration(peft: Any, folder: ModelFolder) -> Any:
     """Return the configuration in the folder of an adapter."""
-    with fetched(folder) as files:
+    with fetched_files(folder) as files:
         files.fetch([_CONFIG])
         if not files.has(_CONFIG):
             if _CONFIG in files.refused:
@@ -145,7 +147,7 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         NotImplementedError: There is such an argument.
 
     """
-    for name in _NOT_HERE:
+    for name in _UNSUPPORTED:
         if kwargs.pop(name, None):
             raise NotImplementedError(
                 f"{name} is for PeftModel.from_pretrained itself, inside a block of "
@@ -153,7 +155,7 @@ def _refuse(kwargs: dict[str, Any]) -> None:
             )
 
 
-def _warn(peft: Any, folder: Folder, config: Any, name: str, found: Any) -> None:
+def _warn(peft: Any, folder: ModelFolder, config: Any, name: str, found: Any) -> None:
     """Warn of weights that the file lacks, and of weights in it that the model does not use.
 
     Weights of learned prompts, and weights that adapters share, have other names in the file.
@@ -170,6 +172,9 @@ def _warn(peft: Any, folder: Folder, config: Any, name: str, found: Any) -> None
         and prefix in key
         and not any(part in key for part in _SHARED)
     ]
-    for what, keys in (("lacks", missing), ("has, and nothing takes", unknown)):
+    for what, keys in (
+        ("lacks keys of the model", missing),
+        ("has keys that the model does not use", unknown),
+    ):
         if keys:
             warnings.warn(f"{folder.shown} {what}: {', '.join(keys)}", stacklevel=3)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .fetching import Fetched, fetched
-from .file_entries import drop_processor_files, drop_tokenizer_files
-from .folders import Folder
+from .config_sanitizer import drop_processor_files, drop_tokenizer_files
+from .fetching import FetchedFiles, fetched_files
+from .folders import ModelFolder
 from .libraries import library
 from .remote_code import fetch_code, read_json
 
@@ -64,14 +64,14 @@ def load_config(
 
     """
     refuse_hub_arguments(kwargs)
-    folder = Folder(address)
-    with fetched(folder) as files:
+    folder = ModelFolder(address)
+    with fetched_files(folder) as files:
         files.fetch([CONFIG])
         if read_config(folder, files).get("_class_name") is not None:
             return read_json(files.path / CONFIG)
         if trust_remote_code:
             fetch_code(files, [CONFIG])
-        with naming(folder, files):
+        with address_in_errors(folder, files):
             config = library("transformers").AutoConfig.from_pretrained(
                 files.path, trust_remote_code=trust_remote_code, **kwargs
             )
@@ -100,9 +100,11 @@ def load_tokenizer(
         OSError, ValueError: The folder cannot be read, or the library refuses its content.
 
     """
-    folder = Folder(address)
-    with fetched(folder) as files:
-        tokenizer = _made(folder, files, "AutoTokenizer", (), kwargs | {_TRUST: trust_remote_code})
+    folder = ModelFolder(address)
+    with fetched_files(folder) as files:
+        tokenizer = _from_auto_class(
+            folder, files, "AutoTokenizer", (), kwargs | {_TRUST: trust_remote_code}
+        )
     tokenizer.name_or_path = folder.shown
     return tokenizer
 
@@ -129,35 +131,39 @@ def load_processor(
         OSError, ValueError: The folder cannot be read, or the library refuses its content.
 
     """
-    folder = Folder(address)
-    with fetched(folder) as files:
+    folder = ModelFolder(address)
+    with fetched_files(folder) as files:
         kwargs |= {_TRUST: trust_remote_code}
-        return _made(folder, files, "AutoProcessor", _PROCESSOR, kwargs)
+        return _from_auto_class(folder, files, "AutoProcessor", _PROCESSOR, kwargs)
 
 
-def _made(
-    folder: Folder, files: Fetched, auto: str, more: tuple[str, ...], kwargs: dict[str, Any]
+def _from_auto_class(
+    folder: ModelFolder,
+    files: FetchedFiles,
+    auto: str,
+    extra_files: tuple[str, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Return the object that an auto class makes of a tokenizer's files, and of ``more``."""
     refuse_hub_arguments(kwargs)
-    _fetch_tokenizer(folder, files, more)
-    names = [name for name in (*more, *_TOKENIZER, *_VOCABULARIES) if name != CONFIG]
+    _fetch_tokenizer(folder, files, extra_files)
+    names = [name for name in (*extra_files, *_TOKENIZER, *_VOCABULARIES) if name != CONFIG]
     if not any(map(files.has, names)):
         what = auto.removeprefix("Auto").lower()
         raise _refusal(folder, files, names[0], f"no {what}")
     if kwargs[_TRUST]:
-        fetch_code(files, [*more[:3], TOKENIZER_CONFIG, CONFIG])
+        fetch_code(files, [*extra_files[:3], TOKENIZER_CONFIG, CONFIG])
     if not files.in_place:
-        for name in filter(files.has, more):
+        for name in filter(files.has, extra_files):
             if name.endswith("config.json"):
                 drop_processor_files(files.path / name)
-    with naming(folder, files):
+    with address_in_errors(folder, files):
         made = getattr(library("transformers"), auto).from_pretrained(files.path, **kwargs)
     _show_address(made, folder, files)
     return made
 
 
-def read_config(folder: Folder, files: Fetched) -> dict[str, Any]:
+def read_config(folder: ModelFolder, files: FetchedFiles) -> dict[str, Any]:
     """Return the content of ``config.json``, which must have been fetched.
 
     Raises:
@@ -194,24 +200,28 @@ def refuse_hub_arguments(kwargs: dict[str, Any]) -> None:
     wrong = sorted(_OF_THE_HUB & kwargs.keys())
     if wrong:
         raise TypeError(
-            f"{wrong[0]}= is for the hub of the library: the address says where the files are, as "
-            "in hf://org/repo@revision/folder, and the environment has the token"
+            f"{wrong[0]}= is not supported: the address says where the files are, as in "
+            "hf://org/repo@revision/folder, and the token comes from the environment"
         )
 
 
-def _refusal(folder: Folder, files: Fetched, name: str, what: str, advice: str = "") -> OSError:
+def _refusal(
+    folder: ModelFolder, files: FetchedFiles, name: str, what: str, advice: str = ""
+) -> OSError:
     """Return the error for a file that the server refuses, or that is missing."""
     if name in files.refused:
         return files.refused[name]
     return FileNotFoundError(f"{what} at {folder.shown}{advice}")
 
 
-def _fetch_tokenizer(folder: Folder, files: Fetched, more: tuple[str, ...] = ()) -> None:
+def _fetch_tokenizer(
+    folder: ModelFolder, files: FetchedFiles, extra_files: tuple[str, ...] = ()
+) -> None:
     """Fetch the files that a tokenizer may need, its vocabularies in a second round.
 
     Configurations from an address are changed so that they name no files of this machine.
     """
-    files.fetch([*more, *_TOKENIZER])
+    files.fetch([*extra_files, *_TOKENIZER])
     cls = _tokenizer_class(folder, files)
     known = getattr(cls, "vocab_files_names", None)
     if isinstance(known, dict):
@@ -224,7 +234,7 @@ def _fetch_tokenizer(folder: Folder, files: Fetched, more: tuple[str, ...] = ())
                 drop_tokenizer_files(files.path / name)
 
 
-def _tokenizer_class(folder: Folder, files: Fetched) -> Any:
+def _tokenizer_class(folder: ModelFolder, files: FetchedFiles) -> Any:
     """Return the class that the configuration of the tokenizer names, or None.
 
     Without it the library uses the name in ``config.json``, which is checked too.
@@ -236,8 +246,8 @@ def _tokenizer_class(folder: Folder, files: Fetched) -> Any:
     transformers = library("transformers")
     base = library("transformers.tokenization_utils_base").PreTrainedTokenizerBase
     for config in (TOKENIZER_CONFIG, CONFIG):
-        said = read_json(files.path / config) if files.has(config) else {}
-        name = said.get("tokenizer_class")
+        config_json = read_json(files.path / config) if files.has(config) else {}
+        name = config_json.get("tokenizer_class")
         if name is None:
             continue
         found = getattr(transformers, name, None) if isinstance(name, str) else name
@@ -254,7 +264,7 @@ def _tokenizer_class(folder: Folder, files: Fetched) -> Any:
 
 
 @contextmanager
-def naming(folder: Folder, files: Fetched) -> Iterator[None]:
+def address_in_errors(folder: ModelFolder, files: FetchedFiles) -> Iterator[None]:
     """Make errors of the library name the address instead of a temporary folder."""
     try:
         yield
@@ -271,7 +281,7 @@ def naming(folder: Folder, files: Fetched) -> Iterator[None]:
         raise renamed from error
 
 
-def _show_address(made: Any, folder: Folder, files: Fetched) -> None:
+def _show_address(made: Any, folder: ModelFolder, files: FetchedFiles) -> None:
     """Replace the temporary folder by the address in a tokenizer, or a processor and its parts."""
     for part in (made, *getattr(made, "__dict__", {}).values()):
         attributes = getattr(part, "__dict__", {})

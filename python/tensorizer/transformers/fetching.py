@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
 from .._errors import FormatError
-from .._locks import OwnLock
+from .._locks import ForkSafeLock
 from ..streams.open import open_stream
 from ..streams.remote import RemoteFile
-from .folders import Folder
+from .folders import ModelFolder
 
 #: The most bytes of a configuration, and of any other small file.
 CONFIG_BYTES = 10 << 20
 FILE_BYTES = 200 << 20
 #: Requests at a time.
-_AT_ONCE = 6
+_CONCURRENT_REQUESTS = 6
 #: Bytes read at a time; a fetch can be given up between two reads.
 _CHUNK = 8 << 20
 
 T = TypeVar("T")
 
 
-class Fetched:
+class FetchedFiles:
     """The small files of a folder that have been fetched so far.
 
     Args:
@@ -44,15 +44,15 @@ class Fetched:
 
     """
 
-    def __init__(self, folder: Folder, path: Path) -> None:
+    def __init__(self, folder: ModelFolder, path: Path) -> None:
         self._folder = folder
         self.path = path
         self.in_place = folder.path is not None
         self.refused: dict[str, PermissionError] = {}
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
         # Held while a file is created, so that no file is created while the temporary folder is
         # removed.
-        self._creating = OwnLock()
+        self._creating = ForkSafeLock()
 
     def fetch(self, names: Iterable[str]) -> None:
         """Fetch files that were not asked for before, several at a time.
@@ -69,23 +69,23 @@ class Fetched:
             OSError: The server cannot be reached, or fails.
 
         """
-        wanted = [name for name in dict.fromkeys(names) if name not in self._asked]
-        self._asked.update(wanted)
+        wanted = [name for name in dict.fromkeys(names) if name not in self._requested]
+        self._requested.update(wanted)
         if self._folder.path is not None:
             return
-        while wanted and self._folder.is_to_be_pinned:
-            self._together([wanted.pop(0)])
-        self._together(wanted)
+        while wanted and self._folder.needs_pinning:
+            self._fetch_concurrently([wanted.pop(0)])
+        self._fetch_concurrently(wanted)
 
-    def _together(self, names: list[str]) -> None:
+    def _fetch_concurrently(self, names: list[str]) -> None:
         ended = threading.Event()
         try:
-            together({name: functools.partial(self._one, name, ended) for name in names})
+            run_jobs({name: functools.partial(self._fetch_one, name, ended) for name in names})
         finally:
-            with self._creating.here():
+            with self._creating.current():
                 ended.set()
 
-    def _one(self, name: str, ended: threading.Event) -> None:
+    def _fetch_one(self, name: str, ended: threading.Event) -> None:
         bound = CONFIG_BYTES if name.endswith("config.json") else FILE_BYTES
         try:
             opened = open_stream(self._folder.join(name), buffer_size=_CHUNK)
@@ -110,7 +110,7 @@ class Fetched:
 
     def _created(self, name: str, ended: threading.Event) -> BinaryIO | None:
         """Create a file of the temporary folder; None if the fetch was given up."""
-        with self._creating.here():
+        with self._creating.current():
             if ended.is_set():
                 return None
             target = self.path / name
@@ -124,7 +124,7 @@ class Fetched:
 
 
 @contextlib.contextmanager
-def fetched(folder: Folder) -> Iterator[Fetched]:
+def fetched_files(folder: ModelFolder) -> Iterator[FetchedFiles]:
     """Yield the small files of a folder; the temporary folder of an address is removed.
 
     The temporary folder is ``tensorizer-<random>/<folder>-<digest of the address>``. The library
@@ -132,12 +132,12 @@ def fetched(folder: Folder) -> Iterator[Fetched]:
     place of its cache.
     """
     if folder.path is not None:
-        yield Fetched(folder, folder.path)
+        yield FetchedFiles(folder, folder.path)
         return
     with tempfile.TemporaryDirectory(prefix="tensorizer-", ignore_cleanup_errors=True) as path:
         inner = Path(path, _name_of(folder.shown))
         inner.mkdir()
-        yield Fetched(folder, inner)
+        yield FetchedFiles(folder, inner)
 
 
 def _name_of(shown: str) -> str:
@@ -146,7 +146,7 @@ def _name_of(shown: str) -> str:
     return f"{last or 'model'}_{hashlib.sha256(shown.encode('utf-8', 'replace')).hexdigest()[:16]}"
 
 
-def together(jobs: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+def run_jobs(jobs: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     """Run jobs on a few threads; Ctrl-C does not wait for them.
 
     Returns:
@@ -173,7 +173,7 @@ def together(jobs: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     # Daemon threads, so that a request that hangs does not delay the end of the program.
     threads = [
         threading.Thread(target=work, name="tensorizer-fetch", daemon=True)
-        for _ in range(min(_AT_ONCE, len(jobs)))
+        for _ in range(min(_CONCURRENT_REQUESTS, len(jobs)))
     ]
     for thread in threads:
         thread.start()

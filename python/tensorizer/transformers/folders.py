@@ -16,7 +16,7 @@ _FILES = tuple(model_files()[1])
 _COMMIT = re.compile(r"hf://[^@]+@[0-9a-f]{40}/")
 
 
-class Folder:
+class ModelFolder:
     """A folder with a configuration and weights, or one of its files of weights.
 
     Args:
@@ -94,7 +94,7 @@ class Folder:
             self._base = base
 
     @property
-    def is_to_be_pinned(self) -> bool:
+    def needs_pinning(self) -> bool:
         """True for a folder of the hub whose commit is not known yet."""
         return self._base.lower().startswith("hf://") and not _COMMIT.match(f"{self._base}/")
 

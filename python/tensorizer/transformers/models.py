@@ -12,14 +12,14 @@ import torch
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.progress import ProgressType
-from . import of_diffusers, of_transformers
-from .configs import CONFIG, naming, read_config, refuse_hub_arguments
-from .fetching import fetched
-from .folders import Folder
+from . import diffusers_models, transformers_models
+from .configs import CONFIG, address_in_errors, read_config, refuse_hub_arguments
+from .fetching import fetched_files
+from .folders import ModelFolder
 from .libraries import is_of, library
+from .model_spec import GENERATION_CONFIG, ModelSpec
 from .remote_code import entry, fetch_code
-from .wanted import GENERATION_CONFIG, Wanted
-from .weights import Options, open_weights
+from .weights import TensorFileOptions, open_weights
 
 logger = logging.getLogger("tensorizer")
 
@@ -57,19 +57,19 @@ def from_pretrained(
             None for the class that ``config.json`` names.
         device: The device of the model; None for torch's default device.
         dtype: The dtype of floating-point weights. None for that of the configuration, or of the
-            first such tensor of the file. ``torch_dtype`` is another name of it.
+            first such tensor of the file. ``torch_dtype`` is another name of this argument.
         config: A configuration to use instead of ``config.json``: an object of transformers, or a
             dictionary of diffusers.
         variant: The infix of the names of the weights, as in ``model.fp16.safetensors``.
         trust_remote_code: Run Python files of the folder, for models whose code is not part of the
             library.
-        num_readers: See :func:`tensorizer.load`, as for the next six.
-        mmap: Use the weights in place in a mapping of a local file: on the CPU nothing is read
-            before it is used.
+        num_readers: See :func:`tensorizer.load` for this and the next six arguments.
+        mmap: Use the weights in place in a mapping of a local file. On the CPU, weights are then
+            read when they are first used.
         verify_hash: Compare tensors with their hashes.
         encryption: The key or passphrase of an encrypted file.
         cache_dir: A folder that caches weights from a server.
-        memory_limit: The most bytes that the load has in flight beside the tensors.
+        memory_limit: The most bytes that the load has in flight in addition to the tensors.
         progress: Called with the bytes that are loaded, or True for a bar.
         kwargs: Further arguments of ``from_pretrained`` of the class, such as
             ``attn_implementation`` and ``device_map``; with diffusers, changes to the
@@ -84,8 +84,8 @@ def from_pretrained(
         TypeError: An argument is for the hub only, or the class belongs to neither library.
         NotImplementedError: A model of diffusers is quantized, or an argument is for its own loader
             only.
-        RuntimeError: torch's default device is ``meta``, or weights do not fit the model. For
-            missing and unknown names transformers warns; with diffusers a missing one is an error.
+        RuntimeError: torch's default device is ``meta``, or weights do not fit the model. Missing
+            and unknown names only warn with transformers; a missing name raises with diffusers.
         FormatError: A configuration is larger than 10 MiB.
         OSError, ValueError, HashMismatchError, CryptographyError: See
             :class:`tensorizer.TensorDeserializer`; or the library refuses the configuration.
@@ -94,8 +94,8 @@ def from_pretrained(
     refuse_hub_arguments(kwargs)
     _refuse_meta(device)
     dtype = _dtype(dtype, kwargs)
-    folder = Folder(address)
-    options = Options(
+    folder = ModelFolder(address)
+    options = TensorFileOptions(
         progress,
         num_readers=num_readers,
         mmap=mmap,
@@ -104,25 +104,33 @@ def from_pretrained(
         cache_dir=cache_dir,
         memory_limit=memory_limit,
     )
-    with fetched(folder) as files:
+    with fetched_files(folder) as files:
         files.fetch([CONFIG, GENERATION_CONFIG] if config is None else [GENERATION_CONFIG])
-        said = read_config(folder, files) if config is None else None
+        config_json = read_config(folder, files) if config is None else None
         if trust_remote_code:
             fetch_code(files, [CONFIG] if config is None else [], config)
-        cls = _without_auto_model(cls, config if said is None else said)
-        wanted = Wanted(
-            folder, files, said, cls, config, device, dtype, trust_remote_code is True, kwargs
+        cls = _resolve_auto_model(cls, config if config_json is None else config_json)
+        spec = ModelSpec(
+            folder,
+            files,
+            config_json,
+            cls,
+            config,
+            device,
+            dtype,
+            trust_remote_code is True,
+            kwargs,
         )
-        kind = _library_of(wanted)
+        kind = _library_of(spec)
         is_diffusers = kind == "diffusers"
-        explicit = None if is_diffusers else entry(wanted.configuration, "transformers_weights")
-        build = of_diffusers.build if is_diffusers else of_transformers.build
+        explicit = None if is_diffusers else entry(spec.configuration, "transformers_weights")
+        build = diffusers_models.build if is_diffusers else transformers_models.build
         file = open_weights(folder, kind, variant, options.open, explicit)
         if not is_diffusers:
             _warn_of_adapter(folder)
         try:
-            with naming(folder, files):
-                return build(wanted, file, options)
+            with address_in_errors(folder, files):
+                return build(spec, file, options)
         finally:
             file.close()
 
@@ -147,35 +155,37 @@ def _refuse_meta(device: Any) -> None:
         )
 
 
-def _without_auto_model(cls: Any, said: Any) -> Any:
+def _resolve_auto_model(cls: Any, config_json: Any) -> Any:
     """Return transformers' ``AutoModel`` for diffusers' own, if the model is of transformers."""
     if not (isinstance(cls, type) and cls.__name__ == "AutoModel" and is_of(cls, "diffusers")):
         return cls
-    is_transformers = entry(said, "_class_name") is None and entry(said, "model_type") is not None
+    is_transformers = (
+        entry(config_json, "_class_name") is None and entry(config_json, "model_type") is not None
+    )
     return library("transformers").AutoModel if is_transformers else cls
 
 
-def _warn_of_adapter(folder: Folder) -> None:
+def _warn_of_adapter(folder: ModelFolder) -> None:
     """Warn of an adapter beside the weights of a local model, which the library would attach."""
     if folder.path is not None and (folder.path / "adapter_config.json").is_file():
         logger.warning(
-            "%s holds an adapter too, which is not attached: load_adapter(model, address) does it",
+            "%s has an adapter too, which is not attached: use load_adapter(model, address)",
             folder.shown,
         )
 
 
-def _library_of(wanted: Wanted) -> str:
+def _library_of(spec: ModelSpec) -> str:
     """Return the library that has the model: ``"transformers"`` or ``"diffusers"``.
 
     Raises:
         TypeError: The class belongs to neither.
 
     """
-    if wanted.cls is not None:
+    if spec.cls is not None:
         for name in ("diffusers", "transformers"):
-            if isinstance(wanted.cls, type) and is_of(wanted.cls, name):
+            if isinstance(spec.cls, type) and is_of(spec.cls, name):
                 return name
-        raise TypeError(f"expected a class of transformers or diffusers, found {wanted.cls!r}")
-    said = wanted.configuration
-    is_diffusers = isinstance(said, Mapping) and "_class_name" in said
+        raise TypeError(f"expected a class of transformers or diffusers, found {spec.cls!r}")
+    config_json = spec.configuration
+    is_diffusers = isinstance(config_json, Mapping) and "_class_name" in config_json
     return "diffusers" if is_diffusers else "transformers"

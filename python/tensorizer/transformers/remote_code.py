@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .fetching import Fetched
+from .fetching import FetchedFiles
 
 #: The name of a module without folders, as a configuration may state it.
 _MODULE = re.compile(r"[A-Za-z_]\w*")
@@ -18,7 +18,7 @@ _RELATIVE = re.compile(r"(?m)^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))")
 _MOST = 100
 
 
-def fetch_code(files: Fetched, configs: Iterable[str], given: Any = None) -> None:
+def fetch_code(files: FetchedFiles, configs: Iterable[str], given: Any = None) -> None:
     """Fetch the modules that configurations name in ``auto_map``, and those that they import.
 
     References to other repositories (``org/repo--module.Class``) are left to the library.
@@ -31,7 +31,7 @@ def fetch_code(files: Fetched, configs: Iterable[str], given: Any = None) -> Non
     Raises:
         ValueError: A configuration is not a JSON object, a module's name is invalid, or there are
             too many modules.
-        OSError, FormatError: See :meth:`Fetched.fetch`.
+        OSError, FormatError: See :meth:`FetchedFiles.fetch`.
 
     """
     found = _named(entry(given, "auto_map"), "config=")
@@ -70,9 +70,9 @@ def _named(auto_map: Any, config: str) -> set[str]:
     return found
 
 
-def entry(said: Any, name: str) -> Any:
+def entry(config: Any, name: str) -> Any:
     """Return an entry of a dictionary, or an attribute of a configuration, or None."""
-    return said.get(name) if isinstance(said, dict) else getattr(said, name, None)
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

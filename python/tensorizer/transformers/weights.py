@@ -12,11 +12,11 @@ import torch
 
 from .._native import model_files
 from ..file.arguments import resolve_device
-from ..file.choice import Choice
-from ..file.progress import Progress, ProgressType
+from ..file.load_spec import LoadSpec
+from ..file.progress import ProgressReporter, ProgressType
 from ..file.tensor_file import TensorFile
 from ..tensors.exchange import dtype_of
-from .folders import Folder
+from .folders import ModelFolder
 
 #: The beginnings of the names of weights, by the kind of folder.
 _STEMS = {
@@ -25,7 +25,7 @@ _STEMS = {
     "peft": ("adapter_model",),
 }
 #: The variant in the names that the native module lists.
-_KNOWN_VARIANT = ".fp16."
+_LISTED_VARIANT = ".fp16."
 #: Names of files of weights in the message of an error.
 _WEIGHTS = re.compile(r"\.(?:safetensors|bin)\b")
 
@@ -45,17 +45,17 @@ def names_of_weights(kind: str, variant: str | None = None) -> list[str]:
         raise ValueError(f"expected a variant such as 'fp16', found {variant!r}")
     infix = "." if variant is None else f".{variant}."
     names = [
-        name.replace(_KNOWN_VARIANT, infix)
+        name.replace(_LISTED_VARIANT, infix)
         for name in model_files()[0]
         if name.partition(".")[0] in _STEMS[kind]
-        and (_KNOWN_VARIANT in name) == (variant is not None)
+        and (_LISTED_VARIANT in name) == (variant is not None)
     ]
     # A file that was saved with this package, beside the configuration of a library.
     return [*names, f"{_STEMS[kind][0]}{infix}tensors"]
 
 
 def open_weights(
-    folder: Folder,
+    folder: ModelFolder,
     kind: str,
     variant: str | None,
     opened: Callable[[str], TensorFile],
@@ -80,16 +80,16 @@ def open_weights(
         return opened(folder.file)
     names = names_of_weights(kind, variant) if explicit is None else [_checked(explicit)]
     if folder.path is not None:
-        there = [name for name in names if (folder.path / name).exists()]
-        if there:
-            return opened(folder.join(there[0]))
+        existing = [name for name in names if (folder.path / name).exists()]
+        if existing:
+            return opened(folder.join(existing[0]))
         raise FileNotFoundError(f"no weights in {folder.shown}: expected one of {', '.join(names)}")
     refused: PermissionError | None = None
     for name in names:
         try:
             return opened(folder.join(name))
         except FileNotFoundError as error:
-            if _is_of_a_shard(error, name):
+            if _is_missing_shard(error, name):
                 raise
         except PermissionError as error:
             refused = refused or error
@@ -118,17 +118,17 @@ def _checked(explicit: Any) -> str:
     return explicit
 
 
-def _is_of_a_shard(error: FileNotFoundError, name: str) -> bool:
+def _is_missing_shard(error: FileNotFoundError, name: str) -> bool:
     """Tell whether a shard is missing that an index names, and not the index itself."""
     text = str(error)
     return name.endswith(".index.json") and name not in text and bool(_WEIGHTS.search(text))
 
 
-class Options:
+class TensorFileOptions:
     """The options of a load, for :class:`TensorFile`."""
 
     def __init__(self, progress: ProgressType, **options: Any) -> None:
-        self.progress = Progress(progress)
+        self.progress = ProgressReporter(progress)
         self._options = options
 
     def open(self, uri: str | os.PathLike[Any]) -> TensorFile:
@@ -145,7 +145,7 @@ class Weights(Mapping[str, Any]):
         file: The open file, which is closed when the tensors are loaded, or with this object.
         options: The options with which it was opened.
         device: The device of the tensors; None for torch's default device.
-        once: Hand each tensor out once, as a :class:`Once`.
+        single_use: Hand each tensor out once, as a :class:`SingleUseTensor`.
 
     Raises:
         ValueError: The file has names of a nested structure.
@@ -155,11 +155,11 @@ class Weights(Mapping[str, Any]):
     def __init__(
         self,
         file: TensorFile,
-        options: Options,
+        options: TensorFileOptions,
         device: torch.device | str | None,
-        once: bool = False,
+        single_use: bool = False,
     ) -> None:
-        self._file, self._told, self._once = file, options.progress, once
+        self._file, self._reporter, self._single_use = file, options.progress, single_use
         self.device = resolve_device(torch.get_default_device() if device is None else device)
         names = file.reader.names(range(len(file)))
         nested = [name for name in names if not isinstance(name, str)]
@@ -188,17 +188,17 @@ class Weights(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self._tensors is None:
-            what = Choice(None, None, {}, None, None, None, self.device)
-            with self._told, self._file as file:
-                loaded = what.load(file, self._told)
+            spec = LoadSpec(None, None, {}, None, None, None, self.device)
+            with self._reporter, self._file as file:
+                loaded = spec.load(file, self._reporter)
             self._tensors = {
-                str(name).removeprefix("."): Once(tensor) if self._once else tensor
+                str(name).removeprefix("."): SingleUseTensor(tensor) if self._single_use else tensor
                 for name, tensor in loaded.items()
             }
         return self._tensors[name]
 
 
-class Once:
+class SingleUseTensor:
     """A tensor that is handed out once, so that it is freed once a library has converted it.
 
     Libraries index all values with ``[...]``, as they do slices of safetensors files.
@@ -208,15 +208,15 @@ class Once:
         self._tensor: torch.Tensor | None = tensor
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        tensor = self._held()
+        tensor = self._require()
         if index is Ellipsis:
             self._tensor = None
         return tensor[index]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._held(), name)
+        return getattr(self._require(), name)
 
-    def _held(self) -> torch.Tensor:
+    def _require(self) -> torch.Tensor:
         tensor: torch.Tensor | None = self.__dict__.get("_tensor")
         if tensor is None:
             raise RuntimeError("the tensor was handed out before")

@@ -200,12 +200,12 @@ def local_files(folder):
             tensorizer.save(big, f"{folder}/big.tensors")
         dist.barrier()
         pt, _, also = of_kind(folder, "pt")
-        from tensorizer.file import together
+        from tensorizer.file import collective_load
 
         def never(*_, **__):
             raise AssertionError("exchanged")
 
-        together.fill_together = never
+        collective_load.fill_collectively = never
         found = tensorizer.load(uri, group=dist.group.WORLD)
         assert found.keys() == made.keys()
         for name, tensor in found.items():
@@ -416,7 +416,7 @@ def collectives(folder):
 
         return counting
 
-    for name in ("broadcast", "gather"):
+    for name in ("broadcast", "all_gather_bytes"):
         setattr(members.Members, name, counted(getattr(members.Members, name)))
     with group() as (_, size):
         tensorizer.load(f"{folder}/tiny.tensors", group=dist.group.WORLD)
@@ -430,7 +430,7 @@ def collectives(folder):
             found = []
             for value in ("x", "x" * 5000 * (dist.get_rank() == 0), "x" * (1000 + dist.get_rank())):
                 before = len(counts)
-                told = some.tell((dist.get_rank(), value))
+                told = some.all_gather((dist.get_rank(), value))
                 assert [rank for rank, _ in told] == list(range(size))
                 assert told[dist.get_rank()][1] == value and len(told[0][1]) >= 1
                 found.append(len(counts) - before)
@@ -488,7 +488,7 @@ def received(folder):
         ]
         for options, expected in calls:
             counts.clear()
-            plan._LONG_RUN = 5000 if expected == ["words"] else 1 << 20
+            plan._MIN_LONG_RUN = 5000 if expected == ["words"] else 1 << 20
             loaded = tensorizer.load(uri, group=dist.group.WORLD, **options)
             assert list(loaded) == expected
             shard = options.get("shard")

@@ -19,7 +19,7 @@ from ranks.common import (
 )
 from ranks.groups import large
 from tensorizer.file import shared_batches
-from tensorizer.group import meeting, members
+from tensorizer.group import members, rendezvous
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -207,7 +207,7 @@ def interrupted(folder, turns):
     fetch_together(SHORT_BATCH)
     uri = f"{folder}/g.tensors"
     found = []
-    meet = meeting.meet
+    meet = rendezvous.rendezvous
     with group(WAIT) as (rank, world):
         store = dist.distributed_c10d._get_default_store()
         for turn in range(turns):
@@ -220,7 +220,7 @@ def interrupted(folder, turns):
 
             mine = rank == turn % world
             # The others cannot know of what happens before.
-            meeting.meet = begin if mine else meet
+            rendezvous.rendezvous = begin if mine else meet
             begun = time.monotonic()
             try:
                 try:
@@ -237,7 +237,7 @@ def interrupted(folder, turns):
             except KeyboardInterrupt:
                 outcome, took = "interrupted", time.monotonic() - begun
             found.append((outcome, took > 0.9 * WAIT))
-            meeting.meet = meet
+            rendezvous.rendezvous = meet
             # Waits for all ranks, however their calls have ended.
             store.set(f"turn {turn} {rank}", "here")
             store.wait([f"turn {turn} {other}" for other in range(world)])
@@ -252,8 +252,8 @@ def connecting(folder):
     with group() as (rank, _):
         works(uri)
         # Connections that are kept would not be made.
-        for calls in members.CALLS[dist.group.WORLD].values():
-            calls.kept = 0
+        for calls in members.CALL_SEQUENCES[dist.group.WORLD].values():
+            calls.connected_at = 0
         connect = dist.ProcessGroupGloo
 
         def begin(*args):

@@ -1,10 +1,10 @@
-// Loads and saves .tensors files in programs on LibTorch, without Python. What loads takes
-// safetensors files, indexes of their shards and folders with either too; checkpoints of
-// torch.save, whose pickles only Python reads, are refused.
+// Loads and saves .tensors files in LibTorch programs, without Python. Loads also take safetensors
+// files, indexes of shards, and folders that hold one of these. Checkpoints of torch.save are
+// refused, because their pickles can be read only in Python.
 //
-// Everything here calls the operators of libtensorizer_torch.so through torch's dispatcher. All
-// errors are c10::Error; their text says what failed and where. All functions may be called from
-// any number of threads at once.
+// All functions call the operators of libtensorizer_torch.so through torch's dispatcher, throw
+// c10::Error with a text that names the operation and the file, and can be called from any number
+// of threads at once.
 //
 //     #include <tensorizer/tensorizer.h>
 //
@@ -23,8 +23,8 @@
 #include <string>
 #include <vector>
 
-// A C++ extension of a Python program, in which `import tensorizer` provides the operators,
-// defines this and does not link the library.
+// Define this in a C++ extension of a Python program, where `import tensorizer` provides the
+// operators, and do not link the library.
 #ifndef TENSORIZER_OPERATORS_FROM_PYTHON
 extern "C" std::uint32_t tensorizer_abi_version();
 #endif
@@ -35,12 +35,12 @@ namespace tensorizer {
 using Tensors = c10::Dict<std::string, at::Tensor>;
 
 struct LoadOptions {
-  // Where new tensors go; the CPU if it is not set. load_into() has no use for it.
+  // The device of new tensors; the CPU if it is not set. load_into() ignores it.
   std::optional<c10::Device> device;
-  // Compare every tensor with the SHA-256 and CRC-32 sums in the file; a difference, or a file
-  // without sums, as all safetensors files are, is an error.
+  // Compare every tensor with the SHA-256 and CRC-32 hashes in the file. A difference, or a file
+  // without hashes, such as a safetensors file, throws.
   bool verify = false;
-  // Threads that read at once, at least 1; if it is not set, as many as suit the source.
+  // The number of threads that read at once, at least 1; chosen by the source if it is not set.
   std::optional<std::int64_t> num_readers;
   // The key of an encrypted file: a uint8 tensor of 32 elements.
   std::optional<at::Tensor> key;
@@ -48,15 +48,16 @@ struct LoadOptions {
 
 namespace detail {
 
-// The version of what this header assumes of the library.
+// The version of the library's binary interface that this header needs.
 constexpr std::uint32_t kAbiVersion = 2;
 
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload) {
 #ifndef TENSORIZER_OPERATORS_FROM_PYTHON
-  // The call keeps the library among those that the program needs.
+  // This call keeps the linker from dropping the library as unused (--as-needed).
   TORCH_CHECK(tensorizer_abi_version() == kAbiVersion, "tensorizer.h of version ", kAbiVersion,
-              " is used with a libtensorizer_torch.so of version ", tensorizer_abi_version());
+              " is used with a libtensorizer_torch.so of version ", tensorizer_abi_version(),
+              ": compile the program with the header of that library");
 #endif
   const auto schema = c10::Dispatcher::singleton().findSchema({name, overload});
   TORCH_CHECK(schema, "the operator ", name,
@@ -67,7 +68,7 @@ c10::TypedOperatorHandle<Signature> find(const char* name, const char* overload)
 
 }  // namespace detail
 
-// All tensors of a file. They are leaves that do not require gradients.
+// Returns all tensors of a file. They are leaves that do not require gradients.
 inline Tensors load(const std::string& uri, const LoadOptions& options = {}) {
   static const auto op =
       detail::find<Tensors(std::string, std::optional<c10::Device>, bool,
@@ -76,8 +77,8 @@ inline Tensors load(const std::string& uri, const LoadOptions& options = {}) {
   return op.call(uri, options.device, options.verify, options.num_readers, options.key);
 }
 
-// Tensors of these names, in this order. A name that the file has not, or that is given twice, is
-// an error, and nothing is read.
+// Returns the named tensors, in this order. A name that the file lacks, or that is given twice,
+// throws, and nothing is read.
 inline std::vector<at::Tensor> load(const std::string& uri, const std::vector<std::string>& names,
                                     const LoadOptions& options = {}) {
   static const auto op = detail::find<std::vector<at::Tensor>(
@@ -86,9 +87,9 @@ inline std::vector<at::Tensor> load(const std::string& uri, const std::vector<st
   return op.call(uri, names, options.device, options.verify, options.num_readers, options.key);
 }
 
-// Fills tensors that exist, of the same dtypes and shapes, in place. Contiguous tensors in host
-// memory are read into directly, others by way of a copy. If names, dtypes or shapes do not fit,
-// none of the tensors is touched.
+// Fills existing tensors of the same dtypes and shapes in place. Contiguous tensors are read into
+// directly, others are filled through a copy. If names, dtypes or shapes do not fit, no tensor is
+// changed. If reading fails, they hold some of the new bytes.
 inline void load_into(const std::string& uri, const std::vector<std::string>& names,
                       at::TensorList out, const LoadOptions& options = {}) {
   static const auto op =
@@ -98,15 +99,15 @@ inline void load_into(const std::string& uri, const std::vector<std::string>& na
   op.call(uri, names, out, options.verify, options.num_readers, options.key);
 }
 
-// The names of the tensors of a file, in its order; only the index is read.
+// Returns the names of the tensors of a file, in its order. Only the index is read.
 inline std::vector<std::string> names(const std::string& uri) {
   static const auto op =
       detail::find<std::vector<std::string>(std::string)>("tensorizer::names", "");
   return op.call(uri);
 }
 
-// Writes a file with these tensors. It appears whole, or not at all with the old one left. With a
-// key, a uint8 tensor of 32 elements, their data are encrypted.
+// Writes a file with these tensors. It appears completely; if saving fails, the old file stays.
+// With a key, a uint8 tensor of 32 elements, the data of the tensors are encrypted.
 inline void save(const std::string& uri, const std::vector<std::string>& names,
                  const std::vector<at::Tensor>& tensors,
                  const std::optional<at::Tensor>& key = {}) {
@@ -116,7 +117,7 @@ inline void save(const std::string& uri, const std::vector<std::string>& names,
   op.call(uri, names, tensors, key);
 }
 
-// The same from a dictionary, as load() returns it.
+// Writes a file from a dictionary, such as load() returns.
 inline void save(const std::string& uri, const Tensors& tensors,
                  const std::optional<at::Tensor>& key = {}) {
   static const auto op =

@@ -1,0 +1,108 @@
+"""The size of ``checkpoint.json``, computed from the plans of all ranks before any rank writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from . import layout
+from .items import ItemLocation, check_count, stored_name
+
+#: The most bytes of a number in JSON, with its comma.
+_NUMBER_BYTES = 20
+#: Bytes of JSON around all items, around the names and numbers of one item, and around a chunk's.
+_AROUND_BYTES, _ITEM_BYTES, _CHUNK_BYTES = 512, 96, 32
+#: A placeholder of the length that all save ids have.
+_SOME_ID = "0" * 16
+
+
+def file_of(rank: int, save_id: str) -> str:
+    """Return the name of the file of a rank."""
+    return f"rank-{rank:05}-{save_id}.tensors"
+
+
+def name_of(item: WriteItem, taken: set[str]) -> str:
+    """Return a name for an item's tensor in its rank's file, and add it to those taken.
+
+    Another item may already have the name that a part of a tensor would get.
+    """
+    is_tensor = item.type is not WriteItemType.BYTE_IO
+    name = stored_name(item.index.fqn, item.index.offset or () if is_tensor else ())
+    while name in taken:
+        name += "@"
+    taken.add(name)
+    return name
+
+
+def check(plans: Sequence[SavePlan], folder: str) -> None:
+    """Refuse plans whose checkpoint would be too large to be read.
+
+    Data of a planner other than torch's own is not known yet; it counts when all is written.
+
+    Raises:
+        ValueError: There are too many chunks, or ``checkpoint.json`` would be too long.
+
+    """
+    count = sum(len(plan.items) for plan in plans)
+    try:
+        check_count(count)
+        if _most_bytes(plans) > layout.MOST_BYTES:
+            # The bound is far too high for tensors cut in grids: compute the exact size.
+            layout.encoded(*_expected(plans), whole=False)
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint of {len(plans)} ranks at {folder} cannot be saved: {error}; nothing "
+            "was written"
+        ) from error
+
+
+def _most_bytes(plans: Sequence[SavePlan]) -> int:
+    """Return an upper bound of the bytes of ``checkpoint.json``, as if no tensor were a grid."""
+    lengths: dict[str, int] = {}
+    total = _AROUND_BYTES + len(plans) * (len(file_of(0, _SOME_ID)) + _NUMBER_BYTES)
+    for plan in plans:
+        for item in plan.items:
+            name, data = item.index.fqn, item.tensor_data
+            numbers = len(data.chunk.sizes) * _NUMBER_BYTES if data else 0
+            if name not in lengths:
+                lengths[name] = len(json.dumps(name))
+                total += lengths[name] + numbers + _ITEM_BYTES
+            total += lengths[name] + 3 * numbers + _CHUNK_BYTES
+    return total + sum(len(json.dumps([name, path])) + 8 for name, path in _paths(plans).items())
+
+
+def _paths(plans: Sequence[SavePlan]) -> dict[str, Any]:
+    """Return the paths of torch's own planner, merged from all ranks."""
+    found: dict[str, Any] = {}
+    for plan in plans:
+        if layout.are_paths(plan.planner_data):
+            found |= plan.planner_data
+    return found
+
+
+def _expected(
+    plans: Sequence[SavePlan],
+) -> tuple[dcp.Metadata, dict[dcp.MetadataIndex, ItemLocation]]:
+    """Return the metadata of plans, and the locations that ranks will choose."""
+    items: dict[str, Any] = {}
+    locations: dict[dcp.MetadataIndex, ItemLocation] = {}
+    for item, location in _locations(plans):
+        locations[item.index] = location
+        data = item.tensor_data
+        if data is None:
+            items[item.index.fqn] = dcp.BytesStorageMetadata()
+            continue
+        made = dcp.TensorStorageMetadata(data.properties, data.size, [])
+        items.setdefault(item.index.fqn, made).chunks.append(data.chunk)
+    return dcp.Metadata(items, planner_data=_paths(plans)), locations
+
+
+def _locations(plans: Sequence[SavePlan]) -> Iterator[tuple[WriteItem, ItemLocation]]:
+    for rank, plan in enumerate(plans):
+        file, taken = file_of(rank, _SOME_ID), set[str]()
+        for item in plan.items:
+            yield item, ItemLocation(file, name_of(item, taken))

@@ -1,0 +1,90 @@
+"""A checkpoint in several files, each opened when it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .._locks import ForkSafeLock
+from .._native import Reader, ShardIndex
+
+if TYPE_CHECKING:
+    from .._native import Source
+
+
+class LazyShards:
+    """The files that an index names. Safe for use by several threads.
+
+    Args:
+        index: The index. It is closed with this object.
+        open_index: Opens the source of the index again.
+
+    """
+
+    def __init__(self, index: ShardIndex, open_index: Callable[[], Source]) -> None:
+        self._index, self._open_index = index, open_index
+        #: The opened files, by their numbers in the index.
+        self._opened: dict[int, Reader] = {}
+        self._locks: dict[int, ForkSafeLock] = {}
+        self._whole: Reader | None = None
+        self._whole_lock = ForkSafeLock()
+        self._closed = False
+
+    @property
+    def uri(self) -> str:
+        """The address of the index."""
+        return self._index.uri
+
+    def part(self, name: str) -> Reader | None:
+        """Return a reader of the file that has a tensor.
+
+        None if all files are needed to find it.
+        """
+        if self._closed:
+            return None
+        number = self._index.file_of(name)
+        if number is None:
+            return None
+        part = self._opened.get(number)
+        if part is None:
+            with self._locks.setdefault(number, ForkSafeLock()).current():
+                part = self._opened.get(number)
+                if part is None:
+                    part = self._opened[number] = self._index.open(number)
+                    if self._closed:
+                        part.close()
+        return part if part.format == "safetensors" and part.find(name) is not None else None
+
+    def all_shards(self) -> Reader:
+        """Return a reader of all files. After ``close()`` it still has names and shapes."""
+        with self._whole_lock.current():
+            if self._whole is None:
+                if self._closed:
+                    self._whole = self._reopen_closed()
+                else:
+                    self._whole = self._index.open_all()
+                    if self._closed:
+                        self._whole.close()
+            return self._whole
+
+    def _reopen_closed(self) -> Reader:
+        with contextlib.closing(self._open_index()) as source:
+            whole = Reader(source)
+        whole.close()
+        return whole
+
+    def stop(self) -> None:
+        """End loads that are under way, and refuse more."""
+        for reader in self._readers():
+            reader.stop()
+
+    def close(self) -> None:
+        """Close all files. Closing again does nothing."""
+        self._closed = True
+        self._index.close()
+        for reader in self._readers():
+            reader.close()
+
+    def _readers(self) -> list[Reader]:
+        return [*self._opened.values(), *([] if self._whole is None else [self._whole])]

@@ -1,0 +1,197 @@
+"""Saves tensors that are sharded among several processes: one of them writes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..tensors import sharding
+from .members import Members
+
+#: Bytes of tensors that are gathered before they are written, or one tensor that has more.
+_BATCH_BYTES = 64 << 20
+
+
+class TensorWriter(Protocol):
+    """A file that is being written."""
+
+    def write_leaves(self, names: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Write tensors."""
+
+    def close(self) -> None:
+        """Make the file visible."""
+
+    def abandon(self) -> None:
+        """Abandon the file."""
+
+
+class GatheredSave:
+    """The processes of a mesh, which make the same calls; the first of them writes.
+
+    Args:
+        tensors: The tensors to save, some of them DTensors.
+
+    Raises:
+        ValueError: Tensors are of meshes of different processes.
+
+    Attributes:
+        members: The processes, which must join before tensors are gathered.
+        writes: True if this process writes.
+        failed: True if a write has failed, at all processes alike.
+
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        ranks = _common_ranks([tensor for tensor in tensors if sharding.is_sharded(tensor)])
+        assert dist.group.WORLD is not None
+        self.members = Members(ranks, dist.group.WORLD)
+        self.writes = self.members.rank == 0
+        self.failed = False
+
+    def join(self) -> None:
+        """Meet the other processes.
+
+        Raises:
+            GroupError: A process was lost, or did not come.
+
+        """
+        try:
+            self.members.join()
+        except BaseException:
+            self.failed = True
+            raise
+
+    def write(
+        self,
+        names: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        write: Callable[[slice, list[torch.Tensor]], None],
+    ) -> None:
+        """Gather tensors a few at a time, and have one process write them.
+
+        Args:
+            names: The names of the tensors.
+            tensors: DTensors and others, described alike at all processes. Of those that are no
+                DTensors, the first process writes its own.
+            write: Called at the writing process, with a slice of the tensors, and with these
+                tensors as wholes.
+
+        Raises:
+            ValueError: Another process has other tensors.
+            BaseException: The error of ``write``.
+
+        """
+        described = [(n, _properties(t)) for n, t in zip(names, tensors, strict=True)]
+        digest = hashlib.sha256(repr(described).encode()).digest()
+        digests = self._agree(None, digest)
+        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+        if other is not None:
+            self.failed = True
+            raise ValueError(
+                f"rank {other} of this collective save has other tensors than rank 0: expected "
+                "the same names, dtypes, shapes and placements in the same order"
+            )
+        for selected in _batches(tensors):
+            error: BaseException | None = None
+            # All processes must take part in gathering, whatever has failed at one of them.
+            try:
+                whole = [_gathered(tensor) for tensor in tensors[selected]]
+            except BaseException:
+                self.failed = True
+                self.members.leave()
+                raise
+            try:
+                if self.writes:
+                    write(selected, whole)
+            except BaseException as raised:
+                error = raised
+            self._agree(error)
+
+    def save(
+        self,
+        names: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        opened: Callable[[], TensorWriter],
+        written: Callable[[], None],
+    ) -> None:
+        """Open a file, write the whole tensors and close it, at one process; the others wait.
+
+        ``written`` is called at all of them before the file is closed.
+
+        Raises:
+            BaseException: The error of that process, or see :meth:`write`.
+
+        """
+        with self.members:
+            target, _ = self.members.run_on_all(lambda: opened() if self.writes else None)
+
+            def write(selected: slice, whole: list[torch.Tensor]) -> None:
+                if target is not None:
+                    target.write_leaves(names[selected], whole)
+
+            try:
+                self.write(names, tensors, write)
+                self.members.run_on_all(written)
+            except BaseException:
+                if target is not None:
+                    target.abandon()
+                raise
+            self.members.run_on_all(lambda: None if target is None else target.close())
+
+    def _agree(self, error: BaseException | None, value: Any = None) -> list[Any]:
+        try:
+            return self.members.agree(error, value)
+        except BaseException:
+            self.failed = True
+            raise
+
+
+def _common_ranks(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """Return the ranks of the mesh that contains all meshes."""
+
+    def ranks(meshes: Iterable[Any]) -> list[tuple[int, ...]]:
+        return sorted({tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}, key=len)
+
+    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors}.values()
+    roots = [getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)() for mesh in meshes]
+    for found in (ranks(meshes), ranks(roots)):
+        if all(set(other) <= set(found[-1]) for other in found):
+            return found[-1]
+    raise ValueError(
+        f"tensors are of meshes of different processes, {list(found[0])} and {list(found[-1])}: "
+        "save them to files of their own"
+    )
+
+
+def _properties(tensor: Any) -> tuple[Any, ...]:
+    """Return the properties of a tensor that must be the same at all processes."""
+    kind: tuple[Any, ...] = ()
+    if sharding.is_sharded(tensor):
+        kind = (str(tensor.placements), tuple(tensor.device_mesh.shape))
+    return str(tensor.dtype), tuple(tensor.shape), *kind
+
+
+def _gathered(tensor: Any) -> torch.Tensor:
+    if not sharding.is_sharded(tensor):
+        plain: torch.Tensor = tensor
+        return plain
+    with torch.no_grad():
+        # Parts that FSDP keeps on the CPU are gathered on the device of their mesh.
+        whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return whole
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    start, size = 0, 0
+    for at, tensor in enumerate(tensors):
+        nbytes = tensor.numel() * tensor.element_size()
+        if size and size + nbytes > _BATCH_BYTES:
+            yield slice(start, at)
+            start, size = at, 0
+        size += nbytes
+    if tensors:
+        yield slice(start, len(tensors))

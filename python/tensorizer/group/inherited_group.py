@@ -1,0 +1,28 @@
+"""The default process group that a forked process has inherited from its parent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_FOUND: list[Any] = []
+
+
+def inherited_default_group() -> Any:
+    """Return the default group that the process was forked with; None if there was none.
+
+    Its connections belong to the parent: a process that waits for an answer on them waits forever.
+    """
+    return _FOUND[0] if _FOUND else None
+
+
+def _in_child() -> None:
+    # Not imported here: that is slow, and without it there is no group.
+    distributed = sys.modules.get("torch.distributed")
+    _FOUND.clear()
+    if distributed is not None and distributed.is_initialized():
+        _FOUND.append(distributed.group.WORLD)
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,148 @@
+"""Puts our functions in the place of safetensors' own, for code that cannot be changed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from .._locks import ForkSafeLock
+from .._native import holders
+from . import torch_functions
+from .prefetching import PrefetchLoader
+from .reading import PySafeSlice, TensorMeta, safe_open
+
+_FUNCTIONS = ("load", "load_file", "load_model", "save", "save_file", "save_model")
+
+
+#: Classes that programs use in ``isinstance``; older releases of the library lack them.
+_CLASSES = {"PrefetchLoader": PrefetchLoader, "PySafeSlice": PySafeSlice, "TensorMeta": TensorMeta}
+
+
+class _SafetensorsPatch:
+    """The replacement of safetensors' objects in modules, while the process is in any block."""
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._blocks = 0
+        #: Pairs of an original and its stand-in, which is made for these blocks alone.
+        self._pairs: list[tuple[Any, Any]] = []
+        #: The reference counts of the stand-ins before they are put anywhere.
+        self._counts_before: list[int] = []
+        #: The replaced objects: the globals of a module, and a name there.
+        self._replaced: list[tuple[dict[str, Any], str]] = []
+
+    def __enter__(self) -> None:
+        with self._lock.current():
+            if self._blocks == 0:
+                self._pairs = _stand_ins()
+                self._counts_before = _reference_counts(self._pairs)
+                self._replaced = []
+                try:
+                    _replace(self._pairs, self._replaced)
+                except BaseException:
+                    self._restore()
+                    raise
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock.current():
+            self._blocks -= 1
+            if self._blocks == 0:
+                self._restore()
+
+    def _restore(self) -> None:
+        originals = {id(ours): original for original, ours in self._pairs}
+        for namespace, name in self._replaced:
+            number = id(namespace.get(name))
+            if number in originals:
+                namespace[name] = originals[number]
+        self._replaced = []
+        # Other code refers to a stand-in, perhaps a module that imported it in the block.
+        if _reference_counts(self._pairs) != self._counts_before:
+            _replace([(ours, original) for original, ours in self._pairs], [])
+
+
+def _stand_ins() -> list[tuple[Any, Any]]:
+    """Return pairs of an object of safetensors to be replaced, and a new stand-in."""
+    import safetensors.torch
+
+    stand_in = type("safe_open", (safe_open,), {"_prefetches_to_any_device": False})
+    pairs: list[tuple[Any, Any]] = [(safetensors.safe_open, stand_in)]
+    for name, ours in _CLASSES.items():
+        original = getattr(safetensors, name, None)
+        if original is not None:
+            pairs.append((original, _StandInType(name, (ours,), {})))
+    for name in _FUNCTIONS:
+        original = getattr(safetensors.torch, name)
+        pairs.append((original, _stand_in_function(original, getattr(torch_functions, name))))
+    return pairs
+
+
+class _StandInType(type):
+    """A stand-in for one of our classes, of which all objects of that class are instances."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__bases__[0])
+
+
+def _stand_in_function(original: Any, ours: Any) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    return call
+
+
+def _reference_counts(pairs: list[tuple[Any, Any]]) -> list[int]:
+    """Return the reference count of each stand-in."""
+    return [sys.getrefcount(ours) for _, ours in pairs]
+
+
+def _replace(pairs: list[tuple[Any, Any]], replaced: list[tuple[dict[str, Any], str]]) -> None:
+    """Replace objects that are globals of a module, except in this package.
+
+    Their locations are added to ``replaced``.
+    """
+    by_id = {id(one): other for one, other in pairs}
+    # By vars, not getattr: modules that import lazily would do so.
+    namespaces = [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and name.partition(".")[0] != "tensorizer"
+    ]
+    # Large programs have thousands of modules, most of which have none of these objects.
+    for number in holders(namespaces, [one for one, _ in pairs]):
+        namespace = namespaces[number]
+        for key, value in list(namespace.items()):
+            if id(value) in by_id:
+                replaced.append((namespace, key))
+                namespace[key] = by_id[id(value)]
+
+
+_patch = _SafetensorsPatch()
+
+
+@contextlib.contextmanager
+def tensorizer_safetensors() -> Iterator[None]:
+    """Make code that uses safetensors use this package, in a block or a decorated function.
+
+    ``safe_open`` of ``safetensors`` and ``load``, ``load_file``, ``load_model``, ``save``,
+    ``save_file`` and ``save_model`` of ``safetensors.torch`` are replaced there, and in every
+    module that has imported them by name, before or in the block. References elsewhere, such as in
+    a class or a default argument, are not replaced: a reference made before the block keeps the
+    original function, and one made in the block keeps the function of this package.
+
+    The whole process is affected, including the threads that libraries start. Blocks may be nested,
+    and may overlap in several threads: the originals are restored when the last block ends, also
+    after an exception. Objects that other code puts into a module meanwhile stay.
+
+    Raises:
+        ImportError: safetensors is not installed.
+
+    """
+    with _patch:
+        yield

@@ -1,0 +1,276 @@
+"""An open safetensors file, whose tensors are loaded one by one, in part, or all at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._locks import ForkSafeLock
+from ..file.slices import ranges_of
+from ..file.tensor_file import TensorFile
+from ..streams.addresses import is_address
+from .errors import SafetensorError, as_safetensor_errors
+
+#: safetensors' names of the dtypes, by torch's name without ``torch.``, and the number of elements
+#: of safetensors in one of torch.
+DTYPES: dict[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "uint16": ("U16", 1),
+    "uint32": ("U32", 1),
+    "uint64": ("U64", 1),
+    "int8": ("I8", 1),
+    "int16": ("I16", 1),
+    "int32": ("I32", 1),
+    "int64": ("I64", 1),
+    "float16": ("F16", 1),
+    "float32": ("F32", 1),
+    "float64": ("F64", 1),
+    "bfloat16": ("BF16", 1),
+    "complex64": ("C64", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float4_e2m1fn_x2": ("F4", 2),
+    "float6_e2m3fn_x4": ("F6_E2M3", 4),
+    "float6_e3m2fn_x4": ("F6_E3M2", 4),
+}
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """Return the device of an argument: without an index the first of its kind; None is the CPU.
+
+    Raises:
+        SafetensorError: There is no such device, or ``meta`` was given.
+
+    """
+    try:
+        named = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SafetensorError(f"device {device} is invalid") from error
+    if named.type == "meta":
+        raise SafetensorError(f"device {device} is invalid")
+    return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
+
+
+class SafetensorsFile:
+    """An open file, which stays open as long as it, or a slice of it, is referenced.
+
+    Args:
+        file: A path, an address, a file object, or bytes as :class:`FileBytes`.
+        device: The device of the tensors.
+        maps: True if tensors are used in place in a mapping of a local file.
+
+    Raises:
+        OSError, SafetensorError: It cannot be opened, or is not a safetensors file.
+
+    """
+
+    def __init__(self, file: Any, device: torch.device, maps: bool) -> None:
+        self._device = device
+        remote = is_address(file)
+        with as_safetensor_errors("deserializing header"):
+            try:
+                # On CUDA each tensor has a storage of its own, because callers compare storages.
+                self._file = TensorFile(
+                    file, mmap=maps, clone=True, key_needed=False, lazily=remote
+                )
+            except FileNotFoundError as error:
+                if remote:
+                    raise
+                raise FileNotFoundError(f"No such file or directory: {os.fspath(file)}") from error
+        self._numbers: dict[str, int] | None = None
+        if self._file.is_whole:
+            self._check_format()
+        self._maps_tensors = (
+            maps and not remote and self._file.reader.seekable and device.type == "cpu"
+        )
+        self._lock = ForkSafeLock()
+        #: The first byte and the end of each tensor's data; None before their first use.
+        self._data_offsets: list[tuple[int, int]] | None = None
+        self._mapped: Mapping[int, torch.Tensor] | None = None
+
+    def _check_format(self) -> None:
+        with as_safetensor_errors("deserializing header"):
+            reader = self._file.reader
+        if reader.format != "safetensors":
+            self._file.close()
+            raise SafetensorError(
+                f"Error while deserializing header: expected a safetensors file, and {reader.uri} "
+                f"is one of {reader.format}"
+            )
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The tensors' numbers by name, in the order of the file."""
+        if self._numbers is None:
+            self._check_format()
+            reader = self._file.reader
+            names = reader.names(range(len(reader)))
+            self._numbers = {str(name): n for n, name in enumerate(names)}
+        return self._numbers
+
+    def __del__(self) -> None:
+        file: TensorFile | None = getattr(self, "_file", None)
+        if file is not None:
+            file.close()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self._device
+
+    @property
+    def file(self) -> TensorFile:
+        """The open file."""
+        return self._file
+
+    def metadata(self) -> dict[str, str] | None:
+        """Return the metadata of the file; None if it states none."""
+        found = self._file.reader.metadata
+        return None if found is None else dict(found)
+
+    def find(self, name: str) -> int:
+        """Return a tensor's number.
+
+        Raises:
+            TypeError, SafetensorError: It is not a ``str``, or no tensor has this name.
+
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"argument 'name': expected a str, found {type(name).__name__}")
+        number = self.numbers.get(name)
+        if number is None:
+            raise SafetensorError(f"File does not contain tensor {name}")
+        return number
+
+    def describe(self, number: int) -> tuple[str, list[int], int]:
+        """Return safetensors' dtype, torch's shape, and safetensors' elements in one of torch's."""
+        dtype, shape, _ = self._file.reader.describe(number)
+        name, packed = DTYPES[dtype]
+        return name, shape, packed
+
+    def data_offsets(self, number: int) -> tuple[int, int]:
+        """Return the first byte and the end of a tensor's data, counted from the header's end."""
+        if self._data_offsets is None:
+            reader = self._file.reader
+            rows = list(zip(reader.file_numbers(), reader.offsets(), strict=True))
+            # The first tensor of a file begins where its header ends.
+            begin: dict[int, int] = {}
+            for file, (_, start) in rows:
+                begin[file] = min(start, begin.get(file, start))
+            self._data_offsets = [
+                (start - begin[file], start - begin[file] + size)
+                for (file, (_, start)), size in zip(rows, reader.data_lens(), strict=True)
+            ]
+        return self._data_offsets[number]
+
+    def shape_in_file(self, number: int) -> list[int]:
+        """Return a tensor's shape in elements of safetensors."""
+        _, shape, packed = self.describe(number)
+        return [*shape[:-1], shape[-1] * packed] if packed > 1 else shape
+
+    def load_named(self, name: str) -> torch.Tensor:
+        """Return a tensor by name; of a checkpoint, open only its own shard if possible."""
+        with as_safetensor_errors("reading"):
+            part = self._file.part(name) if isinstance(name, str) else None
+        if part is None:
+            return self.load(self.find(name))
+        number = part.find(name)
+        _check_dtype(part, number)
+        with as_safetensor_errors("reading"):
+            ((_, tensor, _),) = part.load([number], self._device)
+        return tensor
+
+    def load(self, number: int) -> torch.Tensor:
+        """Return a tensor. Tensors in one mapping share their memory, and so all changes."""
+        self.check_dtype(number)
+        mapped = self._mapping().get(number)
+        if mapped is not None:
+            self._read_ahead(number, mapped, mapped)
+            return mapped.detach()
+        with as_safetensor_errors("reading"):
+            ((_, tensor, _),) = self._file.load([number], self._device)
+        return tensor
+
+    def load_all(self) -> dict[str, torch.Tensor]:
+        """Return all tensors, in the order of the file."""
+        for number in self.numbers.values():
+            self.check_dtype(number)
+        mapped = self._mapping()
+        missing = [number for number in self.numbers.values() if number not in mapped]
+        with as_safetensor_errors("reading"):
+            read = {n: tensor for n, tensor, _ in self._file.load(missing, self._device)}
+        return {
+            name: read[number] if number in read else mapped[number].detach()
+            for name, number in self.numbers.items()
+        }
+
+    def load_part(self, number: int, index: Any) -> torch.Tensor:
+        """Return the part of a tensor that torch's indexing gives; read no more than it needs."""
+        mapped = self._mapping().get(number)
+        if mapped is not None:
+            self.check_dtype(number)
+            part = mapped.detach()[index]
+            self._read_ahead(number, mapped, part)
+            return part
+        _, shape, _ = self.describe(number)
+        try:
+            ranges, rest = ranges_of(torch.Size(shape), index)
+        except (IndexError, TypeError, ValueError):
+            # Masks and the like need all of the tensor; for a wrong index, torch raises here.
+            torch.empty((), dtype=torch.uint8).expand(shape)[index]
+            return self.load(number)[index]
+        self.check_dtype(number)
+        with as_safetensor_errors("reading"):
+            ((_, tensor, _),) = self._file.sliced([(number, ranges)]).load([0], self._device)
+        return tensor[rest] if rest else tensor
+
+    def _mapping(self) -> Mapping[int, torch.Tensor]:
+        """Return the tensors that are used in a mapping of the file, which is made once."""
+        if not self._maps_tensors:
+            return {}
+        with self._lock.current():
+            if self._mapped is None:
+                offsets, lens = self._file.reader.offsets(), self._file.reader.data_lens()
+                numbers = [
+                    n
+                    for n in self.numbers.values()
+                    if lens[n] and self._is_aligned(n, offsets[n][1])
+                ]
+                # Small files are read instead of mapped.
+                with as_safetensor_errors("mapping"):
+                    tensors, _ = self._file.read(numbers, self._device)
+                self._mapped = dict(zip(numbers, tensors, strict=True))
+        return self._mapped
+
+    def _read_ahead(self, number: int, mapped: torch.Tensor, part: torch.Tensor) -> None:
+        """Let the kernel begin to read the requested bytes, before they are touched."""
+        start = part.data_ptr() - mapped.data_ptr()
+        # Copies, by masks for instance, are not in the mapping.
+        if part.is_contiguous() and 0 <= start <= mapped.nbytes - part.nbytes:
+            self._file.reader.read_ahead(number, start, part.nbytes)
+
+    def _is_aligned(self, number: int, offset: int) -> bool:
+        dtype = getattr(torch, self._file.reader.describe(number)[0], None)
+        return isinstance(dtype, torch.dtype) and offset % dtype.itemsize == 0
+
+    def check_dtype(self, number: int) -> None:
+        """Refuse a tensor of a dtype that torch lacks.
+
+        Raises:
+            SafetensorError: Torch has no such dtype.
+
+        """
+        _check_dtype(self._file, number)
+
+
+def _check_dtype(file: TensorFile, number: int) -> None:
+    dtype = file.reader.describe(number)[0]
+    if not hasattr(torch, dtype):
+        raise SafetensorError(f"Dtype not understood: {DTYPES[dtype][0]}")

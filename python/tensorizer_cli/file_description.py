@@ -1,0 +1,142 @@
+"""Files as their own headers describe them, for which torch is not needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import native
+from .output import plural, without_password
+
+if TYPE_CHECKING:
+    from tensorizer._native import Reader
+    from tensorizer._types import Head, Name
+
+
+#: The file that makes a folder a checkpoint of many ranks. `tensorizer.distributed` names it too,
+#: but takes long to import.
+CHECKPOINT = "checkpoint.json"
+
+
+class FileDescription:
+    """The description of an open file and its tensors.
+
+    Args:
+        shown: Its path or address.
+        reader: The reader of the file.
+        heads: The servers' headers of its files, if they were requested.
+
+    """
+
+    def __init__(self, shown: str, reader: Any, heads: Sequence[Head] = ()) -> None:
+        self.shown = without_password(shown)
+        self.reader = reader
+        self.heads = list(heads)
+        self.kinds: Sequence[int] = reader.kinds()
+        self.memory_lens: list[int] = reader.memory_lens()
+        self.data_lens: list[int] = reader.data_lens()
+        self.total: int = sum(self.data_lens)
+        #: The names of objects that are no tensors.
+        self.left_out: list[str] = []
+
+    @property
+    def first(self) -> Reader | None:
+        """The reader of the file, or of the first of several that are read together."""
+        found: Reader = self.reader
+        return found
+
+    def __enter__(self) -> FileDescription:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.close()
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of the file, without the number of bytes that an index states.
+
+        Raises:
+            FormatError: They are damaged.
+
+        """
+        found = dict(self.reader.metadata or ())
+        if self.reader.files() != [self.reader.uri]:
+            found.pop("total_size", None)
+        return found
+
+
+def open_without_torch(file: str, with_heads: bool) -> FileDescription | None:
+    """Open a file without torch; None if it is needed."""
+    core = native.module()
+    path = core.local_path(file)
+    if path is None and file.endswith("/"):
+        return None
+    if path is not None and not _is_readable_twice(path):
+        return None
+    options = {"model": True} if path is None else {"path": True}
+    source = core.open(file if path is None else path, options)
+    try:
+        reader = core.Reader(source, keep_heads=with_heads and path is None)
+    finally:
+        source.close()
+    if reader.format == "torch":
+        reader.close()
+        return None
+    return FileDescription(file, reader, reader.heads() if with_heads and path is None else ())
+
+
+def refuse_missing(options: argparse.Namespace) -> None:
+    """Refuse missing files before torch is imported.
+
+    Raises:
+        FileNotFoundError: A file is missing; the error names the first.
+
+    """
+    for name in ("file", "other"):
+        given = getattr(options, name, None)
+        path = None if given is None else native.module().local_path(given)
+        if path is not None and not os.path.lexists(path):
+            native.module().open(path, {"path": True}).close()
+
+
+def _is_readable_twice(path: str) -> bool:
+    """Tell whether it is a file or a model's folder, or is missing, which is an error later."""
+    try:
+        about = Path(path).stat()
+    except (OSError, ValueError):
+        return True
+    if stat.S_ISDIR(about.st_mode):
+        return not (Path(path) / CHECKPOINT).exists()
+    return stat.S_ISREG(about.st_mode)
+
+
+def is_address(file: str) -> bool:
+    """Tell whether a text is the address of a server, and not a path."""
+    return native.module().local_path(os.fspath(file)) is None
+
+
+def text(name: Name) -> str:
+    """Return a name as readable text."""
+    return name if isinstance(name, str) else json.dumps(list(name))
+
+
+def plain(name: Name) -> str | list[str | int]:
+    """Return a name in its form for JSON."""
+    return name if isinstance(name, str) else list(name)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes as readable text."""
+    if count < 1000:
+        return plural(int(count), "byte")
+    shown: str = native.module().convert_bytes(count)
+    return shown
