@@ -6,12 +6,12 @@ use tensorizer::Allocate;
 use tensorizer::device::{Consumer, DeviceMemory, Index};
 use tensorizer::error::{Error, Result};
 
-use crate::torch::{self, Blocks, thrown};
+use crate::torch::{self, TorchBlocks, thrown};
 
 /// Blocks of a device's memory, from torch's allocator.
 pub struct TorchAllocator {
     device: Index,
-    blocks: UniquePtr<Blocks>,
+    blocks: UniquePtr<TorchBlocks>,
 }
 
 impl TorchAllocator {
@@ -21,12 +21,12 @@ impl TorchAllocator {
     }
 
     /// Returns the blocks, which then belong to the caller.
-    pub fn into_blocks(self) -> UniquePtr<Blocks> {
+    pub fn into_blocks(self) -> UniquePtr<TorchBlocks> {
         self.blocks
     }
 
     /// Takes blocks out, given by number, for use on the device's current stream.
-    pub fn take(&mut self, blocks: &[usize]) -> Result<UniquePtr<Blocks>> {
+    pub fn take(&mut self, blocks: &[usize]) -> Result<UniquePtr<TorchBlocks>> {
         self.blocks.pin_mut().take(blocks).map_err(thrown)
     }
 }

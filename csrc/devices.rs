@@ -3,44 +3,44 @@
 use std::sync::Arc;
 
 use tensorizer::cancel::Cancel;
-use tensorizer::codec::KeptHeader;
+use tensorizer::codec::CompactHeader;
 use tensorizer::device::{self, Blocks, Consumer, Device, Index, Streams};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
 use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::Counters;
-use tensorizer::{Destination, DeviceLoad, LoadOptions, OneDevice};
+use tensorizer::{Destination, DestinationDevice, DeviceLoad, LoadOptions};
 
 use crate::torch::{self, thrown};
 
 /// A subset of the tensors of a call.
-pub struct Part {
+pub struct TensorSubset {
     /// Their places in the selection.
     pub at: Vec<usize>,
     /// Their numbers in the file.
     pub numbers: Vec<usize>,
 }
 
-impl Part {
+impl TensorSubset {
     /// Returns the tensors of a selection for which a condition holds. `of_each` has one value for each.
     pub fn of<T>(selection: &[usize], of_each: &[T], holds: impl Fn(&T) -> bool) -> Self {
         let chosen = selection.iter().zip(of_each).enumerate().filter(|(_, (_, one))| holds(one));
         let (at, numbers) = chosen.map(|(at, (&number, _))| (at, number)).unzip();
-        Part { at, numbers }
+        TensorSubset { at, numbers }
     }
 }
 
 /// The devices of a call that the core can reach, in the order in which they were asked for.
 #[derive(Default)]
-pub struct Devices {
+pub struct CallDevices {
     /// The devices that were found.
-    pub found: Vec<Found>,
+    pub found: Vec<CallDevice>,
     /// The place in `found` of each device that was asked for; None for host memory.
     known: Vec<(Index, Option<usize>)>,
 }
 
 /// A device, and the stream on which its memory is used.
-pub struct Found {
+pub struct CallDevice {
     /// Its number.
     pub index: Index,
     /// The device.
@@ -49,7 +49,7 @@ pub struct Found {
     pub consumer: Consumer,
 }
 
-impl Devices {
+impl CallDevices {
     /// Returns the place of a device in `found`; None for host memory. `unreached` decides what to
     /// do if the device cannot be reached.
     pub fn place(
@@ -66,7 +66,7 @@ impl Devices {
                 let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
                 // Fails here, before memory is taken, if the stream is being captured into a graph.
                 drop(Arc::clone(&device).stream(consumer)?);
-                self.found.push(Found { index, device, consumer });
+                self.found.push(CallDevice { index, device, consumer });
                 Some(self.found.len() - 1)
             }
         };
@@ -86,9 +86,9 @@ impl Devices {
         memory: &Blocks,
         (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
         allocate: &mut dyn FnMut() -> Result<bool>,
-    ) -> Result<(Vec<KeptHeader>, Vec<Streams>)> {
-        let devices = self.found.iter().map(|Found { device, consumer, .. }| {
-            Ok(OneDevice { device, consumer: *consumer, pool: Pool::of(device)? })
+    ) -> Result<(Vec<CompactHeader>, Vec<Streams>)> {
+        let devices = self.found.iter().map(|CallDevice { device, consumer, .. }| {
+            Ok(DestinationDevice { device, consumer: *consumer, pool: Pool::of(device)? })
         });
         let devices = devices.collect::<Result<Vec<_>>>()?;
         let to = Destination { devices: &devices, memory, direct_storage: GDS.value()? != 0 };

@@ -5,13 +5,13 @@ use std::mem::MaybeUninit;
 
 use tensorizer::TensorFile;
 use tensorizer::cancel::Cancel;
-use tensorizer::codec::KeptHeader;
+use tensorizer::codec::CompactHeader;
 use tensorizer::device::{Blocks, CPU, DeviceMemory, Index, Streams};
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::Counters;
 use tensorizer::{DeviceLoad, LoadOptions, load_into_uninit};
 
-use crate::devices::{Devices, Part, put};
+use crate::devices::{CallDevices, TensorSubset, put};
 use crate::tensor::{expect_like, refused};
 use crate::torch::{self, thrown};
 
@@ -27,10 +27,10 @@ pub unsafe fn load_into_tensors(
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
+) -> Result<Vec<CompactHeader>> {
     let found = ToFill::check(file, selection, out)?;
-    let mut headers: Vec<Option<KeptHeader>> = selection.iter().map(|_| None).collect();
-    let mut devices = Devices::default();
+    let mut headers: Vec<Option<CompactHeader>> = selection.iter().map(|_| None).collect();
+    let mut devices = CallDevices::default();
     let mut of_each = Vec::with_capacity(found.len());
     for tensor in &found {
         let place = devices.place(tensor.device, Err)?;
@@ -39,8 +39,8 @@ pub unsafe fn load_into_tensors(
         }
         of_each.push(place);
     }
-    let on_devices = Part::of(selection, &of_each, |place| place.is_some());
-    let in_host = Part::of(selection, &of_each, |place| place.is_none());
+    let on_devices = TensorSubset::of(selection, &of_each, |place| place.is_some());
+    let in_host = TensorSubset::of(selection, &of_each, |place| place.is_none());
     // Dropping the streams waits for copies: after an error, too, all copies have ended when this returns.
     let mut streams: Vec<Streams> = Vec::new();
     if !on_devices.numbers.is_empty() {
@@ -83,11 +83,11 @@ pub unsafe fn load_into_tensors(
 unsafe fn fill_on_devices<'t>(
     file: &TensorFile,
     tensors: impl Iterator<Item = (&'t ToFill, usize)>,
-    devices: &Devices,
+    devices: &CallDevices,
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<(Vec<KeptHeader>, Vec<Streams>)> {
+) -> Result<(Vec<CompactHeader>, Vec<Streams>)> {
     let (mut numbers, mut of, mut blocks) = (Vec::new(), Vec::new(), Vec::new());
     for (tensor, device) in tensors {
         let len = if tensor.meta { 0 } else { tensor.len };

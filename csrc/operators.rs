@@ -17,9 +17,9 @@ use zeroize::Zeroizing;
 
 use crate::fill::load_into_tensors;
 use crate::guard::guard;
-use crate::iterate::{self, Tensors};
-use crate::load::{Where, load_tensors};
-use crate::tensor::{Loaded, to_save};
+use crate::iterate::{self, TorchTensors};
+use crate::load::{LoadDestination, load_tensors};
+use crate::tensor::{LoadedTensors, to_save};
 use crate::torch::{OpOptions, TensorList};
 
 /// Called at intervals during every operator; an error ends it. The Python module sets it to check
@@ -81,18 +81,22 @@ fn open(uri: &str, options: &mut OpOptions) -> Result<TensorFile> {
 
 /// Loads all tensors of a file.
 #[cfg(feature = "tch")]
-pub fn load_all(file: &TensorFile, device: Index) -> Result<Loaded> {
+pub fn load_all(file: &TensorFile, device: Index) -> Result<LoadedTensors> {
     let all: Vec<usize> = (0..file.entries().len()).collect();
     loaded(file, &all, device, LoadOptions::default())
 }
 
 /// Loads the named tensors of a file.
 #[cfg(feature = "tch")]
-pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S], device: Index) -> Result<Loaded> {
+pub fn load_some<S: AsRef<str>>(
+    file: &TensorFile,
+    names: &[S],
+    device: Index,
+) -> Result<LoadedTensors> {
     loaded(file, &file.select(names)?, device, LoadOptions::default())
 }
 
-pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<Loaded>> {
+pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<LoadedTensors>> {
     operator(|| {
         let file = open(uri, &mut options)?;
         let all: Vec<usize> = (0..file.entries().len()).collect();
@@ -100,7 +104,11 @@ pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<Loaded>> {
     })
 }
 
-pub fn op_load(uri: &str, names: Vec<String>, mut options: OpOptions) -> Result<Box<Loaded>> {
+pub fn op_load(
+    uri: &str,
+    names: Vec<String>,
+    mut options: OpOptions,
+) -> Result<Box<LoadedTensors>> {
     operator(|| {
         let file = open(uri, &mut options)?;
         loaded(&file, &file.select(&names)?, options.device, options.into()).map(Box::new)
@@ -125,7 +133,7 @@ pub fn op_load_checked(
     names: Vec<String>,
     expected: Vec<String>,
     mut options: OpOptions,
-) -> Result<Box<Loaded>> {
+) -> Result<Box<LoadedTensors>> {
     operator(|| {
         if names.len() != expected.len() {
             let (names, expected) = (names.len(), expected.len());
@@ -143,7 +151,7 @@ pub fn op_load_checked(
             }
         }
         // Tensors that a graph gets from an operator may not share memory.
-        let destination = Where { devices: &[options.device], apart: true };
+        let destination = LoadDestination { devices: &[options.device], apart: true };
         let options = options.into();
         let counters = Counters::default();
         let loaded = load_tensors(&file, &selection, destination, &options, &counters, &interrupt)?;
@@ -156,8 +164,8 @@ fn loaded(
     selection: &[usize],
     device: Index,
     options: LoadOptions,
-) -> Result<Loaded> {
-    let destination = Where { devices: &[device], apart: false };
+) -> Result<LoadedTensors> {
+    let destination = LoadDestination { devices: &[device], apart: false };
     Ok(load_tensors(file, selection, destination, &options, &Counters::default(), &interrupt)?.0)
 }
 
@@ -193,12 +201,12 @@ pub fn op_iterate(
         let order = if ready { Order::Ready } else { Order::File };
         let device = options.device;
         let options = IterateOptions { load: options.into(), buffer_bytes, order, complete: false };
-        Ok(iterate::keep(Tensors::new(&file, &numbers, device, &options)?))
+        Ok(iterate::keep(TorchTensors::new(&file, &numbers, device, &options)?))
     })
 }
 
 /// Returns the next tensors of an iterator; none at the end.
-pub fn op_iterate_next(iterator: i64) -> Result<Box<Loaded>> {
+pub fn op_iterate_next(iterator: i64) -> Result<Box<LoadedTensors>> {
     operator(|| iterate::next(iterator, &interrupt).map(Box::new))
 }
 

@@ -17,7 +17,7 @@ const SHORTEST_WINDOW: u64 = 64 << 10;
 /// it waits for acknowledgements; with more there is memory for too few connections.
 const WINDOWS: u64 = 8;
 /// Minimum bytes of a reader for headers of tensors, and for unwanted bytes that it reads between them.
-const PASSING: u64 = 256 << 10;
+const MIN_OVERHEAD: u64 = 256 << 10;
 /// The share of a limit that staging buffers, parts of uploads or tensors may take where readers or
 /// writers need memory too: three quarters.
 const SHARE: (u64, u64) = (3, 4);
@@ -62,7 +62,7 @@ impl LoadNeeds {
     }
 
     fn each(&self) -> u64 {
-        self.reader.saturating_add(PASSING).saturating_add(self.gathers)
+        self.reader.saturating_add(MIN_OVERHEAD).saturating_add(self.gathers)
     }
 
     /// The same if a server sends ahead as much as the limit allows: at most two windows, which are a
@@ -79,7 +79,7 @@ pub struct LoadShares {
     /// Maximum number of readers.
     pub readers: usize,
     /// Maximum bytes of a batch that are headers or unwanted.
-    pub passing: u64,
+    pub overhead: u64,
     /// Maximum bytes of a batch to gather parts from.
     pub gathers: u64,
     /// Number of staging buffers.
@@ -218,7 +218,12 @@ impl MemoryLimit {
         let LoadNeeds { readers, gathers, staging, .. } = *needs;
         let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
         let Some(bytes) = self.bytes else {
-            return Ok(LoadShares { readers, passing: u64::MAX, gathers: u64::MAX, staging: most });
+            return Ok(LoadShares {
+                readers,
+                overhead: u64::MAX,
+                gathers: u64::MAX,
+                staging: most,
+            });
         };
         let (each, least) = (needs.each(), needs.least());
         self.needs(least, || {
@@ -235,9 +240,9 @@ impl MemoryLimit {
         let fitting = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
         let readers = readers.clamp(1, fitting.max(1));
         let more = left / readers as u64 - each;
-        let (passing, gathers) =
-            if gathers > 0 { (PASSING, gathers + more) } else { (PASSING + more, 0) };
-        Ok(LoadShares { readers, passing, gathers, staging })
+        let (overhead, gathers) =
+            if gathers > 0 { (MIN_OVERHEAD, gathers + more) } else { (MIN_OVERHEAD + more, 0) };
+        Ok(LoadShares { readers, overhead, gathers, staging })
     }
 
     /// Divides the limit among the threads of a save.

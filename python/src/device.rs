@@ -10,7 +10,7 @@ use tensorizer::error::Result;
 use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::{Report, Stage, last, since};
 use tensorizer_torch::exchange::{borrow, offer};
-use tensorizer_torch::tensor::{Loaded, all_on_devices};
+use tensorizer_torch::tensor::{LoadedTensors, all_on_devices};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -94,7 +94,7 @@ pub fn snapshot(py: Python<'_>, handle: &Handle) -> Answer<Handle> {
         let lent = borrow(&handle.0)?;
         let tensors = lent.list()?;
         let memory = tensorizer::snapshot(&all_on_devices(tensors)?, &signals)?;
-        Ok(Handle(offer(Loaded::copies(tensors, memory)?)))
+        Ok(Handle(offer(LoadedTensors::copies(tensors, memory)?)))
     })?)
 }
 

@@ -2,21 +2,21 @@
 
 use std::sync::Arc;
 
-use tensorizer::codec::KeptHeader;
+use tensorizer::codec::CompactHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::{Brief, TensorFile, matches_header, read_headers};
-use tensorizer_torch::exchange::Lent;
-use tensorizer_torch::tensor::{Devices, one_to_save};
+use tensorizer_torch::exchange::LentTensors;
+use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 use crate::signals;
 
 /// Headers by the numbers of their tensors.
 #[derive(Default)]
-pub struct Headers(Brief<Vec<Option<Arc<KeptHeader>>>>);
+pub struct HeaderCache(Brief<Vec<Option<Arc<CompactHeader>>>>);
 
-impl Headers {
+impl HeaderCache {
     /// Returns the header of a tensor, if it was read.
-    pub fn known(&self, number: usize) -> Option<Arc<KeptHeader>> {
+    pub fn known(&self, number: usize) -> Option<Arc<CompactHeader>> {
         self.0.lock().get(number).cloned().flatten()
     }
 
@@ -27,7 +27,7 @@ impl Headers {
     }
 
     /// Keeps the headers of some tensors.
-    pub fn keep(&self, numbers: &[usize], headers: Vec<KeptHeader>) {
+    pub fn keep(&self, numbers: &[usize], headers: Vec<CompactHeader>) {
         let mut known = self.0.lock();
         for (&number, header) in numbers.iter().zip(headers) {
             if known.len() <= number {
@@ -43,14 +43,14 @@ impl Headers {
 /// Compares the bytes, types and shapes of tensors with those of a file.
 pub fn matching(
     file: &TensorFile,
-    headers: &Headers,
-    lent: &Lent,
+    headers: &HeaderCache,
+    lent: &LentTensors,
     numbers: &[usize],
 ) -> Result<Vec<bool>> {
     file.check_hashes()?;
     let missing = headers.missing(numbers);
     headers.keep(&missing, read_headers(file, &missing, &signals)?);
-    let (tensors, mut devices) = (lent.list()?, Devices::default());
+    let (tensors, mut devices) = (lent.list()?, LentDevices::default());
     let mut out = Vec::with_capacity(numbers.len());
     for (at, &number) in numbers.iter().enumerate() {
         let entry = file.entry(number)?;

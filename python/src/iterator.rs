@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use tensorizer::Closer;
 use tensorizer::error::{Error, Result};
 use tensorizer_torch::exchange::offer;
-use tensorizer_torch::iterate::Tensors;
+use tensorizer_torch::iterate::TorchTensors;
 
 use crate::errors::Answer;
 use crate::gil;
@@ -17,7 +17,7 @@ use crate::watch::Loads;
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct TensorIterator {
     /// None once it was closed.
-    tensors: Mutex<Option<Tensors>>,
+    tensors: Mutex<Option<TorchTensors>>,
     closer: Closer,
     /// State that is shared with other loads of the file.
     loads: Arc<Loads>,
@@ -26,7 +26,7 @@ pub struct TensorIterator {
 
 impl TensorIterator {
     /// Wraps an iterator whose load has begun.
-    pub fn new(tensors: Tensors, loads: Arc<Loads>, uri: &str) -> Self {
+    pub fn new(tensors: TorchTensors, loads: Arc<Loads>, uri: &str) -> Self {
         let closer = tensors.closer();
         TensorIterator { tensors: Mutex::new(Some(tensors)), closer, loads, uri: uri.to_owned() }
     }

@@ -15,9 +15,9 @@ use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Hashes;
 use tensorizer::io::WriteAt;
 use tensorizer::io::local::FileSink;
-use tensorizer::{Maker, MemoryLimit, Pair, SaveOptions, SaveTensor};
-use tensorizer_torch::exchange::{Lent, borrow};
-use tensorizer_torch::tensor::{Devices, one_to_save};
+use tensorizer::{IdentitySource, Maker, MemoryLimit, SaveOptions, SaveTensor};
+use tensorizer_torch::exchange::{LentTensors, borrow};
+use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 use crate::crypt::Encryption;
 use crate::errors::Answer;
@@ -42,7 +42,7 @@ pub struct Writer {
 /// The options of a new file, as Python passes them.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-struct Given {
+struct WriterArguments {
     alignment: u64,
     threads: Option<usize>,
     hashes: String,
@@ -53,7 +53,7 @@ struct Given {
     kept: u64,
 }
 
-impl Given {
+impl WriterArguments {
     fn options(self) -> Result<SaveOptions> {
         let hashes = match self.hashes.as_str() {
             "all" => Hashes::All,
@@ -64,7 +64,8 @@ impl Given {
             }
         };
         let encryption = self.encryption.map(|encryption| Arc::clone(&encryption.get().0));
-        let Given { alignment, threads, metadata, clear_metadata, memory, kept, .. } = self;
+        let WriterArguments { alignment, threads, metadata, clear_metadata, memory, kept, .. } =
+            self;
         Ok(SaveOptions {
             alignment,
             threads,
@@ -92,7 +93,7 @@ impl Drop for Writer {
 }
 
 impl Writer {
-    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: Given) -> Answer<Self> {
+    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: WriterArguments) -> Answer<Self> {
         let options = given.options()?;
         let inner = tensorizer::Writer::new(sink?, base, options)?;
         Ok(Writer {
@@ -144,14 +145,14 @@ impl Writer {
 #[pymethods]
 impl Writer {
     #[staticmethod]
-    fn to_path(path: OsString, given: Given) -> Answer<Self> {
+    fn to_path(path: OsString, given: WriterArguments) -> Answer<Self> {
         let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
         Self::new(sink, 0, given)
     }
 
     /// Writes through a duplicate of the descriptor, from `base` on.
     #[staticmethod]
-    fn to_fd(descriptor: c_int, uri: String, base: u64, given: Given) -> Answer<Self> {
+    fn to_fd(descriptor: c_int, uri: String, base: u64, given: WriterArguments) -> Answer<Self> {
         let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.and_then(|file| Ok(Box::new(FileSink::from_file(file, uri)?) as _));
         Self::new(sink, base, given)
@@ -159,13 +160,18 @@ impl Writer {
 
     /// Writes to a server, from `base` on.
     #[staticmethod]
-    fn to_sink(sink: &Sink, base: u64, given: Given) -> Answer<Self> {
+    fn to_sink(sink: &Sink, base: u64, given: WriterArguments) -> Answer<Self> {
         Self::new(sink.shared().map(|sink| Box::new(sink) as _), base, given)
     }
 
     /// Writes to a Python object that can seek, from `base` on.
     #[staticmethod]
-    fn to_object(object: Py<PyAny>, uri: String, base: u64, given: Given) -> Answer<Self> {
+    fn to_object(
+        object: Py<PyAny>,
+        uri: String,
+        base: u64,
+        given: WriterArguments,
+    ) -> Answer<Self> {
         Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, given)
     }
 
@@ -194,7 +200,7 @@ impl Writer {
     /// Gives the file an identity: that of the file of which it is a copy, or one of its own.
     #[pyo3(signature = (given))]
     fn set_pair(&self, py: Python<'_>, given: Option<[u8; 16]>) -> Answer<()> {
-        let pair = given.map_or(Pair::FromContent, Pair::Given);
+        let pair = given.map_or(IdentitySource::FromContent, IdentitySource::Given);
         self.with(py, |writer| writer.set_pair(pair))
     }
 
@@ -270,13 +276,13 @@ impl Writer {
 
 /// Describes lent tensors, to be saved.
 fn to_save(
-    lent: &Lent,
+    lent: &LentTensors,
     names: Vec<Name>,
     kinds: Vec<u8>,
     modules: Vec<u16>,
 ) -> Result<Vec<SaveTensor<'_>>> {
     let tensors = lent.list()?;
-    let mut devices = Devices::default();
+    let mut devices = LentDevices::default();
     let items = names.into_iter().zip(kinds).zip(modules).enumerate();
     let items = items.map(|(at, ((name, kind), module_index))| {
         let kind = TensorKind::from_u8(kind)

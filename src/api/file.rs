@@ -11,9 +11,9 @@ use crate::error::{Error, Result, Shown};
 use crate::fallible::{LISTS, collected, listed, out_of_memory};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
-use crate::format::tensors::pair::PairId;
+use crate::format::tensors::identity::FileIdentity;
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
-use crate::format::tensors::{behind, index, metadata};
+use crate::format::tensors::{index, metadata, trailer};
 use crate::io::{CachedHead, ClosedSource, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::sys;
@@ -25,14 +25,14 @@ pub struct TensorFile {
     sources: Brief<Arc<[Arc<dyn ReadAt>]>>,
     catalog: Arc<Catalog>,
     /// The state of a `.tensors` file; None for other formats.
-    own: Option<Arc<Own>>,
+    own: Option<Arc<TensorsFileState>>,
     heads: Arc<[CachedHead]>,
     /// Done once the bytes match the checksums of the hub, or need not.
     proven: Arc<Once>,
 }
 
 /// The state that only `.tensors` files have.
-pub(super) struct Own {
+pub(super) struct TensorsFileState {
     /// The position of the file's first byte in its source.
     pub base: u64,
     /// The prologue, which is the first bytes of the file.
@@ -40,7 +40,7 @@ pub(super) struct Own {
     /// Prologue and index as they are in the file, if it has a manifest (a seal).
     pub head: Option<Vec<u8>>,
     /// The identity by which the other half of a saved object knows it.
-    pub pair_id: Option<PairId>,
+    pub pair_id: Option<FileIdentity>,
     pub decryption: OnceLock<Arc<DecryptionOptions>>,
     /// The tags that headers must have, by stored name. Set once the manifest was verified.
     pub sealed: OnceLock<(Manifest, HashMap<String, HeaderTag>)>,
@@ -52,7 +52,7 @@ impl TensorFile {
         uri: String,
         sources: Vec<Arc<dyn ReadAt>>,
         catalog: Catalog,
-        own: Option<Own>,
+        own: Option<TensorsFileState>,
         heads: Vec<CachedHead>,
     ) -> Self {
         let (own, heads, proven) = (own.map(Arc::new), heads.into(), Arc::default());
@@ -113,7 +113,7 @@ impl TensorFile {
     /// The bytes of a head are all that come before the tensors. Archives of `torch.save` have
     /// their directory at their end: their heads have only the few bytes that tell the format.
     ///
-    /// [`Opening::keeps_heads`]: super::part::Opening::keeps_heads
+    /// [`Opening::keeps_heads`]: super::catalog_part::Opening::keeps_heads
     #[doc(hidden)]
     pub fn heads(&self) -> &[CachedHead] {
         &self.heads
@@ -182,7 +182,7 @@ impl TensorFile {
     }
 
     /// The identity by which the other half of a saved object knows this file.
-    pub fn pair_id(&self) -> Option<PairId> {
+    pub fn pair_id(&self) -> Option<FileIdentity> {
         self.own.as_ref()?.pair_id
     }
 
@@ -300,7 +300,7 @@ impl TensorFile {
         let pair_id = own.pair_id.filter(|_| numbers.len() == self.entries().len());
         let pairs = self.metadata()?.unwrap_or(&[]);
         let metadata = metadata::encode(pairs, self.uri())?;
-        behind::put(block.get_mut(used..).unwrap_or(&mut []), &metadata, pair_id)?;
+        trailer::put(block.get_mut(used..).unwrap_or(&mut []), &metadata, pair_id)?;
         listed(prologue.encode().into_iter().chain(block), "a head")
     }
 

@@ -5,8 +5,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use super::archive::read_archive;
-use super::file::{Own, TensorFile};
-use super::part::{Opening, Part, malformed, read_growing, read_up_to};
+use super::catalog_part::{CatalogPart, Opening, malformed, read_growing, read_up_to};
+use super::file::{TensorFile, TensorsFileState};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
@@ -14,27 +14,27 @@ use crate::fallible::{append, listed, zeroed};
 use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
-use crate::format::tensors::behind::{self, Behind};
-use crate::format::tensors::index::{self, Index, Start};
+use crate::format::tensors::index::{self, IndexValidator, ParsedIndex};
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
+use crate::format::tensors::trailer::{self, IndexTrailer};
 use crate::format::torch_zip;
 use crate::io::{PrefixedSource, ReadAt};
 
 /// A source whose first bytes were read.
-pub struct Head {
+pub struct FileHead {
     source: Arc<dyn ReadAt>,
     base: u64,
     /// As many as there are, up to the length of a prologue.
     bytes: Vec<u8>,
 }
 
-impl Head {
+impl FileHead {
     /// Reads the first bytes of a file that begins at `base`.
     pub fn read(source: Arc<dyn ReadAt>, base: u64, cancel: &dyn Cancel) -> Result<Self> {
         let mut bytes = vec![0; PROLOGUE_LEN];
         let available = read_up_to(&*source, base, &mut bytes, cancel)?;
         bytes.truncate(available);
-        Ok(Head { source, base, bytes })
+        Ok(FileHead { source, base, bytes })
     }
 
     /// Returns the first bytes.
@@ -99,7 +99,7 @@ impl Head {
         for (number, entry) in part.entries.iter().enumerate() {
             names.insert(&entry.name, number).map_err(|what| malformed(&uri, what))?;
         }
-        let Part { source, format, head, entries, metadata } = part;
+        let CatalogPart { source, format, head, entries, metadata } = part;
         let heads = head.into_iter().collect();
         let (entries, promised) = (Arc::new(entries), BTreeMap::new());
         let metadata = Arc::new(Ok(metadata));
@@ -108,13 +108,17 @@ impl Head {
     }
 
     /// Reads the catalog of the file, as number `file` of several, of which `at_once` are opened at once.
-    pub fn part(self, (file, at_once): (usize, usize), opening: &Opening<'_>) -> Result<Part> {
+    pub fn part(
+        self,
+        (file, at_once): (usize, usize),
+        opening: &Opening<'_>,
+    ) -> Result<CatalogPart> {
         if torch_zip::begins(&self.bytes) {
             // The cached head has only the bytes that tell the format: the directory is at the end
             // of the file, and is requested again.
             let head = opening.known(&*self.source, self.base, &self.bytes, &[]);
             let part = read_archive(self.source, self.base, (file, at_once), opening)?;
-            return Ok(Part { head, ..part });
+            return Ok(CatalogPart { head, ..part });
         }
         let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
         if !safetensors::begins(&self.bytes) {
@@ -160,11 +164,11 @@ impl Head {
             self.source
         };
         let format = Format::Safetensors;
-        Ok(Part { source, format, head, entries: found.entries, metadata: found.metadata })
+        Ok(CatalogPart { source, format, head, entries: found.entries, metadata: found.metadata })
     }
 
     fn open_tensors(self, opening: &Opening<'_>) -> Result<TensorFile> {
-        let (Head { source, base, bytes }, cancel) = (self, opening.cancel);
+        let (FileHead { source, base, bytes }, cancel) = (self, opening.cancel);
         let uri = &source.uri().to_owned();
         let file_len = source.capabilities().len;
         let prologue = Prologue::parse(&bytes, base, uri)?;
@@ -189,15 +193,16 @@ impl Head {
             return Err(Error::Format { uri: uri.clone(), offset: index_at, what });
         }
         let block = read_index(&*source, index_at, &prologue, cancel)?;
-        let Index { entries, names, len } =
+        let ParsedIndex { entries, names, len } =
             index::parse(&block, index_at, &prologue, file_len, uri)?;
         // A manifest covers prologue and index, which are kept to verify it.
         let sealed = Manifest::is_in(&block);
         let unsealed = block.len().saturating_sub(if sealed { MANIFEST_LEN } else { 0 });
         let space = block.get(len..unsealed).unwrap_or(&[]);
-        let Behind { pair_id, metadata } = behind::find(space, index_at.saturating_add(len as u64));
+        let IndexTrailer { pair_id, metadata } =
+            trailer::find(space, index_at.saturating_add(len as u64));
         let heads = opening.known(&*source, base, &bytes, &block).into_iter().collect();
-        let own = Own {
+        let own = TensorsFileState {
             base,
             prologue,
             head: sealed
@@ -226,7 +231,7 @@ fn read_index(
     const FIRST: u64 = 1 << 20;
     let (uri, len) = (source.uri(), prologue.index_len);
     let mut block = Vec::new();
-    let mut start = Start::default();
+    let mut start = IndexValidator::default();
     let mut until = if source.capabilities().len.is_some() { len } else { FIRST.min(len) };
     loop {
         let from = at.saturating_add(block.len() as u64);

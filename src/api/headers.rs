@@ -5,16 +5,16 @@ use std::sync::OnceLock;
 use super::file::TensorFile;
 use super::selection::Selection;
 use crate::cancel::Cancel;
-use crate::codec::KeptHeader;
+use crate::codec::CompactHeader;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::decrypt::{Decryptor, cipher, refused};
 use crate::codec::hash::{Digests, Verify};
-use crate::engine::read::{Begun, Codec, Reading, read};
-use crate::engine::target::host::Host;
+use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
+use crate::engine::target::host::HostTarget;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, zeroed};
 use crate::format::catalog::Entry;
-use crate::format::tensors::header::Header;
+use crate::format::tensors::header::TensorHeader;
 use crate::io::{ReadAt, borrowed, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
@@ -22,31 +22,35 @@ use crate::stats::Counters;
 
 /// A callback for whole headers, each with the place of its tensor in the caller's order. They come
 /// in any order.
-pub type See<'s> = &'s (dyn Fn(usize, &Header<'_>) -> Result<()> + Sync);
+pub type HeaderCallback<'s> = &'s (dyn Fn(usize, &TensorHeader<'_>) -> Result<()> + Sync);
 
 /// The codec of a `.tensors` file, for the tensors of one call.
-pub struct Headers<'s> {
+pub struct HeaderCodec<'s> {
     selection: &'s Selection<'s>,
     verify: Verify,
     decryptor: Option<Decryptor<'s>>,
-    kept: Vec<OnceLock<KeptHeader>>,
-    see: See<'s>,
+    kept: Vec<OnceLock<CompactHeader>>,
+    see: HeaderCallback<'s>,
 }
 
-impl<'s> Headers<'s> {
+impl<'s> HeaderCodec<'s> {
     /// Makes the codec of a load. `see` is called with each header.
-    pub fn new(selection: &'s Selection<'s>, verify: Verify, see: See<'s>) -> Result<Self> {
+    pub fn new(
+        selection: &'s Selection<'s>,
+        verify: Verify,
+        see: HeaderCallback<'s>,
+    ) -> Result<Self> {
         let file = selection.file;
         let decryptor = file
             .decryption()
             .map(|options| Decryptor::new(options, file.uri(), &selection.entries))
             .transpose()?;
         let kept = selection.entries.iter().map(|entry| match entry.header_offset {
-            at if at == entry.data_offset => OnceLock::from(KeptHeader::none()),
+            at if at == entry.data_offset => OnceLock::from(CompactHeader::none()),
             _ => OnceLock::new(),
         });
         let kept = listed(kept, LISTS)?;
-        Ok(Headers { selection, verify, decryptor, kept, see })
+        Ok(HeaderCodec { selection, verify, decryptor, kept, see })
     }
 
     /// True if data are decrypted.
@@ -59,7 +63,7 @@ impl<'s> Headers<'s> {
         entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    fn kept(&self, tensor: usize) -> Result<&KeptHeader> {
+    fn kept(&self, tensor: usize) -> Result<&CompactHeader> {
         let kept = self.kept.get(tensor).and_then(OnceLock::get);
         kept.ok_or_else(|| Error::Bug(format!("no header {tensor}")))
     }
@@ -78,7 +82,7 @@ impl<'s> Headers<'s> {
     }
 
     /// Returns the retained part of each header, in the caller's order.
-    pub fn into_kept(self) -> Result<Vec<KeptHeader>> {
+    pub fn into_kept(self) -> Result<Vec<CompactHeader>> {
         let kept = self.kept.into_iter().zip(&self.selection.entries).map(|(kept, entry)| {
             let kept = kept.into_inner();
             kept.ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
@@ -87,22 +91,22 @@ impl<'s> Headers<'s> {
     }
 }
 
-impl Codec for Headers<'_> {
-    fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun> {
+impl Codec for HeaderCodec<'_> {
+    fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<HeaderInfo> {
         let (file, entry) = (self.selection.file, self.entry(tensor)?);
         file.check_header(entry, raw)?;
         let header =
-            Header::parse(raw, entry, file.is_encrypted()).map_err(|e| e.of(file.uri()))?;
+            TensorHeader::parse(raw, entry, file.is_encrypted()).map_err(|e| e.of(file.uri()))?;
         let place = self.selection.order().get(tensor);
         (self.see)(*place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?, &header)?;
         let in_chunks = match &self.decryptor {
             Some(decryptor) => decryptor.header(tensor, &header, cancel)?,
             None => true,
         };
-        let (kept, covered) = KeptHeader::of(&header, self.verify != Verify::Nothing);
+        let (kept, covered) = CompactHeader::of(&header, self.verify != Verify::Nothing);
         let slot = self.kept.get(tensor);
         slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| kept);
-        Ok(Begun { covered, in_chunks })
+        Ok(HeaderInfo { covered, in_chunks })
     }
 
     fn decrypt(
@@ -129,7 +133,7 @@ pub fn read_headers(
     file: &TensorFile,
     numbers: &[usize],
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
+) -> Result<Vec<CompactHeader>> {
     see_headers(file, numbers, cancel, &|_, _| Ok(()))
 }
 
@@ -138,15 +142,15 @@ pub fn see_headers(
     file: &TensorFile,
     numbers: &[usize],
     cancel: &dyn Cancel,
-    see: See<'_>,
-) -> Result<Vec<KeptHeader>> {
+    see: HeaderCallback<'_>,
+) -> Result<Vec<CompactHeader>> {
     let selection = Selection::new(file, numbers)?;
     let mut extents = selection.extents()?;
     extents.iter_mut().for_each(|extent| extent.data_len = 0);
     let sources = file.sources();
     file.with_sound_copies(cancel, || {
-        let headers = Headers::new(&selection, Verify::Nothing, see)?;
-        let reading = Reading {
+        let headers = HeaderCodec::new(&selection, Verify::Nothing, see)?;
+        let reading = ReadRequest {
             files: &borrowed(&sources),
             extents: &extents,
             codec: &headers,
@@ -157,7 +161,7 @@ pub fn see_headers(
             shares_cache: false,
             receiver: None,
         };
-        read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
+        read(&reading, &mut HostTarget::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
         headers.into_kept()
     })
 }
@@ -180,7 +184,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let uri = file.uri();
     let raw = some(&*source, entry.header_offset, entry.data_offset, cancel)?;
     file.check_header(entry, &raw)?;
-    let header = Header::parse(&raw, entry, true).map_err(|e| e.of(uri))?;
+    let header = TensorHeader::parse(&raw, entry, true).map_err(|e| e.of(uri))?;
     let Some((pieces, key)) = cipher(&header, entry, options, uri, cancel)? else { return Ok(()) };
     let (_, _, end) = pieces.piece(0);
     if end > PIECE_LEN {

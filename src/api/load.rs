@@ -5,17 +5,17 @@ use std::mem::MaybeUninit;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::file::TensorFile;
-use super::headers::{Headers, try_key};
+use super::headers::{HeaderCodec, try_key};
 use super::load_options::LoadOptions;
 use super::selection::Selection;
 use super::slices::load_slices;
-use super::small::load_small;
+use super::small_tensor::load_small;
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
-use crate::codec::KeptHeader;
-use crate::engine::plan::{Extent, Large, Layout};
-use crate::engine::read::{Reading, read};
-use crate::engine::target::host::{Host, Image, Span};
+use crate::codec::CompactHeader;
+use crate::engine::plan::{Extent, LargeTensors, MemoryLayout};
+use crate::engine::read::{ReadRequest, read};
+use crate::engine::target::host::{FileImage, HostTarget, ImageMemory};
 use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory, push, repeated, with_room};
@@ -71,7 +71,7 @@ fn load_selected(
     cancel: &dyn Cancel,
 ) -> Result<Vec<Tensor>> {
     let (file, sliced) = (selection.file, selection.is_sliced());
-    let mut memory = Memory::new(selection, options)?;
+    let mut memory = LoadMemory::new(selection, options)?;
     let headers = if sliced {
         let bytes = listed(memory.bytes()?.into_iter().map(to_fill), LISTS)?;
         load_slices(selection, bytes, options, counters, cancel, &load_counted)?;
@@ -96,7 +96,7 @@ pub fn load_into(
     destinations: Vec<&mut [u8]>,
     options: &LoadOptions,
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
+) -> Result<Vec<CompactHeader>> {
     let destinations = listed(destinations.into_iter().map(to_fill), LISTS)?;
     load_into_uninit(file, numbers, destinations, options, &Counters::default(), cancel)
 }
@@ -110,7 +110,7 @@ pub fn load_into_uninit(
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
+) -> Result<Vec<CompactHeader>> {
     let selection = Selection::new(file, numbers)?;
     selection.check()?;
     if numbers.len() != destinations.len() {
@@ -153,18 +153,18 @@ fn fill(
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
+) -> Result<Vec<CompactHeader>> {
     if selection.is_sliced() {
         load_slices(selection, destinations, options, counters, cancel, &load_counted)?;
         return no_headers(selection);
     }
     if selection.file.decryption().is_none() {
-        let target = Host::new(destinations, Vec::new());
+        let target = HostTarget::new(destinations, Vec::new());
         return run(selection, target, options, counters, cancel)?.0.into_kept();
     }
     let mut bytes = listed(destinations.into_iter().map(zero_filled), LISTS)?;
     let lent = listed(bytes.iter_mut().map(|bytes| to_fill(bytes)), LISTS)?;
-    let loaded = run(selection, Host::new(lent, Vec::new()), options, counters, cancel);
+    let loaded = run(selection, HostTarget::new(lent, Vec::new()), options, counters, cancel);
     let loaded = loaded.and_then(|(headers, left)| {
         let bytes = listed(bytes.iter_mut().map(|bytes| &mut **bytes), LISTS)?;
         whole(&headers, &left, bytes, counters, cancel)?;
@@ -178,22 +178,22 @@ fn fill(
 }
 
 /// Returns empty headers, one for each tensor: slices are loaded without headers.
-pub fn no_headers(selection: &Selection<'_>) -> Result<Vec<KeptHeader>> {
-    listed(selection.entries.iter().map(|_| KeptHeader::none()), LISTS)
+pub fn no_headers(selection: &Selection<'_>) -> Result<Vec<CompactHeader>> {
+    listed(selection.entries.iter().map(|_| CompactHeader::none()), LISTS)
 }
 
 /// Reads to host memory. Returns the tensors that are still to be decrypted as a whole.
 fn run<'s>(
     selection: &'s Selection<'s>,
-    mut target: Host<'_>,
+    mut target: HostTarget<'_>,
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<(Headers<'s>, Vec<usize>)> {
+) -> Result<(HeaderCodec<'s>, Vec<usize>)> {
     try_key(selection, cancel)?;
-    let headers = Headers::new(selection, options.verify, &|_, _| Ok(()))?;
+    let headers = HeaderCodec::new(selection, options.verify, &|_, _| Ok(()))?;
     let sources = selection.file.sources();
-    let reading = Reading {
+    let reading = ReadRequest {
         files: &borrowed(&sources),
         extents: &selection.extents()?,
         codec: &headers,
@@ -210,7 +210,7 @@ fn run<'s>(
 
 /// Decrypts tensors, each as a whole, several at once.
 fn whole(
-    headers: &Headers<'_>,
+    headers: &HeaderCodec<'_>,
     left: &[usize],
     bytes: Vec<&mut [u8]>,
     counters: &Counters,
@@ -233,23 +233,23 @@ fn whole(
 }
 
 /// Host memory for the tensors of a load, in the order of the file.
-struct Memory {
+struct LoadMemory {
     blocks: Vec<Arena>,
-    layout: Layout,
+    layout: MemoryLayout,
     /// Mappings of the beginnings of files in which tensors are used in place, by file number.
     mappings: BTreeMap<usize, Arena>,
-    tensors: Vec<Spot>,
+    tensors: Vec<TensorLocation>,
 }
 
 /// The location of a tensor's bytes.
-enum Spot {
+enum TensorLocation {
     /// In a block.
     Block { block: usize, at: usize, len: usize },
     /// In the mapping of its file, which also has its header.
     Mapped { file: usize, header: usize, at: usize, len: usize },
 }
 
-impl Memory {
+impl LoadMemory {
     fn new(selection: &Selection<'_>, options: &LoadOptions) -> Result<Self> {
         let file = selection.file;
         let too_large = || out_of_memory(u64::MAX, format!("the tensors of `{}`", file.uri()));
@@ -261,24 +261,28 @@ impl Memory {
         {
             own.push((extent, entry.memory_len().ok_or_else(too_large)?));
         }
-        let layout = Layout::new(&own, Large::Together).ok_or_else(too_large)?;
+        let layout = MemoryLayout::new(&own, LargeTensors::OneBlock).ok_or_else(too_large)?;
         let size = |n: u64| usize::try_from(n).map_err(|_| too_large());
         let blocks = layout.blocks.iter().map(|block| Arena::new(size(block.len)?));
         let blocks = collected(blocks, LISTS)?;
-        let mut places = layout.places.iter().zip(&own);
+        let mut places = layout.locations.iter().zip(&own);
         let tensors = selection.entries.iter().zip(&in_place).map(|(entry, in_place)| {
             if *in_place {
                 let header = size(entry.header_offset)?;
                 let (at, len) = (size(entry.data_offset)?, size(entry.data_len)?);
-                return Ok(Spot::Mapped { file: entry.file, header, at, len });
+                return Ok(TensorLocation::Mapped { file: entry.file, header, at, len });
             }
             let (place, (_, len)) =
                 places.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
-            Ok(Spot::Block { block: place.block, at: size(place.offset)?, len: size(*len)? })
+            Ok(TensorLocation::Block {
+                block: place.block,
+                at: size(place.offset)?,
+                len: size(*len)?,
+            })
         });
         let tensors = collected(tensors, LISTS)?;
         let mappings = map_tensors(file, &selection.entries, &in_place)?;
-        Ok(Memory { blocks, layout, mappings, tensors })
+        Ok(LoadMemory { blocks, layout, mappings, tensors })
     }
 
     fn load(
@@ -287,7 +291,7 @@ impl Memory {
         options: &LoadOptions,
         counters: &Counters,
         cancel: &dyn Cancel,
-    ) -> Result<Vec<KeptHeader>> {
+    ) -> Result<Vec<CompactHeader>> {
         let (headers, left) = run(selection, self.target()?, options, counters, cancel)?;
         if !left.is_empty() {
             whole(&headers, &left, self.bytes()?, counters, cancel)?;
@@ -302,16 +306,16 @@ impl Memory {
     }
 
     /// Returns all memory as a target for the engine.
-    fn target(&mut self) -> Result<Host<'_>> {
+    fn target(&mut self) -> Result<HostTarget<'_>> {
         let bug = || Error::Bug("an image beyond its block".to_owned());
         let mut images = Vec::new();
         for (&number, mapping) in &mut self.mappings {
             let mut rest = Rest::of(mapping.bytes_mut());
             for spot in &self.tensors {
-                let Spot::Mapped { file, header, at, len } = *spot else { continue };
+                let TensorLocation::Mapped { file, header, at, len } = *spot else { continue };
                 if file == number {
-                    let memory = Span::Mapped(rest.cut(header, at + len - header)?);
-                    push(&mut images, Image { file, position: header as u64, memory }, LISTS)?;
+                    let memory = ImageMemory::Mapped(rest.cut(header, at + len - header)?);
+                    push(&mut images, FileImage { file, position: header as u64, memory }, LISTS)?;
                 }
             }
         }
@@ -324,13 +328,13 @@ impl Memory {
             };
             let skip = usize::try_from(span.skip).map_err(|_| bug())?;
             let bytes = bytes.get_mut(skip..).ok_or_else(bug)?;
-            let memory = Span::Empty(to_fill(bytes));
-            push(&mut images, Image { file: span.file, position: span.start, memory }, LISTS)?;
+            let memory = ImageMemory::Empty(to_fill(bytes));
+            push(&mut images, FileImage { file: span.file, position: span.start, memory }, LISTS)?;
             blocks.push(None);
         }
         images.sort_unstable_by_key(|image| (image.file, image.position));
         let tensors = cut(&self.tensors, blocks)?;
-        Ok(Host::new(listed(tensors.into_iter().map(to_fill), LISTS)?, images))
+        Ok(HostTarget::new(listed(tensors.into_iter().map(to_fill), LISTS)?, images))
     }
 
     /// Turns the memory into the buffers that tensors own from now on.
@@ -339,10 +343,10 @@ impl Memory {
         let mut mapped: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for spot in &self.tensors {
             match *spot {
-                Spot::Mapped { file, at, len, .. } => {
+                TensorLocation::Mapped { file, at, len, .. } => {
                     push(mapped.entry(file).or_default(), (at, len), LISTS)?;
                 }
-                Spot::Block { block, at, len } => {
+                TensorLocation::Block { block, at, len } => {
                     let ranges = ranges.get_mut(block);
                     let ranges = ranges.ok_or_else(|| Error::Bug("no block".to_owned()))?;
                     push(ranges, (at, len), LISTS)?;
@@ -359,8 +363,12 @@ impl Memory {
         let mut mappings = mappings.collect::<Result<BTreeMap<_, _>>>()?;
         let buffers = self.tensors.iter().map(|spot| {
             let buffer = match spot {
-                Spot::Mapped { file, .. } => mappings.get_mut(file).and_then(Iterator::next),
-                Spot::Block { block, .. } => blocks.get_mut(*block).and_then(Iterator::next),
+                TensorLocation::Mapped { file, .. } => {
+                    mappings.get_mut(file).and_then(Iterator::next)
+                }
+                TensorLocation::Block { block, .. } => {
+                    blocks.get_mut(*block).and_then(Iterator::next)
+                }
             };
             buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))
         });
@@ -369,9 +377,12 @@ impl Memory {
 }
 
 /// Returns the bytes of each tensor in the given blocks; none for tensors that are elsewhere.
-fn cut<'a>(tensors: &[Spot], mut blocks: Vec<Option<Rest<'a>>>) -> Result<Vec<&'a mut [u8]>> {
+fn cut<'a>(
+    tensors: &[TensorLocation],
+    mut blocks: Vec<Option<Rest<'a>>>,
+) -> Result<Vec<&'a mut [u8]>> {
     let bytes = tensors.iter().map(|spot| {
-        let Spot::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
+        let TensorLocation::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
         let rest = blocks.get_mut(block).and_then(Option::as_mut);
         rest.map_or(Ok(&mut [][..]), |rest| rest.cut(at, len))
     });

@@ -4,11 +4,11 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::copies::{opened, with_sound_copies};
+use super::catalog_part::Opening;
 use super::file::TensorFile;
-use super::head::Head;
-use super::part::Opening;
-use super::parts::ShardIndex;
+use super::head::FileHead;
+use super::local_copies::{opened, with_sound_copies};
+use super::shard_index::ShardIndex;
 use crate::cancel::{Cancel, Never};
 use crate::error::Result;
 use crate::format::shards;
@@ -48,7 +48,7 @@ impl Opening<'_> {
     /// Opens a source, whose file begins at `base`.
     pub fn source(&self, source: Arc<dyn ReadAt>, base: u64) -> Result<TensorFile> {
         with_sound_copies(&|error| opened(&source, error), self.cancel, || {
-            let head = Head::read(Arc::clone(&source), base, self.cancel)?;
+            let head = FileHead::read(Arc::clone(&source), base, self.cancel)?;
             if shards::begins(head.bytes()) {
                 ShardIndex::read(head, self)?.open_wanted(self)
             } else {

@@ -4,22 +4,24 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use crate::api::save_options::{Pair, SaveOptions, SaveTensor};
+use crate::api::save_options::{IdentitySource, SaveOptions, SaveTensor};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::codec::hash::sha256;
-use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
+use crate::engine::write::{TensorData, WriteOptions, WriteTensor, write_tensors};
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, listed, more_room, with_room};
 use crate::format::catalog::Entry;
 use crate::format::name_tree::NameTree;
+use crate::format::tensors::identity::FileIdentity;
 use crate::format::tensors::index::{self, end_of_index};
-use crate::format::tensors::layout::{FileLayout, MIN_INDEX_LEN, Placed, index_len_for, place};
-use crate::format::tensors::pair::PairId;
+use crate::format::tensors::layout::{
+    FileLayout, MIN_INDEX_LEN, UnplacedTensor, index_len_for, place,
+};
 use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
 };
-use crate::format::tensors::{behind, metadata};
+use crate::format::tensors::{metadata, trailer};
 use crate::io::{Unclosed, WriteAt, write_all_at};
 use crate::sys::process::Maker;
 
@@ -54,7 +56,7 @@ pub struct Writer {
     /// The encoded metadata, which are written behind the entries of the index.
     metadata: Vec<u8>,
     index_len: u64,
-    shown: Shown,
+    shown: VisibleIndex,
     pub(super) end: u64,
     version: u32,
     pub(super) tensor_bytes: u64,
@@ -66,7 +68,7 @@ pub struct Writer {
 
 /// The index that was written last, in a file whose bytes are visible early.
 #[derive(Clone, Copy, Default)]
-struct Shown {
+struct VisibleIndex {
     entries: usize,
     /// Bytes of these entries.
     entries_len: u64,
@@ -106,7 +108,7 @@ impl Writer {
             names: NameTree::default(),
             metadata,
             index_len: 0,
-            shown: Shown::default(),
+            shown: VisibleIndex::default(),
             end: 0,
             version: if encrypted { VERSION_ENCRYPTED } else { VERSION_PLAIN },
             tensor_bytes: 0,
@@ -133,7 +135,7 @@ impl Writer {
     }
 
     /// Gives the file an identity. Nothing may have been written yet.
-    pub fn set_pair(&mut self, pair: Pair) -> Result<()> {
+    pub fn set_pair(&mut self, pair: IdentitySource) -> Result<()> {
         if self.index_len > 0 {
             return Err(Error::InvalidArgument(format!("`{}` has tensors already", self.uri)));
         }
@@ -142,10 +144,12 @@ impl Writer {
     }
 
     /// Returns the file's identity, of the tensors written so far.
-    pub fn pair_id(&self) -> Option<PairId> {
+    pub fn pair_id(&self) -> Option<FileIdentity> {
         match self.options.pair? {
-            Pair::Given(id) => Some(id),
-            Pair::FromContent => sha256(self.digests.as_flattened()).first_chunk().copied(),
+            IdentitySource::Given(id) => Some(id),
+            IdentitySource::FromContent => {
+                sha256(self.digests.as_flattened()).first_chunk().copied()
+            }
         }
     }
 
@@ -169,8 +173,8 @@ impl Writer {
         let mut sources = with_room(tensors.len(), LISTS)?;
         for tensor in tensors {
             let SaveTensor { name, kind, module_index, dtype, shape, data } = tensor;
-            let meta = matches!(data, Origin::Meta);
-            placed.push(Placed { name, kind, dtype, shape, meta });
+            let meta = matches!(data, TensorData::Meta);
+            placed.push(UnplacedTensor { name, kind, dtype, shape, meta });
             sources.push((module_index, data));
         }
         more_room(&mut self.entries, placed.len(), LISTS)?;
@@ -181,7 +185,11 @@ impl Writer {
         sink.reserve(head, layout.end + END_MARK.len() as u64)?;
         let items = layout.entries.iter().zip(sources);
         let items = listed(
-            items.map(|(entry, (module_index, origin))| Item { entry, module_index, origin }),
+            items.map(|(entry, (module_index, origin))| WriteTensor {
+                entry,
+                module_index,
+                origin,
+            }),
             LISTS,
         )?;
         let options = WriteOptions {
@@ -286,7 +294,7 @@ impl Writer {
     }
 
     /// Places tensors behind the earlier ones, after making room in the index.
-    fn lay_out(&mut self, placed: Vec<Placed>, cancel: &dyn Cancel) -> Result<FileLayout> {
+    fn lay_out(&mut self, placed: Vec<UnplacedTensor>, cancel: &dyn Cancel) -> Result<FileLayout> {
         let SaveOptions { alignment, hashes, .. } = self.options;
         let encryption = self.options.encryption.as_deref();
         let encrypted = encryption.map(|options| options.derivation.is_some());
@@ -338,7 +346,7 @@ impl Writer {
 
     /// Returns the bytes at the end of the index block that are not entries.
     fn behind_len(&self) -> u64 {
-        (behind::len(&self.metadata, self.options.pair.is_some()) + self.seal_len()) as u64
+        (trailer::len(&self.metadata, self.options.pair.is_some()) + self.seal_len()) as u64
     }
 
     /// Returns the bytes to reserve for an index whose entries have `used` bytes. Metadata leave
@@ -361,7 +369,7 @@ impl Writer {
     /// Makes written tensors visible in the file. New entries are added to the index in the file. It is
     /// written anew only if its length or form has changed, or if it has a manifest or an identity.
     fn show(&mut self, cancel: &dyn Cancel) -> Result<()> {
-        let Shown { entries, entries_len, tagged, index_len } = self.shown;
+        let VisibleIndex { entries, entries_len, tagged, index_len } = self.shown;
         let whole = self.seal_len() > 0 || self.options.pair.is_some();
         let new = self.entries.get(entries..).unwrap_or(&[]);
         if index_len != self.index_len || tagged != self.tagged() {
@@ -381,7 +389,7 @@ impl Writer {
         }
         let (entries, tagged) = (self.entries.len(), self.tagged());
         let entries_len = self.used(tagged);
-        self.shown = Shown { entries, entries_len, tagged, index_len: self.index_len };
+        self.shown = VisibleIndex { entries, entries_len, tagged, index_len: self.index_len };
         Ok(())
     }
 
@@ -406,7 +414,7 @@ impl Writer {
         let used = usize::try_from(self.used(self.tagged())).unwrap_or(usize::MAX);
         let unsealed = block.len().saturating_sub(self.seal_len());
         let space = block.get_mut(used..unsealed).unwrap_or(&mut []);
-        behind::put(space, &self.metadata, self.pair_id())?;
+        trailer::put(space, &self.metadata, self.pair_id())?;
         if let Some(options) = encryption.filter(|options| options.manifest) {
             Manifest::new(&options.key)?.seal(&start, &mut block, &self.digests)?;
         }

@@ -5,10 +5,10 @@ use std::io::IoSlice;
 use super::save::Writer;
 use super::save_options::SaveTensor;
 use crate::cancel::Cancel;
-use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
+use crate::engine::write::{TensorData, WriteOptions, WriteTensor, write_tensors};
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed};
-use crate::format::safetensors::{Layout, Placed};
+use crate::format::safetensors::{SafetensorsLayout, SafetensorsTensor};
 use crate::io::write_all_at;
 
 impl Writer {
@@ -29,17 +29,17 @@ impl Writer {
             return Err(Error::InvalidArgument(what));
         }
         let placed = tensors.iter().map(|tensor| {
-            if matches!(tensor.data, Origin::Meta) {
+            if matches!(tensor.data, TensorData::Meta) {
                 let what =
                     format!("tensor `{}` is on the meta device, and has no data", tensor.name);
                 return Err(Error::InvalidArgument(what));
             }
             let (name, dtype) = (tensor.name.clone(), tensor.dtype);
-            Ok(Placed { name, dtype, shape: tensor.shape.clone() })
+            Ok(SafetensorsTensor { name, dtype, shape: tensor.shape.clone() })
         });
         let placed = collected(placed, LISTS)?;
         let metadata = self.options.metadata.as_deref();
-        let layout = Layout::new(placed, metadata, self.base)?;
+        let layout = SafetensorsLayout::new(placed, metadata, self.base)?;
         self.failed = true;
         self.foreign = true;
         self.end = layout.end;
@@ -47,7 +47,7 @@ impl Writer {
         let items = layout.entries.iter().zip(&layout.order).map(|(entry, &number)| {
             let origin = sources.get_mut(number).and_then(Option::take);
             let origin = origin.ok_or_else(|| Error::Bug(format!("no tensor {number}")))?;
-            Ok(Item { entry, module_index: 0, origin })
+            Ok(WriteTensor { entry, module_index: 0, origin })
         });
         let items = collected(items, LISTS)?;
         let options = WriteOptions {

@@ -13,19 +13,19 @@ use super::file::TensorFile;
 use super::headers::see_headers;
 use super::load_options::LoadOptions;
 use super::selection::Selection;
-use super::slice_rules::{ROUND_LEN, RunRules};
+use super::slice_rules::{ROUND_LEN, RangeRules};
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, PIECE_LEN};
 use crate::codec::decrypt::Decryptor;
 use crate::codec::hash::{Digests, Verify};
-use crate::engine::plan::{Extent, Runs};
-use crate::engine::read::{Begun, Codec, Reading, read};
-use crate::engine::target::gather::{Gather, Span};
-use crate::engine::target::host::Host;
+use crate::engine::plan::{Extent, SliceRanges};
+use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
+use crate::engine::target::gather::{CoalescedRead, GatherTarget};
+use crate::engine::target::host::HostTarget;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, push};
-use crate::format::catalog::{Entry, Whole};
+use crate::format::catalog::{Entry, WholeTensor};
 use crate::io::{ReadAt, borrowed};
 use crate::stats::Counters;
 
@@ -60,7 +60,7 @@ impl TensorFile {
             let Some(slice) = slice else { return Ok(entry.clone()) };
             let shape: Box<[u64]> =
                 slice.iter().map(|range| range.end.saturating_sub(range.start)).collect();
-            if Runs::new(entry.dtype.size(), &entry.shape, &slice).is_none()
+            if SliceRanges::new(entry.dtype.size(), &entry.shape, &slice).is_none()
                 || entry.whole.is_some()
             {
                 return Err(Error::InvalidArgument(format!(
@@ -68,7 +68,7 @@ impl TensorFile {
                     entry.name, entry.shape
                 )));
             }
-            let whole = Some(Arc::new(Whole { shape: entry.shape.clone(), slice }));
+            let whole = Some(Arc::new(WholeTensor { shape: entry.shape.clone(), slice }));
             Ok(Entry { shape, whole, ..entry.clone() })
         });
         self.with_parts(collected(entries, LISTS)?)
@@ -76,13 +76,13 @@ impl TensorFile {
 }
 
 /// Returns the contiguous ranges of an entry that is a slice; none if the tensor has no data.
-pub fn runs_of(entry: &Entry) -> Result<Runs> {
-    let runs = match &entry.whole {
-        Some(_) if entry.is_meta() => Runs::new(1, &[0], std::slice::from_ref(&(0..0))),
-        Some(whole) => Runs::new(entry.dtype.size(), &whole.shape, &whole.slice),
+pub fn ranges_of(entry: &Entry) -> Result<SliceRanges> {
+    let ranges = match &entry.whole {
+        Some(_) if entry.is_meta() => SliceRanges::new(1, &[0], std::slice::from_ref(&(0..0))),
+        Some(whole) => SliceRanges::new(entry.dtype.size(), &whole.shape, &whole.slice),
         None => None,
     };
-    runs.ok_or_else(|| Error::Bug(format!("the slice of `{}`", entry.name)))
+    ranges.ok_or_else(|| Error::Bug(format!("the slice of `{}`", entry.name)))
 }
 
 /// Loads slices, in the order of the file, each into memory of its length.
@@ -101,8 +101,8 @@ pub fn load_slices(
             *to = &mut [];
         }
     }
-    let runs = collected(selection.entries.iter().map(|entry| runs_of(entry)), LISTS)?;
-    let load = SliceLoad { selection, runs: &runs, options, counters, cancel, load_whole };
+    let ranges = collected(selection.entries.iter().map(|entry| ranges_of(entry)), LISTS)?;
+    let load = SliceLoad { selection, ranges: &ranges, options, counters, cancel, load_whole };
     let verified = options.verify != Verify::Nothing;
     match file.decryption() {
         None if !verified => load.read_plain(destinations),
@@ -114,7 +114,7 @@ pub fn load_slices(
 /// A load of slices, each with the contiguous ranges of its bytes.
 struct SliceLoad<'s> {
     selection: &'s Selection<'s>,
-    runs: &'s [Runs],
+    ranges: &'s [SliceRanges],
     options: &'s LoadOptions,
     counters: &'s Counters,
     cancel: &'s dyn Cancel,
@@ -124,31 +124,31 @@ struct SliceLoad<'s> {
 impl SliceLoad<'_> {
     /// Reads long ranges straight to their destination, and short ones with the bytes between them.
     fn read_plain(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
-        let SliceLoad { selection, runs, options, counters, cancel, .. } = *self;
+        let SliceLoad { selection, ranges, options, counters, cancel, .. } = *self;
         let file = selection.file;
         let sources = file.sources();
         let files = borrowed(&sources);
-        let rules = RunRules::of(selection, options)?;
-        let mut round = Round::default();
-        let read_round = |round: Round<'_>| {
+        let rules = RangeRules::of(selection, options)?;
+        let mut round = RangeGroup::default();
+        let read_round = |round: RangeGroup<'_>| {
             cancel.check()?;
             round.read(&files, options, counters, cancel)
         };
-        for ((entry, runs), mut rest) in selection.entries.iter().zip(runs).zip(destinations) {
-            if rules.are_long(runs) {
-                for start in runs.starts() {
-                    round.direct.push(extent(entry, &(start..start + runs.run())));
-                    round.to_direct.push(cut(&mut rest, runs.run())?);
+        for ((entry, ranges), mut rest) in selection.entries.iter().zip(ranges).zip(destinations) {
+            if rules.are_long(ranges) {
+                for start in ranges.starts() {
+                    round.direct.push(extent(entry, &(start..start + ranges.range_len())));
+                    round.to_direct.push(cut(&mut rest, ranges.range_len())?);
                     if round.is_full() {
                         read_round(std::mem::take(&mut round))?;
                     }
                 }
                 continue;
             }
-            for Range { start, end } in rules.spans(runs) {
-                let to = cut(&mut rest, runs.before(end) - runs.before(start))?;
+            for Range { start, end } in rules.reads(ranges) {
+                let to = cut(&mut rest, ranges.before(end) - ranges.before(start))?;
                 round.gathered.push(extent(entry, &(start..end)));
-                round.spans.push(Span { start, runs, to });
+                round.reads.push(CoalescedRead { start, ranges, to });
                 round.len += end - start;
                 if round.is_full() {
                     read_round(std::mem::take(&mut round))?;
@@ -164,7 +164,7 @@ impl SliceLoad<'_> {
         decryption: &DecryptionOptions,
         destinations: Vec<&mut [MaybeUninit<u8>]>,
     ) -> Result<()> {
-        let SliceLoad { selection, runs, options, counters, cancel, .. } = *self;
+        let SliceLoad { selection, ranges, options, counters, cancel, .. } = *self;
         let file = selection.file;
         let decryptor = Decryptor::new(decryption, file.uri(), &selection.entries)?;
         let wholes = wholes(selection)?;
@@ -179,22 +179,22 @@ impl SliceLoad<'_> {
         if !in_chunks.into_inner() {
             return self.cut_wholes(destinations);
         }
-        let (mut extents, mut spans, mut of) = (Vec::new(), Vec::new(), Vec::new());
-        for (tensor, ((entry, runs), mut rest)) in
-            selection.entries.iter().zip(runs).zip(destinations).enumerate()
+        let (mut extents, mut reads, mut of) = (Vec::new(), Vec::new(), Vec::new());
+        for (tensor, ((entry, ranges), mut rest)) in
+            selection.entries.iter().zip(ranges).zip(destinations).enumerate()
         {
-            for span in whole_pieces(runs.spans(PIECE_LEN), entry.data_len)? {
-                let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
-                push(&mut extents, extent(entry, &span), LISTS)?;
-                push(&mut of, (tensor, span.start), LISTS)?;
-                push(&mut spans, Span { start: span.start, runs, to }, LISTS)?;
+            for range in whole_pieces(ranges.coalesced(PIECE_LEN), entry.data_len)? {
+                let to = cut(&mut rest, ranges.before(range.end) - ranges.before(range.start))?;
+                push(&mut extents, extent(entry, &range), LISTS)?;
+                push(&mut of, (tensor, range.start), LISTS)?;
+                push(&mut reads, CoalescedRead { start: range.start, ranges, to }, LISTS)?;
             }
         }
         let sources = file.sources();
-        let reading = Reading {
+        let reading = ReadRequest {
             files: &borrowed(&sources),
             extents: &extents,
-            codec: &Sealed { decryptor: &decryptor, spans: &of },
+            codec: &EncryptedPiecesCodec { decryptor: &decryptor, reads: &of },
             verify: Verify::Nothing,
             decrypts: true,
             readers: options.readers,
@@ -202,12 +202,12 @@ impl SliceLoad<'_> {
             shares_cache: options.shares_cache,
             receiver: None,
         };
-        read(&reading, &mut Gather::new(spans), counters, cancel).map(drop)
+        read(&reading, &mut GatherTarget::new(reads), counters, cancel).map(drop)
     }
 
     /// Loads whole tensors, some at a time, and cuts the slices from them.
     fn cut_wholes(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
-        let SliceLoad { selection, runs, options, counters, cancel, load_whole } = *self;
+        let SliceLoad { selection, ranges, options, counters, cancel, load_whole } = *self;
         let wholes = wholes(selection)?;
         let largest = wholes.entries().iter().map(held_len).max().unwrap_or(0);
         let (most, memory) =
@@ -226,7 +226,7 @@ impl SliceLoad<'_> {
                 _ => push(&mut counts, (at, 1, held_len(entry)), LISTS)?,
             }
         }
-        let mut wanted = runs.iter().zip(destinations);
+        let mut wanted = ranges.iter().zip(destinations);
         let mut left = counts.as_slice();
         while !left.is_empty() {
             let mut held = 0;
@@ -238,8 +238,8 @@ impl SliceLoad<'_> {
             let numbers = listed(now.iter().map(|&(number, _, _)| number), LISTS)?;
             let loaded = load_whole(&wholes, &numbers, &options, counters, cancel)?;
             for (tensor, &(_, count, _)) in loaded.iter().zip(now) {
-                for (runs, to) in wanted.by_ref().take(count) {
-                    cut_one(tensor, runs, to)?;
+                for (ranges, to) in wanted.by_ref().take(count) {
+                    cut_one(tensor, ranges, to)?;
                 }
             }
             left = later;
@@ -250,16 +250,16 @@ impl SliceLoad<'_> {
 
 /// Ranges that are planned and read together. A slice may have more of them than there is memory for plans.
 #[derive(Default)]
-struct Round<'r> {
+struct RangeGroup<'r> {
     direct: Vec<Extent>,
     to_direct: Vec<&'r mut [MaybeUninit<u8>]>,
     gathered: Vec<Extent>,
-    spans: Vec<Span<'r>>,
+    reads: Vec<CoalescedRead<'r>>,
     /// Bytes of the ranges that are gathered from.
     len: u64,
 }
 
-impl Round<'_> {
+impl RangeGroup<'_> {
     fn is_full(&self) -> bool {
         self.direct.len() + self.gathered.len() >= ROUND || self.len >= ROUND_LEN
     }
@@ -271,10 +271,10 @@ impl Round<'_> {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        let reading = |extents| Reading {
+        let reading = |extents| ReadRequest {
             files,
             extents,
-            codec: &Plain,
+            codec: &PlainCodec,
             verify: Verify::Nothing,
             decrypts: false,
             readers: options.readers,
@@ -283,11 +283,11 @@ impl Round<'_> {
             receiver: None,
         };
         if !self.direct.is_empty() {
-            let mut target = Host::new(self.to_direct, Vec::new());
+            let mut target = HostTarget::new(self.to_direct, Vec::new());
             read(&reading(&self.direct), &mut target, counters, cancel)?;
         }
         if !self.gathered.is_empty() {
-            read(&reading(&self.gathered), &mut Gather::new(self.spans), counters, cancel)?;
+            read(&reading(&self.gathered), &mut GatherTarget::new(self.reads), counters, cancel)?;
         }
         Ok(())
     }
@@ -309,19 +309,20 @@ pub fn are_plain(file: &TensorFile, verify: Verify) -> bool {
 
 /// Returns the contiguous ranges of a slice that are read straight to their destination, each as an
 /// extent and its position in the slice. None if they have to be gathered.
-pub fn direct_runs(
+pub fn direct_ranges(
     file: &TensorFile,
     entry: &Entry,
     verify: Verify,
-    rules: &RunRules,
+    rules: &RangeRules,
 ) -> Result<Option<Vec<(Extent, u64)>>> {
-    let runs = runs_of(entry)?;
-    let few = runs.total().checked_div(runs.run()).is_some_and(|count| count <= ROUND as u64);
-    if !are_plain(file, verify) || !rules.are_long(&runs) || !few {
+    let ranges = ranges_of(entry)?;
+    let few =
+        ranges.total().checked_div(ranges.range_len()).is_some_and(|count| count <= ROUND as u64);
+    if !are_plain(file, verify) || !rules.are_long(&ranges) || !few {
         return Ok(None);
     }
-    let places = (0..).step_by(usize::try_from(runs.run()).unwrap_or(usize::MAX));
-    let extents = runs.starts().map(|start| extent(entry, &(start..start + runs.run())));
+    let places = (0..).step_by(usize::try_from(ranges.range_len()).unwrap_or(usize::MAX));
+    let extents = ranges.starts().map(|start| extent(entry, &(start..start + ranges.range_len())));
     Ok(Some(listed(extents.zip(places), LISTS)?))
 }
 
@@ -333,11 +334,11 @@ pub fn extent(entry: &Entry, range: &Range<u64>) -> Extent {
 }
 
 /// Extends ranges to whole pieces of encryption. Neighbours become one.
-fn whole_pieces(spans: impl Iterator<Item = Range<u64>>, data_len: u64) -> Result<Vec<Range<u64>>> {
+fn whole_pieces(reads: impl Iterator<Item = Range<u64>>, data_len: u64) -> Result<Vec<Range<u64>>> {
     let mut pieces: Vec<Range<u64>> = Vec::new();
-    for span in spans {
-        let start = span.start - span.start % PIECE_LEN;
-        let end = span.end.next_multiple_of(PIECE_LEN).min(data_len);
+    for read in reads {
+        let start = read.start - read.start % PIECE_LEN;
+        let end = read.end.next_multiple_of(PIECE_LEN).min(data_len);
         match pieces.last_mut().filter(|last| start <= last.end) {
             Some(last) => last.end = end,
             None => push(&mut pieces, start..end, LISTS)?,
@@ -361,9 +362,9 @@ pub fn held_len(entry: &Entry) -> u64 {
 }
 
 /// Copies a slice from a loaded tensor.
-fn cut_one(tensor: &Tensor, runs: &Runs, mut rest: &mut [MaybeUninit<u8>]) -> Result<()> {
+fn cut_one(tensor: &Tensor, ranges: &SliceRanges, mut rest: &mut [MaybeUninit<u8>]) -> Result<()> {
     let bug = || Error::Bug("a slice beyond its tensor".to_owned());
-    for (at, len) in runs.within(&(0..u64::MAX)) {
+    for (at, len) in ranges.within(&(0..u64::MAX)) {
         let now = cut(&mut rest, len)?;
         let bytes = usize::try_from(at).ok().and_then(|at| tensor.bytes().get(at..));
         let bytes = bytes.and_then(|bytes| bytes.get(..now.len())).ok_or_else(bug)?;
@@ -375,10 +376,10 @@ fn cut_one(tensor: &Tensor, runs: &Runs, mut rest: &mut [MaybeUninit<u8>]) -> Re
 }
 
 /// A codec for bytes that are only read: they have no headers, and are neither decrypted nor verified.
-pub struct Plain;
+pub struct PlainCodec;
 
-impl Codec for Plain {
-    fn header(&self, tensor: usize, _raw: &[u8], _cancel: &dyn Cancel) -> Result<Begun> {
+impl Codec for PlainCodec {
+    fn header(&self, tensor: usize, _raw: &[u8], _cancel: &dyn Cancel) -> Result<HeaderInfo> {
         Err(Error::Bug(format!("a header of {tensor}, which has none")))
     }
 
@@ -392,26 +393,26 @@ impl Codec for Plain {
 }
 
 /// A codec for pieces of encryption of tensors whose headers were read before.
-struct Sealed<'s> {
+struct EncryptedPiecesCodec<'s> {
     decryptor: &'s Decryptor<'s>,
     /// The tensor of each span, and the position of the span in it.
-    spans: &'s [(usize, u64)],
+    reads: &'s [(usize, u64)],
 }
 
-impl Codec for Sealed<'_> {
-    fn header(&self, span: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun> {
-        Plain.header(span, raw, cancel)
+impl Codec for EncryptedPiecesCodec<'_> {
+    fn header(&self, read: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<HeaderInfo> {
+        PlainCodec.header(read, raw, cancel)
     }
 
     fn decrypt(
         &self,
-        span: usize,
+        read: usize,
         start: u64,
         bytes: &mut [u8],
         cancel: &dyn Cancel,
     ) -> Result<bool> {
-        let found = self.spans.get(span);
-        let &(tensor, first) = found.ok_or_else(|| Error::Bug(format!("no span {span}")))?;
+        let found = self.reads.get(read);
+        let &(tensor, first) = found.ok_or_else(|| Error::Bug(format!("no span {read}")))?;
         self.decryptor.chunk(tensor, first + start, bytes, cancel)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytemuck::{Pod, PodCastError};
 use half::{bf16, f16};
 
-use crate::codec::KeptHeader;
+use crate::codec::CompactHeader;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
@@ -45,7 +45,7 @@ pub(super) fn dtype_of<T: Element>() -> Result<DType> {
 pub struct Tensor {
     pub(super) number: usize,
     /// Its header, which agrees with the index.
-    pub header: KeptHeader,
+    pub header: CompactHeader,
     /// Its bytes, in row-major order.
     pub memory: HostBuffer,
     pub(super) entries: Arc<Vec<Entry>>,

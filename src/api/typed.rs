@@ -9,7 +9,7 @@ use super::save::save;
 use super::save_options::{SaveOptions, SaveTensor};
 use super::tensor::{Element, Tensor, dtype_of, expect};
 use crate::cancel::Never;
-use crate::engine::write::Origin;
+use crate::engine::write::TensorData;
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
 use crate::format::dtype::DType;
@@ -64,7 +64,7 @@ impl<'a> SaveTensor<'a> {
             module_index: 0,
             dtype,
             shape: shape.to_vec(),
-            data: Origin::Bytes(bytes),
+            data: TensorData::Bytes(bytes),
         })
     }
 }

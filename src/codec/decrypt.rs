@@ -7,11 +7,11 @@ use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crate::cancel::Cancel;
-use crate::codec::crypt::{DecryptionOptions, Key, PIECE_LEN, Pieces};
+use crate::codec::crypt::{DecryptionOptions, EncryptedPieces, Key, PIECE_LEN};
 use crate::error::{Error, Result};
 use crate::fallible::listed;
 use crate::format::catalog::Entry;
-use crate::format::tensors::header::Header;
+use crate::format::tensors::header::TensorHeader;
 
 /// Interval of checks for cancellation while a thread waits for a header that another thread reads.
 const IDLE: Duration = Duration::from_millis(20);
@@ -22,18 +22,18 @@ pub struct Decryptor<'o> {
     uri: &'o str,
     entries: &'o [&'o Entry],
     /// Set when the header of the tensor is there; None for tensors without data.
-    ciphers: Vec<OnceLock<Option<(Pieces, Key)>>>,
+    ciphers: Vec<OnceLock<Option<(EncryptedPieces, Key)>>>,
     came: (Mutex<()>, Condvar),
 }
 
 /// Returns the pieces and the key of a tensor's data; None if it has no data.
 pub fn cipher(
-    header: &Header<'_>,
+    header: &TensorHeader<'_>,
     entry: &Entry,
     options: &DecryptionOptions,
     uri: &str,
     cancel: &dyn Cancel,
-) -> Result<Option<(Pieces, Key)>> {
+) -> Result<Option<(EncryptedPieces, Key)>> {
     if entry.data_len == 0 {
         return Ok(None);
     }
@@ -43,7 +43,7 @@ pub fn cipher(
     let info = header.crypt_info.as_ref();
     let cipher = info.and_then(|info| info.cipher.as_ref());
     let cipher = cipher.ok_or_else(|| fail("its header does not say how".to_owned()))?;
-    let pieces = Pieces::of(cipher, entry.data_len).map_err(fail)?;
+    let pieces = EncryptedPieces::of(cipher, entry.data_len).map_err(fail)?;
     let derivation = info.and_then(|info| info.key_derivation.as_ref());
     Ok(Some((pieces, options.key(derivation, uri, cancel)?)))
 }
@@ -66,7 +66,12 @@ impl<'o> Decryptor<'o> {
     }
 
     /// Takes the header of a tensor. Returns false if the tensor's data cannot be decrypted in chunks.
-    pub fn header(&self, tensor: usize, header: &Header<'_>, cancel: &dyn Cancel) -> Result<bool> {
+    pub fn header(
+        &self,
+        tensor: usize,
+        header: &TensorHeader<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<bool> {
         let found = cipher(header, self.entry(tensor)?, self.options, self.uri, cancel)?;
         let in_chunks = found.as_ref().is_none_or(|(pieces, _)| pieces.fit(PIECE_LEN));
         let place = self.ciphers.get(tensor);
@@ -77,7 +82,7 @@ impl<'o> Decryptor<'o> {
     }
 
     /// Waits for the header of a tensor, and returns the pieces and the key of its data.
-    fn wait(&self, tensor: usize, cancel: &dyn Cancel) -> Result<Option<&(Pieces, Key)>> {
+    fn wait(&self, tensor: usize, cancel: &dyn Cancel) -> Result<Option<&(EncryptedPieces, Key)>> {
         let place = self.ciphers.get(tensor);
         let place = place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
         let (lock, came) = &self.came;
@@ -147,7 +152,7 @@ mod tests {
     use crate::format::dtype::DType;
     use crate::format::name::Name;
     use crate::format::tensors::crypt_info;
-    use crate::format::tensors::header::{Draft, Hashes};
+    use crate::format::tensors::header::{Hashes, HeaderDraft};
     use proptest::prelude::*;
 
     fn bytes_entry(len: u64, block_len: u64) -> Entry {
@@ -188,9 +193,9 @@ mod tests {
                 .collect();
             let block = crypt_info::encode(None, piece_len, &nonce, &macs).unwrap();
             let entry = bytes_entry(len as u64, block.len() as u64);
-            let draft = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap();
+            let draft = HeaderDraft::new(&entry, 0, Hashes::All, block.len()).unwrap();
             let raw = draft.finish(0, &[0; 32], &block);
-            let header = Header::parse(&raw, &entry, true).unwrap();
+            let header = TensorHeader::parse(&raw, &entry, true).unwrap();
             if let Some(at) = damage {
                 sealed[at % len] ^= 1;
             }

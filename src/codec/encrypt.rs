@@ -8,14 +8,14 @@ use crate::fallible::{repeated, with_room};
 use crate::format::tensors::crypt_info::{self, MAC_LEN};
 
 /// A tensor's nonce, and the tags of its pieces.
-pub struct Seal<'p> {
+pub struct Encryptor<'p> {
     options: &'p EncryptionOptions,
     nonce: [u8; NONCE_LEN],
     macs: Mutex<Vec<[u8; MAC_LEN]>>,
     encoded_len: usize,
 }
 
-impl<'p> Seal<'p> {
+impl<'p> Encryptor<'p> {
     /// Creates a nonce, and room for the tags of `data_len` bytes of data.
     pub fn new(data_len: u64, options: &'p EncryptionOptions) -> Result<Self> {
         let count = usize::try_from(data_len.div_ceil(PIECE_LEN));
@@ -24,7 +24,7 @@ impl<'p> Seal<'p> {
         let encoded_len =
             usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes of tags")))?;
         let macs = Mutex::new(repeated([0; MAC_LEN], count, "tags of encrypted pieces")?);
-        Ok(Seal { options, nonce: crypt::random()?, macs, encoded_len })
+        Ok(Encryptor { options, nonce: crypt::random()?, macs, encoded_len })
     }
 
     /// Returns an encrypted copy of data, which begin at a multiple of the length of pieces.

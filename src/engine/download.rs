@@ -64,7 +64,7 @@ impl Downloader<'_> {
 
     /// Downloads tensors of one device that fit together into one staging buffer. Returns the bytes
     /// of the buffer, and the aligned range of each tensor in them.
-    pub fn together(
+    pub fn download_group(
         &self,
         all: &[&OnDevice],
         stream: &Arc<dyn Stream>,

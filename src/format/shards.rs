@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use super::json::Scalar;
-use super::safetensors::{self, Strings};
+use super::safetensors::{self, StringMap};
 use crate::error::{Brief, Error, Malformed};
 use crate::fallible::with_room;
 
@@ -40,7 +40,7 @@ pub const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt"
 
 /// A parsed index.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Index {
+pub struct ShardMap {
     /// The names of the files, without duplicates and in sorted order.
     pub files: Vec<String>,
     /// The number of the file of each tensor.
@@ -69,10 +69,10 @@ pub fn begins(bytes: &[u8]) -> bool {
 }
 
 /// Reads an index.
-pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
+pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let malformed = |what: String| Malformed::new(0, format!("the index of shards: {what}"));
     let text = std::str::from_utf8(json).map_err(|e| malformed(format!("it is not UTF-8: {e}")))?;
-    let raw: Raw =
+    let raw: RawShardMap =
         serde_json::from_str(text).map_err(|e| malformed(Brief(&e.to_string()).to_string()))?;
     let mut names = BTreeSet::new();
     for file in raw.weight_map.0.values() {
@@ -96,7 +96,7 @@ pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
     }
     let metadata = raw.metadata.into_iter().flatten();
     let metadata = metadata.filter_map(|(name, Scalar(value))| Some((name, value?)));
-    Ok(Index { metadata: metadata.collect(), files, tensors })
+    Ok(ShardMap { metadata: metadata.collect(), files, tensors })
 }
 
 /// Describes what is wrong with a shard's name; None if nothing is. Shards lie in the folder of their
@@ -117,9 +117,9 @@ fn what_is_wrong_with(name: &str) -> Option<&'static str> {
 }
 
 #[derive(Deserialize)]
-struct Raw {
+struct RawShardMap {
     metadata: Option<BTreeMap<String, Scalar>>,
-    weight_map: Strings,
+    weight_map: StringMap,
 }
 
 #[cfg(test)]

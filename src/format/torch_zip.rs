@@ -73,8 +73,8 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
     })?;
     let end_at = size.saturating_sub(tail.len() as u64).saturating_add(at as u64);
     let (before, end) = tail.split_at(at);
-    let plain = End::plain(end, base.saturating_add(end_at))?;
-    let large = End::large(before, end_at, base)?;
+    let plain = EndRecord::plain(end, base.saturating_add(end_at))?;
+    let large = EndRecord::large(before, end_at, base)?;
     let several = plain.several || large.as_ref().is_some_and(|large| large.several);
     let (end, follows) = match large {
         Some(large) if !plain.is_short_for(&large) => {
@@ -123,13 +123,13 @@ fn end_of_archive(tail: &[u8]) -> Option<usize> {
 }
 
 /// The end record of an archive.
-struct End {
+struct EndRecord {
     directory: Directory,
     /// True if the archive claims to consist of several parts.
     several: bool,
 }
 
-impl End {
+impl EndRecord {
     /// Parses the end record that every archive has; `at` is its position.
     fn plain(bytes: &[u8], at: u64) -> Result<Self, Malformed> {
         let mut cursor = Cursor::new(bytes, at, "end of the zip archive");
@@ -138,7 +138,7 @@ impl End {
         let counts = [cursor.u16("records here")?, cursor.u16("records")?];
         let (len, start) = (cursor.u32("size")?.into(), cursor.u32("position")?.into());
         let several = disks != [0, 0] || counts[0] != counts[1];
-        Ok(End { directory: Directory { start, len, count: counts[1].into() }, several })
+        Ok(EndRecord { directory: Directory { start, len, count: counts[1].into() }, several })
     }
 
     /// Parses the zip64 end record, which lies with its locator before the plain one; None if there is
@@ -176,7 +176,7 @@ impl End {
         let counts = [cursor.u64("records here")?, cursor.u64("records")?];
         let (len, start) = (cursor.u64("size")?, cursor.u64("position")?);
         let several = parts != [0; 3] || disks > 1 || counts[0] != counts[1];
-        Ok(Some(End { directory: Directory { start, len, count: counts[1] }, several }))
+        Ok(Some(EndRecord { directory: Directory { start, len, count: counts[1] }, several }))
     }
 
     /// True if this plain end record agrees with the zip64 record `large`. The maximum of a field
@@ -195,9 +195,9 @@ impl End {
 pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Record>, Malformed> {
     let at = base.saturating_add(directory.start);
     let mut cursor = Cursor::new(bytes, at, "directory of the zip archive");
-    let mut raw: Vec<Central<'_>> = Vec::new();
+    let mut raw: Vec<CentralEntry<'_>> = Vec::new();
     while !cursor.rest().is_empty() {
-        raw.push(Central::read(&mut cursor)?);
+        raw.push(CentralEntry::read(&mut cursor)?);
     }
     if raw.len() as u64 != directory.count {
         let what = format!(
@@ -208,7 +208,7 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
         return Err(Malformed::new(at, what));
     }
     check_kind(&raw, at)?;
-    let mut records = raw.into_iter().map(Central::record).collect::<Result<Vec<_>, _>>()?;
+    let mut records = raw.into_iter().map(CentralEntry::record).collect::<Result<Vec<_>, _>>()?;
     records.sort_by_key(|record| record.header_at);
     let ends = records.iter().skip(1).map(|next| next.header_at).chain([directory.start]);
     for (record, end) in records.iter().zip(ends) {
@@ -224,8 +224,8 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
 }
 
 /// Refuses archives that were not written by `torch.save`.
-fn check_kind(raw: &[Central<'_>], at: u64) -> Result<(), Malformed> {
-    let folder = |central: &Central<'_>| central.name.iter().position(|&byte| byte == b'/');
+fn check_kind(raw: &[CentralEntry<'_>], at: u64) -> Result<(), Malformed> {
+    let folder = |central: &CentralEntry<'_>| central.name.iter().position(|&byte| byte == b'/');
     let first = raw.first().and_then(|first| first.name.get(..=folder(first)?));
     let has = |what: fn(&[u8]) -> bool| {
         raw.iter()
@@ -249,7 +249,7 @@ fn check_kind(raw: &[Central<'_>], at: u64) -> Result<(), Malformed> {
 }
 
 /// An entry of a central directory before it is validated.
-struct Central<'b> {
+struct CentralEntry<'b> {
     position: u64,
     name: &'b [u8],
     flags: u16,
@@ -260,7 +260,7 @@ struct Central<'b> {
     header_at: u64,
 }
 
-impl<'b> Central<'b> {
+impl<'b> CentralEntry<'b> {
     fn read(cursor: &mut Cursor<'b>) -> Result<Self, Malformed> {
         let position = cursor.offset();
         if cursor.u32("signature")? != CENTRAL {
@@ -281,13 +281,13 @@ impl<'b> Central<'b> {
         let extra_at = cursor.offset();
         let extra = cursor.take(lens[1].into(), "extra fields")?;
         cursor.take(lens[2].into(), "comment")?;
-        let mut large = Large { cursor: extra64(extra, extra_at)? };
+        let mut large = Zip64Values { cursor: extra64(extra, extra_at)? };
         // The extra field has only those values that are set to their maximum here, in this order.
         let len = large.or(len, "size")?;
         let packed = large.or(packed, "size")?;
         let header_at = large.or(header_at, "position")?;
         let disk = if disk == u16::MAX { large.disk()? } else { disk.into() };
-        Ok(Central { position, name, flags, method, packed, len, disk, header_at })
+        Ok(CentralEntry { position, name, flags, method, packed, len, disk, header_at })
     }
 
     fn fail(&self, what: String) -> Malformed {
@@ -327,11 +327,11 @@ impl<'b> Central<'b> {
 }
 
 /// The values of the zip64 extra field.
-struct Large<'b> {
+struct Zip64Values<'b> {
     cursor: Option<Cursor<'b>>,
 }
 
-impl Large<'_> {
+impl Zip64Values<'_> {
     /// Returns a value, or the next one of the extra field if this one is set to its maximum.
     fn or(&mut self, value: u32, what: &'static str) -> Result<u64, Malformed> {
         match &mut self.cursor {

@@ -28,10 +28,10 @@ proptest! {
         match of(bytes).load(&needs) {
             Ok(shares) => {
                 prop_assert!((1..=readers).contains(&shares.readers));
-                prop_assert!(shares.passing >= PASSING && shares.gathers >= gathers);
+                prop_assert!(shares.overhead >= MIN_OVERHEAD && shares.gathers >= gathers);
                 let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
                 prop_assert!((fewest..=most).contains(&shares.staging));
-                let each = reader + shares.passing + shares.gathers;
+                let each = reader + shares.overhead + shares.gathers;
                 let all = each * shares.readers as u64 + shares.staging * buffer;
                 prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
             }
@@ -119,7 +119,7 @@ fn without_a_limit_all_is_as_it_was() {
     let none = MemoryLimit::default();
     let needs = LoadNeeds { readers: 32, reader: 1, gathers: 1, staging: Some((1, 2, 64)) };
     let shares = none.load(&needs).unwrap();
-    assert_eq!((shares.readers, shares.staging, shares.passing), (32, 64, u64::MAX));
+    assert_eq!((shares.readers, shares.staging, shares.overhead), (32, 64, u64::MAX));
     assert_eq!(none.window(16 << 20), 16 << 20);
     assert_eq!(none.tensors(1 << 30, 1 << 40, 1).unwrap(), (1 << 30, none));
 }

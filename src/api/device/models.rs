@@ -26,9 +26,9 @@ const LEN: usize = 256;
 const LENS: [usize; 5] = [40, 900, 0, 300, 100];
 
 /// A file like that of a server, from which more readers may read faster.
-struct Distant(&'static [u8]);
+struct ServerLikeSource(&'static [u8]);
 
-impl ReadAt for Distant {
+impl ReadAt for ServerLikeSource {
     fn uri(&self) -> &str {
         "file"
     }
@@ -80,7 +80,7 @@ fn file() -> &'static [u8] {
 }
 
 fn load(interrupted: bool) {
-    let opened = TensorFile::from_source(Arc::new(Distant(file())), 0, &Never).unwrap();
+    let opened = TensorFile::from_source(Arc::new(ServerLikeSource(file())), 0, &Never).unwrap();
     let numbers: Vec<usize> = (0..LENS.len()).collect();
     let planned = DeviceLoad::new(&opened, &numbers, &[], true).unwrap();
     let mut memory: Vec<Vec<u8>> = planned
@@ -96,7 +96,7 @@ fn load(interrupted: bool) {
     let blocks = Blocks::of(memory.iter_mut().map(block).collect()).unwrap();
     let device: Arc<dyn Device> = FakeDevice::new(7, Faults::default());
     let pool = Pool::new(LEN, 4, 2);
-    let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+    let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
     let to = Destination { devices: &one, memory: &blocks, direct_storage: false };
     // A thread that waits for a hash polls for cancellation. Locks of models never wake a thread
     // for a poll, so that a load that may be cancelled verifies nothing here.
@@ -115,7 +115,7 @@ fn load(interrupted: bool) {
         outcome => assert_eq!(outcome.unwrap().len(), LENS.len()),
     }
     drop(blocks);
-    for (number, place) in planned.places().unwrap().into_iter().enumerate() {
+    for (number, place) in planned.locations().unwrap().into_iter().enumerate() {
         assert_eq!(memory[place.block], tensor(number), "tensor {number}");
     }
 }

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use super::load;
 use super::options::IterateOptions;
-use super::run;
-use super::shared::{Shared, ToDevice};
-use super::window::{Item, Memory, Taken, Window};
+use super::shared::{IteratorDevice, IteratorState};
+use super::window::{NextTensors, ReadyMemory, WaitingTensor, Window};
 use crate::api::file::TensorFile;
 use crate::api::load_options::LoadOptions;
 use crate::api::selection::Selection;
@@ -30,16 +30,16 @@ pub trait Allocate {
 }
 
 /// A tensor that is handed out to the caller.
-pub struct Landed {
+pub struct ReadyTensor {
     /// Its number in the file.
     pub number: usize,
     /// Its bytes. Those on a device are for work that is queued on the current stream from now on.
-    pub memory: Memory,
+    pub memory: ReadyMemory,
 }
 
 /// Tensors of a file, one by one. Dropping it ends the load, and waits for reads and copies.
 pub struct TensorIterator {
-    shared: Inherited<Arc<Shared>>,
+    shared: Inherited<Arc<IteratorState>>,
     thread: Inherited<Option<JoinHandle<()>>>,
     /// The event that the caller's stream waits for already, and that stream.
     waits: Inherited<Option<(Consumer, Arc<dyn Event>)>>,
@@ -51,7 +51,7 @@ impl TensorIterator {
     pub fn new(
         file: &TensorFile,
         numbers: &[usize],
-        device: Option<ToDevice>,
+        device: Option<IteratorDevice>,
         options: &IterateOptions,
         allocate: Option<&mut dyn Allocate>,
     ) -> Result<Self> {
@@ -70,7 +70,7 @@ impl TensorIterator {
         // Tensors without data become zeros when they are handed out, and have no block of bytes.
         let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let block_lens = listed(block_lens.filter(|_| on_device), LISTS)?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(IteratorState {
             file: file.again(),
             numbers: selection.numbers().to_vec(),
             options: load,
@@ -87,7 +87,7 @@ impl TensorIterator {
         let theirs = Arc::clone(&shared);
         let work = move || {
             let panicked = || Err(Error::Bug("a load has panicked".to_owned()));
-            let run = std::panic::AssertUnwindSafe(|| run::run(&theirs, streams.as_ref()));
+            let run = std::panic::AssertUnwindSafe(|| load::run(&theirs, streams.as_ref()));
             let outcome = std::panic::catch_unwind(run).unwrap_or_else(|_| panicked());
             theirs.window.end(outcome);
         };
@@ -107,7 +107,7 @@ impl TensorIterator {
         &mut self,
         mut allocate: Option<&mut dyn Allocate>,
         cancel: &dyn Cancel,
-    ) -> Result<Vec<Landed>> {
+    ) -> Result<Vec<ReadyTensor>> {
         if let (Some(allocate), Some((to, _))) = (allocate.as_deref_mut(), &self.shared.device) {
             // Fails if the stream is being captured into a graph, of which a load cannot be a part.
             to.device.check_consumer(allocate.consumer()?)?;
@@ -118,12 +118,12 @@ impl TensorIterator {
                 self.allocate(allocate)?;
             }
             match self.shared.window.take(POLL)? {
-                Taken::Items(items) => {
+                NextTensors::Items(items) => {
                     let consumer = allocate.map(|allocate| allocate.consumer()).transpose()?;
                     return self.handed_out(items, consumer, cancel);
                 }
-                Taken::Nothing => {}
-                Taken::End => {
+                NextTensors::Nothing => {}
+                NextTensors::End => {
                     self.finish();
                     return Ok(Vec::new());
                 }
@@ -134,14 +134,14 @@ impl TensorIterator {
     /// Hands tensors out: waits for their copies, or makes the caller's stream wait for them.
     fn handed_out(
         &mut self,
-        items: Vec<Item>,
+        items: Vec<WaitingTensor>,
         consumer: Option<Consumer>,
         cancel: &dyn Cancel,
-    ) -> Result<Vec<Landed>> {
+    ) -> Result<Vec<ReadyTensor>> {
         let shared = &**self.shared;
         let device = shared.device.as_ref().map(|(to, _)| &to.device);
         let _entered = device.map(|device| device.enter()).transpose()?;
-        let landed = items.into_iter().map(|Item { tensor, memory, marks }| {
+        let landed = items.into_iter().map(|WaitingTensor { tensor, memory, marks }| {
             for mark in marks {
                 let Some(consumer) = consumer else { continue };
                 let known = self.waits.as_ref().is_some_and(|(stream, known)| {
@@ -158,7 +158,7 @@ impl TensorIterator {
             }
             let number = shared.numbers.get(tensor).copied();
             let number = number.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
-            Ok(Landed { number, memory })
+            Ok(ReadyTensor { number, memory })
         });
         collected(landed, LISTS)
     }
@@ -252,7 +252,7 @@ fn shares(
 }
 
 /// Ends the load of an iterator from another thread.
-pub struct Closer(Inherited<Arc<Shared>>);
+pub struct Closer(Inherited<Arc<IteratorState>>);
 
 impl Closer {
     /// Ends the load, and calls that wait for tensors. Does not wait for the load to end.

@@ -6,16 +6,17 @@
 
 mod host;
 mod iterator;
+mod load;
 mod options;
-mod run;
+mod read_plan;
 mod shared;
 mod window;
 
 pub use host::Tensors;
-pub use iterator::{Allocate, Closer, Landed, TensorIterator};
+pub use iterator::{Allocate, Closer, ReadyTensor, TensorIterator};
 pub use options::{IterateOptions, Order};
-pub use shared::ToDevice;
-pub use window::Memory;
+pub use shared::IteratorDevice;
+pub use window::ReadyMemory;
 
 #[cfg(all(test, not(feature = "models")))]
 mod tests;

@@ -80,7 +80,7 @@ impl Allocate for HostBlocks {
 
 /// The settings of one iterator.
 #[derive(Debug, Clone, Copy)]
-struct Schedule {
+struct IteratorSchedule {
     seed: u64,
     device: bool,
     budget: u64,
@@ -94,9 +94,9 @@ struct Schedule {
     buffer_len: usize,
 }
 
-impl Schedule {
+impl IteratorSchedule {
     fn of(seed: u64) -> Self {
-        Schedule {
+        IteratorSchedule {
             seed,
             device: seed % 2 == 1,
             budget: [1, 100_000, 3 << 20, 1 << 30][(seed / 2 % 4) as usize],
@@ -114,7 +114,7 @@ impl Schedule {
     fn run(&self, file: &TensorFile) -> Result<Vec<usize>> {
         let device: Arc<dyn Device> = FakeDevice::new(self.seed + 1, self.faults);
         let pool: &'static Pool = Box::leak(Box::new(Pool::new(self.buffer_len, 8, 16)));
-        let to = ToDevice {
+        let to = IteratorDevice {
             device,
             consumer: Consumer(0),
             pool,
@@ -145,15 +145,15 @@ impl Schedule {
             if landed.is_empty() {
                 break;
             }
-            for Landed { number, memory } in landed {
+            for ReadyTensor { number, memory } in landed {
                 let expected = tensor(number);
                 let bytes = match &memory {
-                    Memory::Host(buffer) => buffer.bytes().to_vec(),
-                    Memory::Block(at) => {
+                    ReadyMemory::Host(buffer) => buffer.bytes().to_vec(),
+                    ReadyMemory::Block(at) => {
                         blocks.held -= blocks.blocks[*at].len();
                         std::mem::take(&mut blocks.blocks[*at])
                     }
-                    Memory::Zeros => Vec::new(),
+                    ReadyMemory::Zeros => Vec::new(),
                 };
                 assert!(bytes == expected, "tensor {number}: {self:?}");
                 found.push(number);
@@ -172,7 +172,7 @@ fn every_tensor_lands_once_within_the_budget() {
     let file = TensorFile::open(&saved(folder.path(), SaveOptions::default())).unwrap();
     let all: Vec<usize> = (0..LENS.len()).collect();
     for seed in 0..120 {
-        let schedule = Schedule::of(seed);
+        let schedule = IteratorSchedule::of(seed);
         let mut found = schedule.run(&file).unwrap_or_else(|error| panic!("{error}: {schedule:?}"));
         if schedule.order == Order::Ready {
             found.sort_unstable();
@@ -193,7 +193,7 @@ fn encrypted_tensors_land_decrypted() {
         let options = Arc::new(DecryptionOptions::new(Secret::Key(key())));
         let file = file.decrypt(options, &Never).unwrap();
         // A buffer has room for two pieces of encryption.
-        let schedule = Schedule { buffer_len: 4 << 20, ..Schedule::of(seed) };
+        let schedule = IteratorSchedule { buffer_len: 4 << 20, ..IteratorSchedule::of(seed) };
         let found = schedule.run(&file).unwrap_or_else(|error| panic!("{error}: {schedule:?}"));
         assert_eq!(found.len(), LENS.len());
     }
@@ -209,7 +209,7 @@ fn damage_is_an_error_and_nothing_damaged_lands() {
     std::fs::write(&path, bytes).unwrap();
     let file = TensorFile::open(&path).unwrap();
     for seed in 0..60 {
-        let schedule = Schedule::of(seed);
+        let schedule = IteratorSchedule::of(seed);
         if schedule.verify != Verify::Nothing {
             let outcome = schedule.run(&file);
             assert!(matches!(outcome, Err(Error::HashMismatch { .. })), "{schedule:?}");
@@ -228,7 +228,7 @@ fn faults_of_a_device_are_errors() {
             1 => Faults { lost: nth, ..Faults::default() },
             _ => Faults { event: nth, ..Faults::default() },
         };
-        let schedule = Schedule { faults, ..Schedule::of(seed) };
+        let schedule = IteratorSchedule { faults, ..IteratorSchedule::of(seed) };
         match schedule.run(&file) {
             Ok(found) => assert_eq!(found.len(), LENS.len()),
             Err(Error::Device { .. }) => {}
@@ -264,14 +264,14 @@ fn closing_ends_the_load_and_calls_that_wait() {
 }
 
 /// A file that withholds some bytes until the rest was handed out.
-struct Withheld {
+struct BlockedSource {
     file: FileSource,
     /// Reads that include this position have to wait.
     position: u64,
     let_go: Arc<AtomicBool>,
 }
 
-impl ReadAt for Withheld {
+impl ReadAt for BlockedSource {
     fn uri(&self) -> &str {
         self.file.uri()
     }
@@ -309,7 +309,7 @@ fn slices_that_are_brought_together_hold_up_no_other_tensors() {
     save(&path, named.into(), SaveOptions::default(), &Never).unwrap();
     let entry = TensorFile::open(&path).unwrap().entry(0).unwrap().clone();
     let let_go = Arc::new(AtomicBool::new(false));
-    let source = Withheld {
+    let source = BlockedSource {
         file: FileSource::open(&path).unwrap(),
         position: entry.data_offset + entry.data_len / 2,
         let_go: Arc::clone(&let_go),

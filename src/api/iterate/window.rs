@@ -6,7 +6,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::options::Order;
-use crate::engine::landing::Marks;
+use crate::engine::completion::CopyEvents;
 use crate::engine::plan::SMALL;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, push, repeated};
@@ -23,7 +23,7 @@ const BLOCKS: usize = 256;
 const BLOCKS_LEN: u64 = 64 << 20;
 
 /// The memory of a tensor.
-pub enum Memory {
+pub enum ReadyMemory {
     /// In host memory of its own.
     Host(HostBuffer),
     /// In a block of a device that was allocated for it. The block has the number of the tensor.
@@ -33,13 +33,13 @@ pub enum Memory {
 }
 
 /// A tensor that waits for the caller, by its place in the order of the file.
-pub struct Item {
+pub struct WaitingTensor {
     /// Its place.
     pub tensor: usize,
     /// Its bytes.
-    pub memory: Memory,
+    pub memory: ReadyMemory,
     /// Events after which the bytes have arrived.
-    pub marks: Marks,
+    pub marks: CopyEvents,
 }
 
 /// The tensors between those that are still to be read and those that the caller has taken. Tensors
@@ -50,7 +50,7 @@ pub struct Window {
     order: Order,
     /// True if the caller allocates memory before tensors may be read.
     allocates: bool,
-    state: Mutex<State>,
+    state: Mutex<WindowState>,
     /// Notified when more tensors may be read.
     room: Condvar,
     /// Notified when more tensors may be taken.
@@ -59,7 +59,7 @@ pub struct Window {
 
 /// A half of a load that asks for room. Each asks for tensors in rising order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Asker {
+pub enum Requester {
     /// Readers, which read tensors straight to their destination.
     Readers,
     /// Groups of tensors, which are loaded by way of host memory.
@@ -68,24 +68,24 @@ pub enum Asker {
 
 /// Tensors that can only come together: from `first` on, up to `end`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Needed {
+struct PendingBatch {
     first: usize,
     end: usize,
 }
 
 #[derive(Default)]
-struct State {
+struct WindowState {
     budget: u64,
     /// The number of tensors, from the first one on, that were granted memory.
     granted: usize,
     /// The tensors that each asker waits for: those of its next batch.
-    needed: [Needed; 2],
+    needed: [PendingBatch; 2],
     /// Bytes of tensors that are granted and not taken.
     outstanding: u64,
     /// All tensors before this one were taken.
     all_taken_to: usize,
     /// Tensors that were read, by place.
-    waiting: HashMap<usize, Item>,
+    waiting: HashMap<usize, WaitingTensor>,
     /// Their places, in the order in which they landed.
     queue: VecDeque<usize>,
     /// Tensors that have landed, taken ones included.
@@ -102,12 +102,12 @@ struct State {
     closed: bool,
 }
 
-impl State {
+impl WindowState {
     /// True if a batch waits for memory, and the caller has taken all tensors before it. Its
     /// tensors can only come together, so that they have to be granted beyond the budget.
     fn is_starved(&self) -> bool {
         let starves =
-            |needed: &Needed| self.granted < needed.end && self.all_taken_to >= needed.first;
+            |needed: &PendingBatch| self.granted < needed.end && self.all_taken_to >= needed.first;
         self.needed.iter().any(starves)
     }
 
@@ -127,9 +127,9 @@ impl State {
 }
 
 /// The result of waiting for tensors.
-pub enum Taken {
+pub enum NextTensors {
     /// Tensors that were taken.
-    Items(Vec<Item>),
+    Items(Vec<WaitingTensor>),
     /// None came within the time, or memory may be allocated now.
     Nothing,
     /// All tensors were taken.
@@ -141,12 +141,13 @@ impl Window {
     pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Result<Self> {
         let none = repeated(false, lens.len(), LISTS)?;
         let (has_landed, has_taken) = (none.clone(), none);
-        let state = State { budget: budget.max(1), has_landed, has_taken, ..State::default() };
+        let state =
+            WindowState { budget: budget.max(1), has_landed, has_taken, ..WindowState::default() };
         let (room, landed) = (Condvar::new(), Condvar::new());
         Ok(Window { lens, order, allocates, state: Mutex::new(state), room, landed })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, WindowState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -165,14 +166,14 @@ impl Window {
     }
 
     /// True if memory for the next tensor may be taken.
-    fn has_room(&self, state: &State) -> bool {
+    fn has_room(&self, state: &WindowState) -> bool {
         let Some(len) = self.lens.get(state.granted) else { return false };
         let fits = state.outstanding.saturating_add(*len) <= state.budget;
         // A tensor that is larger than the budget comes alone.
         fits || state.outstanding == 0 || state.is_starved()
     }
 
-    fn grant(&self, state: &mut State) {
+    fn grant(&self, state: &mut WindowState) {
         // A tensor of which nothing is read may be taken before it is granted, and does not count then.
         if !state.has_taken(state.granted) {
             state.outstanding = state.outstanding.saturating_add(self.len(state.granted));
@@ -181,9 +182,9 @@ impl Window {
     }
 
     /// True if these tensors, of which parts are in one batch, may be read now.
-    pub fn admits(&self, asker: Asker, first: usize, last: usize) -> bool {
+    pub fn admits(&self, asker: Requester, first: usize, last: usize) -> bool {
         let mut state = self.state();
-        let needed = Needed { first, end: last + 1 };
+        let needed = PendingBatch { first, end: last + 1 };
         if let Some(known) = state.needed.get_mut(asker as usize)
             && std::mem::replace(known, needed) != needed
             && self.allocates
@@ -197,7 +198,7 @@ impl Window {
     }
 
     /// Waits until more tensors may be admitted, or the time is over.
-    pub fn wait_for_room(&self, asker: Asker, time: Duration) {
+    pub fn wait_for_room(&self, asker: Requester, time: Duration) {
         let state = self.state();
         let end = state.needed.get(asker as usize).map_or(0, |needed| needed.end);
         let ready = state.granted >= end || (!self.allocates && self.has_room(&state));
@@ -207,12 +208,12 @@ impl Window {
     }
 
     /// Hands a tensor to the caller.
-    pub fn land(&self, tensor: usize, memory: Memory, marks: Marks) -> Result<()> {
-        self.land_together(vec![Item { tensor, memory, marks }])
+    pub fn land(&self, tensor: usize, memory: ReadyMemory, marks: CopyEvents) -> Result<()> {
+        self.land_together(vec![WaitingTensor { tensor, memory, marks }])
     }
 
     /// Hands tensors to the caller, which finds all of them when it wakes.
-    pub fn land_together(&self, items: Vec<Item>) -> Result<()> {
+    pub fn land_together(&self, items: Vec<WaitingTensor>) -> Result<()> {
         let mut state = self.state();
         if state.closed {
             // The iterator was closed: these tensors are dropped.
@@ -243,7 +244,7 @@ impl Window {
         landed.filter(|(_, landed)| !**landed).map(|(tensor, _)| tensor).collect()
     }
 
-    fn release(&self, state: &mut State, bytes: u64) {
+    fn release(&self, state: &mut WindowState, bytes: u64) {
         state.outstanding = state.outstanding.saturating_sub(bytes);
         self.room.notify_all();
         if self.allocates {
@@ -312,7 +313,7 @@ impl Window {
 
     /// Takes the next tensor, and small ones behind it that have landed too. Tensors that an
     /// earlier call took no longer count against the budget.
-    pub fn take(&self, time: Duration) -> Result<Taken> {
+    pub fn take(&self, time: Duration) -> Result<NextTensors> {
         let mut state = self.state();
         let handed = std::mem::take(&mut state.handed);
         if handed > 0 {
@@ -323,10 +324,10 @@ impl Window {
         }
         let items = self.take_landed(&mut state)?;
         if !items.is_empty() {
-            return Ok(Taken::Items(items));
+            return Ok(NextTensors::Items(items));
         }
         if state.taken == self.lens.len() {
-            return Ok(Taken::End);
+            return Ok(NextTensors::End);
         }
         match state.ended.take() {
             Some(Err(error)) => {
@@ -339,10 +340,10 @@ impl Window {
         if !(self.allocates && self.has_room(&state)) {
             drop(self.landed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
         }
-        Ok(Taken::Nothing)
+        Ok(NextTensors::Nothing)
     }
 
-    fn take_landed(&self, state: &mut State) -> Result<Vec<Item>> {
+    fn take_landed(&self, state: &mut WindowState) -> Result<Vec<WaitingTensor>> {
         let most = state.budget / TOGETHER_PART;
         let (mut items, mut bytes) = (Vec::new(), 0u64);
         while items.len() < TOGETHER {

@@ -26,14 +26,14 @@ const MIN_PIECE_LEN: u64 = 1024;
 
 /// The pieces in which the data of one tensor are encrypted, with their nonces and tags.
 #[derive(Debug, Clone)]
-pub struct Pieces {
+pub struct EncryptedPieces {
     data_len: u64,
     piece_len: u64,
     nonce: [u8; NONCE_LEN],
     macs: Vec<[u8; MAC_LEN]>,
 }
 
-impl Pieces {
+impl EncryptedPieces {
     /// Takes the pieces from a header's description of the data; the error says what is wrong with it.
     pub fn of(cipher: &Cipher, data_len: u64) -> std::result::Result<Self, String> {
         let (piece_len, nonce, macs) = match cipher {
@@ -57,7 +57,7 @@ impl Pieces {
                 macs.len()
             ));
         }
-        Ok(Pieces { data_len, piece_len: piece_len.max(1), nonce, macs })
+        Ok(EncryptedPieces { data_len, piece_len: piece_len.max(1), nonce, macs })
     }
 
     /// The number of the piece that contains a byte, and the start and end of that piece.

@@ -62,19 +62,19 @@ pub struct DecryptionOptions {
     /// Held while a key is derived, so that each key is derived once.
     deriving: Turns,
     /// The derivations that each file has asked for, by its path or address.
-    asked: Brief<HashMap<String, Asked>>,
+    derivation_costs: Brief<HashMap<String, DerivationCost>>,
 }
 
 /// The derivations that a file has asked for so far.
 
 #[derive(Clone, Copy)]
-struct Asked {
+struct DerivationCost {
     keys: usize,
     work: u128,
 }
 
-impl Asked {
-    const NOTHING: Self = Asked { keys: 0, work: 0 };
+impl DerivationCost {
+    const NOTHING: Self = DerivationCost { keys: 0, work: 0 };
 }
 
 impl DecryptionOptions {
@@ -88,7 +88,7 @@ impl DecryptionOptions {
             require_manifest: false,
             derived: Brief::default(),
             deriving: Turns::new(),
-            asked: Brief::default(),
+            derivation_costs: Brief::default(),
         }
     }
 
@@ -105,7 +105,7 @@ impl DecryptionOptions {
     /// Resets the count of a file that is opened: derivations of an earlier file with this name do not
     /// count.
     pub fn opened(&self, uri: &str) {
-        self.asked.lock().remove(uri);
+        self.derivation_costs.lock().remove(uri);
     }
 
     /// True if keys can only be derived: the secret is a passphrase.
@@ -160,7 +160,8 @@ impl DecryptionOptions {
             return Ok(key);
         }
         self.check_limits(derivation, uri)?;
-        let Asked { keys, work } = self.asked.lock().get(uri).copied().unwrap_or(Asked::NOTHING);
+        let DerivationCost { keys, work } =
+            self.derivation_costs.lock().get(uri).copied().unwrap_or(DerivationCost::NOTHING);
         let work = work + u128::from(derivation.opslimit) * u128::from(derivation.memlimit);
         if keys >= MAX_KEYS {
             return Err(Error::Crypt(format!("`{uri}` asks for more than {MAX_KEYS} keys")));
@@ -174,7 +175,9 @@ impl DecryptionOptions {
             )));
         }
         let key = derive(source, derivation, cancel)?;
-        self.asked.lock().insert(uri.to_owned(), Asked { keys: keys + 1, work });
+        self.derivation_costs
+            .lock()
+            .insert(uri.to_owned(), DerivationCost { keys: keys + 1, work });
         self.derived.lock().push((derivation.clone(), key.clone()));
         Ok(key)
     }

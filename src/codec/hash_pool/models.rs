@@ -9,10 +9,10 @@ use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
 const PIECE: usize = 3;
 
 /// One job of a reader: to supply a tensor's header (None), or its data from a position on.
-type Job = (usize, Option<usize>);
+type FeedJob = (usize, Option<usize>);
 
-fn any_jobs(tensors: &[Vec<u8>]) -> Vec<Job> {
-    let mut jobs: Vec<Job> = Vec::new();
+fn any_jobs(tensors: &[Vec<u8>]) -> Vec<FeedJob> {
+    let mut jobs: Vec<FeedJob> = Vec::new();
     for (tensor, data) in tensors.iter().enumerate() {
         jobs.push((tensor, None));
         jobs.extend((0..data.len()).step_by(PIECE).map(|start| (tensor, Some(start))));

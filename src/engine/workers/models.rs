@@ -12,9 +12,9 @@ use crate::error::Error;
 use crate::mem::Progress as _;
 use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
 
-fn any_crew() -> WorkerRange {
-    let most = thread_rng().gen_range(1..=4);
-    WorkerRange { first: thread_rng().gen_range(1..=most.min(2)), most, bytes: None }
+fn any_range() -> WorkerRange {
+    let max = thread_rng().gen_range(1..=4);
+    WorkerRange { initial: thread_rng().gen_range(1..=max.min(2)), max, bytes: None }
 }
 
 /// The number of workers adapts to the model's clock, by which any wait may take long.
@@ -22,9 +22,10 @@ fn any_crew() -> WorkerRange {
 fn each_piece_of_work_is_done_once_by_however_many() {
     check(Rules { patience: TICK, refusals: true }, || {
         const PIECES: usize = 8;
-        let range = any_crew();
+        let range = any_range();
         let queue =
-            WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=range.first)).unwrap();
+            WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=range.initial))
+                .unwrap();
         let done = [const { AtomicUsize::new(0) }; PIECES];
         let (there, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let outcome = run_adapting(range, &Never, |control, number| {
@@ -32,7 +33,7 @@ fn each_piece_of_work_is_done_once_by_however_many() {
             while !control.stopped() && !control.is_retired() {
                 let Some(piece) = queue.next(number, |_| false) else { break };
                 let now = at_work.fetch_add(1, Ordering::Relaxed);
-                assert!(now < range.most, "{now} others of {range:?}");
+                assert!(now < range.max, "{now} others of {range:?}");
                 thread::sleep(Duration::from_millis(1));
                 control.arrived(1000);
                 done[piece].fetch_add(1, Ordering::Relaxed);
@@ -68,7 +69,7 @@ fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
 #[test]
 fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
     check(Rules { patience: POLL, refusals: true }, || {
-        let range = any_crew();
+        let range = any_range();
         let interrupts = thread_rng().gen_range(0..8);
         let (asked, interrupted) = (AtomicUsize::new(0), AtomicBool::new(false));
         let cancel = || {

@@ -3,17 +3,17 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, PoisonError};
 
-use super::chunk::Backlog;
-use super::copies::{Copies, CopyTurns};
+use super::chunk::HashBacklog;
+use super::copy_pool::{CopyPool, CopySlots};
 use super::feed::Feeder;
-use super::item::Item;
-use super::jobs::{BATCH_LEN, Job, UPLOAD_BATCH_LEN, jobs};
-use super::origin::Origin;
-use super::pass::Pass;
+use super::save_task::SaveTask;
+use super::tensor_data::TensorData;
+use super::write_jobs::{BATCH_LEN, UPLOAD_BATCH_LEN, WriteJob, plan_jobs};
+use super::write_tensor::WriteTensor;
 use crate::cancel::Cancel;
 use crate::codec::HashPool;
 use crate::codec::crypt::{EncryptionOptions, Manifest, PIECE_LEN};
-use crate::codec::encrypt::Seal;
+use crate::codec::encrypt::Encryptor;
 use crate::engine::workers;
 use crate::error::Result;
 use crate::fallible::{collected, repeated};
@@ -51,12 +51,12 @@ pub struct WriteOptions<'o> {
 /// file; otherwise zeros.
 pub fn write_tensors(
     sink: &dyn WriteAt,
-    items: &[Item<'_>],
+    items: &[WriteTensor<'_>],
     options: &WriteOptions<'_>,
     progress: &AtomicU64,
     cancel: &dyn Cancel,
 ) -> Result<Vec<[u8; 32]>> {
-    items.iter().try_for_each(Item::check)?;
+    items.iter().try_for_each(WriteTensor::check)?;
     let (wanted, shares) = wanted(sink, items, options)?;
     let sha = options.hashes == Some(Hashes::All);
     let bounded = shares.parts < u64::MAX;
@@ -65,17 +65,18 @@ pub fn write_tensors(
     let part_len = sink.kept().1;
     let sends = part_len > 0;
     let batch_len = batch_len(sends, options.encryption.is_some());
-    let jobs = jobs(items, in_turns, buffer_len()?, batch_len)?;
+    let jobs = plan_jobs(items, in_turns, buffer_len()?, batch_len)?;
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let useful = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
     let (threads, copying) =
         if sends { of_upload(useful, wanted, total / part_len) } else { (useful, useful) };
-    let (copies, backlog) = (Copies::default(), Backlog::new(copying, batch_len, shares.waiting));
+    let (copies, backlog) =
+        (CopyPool::default(), HashBacklog::new(copying, batch_len, shares.waiting));
     let manifest = options.encryption.filter(|options| options.manifest);
-    let pass = Pass {
+    let pass = SaveTask {
         sink,
         items,
-        seals: seals(items, options)?,
+        encryptors: encryptors(items, options)?,
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
         named: options.named,
         hashes: options.hashes,
@@ -87,7 +88,7 @@ pub fn write_tensors(
         counters: Counters::default(),
     };
     let streams = streams_of(items)?;
-    let turns = sends.then(|| CopyTurns::new(copying));
+    let turns = sends.then(|| CopySlots::new(copying));
     let (turns, share) = (turns.as_ref(), share.as_ref());
     let feeder = Feeder { pass: &pass, copies: &copies, turns, streams: &streams, share };
     let queue = Mutex::new(jobs.into_iter());
@@ -120,7 +121,7 @@ fn batch_len(sends: bool, encrypts: bool) -> u64 {
 /// Returns the maximum number of threads, and their shares of the memory limit.
 fn wanted(
     sink: &dyn WriteAt,
-    items: &[Item<'_>],
+    items: &[WriteTensor<'_>],
     options: &WriteOptions<'_>,
 ) -> Result<(usize, SaveShares)> {
     let most = sink.max_writers().max(1);
@@ -129,7 +130,10 @@ fn wanted(
     let mut wanted = shares.threads.min(sink.max_writers().max(1));
     // Such a tensor is written front to back by one thread, and the sink accepts a limited number
     // of such sequences at a time.
-    if items.iter().any(|item| matches!(item.origin, Origin::Deferred(_) | Origin::Device(_))) {
+    if items
+        .iter()
+        .any(|item| matches!(item.origin, TensorData::Deferred(_) | TensorData::Device(_)))
+    {
         wanted = wanted.min(sink.places().max(1));
     }
     Ok((wanted, shares))
@@ -139,17 +143,17 @@ fn wanted(
 /// the sink keeps.
 fn shares(
     sink: &dyn WriteAt,
-    items: &[Item<'_>],
+    items: &[WriteTensor<'_>],
     options: &WriteOptions<'_>,
     wanted: usize,
 ) -> Result<SaveShares> {
     let memory = options.memory.known()?;
     let (kept, part) = sink.kept();
-    let brought = items.iter().filter(|item| matches!(item.origin, Origin::Deferred(_)));
+    let brought = items.iter().filter(|item| matches!(item.origin, TensorData::Deferred(_)));
     let brought = brought.map(|item| item.entry.data_len).max().unwrap_or(0);
-    let copies = items.iter().any(|item| matches!(item.origin, Origin::Bytes(_)));
+    let copies = items.iter().any(|item| matches!(item.origin, TensorData::Bytes(_)));
     let mut device = items.iter().filter_map(|item| match &item.origin {
-        Origin::Device(bytes) => Some(Pool::of(&bytes.device)),
+        TensorData::Device(bytes) => Some(Pool::of(&bytes.device)),
         _ => None,
     });
     let staging = device.next().transpose()?.map(|pool| (pool.buffer_len(), pool.limit()));
@@ -169,31 +173,35 @@ fn shares(
 }
 
 /// Returns the encryption of each tensor, if there is one.
-fn seals<'o>(items: &[Item<'_>], options: &WriteOptions<'o>) -> Result<Vec<Option<Seal<'o>>>> {
-    let seal = |item: &Item<'_>| {
-        options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
+fn encryptors<'o>(
+    items: &[WriteTensor<'_>],
+    options: &WriteOptions<'o>,
+) -> Result<Vec<Option<Encryptor<'o>>>> {
+    let seal = |item: &WriteTensor<'_>| {
+        options.encryption.map(|options| Encryptor::new(item.entry.data_len, options)).transpose()
     };
     collected(items.iter().map(seal), "tags of encrypted pieces")
 }
 
 /// Returns the hash pool of the tensors that are written in several chunks; without headers it has
 /// none.
-fn pool<B: AsRef<[u8]>>(items: &[Item<'_>], hashes: Option<Hashes>) -> Result<HashPool<B>> {
-    let large =
-        |item: &Item<'_>| (hashes.is_some() && item.is_large()).then_some(item.entry.data_len);
+fn pool<B: AsRef<[u8]>>(items: &[WriteTensor<'_>], hashes: Option<Hashes>) -> Result<HashPool<B>> {
+    let large = |item: &WriteTensor<'_>| {
+        (hashes.is_some() && item.is_large()).then_some(item.entry.data_len)
+    };
     HashPool::new(items.iter().map(large), hashes == Some(Hashes::All))
 }
 
 /// Returns the number of threads that have something to do. Each job needs one thread; with
 /// SHA-256, another can hash the bytes of a job that is a single tensor.
-fn useful_threads(jobs: &[Job], sha: bool) -> usize {
-    let alone = |job: &&Job| sha && matches!(job, Job::Deferred(_) | Job::Device(_));
+fn useful_threads(jobs: &[WriteJob], sha: bool) -> usize {
+    let alone = |job: &&WriteJob| sha && matches!(job, WriteJob::Deferred(_) | WriteJob::Device(_));
     jobs.len() + jobs.iter().filter(alone).count()
 }
 
-fn streams_of(items: &[Item<'_>]) -> Result<StreamsByDevice> {
+fn streams_of(items: &[WriteTensor<'_>]) -> Result<StreamsByDevice> {
     StreamsByDevice::open(items.iter().filter_map(|item| match &item.origin {
-        Origin::Device(bytes) => Some(bytes),
+        TensorData::Device(bytes) => Some(bytes),
         _ => None,
     }))
 }
@@ -207,7 +215,7 @@ fn of_upload(useful: usize, wanted: usize, parts: u64) -> (usize, usize) {
 }
 
 /// Publishes the counters of the save.
-fn report(pass: &Pass<'_>, streams: &StreamsByDevice, threads: usize) {
+fn report(pass: &SaveTask<'_>, streams: &StreamsByDevice, threads: usize) {
     let devices = streams.names();
     let device = if devices.is_empty() { "cpu" } else { &devices };
     if !devices.is_empty() && Pool::all().into_iter().any(Pool::is_pageable) {

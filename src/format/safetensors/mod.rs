@@ -6,9 +6,9 @@
 mod header;
 mod layout;
 
-pub(super) use header::Strings;
-pub use header::{Header, parse};
-pub use layout::{Layout, Placed};
+pub(super) use header::StringMap;
+pub use header::{SafetensorsHeader, parse};
+pub use layout::{SafetensorsLayout, SafetensorsTensor};
 
 use crate::error::Malformed;
 

@@ -118,7 +118,7 @@ pub(super) fn parse_kind(cursor: &mut Cursor<'_>) -> Result<TensorKind, Malforme
 }
 
 /// A parsed index block.
-pub struct Index {
+pub struct ParsedIndex {
     /// The tensors, in the order of the index.
     pub entries: Vec<Entry>,
     /// The number of each entry, by name.
@@ -138,7 +138,7 @@ pub fn parse(
     prologue: &Prologue,
     file_len: Option<u64>,
     uri: &str,
-) -> Result<Index> {
+) -> Result<ParsedIndex> {
     let mut cursor = Cursor::new(block, base, "tensor index");
     if prologue.count == 0 || block.is_empty() {
         return Err(cursor.error("Tensor index in the file is empty").of(uri));
@@ -168,7 +168,7 @@ pub fn parse(
         entries.push(entry);
     }
     check_extents(&entries, base.saturating_add(prologue.index_len), file_len, uri)?;
-    Ok(Index { entries, names, len: cursor.position() })
+    Ok(ParsedIndex { entries, names, len: cursor.position() })
 }
 
 /// Maximum bytes of an index that is read: room for 60,000 names of full length, or for tens of
@@ -183,12 +183,12 @@ const MOST_BEHIND: u64 = 256 << 20;
 
 /// Progress of validating an index while its bytes arrive.
 #[derive(Default)]
-pub struct Start {
+pub struct IndexValidator {
     entries: u64,
     position: usize,
 }
 
-impl Start {
+impl IndexValidator {
     /// Validates further entries of a block that lies at `base` and is still arriving. Stops before an
     /// entry that may continue after the bytes that are there.
     pub fn read(&mut self, block: &[u8], base: u64, prologue: &Prologue) -> Result<(), Malformed> {

@@ -11,10 +11,10 @@ fn a_short_load_pins_no_more_than_its_bytes_and_a_buffer() {
         let source = Arc::new(FileSource::open(&files.path).unwrap());
         let opened = TensorFile::from_source(source, 0, &Never).unwrap();
         let planned = DeviceLoad::new(&opened, &[0], &[], false).unwrap();
-        let memory = Memory::new(&planned.block_lens().unwrap());
+        let memory = TestMemory::new(&planned.block_lens().unwrap());
         let device: Arc<dyn Device> = FakeDevice::new(3, Faults::default());
         let pool = Pool::new(LEN, 64, 16);
-        let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+        let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
         let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
         let options = LoadOptions { readers: Some(4), ..LoadOptions::default() };
         let (_, streams) =
@@ -32,7 +32,7 @@ const NEIGHBOURS: [usize; 8] =
 fn hashes_never_wait_for_buffers_that_wait_for_them() {
     let files = file(&NEIGHBOURS, SaveOptions::default());
     for (readers, devices) in [(1, 1), (2, 1), (5, 1), (1, 2), (2, 2), (5, 3)] {
-        let schedule = Schedule {
+        let schedule = LoadSchedule {
             seed: 7,
             units: 4,
             buffer_len: 4 << 20,

@@ -4,16 +4,16 @@
 use super::*;
 
 fn land(window: &Window, tensor: usize) {
-    window.land(tensor, Memory::Zeros, Marks::new()).unwrap();
+    window.land(tensor, ReadyMemory::Zeros, CopyEvents::new()).unwrap();
 }
 
 fn admits(window: &Window, first: usize, last: usize) -> bool {
-    window.admits(Asker::Readers, first, last)
+    window.admits(Requester::Readers, first, last)
 }
 
 fn take(window: &Window) -> Vec<usize> {
     match window.take(Duration::ZERO).unwrap() {
-        Taken::Items(items) => items.iter().map(|item| item.tensor).collect(),
+        NextTensors::Items(items) => items.iter().map(|item| item.tensor).collect(),
         _ => Vec::new(),
     }
 }
@@ -85,14 +85,14 @@ fn a_batch_with_the_end_of_a_tensor_and_the_beginning_of_the_next_is_admitted() 
 fn two_askers_wait_for_each_other_only_in_the_order_of_the_file() {
     let window = Window::new(vec![6; 4], 10, Order::File, false).unwrap();
     assert!(admits(&window, 0, 0));
-    assert!(!window.admits(Asker::Groups, 1, 1) && !admits(&window, 2, 2));
+    assert!(!window.admits(Requester::Groups, 1, 1) && !admits(&window, 2, 2));
     land(&window, 0);
     assert_eq!(take(&window), [0]);
     // Tensor 1 is granted to whichever asks next, and tensor 2 is not.
-    assert!(!admits(&window, 2, 2) && window.admits(Asker::Groups, 1, 1));
+    assert!(!admits(&window, 2, 2) && window.admits(Requester::Groups, 1, 1));
     land(&window, 1);
     assert_eq!(take(&window), [1]);
-    assert!(admits(&window, 2, 2) && !window.admits(Asker::Groups, 3, 3));
+    assert!(admits(&window, 2, 2) && !window.admits(Requester::Groups, 3, 3));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::mem::device::OnDevice;
 pub type HostCopy = Box<dyn AsRef<[u8]> + Send + Sync>;
 
 /// The origin of a tensor's bytes.
-pub enum Origin<'a> {
+pub enum TensorData<'a> {
     /// A tensor of the `meta` device, which has no bytes.
     Meta,
     /// In memory, in row-major order.
@@ -20,13 +20,13 @@ pub enum Origin<'a> {
     Deferred(Box<dyn Fn() -> Result<HostCopy> + Send + Sync + 'a>),
 }
 
-impl Origin<'_> {
+impl TensorData<'_> {
     /// Returns the number of bytes, if it is known.
     pub fn size(&self) -> Option<u64> {
         match self {
-            Origin::Bytes(bytes) => Some(bytes.len() as u64),
-            Origin::Device(bytes) => Some(bytes.memory.size() as u64),
-            Origin::Meta | Origin::Deferred(_) => None,
+            TensorData::Bytes(bytes) => Some(bytes.len() as u64),
+            TensorData::Device(bytes) => Some(bytes.memory.size() as u64),
+            TensorData::Meta | TensorData::Deferred(_) => None,
         }
     }
 }

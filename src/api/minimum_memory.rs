@@ -1,7 +1,7 @@
 //! The minimum memory limit with which a file can be read.
 
 use super::file::TensorFile;
-use crate::engine::cold;
+use crate::engine::page_cache;
 use crate::engine::target::gather;
 use crate::error::Result;
 use crate::io::{Capabilities, borrowed};
@@ -18,12 +18,12 @@ impl TensorFile {
         let sources = self.sources();
         let files = borrowed(&sources);
         let of_server = Capabilities::of_all(&files).map_or(0, |traits| traits.reader_memory);
-        let around = if staged { cold::READER_MEMORY } else { 0 };
+        let around = if staged { page_cache::READER_MEMORY } else { 0 };
         let buffer = pinned::buffer_len()? as u64;
         let needs = LoadNeeds {
             readers: 1,
             reader: of_server.clamp(CONNECTION, READER).max(around),
-            gathers: if parts { gather::least(self.is_encrypted()) } else { 0 },
+            gathers: if parts { gather::min_memory(self.is_encrypted()) } else { 0 },
             staging: staged.then(|| (buffer, pinned::fewest(buffer), 0)),
         };
         // Files of a hub are hashed before the load, piece by piece, which also takes memory.

@@ -5,35 +5,35 @@ use std::io::IoSlice;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::chunk::{Backlog, Chunk, Waiting};
-use super::item::Item;
+use super::chunk::{HashBacklog, TensorChunk, UnhashedBytes};
+use super::write_tensor::WriteTensor;
 use crate::cancel::Cancel;
 use crate::codec::crypt::Manifest;
-use crate::codec::encrypt::Seal;
+use crate::codec::encrypt::Encryptor;
 use crate::codec::hash::{Digests, digest_all, sha256};
-use crate::codec::{HashPool, Taken};
+use crate::codec::{HashBatch, HashPool};
 use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
 use crate::fallible::{collected, listed, push};
-use crate::format::tensors::header::{Draft, Hashes};
+use crate::format::tensors::header::{Hashes, HeaderDraft};
 use crate::io::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
 
 /// State that the threads of one save share.
-pub struct Pass<'p> {
+pub struct SaveTask<'p> {
     pub sink: &'p dyn WriteAt,
-    pub items: &'p [Item<'p>],
+    pub items: &'p [WriteTensor<'p>],
     /// The encryption of each tensor, if there is one.
-    pub seals: Vec<Option<Seal<'p>>>,
+    pub encryptors: Vec<Option<Encryptor<'p>>>,
     pub manifest: Option<Manifest>,
     /// True if digests of headers are needed even without a manifest.
     pub named: bool,
     /// The hashes that headers store; None without headers.
     pub hashes: Option<Hashes>,
     /// The hashes of large tensors.
-    pub pool: HashPool<Waiting<'p>>,
-    pub backlog: &'p Backlog,
+    pub pool: HashPool<UnhashedBytes<'p>>,
+    pub backlog: &'p HashBacklog,
     /// True if the sink keeps written bytes until they are sent. Copies are then hashed and
     /// released before a thread waits for a server, so that bytes are not held twice.
     pub sends: bool,
@@ -45,14 +45,14 @@ pub struct Pass<'p> {
 }
 
 /// Adjacent bytes to be written together.
-struct Run<'a> {
+struct WriteRun<'a> {
     offset: u64,
     end: u64,
     buffers: Vec<IoSlice<'a>>,
 }
 
-impl<'p> Pass<'p> {
-    pub fn item(&self, tensor: usize) -> Result<&'p Item<'p>> {
+impl<'p> SaveTask<'p> {
+    pub fn item(&self, tensor: usize) -> Result<&'p WriteTensor<'p>> {
         self.items.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
@@ -65,13 +65,13 @@ impl<'p> Pass<'p> {
     ///
     /// A small tensor comes as one chunk: it is hashed first, and its header is written with it.
     /// The chunks of a large tensor may come in any order; its header is written when the pool has
-    /// hashed all of them. Complete parts are sent later, by [`Pass::settle`].
-    pub fn put(&self, chunks: Vec<Chunk<'p>>, control: &Control<'_>) -> Result<()> {
+    /// hashed all of them. Complete parts are sent later, by [`SaveTask::settle`].
+    pub fn put(&self, chunks: Vec<TensorChunk<'p>>, control: &Control<'_>) -> Result<()> {
         let sealed = collected(chunks.iter().map(|chunk| self.sealed(chunk)), PLAN)?;
         let plain = self.hashes.is_none();
         let headers = if plain { Vec::new() } else { self.headers_of_small(&chunks)? };
         let mut headers = headers.iter();
-        let mut runs: Vec<Run<'_>> = Vec::new();
+        let mut runs: Vec<WriteRun<'_>> = Vec::new();
         for (chunk, sealed) in chunks.iter().zip(&sealed) {
             let item = self.item(chunk.tensor)?;
             if !plain && !item.is_large() {
@@ -90,7 +90,7 @@ impl<'p> Pass<'p> {
             return Ok(());
         }
         self.counters.time(Stage::Hash, || -> Result<()> {
-            for Chunk { tensor, start, bytes } in chunks {
+            for TensorChunk { tensor, start, bytes } in chunks {
                 if self.item(tensor)?.is_large() {
                     if start == 0 {
                         self.pool.header(tensor, &self.draft(tensor)?.bytes);
@@ -133,7 +133,11 @@ impl<'p> Pass<'p> {
         Ok(())
     }
 
-    fn hash_taken(&self, taken: Option<Taken<Waiting<'p>>>, control: &Control<'_>) -> Result<bool> {
+    fn hash_taken(
+        &self,
+        taken: Option<HashBatch<UnhashedBytes<'p>>>,
+        control: &Control<'_>,
+    ) -> Result<bool> {
         let Some(taken) = taken else { return Ok(false) };
         let mut complete = Vec::new();
         self.counters.time(Stage::Hash, || {
@@ -149,7 +153,7 @@ impl<'p> Pass<'p> {
 
     /// Returns the finished headers of the small tensors, in order. Their data must be encrypted
     /// already.
-    fn headers_of_small(&self, chunks: &[Chunk<'p>]) -> Result<Vec<Vec<u8>>> {
+    fn headers_of_small(&self, chunks: &[TensorChunk<'p>]) -> Result<Vec<Vec<u8>>> {
         let mut drafts = Vec::new();
         for chunk in chunks {
             if !self.item(chunk.tensor)?.is_large() {
@@ -161,36 +165,37 @@ impl<'p> Pass<'p> {
         let inputs = listed(inputs, PLAN)?;
         let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()))?;
         let drafts = drafts.into_iter().zip(digests);
-        let finish = |((chunk, draft), digests): ((&Chunk<'p>, _), _)| {
+        let finish = |((chunk, draft), digests): ((&TensorChunk<'p>, _), _)| {
             self.finish(chunk.tensor, draft, &digests)
         };
         collected(drafts.map(finish), PLAN)
     }
 
-    fn seal(&self, tensor: usize) -> Result<Option<&Seal<'p>>> {
-        let seal = self.seals.get(tensor);
+    fn seal(&self, tensor: usize) -> Result<Option<&Encryptor<'p>>> {
+        let seal = self.encryptors.get(tensor);
         Ok(seal.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.as_ref())
     }
 
     /// Returns the encrypted bytes of a chunk, if the file is encrypted.
-    fn sealed(&self, chunk: &Chunk<'_>) -> Result<Option<Vec<u8>>> {
+    fn sealed(&self, chunk: &TensorChunk<'_>) -> Result<Option<Vec<u8>>> {
         let bytes = chunk.bytes.as_ref();
-        let seal =
-            |seal: &Seal<'_>| self.counters.time(Stage::Decrypt, || seal.seal(chunk.start, bytes));
+        let seal = |seal: &Encryptor<'_>| {
+            self.counters.time(Stage::Decrypt, || seal.seal(chunk.start, bytes))
+        };
         self.seal(chunk.tensor)?.filter(|_| !bytes.is_empty()).map(seal).transpose()
     }
 
-    fn draft(&self, tensor: usize) -> Result<Draft> {
+    fn draft(&self, tensor: usize) -> Result<HeaderDraft> {
         let item = self.item(tensor)?;
-        let crypt_len = self.seal(tensor)?.map_or(0, Seal::encoded_len);
+        let crypt_len = self.seal(tensor)?.map_or(0, Encryptor::encoded_len);
         let hashes =
             self.hashes.ok_or_else(|| Error::Bug("a header of a plain file".to_owned()))?;
-        Draft::new(item.entry, item.module_index, hashes, crypt_len)
+        HeaderDraft::new(item.entry, item.module_index, hashes, crypt_len)
     }
 
     /// Returns the complete header of a tensor, whose data must be encrypted already.
-    fn finish(&self, tensor: usize, draft: Draft, digests: &Digests) -> Result<Vec<u8>> {
-        let crypt = self.seal(tensor)?.map(Seal::encode).transpose()?.unwrap_or(Vec::new());
+    fn finish(&self, tensor: usize, draft: HeaderDraft, digests: &Digests) -> Result<Vec<u8>> {
+        let crypt = self.seal(tensor)?.map(Encryptor::encode).transpose()?.unwrap_or(Vec::new());
         let header = draft.finish(digests.crc, &digests.sha, &crypt);
         let digest = match &self.manifest {
             Some(manifest) => Some(manifest.digest(&header).into()),
@@ -215,14 +220,14 @@ impl<'p> Pass<'p> {
     }
 }
 
-fn append<'a>(runs: &mut Vec<Run<'a>>, offset: u64, bytes: &'a [u8]) -> Result<()> {
+fn append<'a>(runs: &mut Vec<WriteRun<'a>>, offset: u64, bytes: &'a [u8]) -> Result<()> {
     let end = offset + bytes.len() as u64;
     match runs.last_mut().filter(|run| run.end == offset) {
         Some(run) => {
             push(&mut run.buffers, IoSlice::new(bytes), PLAN)?;
             run.end = end;
         }
-        None => push(runs, Run { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?,
+        None => push(runs, WriteRun { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?,
     }
     Ok(())
 }

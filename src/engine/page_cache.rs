@@ -27,7 +27,7 @@ const ALWAYS: u64 = 2;
 
 /// The page-cache residency of a load's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cached {
+pub enum PageCacheResidency {
     /// All of it, as far as samples tell.
     All,
     /// Some of it, or it is unknown.
@@ -37,7 +37,7 @@ pub enum Cached {
 }
 
 /// Samples the page-cache residency of files.
-pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
+pub fn sample_residency(files: &[&dyn ReadAt], extents: &[Extent]) -> PageCacheResidency {
     /// The most positions that are sampled, at equal distances.
     const SAMPLES: u64 = 32;
     const PAGE: u64 = 4 << 10;
@@ -60,11 +60,11 @@ pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
         next -= extent.data_len;
     }
     if cold * 2 > sampled {
-        Cached::Little
+        PageCacheResidency::Little
     } else if cold + unknown == 0 {
-        Cached::All
+        PageCacheResidency::All
     } else {
-        Cached::Some
+        PageCacheResidency::Some
     }
 }
 

@@ -5,9 +5,9 @@ use std::ops::Range;
 /// The contiguous ranges (runs) of a slice within the bytes of its tensor. All have the same
 /// length, and they come in rising order.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Runs {
+pub struct SliceRanges {
     /// Bytes of a run.
-    run: u64,
+    range_len: u64,
     /// Position of the first run.
     first: u64,
     /// The loops over the runs, outermost first: the stride of each in bytes, and its number of
@@ -17,7 +17,7 @@ pub struct Runs {
     total: u64,
 }
 
-impl Runs {
+impl SliceRanges {
     /// Creates the runs of a slice, given as one range of indices per dimension. `size`: bytes of
     /// an element. None if a range exceeds its dimension, if there is not one range per dimension,
     /// or if the tensor has more than 2⁶⁴ − 1 bytes.
@@ -30,9 +30,9 @@ impl Runs {
         shape.iter().try_fold(size, |len, &dim| len.checked_mul(dim.max(1)))?;
         // Empty ranges may lie at the very end, where the sum of their positions would overflow.
         if slice.iter().any(Range::is_empty) {
-            return Some(Runs { run: 0, first: 0, loops: Vec::new(), total: 0 });
+            return Some(SliceRanges { range_len: 0, first: 0, loops: Vec::new(), total: 0 });
         }
-        let (mut run, mut first, mut stride) = (size, 0, size);
+        let (mut range_len, mut first, mut stride) = (size, 0, size);
         let (mut loops, mut total) = (Vec::new(), size);
         let mut whole = true;
         for (&dim, range) in shape.iter().zip(slice).rev() {
@@ -40,7 +40,7 @@ impl Runs {
             first += range.start * stride;
             total *= count;
             if whole {
-                run *= count;
+                range_len *= count;
             } else if count != 1 {
                 loops.push((stride, count));
             }
@@ -48,7 +48,7 @@ impl Runs {
             stride *= dim;
         }
         loops.reverse();
-        Some(Runs { run, first, loops, total })
+        Some(SliceRanges { range_len, first, loops, total })
     }
 
     /// Returns the bytes of the slice.
@@ -57,18 +57,18 @@ impl Runs {
     }
 
     /// Returns the bytes of each run; 0 if there are none.
-    pub fn run(&self) -> u64 {
-        self.run
+    pub fn range_len(&self) -> u64 {
+        self.range_len
     }
 
     /// Returns the bytes between a run and the next; None if there is no next one.
     pub fn gap(&self) -> Option<u64> {
-        self.loops.last().map(|(stride, _)| stride - self.run)
+        self.loops.last().map(|(stride, _)| stride - self.range_len)
     }
 
     /// Returns the number of runs.
     fn count(&self) -> u64 {
-        self.total.checked_div(self.run).unwrap_or(0)
+        self.total.checked_div(self.range_len).unwrap_or(0)
     }
 
     /// Returns the position of run number `index`.
@@ -99,14 +99,14 @@ impl Runs {
             done += index * inner;
             rest %= stride;
         }
-        done + rest.min(self.run)
+        done + rest.min(self.range_len)
     }
 
     /// Returns coalesced reads: ranges that cover all runs, in rising order. Gaps of at most `gap`
     /// bytes are part of them.
-    pub fn spans(&self, gap: u64) -> impl Iterator<Item = Range<u64>> + use<> {
+    pub fn coalesced(&self, gap: u64) -> impl Iterator<Item = Range<u64>> + use<> {
         // An inner loop whose gaps are all short becomes a single range.
-        let mut step = self.run;
+        let mut step = self.range_len;
         let mut inner = self.loops.len();
         for &(stride, count) in self.loops.iter().rev() {
             if stride - step > gap {
@@ -117,7 +117,7 @@ impl Runs {
         }
         let loops: Vec<(u64, u64)> = self.loops.iter().take(inner).copied().collect();
         let total = loops.iter().fold(step, |total, (_, count)| total * count);
-        let outer = Runs { run: step, first: self.first, loops, total };
+        let outer = SliceRanges { range_len: step, first: self.first, loops, total };
         let mut starts = (0..outer.count()).map(move |index| outer.start(index)).peekable();
         std::iter::from_fn(move || {
             let start = starts.next()?;
@@ -134,9 +134,9 @@ impl Runs {
         let (mut done, to) = (self.before(range.start), self.before(range.end));
         std::iter::from_fn(move || {
             let left = to.checked_sub(done).filter(|&left| left > 0)?;
-            let skip = done % self.run;
-            let len = (self.run - skip).min(left);
-            let found = (self.start(done / self.run) + skip, len);
+            let skip = done % self.range_len;
+            let len = (self.range_len - skip).min(left);
+            let found = (self.start(done / self.range_len) + skip, len);
             done += len;
             Some(found)
         })
@@ -175,33 +175,36 @@ mod tests {
     #[test]
     fn nothing_of_what_nearly_fills_the_address_space() {
         let shape = [1, 1, u64::MAX];
-        let runs = Runs::new(1, &shape, &[1..1, 1..1, u64::MAX..u64::MAX]).unwrap();
-        assert_eq!((runs.total(), runs.starts().count(), runs.spans(9).count()), (0, 0, 0));
-        let runs = Runs::new(1, &shape, &[0..1, 0..1, u64::MAX - 2..u64::MAX]).unwrap();
-        assert_eq!(runs.starts().collect::<Vec<_>>(), [u64::MAX - 2]);
+        let ranges = SliceRanges::new(1, &shape, &[1..1, 1..1, u64::MAX..u64::MAX]).unwrap();
+        assert_eq!(
+            (ranges.total(), ranges.starts().count(), ranges.coalesced(9).count()),
+            (0, 0, 0)
+        );
+        let ranges = SliceRanges::new(1, &shape, &[0..1, 0..1, u64::MAX - 2..u64::MAX]).unwrap();
+        assert_eq!(ranges.starts().collect::<Vec<_>>(), [u64::MAX - 2]);
     }
 
     proptest! {
         #[test]
         fn runs_are_the_bytes_of_the_slice((size, shape, slice) in slices(), gap in 0u64..9) {
-            let runs = Runs::new(size, &shape, &slice).unwrap();
+            let ranges = SliceRanges::new(size, &shape, &slice).unwrap();
             let expected = bytes(size, &shape, &slice);
-            prop_assert_eq!(runs.total(), expected.len() as u64);
-            let all = runs.starts().flat_map(|at| at..at + runs.run()).collect::<Vec<_>>();
+            prop_assert_eq!(ranges.total(), expected.len() as u64);
+            let all = ranges.starts().flat_map(|at| at..at + ranges.range_len()).collect::<Vec<_>>();
             prop_assert_eq!(&all, &expected);
             let end = size * shape.iter().product::<u64>();
             for position in 0..end + 3 {
                 let before = expected.iter().filter(|&&at| at < position).count();
-                prop_assert_eq!(runs.before(position), before as u64);
+                prop_assert_eq!(ranges.before(position), before as u64);
             }
-            let spans: Vec<_> = runs.spans(gap).collect();
-            prop_assert!(spans.windows(2).all(|pair| pair[1].start - pair[0].end > gap));
+            let reads: Vec<_> = ranges.coalesced(gap).collect();
+            prop_assert!(reads.windows(2).all(|pair| pair[1].start - pair[0].end > gap));
             let mut found = Vec::new();
-            for span in spans {
-                prop_assert!(expected.contains(&span.start) && expected.contains(&(span.end - 1)));
-                let middle = span.start + (span.end - span.start) / 2;
-                for part in [span.start..middle, middle..span.end] {
-                    found.extend(runs.within(&part).flat_map(|(at, len)| at..at + len));
+            for read in reads {
+                prop_assert!(expected.contains(&read.start) && expected.contains(&(read.end - 1)));
+                let middle = read.start + (read.end - read.start) / 2;
+                for part in [read.start..middle, middle..read.end] {
+                    found.extend(ranges.within(&part).flat_map(|(at, len)| at..at + len));
                 }
             }
             prop_assert_eq!(&found, &expected);
@@ -217,7 +220,7 @@ mod tests {
             (&[4], &[]),
             (&[1 << 63, 4], &[range(0, 1), range(0, 1)]),
         ] {
-            assert_eq!(Runs::new(2, shape, slice), None, "{shape:?}");
+            assert_eq!(SliceRanges::new(2, shape, slice), None, "{shape:?}");
         }
     }
 }

@@ -1,21 +1,21 @@
 //! The tensors of a save.
 
-use super::origin::Origin;
+use super::tensor_data::TensorData;
 use crate::codec::hash::SMALL;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 
 /// A tensor with its location in the file.
-pub struct Item<'a> {
+pub struct WriteTensor<'a> {
     /// Its metadata and location.
     pub entry: &'a Entry,
     /// Index of the module that owns it.
     pub module_index: u16,
     /// The origin of its bytes.
-    pub origin: Origin<'a>,
+    pub origin: TensorData<'a>,
 }
 
-impl Item<'_> {
+impl WriteTensor<'_> {
     /// True if the data are hashed chunk by chunk, and the header is written after them. Otherwise,
     /// the tensor is hashed at once and written together with its header.
     pub fn is_large(&self) -> bool {

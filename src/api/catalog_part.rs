@@ -33,7 +33,7 @@ impl<'c> Opening<'c> {
 }
 
 /// The part of a catalog that one file adds.
-pub struct Part {
+pub struct CatalogPart {
     /// The source of its data.
     pub source: Arc<dyn ReadAt>,
     /// Its format.

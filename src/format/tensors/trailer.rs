@@ -1,15 +1,15 @@
 //! The index trailer: data at the end of the index block, after its last entry, where other readers see
 //! unused space. From its end backwards: a manifest, the identity of a saved object, metadata.
 
+use super::identity::{self, FileIdentity, PAIR_LEN};
 use super::metadata;
-use super::pair::{self, PAIR_LEN, PairId};
 use crate::error::{Error, Malformed, Result};
 
 /// The contents of an index trailer, except its manifest.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Behind {
+pub struct IndexTrailer {
     /// The identity by which the pickle of a saved object recognises this file of its storages.
-    pub pair_id: Option<PairId>,
+    pub pair_id: Option<FileIdentity>,
     /// Names and values.
     pub metadata: std::result::Result<Vec<(String, String)>, Malformed>,
 }
@@ -20,14 +20,14 @@ pub fn len(metadata: &[u8], paired: bool) -> usize {
 }
 
 /// Writes encoded metadata and an identity to the end of `space`, which follows the entries.
-pub fn put(mut space: &mut [u8], metadata: &[u8], pair_id: Option<PairId>) -> Result<()> {
+pub fn put(mut space: &mut [u8], metadata: &[u8], pair_id: Option<FileIdentity>) -> Result<()> {
     let found = space.len();
     let short = || {
         let needed = len(metadata, pair_id.is_some());
         Error::Bug(format!("{needed} bytes to be put into {found} behind the index"))
     };
     if let Some(id) = pair_id {
-        if !pair::put(space, id) {
+        if !identity::put(space, id) {
             return Err(short());
         }
         space = space.split_last_chunk_mut::<PAIR_LEN>().ok_or_else(short)?.0;
@@ -38,11 +38,11 @@ pub fn put(mut space: &mut [u8], metadata: &[u8], pair_id: Option<PairId>) -> Re
 }
 
 /// Finds the contents of the space after the entries, which lies at file position `at`.
-pub fn find(space: &[u8], at: u64) -> Behind {
-    let pair_id = pair::find(space);
+pub fn find(space: &[u8], at: u64) -> IndexTrailer {
+    let pair_id = identity::find(space);
     let unpaired = space.len().saturating_sub(pair_id.map_or(0, |_| PAIR_LEN));
     let metadata = metadata::find(space.split_at(unpaired).0, at);
-    Behind { pair_id, metadata }
+    IndexTrailer { pair_id, metadata }
 }
 
 #[cfg(test)]
@@ -64,7 +64,7 @@ mod tests {
                     put(&mut space, &bytes, pair_id).unwrap();
                     assert!(space[..free].iter().all(|&byte| byte == 0));
                     let found = find(&space, 0);
-                    assert_eq!(found, Behind { pair_id, metadata: Ok(metadata.clone()) });
+                    assert_eq!(found, IndexTrailer { pair_id, metadata: Ok(metadata.clone()) });
                 }
                 if needed > 0 {
                     put(&mut vec![0; needed - 1], &bytes, pair_id).unwrap_err();

@@ -11,10 +11,10 @@ const MAGIC: [u8; 8] = *b"TZPAIR01";
 pub const PAIR_LEN: usize = MAGIC.len() + 16;
 
 /// Identifies a file of storages: equal for the same storages, saved in the same way.
-pub type PairId = [u8; 16];
+pub type FileIdentity = [u8; 16];
 
 /// Writes an identity into the last bytes of `space`. Returns false if there are too few.
-pub fn put(space: &mut [u8], id: PairId) -> bool {
+pub fn put(space: &mut [u8], id: FileIdentity) -> bool {
     let Some(end) = space.last_chunk_mut::<PAIR_LEN>() else { return false };
     for (slot, byte) in end.iter_mut().zip(MAGIC.into_iter().chain(id)) {
         *slot = byte;
@@ -23,7 +23,7 @@ pub fn put(space: &mut [u8], id: PairId) -> bool {
 }
 
 /// The identity in the last bytes of `space`, if there is one.
-pub fn find(space: &[u8]) -> Option<PairId> {
+pub fn find(space: &[u8]) -> Option<FileIdentity> {
     let end = space.last_chunk::<PAIR_LEN>().filter(|end| end.starts_with(&MAGIC))?;
     end.last_chunk().copied()
 }

@@ -1,6 +1,6 @@
 //! Cached heads: the results of opening a file, for other processes that open it.
 
-use super::part::Opening;
+use super::catalog_part::Opening;
 use crate::io::{CachedHead, ReadAt};
 
 /// Response headers that are passed on: they describe the file. Any other may hold a secret, such

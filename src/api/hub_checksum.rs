@@ -50,7 +50,7 @@ impl TensorFile {
         for (source, published) in borrowed(&sources).into_iter().zip(ask(&sources, cancel)?) {
             let why = match published {
                 HubChecksum::Sha256(expected) => {
-                    files.push(Proof::new(source, expected, memory)?);
+                    files.push(ChecksumComparison::new(source, expected, memory)?);
                     continue;
                 }
                 _ if own => return Ok(()),
@@ -87,7 +87,7 @@ fn ask(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<HubChecks
 }
 
 /// The comparison of one file with its checksum.
-struct Proof<'s> {
+struct ChecksumComparison<'s> {
     source: &'s dyn ReadAt,
     len: u64,
     /// Bytes of each piece but the last.
@@ -98,7 +98,7 @@ struct Proof<'s> {
     turn: Condvar,
 }
 
-impl<'s> Proof<'s> {
+impl<'s> ChecksumComparison<'s> {
     fn new(source: &'s dyn ReadAt, expected: [u8; 32], memory: MemoryLimit) -> Result<Self> {
         let traits = source.capabilities();
         let len = traits.len.ok_or_else(|| {
@@ -112,7 +112,7 @@ impl<'s> Proof<'s> {
         // Each reader holds one piece, and its connection may hold as much again.
         let most = memory.window(PIECE);
         let piece = traits.request_len.clamp(1, most);
-        Ok(Proof { source, len, piece, expected, hashed, turn: Condvar::new() })
+        Ok(ChecksumComparison { source, len, piece, expected, hashed, turn: Condvar::new() })
     }
 
     fn pieces(&self) -> u64 {
@@ -164,7 +164,7 @@ impl<'s> Proof<'s> {
 
 /// Reads files side by side, each in order, with as many readers as speed it up.
 fn compare(
-    files: &[Proof<'_>],
+    files: &[ChecksumComparison<'_>],
     memory: MemoryLimit,
     options: &LoadOptions,
     cancel: &dyn Cancel,
@@ -172,12 +172,12 @@ fn compare(
     let sources: Vec<&dyn ReadAt> = files.iter().map(|file| file.source).collect();
     let Some(traits) = Capabilities::of_all(&sources) else { return Ok(()) };
     let (count, next) = (files.len() as u64, AtomicU64::new(0));
-    let rounds = files.iter().map(Proof::pieces).max().unwrap_or(0);
+    let rounds = files.iter().map(ChecksumComparison::pieces).max().unwrap_or(0);
     let range = WorkerRange::of(&traits, options.readers);
     let piece = files.iter().map(|file| file.piece).max().unwrap_or(0);
     let reader = traits.reader_memory.saturating_add(piece);
-    let needs = LoadNeeds { readers: range.most, reader, ..LoadNeeds::default() };
-    let range = range.at_most(memory.load(&needs)?.readers);
+    let needs = LoadNeeds { readers: range.max, reader, ..LoadNeeds::default() };
+    let range = range.limited_to(memory.load(&needs)?.readers);
     workers::run_adapting(range, cancel, |control, _| {
         let mut buffer = Vec::new();
         while !control.stopped() && !control.is_retired() {
@@ -193,7 +193,7 @@ fn compare(
         }
         Ok(())
     })?;
-    files.iter().try_for_each(Proof::finish)
+    files.iter().try_for_each(ChecksumComparison::finish)
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -6,13 +6,13 @@ use super::file::TensorFile;
 use super::load_options::LoadOptions;
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
-use crate::codec::KeptHeader;
+use crate::codec::CompactHeader;
 use crate::codec::hash::Verify;
 use crate::environment::READERS;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, with_room, zeroed};
 use crate::format::catalog::Entry;
-use crate::format::tensors::header::Header;
+use crate::format::tensors::header::TensorHeader;
 use crate::io::read_exact_at;
 use crate::mem::{Arena, Buffers, to_fill};
 use crate::stats::{Counters, Stage};
@@ -66,13 +66,13 @@ pub fn load_small(
 }
 
 /// Checks that a header agrees with the index, and returns the part of it that is retained.
-fn header_of(file: &TensorFile, entry: &Entry, raw: &[u8]) -> Result<KeptHeader> {
+fn header_of(file: &TensorFile, entry: &Entry, raw: &[u8]) -> Result<CompactHeader> {
     if raw.is_empty() {
-        return Ok(KeptHeader::none());
+        return Ok(CompactHeader::none());
     }
     file.check_header(entry, raw)?;
-    let header = Header::parse(raw, entry, false).map_err(|e| e.of(file.uri()))?;
-    Ok(KeptHeader::of(&header, false).0)
+    let header = TensorHeader::parse(raw, entry, false).map_err(|e| e.of(file.uri()))?;
+    Ok(CompactHeader::of(&header, false).0)
 }
 
 fn what() -> String {

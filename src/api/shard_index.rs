@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::copies::{opened, with_sound_copies};
+use super::catalog_part::{CatalogPart, Opening, malformed};
 use super::file::TensorFile;
-use super::head::Head;
-use super::part::{Opening, Part, malformed};
+use super::head::FileHead;
+use super::local_copies::{opened, with_sound_copies};
 use crate::cancel::Cancel;
 use crate::engine::workers;
 use crate::error::{Brief, Error, Result};
@@ -14,7 +14,7 @@ use crate::fallible::{LISTS, collected, listed, more_room, with_room};
 use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
-use crate::format::shards::{self, Index, MAX_LEN};
+use crate::format::shards::{self, MAX_LEN, ShardMap};
 use crate::io::{CachedHead, ReadAt};
 
 /// The number of files that are opened at once: of this machine, and of a server, where each
@@ -26,8 +26,8 @@ const FIRST_OF_ONE: u64 = 64 << 10;
 
 /// The index of a checkpoint in several files, which are siblings of the index.
 pub struct ShardIndex {
-    head: Head,
-    index: Index,
+    head: FileHead,
+    index: ShardMap,
     /// The number of the file of each tensor that the index names, by the stored form of the tensor's name.
     promised: BTreeMap<String, usize>,
     /// The cached head with which other processes open the index without a request, if it is kept.
@@ -35,7 +35,7 @@ pub struct ShardIndex {
 }
 
 /// The files of an index that are opened.
-struct Chosen<'i> {
+struct ShardSelection<'i> {
     index: &'i ShardIndex,
     /// Their numbers in it, in rising order.
     numbers: Vec<usize>,
@@ -43,7 +43,7 @@ struct Chosen<'i> {
     first: Option<u64>,
 }
 
-impl Chosen<'_> {
+impl ShardSelection<'_> {
     /// The names of the files.
     fn names(&self) -> impl Iterator<Item = &String> {
         self.numbers.iter().filter_map(|&number| self.index.index.files.get(number))
@@ -67,14 +67,14 @@ impl ShardIndex {
             return Ok(None);
         }
         with_sound_copies(&|error| opened(&source, error), cancel, || {
-            let head = Head::read(Arc::clone(&source), base, cancel)?;
+            let head = FileHead::read(Arc::clone(&source), base, cancel)?;
             let is_index = shards::begins(head.bytes());
             is_index.then(|| Self::read(head, &Opening::new(cancel))).transpose()
         })
     }
 
     /// Reads an index whose first bytes were read already.
-    pub fn read(head: Head, opening: &Opening<'_>) -> Result<Self> {
+    pub fn read(head: FileHead, opening: &Opening<'_>) -> Result<Self> {
         let uri = head.source().uri();
         let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
         let index = shards::parse(&json).map_err(|e| e.of(uri))?;
@@ -95,7 +95,7 @@ impl ShardIndex {
 
     /// Opens one of the files, for one tensor.
     pub fn open_one(&self, file: usize, opening: &Opening<'_>) -> Result<TensorFile> {
-        let chosen = Chosen { index: self, numbers: vec![file], first: Some(FIRST_OF_ONE) };
+        let chosen = ShardSelection { index: self, numbers: vec![file], first: Some(FIRST_OF_ONE) };
         self.open(&chosen, opening)
     }
 
@@ -111,10 +111,10 @@ impl ShardIndex {
             None => listed(0..self.index.files.len(), LISTS)?,
         };
         let first = one.then_some(FIRST_OF_ONE);
-        self.open(&Chosen { index: self, numbers, first }, opening)
+        self.open(&ShardSelection { index: self, numbers, first }, opening)
     }
 
-    fn open(&self, chosen: &Chosen<'_>, opening: &Opening<'_>) -> Result<TensorFile> {
+    fn open(&self, chosen: &ShardSelection<'_>, opening: &Opening<'_>) -> Result<TensorFile> {
         let uri = self.uri();
         let parts = open_all(&self.head, chosen, uri, opening)?;
         let mut heads: Vec<CachedHead> = Vec::new();
@@ -170,7 +170,7 @@ impl ShardIndex {
 }
 
 /// Returns the number of the file of each tensor that the index names, by the stored form of its name.
-fn promised(index: &Index, uri: &str) -> Result<BTreeMap<String, usize>> {
+fn promised(index: &ShardMap, uri: &str) -> Result<BTreeMap<String, usize>> {
     // Inserted one by one, each in a small piece of memory: `collect` would first sort a list of them all.
     let mut promised = BTreeMap::new();
     for (name, &file) in &index.tensors {
@@ -180,7 +180,7 @@ fn promised(index: &Index, uri: &str) -> Result<BTreeMap<String, usize>> {
     Ok(promised)
 }
 
-fn check_all_are_there(chosen: &Chosen<'_>, names: &NameTree, uri: &str) -> Result<()> {
+fn check_all_are_there(chosen: &ShardSelection<'_>, names: &NameTree, uri: &str) -> Result<()> {
     let opened = |file: &usize| chosen.numbers.binary_search(file).is_ok();
     let mut promised = chosen.index.promised.iter().filter(|(_, file)| opened(file));
     let missing = promised.find(|(name, _)| names.find(name).is_none());
@@ -204,11 +204,11 @@ fn at_once(source: &dyn ReadAt) -> usize {
 
 /// Opens the files, several at once, in the order of their numbers.
 fn open_all(
-    head: &Head,
-    chosen: &Chosen<'_>,
+    head: &FileHead,
+    chosen: &ShardSelection<'_>,
     uri: &str,
     opening: &Opening<'_>,
-) -> Result<Vec<Part>> {
+) -> Result<Vec<CatalogPart>> {
     let slots = listed(chosen.names().map(|_| None), LISTS)?;
     let at_once = at_once(&**head.source()).min(slots.len());
     let parts = Mutex::new(slots);
@@ -225,7 +225,7 @@ fn open_all(
             })?;
             let opening = Opening { cancel: control, ..*opening };
             let part = with_sound_copies(&|error| opened(&source, error), control, || {
-                let head = Head::read(Arc::clone(&source), 0, control)?;
+                let head = FileHead::read(Arc::clone(&source), 0, control)?;
                 head.part((number, at_once), &opening)
             })?;
             let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
