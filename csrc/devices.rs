@@ -16,7 +16,7 @@ use crate::torch::{self, thrown};
 /// A subset of the tensors of a call.
 pub struct TensorSubset {
     /// Their places in the selection.
-    pub at: Vec<usize>,
+    pub positions: Vec<usize>,
     /// Their numbers in the file.
     pub numbers: Vec<usize>,
 }
@@ -25,8 +25,8 @@ impl TensorSubset {
     /// Returns the tensors of a selection for which a condition holds. `of_each` has one value for each.
     pub fn of<T>(selection: &[usize], of_each: &[T], holds: impl Fn(&T) -> bool) -> Self {
         let chosen = selection.iter().zip(of_each).enumerate().filter(|(_, (_, one))| holds(one));
-        let (at, numbers) = chosen.map(|(at, (&number, _))| (at, number)).unzip();
-        TensorSubset { at, numbers }
+        let (positions, numbers) = chosen.map(|(at, (&number, _))| (at, number)).unzip();
+        TensorSubset { positions, numbers }
     }
 }
 
@@ -34,8 +34,8 @@ impl TensorSubset {
 #[derive(Default)]
 pub struct CallDevices {
     /// The devices that were found.
-    pub found: Vec<CallDevice>,
-    /// The place in `found` of each device that was asked for; None for host memory.
+    pub devices: Vec<CallDevice>,
+    /// The place in `devices` of each device that was asked for; None for host memory.
     known: Vec<(Index, Option<usize>)>,
 }
 
@@ -50,7 +50,7 @@ pub struct CallDevice {
 }
 
 impl CallDevices {
-    /// Returns the place of a device in `found`; None for host memory. `unreached` decides what to
+    /// Returns the place of a device in `devices`; None for host memory. `unreached` decides what to
     /// do if the device cannot be reached.
     pub fn place(
         &mut self,
@@ -66,8 +66,8 @@ impl CallDevices {
                 let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
                 // Fails here, before memory is taken, if the stream is being captured into a graph.
                 drop(Arc::clone(&device).stream(consumer)?);
-                self.found.push(CallDevice { index, device, consumer });
-                Some(self.found.len() - 1)
+                self.devices.push(CallDevice { index, device, consumer });
+                Some(self.devices.len() - 1)
             }
         };
         self.known.push((index, place));
@@ -76,7 +76,7 @@ impl CallDevices {
 
     /// Returns the names of the devices.
     pub fn names(&self) -> Vec<String> {
-        self.found.iter().map(|found| found.device.name().to_owned()).collect()
+        self.devices.iter().map(|device| device.device.name().to_owned()).collect()
     }
 
     /// Runs a planned load. Copies may be under way until the streams are handed over or dropped.
@@ -87,7 +87,7 @@ impl CallDevices {
         (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
         allocate: &mut dyn FnMut() -> Result<bool>,
     ) -> Result<(Vec<CompactHeader>, Vec<Streams>)> {
-        let devices = self.found.iter().map(|CallDevice { device, consumer, .. }| {
+        let devices = self.devices.iter().map(|CallDevice { device, consumer, .. }| {
             Ok(DestinationDevice { device, consumer: *consumer, pool: Pool::of(device)? })
         });
         let devices = devices.collect::<Result<Vec<_>>>()?;
@@ -97,7 +97,7 @@ impl CallDevices {
 }
 
 /// Puts a value into a slot of a list.
-pub fn put<T>(slots: &mut [Option<T>], at: usize, value: T) {
+pub fn set_slot<T>(slots: &mut [Option<T>], at: usize, value: T) {
     if let Some(slot) = slots.get_mut(at) {
         *slot = Some(value);
     }

@@ -11,7 +11,7 @@ use tensorizer::error::{Error, Result};
 use tensorizer::stats::Counters;
 use tensorizer::{DeviceLoad, LoadOptions, load_into_uninit};
 
-use crate::devices::{CallDevices, TensorSubset, put};
+use crate::devices::{CallDevices, TensorSubset, set_slot};
 use crate::tensor::{expect_like, refused};
 use crate::torch::{self, thrown};
 
@@ -50,8 +50,8 @@ pub unsafe fn load_into_tensors(
         let filled = unsafe { fill_on_devices(file, tensors, &devices, options, counters, cancel) };
         let filled_headers;
         (filled_headers, streams) = filled?;
-        for (&at, header) in on_devices.at.iter().zip(filled_headers) {
-            put(&mut headers, at, header);
+        for (&at, header) in on_devices.positions.iter().zip(filled_headers) {
+            set_slot(&mut headers, at, header);
         }
         for tensor in found.iter().zip(&of_each).filter(|(one, of)| one.meta && of.is_some()) {
             out.fill_zero(tensor.0.at).map_err(thrown)?;
@@ -60,13 +60,13 @@ pub unsafe fn load_into_tensors(
     let mut names = devices.names();
     if !in_host.numbers.is_empty() {
         names.insert(0, "cpu".to_owned());
-        let memory = in_host.at.iter().filter_map(|&at| found.get(at));
+        let memory = in_host.positions.iter().filter_map(|&at| found.get(at));
         // SAFETY: the caller promises that no other code uses the tensors during the call. These
         // are in host memory; `check` has found that each is contiguous and that no two overlap.
         let memory = memory.map(|tensor| unsafe { tensor.memory() }).collect();
         let filled = load_into_uninit(file, &in_host.numbers, memory, options, counters, cancel)?;
-        for (&at, header) in in_host.at.iter().zip(filled) {
-            put(&mut headers, at, header);
+        for (&at, header) in in_host.positions.iter().zip(filled) {
+            set_slot(&mut headers, at, header);
         }
     }
     Streams::hand_over_all(streams).map_err(|error| error.with_file("loading", file.uri()))?;
@@ -97,7 +97,7 @@ unsafe fn fill_on_devices<'t>(
         // `check` has found that it is contiguous.
         blocks.push(unsafe { DeviceMemory::new(tensor.address, len) });
     }
-    let of = if devices.found.len() > 1 { of } else { Vec::new() };
+    let of = if devices.devices.len() > 1 { of } else { Vec::new() };
     let planned = DeviceLoad::into_blocks(file, &numbers, of)?;
     let blocks = Blocks::of(blocks)?;
     let run = devices.run(&planned, &blocks, (options, counters, cancel), &mut || Ok(false));

@@ -54,7 +54,7 @@ impl TorchTensors {
         let allocate = allocator.as_mut().map(|allocator| allocator as &mut dyn Allocate);
         let tensors = TensorIterator::new(file, numbers, to, options, allocate)
             .map_err(|error| error.with_file("loading", file.uri()))?;
-        Ok(TorchTensors { tensors, file: file.again(), allocator: Inherited::new(allocator) })
+        Ok(TorchTensors { tensors, file: file.duplicate(), allocator: Inherited::new(allocator) })
     }
 
     /// Waits for the next tensors: one, or several small ones; none at the end. Also returns their numbers.
@@ -88,7 +88,7 @@ impl TorchTensors {
 }
 
 /// The open iterators of the operators, by number.
-static OPEN: Brief<Option<HashMap<i64, Arc<OpenIterator>>>> = Brief::new(None);
+static OPEN_ITERATORS: Brief<Option<HashMap<i64, Arc<OpenIterator>>>> = Brief::new(None);
 static NEXT: AtomicI64 = AtomicI64::new(1);
 
 struct OpenIterator {
@@ -97,16 +97,16 @@ struct OpenIterator {
 }
 
 /// Keeps an iterator for the operators. Returns its number.
-pub fn keep(tensors: TorchTensors) -> i64 {
+pub fn register(tensors: TorchTensors) -> i64 {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let open = OpenIterator { closer: tensors.closer(), tensors: Mutex::new(tensors) };
-    OPEN.lock().get_or_insert_default().insert(number, Arc::new(open));
+    OPEN_ITERATORS.lock().get_or_insert_default().insert(number, Arc::new(open));
     number
 }
 
 /// Returns the next tensors of an iterator; none at the end, which also closes it.
 pub fn next(number: i64, cancel: &dyn Cancel) -> Result<LoadedTensors> {
-    let open = OPEN.lock().as_ref().and_then(|open| open.get(&number).map(Arc::clone));
+    let open = OPEN_ITERATORS.lock().as_ref().and_then(|open| open.get(&number).map(Arc::clone));
     let open = open.ok_or_else(|| {
         Error::InvalidArgument(format!("no iterator {number}: it was closed, or has ended"))
     })?;
@@ -124,7 +124,7 @@ pub fn next(number: i64, cancel: &dyn Cancel) -> Result<LoadedTensors> {
 }
 
 fn remove(number: i64) -> Option<Arc<OpenIterator>> {
-    OPEN.lock().as_mut().and_then(|open| open.remove(&number))
+    OPEN_ITERATORS.lock().as_mut().and_then(|open| open.remove(&number))
 }
 
 /// Ends the load of an iterator, and removes it. Closing again does nothing.

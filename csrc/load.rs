@@ -13,7 +13,7 @@ use tensorizer::stats::Counters;
 use tensorizer::{Allocate as _, DeviceLoad, LoadOptions, load_counted};
 
 use crate::allocator::TorchAllocator;
-use crate::devices::{CallDevice, CallDevices, TensorSubset, put};
+use crate::devices::{CallDevice, CallDevices, TensorSubset, set_slot};
 use crate::tensor::{LoadedTensors, TensorPlace};
 use crate::torch;
 
@@ -72,14 +72,14 @@ pub fn load_tensors(
         let loaded = load_on_devices(file, selection, to, (options, counters, cancel))?;
         (streams, blocks) = (loaded.streams, loaded.blocks);
         for (at, place) in loaded.tensors {
-            put(&mut places, at, place);
+            set_slot(&mut places, at, place);
         }
     }
     // Called also if no tensor is asked for: the hash of the whole file is compared then, too.
     if !in_host.numbers.is_empty() || selection.is_empty() {
         let loaded = load_counted(file, &in_host.numbers, options, counters, cancel)?;
-        for (&at, tensor) in in_host.at.iter().zip(loaded) {
-            put(&mut places, at, (TensorPlace::Host(tensor.memory), tensor.header));
+        for (&at, tensor) in in_host.positions.iter().zip(loaded) {
+            set_slot(&mut places, at, (TensorPlace::Host(tensor.memory), tensor.header));
         }
     }
     Streams::hand_over_all(streams).map_err(|error| error.with_file("loading", file.uri()))?;
@@ -113,14 +113,14 @@ fn load_on_devices(
 ) -> Result<OnDevices<(usize, (TensorPlace, CompactHeader))>> {
     let part = TensorSubset::of(selection, found, |found| found.is_some());
     let of: Vec<usize> = found.iter().copied().flatten().collect();
-    let one_device = devices.found.len() <= 1;
+    let one_device = devices.devices.len() <= 1;
     let of_several = if one_device { &[][..] } else { &of };
     let planned = DeviceLoad::new(file, &part.numbers, of_several, apart)?;
-    let starts = block_starts(planned.block_devices(), devices.found.len());
+    let starts = block_starts(planned.block_devices(), devices.devices.len());
     let OnDevices { tensors: headers, blocks, streams } =
         into_new_blocks(file, &planned, &starts, devices, (options, counters, cancel))?;
-    let mut loaded = Vec::with_capacity(part.at.len());
-    let tensors = part.at.iter().zip(&part.numbers).zip(of.iter().zip(planned.locations()?));
+    let mut loaded = Vec::with_capacity(part.positions.len());
+    let tensors = part.positions.iter().zip(&part.numbers).zip(of.iter().zip(planned.locations()?));
     for (((&at, &number), (&device, place)), header) in tensors.zip(headers) {
         let start = starts.get(device).copied().unwrap_or(0);
         let place = match file.entry(number)?.is_meta() {
@@ -148,7 +148,7 @@ fn into_new_blocks(
     let lens = planned.block_lens()?;
     let blocks = Blocks::new(lens.len())?;
     let mut allocations: Vec<Allocation<'_>> = Vec::new();
-    for (at, found) in devices.found.iter().enumerate() {
+    for (at, found) in devices.devices.iter().enumerate() {
         let start = starts.get(at).copied().unwrap_or(0);
         let end = starts.get(at + 1).copied().unwrap_or(lens.len());
         allocations.push(Allocation::new(found, start, lens.get(start..end).unwrap_or(&[])));
@@ -174,7 +174,7 @@ fn into_new_blocks(
 
 /// The allocation of the blocks of one device.
 struct Allocation<'d> {
-    found: &'d CallDevice,
+    device: &'d CallDevice,
     /// The number of the first block.
     start: usize,
     /// Bytes of each block.
@@ -185,9 +185,9 @@ struct Allocation<'d> {
 }
 
 impl<'d> Allocation<'d> {
-    fn new(found: &'d CallDevice, start: usize, lens: &'d [u64]) -> Self {
-        let allocator = TorchAllocator::new(found.index);
-        Allocation { found, start, lens, done: 0, allocator }
+    fn new(device: &'d CallDevice, start: usize, lens: &'d [u64]) -> Self {
+        let allocator = TorchAllocator::new(device.index);
+        Allocation { device, start, lens, done: 0, allocator }
     }
 
     fn is_done(&self) -> bool {
@@ -196,11 +196,11 @@ impl<'d> Allocation<'d> {
 
     /// Allocates the next blocks.
     fn step(&mut self, blocks: &Blocks) -> Result<()> {
-        let end = self.done + together(self.lens.get(self.done..).unwrap_or(&[]));
+        let end = self.done + blocks_at_once(self.lens.get(self.done..).unwrap_or(&[]));
         let lens = self.lens.get(self.done..end).unwrap_or(&[]);
         let memory = self.allocator.allocate(self.done, lens)?;
         // Work that was queued on the stream before may still use the memory.
-        let after = Some(Arc::clone(&self.found.device).mark(self.found.consumer)?);
+        let after = Some(Arc::clone(&self.device.device).mark(self.device.consumer)?);
         for (at, memory) in (self.start + self.done..).zip(memory) {
             blocks.put(at, Block { memory, after: after.clone() })?;
         }
@@ -211,7 +211,7 @@ impl<'d> Allocation<'d> {
 
 /// Refuses tensors of dtypes that torch does not have.
 pub(crate) fn check_type(entry: &Entry) -> Result<()> {
-    if entry.dtype.is_of_torch() {
+    if entry.dtype.is_in_torch() {
         return Ok(());
     }
     let known = entry.dtype.safetensors().map_or(entry.dtype.name(), |(name, _)| name);
@@ -220,7 +220,7 @@ pub(crate) fn check_type(entry: &Entry) -> Result<()> {
 
 /// Returns how many of the first blocks to allocate together. Not all: the first reads need not
 /// wait for the last block.
-fn together(lens: &[u64]) -> usize {
+fn blocks_at_once(lens: &[u64]) -> usize {
     const LEN: u64 = 256 << 20;
     const MOST: usize = 1024;
     let mut bytes = 0u64;

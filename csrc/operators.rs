@@ -201,7 +201,7 @@ pub fn op_iterate(
         let order = if ready { Order::Ready } else { Order::File };
         let device = options.device;
         let options = IterateOptions { load: options.into(), buffer_bytes, order, complete: false };
-        Ok(iterate::keep(TorchTensors::new(&file, &numbers, device, &options)?))
+        Ok(iterate::register(TorchTensors::new(&file, &numbers, device, &options)?))
     })
 }
 

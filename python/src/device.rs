@@ -8,7 +8,7 @@ use pyo3::types::PyDict;
 use tensorizer::device::{Index, find};
 use tensorizer::error::Result;
 use tensorizer::mem::pinned::Pool;
-use tensorizer::stats::{Report, Stage, last, since};
+use tensorizer::stats::{Report, Stage, last_report, reports_since};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::tensor::{LoadedTensors, all_on_devices};
 
@@ -26,13 +26,13 @@ pub fn staged(device: Index) -> bool {
 /// Returns the report of the last load or save that has succeeded; None before the first.
 #[pyfunction]
 pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
-    last().map(|report| shown(py, report)).transpose()
+    last_report().map(|report| shown(py, report)).transpose()
 }
 
 /// Returns the reports of the calls after the one with this number.
 #[pyfunction]
 pub fn stats_since(py: Python<'_>, call: u64) -> Answer<Vec<Bound<'_, PyDict>>> {
-    since(call).into_iter().map(|report| shown(py, report)).collect()
+    reports_since(call).into_iter().map(|report| shown(py, report)).collect()
 }
 
 fn shown(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {

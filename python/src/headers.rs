@@ -16,18 +16,18 @@ pub struct HeaderCache(Brief<Vec<Option<Arc<CompactHeader>>>>);
 
 impl HeaderCache {
     /// Returns the header of a tensor, if it was read.
-    pub fn known(&self, number: usize) -> Option<Arc<CompactHeader>> {
+    pub fn get(&self, number: usize) -> Option<Arc<CompactHeader>> {
         self.0.lock().get(number).cloned().flatten()
     }
 
     /// Returns those of some numbers whose headers were not read.
     pub fn missing(&self, numbers: &[usize]) -> Vec<usize> {
-        let missing = |&number: &usize| self.known(number).is_none();
+        let missing = |&number: &usize| self.get(number).is_none();
         numbers.iter().copied().filter(missing).collect()
     }
 
     /// Keeps the headers of some tensors.
-    pub fn keep(&self, numbers: &[usize], headers: Vec<CompactHeader>) {
+    pub fn insert(&self, numbers: &[usize], headers: Vec<CompactHeader>) {
         let mut known = self.0.lock();
         for (&number, header) in numbers.iter().zip(headers) {
             if known.len() <= number {
@@ -49,14 +49,14 @@ pub fn matching(
 ) -> Result<Vec<bool>> {
     file.check_hashes()?;
     let missing = headers.missing(numbers);
-    headers.keep(&missing, read_headers(file, &missing, &signals)?);
+    headers.insert(&missing, read_headers(file, &missing, &signals)?);
     let (tensors, mut devices) = (lent.list()?, LentDevices::default());
     let mut out = Vec::with_capacity(numbers.len());
     for (at, &number) in numbers.iter().enumerate() {
         let entry = file.entry(number)?;
         let name = entry.name.clone();
         let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
-        let header = headers.known(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
+        let header = headers.get(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
         let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
         out.push(same && matches_header(&tensor.data, &header, entry, file.uri(), &signals)?);
     }

@@ -35,7 +35,7 @@ impl TensorIterator {
         let closed = || Error::Closed("the iterator is closed".to_owned());
         let mut held = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
         let tensors = held.as_mut().ok_or_else(closed)?;
-        let cancel = || self.loads.go_on(&self.uri, self.closer.moved());
+        let cancel = || self.loads.report_and_check(&self.uri, self.closer.moved());
         let (loaded, numbers) = tensors.next(&cancel)?;
         self.loads.watch.tick(self.closer.moved())?;
         if numbers.is_empty() {

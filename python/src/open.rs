@@ -19,7 +19,7 @@ use tensorizer::io::{MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options, Stream
 use crate::errors::{Answer, Raised};
 use crate::file::{PyFile, duplicate};
 use crate::gil;
-use crate::heads::{HeadFromPython, known};
+use crate::heads::{HeadFromPython, cached_heads};
 use crate::signals;
 use crate::sink::Sink;
 use crate::source::Source;
@@ -65,7 +65,7 @@ impl<'py> CallOptions<'py> {
     fn resolved(&self) -> Answer<OpenOptions> {
         let mut found = OpenOptions::from_environment().map_err(Raised::from)?;
         found.s3 = self.s3()?;
-        found.heads = known(self.get::<Vec<HeadFromPython>>("heads")?.into_iter().flatten());
+        found.heads = cached_heads(self.get::<Vec<HeadFromPython>>("heads")?.into_iter().flatten());
         if let Some(trust) = self.trust()? {
             found.transport.trust = trust;
         }

@@ -53,7 +53,7 @@ impl Reader {
     /// Keeps headers, and returns their module indices.
     fn keep_all(&self, numbers: &[usize], headers: Vec<CompactHeader>) -> Vec<u16> {
         let modules = headers.iter().map(|header| header.module_index).collect();
-        self.headers.keep(numbers, headers);
+        self.headers.insert(numbers, headers);
         modules
     }
 
@@ -119,7 +119,7 @@ impl Reader {
     /// Limits the memory of its loads to `limit` bytes, less the bytes `beside` that the caller uses.
     #[pyo3(signature = (limit, beside = 0))]
     fn limit_memory(&self, limit: Option<u64>, beside: u64) {
-        self.loads.set_memory(MemoryLimit::of(limit).without(beside));
+        self.loads.set_memory(MemoryLimit::of(limit).reserving(beside));
     }
 
     /// Makes its loads read files through the page cache even if they are not in it: other
@@ -130,7 +130,7 @@ impl Reader {
 
     /// Returns the minimum memory of a load: of `parts` of tensors, or with staging buffers.
     fn least(&self, parts: bool, staged: bool) -> Answer<u64> {
-        Ok(self.file.least(parts, staged)?)
+        Ok(self.file.minimum_memory(parts, staged)?)
     }
 
     /// Ends loads that are under way on other threads, and refuses new ones.
@@ -212,7 +212,7 @@ impl Reader {
 
     /// Returns the number of each tensor's file, if only an index of shards names the tensors.
     fn promised(&self) -> BTreeMap<String, usize> {
-        self.file.promised().clone()
+        self.file.indexed_files().clone()
     }
 
     /// The metadata of the file; an error if they are damaged.
@@ -234,7 +234,7 @@ impl Reader {
     /// The identity by which the other half of a saved object knows this file.
     #[getter]
     fn pair_id(&self) -> Option<Cow<'static, [u8]>> {
-        self.file.pair_id().map(|id| id.to_vec().into())
+        self.file.identity().map(|id| id.to_vec().into())
     }
 
     #[getter]

@@ -21,8 +21,8 @@ use crate::signals;
 const CHUNK_LEN: usize = 8 << 20;
 
 /// Returns whether a file that was never closed exists, and its path if it did not get its own name.
-pub fn place(of: Unclosed) -> (bool, Option<OsString>) {
-    match of {
+pub fn unclosed_place(outcome: Unclosed) -> (bool, Option<OsString>) {
+    match outcome {
         Unclosed::InPlace => (true, None),
         // Not as a `Path`: that may not work while the interpreter ends.
         Unclosed::Beside(path) => (true, Some(path.into_os_string())),
@@ -130,7 +130,7 @@ impl PathSink {
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Answer<(bool, Option<OsString>)> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
-        Ok(place(gil::without(py, || sink.publish_unclosed(len, &signals))?))
+        Ok(unclosed_place(gil::without(py, || sink.publish_unclosed(len, &signals))?))
     }
 
     /// Abandons the file.

@@ -26,7 +26,7 @@ use crate::gil;
 use crate::handle::Handle;
 use crate::names::name_from_python;
 use crate::signals;
-use crate::sink::{Sink, place};
+use crate::sink::{Sink, unclosed_place};
 use crate::watch::{Watch, log};
 
 /// A file under construction. Calls run one at a time.
@@ -71,10 +71,10 @@ impl WriterArguments {
             threads,
             hashes,
             encryption,
-            pair: None,
+            identity: None,
             metadata,
             clear_metadata,
-            memory: MemoryLimit::of(memory).without(kept),
+            memory: MemoryLimit::of(memory).reserving(kept),
         })
     }
 }
@@ -200,14 +200,14 @@ impl Writer {
     /// Gives the file an identity: that of the file of which it is a copy, or one of its own.
     #[pyo3(signature = (given))]
     fn set_pair(&self, py: Python<'_>, given: Option<[u8; 16]>) -> Answer<()> {
-        let pair = given.map_or(IdentitySource::FromContent, IdentitySource::Given);
-        self.with(py, |writer| writer.set_pair(pair))
+        let source = given.map_or(IdentitySource::FromContent, IdentitySource::Given);
+        self.with(py, |writer| writer.set_identity(source))
     }
 
     /// The file's identity, of the tensors written so far.
     #[getter]
     fn pair_id(&self, py: Python<'_>) -> Answer<Option<Cow<'static, [u8]>>> {
-        self.with(py, |writer| Ok(writer.pair_id().map(|id| id.to_vec().into())))
+        self.with(py, |writer| Ok(writer.identity().map(|id| id.to_vec().into())))
     }
 
     /// Writes lent tensors. Names are `str` or tuples of `str` and `int`.
@@ -250,7 +250,7 @@ impl Writer {
     /// Ends a file that was never closed; another file that has its name stays. Returns whether it
     /// exists, and its path if it did not get its own name.
     fn finish_unclosed(&self, py: Python<'_>) -> Answer<(bool, Option<OsString>)> {
-        Ok(place(self.with(py, |writer| writer.finish_unclosed(&signals))?))
+        Ok(unclosed_place(self.with(py, |writer| writer.finish_unclosed(&signals))?))
     }
 
     /// True if a write has failed half-way, so that the file can only be abandoned.

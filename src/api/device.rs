@@ -7,7 +7,7 @@ use super::load::no_headers;
 use super::load_options::LoadOptions;
 use super::selection::Selection;
 use super::slice_rules::RangeRules;
-use super::slices::{HELD, are_plain, direct_ranges, held_len};
+use super::slices::{MAX_HELD, are_plain, direct_ranges, whole_tensor_len};
 use crate::cancel::Cancel;
 use crate::codec::CompactHeader;
 use crate::engine::plan::{BlockLayout, BlockLocation, Extent, LargeTensors, MemoryLayout};
@@ -132,9 +132,9 @@ impl<'f> DeviceLoad<'f> {
     ) -> Result<(Vec<CompactHeader>, Vec<Streams>)> {
         let file = self.selection.file;
         self.selection.check()?;
-        let verify = file.prove(options, cancel)?;
+        let verify = file.verify_hub_checksums(options, cancel)?;
         let options = &LoadOptions { verify, ..*options };
-        file.with_sound_copies(cancel, || self.load(to, options, counters, cancel, allocate))
+        file.with_intact_copies(cancel, || self.load(to, options, counters, cancel, allocate))
     }
 
     /// Runs the load after the checks.
@@ -186,7 +186,7 @@ impl<'f> DeviceLoad<'f> {
                     .fallback("decrypted in host memory: pieces of encryption of unusual length");
                 self.parts_through_host(&left, &upload)?;
             }
-            headers.into_kept()?
+            headers.into_headers()?
         };
         if to.devices.iter().any(|one| one.pool.is_pageable()) {
             counters.fallback(PAGEABLE);
@@ -230,16 +230,18 @@ impl<'f> DeviceLoad<'f> {
         if tensors.is_empty() {
             return Ok(());
         }
-        let len =
-            |&tensor: &usize| self.selection.entries.get(tensor).map_or(0, |entry| held_len(entry));
+        let len = |&tensor: &usize| {
+            self.selection.entries.get(tensor).map_or(0, |entry| whole_tensor_len(entry))
+        };
         let largest = tensors.iter().map(len).max().unwrap_or(0);
         // Readers to host memory serve all devices, but each device has staging buffers of its own.
         let others = upload.to.devices.iter().skip(1).map(|one| {
             let len = one.pool.buffer_len() as u64;
             len.saturating_mul(fewest(len))
         });
-        let least = self.selection.file.least(true, true)?.saturating_add(others.sum());
-        let (most, memory) = upload.options.memory.known()?.tensors(HELD, largest, least)?;
+        let least = self.selection.file.minimum_memory(true, true)?.saturating_add(others.sum());
+        let (most, memory) =
+            upload.options.memory.or_environment()?.tensors(MAX_HELD, largest, least)?;
         let options = LoadOptions { memory, ..*upload.options };
         let upload = &DeviceUpload { options: &options, ..*upload };
         let mut left = tensors;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::file::TensorFile;
 use super::load::load_counted;
 use super::load_options::LoadOptions;
-use super::slice_rules::{ROUND_LEN, RangeRules};
-use super::slices::{PlainCodec, ROUND, extent, ranges_of};
+use super::slice_rules::{MAX_GROUP_LEN, RangeRules};
+use super::slices::{MAX_RANGES, PlainCodec, extent, ranges_of};
 use crate::cancel::Cancel;
 use crate::codec::CompactHeader;
 use crate::codec::hash::Verify;
@@ -175,8 +175,8 @@ impl DeviceUpload<'_> {
                 push(&mut locations, location, LISTS)?;
                 push(&mut reads, DeviceCoalescedRead { start: range.start, ranges }, LISTS)?;
                 // Bounds what is planned together: a file may claim any number of bytes.
-                if reads.len() == ROUND || len >= ROUND_LEN {
-                    self.gather_round(&files, &extents, &locations, &reads)?;
+                if reads.len() == MAX_RANGES || len >= MAX_GROUP_LEN {
+                    self.gather_group(&files, &extents, &locations, &reads)?;
                     extents.clear();
                     locations.clear();
                     reads.clear();
@@ -184,11 +184,11 @@ impl DeviceUpload<'_> {
                 }
             }
         }
-        self.gather_round(&files, &extents, &locations, &reads)
+        self.gather_group(&files, &extents, &locations, &reads)
     }
 
     /// Gathers from ranges that are planned together.
-    fn gather_round(
+    fn gather_group(
         &self,
         files: &[&dyn ReadAt],
         extents: &[Extent],

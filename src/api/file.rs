@@ -25,10 +25,10 @@ pub struct TensorFile {
     sources: Brief<Arc<[Arc<dyn ReadAt>]>>,
     catalog: Arc<Catalog>,
     /// The state of a `.tensors` file; None for other formats.
-    own: Option<Arc<TensorsFileState>>,
+    tensors_state: Option<Arc<TensorsFileState>>,
     heads: Arc<[CachedHead]>,
     /// Done once the bytes match the checksums of the hub, or need not.
-    proven: Arc<Once>,
+    hub_verification: Arc<Once>,
 }
 
 /// The state that only `.tensors` files have.
@@ -40,10 +40,10 @@ pub(super) struct TensorsFileState {
     /// Prologue and index as they are in the file, if it has a manifest (a seal).
     pub head: Option<Vec<u8>>,
     /// The identity by which the other half of a saved object knows it.
-    pub pair_id: Option<FileIdentity>,
+    pub identity: Option<FileIdentity>,
     pub decryption: OnceLock<Arc<DecryptionOptions>>,
     /// The tags that headers must have, by stored name. Set once the manifest was verified.
-    pub sealed: OnceLock<(Manifest, HashMap<String, HeaderTag>)>,
+    pub verified_manifest: OnceLock<(Manifest, HashMap<String, HeaderTag>)>,
     pub key_fits: AtomicBool,
 }
 
@@ -52,12 +52,20 @@ impl TensorFile {
         uri: String,
         sources: Vec<Arc<dyn ReadAt>>,
         catalog: Catalog,
-        own: Option<TensorsFileState>,
+        tensors_state: Option<TensorsFileState>,
         heads: Vec<CachedHead>,
     ) -> Self {
-        let (own, heads, proven) = (own.map(Arc::new), heads.into(), Arc::default());
+        let (tensors_state, heads, hub_verification) =
+            (tensors_state.map(Arc::new), heads.into(), Arc::default());
         let catalog = Arc::new(catalog);
-        TensorFile { uri, sources: Brief::new(sources.into()), catalog, own, heads, proven }
+        TensorFile {
+            uri,
+            sources: Brief::new(sources.into()),
+            catalog,
+            tensors_state,
+            heads,
+            hub_verification,
+        }
     }
 
     /// Returns the same file with other tensors.
@@ -87,21 +95,21 @@ impl TensorFile {
             entries: Arc::new(entries),
             names,
             metadata: Arc::clone(&self.catalog.metadata),
-            promised: BTreeMap::new(),
+            indexed_files: BTreeMap::new(),
         };
-        TensorFile { catalog: Arc::new(catalog), ..self.again() }
+        TensorFile { catalog: Arc::new(catalog), ..self.duplicate() }
     }
 
     /// Returns the same file once more. It stays open when this one is closed.
     #[doc(hidden)]
-    pub fn again(&self) -> Self {
+    pub fn duplicate(&self) -> Self {
         TensorFile {
             uri: self.uri.clone(),
             sources: Brief::new(self.sources()),
             catalog: Arc::clone(&self.catalog),
-            own: self.own.clone(),
+            tensors_state: self.tensors_state.clone(),
             heads: Arc::clone(&self.heads),
-            proven: Arc::clone(&self.proven),
+            hub_verification: Arc::clone(&self.hub_verification),
         }
     }
 
@@ -120,55 +128,59 @@ impl TensorFile {
     }
 
     /// The state of the comparison of its bytes with the checksums of its hub.
-    pub(super) fn proven(&self) -> &Once {
-        &self.proven
+    pub(super) fn hub_verification(&self) -> &Once {
+        &self.hub_verification
     }
 
     /// Returns prologue and index as they are in the file, if it has a manifest.
-    pub(super) fn sealed_head(&self) -> Option<(&[u8], &[u8])> {
-        self.own.as_ref()?.head.as_ref()?.split_at_checked(PROLOGUE_LEN)
+    pub(super) fn head_with_manifest(&self) -> Option<(&[u8], &[u8])> {
+        self.tensors_state.as_ref()?.head.as_ref()?.split_at_checked(PROLOGUE_LEN)
     }
 
     /// Remembers the verified manifest, and the tag of each header.
-    pub(super) fn set_sealed(&self, manifest: Manifest, digests: Vec<HeaderTag>) -> Result<()> {
+    pub(super) fn set_verified_manifest(
+        &self,
+        manifest: Manifest,
+        digests: Vec<HeaderTag>,
+    ) -> Result<()> {
         let mut by_name = HashMap::new();
         let count = digests.len();
         by_name.try_reserve(count).map_err(|_| out_of_memory(count as u64, LISTS))?;
         let names = self.entries().iter().map(|entry| entry.name.stored().to_owned());
         by_name.extend(names.zip(digests));
         // Kept, because headers are read again with their data: a server may send different ones then.
-        if let Some(own) = &self.own {
-            own.sealed.get_or_init(|| (manifest, by_name));
+        if let Some(tensors_state) = &self.tensors_state {
+            tensors_state.verified_manifest.get_or_init(|| (manifest, by_name));
         }
         Ok(())
     }
 
     /// Makes loads decrypt with these options. Returns false if options were set before.
     pub(super) fn set_decryption(&self, options: Arc<DecryptionOptions>) -> bool {
-        self.own.as_ref().is_some_and(|own| own.decryption.set(options).is_ok())
+        self.tensors_state.as_ref().is_some_and(|state| state.decryption.set(options).is_ok())
     }
 
     /// Refuses a header that differs from the one that the manifest covers.
     pub(super) fn check_header(&self, entry: &Entry, raw: &[u8]) -> Result<()> {
-        let sealed = self.own.as_ref().and_then(|own| own.sealed.get());
+        let sealed = self.tensors_state.as_ref().and_then(|state| state.verified_manifest.get());
         let Some((manifest, digests)) = sealed else { return Ok(()) };
         let expected = digests.get(entry.name.stored());
-        if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.unsealed()) }
+        if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.manifest_mismatch()) }
     }
 
     /// True if data were decrypted with the key before.
     pub(super) fn key_fits(&self) -> bool {
-        self.own.as_ref().is_some_and(|own| own.key_fits.load(Ordering::Relaxed))
+        self.tensors_state.as_ref().is_some_and(|state| state.key_fits.load(Ordering::Relaxed))
     }
 
     /// Remembers that the key is right.
     pub(super) fn set_key_fits(&self) {
-        if let Some(own) = &self.own {
-            own.key_fits.store(true, Ordering::Relaxed);
+        if let Some(tensors_state) = &self.tensors_state {
+            tensors_state.key_fits.store(true, Ordering::Relaxed);
         }
     }
 
-    pub(super) fn unsealed(&self) -> Error {
+    pub(super) fn manifest_mismatch(&self) -> Error {
         Error::Crypt(format!(
             "the manifest of `{}` does not fit: wrong key, or names, shapes, order, hashes or tags \
              were changed",
@@ -178,12 +190,12 @@ impl TensorFile {
 
     /// Returns the options with which loads decrypt; None if they do not.
     pub fn decryption(&self) -> Option<&DecryptionOptions> {
-        self.own.as_ref()?.decryption.get().map(Arc::as_ref)
+        self.tensors_state.as_ref()?.decryption.get().map(Arc::as_ref)
     }
 
     /// The identity by which the other half of a saved object knows this file.
-    pub fn pair_id(&self) -> Option<FileIdentity> {
-        self.own.as_ref()?.pair_id
+    pub fn identity(&self) -> Option<FileIdentity> {
+        self.tensors_state.as_ref()?.identity
     }
 
     /// The path or address.
@@ -236,13 +248,13 @@ impl TensorFile {
     /// Returns the number of each tensor's file, as the index of shards says. Filled only where the
     /// entries are storages, which the index does not name.
     #[doc(hidden)]
-    pub fn promised(&self) -> &BTreeMap<String, usize> {
-        &self.catalog.promised
+    pub fn indexed_files(&self) -> &BTreeMap<String, usize> {
+        &self.catalog.indexed_files
     }
 
     /// Returns the prologue, which is the first bytes of a `.tensors` file; None for other formats.
     pub fn prologue(&self) -> Option<&Prologue> {
-        self.own.as_ref().map(|own| &own.prologue)
+        self.tensors_state.as_ref().map(|state| &state.prologue)
     }
 
     /// True if the data of its tensors are encrypted.
@@ -267,20 +279,22 @@ impl TensorFile {
     /// same positions. Other tensors become gaps.
     #[doc(hidden)]
     pub fn head_of(&self, numbers: &[usize]) -> Result<Vec<u8>> {
-        let Some(own) = &self.own else {
+        let Some(tensors_state) = &self.tensors_state else {
             let format = self.format().name();
             return Err(Error::Unsupported(format!(
                 "`{}` is a {format} file: expected a .tensors file, of which parts can be copied",
                 self.uri
             )));
         };
-        if own.base != 0 {
+        if tensors_state.base != 0 {
             return Err(Error::Unsupported(format!(
                 "`{}` begins at byte {} of another file, and its positions count from there",
-                self.uri, own.base
+                self.uri, tensors_state.base
             )));
         }
-        if let Some(head) = own.head.as_ref().filter(|_| numbers.len() == self.entries().len()) {
+        if let Some(head) =
+            tensors_state.head.as_ref().filter(|_| numbers.len() == self.entries().len())
+        {
             // Unchanged, so that its manifest stays valid.
             return Ok(head.clone());
         }
@@ -291,16 +305,16 @@ impl TensorFile {
                 .iter()
                 .fold(0, |sum: u64, entry| sum.saturating_add(entry.data_len)),
             count: entries.len() as u64,
-            ..own.prologue
+            ..tensors_state.prologue
         };
         let tagged = prologue.versioned_entries;
         let mut block = index::encode(&entries, tagged, prologue.index_len)?;
         let used: usize = entries.iter().map(|entry| entry.encoded_len(tagged)).sum();
         // The identity is that of all tensors: a part of the file has none.
-        let pair_id = own.pair_id.filter(|_| numbers.len() == self.entries().len());
+        let identity = tensors_state.identity.filter(|_| numbers.len() == self.entries().len());
         let pairs = self.metadata()?.unwrap_or(&[]);
         let metadata = metadata::encode(pairs, self.uri())?;
-        trailer::put(block.get_mut(used..).unwrap_or(&mut []), &metadata, pair_id)?;
+        trailer::write(block.get_mut(used..).unwrap_or(&mut []), &metadata, identity)?;
         listed(prologue.encode().into_iter().chain(block), "a head")
     }
 

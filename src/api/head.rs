@@ -53,7 +53,7 @@ impl FileHead {
     }
 
     /// Reads the whole file, which may not be longer than `most`.
-    pub fn whole(&self, most: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
+    pub fn read_all(&self, most: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let too_long = |found: String| {
             let what = format!("expected {what} of at most {most} bytes, found {found}");
             Error::Format { uri: self.source.uri().to_owned(), offset: self.base, what }
@@ -63,7 +63,7 @@ impl FileHead {
             return if len > most {
                 Err(too_long(len.to_string()))
             } else {
-                self.first(len, what, cancel)
+                self.read_first(len, what, cancel)
             };
         }
         let mut bytes = self.bytes.clone();
@@ -80,7 +80,7 @@ impl FileHead {
     }
 
     /// Returns the first `len` bytes of the file; reads those that are missing.
-    fn first(&self, len: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
+    fn read_first(&self, len: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let mut bytes = self.bytes.clone();
         bytes.truncate(usize::try_from(len).unwrap_or(usize::MAX));
         let at = self.base.saturating_add(bytes.len() as u64);
@@ -101,9 +101,9 @@ impl FileHead {
         }
         let CatalogPart { source, format, head, entries, metadata } = part;
         let heads = head.into_iter().collect();
-        let (entries, promised) = (Arc::new(entries), BTreeMap::new());
+        let (entries, indexed_files) = (Arc::new(entries), BTreeMap::new());
         let metadata = Arc::new(Ok(metadata));
-        let catalog = Catalog { format, entries, names, metadata, promised };
+        let catalog = Catalog { format, entries, names, metadata, indexed_files };
         Ok(TensorFile::new(uri, vec![source], catalog, None, heads))
     }
 
@@ -116,7 +116,7 @@ impl FileHead {
         if torch_zip::begins(&self.bytes) {
             // The cached head has only the bytes that tell the format: the directory is at the end
             // of the file, and is requested again.
-            let head = opening.known(&*self.source, self.base, &self.bytes, &[]);
+            let head = opening.cached_head(&*self.source, self.base, &self.bytes, &[]);
             let part = read_archive(self.source, self.base, (file, at_once), opening)?;
             return Ok(CatalogPart { head, ..part });
         }
@@ -139,7 +139,8 @@ impl FileHead {
             let uri = uri.to_owned();
             return Err(Error::Truncated { uri, what, start: base, end: data_at, size });
         }
-        let start = self.first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
+        let start =
+            self.read_first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
         let json = start.split_at_checked(size_of::<u64>()).map_or(&[][..], |(_, json)| json);
         let found = safetensors::parse(json, base, file, uri)?;
         if let Some(size) = traits.len.filter(|&size| size < found.end) {
@@ -155,7 +156,7 @@ impl FileHead {
         }
         // The cached head has at least the bytes that tell the format, even if the header is shorter.
         let rest = start.get(self.bytes.len()..).unwrap_or(&[]);
-        let head = opening.known(&*self.source, base, &self.bytes, rest);
+        let head = opening.cached_head(&*self.source, base, &self.bytes, rest);
         let passed = traits.len.is_none() && start.len() < self.bytes.len();
         let source = if passed {
             // The source is read front to back only, and some of its data were read already.
@@ -199,24 +200,24 @@ impl FileHead {
         let sealed = Manifest::is_in(&block);
         let unsealed = block.len().saturating_sub(if sealed { MANIFEST_LEN } else { 0 });
         let space = block.get(len..unsealed).unwrap_or(&[]);
-        let IndexTrailer { pair_id, metadata } =
+        let IndexTrailer { identity, metadata } =
             trailer::find(space, index_at.saturating_add(len as u64));
-        let heads = opening.known(&*source, base, &bytes, &block).into_iter().collect();
-        let own = TensorsFileState {
+        let heads = opening.cached_head(&*source, base, &bytes, &block).into_iter().collect();
+        let tensors_state = TensorsFileState {
             base,
             prologue,
             head: sealed
                 .then(|| listed(bytes.into_iter().chain(block), "a manifest"))
                 .transpose()?,
-            pair_id,
+            identity,
             decryption: OnceLock::new(),
-            sealed: OnceLock::new(),
+            verified_manifest: OnceLock::new(),
             key_fits: AtomicBool::new(false),
         };
         let metadata = metadata.map(|pairs| (!pairs.is_empty()).then_some(pairs));
         let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Arc::new(metadata));
-        let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
-        Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own), heads))
+        let catalog = Catalog { format, entries, names, metadata, indexed_files: BTreeMap::new() };
+        Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(tensors_state), heads))
     }
 }
 

@@ -52,14 +52,14 @@ pub fn load_counted(
 ) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
     selection.check()?;
-    let verify = file.prove(options, cancel)?;
+    let verify = file.verify_hub_checksums(options, cancel)?;
     let sliced = selection.is_sliced();
     let options = &LoadOptions { map: options.map && !sliced, verify, ..*options };
     let load = || match load_small(file, numbers, options, counters, cancel)? {
         Some(loaded) => Ok(loaded),
         None => load_selected(&selection, numbers, options, counters, cancel),
     };
-    file.with_sound_copies(cancel, load)
+    file.with_intact_copies(cancel, load)
 }
 
 /// Loads tensors that were checked before.
@@ -133,14 +133,14 @@ pub fn load_into_uninit(
             )));
         }
     }
-    let verify = file.prove(options, cancel)?;
+    let verify = file.verify_hub_checksums(options, cancel)?;
     let options = &LoadOptions { map: false, verify, ..*options };
     for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.is_meta() {
             destination.fill(MaybeUninit::new(0));
         }
     }
-    file.with_sound_copies(cancel, || {
+    file.with_intact_copies(cancel, || {
         let lent = destinations.iter_mut().map(|bytes| &mut **bytes);
         fill(&selection, listed(lent, LISTS)?, options, counters, cancel)
     })
@@ -160,15 +160,16 @@ fn fill(
     }
     if selection.file.decryption().is_none() {
         let target = HostTarget::new(destinations, Vec::new());
-        return run(selection, target, options, counters, cancel)?.0.into_kept();
+        return read_to_host(selection, target, options, counters, cancel)?.0.into_headers();
     }
     let mut bytes = listed(destinations.into_iter().map(zero_filled), LISTS)?;
     let lent = listed(bytes.iter_mut().map(|bytes| to_fill(bytes)), LISTS)?;
-    let loaded = run(selection, HostTarget::new(lent, Vec::new()), options, counters, cancel);
-    let loaded = loaded.and_then(|(headers, left)| {
+    let loaded =
+        read_to_host(selection, HostTarget::new(lent, Vec::new()), options, counters, cancel);
+    let loaded = loaded.and_then(|(headers, undecrypted)| {
         let bytes = listed(bytes.iter_mut().map(|bytes| &mut **bytes), LISTS)?;
-        whole(&headers, &left, bytes, counters, cancel)?;
-        headers.into_kept()
+        decrypt_wholes(&headers, &undecrypted, bytes, counters, cancel)?;
+        headers.into_headers()
     });
     if loaded.is_err() {
         // Data that could not be authenticated are wiped.
@@ -183,7 +184,7 @@ pub fn no_headers(selection: &Selection<'_>) -> Result<Vec<CompactHeader>> {
 }
 
 /// Reads to host memory. Returns the tensors that are still to be decrypted as a whole.
-fn run<'s>(
+fn read_to_host<'s>(
     selection: &'s Selection<'s>,
     mut target: HostTarget<'_>,
     options: &LoadOptions,
@@ -204,20 +205,20 @@ fn run<'s>(
         shares_cache: options.shares_cache,
         receiver: None,
     };
-    let left = read(&reading, &mut target, counters, cancel)?;
-    Ok((headers, left))
+    let undecrypted = read(&reading, &mut target, counters, cancel)?;
+    Ok((headers, undecrypted))
 }
 
 /// Decrypts tensors, each as a whole, several at once.
-fn whole(
+fn decrypt_wholes(
     headers: &HeaderCodec<'_>,
-    left: &[usize],
+    undecrypted: &[usize],
     bytes: Vec<&mut [u8]>,
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<()> {
     let queue = bytes.into_iter().enumerate();
-    let queue = queue.filter(|(tensor, _)| left.binary_search(tensor).is_ok());
+    let queue = queue.filter(|(tensor, _)| undecrypted.binary_search(tensor).is_ok());
     let queue = listed(queue, LISTS)?;
     let threads = crate::cpu_count().min(queue.len());
     let queue = Mutex::new(queue);
@@ -225,7 +226,7 @@ fn whole(
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let Some((tensor, bytes)) = next else { break };
-            counters.time(Stage::Decrypt, || headers.whole(tensor, bytes, control))?;
+            counters.time(Stage::Decrypt, || headers.decrypt_and_verify(tensor, bytes, control))?;
             counters.bytes(bytes.len() as u64);
         }
         Ok(())
@@ -292,17 +293,18 @@ impl LoadMemory {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<Vec<CompactHeader>> {
-        let (headers, left) = run(selection, self.target()?, options, counters, cancel)?;
-        if !left.is_empty() {
-            whole(&headers, &left, self.bytes()?, counters, cancel)?;
+        let (headers, undecrypted) =
+            read_to_host(selection, self.target()?, options, counters, cancel)?;
+        if !undecrypted.is_empty() {
+            decrypt_wholes(&headers, &undecrypted, self.bytes()?, counters, cancel)?;
         }
-        headers.into_kept()
+        headers.into_headers()
     }
 
     /// Returns the bytes of each tensor; none for those that are mapped.
     fn bytes(&mut self) -> Result<Vec<&mut [u8]>> {
         let blocks = self.blocks.iter_mut().map(|block| Some(Rest::of(block.bytes_mut())));
-        cut(&self.tensors, listed(blocks, LISTS)?)
+        split_blocks(&self.tensors, listed(blocks, LISTS)?)
     }
 
     /// Returns all memory as a target for the engine.
@@ -311,8 +313,8 @@ impl LoadMemory {
         let mut images = Vec::new();
         for (&number, mapping) in &mut self.mappings {
             let mut rest = Rest::of(mapping.bytes_mut());
-            for spot in &self.tensors {
-                let TensorLocation::Mapped { file, header, at, len } = *spot else { continue };
+            for location in &self.tensors {
+                let TensorLocation::Mapped { file, header, at, len } = *location else { continue };
                 if file == number {
                     let memory = ImageMemory::Mapped(rest.cut(header, at + len - header)?);
                     push(&mut images, FileImage { file, position: header as u64, memory }, LISTS)?;
@@ -333,7 +335,7 @@ impl LoadMemory {
             blocks.push(None);
         }
         images.sort_unstable_by_key(|image| (image.file, image.position));
-        let tensors = cut(&self.tensors, blocks)?;
+        let tensors = split_blocks(&self.tensors, blocks)?;
         Ok(HostTarget::new(listed(tensors.into_iter().map(to_fill), LISTS)?, images))
     }
 
@@ -341,8 +343,8 @@ impl LoadMemory {
     fn freeze(self) -> Result<Vec<HostBuffer>> {
         let mut ranges = listed(self.blocks.iter().map(|_| Vec::new()), LISTS)?;
         let mut mapped: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
-        for spot in &self.tensors {
-            match *spot {
+        for location in &self.tensors {
+            match *location {
                 TensorLocation::Mapped { file, at, len, .. } => {
                     push(mapped.entry(file).or_default(), (at, len), LISTS)?;
                 }
@@ -361,8 +363,8 @@ impl LoadMemory {
             Ok((file, mapping.freeze(ranges)?.into_iter()))
         });
         let mut mappings = mappings.collect::<Result<BTreeMap<_, _>>>()?;
-        let buffers = self.tensors.iter().map(|spot| {
-            let buffer = match spot {
+        let buffers = self.tensors.iter().map(|location| {
+            let buffer = match location {
                 TensorLocation::Mapped { file, .. } => {
                     mappings.get_mut(file).and_then(Iterator::next)
                 }
@@ -377,12 +379,12 @@ impl LoadMemory {
 }
 
 /// Returns the bytes of each tensor in the given blocks; none for tensors that are elsewhere.
-fn cut<'a>(
+fn split_blocks<'a>(
     tensors: &[TensorLocation],
     mut blocks: Vec<Option<Rest<'a>>>,
 ) -> Result<Vec<&'a mut [u8]>> {
-    let bytes = tensors.iter().map(|spot| {
-        let TensorLocation::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
+    let bytes = tensors.iter().map(|location| {
+        let TensorLocation::Block { block, at, len } = *location else { return Ok(&mut [][..]) };
         let rest = blocks.get_mut(block).and_then(Option::as_mut);
         rest.map_or(Ok(&mut [][..]), |rest| rest.cut(at, len))
     });

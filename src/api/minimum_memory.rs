@@ -14,7 +14,7 @@ const READER: u64 = 2 * CONNECTION;
 impl TensorFile {
     /// Returns the minimum of the bytes that a load has in flight. `parts`: it loads parts of
     /// tensors. `staged`: it loads to a device through staging buffers.
-    pub fn least(&self, parts: bool, staged: bool) -> Result<u64> {
+    pub fn minimum_memory(&self, parts: bool, staged: bool) -> Result<u64> {
         let sources = self.sources();
         let files = borrowed(&sources);
         let of_server = Capabilities::of_all(&files).map_or(0, |traits| traits.reader_memory);
@@ -29,6 +29,6 @@ impl TensorFile {
         // Files of a hub are hashed before the load, piece by piece, which also takes memory.
         let ahead =
             of_server > CONNECTION || files.iter().any(|source| source.capabilities().of_hub);
-        Ok(if ahead { needs.least_ahead() } else { needs.least() })
+        Ok(if ahead { needs.minimum_with_read_ahead() } else { needs.minimum() })
     }
 }

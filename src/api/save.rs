@@ -35,7 +35,7 @@ const ENTRIES_LEN: u64 = MIN_INDEX_LEN / 2;
 
 /// An index with a manifest or an identity is written again once the number of tensors has grown by
 /// one part in so many.
-const SHOWN_GROWTH: usize = 8;
+const VISIBLE_GROWTH: usize = 8;
 
 /// A file under construction: a `.tensors` file, unless [`Writer::write_safetensors`] is called.
 ///
@@ -56,14 +56,14 @@ pub struct Writer {
     /// The encoded metadata, which are written behind the entries of the index.
     metadata: Vec<u8>,
     index_len: u64,
-    shown: VisibleIndex,
+    visible_index: VisibleIndex,
     pub(super) end: u64,
     version: u32,
     pub(super) tensor_bytes: u64,
     pub(super) progress: Arc<AtomicU64>,
     pub(super) failed: bool,
     /// True for a file of another format, which is written as a whole and has no index at its end.
-    pub(super) foreign: bool,
+    pub(super) other_format: bool,
 }
 
 /// The index that was written last, in a file whose bytes are visible early.
@@ -108,13 +108,13 @@ impl Writer {
             names: NameTree::default(),
             metadata,
             index_len: 0,
-            shown: VisibleIndex::default(),
+            visible_index: VisibleIndex::default(),
             end: 0,
             version: if encrypted { VERSION_ENCRYPTED } else { VERSION_PLAIN },
             tensor_bytes: 0,
             progress: Arc::default(),
             failed: false,
-            foreign: false,
+            other_format: false,
         })
     }
 
@@ -135,17 +135,17 @@ impl Writer {
     }
 
     /// Gives the file an identity. Nothing may have been written yet.
-    pub fn set_pair(&mut self, pair: IdentitySource) -> Result<()> {
+    pub fn set_identity(&mut self, identity: IdentitySource) -> Result<()> {
         if self.index_len > 0 {
             return Err(Error::InvalidArgument(format!("`{}` has tensors already", self.uri)));
         }
-        self.options.pair = Some(pair);
+        self.options.identity = Some(identity);
         Ok(())
     }
 
     /// Returns the file's identity, of the tensors written so far.
-    pub fn pair_id(&self) -> Option<FileIdentity> {
-        match self.options.pair? {
+    pub fn identity(&self) -> Option<FileIdentity> {
+        match self.options.identity? {
             IdentitySource::Given(id) => Some(id),
             IdentitySource::FromContent => {
                 sha256(self.digests.as_flattened()).first_chunk().copied()
@@ -155,7 +155,7 @@ impl Writer {
 
     /// Returns the position after the last byte of the file, its end mark included.
     pub fn end(&self) -> u64 {
-        if self.foreign { self.end } else { self.end + END_MARK.len() as u64 }
+        if self.other_format { self.end } else { self.end + END_MARK.len() as u64 }
     }
 
     /// Writes tensors after those written before.
@@ -163,8 +163,8 @@ impl Writer {
     /// Names are checked before anything is written. If writing fails half-way, the writer can
     /// only be dropped.
     pub fn write(&mut self, tensors: Vec<SaveTensor<'_>>, cancel: &dyn Cancel) -> Result<()> {
-        self.usable()?;
-        if self.foreign {
+        self.check_usable()?;
+        if self.other_format {
             return Err(Error::InvalidArgument(format!("`{}` was written as a whole", self.uri)));
         }
         self.check_names(&tensors)?;
@@ -185,18 +185,14 @@ impl Writer {
         sink.reserve(head, layout.end + END_MARK.len() as u64)?;
         let items = layout.entries.iter().zip(sources);
         let items = listed(
-            items.map(|(entry, (module_index, origin))| WriteTensor {
-                entry,
-                module_index,
-                origin,
-            }),
+            items.map(|(entry, (module_index, data))| WriteTensor { entry, module_index, data }),
             LISTS,
         )?;
         let options = WriteOptions {
             threads: self.options.threads,
             hashes: Some(self.options.hashes),
             encryption: self.options.encryption.as_deref(),
-            named: self.options.pair.is_some(),
+            needs_digests: self.options.identity.is_some(),
             memory: self.options.memory,
         };
         let digests = write_tensors(sink, &items, &options, &self.progress, cancel)?;
@@ -208,7 +204,7 @@ impl Writer {
         self.entries_len += encoded_lens(&layout.entries, false);
         self.entries.extend(layout.entries);
         if self.sink()?.shows_early() {
-            self.show(cancel)?;
+            self.make_index_visible(cancel)?;
         }
         self.failed = false;
         Ok(())
@@ -238,14 +234,14 @@ impl Writer {
         if self.sink.is_none() {
             return Ok(());
         }
-        self.usable()?;
-        if !self.foreign && self.entries.is_empty() {
+        self.check_usable()?;
+        if !self.other_format && self.entries.is_empty() {
             self.abandon();
             let why = "no release reads a file without any, and what was there stays";
             return Err(Error::InvalidArgument(format!("no tensors for `{}`: {why}", self.uri)));
         }
         self.failed = true;
-        if !self.foreign {
+        if !self.other_format {
             self.write_index(cancel)?;
         }
         let end = self.end();
@@ -266,7 +262,7 @@ impl Writer {
         self.sink = None;
     }
 
-    pub(super) fn usable(&self) -> Result<()> {
+    pub(super) fn check_usable(&self) -> Result<()> {
         self.maker.check(&self.uri)?;
         if self.failed {
             return Err(Error::Closed(format!("an earlier write to `{}` failed", self.uri)));
@@ -307,10 +303,10 @@ impl Writer {
             encrypted,
         )?;
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
-        let used = self.used(tagged) + encoded_lens(&trial.entries, tagged);
+        let used = self.encoded_entries_len(tagged) + encoded_lens(&trial.entries, tagged);
         if self.index_len == 0 {
             self.reserve_index(self.index_len_for(used))?;
-        } else if used + self.behind_len() > self.index_len {
+        } else if used + self.trailer_len() > self.index_len {
             // Twice what is needed, so that many small calls do not move the data many times.
             self.move_data(self.index_len_for(used.saturating_mul(2)), cancel)?;
         }
@@ -339,43 +335,43 @@ impl Writer {
     }
 
     /// Returns the bytes at the end of the index block that a manifest takes.
-    fn seal_len(&self) -> usize {
+    fn manifest_len(&self) -> usize {
         let encryption = self.options.encryption.as_deref();
         if encryption.is_some_and(|options| options.manifest) { MANIFEST_LEN } else { 0 }
     }
 
     /// Returns the bytes at the end of the index block that are not entries.
-    fn behind_len(&self) -> u64 {
-        (trailer::len(&self.metadata, self.options.pair.is_some()) + self.seal_len()) as u64
+    fn trailer_len(&self) -> u64 {
+        (trailer::len(&self.metadata, self.options.identity.is_some()) + self.manifest_len()) as u64
     }
 
     /// Returns the bytes to reserve for an index whose entries have `used` bytes. Metadata leave
     /// room for later entries.
     fn index_len_for(&self, used: u64) -> u64 {
-        index_len_for(used.max(ENTRIES_LEN) + self.behind_len())
+        index_len_for(used.max(ENTRIES_LEN) + self.trailer_len())
     }
 
     /// Returns the bytes of all entries in the index.
-    fn used(&self, tagged: bool) -> u64 {
+    fn encoded_entries_len(&self, tagged: bool) -> u64 {
         let tags = if tagged { self.entries.len() as u64 * index::TAG_LEN } else { 0 };
         self.entries_len + tags
     }
 
     /// True if entries of the index have tags.
-    fn tagged(&self) -> bool {
+    fn has_tags(&self) -> bool {
         self.version >= VERSION_LONG
     }
 
     /// Makes written tensors visible in the file. New entries are added to the index in the file. It is
     /// written anew only if its length or form has changed, or if it has a manifest or an identity.
-    fn show(&mut self, cancel: &dyn Cancel) -> Result<()> {
-        let VisibleIndex { entries, entries_len, tagged, index_len } = self.shown;
-        let whole = self.seal_len() > 0 || self.options.pair.is_some();
+    fn make_index_visible(&mut self, cancel: &dyn Cancel) -> Result<()> {
+        let VisibleIndex { entries, entries_len, tagged, index_len } = self.visible_index;
+        let whole = self.manifest_len() > 0 || self.options.identity.is_some();
         let new = self.entries.get(entries..).unwrap_or(&[]);
-        if index_len != self.index_len || tagged != self.tagged() {
+        if index_len != self.index_len || tagged != self.has_tags() {
             self.write_index(cancel)?;
         } else if whole {
-            if new.len() <= entries / SHOWN_GROWTH {
+            if new.len() <= entries / VISIBLE_GROWTH {
                 return Ok(());
             }
             self.write_index(cancel)?;
@@ -387,9 +383,10 @@ impl Writer {
             write_all_at(sink, at, &mut [IoSlice::new(&added)], cancel)?;
             write_all_at(sink, self.base, &mut [IoSlice::new(&self.prologue())], cancel)?;
         }
-        let (entries, tagged) = (self.entries.len(), self.tagged());
-        let entries_len = self.used(tagged);
-        self.shown = VisibleIndex { entries, entries_len, tagged, index_len: self.index_len };
+        let (entries, tagged) = (self.entries.len(), self.has_tags());
+        let entries_len = self.encoded_entries_len(tagged);
+        self.visible_index =
+            VisibleIndex { entries, entries_len, tagged, index_len: self.index_len };
         Ok(())
     }
 
@@ -397,7 +394,7 @@ impl Writer {
         let prologue = Prologue {
             version: self.version,
             encrypted: self.options.encryption.is_some(),
-            versioned_entries: self.tagged(),
+            versioned_entries: self.has_tags(),
             tensor_bytes: self.tensor_bytes,
             count: self.entries.len() as u64,
             index_len: self.index_len,
@@ -409,12 +406,12 @@ impl Writer {
     fn write_index(&self, cancel: &dyn Cancel) -> Result<()> {
         let sink = self.sink()?;
         let encryption = self.options.encryption.as_deref();
-        let mut block = index::encode(&self.entries, self.tagged(), self.index_len)?;
+        let mut block = index::encode(&self.entries, self.has_tags(), self.index_len)?;
         let start = self.prologue();
-        let used = usize::try_from(self.used(self.tagged())).unwrap_or(usize::MAX);
-        let unsealed = block.len().saturating_sub(self.seal_len());
+        let used = usize::try_from(self.encoded_entries_len(self.has_tags())).unwrap_or(usize::MAX);
+        let unsealed = block.len().saturating_sub(self.manifest_len());
         let space = block.get_mut(used..unsealed).unwrap_or(&mut []);
-        trailer::put(space, &self.metadata, self.pair_id())?;
+        trailer::write(space, &self.metadata, self.identity())?;
         if let Some(options) = encryption.filter(|options| options.manifest) {
             Manifest::new(&options.key)?.seal(&start, &mut block, &self.digests)?;
         }

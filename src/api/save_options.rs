@@ -40,7 +40,7 @@ pub struct SaveOptions {
     /// If set, the tensors' data are encrypted.
     pub encryption: Option<Arc<EncryptionOptions>>,
     /// If set, the file gets an identity, by which the other half of a saved object knows it.
-    pub pair: Option<IdentitySource>,
+    pub identity: Option<IdentitySource>,
     /// Metadata of the file, as names and values: no name twice, and at most 100,000,000 bytes. A
     /// safetensors file distinguishes an empty list from none.
     pub metadata: Option<Vec<(String, String)>>,
@@ -67,7 +67,7 @@ impl Default for SaveOptions {
             threads: None,
             hashes: Hashes::All,
             encryption: None,
-            pair: None,
+            identity: None,
             metadata: None,
             clear_metadata: false,
             memory: MemoryLimit::default(),

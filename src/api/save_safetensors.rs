@@ -19,8 +19,8 @@ impl Writer {
         tensors: Vec<SaveTensor<'_>>,
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        self.usable()?;
-        if self.foreign || !self.entries.is_empty() {
+        self.check_usable()?;
+        if self.other_format || !self.entries.is_empty() {
             let what = format!("`{}` has tensors already: all of them go together", self.uri());
             return Err(Error::InvalidArgument(what));
         }
@@ -41,20 +41,20 @@ impl Writer {
         let metadata = self.options.metadata.as_deref();
         let layout = SafetensorsLayout::new(placed, metadata, self.base)?;
         self.failed = true;
-        self.foreign = true;
+        self.other_format = true;
         self.end = layout.end;
         let mut sources = listed(tensors.into_iter().map(|tensor| Some(tensor.data)), LISTS)?;
         let items = layout.entries.iter().zip(&layout.order).map(|(entry, &number)| {
-            let origin = sources.get_mut(number).and_then(Option::take);
-            let origin = origin.ok_or_else(|| Error::Bug(format!("no tensor {number}")))?;
-            Ok(WriteTensor { entry, module_index: 0, origin })
+            let data = sources.get_mut(number).and_then(Option::take);
+            let data = data.ok_or_else(|| Error::Bug(format!("no tensor {number}")))?;
+            Ok(WriteTensor { entry, module_index: 0, data })
         });
         let items = collected(items, LISTS)?;
         let options = WriteOptions {
             threads: self.options.threads,
             hashes: None,
             encryption: None,
-            named: false,
+            needs_digests: false,
             memory: self.options.memory,
         };
         let sink = self.sink()?;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::catalog_part::{CatalogPart, Opening, malformed};
 use super::file::TensorFile;
 use super::head::FileHead;
-use super::local_copies::{opened, with_sound_copies};
+use super::local_copies::{suspects_of_open, with_intact_copies};
 use crate::cancel::Cancel;
 use crate::engine::workers;
 use crate::error::{Brief, Error, Result};
@@ -29,9 +29,9 @@ pub struct ShardIndex {
     head: FileHead,
     index: ShardMap,
     /// The number of the file of each tensor that the index names, by the stored form of the tensor's name.
-    promised: BTreeMap<String, usize>,
+    indexed_files: BTreeMap<String, usize>,
     /// The cached head with which other processes open the index without a request, if it is kept.
-    known: Option<CachedHead>,
+    cached_head: Option<CachedHead>,
 }
 
 /// The files of an index that are opened.
@@ -51,8 +51,8 @@ impl ShardSelection<'_> {
 
     /// True if the index says that a tensor is not in this one of the opened files, but in another file.
     fn is_elsewhere(&self, name: &Name, file: usize) -> bool {
-        let found = self.index.promised.get(name.stored());
-        found.is_some_and(|promised| self.numbers.get(file) != Some(promised))
+        let found = self.index.indexed_files.get(name.stored());
+        found.is_some_and(|indexed_file| self.numbers.get(file) != Some(indexed_file))
     }
 }
 
@@ -66,7 +66,7 @@ impl ShardIndex {
         if source.capabilities().len.is_none() {
             return Ok(None);
         }
-        with_sound_copies(&|error| opened(&source, error), cancel, || {
+        with_intact_copies(&|error| suspects_of_open(&source, error), cancel, || {
             let head = FileHead::read(Arc::clone(&source), base, cancel)?;
             let is_index = shards::begins(head.bytes());
             is_index.then(|| Self::read(head, &Opening::new(cancel))).transpose()
@@ -76,11 +76,11 @@ impl ShardIndex {
     /// Reads an index whose first bytes were read already.
     pub fn read(head: FileHead, opening: &Opening<'_>) -> Result<Self> {
         let uri = head.source().uri();
-        let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
+        let json = head.read_all(MAX_LEN, "an index of shards", opening.cancel)?;
         let index = shards::parse(&json).map_err(|e| e.of(uri))?;
-        let promised = promised(&index, uri)?;
-        let known = opening.known(&**head.source(), head.base(), &json, &[]);
-        Ok(ShardIndex { head, index, promised, known })
+        let indexed_files = indexed_files(&index, uri)?;
+        let cached_head = opening.cached_head(&**head.source(), head.base(), &json, &[]);
+        Ok(ShardIndex { head, index, indexed_files, cached_head })
     }
 
     /// The address of the index.
@@ -90,13 +90,14 @@ impl ShardIndex {
 
     /// The number of the file that has a tensor, by the stored form of its name.
     pub fn file_of(&self, name: &str) -> Option<usize> {
-        self.promised.get(name).copied()
+        self.indexed_files.get(name).copied()
     }
 
     /// Opens one of the files, for one tensor.
     pub fn open_one(&self, file: usize, opening: &Opening<'_>) -> Result<TensorFile> {
-        let chosen = ShardSelection { index: self, numbers: vec![file], first: Some(FIRST_OF_ONE) };
-        self.open(&chosen, opening)
+        let selection =
+            ShardSelection { index: self, numbers: vec![file], first: Some(FIRST_OF_ONE) };
+        self.open(&selection, opening)
     }
 
     /// Opens the files of the wanted tensors; all files if the index does not name one of these tensors.
@@ -114,11 +115,11 @@ impl ShardIndex {
         self.open(&ShardSelection { index: self, numbers, first }, opening)
     }
 
-    fn open(&self, chosen: &ShardSelection<'_>, opening: &Opening<'_>) -> Result<TensorFile> {
+    fn open(&self, selection: &ShardSelection<'_>, opening: &Opening<'_>) -> Result<TensorFile> {
         let uri = self.uri();
-        let parts = open_all(&self.head, chosen, uri, opening)?;
+        let parts = open_all(&self.head, selection, uri, opening)?;
         let mut heads: Vec<CachedHead> = Vec::new();
-        heads.extend(self.known.clone());
+        heads.extend(self.cached_head.clone());
         let mut sources = with_room(parts.len(), LISTS)?;
         let mut entries: Vec<Entry> = Vec::new();
         let mut metadata: Option<BTreeMap<String, String>> = None;
@@ -131,7 +132,7 @@ impl ShardIndex {
         for (file, part) in parts.into_iter().enumerate() {
             // Of two files that hold a tensor, the index says which one counts.
             let elsewhere =
-                |entry: &Entry| format.names_tensors() && chosen.is_elsewhere(&entry.name, file);
+                |entry: &Entry| format.names_tensors() && selection.is_elsewhere(&entry.name, file);
             more_room(&mut entries, part.entries.len(), LISTS)?;
             entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
             if let Some(pairs) = part.metadata {
@@ -153,39 +154,40 @@ impl ShardIndex {
         }
         let metadata = metadata.map(|pairs| listed(pairs, LISTS)).transpose()?;
         let metadata = Arc::new(Ok(metadata));
-        let mut promised = BTreeMap::new();
+        let mut indexed_files = BTreeMap::new();
         if format.names_tensors() {
-            check_all_are_there(chosen, &names, uri)?;
+            check_all_are_there(selection, &names, uri)?;
         } else {
-            // Inserted one by one, to need little memory at once: see the function `promised`.
+            // Inserted one by one, to need little memory at once: see the function `indexed_files`.
             for (name, file) in &self.index.tensors {
-                if let Ok(opened) = chosen.numbers.binary_search(file) {
-                    promised.insert(name.clone(), opened);
+                if let Ok(opened) = selection.numbers.binary_search(file) {
+                    indexed_files.insert(name.clone(), opened);
                 }
             }
         }
-        let catalog = Catalog { format, entries: Arc::new(entries), names, metadata, promised };
+        let catalog =
+            Catalog { format, entries: Arc::new(entries), names, metadata, indexed_files };
         Ok(TensorFile::new(uri.to_owned(), sources, catalog, None, heads))
     }
 }
 
 /// Returns the number of the file of each tensor that the index names, by the stored form of its name.
-fn promised(index: &ShardMap, uri: &str) -> Result<BTreeMap<String, usize>> {
+fn indexed_files(index: &ShardMap, uri: &str) -> Result<BTreeMap<String, usize>> {
     // Inserted one by one, each in a small piece of memory: `collect` would first sort a list of them all.
-    let mut promised = BTreeMap::new();
+    let mut indexed_files = BTreeMap::new();
     for (name, &file) in &index.tensors {
         let name = Name::from_key(name).map_err(|what| malformed(uri, what))?;
-        promised.insert(name.stored().to_owned(), file);
+        indexed_files.insert(name.stored().to_owned(), file);
     }
-    Ok(promised)
+    Ok(indexed_files)
 }
 
-fn check_all_are_there(chosen: &ShardSelection<'_>, names: &NameTree, uri: &str) -> Result<()> {
-    let opened = |file: &usize| chosen.numbers.binary_search(file).is_ok();
-    let mut promised = chosen.index.promised.iter().filter(|(_, file)| opened(file));
-    let missing = promised.find(|(name, _)| names.find(name).is_none());
+fn check_all_are_there(selection: &ShardSelection<'_>, names: &NameTree, uri: &str) -> Result<()> {
+    let is_opened = |file: &usize| selection.numbers.binary_search(file).is_ok();
+    let mut indexed = selection.index.indexed_files.iter().filter(|(_, file)| is_opened(file));
+    let missing = indexed.find(|(name, _)| names.find(name).is_none());
     let Some((name, &file)) = missing else { return Ok(()) };
-    let shard = chosen.index.index.files.get(file).map_or("", String::as_str);
+    let shard = selection.index.index.files.get(file).map_or("", String::as_str);
     let what = format!(
         "expected tensor `{}` in `{}`, which does not hold it",
         Brief(name.trim_start_matches('\u{1e}')),
@@ -205,29 +207,30 @@ fn at_once(source: &dyn ReadAt) -> usize {
 /// Opens the files, several at once, in the order of their numbers.
 fn open_all(
     head: &FileHead,
-    chosen: &ShardSelection<'_>,
+    selection: &ShardSelection<'_>,
     uri: &str,
     opening: &Opening<'_>,
 ) -> Result<Vec<CatalogPart>> {
-    let slots = listed(chosen.names().map(|_| None), LISTS)?;
+    let slots = listed(selection.names().map(|_| None), LISTS)?;
     let at_once = at_once(&**head.source()).min(slots.len());
     let parts = Mutex::new(slots);
-    let queue = Mutex::new(chosen.names().enumerate());
+    let queue = Mutex::new(selection.names().enumerate());
     workers::run(at_once, opening.cancel, |control| {
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((number, name)) = next else { break };
-            let source = head.source().sibling(name, chosen.first, control)?.ok_or_else(|| {
+            let source = head.source().sibling(name, selection.first, control)?.ok_or_else(|| {
                 Error::Unsupported(format!(
                     "`{uri}` names files beside it, which are not known from a file object: open its \
                      path or address"
                 ))
             })?;
             let opening = Opening { cancel: control, ..*opening };
-            let part = with_sound_copies(&|error| opened(&source, error), control, || {
-                let head = FileHead::read(Arc::clone(&source), 0, control)?;
-                head.part((number, at_once), &opening)
-            })?;
+            let part =
+                with_intact_copies(&|error| suspects_of_open(&source, error), control, || {
+                    let head = FileHead::read(Arc::clone(&source), 0, control)?;
+                    head.part((number, at_once), &opening)
+                })?;
             let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(slot) = parts.get_mut(number) {
                 *slot = Some(part);

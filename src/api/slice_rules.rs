@@ -13,7 +13,7 @@ use crate::io::{Capabilities, borrowed};
 /// with its bytes.
 const SHORT: u64 = 16 << 10;
 /// About how many bytes are planned and read together: a file may claim any number of them.
-pub const ROUND_LEN: u64 = 16 << 30;
+pub const MAX_GROUP_LEN: u64 = 16 << 30;
 
 /// Rules for the contiguous ranges of the slices of a load.
 #[derive(Clone, Copy)]
@@ -31,9 +31,12 @@ impl RangeRules {
         let sources = selection.file.sources();
         let files = borrowed(&sources);
         let seekable = selection.file.is_seekable();
-        if page_cache::may_read_directly(&files, options.memory.known()?, options.shares_cache)?
-            && page_cache::sample_residency(&files, &selection.extents()?)
-                == PageCacheResidency::Little
+        if page_cache::may_read_directly(
+            &files,
+            options.memory.or_environment()?,
+            options.shares_cache,
+        )? && page_cache::sample_residency(&files, &selection.extents()?)
+            == PageCacheResidency::Little
         {
             return Ok(RangeRules {
                 long: page_cache::DIRECT_GAP,
@@ -56,8 +59,8 @@ impl RangeRules {
     pub fn reads<'r>(&self, ranges: &'r SliceRanges) -> impl Iterator<Item = Range<u64>> + use<'r> {
         let reads = ranges.coalesced(self.gap).filter(|_| ranges.total() > 0);
         reads.flat_map(|Range { start, end }| {
-            let len = usize::try_from(ROUND_LEN).unwrap_or(usize::MAX);
-            let cut = move |from: u64| from..end.min(from.saturating_add(ROUND_LEN));
+            let len = usize::try_from(MAX_GROUP_LEN).unwrap_or(usize::MAX);
+            let cut = move |from: u64| from..end.min(from.saturating_add(MAX_GROUP_LEN));
             (start..end).step_by(len).map(cut)
         })
     }

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::file::TensorFile;
-use super::headers::see_headers;
+use super::headers::visit_headers;
 use super::load_options::LoadOptions;
 use super::selection::Selection;
-use super::slice_rules::{ROUND_LEN, RangeRules};
+use super::slice_rules::{MAX_GROUP_LEN, RangeRules};
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, PIECE_LEN};
@@ -30,14 +30,14 @@ use crate::io::{ReadAt, borrowed};
 use crate::stats::Counters;
 
 /// The most bytes of whole tensors that are held while slices are cut from them.
-pub const HELD: u64 = 256 << 20;
+pub const MAX_HELD: u64 = 256 << 20;
 
 /// The function that loads whole tensors.
 pub type LoadWhole<'l> =
     &'l dyn Fn(&TensorFile, &[usize], &LoadOptions, &Counters, &dyn Cancel) -> Result<Vec<Tensor>>;
 
 /// The most ranges that are planned and read together.
-pub const ROUND: usize = 64 << 10;
+pub const MAX_RANGES: usize = 64 << 10;
 
 /// A slice: a range of indices for each dimension.
 pub type Slice = Box<[Range<u64>]>;
@@ -107,7 +107,7 @@ pub fn load_slices(
     match file.decryption() {
         None if !verified => load.read_plain(destinations),
         Some(key) if !verified && file.is_seekable() => load.gather_decrypted(key, destinations),
-        _ => load.cut_wholes(destinations),
+        _ => load.cut_from_wholes(destinations),
     }
 }
 
@@ -129,33 +129,33 @@ impl SliceLoad<'_> {
         let sources = file.sources();
         let files = borrowed(&sources);
         let rules = RangeRules::of(selection, options)?;
-        let mut round = RangeGroup::default();
-        let read_round = |round: RangeGroup<'_>| {
+        let mut group = RangeGroup::default();
+        let read_group = |group: RangeGroup<'_>| {
             cancel.check()?;
-            round.read(&files, options, counters, cancel)
+            group.read(&files, options, counters, cancel)
         };
         for ((entry, ranges), mut rest) in selection.entries.iter().zip(ranges).zip(destinations) {
             if rules.are_long(ranges) {
                 for start in ranges.starts() {
-                    round.direct.push(extent(entry, &(start..start + ranges.range_len())));
-                    round.to_direct.push(cut(&mut rest, ranges.range_len())?);
-                    if round.is_full() {
-                        read_round(std::mem::take(&mut round))?;
+                    group.direct.push(extent(entry, &(start..start + ranges.range_len())));
+                    group.direct_memory.push(cut(&mut rest, ranges.range_len())?);
+                    if group.is_full() {
+                        read_group(std::mem::take(&mut group))?;
                     }
                 }
                 continue;
             }
             for Range { start, end } in rules.reads(ranges) {
                 let to = cut(&mut rest, ranges.before(end) - ranges.before(start))?;
-                round.gathered.push(extent(entry, &(start..end)));
-                round.reads.push(CoalescedRead { start, ranges, to });
-                round.len += end - start;
-                if round.is_full() {
-                    read_round(std::mem::take(&mut round))?;
+                group.gathered.push(extent(entry, &(start..end)));
+                group.reads.push(CoalescedRead { start, ranges, to });
+                group.len += end - start;
+                if group.is_full() {
+                    read_group(std::mem::take(&mut group))?;
                 }
             }
         }
-        read_round(round)
+        read_group(group)
     }
 
     /// Reads whole pieces of encryption, and copies the wanted bytes from them.
@@ -170,23 +170,23 @@ impl SliceLoad<'_> {
         let wholes = wholes(selection)?;
         let numbers = listed(0..wholes.entries().len(), LISTS)?;
         let in_chunks = AtomicBool::new(true);
-        see_headers(&wholes, &numbers, cancel, &|tensor, header| {
-            if !decryptor.header(tensor, header, cancel)? {
+        visit_headers(&wholes, &numbers, cancel, &|tensor, header| {
+            if !decryptor.add_header(tensor, header, cancel)? {
                 in_chunks.store(false, Ordering::Relaxed);
             }
             Ok(())
         })?;
         if !in_chunks.into_inner() {
-            return self.cut_wholes(destinations);
+            return self.cut_from_wholes(destinations);
         }
-        let (mut extents, mut reads, mut of) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut extents, mut reads, mut tensor_of_read) = (Vec::new(), Vec::new(), Vec::new());
         for (tensor, ((entry, ranges), mut rest)) in
             selection.entries.iter().zip(ranges).zip(destinations).enumerate()
         {
             for range in whole_pieces(ranges.coalesced(PIECE_LEN), entry.data_len)? {
                 let to = cut(&mut rest, ranges.before(range.end) - ranges.before(range.start))?;
                 push(&mut extents, extent(entry, &range), LISTS)?;
-                push(&mut of, (tensor, range.start), LISTS)?;
+                push(&mut tensor_of_read, (tensor, range.start), LISTS)?;
                 push(&mut reads, CoalescedRead { start: range.start, ranges, to }, LISTS)?;
             }
         }
@@ -194,7 +194,7 @@ impl SliceLoad<'_> {
         let reading = ReadRequest {
             files: &borrowed(&sources),
             extents: &extents,
-            codec: &EncryptedPiecesCodec { decryptor: &decryptor, reads: &of },
+            codec: &EncryptedPiecesCodec { decryptor: &decryptor, reads: &tensor_of_read },
             verify: Verify::Nothing,
             decrypts: true,
             readers: options.readers,
@@ -206,12 +206,15 @@ impl SliceLoad<'_> {
     }
 
     /// Loads whole tensors, some at a time, and cuts the slices from them.
-    fn cut_wholes(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
+    fn cut_from_wholes(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
         let SliceLoad { selection, ranges, options, counters, cancel, load_whole } = *self;
         let wholes = wholes(selection)?;
-        let largest = wholes.entries().iter().map(held_len).max().unwrap_or(0);
-        let (most, memory) =
-            options.memory.known()?.tensors(HELD, largest, wholes.least(false, false)?)?;
+        let largest = wholes.entries().iter().map(whole_tensor_len).max().unwrap_or(0);
+        let (most, memory) = options.memory.or_environment()?.tensors(
+            MAX_HELD,
+            largest,
+            wholes.minimum_memory(false, false)?,
+        )?;
         let options = LoadOptions { map: false, memory, ..*options };
         // Slices of one tensor follow each other: it is loaded once.
         let tensor_of =
@@ -223,26 +226,26 @@ impl SliceLoad<'_> {
                 Some((_, count, _)) if before.map(tensor_of) == Some(tensor_of(entry)) => {
                     *count += 1
                 }
-                _ => push(&mut counts, (at, 1, held_len(entry)), LISTS)?,
+                _ => push(&mut counts, (at, 1, whole_tensor_len(entry)), LISTS)?,
             }
         }
         let mut wanted = ranges.iter().zip(destinations);
-        let mut left = counts.as_slice();
-        while !left.is_empty() {
+        let mut remaining = counts.as_slice();
+        while !remaining.is_empty() {
             let mut held = 0;
-            let more = left.iter().take_while(|(_, _, len)| {
+            let more = remaining.iter().take_while(|(_, _, len)| {
                 held += len;
                 held <= most
             });
-            let (now, later) = left.split_at(more.count().max(1));
+            let (now, later) = remaining.split_at(more.count().max(1));
             let numbers = listed(now.iter().map(|&(number, _, _)| number), LISTS)?;
             let loaded = load_whole(&wholes, &numbers, &options, counters, cancel)?;
             for (tensor, &(_, count, _)) in loaded.iter().zip(now) {
                 for (ranges, to) in wanted.by_ref().take(count) {
-                    cut_one(tensor, ranges, to)?;
+                    cut_slice(tensor, ranges, to)?;
                 }
             }
-            left = later;
+            remaining = later;
         }
         Ok(())
     }
@@ -252,7 +255,7 @@ impl SliceLoad<'_> {
 #[derive(Default)]
 struct RangeGroup<'r> {
     direct: Vec<Extent>,
-    to_direct: Vec<&'r mut [MaybeUninit<u8>]>,
+    direct_memory: Vec<&'r mut [MaybeUninit<u8>]>,
     gathered: Vec<Extent>,
     reads: Vec<CoalescedRead<'r>>,
     /// Bytes of the ranges that are gathered from.
@@ -261,7 +264,7 @@ struct RangeGroup<'r> {
 
 impl RangeGroup<'_> {
     fn is_full(&self) -> bool {
-        self.direct.len() + self.gathered.len() >= ROUND || self.len >= ROUND_LEN
+        self.direct.len() + self.gathered.len() >= MAX_RANGES || self.len >= MAX_GROUP_LEN
     }
 
     fn read(
@@ -283,7 +286,7 @@ impl RangeGroup<'_> {
             receiver: None,
         };
         if !self.direct.is_empty() {
-            let mut target = HostTarget::new(self.to_direct, Vec::new());
+            let mut target = HostTarget::new(self.direct_memory, Vec::new());
             read(&reading(&self.direct), &mut target, counters, cancel)?;
         }
         if !self.gathered.is_empty() {
@@ -316,8 +319,10 @@ pub fn direct_ranges(
     rules: &RangeRules,
 ) -> Result<Option<Vec<(Extent, u64)>>> {
     let ranges = ranges_of(entry)?;
-    let few =
-        ranges.total().checked_div(ranges.range_len()).is_some_and(|count| count <= ROUND as u64);
+    let few = ranges
+        .total()
+        .checked_div(ranges.range_len())
+        .is_some_and(|count| count <= MAX_RANGES as u64);
     if !are_plain(file, verify) || !rules.are_long(&ranges) || !few {
         return Ok(None);
     }
@@ -357,12 +362,16 @@ fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
 }
 
 /// Returns the bytes of memory of a tensor that is held as a whole.
-pub fn held_len(entry: &Entry) -> u64 {
+pub fn whole_tensor_len(entry: &Entry) -> u64 {
     entry.data_len.max(entry.loaded_len())
 }
 
 /// Copies a slice from a loaded tensor.
-fn cut_one(tensor: &Tensor, ranges: &SliceRanges, mut rest: &mut [MaybeUninit<u8>]) -> Result<()> {
+fn cut_slice(
+    tensor: &Tensor,
+    ranges: &SliceRanges,
+    mut rest: &mut [MaybeUninit<u8>],
+) -> Result<()> {
     let bug = || Error::Bug("a slice beyond its tensor".to_owned());
     for (at, len) in ranges.within(&(0..u64::MAX)) {
         let now = cut(&mut rest, len)?;
@@ -413,7 +422,7 @@ impl Codec for EncryptedPiecesCodec<'_> {
     ) -> Result<bool> {
         let found = self.reads.get(read);
         let &(tensor, first) = found.ok_or_else(|| Error::Bug(format!("no span {read}")))?;
-        self.decryptor.chunk(tensor, first + start, bytes, cancel)
+        self.decryptor.decrypt_chunk(tensor, first + start, bytes, cancel)
     }
 
     fn compare(&self, _: usize, _: &Digests) -> Result<()> {

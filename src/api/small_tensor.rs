@@ -41,7 +41,7 @@ pub fn load_small(
         return Ok(None);
     };
     READERS.value()?;
-    if options.readers.is_some() || options.memory.known()?.bytes().is_some() {
+    if options.readers.is_some() || options.memory.or_environment()?.bytes().is_some() {
         return Ok(None);
     }
     cancel.check()?;

@@ -23,8 +23,10 @@ pub fn snapshot(sources: &[OnDevice], cancel: &dyn Cancel) -> Result<Vec<HostBuf
     let mut jobs = Vec::new();
     let mut rest = Rest::of(arena.bytes_mut());
     for (source, &(start, len)) in sources.iter().zip(&places) {
-        let mine = rest.cut(start, len)?;
-        jobs.extend((0..).step_by(JOB_LEN).zip(mine.chunks_mut(JOB_LEN)).map(|job| (source, job)));
+        let destination = rest.cut(start, len)?;
+        jobs.extend(
+            (0..).step_by(JOB_LEN).zip(destination.chunks_mut(JOB_LEN)).map(|job| (source, job)),
+        );
     }
     let streams = StreamsByDevice::open(sources.iter())?;
     let threads = crate::cpu_count().min(jobs.len());

@@ -12,14 +12,14 @@ use crate::stats::Counters;
 
 /// True if a tensor, in host memory or on a device, has the hashes of a header.
 pub fn matches_header(
-    origin: &TensorData<'_>,
+    data: &TensorData<'_>,
     header: &CompactHeader,
     entry: &Entry,
     uri: &str,
     cancel: &dyn Cancel,
 ) -> Result<bool> {
-    let mut hash = header.begin();
-    match origin {
+    let mut hash = header.start_hash();
+    match data {
         // A tensor that was saved from the meta device has no data that were hashed; loaded, it is zeros.
         _ if entry.is_meta() => {}
         TensorData::Meta => return Ok(false),
@@ -35,7 +35,9 @@ pub fn matches_header(
                 Ok(())
             })?;
         }
-        TensorData::Deferred(bring) => hash.update_large((*bring()?).as_ref(), cancel)?,
+        TensorData::Deferred(copy_to_host) => {
+            hash.update_large((*copy_to_host()?).as_ref(), cancel)?
+        }
     }
     match header.verify(&hash.finish(), entry, uri, Verify::All) {
         Ok(()) => Ok(true),

@@ -55,13 +55,13 @@ impl CompactHeader {
         let (start, end) = covered.split_last_chunk::<END_LEN>().unwrap_or((&[], &[0; END_LEN]));
         let zeros = zeros_at_end(start);
         let bytes = &start[..start.len() - zeros];
-        let kept = if bytes.len() <= MOST_BYTES {
+        let compact = if bytes.len() <= MOST_BYTES {
             CoveredBytes::Bytes { bytes: [bytes, end].concat().into(), zeros }
         } else {
             CoveredBytes::Hashed(Box::new(StreamHash::new(&covered, true)))
         };
         let covered = if wanted { covered } else { Vec::new() };
-        (CompactHeader { module_index, hashes, covered: kept }, covered)
+        (CompactHeader { module_index, hashes, covered: compact }, covered)
     }
 
     /// The hashes that the header states: algorithm and value, as in messages.
@@ -70,7 +70,7 @@ impl CompactHeader {
     }
 
     /// The state of the hashes after the header's covered bytes.
-    pub fn begin(&self) -> StreamHash {
+    pub fn start_hash(&self) -> StreamHash {
         match &self.covered {
             CoveredBytes::Hashed(hash) => (**hash).clone(),
             CoveredBytes::Bytes { bytes, zeros } => {
@@ -169,7 +169,7 @@ mod tests {
 
     /// Headers of many lengths, padded with zeros or with other bytes.
     #[test]
-    fn kept_headers_are_short_and_hash_like_the_original() {
+    fn compact_headers_are_short_and_hash_like_the_original() {
         let data = [7; 100];
         for (name_len, padding, fill) in [
             (1, 0, 0),
@@ -210,22 +210,22 @@ mod tests {
             let whole = draft.bytes.clone();
             let raw = draft.finish(expected.crc, &expected.sha, &[]);
             let header = TensorHeader::parse(&raw, &entry, false).unwrap();
-            let (kept, covered) = CompactHeader::of(&header, true);
-            assert_eq!((kept.module_index, covered == whole), (7, true));
-            let own = size_of::<CompactHeader>() + kept.hashes.len() * size_of::<HashValue>();
-            let more = match &kept.covered {
+            let (compact, covered) = CompactHeader::of(&header, true);
+            assert_eq!((compact.module_index, covered == whole), (7, true));
+            let own = size_of::<CompactHeader>() + compact.hashes.len() * size_of::<HashValue>();
+            let more = match &compact.covered {
                 CoveredBytes::Bytes { bytes, .. } => bytes.len(),
                 CoveredBytes::Hashed(_) => size_of::<StreamHash>(),
             };
             assert!(own + more <= 1024, "{own} {more}");
             let verify = |data: &[u8]| {
-                let mut hash = kept.begin();
+                let mut hash = compact.start_hash();
                 hash.update(data);
-                kept.verify(&hash.finish(), &entry, "f", Verify::All)
+                compact.verify(&hash.finish(), &entry, "f", Verify::All)
             };
             verify(&data).unwrap();
             assert!(verify(&data[1..]).is_err());
-            kept.verify(&expected, &entry, "f", Verify::All).unwrap();
+            compact.verify(&expected, &entry, "f", Verify::All).unwrap();
         }
     }
 }

@@ -28,17 +28,17 @@ impl<'p> Encryptor<'p> {
     }
 
     /// Returns an encrypted copy of data, which begin at a multiple of the length of pieces.
-    pub fn seal(&self, start: u64, data: &[u8]) -> Result<Vec<u8>> {
+    pub fn encrypt(&self, start: u64, data: &[u8]) -> Result<Vec<u8>> {
         let step = usize::try_from(PIECE_LEN).unwrap_or(usize::MAX);
-        let mut sealed = with_room(data.len(), "an encrypted copy")?;
-        sealed.extend_from_slice(data);
-        for (number, piece) in (start / PIECE_LEN..).zip(sealed.chunks_mut(step)) {
+        let mut encrypted = with_room(data.len(), "an encrypted copy")?;
+        encrypted.extend_from_slice(data);
+        for (number, piece) in (start / PIECE_LEN..).zip(encrypted.chunks_mut(step)) {
             let mac = crypt::seal(piece, &self.nonce, number, &self.options.key);
             let mut macs = self.macs.lock().unwrap_or_else(PoisonError::into_inner);
             let slot = usize::try_from(number).ok().and_then(|number| macs.get_mut(number));
             *slot.ok_or_else(|| Error::Bug(format!("no tag {number}")))? = mac;
         }
-        Ok(sealed)
+        Ok(encrypted)
     }
 
     /// Bytes of the encryption block in the header.

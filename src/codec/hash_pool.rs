@@ -71,7 +71,7 @@ struct HashWork<B> {
 
 impl<B: AsRef<[u8]>> HashWork<B> {
     /// Bytes of the piece that are not hashed yet.
-    fn left(&self) -> usize {
+    fn remaining(&self) -> usize {
         self.piece.as_ref().map_or(0, |piece| piece.as_ref().len() - self.done)
     }
 
@@ -118,7 +118,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     }
 
     /// Bytes of a tensor that are retained until it is their turn to be hashed.
-    pub fn waiting(&self, tensor: usize) -> u64 {
+    pub fn retained_len(&self, tensor: usize) -> u64 {
         let Some(state) = self.state(tensor) else { return 0 };
         let state = locked(state);
         state.waiting.values().filter(|piece| piece.bytes.is_some()).map(|piece| piece.len).sum()
@@ -133,7 +133,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         if self.sha {
             sha.update(bytes);
         }
-        self.park(tensor, HashWork { sha, piece: None, done: 0 }, &mut state);
+        self.requeue(tensor, HashWork { sha, piece: None, done: 0 }, &mut state);
     }
 
     /// Takes a piece of data that begins at `start`.
@@ -147,15 +147,15 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         let bytes = self.sha.then_some(piece);
         state.waiting.insert(start, DataPiece { len, crc, bytes });
         if start == state.next
-            && let Some(work) = state.work.take_if(|work| work.left() == 0)
+            && let Some(work) = state.work.take_if(|work| work.remaining() == 0)
         {
-            self.park(tensor, work, &mut state);
+            self.requeue(tensor, work, &mut state);
         }
     }
 
     /// Puts work back. Queues the tensor if it has bytes to hash, or if all of its bytes are hashed.
-    fn park(&self, tensor: usize, mut work: HashWork<B>, state: &mut TensorHashes<B>) {
-        if work.left() == 0 {
+    fn requeue(&self, tensor: usize, mut work: HashWork<B>, state: &mut TensorHashes<B>) {
+        if work.remaining() == 0 {
             work.piece = None;
             while let Some(piece) = state.waiting.remove(&state.next) {
                 state.crc.combine(&piece.crc);
@@ -165,7 +165,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                     break;
                 }
             }
-            if work.left() == 0 && state.next < state.data_len {
+            if work.remaining() == 0 && state.next < state.data_len {
                 state.work = Some(work);
                 return;
             }
@@ -212,16 +212,16 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         // Near the end it is faster to leave the second stream to an idle thread than to hash both
         // here.
         let pair = more || queue.ready.len() > queue.idle + 1;
-        Some(self.taken(queue, pair))
+        Some(self.take_batch(queue, pair))
     }
 
     /// Takes what is ready, without waiting; None if nothing is.
     pub fn take_ready(&self) -> Option<HashBatch<B>> {
         let queue = locked(&self.queue);
-        (!queue.ready.is_empty()).then(|| self.taken(queue, true))
+        (!queue.ready.is_empty()).then(|| self.take_batch(queue, true))
     }
 
-    fn taken(&self, mut queue: MutexGuard<'_, ReadyQueue>, pair: bool) -> HashBatch<B> {
+    fn take_batch(&self, mut queue: MutexGuard<'_, ReadyQueue>, pair: bool) -> HashBatch<B> {
         let first = queue.ready.pop_front();
         let second = if pair { queue.ready.pop_front() } else { None };
         drop(queue);
@@ -230,11 +230,11 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     }
 
     /// Hashes what was taken, and calls `complete` for each tensor that is finished.
-    pub fn hash(&self, taken: HashBatch<B>, mut complete: impl FnMut(usize, Digests)) {
-        let HashBatch(mut works) = taken;
+    pub fn hash(&self, batch: HashBatch<B>, mut complete: impl FnMut(usize, Digests)) {
+        let HashBatch(mut works) = batch;
         match works.as_mut_slice() {
             [(_, a), (_, b)] => {
-                let len = a.left().min(b.left()).min(QUANTUM);
+                let len = a.remaining().min(b.remaining()).min(QUANTUM);
                 let [(sha_a, now_a), (sha_b, now_b)] = [a.next(len), b.next(len)];
                 let [left_a, left_b] = Sha256::update_pair([sha_a, sha_b], [now_a, now_b]);
                 sha_a.update(left_a);
@@ -250,7 +250,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         for (tensor, work) in works {
             let Some(state) = self.state(tensor) else { continue };
             let mut state = locked(state);
-            if work.left() == 0 && state.next == state.data_len {
+            if work.remaining() == 0 && state.next == state.data_len {
                 let crc = state.crc.clone().finalize();
                 drop(state);
                 // The bytes are freed before the threads that may wait for their memory are notified
@@ -260,7 +260,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                 locked(&self.queue).unfinished -= 1;
                 self.changed.notify_all();
             } else {
-                self.park(tensor, work, &mut state);
+                self.requeue(tensor, work, &mut state);
             }
         }
     }

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_distant_server_has_many_before_it_answers() {
+    fn high_latency_doubles_workers_before_the_first_byte() {
         let source = SimulatedSource {
             latency: Duration::from_millis(50),
             rate: |n| n as f64 * 1e8,
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn busy_cpus_get_no_more() {
+    fn busy_cpus_get_no_more_workers() {
         let source =
             SimulatedSource { latency: Duration::ZERO, rate: |n| n as f64 * 1e9, busy: 1.9 };
         let counts = source.run(&mut ConcurrencyController::new(2, 64, 2), 5);
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_do_not_help_are_retired_and_tried_ever_less_often() {
+    fn unhelpful_workers_are_retired_and_retried_less_often() {
         for rate in [|_: usize| 1e9, |n: usize| 4e9 / n as f64] {
             let source = SimulatedSource { latency: Duration::ZERO, rate, busy: 0.5 };
             let counts = source.run(&mut ConcurrencyController::new(4, 64, 2), 30);
@@ -252,7 +252,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_stays_where_twice_as_many_bring_no_more(limit in 4usize..200, latency in 0u64..10) {
+        fn workers_stop_growing_where_doubling_stops_helping(limit in 4usize..200, latency in 0u64..10) {
             let latency = Duration::from_millis(latency);
             let source = SimulatedSource { latency, rate: |n| n.min(limit) as f64 * 1e8, busy: 0.3 };
             let number = most_frequent(&source.run(&mut ConcurrencyController::new(4, 64, 2), 10));
@@ -261,7 +261,7 @@ mod tests {
         }
 
         #[test]
-        fn whatever_is_seen_the_number_is_in_its_bounds(
+        fn worker_count_stays_within_its_bounds(
             first in 0usize..100,
             max_workers in 0usize..100,
             samples in proptest::collection::vec(any::<[u32; 6]>(), 0..200),

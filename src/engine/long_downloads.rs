@@ -151,7 +151,7 @@ fn download(bandwidth: f64, signing: &mut Signing) -> DownloadFigures {
 }
 
 #[test]
-fn at_100_mb_a_second_and_at_3_gb() {
+fn download_of_140_gb_keeps_its_bounds() {
     // A line that one connection fills keeps the 16 connections that were opened before the first
     // response.
     for (bandwidth, usual) in [(1e8, 16), (3e9, 32)] {
@@ -177,7 +177,7 @@ fn at_100_mb_a_second_and_at_3_gb() {
 }
 
 #[test]
-fn over_a_slow_line() {
+fn expired_urls_are_renewed_on_a_slow_connection() {
     // 1 MB/s takes 39 hours, so even URLs that are valid for a day expire.
     for (hold, renewals) in [(Some(3600), 41), (Some(900), 160), (None, 1)] {
         let mut signing = Signing::new(hold);

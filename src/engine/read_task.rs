@@ -169,7 +169,8 @@ impl<T: Target> ReadTask<'_, T> {
         let Some(tensor) = only_tensor(job).filter(large) else { return false };
         let (_, crowded) = match *last_answer {
             Some(known) if known.0 == tensor => known,
-            _ => *last_answer.insert((tensor, self.hashes.waiting(tensor) >= hash_backlog_limit)),
+            _ => *last_answer
+                .insert((tensor, self.hashes.retained_len(tensor) >= hash_backlog_limit)),
         };
         crowded
     }

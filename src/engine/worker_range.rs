@@ -37,7 +37,7 @@ pub fn range(
 
 /// Returns the memory limit of a load, and limits the receive windows of its sources accordingly.
 pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> {
-    let memory = memory.known()?;
+    let memory = memory.or_environment()?;
     if memory.bytes().is_some() {
         let window = memory.window(u64::MAX);
         files.iter().for_each(|source| source.limit_connection(window));

@@ -63,7 +63,7 @@ pub struct Catalog {
     pub metadata: Arc<Metadata>,
     /// The file of each tensor, as an index of shards states it. Filled only where `entries` are
     /// storages and not yet the tensors; empty otherwise.
-    pub promised: BTreeMap<String, usize>,
+    pub indexed_files: BTreeMap<String, usize>,
 }
 
 /// One tensor.

@@ -136,7 +136,7 @@ impl DType {
     }
 
     /// True if torch has this type.
-    pub fn is_of_torch(self) -> bool {
+    pub fn is_in_torch(self) -> bool {
         self.0.code >= 0
     }
 
@@ -173,7 +173,7 @@ impl DType {
 
     /// True if a file's string is the usual one of this type. False for its other spellings, and for
     /// opaque types: [`DType::parse`] reads those.
-    pub fn is_plainly(self, stored: &[u8]) -> bool {
+    pub fn is_usual_string(self, stored: &[u8]) -> bool {
         self.0.plain.is_some_and(|plain| plain.as_bytes() == stored)
     }
 
@@ -224,14 +224,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stored_strings_come_back() {
+    fn stored_dtype_strings_round_trip() {
         for dtype in DType::all() {
             assert_eq!(DType::parse(dtype.stored().as_bytes()), Ok(dtype));
         }
     }
 
     #[test]
-    fn spellings() {
+    fn other_spellings_of_plain_dtypes_are_parsed() {
         for text in ["<f4", "=f4", "f4"] {
             assert_eq!(DType::parse(text.as_bytes()).unwrap().name(), "float32");
         }

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_come_back() {
+    fn name_paths_round_trip() {
         let surrogate = Component::Key([0xed, 0xa0, 0x80, b'x'].into());
         for path in [
             vec![Component::Index(0)],
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn refused() {
+    fn malformed_names_are_refused() {
         for text in [
             "",
             "\u{1e}",

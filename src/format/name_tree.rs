@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn trees() {
+    fn names_must_form_a_tree() {
         let build = |names: &[&str]| {
             let mut tree = NameTree::default();
             names.iter().enumerate().try_for_each(|(i, n)| tree.insert(&name(n), i))
@@ -299,7 +299,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
         #[test]
-        fn nested_maps_agree(
+        fn nested_maps_give_the_same_answers(
             paths in prop::collection::vec(
                 (prop::collection::vec(step(), 1..4), any::<bool>(), 0..8u8), 1..12)
         ) {

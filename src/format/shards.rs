@@ -81,7 +81,7 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let short = |error: Error| malformed(error.to_string());
     let mut files = with_room(names.len(), "an index of shards").map_err(short)?;
     for name in names {
-        if let Some(what) = what_is_wrong_with(name) {
+        if let Some(what) = name_problem(name) {
             return Err(malformed(format!("the file name `{}` {what}", Brief(name))));
         }
         files.push(name.clone());
@@ -101,7 +101,7 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
 
 /// Describes what is wrong with a shard's name; None if nothing is. Shards lie in the folder of their
 /// index, or below it.
-fn what_is_wrong_with(name: &str) -> Option<&'static str> {
+fn name_problem(name: &str) -> Option<&'static str> {
     let mut steps = name.split('/');
     if name.is_empty() {
         Some("is empty")
@@ -130,21 +130,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_files() {
+    fn file_names_outside_the_folder_are_refused() {
         for good in ["a.safetensors", "a/b.safetensors", "a b", "ümlaut", "..a", "a..", "...", "~"]
         {
-            assert_eq!(what_is_wrong_with(good), None, "{good}");
+            assert_eq!(name_problem(good), None, "{good}");
         }
         for bad in [
             "", ".", "..", "/a", "a/", "a//b", "./a", "../a", "a/../b", "a/..", "C:a", "a\\b",
             "s3://b/k", "a?b", "a#b", "%2e", "a\0", ".\t./a", ".\n./a", "a\x1b", "a\u{85}",
         ] {
-            assert!(what_is_wrong_with(bad).is_some(), "{bad:?}");
+            assert!(name_problem(bad).is_some(), "{bad:?}");
         }
     }
 
     #[test]
-    fn names_of_indexes() {
+    fn index_names_are_recognised() {
         for name in [
             "model.safetensors.index.json",
             "model.safetensors.index.fp16.json",
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_safetensors_file_is_none() {
+    fn safetensors_file_is_no_shard_index() {
         for len in [0x7b_u64, 0x0a7b, 0x7b20, 0x7b09, 0x7b_2020] {
             let mut bytes = len.to_le_bytes().to_vec();
             bytes.extend(br#"{"a":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}"#);
@@ -183,11 +183,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_tensor_has_its_file(
+        fn parsed_index_states_the_file_of_each_tensor(
             map in proptest::collection::btree_map(".{0,5}", "[a-c/.]{0,4}", 0..9),
         ) {
             let json = serde_json::json!({ "weight_map": map }).to_string();
-            let good = !map.is_empty() && map.values().all(|file| what_is_wrong_with(file).is_none());
+            let good = !map.is_empty() && map.values().all(|file| name_problem(file).is_none());
             let found = parse(json.as_bytes());
             prop_assert_eq!(found.is_ok(), good);
             if let Ok(index) = found {

@@ -196,7 +196,7 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
     let at = base.saturating_add(directory.start);
     let mut cursor = Cursor::new(bytes, at, "directory of the zip archive");
     let mut raw: Vec<CentralEntry<'_>> = Vec::new();
-    while !cursor.rest().is_empty() {
+    while !cursor.remaining().is_empty() {
         raw.push(CentralEntry::read(&mut cursor)?);
     }
     if raw.len() as u64 != directory.count {
@@ -348,7 +348,7 @@ impl Zip64Values<'_> {
 fn extra64(extra: &[u8], at: u64) -> Result<Option<Cursor<'_>>, Malformed> {
     let mut cursor = Cursor::new(extra, at, "extra fields of a record");
     // A remainder that is too short for a field is padding.
-    while cursor.rest().len() >= 4 {
+    while cursor.remaining().len() >= 4 {
         let (id, len) = (cursor.u16("number")?, cursor.u16("length")?);
         let from = cursor.offset();
         let field = cursor.take(len.into(), "field")?;
@@ -411,7 +411,7 @@ impl Record {
             }
         }
         let (name_len, extra_len) = (cursor.u16("name")?, cursor.u16("extra fields")?);
-        if usize::from(name_len) != self.name.len() || cursor.rest() != self.name.as_bytes() {
+        if usize::from(name_len) != self.name.len() || cursor.remaining() != self.name.as_bytes() {
             return Err(differs("its name"));
         }
         let from = self.data_at_least().and_then(|from| from.checked_add(extra_len.into()));

@@ -121,11 +121,11 @@ fn load(interrupted: bool) {
 }
 
 #[test]
-fn every_tensor_is_loaded_whole() {
+fn every_tensor_is_loaded_completely() {
     check(Rules { patience: Duration::from_millis(5), refusals: true }, || load(false));
 }
 
 #[test]
-fn a_load_that_is_given_up_gives_everything_back() {
+fn cancelled_load_returns_all_staging_memory() {
     check(Rules { patience: Duration::from_millis(50), refusals: false }, || load(true));
 }

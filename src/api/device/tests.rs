@@ -244,7 +244,7 @@ fn check(
 }
 
 #[test]
-fn a_thousand_random_schedules() {
+fn random_schedules_load_the_right_bytes_or_report_the_fault() {
     let lens = [
         [7000usize, 0, 1, 300, 64, 90_000, 4096, 1000],
         [20, 20, 20, 20, 20, 20, 20, 20],
@@ -339,7 +339,7 @@ impl ReadAt for RecordingSource {
 }
 
 #[test]
-fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
+fn reads_overlap_copies_and_small_tensors_share_copies() {
     let lens = vec![500; 2000];
     let files = file(&lens, SaveOptions::default());
     let fake = FakeDevice::new(9, Faults::default());
@@ -364,7 +364,7 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
 }
 
 #[test]
-fn while_a_large_tensor_waits_for_its_hash_others_are_read() {
+fn other_tensors_are_read_while_a_large_one_waits_for_its_hash() {
     let files = file(&[4 << 20, 4 << 20, 100], SaveOptions::default());
     let fake = FakeDevice::new(3, Faults::default());
     let device: Arc<dyn Device> = fake.clone();

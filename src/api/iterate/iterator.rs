@@ -11,7 +11,7 @@ use super::window::{NextTensors, ReadyMemory, WaitingTensor, Window};
 use crate::api::file::TensorFile;
 use crate::api::load_options::LoadOptions;
 use crate::api::selection::Selection;
-use crate::api::slices::held_len;
+use crate::api::slices::whole_tensor_len;
 use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
@@ -42,7 +42,7 @@ pub struct TensorIterator {
     shared: Inherited<Arc<IteratorState>>,
     thread: Inherited<Option<JoinHandle<()>>>,
     /// The event that the caller's stream waits for already, and that stream.
-    waits: Inherited<Option<(Consumer, Arc<dyn Event>)>>,
+    awaited: Inherited<Option<(Consumer, Arc<dyn Event>)>>,
 }
 
 impl TensorIterator {
@@ -65,13 +65,13 @@ impl TensorIterator {
             })
         });
         let lens = collected(lens, LISTS)?;
-        let (budget, load) = shares(&selection, &lens, on_device, options)?;
+        let (budget, load) = memory_shares(&selection, &lens, on_device, options)?;
         let blocks = Blocks::new(if on_device { lens.len() } else { 0 })?;
         // Tensors without data become zeros when they are handed out, and have no block of bytes.
         let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let block_lens = listed(block_lens.filter(|_| on_device), LISTS)?;
         let shared = Arc::new(IteratorState {
-            file: file.again(),
+            file: file.duplicate(),
             numbers: selection.numbers().to_vec(),
             options: load,
             complete: options.complete,
@@ -84,17 +84,18 @@ impl TensorIterator {
             Some((to, _)) => Some(Streams::open(&to.device, to.consumer)?),
             None => None,
         };
-        let theirs = Arc::clone(&shared);
+        let shared_with_thread = Arc::clone(&shared);
         let work = move || {
             let panicked = || Err(Error::Bug("a load has panicked".to_owned()));
-            let run = std::panic::AssertUnwindSafe(|| load::run(&theirs, streams.as_ref()));
+            let run =
+                std::panic::AssertUnwindSafe(|| load::run(&shared_with_thread, streams.as_ref()));
             let outcome = std::panic::catch_unwind(run).unwrap_or_else(|_| panicked());
-            theirs.window.end(outcome);
+            shared_with_thread.window.end(outcome);
         };
         let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(work);
         let thread = thread.map_err(|e| Error::io("starting a thread for", file.uri(), e))?;
         let (shared, thread) = (Inherited::new(shared), Inherited::new(Some(thread)));
-        let iterator = TensorIterator { shared, thread, waits: Inherited::new(None) };
+        let iterator = TensorIterator { shared, thread, awaited: Inherited::new(None) };
         if let Some(allocate) = allocate {
             iterator.allocate(allocate)?;
         }
@@ -141,19 +142,19 @@ impl TensorIterator {
         let shared = &**self.shared;
         let device = shared.device.as_ref().map(|(to, _)| &to.device);
         let _entered = device.map(|device| device.enter()).transpose()?;
-        let landed = items.into_iter().map(|WaitingTensor { tensor, memory, marks }| {
-            for mark in marks {
+        let landed = items.into_iter().map(|WaitingTensor { tensor, memory, copy_events }| {
+            for copy_event in copy_events {
                 let Some(consumer) = consumer else { continue };
-                let known = self.waits.as_ref().is_some_and(|(stream, known)| {
-                    *stream == consumer && Arc::ptr_eq(known, &mark)
+                let known = self.awaited.as_ref().is_some_and(|(stream, known)| {
+                    *stream == consumer && Arc::ptr_eq(known, &copy_event)
                 });
                 if !known {
                     if shared.complete {
-                        wait(&*mark, cancel)?;
+                        wait(&*copy_event, cancel)?;
                     } else {
-                        mark.hold_back(consumer.0)?;
+                        copy_event.hold_back(consumer.0)?;
                     }
-                    *self.waits = Some((consumer, mark));
+                    *self.awaited = Some((consumer, copy_event));
                 }
             }
             let number = shared.numbers.get(tensor).copied();
@@ -170,7 +171,7 @@ impl TensorIterator {
         while let Some(tensors) = window.to_allocate() {
             let lens = self.shared.block_lens.get(tensors.clone()).unwrap_or(&[]);
             let memory = match allocate.allocate(tensors.start, lens) {
-                Err(Error::DeviceMemory { .. }) if window.refused(lens.len()) => continue,
+                Err(Error::DeviceMemory { .. }) if window.allocation_failed(lens.len()) => continue,
                 allocated => allocated?,
             };
             // Work that was queued on the stream before may still use the memory.
@@ -222,17 +223,17 @@ impl TensorIterator {
 /// Waits until everything before an event has ended. The first sleep takes 50 µs, and each later
 /// one twice as long as the one before, up to 2 ms.
 fn wait(event: &dyn Event, cancel: &dyn Cancel) -> Result<()> {
-    let mut rest = Duration::from_micros(50);
+    let mut pause = Duration::from_micros(50);
     while !event.passed()? {
-        cancel::sleep(rest, cancel)?;
-        rest = (rest * 2).min(Duration::from_millis(2));
+        cancel::sleep(pause, cancel)?;
+        pause = (pause * 2).min(Duration::from_millis(2));
     }
     Ok(())
 }
 
 /// Divides the memory limit. Returns the bytes that are read ahead, and the options of the load,
 /// which has the rest of the limit.
-fn shares(
+fn memory_shares(
     selection: &Selection<'_>,
     lens: &[u64],
     on_device: bool,
@@ -243,10 +244,10 @@ fn shares(
     let whole = options.load.verify != Verify::Nothing || file.decryption().is_some();
     let sliced = selection.entries.iter().filter(|entry| entry.whole.is_some());
     let sliced = sliced.filter(|_| whole || !file.is_seekable());
-    let held = sliced.map(|entry| held_len(entry)).max().unwrap_or(0);
-    let least = file.least(selection.is_sliced(), on_device)?.saturating_add(held);
+    let held = sliced.map(|entry| whole_tensor_len(entry)).max().unwrap_or(0);
+    let least = file.minimum_memory(selection.is_sliced(), on_device)?.saturating_add(held);
     let largest = lens.iter().copied().max().unwrap_or(0);
-    let limit = options.load.memory.known()?;
+    let limit = options.load.memory.or_environment()?;
     let (budget, memory) = limit.tensors(options.buffer_bytes, largest, least)?;
     Ok((budget, LoadOptions { memory, map: false, ..options.load }))
 }

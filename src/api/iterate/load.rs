@@ -16,9 +16,9 @@ use crate::api::selection::Selection;
 use crate::api::slice_rules::RangeRules;
 use crate::api::slices::{are_plain, direct_ranges};
 use crate::cancel::Cancel;
-use crate::codec::hash::{Digests, Verify};
+use crate::codec::hash::Digests;
 use crate::engine::completion::{CopyEvents, TensorReceiver};
-use crate::engine::plan::{BlockLocation, Extent, SMALL};
+use crate::engine::plan::{BlockLocation, SMALL};
 use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
 use crate::engine::target::owned::{ExtentLocation, PerTensorTarget, TensorBuffers};
 use crate::error::{Error, Result};
@@ -38,15 +38,15 @@ pub fn run(shared: &IteratorState, streams: Option<&Streams>) -> Result<()> {
         true => Err(Error::Cancelled),
         false => Ok(()),
     };
-    let verify = shared.file.prove(&shared.options, &cancel)?;
+    let verify = shared.file.verify_hub_checksums(&shared.options, &cancel)?;
     let options = LoadOptions { verify, ..shared.options };
     let rules = RangeRules::of(&Selection::new(&shared.file, &shared.numbers)?, &options)?;
-    shared.file.with_sound_copies(&cancel, || {
+    shared.file.with_intact_copies(&cancel, || {
         let run = IteratorLoad { shared, options: &options, rules, cancel: &cancel };
         // Run again after damage to a cached copy, this skips tensors that have landed.
         match (&shared.device, streams) {
             (Some((to, blocks)), Some(streams)) => run.on_device(to, blocks, streams),
-            _ => run.all(&shared.window.missing(), None),
+            _ => run.all(&shared.window.undelivered(), None),
         }
     })
 }
@@ -79,7 +79,7 @@ impl IteratorLoad<'_> {
             counters,
             cancel: self.cancel,
         };
-        let done = self.all(&self.shared.window.missing(), Some(&upload));
+        let done = self.all(&self.shared.window.undelivered(), Some(&upload));
         // Memory is freed, or written again, only after copies to it have ended.
         streams.finish()?;
         done?;
@@ -119,15 +119,15 @@ impl IteratorLoad<'_> {
         };
         let upload = upload.map(|upload| DeviceUpload { cancel: &cancel, ..*upload });
         let run = IteratorLoad { cancel: &cancel, ..*self };
-        let noted = |outcome: Result<()>| {
+        let note_failure = |outcome: Result<()>| {
             failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
             outcome
         };
         let (one, other) = thread::scope(|scope| {
             let name = "tensorizer".to_owned();
-            let groups = || noted(run.grouped(&grouped, upload.as_ref()));
+            let groups = || note_failure(run.grouped(&grouped, upload.as_ref()));
             let thread = thread::Builder::new().name(name).spawn_scoped(scope, groups);
-            let readers = noted(run.direct(&direct, upload.as_ref()));
+            let readers = note_failure(run.direct(&direct, upload.as_ref()));
             let panicked = |_| Err(Error::Bug("a load has panicked".to_owned()));
             let groups = match thread {
                 Ok(thread) => thread.join().unwrap_or_else(panicked),
@@ -160,7 +160,7 @@ impl IteratorLoad<'_> {
         let selection = Selection::new(file, &numbers)?;
         let plan = ReadPlan::new(&selection, tensors, options.verify, &self.rules)?;
         for &tensor in &plan.unread {
-            window.land(
+            window.deliver(
                 tensor,
                 without_data(window, tensor, upload.is_some())?,
                 CopyEvents::new(),
@@ -193,21 +193,21 @@ impl IteratorLoad<'_> {
             let mut target = PerTensorTarget::new(&plan.locations, window.lens(), &store);
             return read(&request, &mut target, &shared.counters, self.cancel).map(drop);
         };
-        let place = |location: &ExtentLocation| BlockLocation {
+        let to_block = |location: &ExtentLocation| BlockLocation {
             block: location.tensor,
             offset: location.offset,
         };
-        let places = listed(plan.locations.iter().map(place), LISTS)?;
+        let places = listed(plan.locations.iter().map(to_block), LISTS)?;
         upload.read(&request, (&[], &places), &mut || Ok(false)).map(drop)
     }
 
     /// Loads tensors group by group, by way of host memory.
     fn grouped(&self, tensors: &[(usize, usize)], upload: Option<&DeviceUpload<'_>>) -> Result<()> {
         let window = &self.shared.window;
-        let mut left = tensors;
-        while let Some(&(first, _)) = left.first() {
-            let (now, later) = left.split_at(self.group_len(left)?);
-            left = later;
+        let mut remaining = tensors;
+        while let Some(&(first, _)) = remaining.first() {
+            let (now, later) = remaining.split_at(self.group_len(remaining)?);
+            remaining = later;
             let last = now.last().map_or(first, |&(tensor, _)| tensor);
             while !window.admits(Requester::Groups, first, last) {
                 self.cancel.check()?;
@@ -226,7 +226,7 @@ impl IteratorLoad<'_> {
     /// a group, with other tensors that lie in it, is limited to a part of the bytes read ahead.
     fn group_len(&self, tensors: &[(usize, usize)]) -> Result<usize> {
         let (file, window) = (&self.shared.file, &self.shared.window);
-        let most = window.part();
+        let most = window.max_batch_len();
         let Some(&(first, number)) = tensors.first() else { return Ok(0) };
         let sliced = file.entry(number)?.whole.is_some();
         let (mut bytes, mut end, mut count) = (0u64, first, 0);
@@ -249,7 +249,7 @@ impl IteratorLoad<'_> {
             // Small tensors share blocks: a copy does not keep the whole block alive.
             let small = (loaded.memory.bytes().len() as u64) < SMALL;
             let own = if small { loaded.memory.copied()? } else { loaded.memory };
-            shared.window.land(tensor, ReadyMemory::Host(own), CopyEvents::new())?;
+            shared.window.deliver(tensor, ReadyMemory::Host(own), CopyEvents::new())?;
         }
         Ok(())
     }
@@ -275,7 +275,7 @@ impl IteratorLoad<'_> {
         for &(tensor, number) in tensors {
             let zeros = file.entry(number)?.is_meta();
             let memory = if zeros { ReadyMemory::Zeros } else { ReadyMemory::Block(tensor) };
-            window.land(tensor, memory, copy_events.clone())?;
+            window.deliver(tensor, memory, copy_events.clone())?;
         }
         Ok(())
     }
@@ -299,14 +299,14 @@ struct ExtentCodec<'h> {
 }
 
 impl ExtentCodec<'_> {
-    fn of(&self, extent: usize) -> Result<usize> {
+    fn tensor_of(&self, extent: usize) -> Result<usize> {
         self.selected.get(extent).copied().ok_or_else(|| missing_from_plan(extent))
     }
 }
 
 impl Codec for ExtentCodec<'_> {
     fn header(&self, extent: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<HeaderInfo> {
-        self.headers.header(self.of(extent)?, raw, cancel)
+        self.headers.header(self.tensor_of(extent)?, raw, cancel)
     }
 
     fn decrypt(
@@ -316,11 +316,11 @@ impl Codec for ExtentCodec<'_> {
         bytes: &mut [u8],
         cancel: &dyn Cancel,
     ) -> Result<bool> {
-        self.headers.decrypt(self.of(extent)?, start, bytes, cancel)
+        self.headers.decrypt(self.tensor_of(extent)?, start, bytes, cancel)
     }
 
     fn compare(&self, extent: usize, digests: &Digests) -> Result<()> {
-        self.headers.compare(self.of(extent)?, digests)
+        self.headers.compare(self.tensor_of(extent)?, digests)
     }
 }
 
@@ -344,7 +344,7 @@ impl WindowReceiver<'_> {
 
 impl TensorReceiver for WindowReceiver<'_> {
     fn batch_len(&self) -> u64 {
-        self.window().part()
+        self.window().max_batch_len()
     }
 
     fn admits(&self, first: usize, last: usize) -> Result<bool> {
@@ -365,9 +365,9 @@ impl TensorReceiver for WindowReceiver<'_> {
             } else {
                 ReadyMemory::Host(self.store.take(tensor)?)
             };
-            Ok(WaitingTensor { tensor, memory, marks: copy_events })
+            Ok(WaitingTensor { tensor, memory, copy_events })
         });
-        self.window().land_together(collected(items, LISTS)?)
+        self.window().deliver_all(collected(items, LISTS)?)
     }
 
     /// Decrypts a tensor as a whole.
@@ -377,10 +377,10 @@ impl TensorReceiver for WindowReceiver<'_> {
         let Some(upload) = self.upload else {
             let mut buffer = self.store.take(tensor)?;
             let bytes = buffer.bytes_mut();
-            let whole = || self.headers.whole(selected, bytes, *cancel);
+            let whole = || self.headers.decrypt_and_verify(selected, bytes, *cancel);
             shared.counters.time(Stage::Decrypt, whole)?;
             shared.counters.bytes(buffer.bytes().len() as u64);
-            return shared.window.land(tensor, ReadyMemory::Host(buffer), CopyEvents::new());
+            return shared.window.deliver(tensor, ReadyMemory::Host(buffer), CopyEvents::new());
         };
         let why = "decrypted in host memory: pieces of encryption of unusual length";
         shared.counters.fallback(why);
@@ -392,6 +392,6 @@ impl TensorReceiver for WindowReceiver<'_> {
             &[number],
             &[BlockLocation { block: tensor, offset: 0 }],
         )?;
-        shared.window.land(tensor, ReadyMemory::Block(tensor), upload.copy_events()?)
+        shared.window.deliver(tensor, ReadyMemory::Block(tensor), upload.copy_events()?)
     }
 }

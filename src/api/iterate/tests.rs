@@ -167,7 +167,7 @@ impl IteratorSchedule {
 }
 
 #[test]
-fn every_tensor_lands_once_within_the_budget() {
+fn every_tensor_is_delivered_once_within_the_budget() {
     let folder = tempfile::tempdir().unwrap();
     let file = TensorFile::open(&saved(folder.path(), SaveOptions::default())).unwrap();
     let all: Vec<usize> = (0..LENS.len()).collect();
@@ -182,7 +182,7 @@ fn every_tensor_lands_once_within_the_budget() {
 }
 
 #[test]
-fn encrypted_tensors_land_decrypted() {
+fn encrypted_tensors_are_delivered_decrypted() {
     let key = || Key::new(&[5; 32]).unwrap();
     let encryption = EncryptionOptions { key: key(), derivation: None, manifest: false };
     let options = SaveOptions { encryption: Some(Arc::new(encryption)), ..SaveOptions::default() };
@@ -200,7 +200,7 @@ fn encrypted_tensors_land_decrypted() {
 }
 
 #[test]
-fn damage_is_an_error_and_nothing_damaged_lands() {
+fn damage_is_an_error_and_damaged_tensors_are_not_delivered() {
     let folder = tempfile::tempdir().unwrap();
     let path = saved(folder.path(), SaveOptions::default());
     let mut bytes = std::fs::read(&path).unwrap();
@@ -300,7 +300,7 @@ impl ReadAt for BlockedSource {
 }
 
 #[test]
-fn slices_that_are_brought_together_hold_up_no_other_tensors() {
+fn gathered_slices_do_not_delay_other_tensors() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let values = vec![7u8; 3000 * 300];

@@ -14,10 +14,10 @@ use crate::mem::HostBuffer;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// The part of the bytes read ahead that one batch or one group may have, so that several are in flight.
-const PART: u64 = 8;
+const BATCH_FRACTION: u64 = 8;
 /// Small tensors are handed out together: at most so many, with at most this part of the bytes read ahead.
-const TOGETHER: usize = 1024;
-const TOGETHER_PART: u64 = 16;
+const MAX_TOGETHER: usize = 1024;
+const TOGETHER_FRACTION: u64 = 16;
 /// The most blocks that are allocated together, and the most bytes of them.
 const BLOCKS: usize = 256;
 const BLOCKS_LEN: u64 = 64 << 20;
@@ -39,7 +39,7 @@ pub struct WaitingTensor {
     /// Its bytes.
     pub memory: ReadyMemory,
     /// Events after which the bytes have arrived.
-    pub marks: CopyEvents,
+    pub copy_events: CopyEvents,
 }
 
 /// The tensors between those that are still to be read and those that the caller has taken. Tensors
@@ -54,7 +54,7 @@ pub struct Window {
     /// Notified when more tensors may be read.
     room: Condvar,
     /// Notified when more tensors may be taken.
-    landed: Condvar,
+    available: Condvar,
 }
 
 /// A half of a load that asks for room. Each asks for tensors in rising order.
@@ -79,7 +79,7 @@ struct WindowState {
     /// The number of tensors, from the first one on, that were granted memory.
     granted: usize,
     /// The tensors that each asker waits for: those of its next batch.
-    needed: [PendingBatch; 2],
+    pending: [PendingBatch; 2],
     /// Bytes of tensors that are granted and not taken.
     outstanding: u64,
     /// All tensors before this one were taken.
@@ -89,7 +89,7 @@ struct WindowState {
     /// Their places, in the order in which they landed.
     queue: VecDeque<usize>,
     /// Tensors that have landed, taken ones included.
-    has_landed: Vec<bool>,
+    delivered: Vec<bool>,
     /// Tensors that the caller has taken.
     has_taken: Vec<bool>,
     /// The place of the next tensor in the order of the file.
@@ -97,7 +97,7 @@ struct WindowState {
     taken: usize,
     /// Bytes of several tensors that the caller got together. They count as outstanding until the
     /// next call.
-    handed: u64,
+    handed_out_bytes: u64,
     ended: Option<Result<()>>,
     closed: bool,
 }
@@ -106,9 +106,10 @@ impl WindowState {
     /// True if a batch waits for memory, and the caller has taken all tensors before it. Its
     /// tensors can only come together, so that they have to be granted beyond the budget.
     fn is_starved(&self) -> bool {
-        let starves =
-            |needed: &PendingBatch| self.granted < needed.end && self.all_taken_to >= needed.first;
-        self.needed.iter().any(starves)
+        let starves = |pending: &PendingBatch| {
+            self.granted < pending.end && self.all_taken_to >= pending.first
+        };
+        self.pending.iter().any(starves)
     }
 
     fn has_taken(&self, tensor: usize) -> bool {
@@ -140,11 +141,11 @@ impl Window {
     /// Makes a window for tensors of these lengths.
     pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Result<Self> {
         let none = repeated(false, lens.len(), LISTS)?;
-        let (has_landed, has_taken) = (none.clone(), none);
+        let (delivered, has_taken) = (none.clone(), none);
         let state =
-            WindowState { budget: budget.max(1), has_landed, has_taken, ..WindowState::default() };
-        let (room, landed) = (Condvar::new(), Condvar::new());
-        Ok(Window { lens, order, allocates, state: Mutex::new(state), room, landed })
+            WindowState { budget: budget.max(1), delivered, has_taken, ..WindowState::default() };
+        let (room, available) = (Condvar::new(), Condvar::new());
+        Ok(Window { lens, order, allocates, state: Mutex::new(state), room, available })
     }
 
     fn state(&self) -> MutexGuard<'_, WindowState> {
@@ -161,8 +162,8 @@ impl Window {
     }
 
     /// Returns the most bytes of a batch, or of a group of tensors that are read together.
-    pub fn part(&self) -> u64 {
-        (self.state().budget / PART).max(1)
+    pub fn max_batch_len(&self) -> u64 {
+        (self.state().budget / BATCH_FRACTION).max(1)
     }
 
     /// True if memory for the next tensor may be taken.
@@ -182,14 +183,14 @@ impl Window {
     }
 
     /// True if these tensors, of which parts are in one batch, may be read now.
-    pub fn admits(&self, asker: Requester, first: usize, last: usize) -> bool {
+    pub fn admits(&self, requester: Requester, first: usize, last: usize) -> bool {
         let mut state = self.state();
-        let needed = PendingBatch { first, end: last + 1 };
-        if let Some(known) = state.needed.get_mut(asker as usize)
-            && std::mem::replace(known, needed) != needed
+        let pending = PendingBatch { first, end: last + 1 };
+        if let Some(known) = state.pending.get_mut(requester as usize)
+            && std::mem::replace(known, pending) != pending
             && self.allocates
         {
-            self.landed.notify_all();
+            self.available.notify_all();
         }
         while !self.allocates && state.granted <= last && self.has_room(&state) {
             self.grant(&mut state);
@@ -198,9 +199,9 @@ impl Window {
     }
 
     /// Waits until more tensors may be admitted, or the time is over.
-    pub fn wait_for_room(&self, asker: Requester, time: Duration) {
+    pub fn wait_for_room(&self, requester: Requester, time: Duration) {
         let state = self.state();
-        let end = state.needed.get(asker as usize).map_or(0, |needed| needed.end);
+        let end = state.pending.get(requester as usize).map_or(0, |pending| pending.end);
         let ready = state.granted >= end || (!self.allocates && self.has_room(&state));
         if !ready && !state.closed {
             drop(self.room.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
@@ -208,12 +209,17 @@ impl Window {
     }
 
     /// Hands a tensor to the caller.
-    pub fn land(&self, tensor: usize, memory: ReadyMemory, marks: CopyEvents) -> Result<()> {
-        self.land_together(vec![WaitingTensor { tensor, memory, marks }])
+    pub fn deliver(
+        &self,
+        tensor: usize,
+        memory: ReadyMemory,
+        copy_events: CopyEvents,
+    ) -> Result<()> {
+        self.deliver_all(vec![WaitingTensor { tensor, memory, copy_events }])
     }
 
     /// Hands tensors to the caller, which finds all of them when it wakes.
-    pub fn land_together(&self, items: Vec<WaitingTensor>) -> Result<()> {
+    pub fn deliver_all(&self, items: Vec<WaitingTensor>) -> Result<()> {
         let mut state = self.state();
         if state.closed {
             // The iterator was closed: these tensors are dropped.
@@ -222,8 +228,8 @@ impl Window {
         let mut wanted = self.order == Order::Ready;
         for item in items {
             let tensor = item.tensor;
-            let landed = state.has_landed.get_mut(tensor);
-            if landed.is_none_or(|landed| std::mem::replace(landed, true)) {
+            let delivered = state.delivered.get_mut(tensor);
+            if delivered.is_none_or(|delivered| std::mem::replace(delivered, true)) {
                 return Err(Error::Bug(format!("tensor {tensor} has landed twice")));
             }
             state.waiting.insert(tensor, item);
@@ -232,30 +238,30 @@ impl Window {
         }
         drop(state);
         if wanted {
-            self.landed.notify_all();
+            self.available.notify_all();
         }
         Ok(())
     }
 
     /// Returns the places of all tensors that have not landed.
-    pub fn missing(&self) -> Vec<usize> {
+    pub fn undelivered(&self) -> Vec<usize> {
         let state = self.state();
-        let landed = state.has_landed.iter().enumerate();
-        landed.filter(|(_, landed)| !**landed).map(|(tensor, _)| tensor).collect()
+        let delivered = state.delivered.iter().enumerate();
+        delivered.filter(|(_, delivered)| !**delivered).map(|(tensor, _)| tensor).collect()
     }
 
     fn release(&self, state: &mut WindowState, bytes: u64) {
         state.outstanding = state.outstanding.saturating_sub(bytes);
         self.room.notify_all();
         if self.allocates {
-            self.landed.notify_all();
+            self.available.notify_all();
         }
     }
 
     /// Notes that everything has been read, or the error that ended the load.
     pub fn end(&self, outcome: Result<()>) {
         self.state().ended = Some(outcome);
-        self.landed.notify_all();
+        self.available.notify_all();
         self.room.notify_all();
     }
 
@@ -266,7 +272,7 @@ impl Window {
         let waiting = std::mem::take(&mut state.waiting);
         drop(state);
         drop(waiting);
-        self.landed.notify_all();
+        self.available.notify_all();
         self.room.notify_all();
     }
 
@@ -286,7 +292,7 @@ impl Window {
     /// Notes that memory for so many tensors could not be allocated: from now on, no more is read
     /// ahead than now. Returns false if the load has to fail: there is not enough memory for one
     /// tensor, and none will be freed.
-    pub fn refused(&self, count: usize) -> bool {
+    pub fn allocation_failed(&self, count: usize) -> bool {
         let mut state = self.state();
         state.budget = state.outstanding.max(1);
         count > 1 || (state.outstanding > 0 && !state.is_starved())
@@ -315,14 +321,14 @@ impl Window {
     /// earlier call took no longer count against the budget.
     pub fn take(&self, time: Duration) -> Result<NextTensors> {
         let mut state = self.state();
-        let handed = std::mem::take(&mut state.handed);
-        if handed > 0 {
-            self.release(&mut state, handed);
+        let handed_out_bytes = std::mem::take(&mut state.handed_out_bytes);
+        if handed_out_bytes > 0 {
+            self.release(&mut state, handed_out_bytes);
         }
         if state.closed {
             return Err(Error::Closed("the iterator is closed".to_owned()));
         }
-        let items = self.take_landed(&mut state)?;
+        let items = self.take_delivered(&mut state)?;
         if !items.is_empty() {
             return Ok(NextTensors::Items(items));
         }
@@ -338,15 +344,15 @@ impl Window {
             None => {}
         }
         if !(self.allocates && self.has_room(&state)) {
-            drop(self.landed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
+            drop(self.available.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
         }
         Ok(NextTensors::Nothing)
     }
 
-    fn take_landed(&self, state: &mut WindowState) -> Result<Vec<WaitingTensor>> {
-        let most = state.budget / TOGETHER_PART;
+    fn take_delivered(&self, state: &mut WindowState) -> Result<Vec<WaitingTensor>> {
+        let most = state.budget / TOGETHER_FRACTION;
         let (mut items, mut bytes) = (Vec::new(), 0u64);
-        while items.len() < TOGETHER {
+        while items.len() < MAX_TOGETHER {
             let next = match self.order {
                 Order::File => Some(state.next),
                 Order::Ready => state.queue.front().copied(),
@@ -375,7 +381,7 @@ impl Window {
             }
         }
         if items.len() > 1 {
-            state.handed = bytes;
+            state.handed_out_bytes = bytes;
         } else if bytes > 0 {
             self.release(state, bytes);
         }

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_left_out_of_core_dumps() {
+    fn keys_are_excluded_from_core_dumps() {
         let keys: Vec<Key> = (0..3).map(|byte| Key::new(&[byte; 32]).unwrap()).collect();
         let flags = |key: &Key| flags_at(key.bytes().as_ptr().addr());
         for key in &keys {

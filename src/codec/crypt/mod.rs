@@ -74,7 +74,7 @@ impl EncryptedPieces {
 
     /// Decrypts one whole piece in place; false if its tag does not match.
     #[must_use]
-    pub fn open(&self, number: u64, bytes: &mut [u8], key: &Key) -> bool {
+    pub fn decrypt(&self, number: u64, bytes: &mut [u8], key: &Key) -> bool {
         let Some(mac) = usize::try_from(number).ok().and_then(|at| self.macs.get(at)) else {
             return false;
         };
@@ -83,9 +83,9 @@ impl EncryptedPieces {
 
     /// Decrypts all pieces in place; false if a tag does not match.
     #[must_use]
-    pub fn open_all(&self, bytes: &mut [u8], key: &Key) -> bool {
+    pub fn decrypt_all(&self, bytes: &mut [u8], key: &Key) -> bool {
         let step = usize::try_from(self.piece_len).unwrap_or(usize::MAX);
-        bytes.chunks_mut(step).zip(0..).all(|(piece, number)| self.open(number, piece, key))
+        bytes.chunks_mut(step).zip(0..).all(|(piece, number)| self.decrypt(number, piece, key))
     }
 }
 

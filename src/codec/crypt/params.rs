@@ -104,7 +104,7 @@ impl DecryptionOptions {
 
     /// Resets the count of a file that is opened: derivations of an earlier file with this name do not
     /// count.
-    pub fn opened(&self, uri: &str) {
+    pub fn reset_derivations(&self, uri: &str) {
         self.derivation_costs.lock().remove(uri);
     }
 
@@ -197,11 +197,11 @@ pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) ->
     let memlimit = usize::try_from(derivation.memlimit).map_err(|_| out_of_memory())?;
     let (source, KeyDerivation { opslimit, salt, .. }) =
         (Zeroizing::new(source.to_vec()), derivation.clone());
-    let wanted = Arc::new(());
-    let asks = Arc::downgrade(&wanted);
+    let caller = Arc::new(());
+    let caller_alive = Arc::downgrade(&caller);
     let derived = detached(cancel, move || {
         let _turn = DERIVING.get().lock().unwrap_or_else(PoisonError::into_inner);
-        asks.upgrade()?;
+        caller_alive.upgrade()?;
         let mut out = Zeroizing::new([0; KEY_LEN]);
         sodium::derive(&mut out, &source, &salt, opslimit, memlimit).then_some(out)
     })?;
@@ -234,7 +234,7 @@ mod tests {
     use crate::cancel::Never;
 
     #[test]
-    fn the_keys_of_a_file_are_bounded_together() {
+    fn work_of_all_key_derivations_of_a_file_is_limited() {
         let mut options = DecryptionOptions::new(Secret::Passphrase(b"words".to_vec().into()));
         options.allow(Some(3), Some(1 << 20));
         let ask = |salt: u8, passes: u64, uri: &str| {
@@ -242,7 +242,7 @@ mod tests {
                 KeyDerivation { opslimit: passes, memlimit: 1 << 20, salt: [salt; 16] };
             options.key(Some(&derivation), uri, &Never)
         };
-        options.opened("file");
+        options.reset_derivations("file");
         ask(1, 2, "file").unwrap();
         // This key was derived before, so it costs nothing.
         ask(1, 2, "file").unwrap();
@@ -252,12 +252,12 @@ mod tests {
         ask(3, 1, "file").unwrap();
         assert!(ask(4, 1, "file").is_err());
         ask(4, 1, "another").unwrap();
-        options.opened("file");
+        options.reset_derivations("file");
         ask(5, 3, "file").unwrap();
     }
 
     #[test]
-    fn many_cheap_keys_are_too_many() {
+    fn number_of_derived_keys_per_file_is_limited() {
         let mut options = DecryptionOptions::new(Secret::Passphrase(b"words".to_vec().into()));
         options.allow(Some(1 << 20), Some(1 << 30));
         let ask = |salt: u8| {
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_derivation_is_left_behind() {
+    fn cancelled_derivation_returns_at_once() {
         let derivation = KeyDerivation { opslimit: 30, memlimit: 64 << 20, salt: [1; 16] };
         let given_up = derive(b"words", &derivation, &|| Err(Error::Cancelled));
         assert!(matches!(given_up, Err(Error::Cancelled)));

@@ -61,7 +61,7 @@ fn every_tensor_is_hashed_once_and_all_readers_end() {
         for (tensor, found) in locked(&found).iter().enumerate() {
             let expected = (tensor != skipped).then(|| digest(b"header", &tensors[tensor], true));
             assert_eq!(*found, expected);
-            assert_eq!(pool.waiting(tensor), 0);
+            assert_eq!(pool.retained_len(tensor), 0);
         }
     });
 }

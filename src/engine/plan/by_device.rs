@@ -124,7 +124,7 @@ mod tests {
         }
 
         #[test]
-        fn devices_get_their_bytes_side_by_side(
+        fn no_device_gets_a_batch_ahead_of_the_others(
             first in 20usize..60, second in 20usize..60, len in 500u64..1000,
         ) {
             // The first tensors of the file are for one device, and the last for the other.
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn one_device_has_the_batches_of_the_file() {
+    fn one_device_gets_the_plain_partition() {
         let extents = extents(&[(10, 400), (10, 400), (10, 400), (10, 5000)]);
         let batches = partition_by_device(&extents, &LIMITS, (1, &|_| 0)).unwrap();
         assert_eq!(batches, partition(&extents, &LIMITS).unwrap());

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_of_what_nearly_fills_the_address_space() {
+    fn empty_slices_at_the_end_of_the_address_space_do_not_overflow() {
         let shape = [1, 1, u64::MAX];
         let ranges = SliceRanges::new(1, &shape, &[1..1, 1..1, u64::MAX..u64::MAX]).unwrap();
         assert_eq!(
@@ -186,7 +186,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_are_the_bytes_of_the_slice((size, shape, slice) in slices(), gap in 0u64..9) {
+        fn ranges_cover_exactly_the_bytes_of_the_slice((size, shape, slice) in slices(), gap in 0u64..9) {
             let ranges = SliceRanges::new(size, &shape, &slice).unwrap();
             let expected = bytes(size, &shape, &slice);
             prop_assert_eq!(ranges.total(), expected.len() as u64);

@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn longer_memory_takes_the_place_of_shorter() {
+    fn longer_scratch_memory_replaces_shorter() {
         let pool = ScratchPool::default();
         for blocks in 1..20 {
             let mut scratch = pool.acquire(5000, blocks * DISK_BLOCK).unwrap();
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_lie_as_in_the_file() {
+    fn scratch_keeps_the_offset_within_a_disk_block() {
         let mut scratch = ScratchPool::default().acquire(4096 * 7 + 100, 3 << 20).unwrap();
         assert_eq!(scratch.bytes().as_ptr().addr() % DISK_BLOCK, 100);
     }

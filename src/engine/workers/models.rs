@@ -19,7 +19,7 @@ fn any_range() -> WorkerRange {
 
 /// The number of workers adapts to the model's clock, by which any wait may take long.
 #[test]
-fn each_piece_of_work_is_done_once_by_however_many() {
+fn each_piece_of_work_is_done_once_while_workers_come_and_go() {
     check(Rules { patience: TICK, refusals: true }, || {
         const PIECES: usize = 8;
         let range = any_range();
@@ -50,7 +50,7 @@ fn each_piece_of_work_is_done_once_by_however_many() {
 
 /// No wait of a worker or of the calling thread times out, so a lost wake-up shows as a deadlock.
 #[test]
-fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
+fn fixed_number_of_workers_does_all_work_and_ends() {
     check(Rules { patience: Duration::ZERO, refusals: true }, || {
         let queue = WorkQueue::new((0..3).collect(), 2).unwrap();
         let done = AtomicUsize::new(0);
@@ -67,7 +67,7 @@ fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
 }
 
 #[test]
-fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
+fn callers_error_takes_precedence_over_the_first_of_a_worker() {
     check(Rules { patience: POLL, refusals: true }, || {
         let range = any_range();
         let interrupts = thread_rng().gen_range(0..8);

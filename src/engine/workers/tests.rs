@@ -4,7 +4,7 @@ use super::*;
 use crate::cancel::Never;
 
 #[test]
-fn a_silent_source_gets_as_many_as_it_may_have() {
+fn silent_source_gets_the_maximum_of_workers() {
     let max = 9;
     let started = AtomicUsize::new(0);
     let work = |control: &Control<'_>, number| {
@@ -20,7 +20,7 @@ fn a_silent_source_gets_as_many_as_it_may_have() {
 }
 
 #[test]
-fn the_last_worker_is_never_too_many() {
+fn last_worker_is_never_retired() {
     let pool = WorkerPool::new(WorkerRange { initial: 3, max: 8, bytes: None }, &Never, false);
     *pool.count() = WorkerCount { running: 3, wanted: 0 };
     let workers = [pool.control(), pool.control(), pool.control()];
@@ -32,7 +32,7 @@ fn the_last_worker_is_never_too_many() {
 }
 
 #[test]
-fn no_thread_is_started_without_work_or_when_it_is_time_to_stop() {
+fn no_worker_is_started_when_ending_or_stopped() {
     let range = WorkerRange { initial: 2, max: 64, bytes: None };
     for (ending, stopped, missing) in [(false, false, 4), (true, false, 0), (false, true, 0)] {
         let pool = WorkerPool::new(range, &Never, false);
@@ -46,7 +46,7 @@ fn no_thread_is_started_without_work_or_when_it_is_time_to_stop() {
 }
 
 #[test]
-fn the_first_error_ends_all_and_is_told() {
+fn first_error_stops_all_workers_and_is_returned() {
     let range = WorkerRange { initial: 3, max: 6, bytes: None };
     let work = |control: &Control<'_>, number| {
         if number == 1 {

@@ -9,7 +9,7 @@ use super::copy_pool::PooledCopy;
 
 /// The fraction (1/2) of a batch that may wait to be hashed, for each thread. Beyond that, threads
 /// hash before they write more. Hashing and writing take about the same time.
-const WAITING: u64 = 2;
+const BACKLOG_DIVISOR: u64 = 2;
 
 /// A part of a tensor's data.
 pub struct TensorChunk<'c> {
@@ -42,7 +42,7 @@ impl AsRef<[u8]> for ChunkBytes<'_> {
 /// The number of bytes that wait to be hashed.
 pub struct HashBacklog {
     waiting: AtomicUsize,
-    enough: usize,
+    limit: usize,
 }
 
 impl HashBacklog {
@@ -50,16 +50,16 @@ impl HashBacklog {
     /// two batches may wait, so that one is ready when another has been hashed.
     pub fn new(threads: usize, batch_len: u64, most: Option<u64>) -> Self {
         let least = batch_len.saturating_mul(2);
-        let usual = (batch_len / WAITING).saturating_mul(threads as u64).max(least);
+        let usual = (batch_len / BACKLOG_DIVISOR).saturating_mul(threads as u64).max(least);
         let usual = usize::try_from(usual).unwrap_or(usize::MAX);
         let most = most.and_then(|bytes| usize::try_from(bytes).ok());
-        let enough = most.map_or(usual, |most| most.min(usual));
-        HashBacklog { waiting: AtomicUsize::new(0), enough }
+        let limit = most.map_or(usual, |most| most.min(usual));
+        HashBacklog { waiting: AtomicUsize::new(0), limit }
     }
 
     /// True if so many bytes wait that threads must hash before they write more.
-    pub fn is_enough(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) >= self.enough
+    pub fn is_full(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) >= self.limit
     }
 
     /// Counts bytes as waiting until they are dropped.

@@ -33,7 +33,7 @@ impl CopySlots {
     }
 
     /// Waits for permission to copy.
-    pub fn next(&self, cancel: &dyn Cancel) -> Result<CopySlot<'_>> {
+    pub fn acquire(&self, cancel: &dyn Cancel) -> Result<CopySlot<'_>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         while *free == 0 {
             free = self.freed.wait_timeout(free, POLL).unwrap_or_else(PoisonError::into_inner).0;
@@ -54,16 +54,16 @@ impl Drop for CopySlot<'_> {
 /// A copy of bytes. Its memory returns to the pool when it is dropped.
 pub struct PooledCopy<'c> {
     bytes: Vec<u8>,
-    of: &'c CopyPool,
+    pool: &'c CopyPool,
 }
 
 impl CopyPool {
     /// Copies bytes.
-    pub fn of(&self, bytes: &[u8]) -> Result<PooledCopy<'_>> {
+    pub fn copy(&self, bytes: &[u8]) -> Result<PooledCopy<'_>> {
         let mut copy = if bytes.len() < SHORT { Vec::new() } else { self.free() };
         copy.clear();
         append(&mut copy, bytes, "a copy of what is saved")?;
-        Ok(PooledCopy { bytes: copy, of: self })
+        Ok(PooledCopy { bytes: copy, pool: self })
     }
 
     fn free(&self) -> Vec<u8> {
@@ -82,7 +82,7 @@ impl Drop for PooledCopy<'_> {
     fn drop(&mut self) {
         if self.bytes.len() >= SHORT {
             let bytes = std::mem::take(&mut self.bytes);
-            self.of.free.lock().unwrap_or_else(PoisonError::into_inner).push(bytes);
+            self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(bytes);
         }
     }
 }

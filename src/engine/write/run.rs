@@ -40,7 +40,7 @@ pub struct WriteOptions<'o> {
     /// Encryption of the tensors' data, if they are encrypted.
     pub encryption: Option<&'o EncryptionOptions>,
     /// True if digests of the headers are needed for the file's identity.
-    pub named: bool,
+    pub needs_digests: bool,
     /// The limit on memory in use besides that of the tensors.
     pub memory: MemoryLimit,
 }
@@ -57,30 +57,30 @@ pub fn write_tensors(
     cancel: &dyn Cancel,
 ) -> Result<Vec<[u8; 32]>> {
     items.iter().try_for_each(WriteTensor::check)?;
-    let (wanted, shares) = wanted(sink, items, options)?;
+    let (wanted, shares) = thread_count(sink, items, options)?;
     let sha = options.hashes == Some(Hashes::All);
     let bounded = shares.parts < u64::MAX;
     let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
-    let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
+    let interleaved = if sha { wanted.min(sink.places()) } else { 1 };
     let part_len = sink.kept().1;
     let sends = part_len > 0;
     let batch_len = batch_len(sends, options.encryption.is_some());
-    let jobs = plan_jobs(items, in_turns, buffer_len()?, batch_len)?;
+    let jobs = plan_jobs(items, interleaved, buffer_len()?, batch_len)?;
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let useful = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
     let (threads, copying) =
-        if sends { of_upload(useful, wanted, total / part_len) } else { (useful, useful) };
+        if sends { upload_threads(useful, wanted, total / part_len) } else { (useful, useful) };
     let (copies, backlog) =
         (CopyPool::default(), HashBacklog::new(copying, batch_len, shares.waiting));
     let manifest = options.encryption.filter(|options| options.manifest);
-    let pass = SaveTask {
+    let task = SaveTask {
         sink,
         items,
         encryptors: encryptors(items, options)?,
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
-        named: options.named,
+        needs_digests: options.needs_digests,
         hashes: options.hashes,
-        pool: pool(items, options.hashes)?,
+        hash_pool: hash_pool(items, options.hashes)?,
         backlog: &backlog,
         sends,
         digests: Mutex::new(repeated([0; 32], items.len(), "digests of headers")?),
@@ -88,25 +88,25 @@ pub fn write_tensors(
         counters: Counters::default(),
     };
     let streams = streams_of(items)?;
-    let turns = sends.then(|| CopySlots::new(copying));
-    let (turns, share) = (turns.as_ref(), share.as_ref());
-    let feeder = Feeder { pass: &pass, copies: &copies, turns, streams: &streams, share };
+    let copy_slots = sends.then(|| CopySlots::new(copying));
+    let (copy_slots, share) = (copy_slots.as_ref(), share.as_ref());
+    let feeder = Feeder { task: &task, copies: &copies, copy_slots, streams: &streams, share };
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, cancel, |control| {
         while !control.stopped() {
-            pass.hash_backlog(control)?;
+            task.hash_backlog(control)?;
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
                 Some(job) => feeder.feed(job, control)?,
-                None if pass.hash(&|| false, control)? => {}
+                None if task.hash(&|| false, control)? => {}
                 None => break,
             }
         }
         Ok(())
     })
     .map_err(|error| error.with_file("saving", sink.uri()))?;
-    report(&pass, &streams, threads);
-    Ok(std::mem::take(&mut pass.digests.lock().unwrap_or_else(PoisonError::into_inner)))
+    report(&task, &streams, threads);
+    Ok(std::mem::take(&mut task.digests.lock().unwrap_or_else(PoisonError::into_inner)))
 }
 
 /// The length of a batch. An upload copies it into a part, encrypted in whole pieces.
@@ -119,7 +119,7 @@ fn batch_len(sends: bool, encrypts: bool) -> u64 {
 }
 
 /// Returns the maximum number of threads, and their shares of the memory limit.
-fn wanted(
+fn thread_count(
     sink: &dyn WriteAt,
     items: &[WriteTensor<'_>],
     options: &WriteOptions<'_>,
@@ -130,9 +130,7 @@ fn wanted(
     let mut wanted = shares.threads.min(sink.max_writers().max(1));
     // Such a tensor is written front to back by one thread, and the sink accepts a limited number
     // of such sequences at a time.
-    if items
-        .iter()
-        .any(|item| matches!(item.origin, TensorData::Deferred(_) | TensorData::Device(_)))
+    if items.iter().any(|item| matches!(item.data, TensorData::Deferred(_) | TensorData::Device(_)))
     {
         wanted = wanted.min(sink.places().max(1));
     }
@@ -147,22 +145,22 @@ fn shares(
     options: &WriteOptions<'_>,
     wanted: usize,
 ) -> Result<SaveShares> {
-    let memory = options.memory.known()?;
-    let (kept, part) = sink.kept();
-    let brought = items.iter().filter(|item| matches!(item.origin, TensorData::Deferred(_)));
-    let brought = brought.map(|item| item.entry.data_len).max().unwrap_or(0);
-    let copies = items.iter().any(|item| matches!(item.origin, TensorData::Bytes(_)));
-    let mut device = items.iter().filter_map(|item| match &item.origin {
+    let memory = options.memory.or_environment()?;
+    let (retained, part) = sink.kept();
+    let deferred_len = items.iter().filter(|item| matches!(item.data, TensorData::Deferred(_)));
+    let deferred_len = deferred_len.map(|item| item.entry.data_len).max().unwrap_or(0);
+    let copies = items.iter().any(|item| matches!(item.data, TensorData::Bytes(_)));
+    let mut device = items.iter().filter_map(|item| match &item.data {
         TensorData::Device(bytes) => Some(Pool::of(&bytes.device)),
         _ => None,
     });
     let staging = device.next().transpose()?.map(|pool| (pool.buffer_len(), pool.limit()));
     let shares = memory.save(&SaveNeeds {
         threads: wanted,
-        thread: brought.saturating_add(if part > 0 { CONNECTION } else { 0 }),
+        thread: deferred_len.saturating_add(if part > 0 { CONNECTION } else { 0 }),
         copies: u64::from(copies) + u64::from(options.encryption.is_some()),
         hashes: options.hashes == Some(Hashes::All),
-        kept,
+        retained,
         part,
         staging: staging.map(|(len, most)| (len as u64, most as u64)),
     })?;
@@ -177,15 +175,18 @@ fn encryptors<'o>(
     items: &[WriteTensor<'_>],
     options: &WriteOptions<'o>,
 ) -> Result<Vec<Option<Encryptor<'o>>>> {
-    let seal = |item: &WriteTensor<'_>| {
+    let encryptor = |item: &WriteTensor<'_>| {
         options.encryption.map(|options| Encryptor::new(item.entry.data_len, options)).transpose()
     };
-    collected(items.iter().map(seal), "tags of encrypted pieces")
+    collected(items.iter().map(encryptor), "tags of encrypted pieces")
 }
 
 /// Returns the hash pool of the tensors that are written in several chunks; without headers it has
 /// none.
-fn pool<B: AsRef<[u8]>>(items: &[WriteTensor<'_>], hashes: Option<Hashes>) -> Result<HashPool<B>> {
+fn hash_pool<B: AsRef<[u8]>>(
+    items: &[WriteTensor<'_>],
+    hashes: Option<Hashes>,
+) -> Result<HashPool<B>> {
     let large = |item: &WriteTensor<'_>| {
         (hashes.is_some() && item.is_large()).then_some(item.entry.data_len)
     };
@@ -200,7 +201,7 @@ fn useful_threads(jobs: &[WriteJob], sha: bool) -> usize {
 }
 
 fn streams_of(items: &[WriteTensor<'_>]) -> Result<StreamsByDevice> {
-    StreamsByDevice::open(items.iter().filter_map(|item| match &item.origin {
+    StreamsByDevice::open(items.iter().filter_map(|item| match &item.data {
         TensorData::Device(bytes) => Some(bytes),
         _ => None,
     }))
@@ -208,20 +209,20 @@ fn streams_of(items: &[WriteTensor<'_>]) -> Result<StreamsByDevice> {
 
 /// Returns the number of threads of an upload of `parts` parts, and how many of them may copy at
 /// once. Further threads would have neither a part to send nor a turn to copy.
-fn of_upload(useful: usize, wanted: usize, parts: u64) -> (usize, usize) {
+fn upload_threads(useful: usize, wanted: usize, parts: u64) -> (usize, usize) {
     let copying = wanted.div_ceil(SENDING_FOR_ONE_COPYING);
     let parts = usize::try_from(parts).unwrap_or(usize::MAX);
     (useful.min(parts.saturating_add(copying)), copying)
 }
 
 /// Publishes the counters of the save.
-fn report(pass: &SaveTask<'_>, streams: &StreamsByDevice, threads: usize) {
+fn report(task: &SaveTask<'_>, streams: &StreamsByDevice, threads: usize) {
     let devices = streams.names();
     let device = if devices.is_empty() { "cpu" } else { &devices };
     if !devices.is_empty() && Pool::all().into_iter().any(Pool::is_pageable) {
-        pass.counters.fallback(PAGEABLE);
+        task.counters.fallback(PAGEABLE);
     }
-    pass.counters.threads(threads, threads);
-    pass.counters.bytes(pass.items.iter().map(|item| item.entry.data_len).sum());
-    pass.counters.publish("save", pass.sink.uri(), device, pass.items.len());
+    task.counters.threads(threads, threads);
+    task.counters.bytes(task.items.iter().map(|item| item.entry.data_len).sum());
+    task.counters.publish("save", task.sink.uri(), device, task.items.len());
 }

@@ -28,11 +28,11 @@ pub struct SaveTask<'p> {
     pub encryptors: Vec<Option<Encryptor<'p>>>,
     pub manifest: Option<Manifest>,
     /// True if digests of headers are needed even without a manifest.
-    pub named: bool,
+    pub needs_digests: bool,
     /// The hashes that headers store; None without headers.
     pub hashes: Option<Hashes>,
     /// The hashes of large tensors.
-    pub pool: HashPool<UnhashedBytes<'p>>,
+    pub hash_pool: HashPool<UnhashedBytes<'p>>,
     pub backlog: &'p HashBacklog,
     /// True if the sink keeps written bytes until they are sent. Copies are then hashed and
     /// released before a thread waits for a server, so that bytes are not held twice.
@@ -65,20 +65,20 @@ impl<'p> SaveTask<'p> {
     ///
     /// A small tensor comes as one chunk: it is hashed first, and its header is written with it.
     /// The chunks of a large tensor may come in any order; its header is written when the pool has
-    /// hashed all of them. Complete parts are sent later, by [`SaveTask::settle`].
-    pub fn put(&self, chunks: Vec<TensorChunk<'p>>, control: &Control<'_>) -> Result<()> {
-        let sealed = collected(chunks.iter().map(|chunk| self.sealed(chunk)), PLAN)?;
+    /// hashed all of them. Complete parts are sent later, by [`SaveTask::send_complete_parts`].
+    pub fn write_chunks(&self, chunks: Vec<TensorChunk<'p>>, control: &Control<'_>) -> Result<()> {
+        let encrypted = collected(chunks.iter().map(|chunk| self.encrypted(chunk)), PLAN)?;
         let plain = self.hashes.is_none();
         let headers = if plain { Vec::new() } else { self.headers_of_small(&chunks)? };
         let mut headers = headers.iter();
         let mut runs: Vec<WriteRun<'_>> = Vec::new();
-        for (chunk, sealed) in chunks.iter().zip(&sealed) {
+        for (chunk, encrypted) in chunks.iter().zip(&encrypted) {
             let item = self.item(chunk.tensor)?;
             if !plain && !item.is_large() {
                 let header = headers.next().ok_or_else(|| Error::Bug("no header".to_owned()))?;
                 append(&mut runs, item.entry.header_offset, header)?;
             }
-            let bytes = sealed.as_deref().unwrap_or(chunk.bytes.as_ref());
+            let bytes = encrypted.as_deref().unwrap_or(chunk.bytes.as_ref());
             append(&mut runs, item.entry.data_offset + chunk.start, bytes)?;
         }
         for run in &mut runs {
@@ -93,9 +93,9 @@ impl<'p> SaveTask<'p> {
             for TensorChunk { tensor, start, bytes } in chunks {
                 if self.item(tensor)?.is_large() {
                     if start == 0 {
-                        self.pool.header(tensor, &self.draft(tensor)?.bytes);
+                        self.hash_pool.header(tensor, &self.draft(tensor)?.bytes);
                     }
-                    self.pool.data(tensor, start, self.backlog.add(bytes));
+                    self.hash_pool.data(tensor, start, self.backlog.add(bytes));
                 }
             }
             Ok(())
@@ -107,10 +107,10 @@ impl<'p> SaveTask<'p> {
     /// complete. False if there is nothing to hash, or too little while `more_to_write` returns
     /// true.
     pub fn hash(&self, more_to_write: &dyn Fn() -> bool, control: &Control<'_>) -> Result<bool> {
-        let taken = self.pool.take(more_to_write, || control.stopped());
-        let found = self.hash_taken(taken, control)?;
+        let batch = self.hash_pool.take(more_to_write, || control.stopped());
+        let found = self.hash_batch(batch, control)?;
         if found {
-            self.settle(control)?;
+            self.send_complete_parts(control)?;
         }
         Ok(found)
     }
@@ -119,7 +119,7 @@ impl<'p> SaveTask<'p> {
     /// memory that the backlog may hold. Bytes that another thread is hashing are released by that
     /// thread.
     pub fn hash_all_ready(&self, control: &Control<'_>) -> Result<()> {
-        while self.hash_taken(self.pool.take_ready(), control)? {
+        while self.hash_batch(self.hash_pool.take_ready(), control)? {
             control.check()?;
         }
         Ok(())
@@ -127,24 +127,24 @@ impl<'p> SaveTask<'p> {
 
     /// Hashes until the backlog is below its limit, so that it does not grow.
     pub fn hash_backlog(&self, control: &Control<'_>) -> Result<()> {
-        while self.hash(&|| !self.backlog.is_enough(), control)? {
+        while self.hash(&|| !self.backlog.is_full(), control)? {
             control.check()?;
         }
         Ok(())
     }
 
-    fn hash_taken(
+    fn hash_batch(
         &self,
-        taken: Option<HashBatch<UnhashedBytes<'p>>>,
+        batch: Option<HashBatch<UnhashedBytes<'p>>>,
         control: &Control<'_>,
     ) -> Result<bool> {
-        let Some(taken) = taken else { return Ok(false) };
+        let Some(batch) = batch else { return Ok(false) };
         let mut complete = Vec::new();
         self.counters.time(Stage::Hash, || {
-            self.pool.hash(taken, |tensor, digests| complete.push((tensor, digests)));
+            self.hash_pool.hash(batch, |tensor, digests| complete.push((tensor, digests)));
         });
         for (tensor, digests) in complete {
-            let header = self.finish(tensor, self.draft(tensor)?, &digests)?;
+            let header = self.finish_header(tensor, self.draft(tensor)?, &digests)?;
             let offset = self.item(tensor)?.entry.header_offset;
             self.write(offset, &mut [IoSlice::new(&header)], control)?;
         }
@@ -166,40 +166,46 @@ impl<'p> SaveTask<'p> {
         let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()))?;
         let drafts = drafts.into_iter().zip(digests);
         let finish = |((chunk, draft), digests): ((&TensorChunk<'p>, _), _)| {
-            self.finish(chunk.tensor, draft, &digests)
+            self.finish_header(chunk.tensor, draft, &digests)
         };
         collected(drafts.map(finish), PLAN)
     }
 
-    fn seal(&self, tensor: usize) -> Result<Option<&Encryptor<'p>>> {
-        let seal = self.encryptors.get(tensor);
-        Ok(seal.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.as_ref())
+    fn encryptor(&self, tensor: usize) -> Result<Option<&Encryptor<'p>>> {
+        let encryptor = self.encryptors.get(tensor);
+        Ok(encryptor.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.as_ref())
     }
 
     /// Returns the encrypted bytes of a chunk, if the file is encrypted.
-    fn sealed(&self, chunk: &TensorChunk<'_>) -> Result<Option<Vec<u8>>> {
+    fn encrypted(&self, chunk: &TensorChunk<'_>) -> Result<Option<Vec<u8>>> {
         let bytes = chunk.bytes.as_ref();
-        let seal = |seal: &Encryptor<'_>| {
-            self.counters.time(Stage::Decrypt, || seal.seal(chunk.start, bytes))
+        let encryptor = |encryptor: &Encryptor<'_>| {
+            self.counters.time(Stage::Decrypt, || encryptor.encrypt(chunk.start, bytes))
         };
-        self.seal(chunk.tensor)?.filter(|_| !bytes.is_empty()).map(seal).transpose()
+        self.encryptor(chunk.tensor)?.filter(|_| !bytes.is_empty()).map(encryptor).transpose()
     }
 
     fn draft(&self, tensor: usize) -> Result<HeaderDraft> {
         let item = self.item(tensor)?;
-        let crypt_len = self.seal(tensor)?.map_or(0, Encryptor::encoded_len);
+        let crypt_len = self.encryptor(tensor)?.map_or(0, Encryptor::encoded_len);
         let hashes =
             self.hashes.ok_or_else(|| Error::Bug("a header of a plain file".to_owned()))?;
         HeaderDraft::new(item.entry, item.module_index, hashes, crypt_len)
     }
 
     /// Returns the complete header of a tensor, whose data must be encrypted already.
-    fn finish(&self, tensor: usize, draft: HeaderDraft, digests: &Digests) -> Result<Vec<u8>> {
-        let crypt = self.seal(tensor)?.map(Encryptor::encode).transpose()?.unwrap_or(Vec::new());
+    fn finish_header(
+        &self,
+        tensor: usize,
+        draft: HeaderDraft,
+        digests: &Digests,
+    ) -> Result<Vec<u8>> {
+        let crypt =
+            self.encryptor(tensor)?.map(Encryptor::encode).transpose()?.unwrap_or(Vec::new());
         let header = draft.finish(digests.crc, &digests.sha, &crypt);
         let digest = match &self.manifest {
             Some(manifest) => Some(manifest.digest(&header).into()),
-            None => self.named.then(|| sha256(&header)),
+            None => self.needs_digests.then(|| sha256(&header)),
         };
         if let Some(digest) = digest {
             let mut all = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
@@ -215,7 +221,7 @@ impl<'p> SaveTask<'p> {
     }
 
     /// Lets the sink send its complete parts.
-    pub fn settle(&self, control: &Control<'_>) -> Result<()> {
+    pub fn send_complete_parts(&self, control: &Control<'_>) -> Result<()> {
         self.counters.time(Stage::Write, || self.sink.settle(control))
     }
 }

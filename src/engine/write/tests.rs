@@ -37,7 +37,7 @@ enum DataKind {
 }
 
 /// Tensors of all sizes: empty ones, those that are hashed at once, and those of several batches.
-const LENS: [(DataKind, usize); 16] = [
+const TENSORS: [(DataKind, usize); 16] = [
     (DataKind::Memory, 3_000_000),
     (DataKind::Memory, 10),
     (DataKind::Device, 9 << 20),
@@ -63,7 +63,7 @@ struct TestTensors {
 }
 
 fn tensors(hashes: Hashes) -> TestTensors {
-    let placed = LENS.iter().enumerate().map(|(n, &(_, len))| UnplacedTensor {
+    let placed = TENSORS.iter().enumerate().map(|(n, &(_, len))| UnplacedTensor {
         name: Name::from_key(&format!("t{n}")).unwrap(),
         kind: TensorKind::StateDict,
         dtype: DType::from_name("uint8").unwrap(),
@@ -71,7 +71,7 @@ fn tensors(hashes: Hashes) -> TestTensors {
         meta: false,
     });
     let layout = place(placed.collect(), 0, 64, hashes, None).unwrap();
-    let data = LENS.iter().enumerate();
+    let data = TENSORS.iter().enumerate();
     let data =
         data.map(|(n, &(_, len))| (0..len).map(|i| (i * 31 + i / 255 + n * 7) as u8).collect());
     TestTensors { entries: layout.entries, end: layout.end, data: data.collect() }
@@ -95,11 +95,11 @@ impl Drop for CountedCopy {
     }
 }
 
-fn origin<'t>(
+fn tensor_data<'t>(
     from: DataKind,
     data: &'t [u8],
     device: &Arc<dyn Device>,
-    live: &Arc<LiveCopies>,
+    live_copies: &Arc<LiveCopies>,
 ) -> TensorData<'t> {
     match from {
         DataKind::Memory => TensorData::Bytes(data),
@@ -115,10 +115,12 @@ fn origin<'t>(
             })
         }
         DataKind::Deferred => {
-            let live = Arc::clone(live);
+            let live_copies = Arc::clone(live_copies);
             TensorData::Deferred(Box::new(move || {
-                live.1.fetch_max(live.0.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                Ok(Box::new(CountedCopy(data.to_vec(), Arc::clone(&live))))
+                live_copies
+                    .1
+                    .fetch_max(live_copies.0.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                Ok(Box::new(CountedCopy(data.to_vec(), Arc::clone(&live_copies))))
             }))
         }
     }
@@ -130,22 +132,22 @@ fn written(
     path: &Path,
     hashes: Hashes,
     threads: usize,
-    (device, live): (&Arc<dyn Device>, &Arc<LiveCopies>),
+    (device, live_copies): (&Arc<dyn Device>, &Arc<LiveCopies>),
     from: impl Fn(DataKind) -> DataKind,
 ) -> Result<Vec<u8>> {
     let mut sink = FileSink::create(path)?;
-    let items = tensors.entries.iter().zip(&tensors.data).zip(LENS);
+    let items = tensors.entries.iter().zip(&tensors.data).zip(TENSORS);
     let items: Vec<WriteTensor<'_>> = items
         .map(|((entry, data), (is, _))| {
-            let origin = origin(from(is), data, device, live);
-            WriteTensor { entry, module_index: 0, origin }
+            let data = tensor_data(from(is), data, device, live_copies);
+            WriteTensor { entry, module_index: 0, data }
         })
         .collect();
     let options = WriteOptions {
         threads: Some(threads),
         hashes: Some(hashes),
         encryption: None,
-        named: false,
+        needs_digests: false,
         memory: MemoryLimit::default(),
     };
     let progress = AtomicU64::new(0);
@@ -159,25 +161,27 @@ fn written(
 /// Chunks that wait to be hashed hold staging buffers. Several saves must finish even with the
 /// minimum number of buffers.
 #[test]
-fn every_origin_gives_the_same_file_with_little_memory() {
+fn every_data_source_gives_the_same_file_with_minimum_buffers() {
     let folder = tempfile::tempdir().unwrap();
     for (hashes, seed) in [(Hashes::All, 1), (Hashes::Crc32, 2)] {
         let device: Arc<dyn Device> = FakeDevice::new(seed, Faults::default());
         Pool::of(&device).unwrap().set_limit(0);
         let tensors = &tensors(hashes);
-        let live = Arc::default();
+        let live_copies = Arc::default();
         let path = folder.path().join("memory");
         let memory = |_| DataKind::Memory;
-        let expected = &written(tensors, &path, hashes, 1, (&device, &live), memory).unwrap();
+        let expected =
+            &written(tensors, &path, hashes, 1, (&device, &live_copies), memory).unwrap();
         std::thread::scope(|scope| {
             for (save, threads) in [1, 2, 3, 8].into_iter().enumerate() {
                 let (folder, device) = (&folder, &device);
                 scope.spawn(move || {
-                    let live: Arc<LiveCopies> = Arc::default();
+                    let live_copies: Arc<LiveCopies> = Arc::default();
                     let path = folder.path().join(save.to_string());
-                    let found = written(tensors, &path, hashes, threads, (device, &live), |is| is);
+                    let found =
+                        written(tensors, &path, hashes, threads, (device, &live_copies), |is| is);
                     assert!(found.unwrap() == *expected, "{threads} threads, {hashes:?}");
-                    let LiveCopies(now, most) = &*live;
+                    let LiveCopies(now, most) = &*live_copies;
                     assert_eq!(now.load(Ordering::SeqCst), 0);
                     assert!(most.load(Ordering::SeqCst) <= threads, "copies at once");
                 });

@@ -17,10 +17,10 @@ pub const BATCH_LEN: u64 = 4 << 20;
 pub const UPLOAD_BATCH_LEN: u64 = 512 << 10;
 /// SHA-256 must see a tensor front to back. The batches of tensors of at least this length are
 /// interleaved, so that several tensors are hashed at once.
-const TURN_LEN: u64 = 16 << 20;
+const INTERLEAVE_LEN: u64 = 16 << 20;
 /// Maximum number of tensors of a device that are written together. Each has a header and data, and
 /// one system call takes only so many buffers.
-const MOST: usize = crate::sys::MAX_VECTORS / 2;
+const MAX_GROUP: usize = crate::sys::MAX_VECTORS / 2;
 
 /// A part of the data of one tensor. A tensor without data has one span, of no bytes.
 pub struct DataRange {
@@ -46,15 +46,15 @@ pub enum WriteJob {
 /// Cuts adjacent tensors in memory into batches of at most `batch_len` bytes; other tensors become
 /// jobs of their own.
 ///
-/// Jobs are in file order, except that up to `in_turns` large tensors are interleaved; the batches
+/// Jobs are in file order, except that up to `max_interleaved` large tensors are interleaved; the batches
 /// of each tensor stay in order. `staging`: bytes of a device's staging buffer.
 pub fn plan_jobs(
     items: &[WriteTensor<'_>],
-    in_turns: usize,
+    max_interleaved: usize,
     staging: usize,
     batch_len: u64,
 ) -> Result<Vec<WriteJob>> {
-    let mut jobs = Interleaver { in_turns, begun: Vec::new(), jobs: Vec::new() };
+    let mut jobs = Interleaver { max_interleaved, interleaved: Vec::new(), jobs: Vec::new() };
     let in_memory = |tensors| {
         listed(batches(items, tensors, batch_len)?.into_iter().map(WriteJob::Memory), PLAN)
     };
@@ -64,26 +64,28 @@ pub fn plan_jobs(
         if tensor < first {
             continue;
         }
-        let alone = match &item.origin {
+        let alone = match &item.data {
             TensorData::Deferred(_) => WriteJob::Deferred(tensor),
             TensorData::Device(bytes) if bytes.memory.size() > staging => WriteJob::Device(tensor),
             TensorData::Device(_) => {
                 WriteJob::DeviceGroup(tensor..group_end(items, tensor, staging))
             }
-            TensorData::Bytes(_) if in_turns > 1 && item.entry.data_len >= TURN_LEN => {
-                jobs.then(in_memory(first..tensor)?)?;
-                jobs.begin(in_memory(tensor..tensor + 1)?)?;
+            TensorData::Bytes(_)
+                if max_interleaved > 1 && item.entry.data_len >= INTERLEAVE_LEN =>
+            {
+                jobs.append(in_memory(first..tensor)?)?;
+                jobs.interleave(in_memory(tensor..tensor + 1)?)?;
                 first = tensor + 1;
                 continue;
             }
             TensorData::Bytes(_) | TensorData::Meta => continue,
         };
-        jobs.then(in_memory(first..tensor)?)?;
+        jobs.append(in_memory(first..tensor)?)?;
         first = if let WriteJob::DeviceGroup(group) = &alone { group.end } else { tensor + 1 };
         push(&mut jobs.jobs, alone, PLAN)?;
     }
-    jobs.then(in_memory(first..items.len())?)?;
-    jobs.take_turns()?;
+    jobs.append(in_memory(first..items.len())?)?;
+    jobs.flush()?;
     Ok(jobs.jobs)
 }
 
@@ -105,8 +107,8 @@ pub fn batches(
     len: u64,
 ) -> Result<Vec<Vec<DataRange>>> {
     let first = tensors.start;
-    let run = items.get(tensors).unwrap_or(&[]).iter();
-    let extents = run.map(|item| Extent {
+    let adjacent = items.get(tensors).unwrap_or(&[]).iter();
+    let extents = adjacent.map(|item| Extent {
         file: 0,
         header_offset: item.entry.header_offset,
         data_offset: item.entry.data_offset,
@@ -137,8 +139,8 @@ fn group_end(items: &[WriteTensor<'_>], first: usize, staging: usize) -> usize {
     let mut used = 0usize;
     let mut end: Option<(u64, &str)> = None;
     let mut count = 0;
-    for item in items.iter().skip(first).take(MOST) {
-        let TensorData::Device(bytes) = &item.origin else { break };
+    for item in items.iter().skip(first).take(MAX_GROUP) {
+        let TensorData::Device(bytes) = &item.data else { break };
         let name = bytes.device.name();
         used += bytes.memory.size().next_multiple_of(crate::mem::ALIGNMENT);
         if end.is_some_and(|end| end != (item.entry.header_offset, name) || used > staging) {
@@ -151,29 +153,29 @@ fn group_end(items: &[WriteTensor<'_>], first: usize, staging: usize) -> usize {
 }
 
 struct Interleaver {
-    in_turns: usize,
+    max_interleaved: usize,
     /// The batches of tensors that are to be interleaved.
-    begun: Vec<VecDeque<WriteJob>>,
+    interleaved: Vec<VecDeque<WriteJob>>,
     jobs: Vec<WriteJob>,
 }
 
 impl Interleaver {
-    fn then(&mut self, jobs: Vec<WriteJob>) -> Result<()> {
+    fn append(&mut self, jobs: Vec<WriteJob>) -> Result<()> {
         more_room(&mut self.jobs, jobs.len(), PLAN)?;
         self.jobs.extend(jobs);
         Ok(())
     }
 
-    fn begin(&mut self, tensor: Vec<WriteJob>) -> Result<()> {
-        self.begun.push(tensor.into());
-        if self.begun.len() == self.in_turns { self.take_turns() } else { Ok(()) }
+    fn interleave(&mut self, tensor: Vec<WriteJob>) -> Result<()> {
+        self.interleaved.push(tensor.into());
+        if self.interleaved.len() == self.max_interleaved { self.flush() } else { Ok(()) }
     }
 
-    fn take_turns(&mut self) -> Result<()> {
-        while !self.begun.is_empty() {
-            more_room(&mut self.jobs, self.begun.len(), PLAN)?;
-            self.jobs.extend(self.begun.iter_mut().filter_map(VecDeque::pop_front));
-            self.begun.retain(|tensor| !tensor.is_empty());
+    fn flush(&mut self) -> Result<()> {
+        while !self.interleaved.is_empty() {
+            more_room(&mut self.jobs, self.interleaved.len(), PLAN)?;
+            self.jobs.extend(self.interleaved.iter_mut().filter_map(VecDeque::pop_front));
+            self.interleaved.retain(|tensor| !tensor.is_empty());
         }
         Ok(())
     }

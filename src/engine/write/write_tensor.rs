@@ -12,7 +12,7 @@ pub struct WriteTensor<'a> {
     /// Index of the module that owns it.
     pub module_index: u16,
     /// The origin of its bytes.
-    pub origin: TensorData<'a>,
+    pub data: TensorData<'a>,
 }
 
 impl WriteTensor<'_> {
@@ -24,7 +24,7 @@ impl WriteTensor<'_> {
 
     /// Checks that there are as many bytes as the entry says.
     pub fn check(&self) -> Result<()> {
-        match self.origin.size() {
+        match self.data.size() {
             Some(found) if found != self.entry.data_len => Err(Error::InvalidArgument(format!(
                 "tensor `{}` of {} {:?} has {} bytes, found {found}",
                 self.entry.name, self.entry.dtype, self.entry.shape, self.entry.data_len

@@ -300,7 +300,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tensors_lie_one_behind_another(
+        fn data_offsets_must_be_contiguous(
             tensors in proptest::collection::btree_map(
                 ".{0,6}",
                 (0..SOME.len(), proptest::collection::vec(0u64..5, 0..4)),

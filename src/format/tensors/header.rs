@@ -108,7 +108,7 @@ impl<'h> TensorHeader<'h> {
         } else {
             (None, None)
         };
-        let rest = cursor.rest();
+        let rest = cursor.remaining();
         let data_len: [u8; 8] = *rest
             .last_chunk()
             .ok_or_else(|| cursor.error("the tensor header has no room for its data length"))?;
@@ -198,7 +198,7 @@ fn check_dtype_and_shape(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), M
 /// even if they mean the same.
 fn is_of_entry(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<bool, Malformed> {
     let len = cursor.u8("dtype length")?;
-    if !entry.dtype.is_plainly(cursor.take(usize::from(len), "dtype")?)
+    if !entry.dtype.is_usual_string(cursor.take(usize::from(len), "dtype")?)
         || usize::from(cursor.u8("number of dimensions")?) != entry.shape.len()
     {
         return Ok(false);
@@ -237,10 +237,10 @@ fn check_hashes(cursor: &mut Cursor<'_>) -> Result<Range<usize>, Malformed> {
         }
         section.take(size, "hash value")?;
     }
-    if !section.rest().is_empty() {
+    if !section.remaining().is_empty() {
         return Err(section.error(format!(
             "the hash section has {} bytes after its last hash",
-            section.rest().len()
+            section.remaining().len()
         )));
     }
     Ok(start..from + section.position())

@@ -17,7 +17,7 @@ const TAG_LONG: u32 = 5;
 /// Bytes of the shortest possible entry: name, dtype and shape of nothing.
 const MIN_ENTRY_LEN: usize = 2 + 1 + 1 + 1 + 24;
 /// Minimum bytes that an entry allocates beside itself: a name, and its node in the tree of names.
-const MORE_FOR_ENTRY: usize = 64;
+const MIN_NAME_MEMORY: usize = 64;
 
 impl Entry {
     /// Appends the entry; `tagged` writes the version tag.
@@ -157,7 +157,7 @@ pub fn parse(
     let mut entries = with_room(count, "an index")?;
     // Names and shapes are allocated one by one, and a failure of that could not be reported as an
     // error. So enough memory for all of them is requested once, before the first.
-    with_room::<[u8; MORE_FOR_ENTRY]>(count, "names and shapes of an index")?;
+    with_room::<[u8; MIN_NAME_MEMORY]>(count, "names and shapes of an index")?;
     let mut names = NameTree::default();
     for number in 0..count {
         let at = cursor.offset();
@@ -179,7 +179,7 @@ pub const MAX_LEN: u64 = 4 << 30;
 const LONGEST_ENTRY: usize = 4 + (2 + 0xffff) + 1 + (1 + 0xff) + (1 + 8 * MAX_DIMS) + 24;
 /// Maximum bytes after the entries that are read if the length of the file is unknown: metadata, and
 /// reserved space for more tensors.
-const MOST_BEHIND: u64 = 256 << 20;
+const MAX_TRAILER_LEN: u64 = 256 << 20;
 
 /// Progress of validating an index while its bytes arrive.
 #[derive(Default)]
@@ -194,16 +194,16 @@ impl IndexValidator {
     pub fn read(&mut self, block: &[u8], base: u64, prologue: &Prologue) -> Result<(), Malformed> {
         let at = base.saturating_add(self.position as u64);
         let mut cursor = Cursor::new(block.get(self.position..).unwrap_or(&[]), at, "tensor index");
-        while self.entries < prologue.count && cursor.rest().len() >= LONGEST_ENTRY {
+        while self.entries < prologue.count && cursor.remaining().len() >= LONGEST_ENTRY {
             parse_entry(&mut cursor, prologue)?;
             self.entries += 1;
         }
         self.position += cursor.position();
-        let behind = prologue.index_len.saturating_sub(self.position as u64);
-        if self.entries == prologue.count && behind > MOST_BEHIND {
+        let trailer_len = prologue.index_len.saturating_sub(self.position as u64);
+        if self.entries == prologue.count && trailer_len > MAX_TRAILER_LEN {
             return Err(cursor.error(format!(
-                "expected at most {MOST_BEHIND} bytes behind the entries of an index that is read \
-                 front to back, found {behind}"
+                "expected at most {MAX_TRAILER_LEN} bytes behind the entries of an index that is read \
+                 front to back, found {trailer_len}"
             )));
         }
         Ok(())

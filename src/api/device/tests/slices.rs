@@ -141,7 +141,7 @@ fn in_host_memory(file: &TensorFile, options: &LoadOptions) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn each_is_in_its_place() {
+fn slices_have_the_right_bytes_by_every_path() {
     for key in [None, Some(Key::new(&[5; 32]).unwrap())] {
         let saved = saved(key);
         let expected: Vec<Vec<u8>> = parts().iter().map(|part| saved.expected(part)).collect();
@@ -156,7 +156,7 @@ fn each_is_in_its_place() {
 }
 
 #[test]
-fn a_tensor_that_is_read_as_a_whole_is_read_once() {
+fn whole_tensor_is_read_once_for_all_its_slices() {
     let saved = saved(None);
     let [rows, columns] = SHAPES[0];
     let whole = (0, 0..rows, 0..columns);

@@ -4,7 +4,7 @@
 use super::*;
 
 #[test]
-fn a_short_load_pins_no_more_than_its_bytes_and_a_buffer() {
+fn short_load_pins_at_most_its_bytes_and_one_buffer() {
     const LEN: usize = 4 << 20;
     for (len, most) in [(100_000, 2), (5_000_000, 3)] {
         let files = file(&[len], SaveOptions::default());
@@ -29,7 +29,7 @@ const NEIGHBOURS: [usize; 8] =
     [9 << 20, 15 << 20, 9 << 20, 14 << 20, 9 << 20, 13 << 20, 9 << 20, 12 << 20];
 
 #[test]
-fn hashes_never_wait_for_buffers_that_wait_for_them() {
+fn hashes_and_staging_buffers_never_deadlock() {
     let files = file(&NEIGHBOURS, SaveOptions::default());
     for (readers, devices) in [(1, 1), (2, 1), (5, 1), (1, 2), (2, 2), (5, 3)] {
         let schedule = LoadSchedule {
@@ -53,7 +53,7 @@ fn hashes_never_wait_for_buffers_that_wait_for_them() {
 }
 
 #[test]
-fn decryption_never_waits_for_a_header_that_comes_later() {
+fn decryption_never_waits_for_a_later_header() {
     let key = Key::new(&[5; 32]).unwrap();
     let encryption = EncryptionOptions { key: key.clone(), derivation: None, manifest: false };
     let options = SaveOptions { encryption: Some(Arc::new(encryption)), ..SaveOptions::default() };

@@ -22,7 +22,7 @@ pub fn run(bytes: &[u8]) {
             let (number, start, end) = pieces.piece(at);
             assert!(start == at && end > at && end <= len);
             let mut data = vec![0; (end - start) as usize];
-            assert!(!pieces.open(number, &mut data, &key), "zeros are no data of this key");
+            assert!(!pieces.decrypt(number, &mut data, &key), "zeros are no data of this key");
             at = end;
         }
     }
