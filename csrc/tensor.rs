@@ -22,7 +22,7 @@ use crate::torch::{self, TensorInfo, TensorList, TorchBlocks, thrown};
 
 /// Tensors that were loaded, before torch takes them.
 pub struct LoadedTensors {
-    what: Descriptions,
+    descriptions: Descriptions,
     places: Vec<TensorPlace>,
     /// The memory blocks of each device.
     blocks: Vec<UniquePtr<TorchBlocks>>,
@@ -55,8 +55,9 @@ impl LoadedTensors {
         places: Vec<TensorPlace>,
         blocks: Vec<UniquePtr<TorchBlocks>>,
     ) -> Self {
-        let what = Descriptions::Entries(Arc::clone(file.shared_entries()), numbers.to_vec());
-        LoadedTensors { what, places, blocks }
+        let descriptions =
+            Descriptions::Entries(Arc::clone(file.shared_entries()), numbers.to_vec());
+        LoadedTensors { descriptions, places, blocks }
     }
 
     /// Makes a list of copies of lent tensors in host memory, in their order and without names.
@@ -67,9 +68,9 @@ impl LoadedTensors {
             let shape = shape.map_err(|_| Error::Bug("a negative dimension".to_owned()))?;
             Ok((dtype, shape))
         });
-        let what = Descriptions::Like(like.collect::<Result<_>>()?);
+        let descriptions = Descriptions::Like(like.collect::<Result<_>>()?);
         Ok(LoadedTensors {
-            what,
+            descriptions,
             places: memory.into_iter().map(TensorPlace::Host).collect(),
             blocks: Vec::new(),
         })
@@ -83,7 +84,7 @@ impl LoadedTensors {
     }
 
     fn entry(&self, at: usize) -> Option<&Entry> {
-        match &self.what {
+        match &self.descriptions {
             Descriptions::Entries(entries, numbers) => entries.get(*numbers.get(at)?),
             Descriptions::Like(_) => None,
         }
@@ -96,7 +97,7 @@ impl LoadedTensors {
 
     /// Returns the dtype, as a `c10::ScalarType`.
     pub fn dtype(&self, at: usize) -> i8 {
-        match &self.what {
+        match &self.descriptions {
             Descriptions::Entries(..) => self.entry(at).map_or(0, |entry| entry.dtype.code()),
             Descriptions::Like(like) => like.get(at).map_or(0, |(dtype, _)| *dtype),
         }
@@ -104,7 +105,7 @@ impl LoadedTensors {
 
     /// Returns the dimensions.
     pub fn shape(&self, at: usize) -> &[i64] {
-        match &self.what {
+        match &self.descriptions {
             Descriptions::Entries(..) => self.entry(at).map_or(&[0], Entry::signed_shape),
             Descriptions::Like(like) => like.get(at).map_or(&[0], |(_, shape)| shape),
         }

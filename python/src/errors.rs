@@ -38,21 +38,21 @@ impl From<Error> for Raised {
             Error::Irreplaceable { uri, error, .. } => {
                 builtin::PyPermissionError::new_err((error.raw_os_error(), text, uri))
             }
-            Error::Truncated { .. } => own("TruncatedError", (text,)),
-            Error::Format { .. } => own("FormatError", (text,)),
-            Error::Version { found, .. } => own("InvalidVersionError", (text, found)),
+            Error::Truncated { .. } => package_error("TruncatedError", (text,)),
+            Error::Format { .. } => package_error("FormatError", (text,)),
+            Error::Version { found, .. } => package_error("InvalidVersionError", (text, found)),
             Error::TensorNotFound { .. } => builtin::PyKeyError::new_err(text),
             Error::HashMismatch { .. } | Error::NoHash { .. } | Error::NoHashes { .. } => {
-                own("HashMismatchError", (text,))
+                package_error("HashMismatchError", (text,))
             }
-            Error::FileHashMismatch { .. } => own("DamagedFileError", (text,)),
-            Error::Crypt(_) => own("CryptographyError", (text,)),
+            Error::FileHashMismatch { .. } => package_error("DamagedFileError", (text,)),
+            Error::Crypt(_) => package_error("CryptographyError", (text,)),
             Error::OutOfMemory { .. } => builtin::PyMemoryError::new_err(text),
-            Error::Device { .. } => own("DeviceError", (text,)),
-            Error::DeviceMemory { .. } => own("DeviceMemoryError", (text,)),
+            Error::Device { .. } => package_error("DeviceError", (text,)),
+            Error::DeviceMemory { .. } => package_error("DeviceMemoryError", (text,)),
             Error::Unsupported(_) => builtin::PyNotImplementedError::new_err(text),
             Error::InvalidArgument(_) => builtin::PyValueError::new_err(text),
-            Error::Closed(_) => own("ClosedError", (text,)),
+            Error::Closed(_) => package_error("ClosedError", (text,)),
             Error::Cancelled => builtin::PyKeyboardInterrupt::new_err(()),
             Error::Caller(cause) => match cause.downcast::<PyErr>() {
                 Ok(error) => *error,
@@ -64,7 +64,7 @@ impl From<Error> for Raised {
 }
 
 /// Makes an exception of one of this package's classes.
-fn own(class: &str, arguments: impl PyErrArguments + 'static) -> PyErr {
+fn package_error(class: &str, arguments: impl PyErrArguments + 'static) -> PyErr {
     Python::attach(|py| {
         let found = py.import("tensorizer._errors").and_then(|module| module.getattr(class));
         match found.and_then(|class| Ok(class.cast_into::<PyType>()?)) {

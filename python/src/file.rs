@@ -26,7 +26,7 @@ const REQUEST_LEN: usize = 1 << 20;
 /// and the transfer at it belong together.
 pub struct PyFile {
     object: Py<PyAny>,
-    turn: PerProcess<Mutex<()>>,
+    call_lock: PerProcess<Mutex<()>>,
     uri: String,
     len: Option<u64>,
 }
@@ -38,7 +38,7 @@ fn raised(error: PyErr) -> io::Error {
 impl PyFile {
     /// Wraps an object. `len` is its size, if it can seek.
     pub fn new(object: Py<PyAny>, uri: String, len: Option<u64>) -> Self {
-        PyFile { object, turn: PerProcess::new(), uri, len }
+        PyFile { object, call_lock: PerProcess::new(), uri, len }
     }
 
     /// Reads once; 0 at the end.
@@ -73,8 +73,8 @@ impl PyFile {
     fn locked<T>(&self, body: impl FnOnce(Python<'_>) -> io::Result<T>) -> io::Result<T> {
         let done = gil::with(|py| {
             // Waits for the lock without the GIL, which the thread that holds the lock may need.
-            let turn = self.turn.get().lock_py_attached(py);
-            let _turn = turn.unwrap_or_else(std::sync::PoisonError::into_inner);
+            let call_lock = self.call_lock.get().lock_py_attached(py);
+            let _guard = call_lock.unwrap_or_else(std::sync::PoisonError::into_inner);
             body(py)
         });
         done.map_err(io::Error::other)?

@@ -11,7 +11,7 @@ use tensorizer_torch::iterate::TorchTensors;
 use crate::errors::Answer;
 use crate::gil;
 use crate::handle::Handle;
-use crate::watch::Loads;
+use crate::watch::LoadState;
 
 /// Tensors of a file one by one, while the next are being read.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -20,13 +20,13 @@ pub struct TensorIterator {
     tensors: Mutex<Option<TorchTensors>>,
     closer: Closer,
     /// State that is shared with other loads of the file.
-    loads: Arc<Loads>,
+    loads: Arc<LoadState>,
     uri: String,
 }
 
 impl TensorIterator {
     /// Wraps an iterator whose load has begun.
-    pub fn new(tensors: TorchTensors, loads: Arc<Loads>, uri: &str) -> Self {
+    pub fn new(tensors: TorchTensors, loads: Arc<LoadState>, uri: &str) -> Self {
         let closer = tensors.closer();
         TensorIterator { tensors: Mutex::new(Some(tensors)), closer, loads, uri: uri.to_owned() }
     }

@@ -29,7 +29,7 @@ use crate::names::{described, name_from_python, name_to_python, plain_name, stor
 use crate::pickled::{PickledTuple, pickled};
 use crate::signals;
 use crate::source::Source;
-use crate::watch::Loads;
+use crate::watch::LoadState;
 
 /// An open file. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -37,7 +37,7 @@ pub struct Reader {
     pub file: TensorFile,
     headers: HeaderCache,
     /// The state that its loads share with those of its slices.
-    loads: Arc<Loads>,
+    loads: Arc<LoadState>,
 }
 
 impl Reader {

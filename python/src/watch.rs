@@ -21,7 +21,7 @@ pub struct Watch {
     /// The callable. It takes the bytes of tensor data that all calls have moved.
     callback: OnceLock<Py<PyAny>>,
     /// Bytes of the calls that have ended.
-    before: AtomicU64,
+    ended_bytes: AtomicU64,
     reported: AtomicU64,
 }
 
@@ -35,7 +35,7 @@ impl Watch {
     /// of the callable ends the call.
     pub fn tick(&self, moved: u64) -> Result<()> {
         let Some(callback) = self.callback.get() else { return Ok(()) };
-        let sum = self.before.load(Ordering::Relaxed).saturating_add(moved);
+        let sum = self.ended_bytes.load(Ordering::Relaxed).saturating_add(moved);
         if self.reported.fetch_max(sum, Ordering::Relaxed) >= sum {
             return Ok(());
         }
@@ -45,21 +45,21 @@ impl Watch {
 
     /// Adds what an ended call has moved, and reports the sum.
     pub fn end(&self, moved: u64) -> Result<()> {
-        self.before.fetch_add(moved, Ordering::Relaxed);
+        self.ended_bytes.fetch_add(moved, Ordering::Relaxed);
         self.tick(0)
     }
 }
 
 /// The state that all loads of a file share.
 #[derive(Default)]
-pub struct Loads {
+pub struct LoadState {
     stopped: AtomicBool,
     pub watch: Watch,
     memory: Brief<MemoryLimit>,
     shares_cache: AtomicBool,
 }
 
-impl Loads {
+impl LoadState {
     /// Ends loads that are under way, and refuses new ones.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);

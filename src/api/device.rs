@@ -24,7 +24,7 @@ pub struct DeviceLoad<'f> {
     selection: Selection<'f>,
     layout: MemoryLayout,
     /// The device of each block, by its place in the destination; empty if there is one device.
-    device_of: Vec<usize>,
+    device_of_block: Vec<usize>,
 }
 
 impl<'f> DeviceLoad<'f> {
@@ -52,13 +52,22 @@ impl<'f> DeviceLoad<'f> {
             layout.ok_or_else(too_large)
         };
         if device_of.is_empty() {
-            return Ok(DeviceLoad { layout: layout(&tensors)?, selection, device_of: Vec::new() });
+            return Ok(DeviceLoad {
+                layout: layout(&tensors)?,
+                selection,
+                device_of_block: Vec::new(),
+            });
         }
-        let of = selection.sort(listed(device_of.iter().copied(), LISTS)?)?;
+        let device_of_tensor =
+            selection.to_file_order(listed(device_of.iter().copied(), LISTS)?)?;
         let mut locations = repeated(BlockLocation::default(), tensors.len(), LISTS)?;
-        let (mut blocks, mut device_of) = (Vec::new(), Vec::new());
-        for device in 0..of.iter().max().map_or(0, |most| most + 1) {
-            let own = of.iter().enumerate().filter(|(_, of)| **of == device).map(|(at, _)| at);
+        let (mut blocks, mut device_of_block) = (Vec::new(), Vec::new());
+        for device in 0..device_of_tensor.iter().max().map_or(0, |most| most + 1) {
+            let own = device_of_tensor
+                .iter()
+                .enumerate()
+                .filter(|(_, of)| **of == device)
+                .map(|(at, _)| at);
             let own = listed(own, LISTS)?;
             let own_tensors = own.iter().filter_map(|&at| tensors.get(at).copied());
             let layout = layout(&listed(own_tensors, LISTS)?)?;
@@ -70,13 +79,13 @@ impl<'f> DeviceLoad<'f> {
             }
             for block in layout.blocks {
                 push(&mut blocks, block, LISTS)?;
-                push(&mut device_of, device, LISTS)?;
+                push(&mut device_of_block, device, LISTS)?;
             }
         }
         Ok(DeviceLoad {
             selection,
             layout: MemoryLayout::from_blocks(blocks, locations),
-            device_of,
+            device_of_block,
         })
     }
 
@@ -100,13 +109,13 @@ impl<'f> DeviceLoad<'f> {
         Ok(DeviceLoad {
             selection,
             layout: MemoryLayout::from_blocks(blocks, locations),
-            device_of,
+            device_of_block: device_of,
         })
     }
 
     /// Returns the device of each block, by its place among all; empty if there is one device.
     pub fn block_devices(&self) -> &[usize] {
-        &self.device_of
+        &self.device_of_block
     }
 
     /// Returns the bytes of each block.
@@ -116,7 +125,7 @@ impl<'f> DeviceLoad<'f> {
 
     /// Returns the place of each tensor, in the order of their numbers.
     pub fn locations(&self) -> Result<Vec<BlockLocation>> {
-        self.selection.restore(listed(self.layout.locations.iter().copied(), LISTS)?)
+        self.selection.to_caller_order(listed(self.layout.locations.iter().copied(), LISTS)?)
     }
 
     /// Runs the load. Copies may still be under way when it returns; the consumer's stream waits for
@@ -152,7 +161,7 @@ impl<'f> DeviceLoad<'f> {
         let streams = to.devices.iter().map(open).collect::<Result<Vec<_>>>()?;
         let upload = DeviceUpload {
             to,
-            device_of: &self.device_of,
+            device_of_block: &self.device_of_block,
             streams: &streams,
             options,
             counters,
@@ -176,7 +185,7 @@ impl<'f> DeviceLoad<'f> {
             });
             while allocate()? {}
             let kept = upload.through_host(file, selection.numbers(), &self.layout.locations)?;
-            selection.restore(kept)?
+            selection.to_caller_order(kept)?
         } else {
             let left = self.read(&headers, &upload, allocate)?;
             if !left.is_empty() {

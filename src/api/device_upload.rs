@@ -50,7 +50,7 @@ pub struct DeviceUpload<'u> {
     /// The devices and their memory.
     pub to: &'u Destination<'u>,
     /// The device of each block; empty if there is one device.
-    pub device_of: &'u [usize],
+    pub device_of_block: &'u [usize],
     /// The copy streams of each device.
     pub streams: &'u [Streams],
     /// Load options.
@@ -132,7 +132,7 @@ impl DeviceUpload<'_> {
             blocks: &[],
             locations,
             devices: devices.collect(),
-            device_of_block: self.device_of,
+            device_of_block: self.device_of_block,
             direct: None,
         }
     }

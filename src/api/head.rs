@@ -90,7 +90,7 @@ impl FileHead {
 
     /// Opens a single file.
     pub fn open(self, opening: &Opening<'_>) -> Result<TensorFile> {
-        if !safetensors::begins(&self.bytes) && !torch_zip::begins(&self.bytes) {
+        if !safetensors::recognises(&self.bytes) && !torch_zip::recognises(&self.bytes) {
             return self.open_tensors(opening);
         }
         let uri = self.source.uri().to_owned();
@@ -113,7 +113,7 @@ impl FileHead {
         (file, at_once): (usize, usize),
         opening: &Opening<'_>,
     ) -> Result<CatalogPart> {
-        if torch_zip::begins(&self.bytes) {
+        if torch_zip::recognises(&self.bytes) {
             // The cached head has only the bytes that tell the format: the directory is at the end
             // of the file, and is requested again.
             let head = opening.cached_head(&*self.source, self.base, &self.bytes, &[]);
@@ -121,7 +121,7 @@ impl FileHead {
             return Ok(CatalogPart { head, ..part });
         }
         let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
-        if !safetensors::begins(&self.bytes) {
+        if !safetensors::recognises(&self.bytes) {
             let start = self.bytes.split_at(self.bytes.len().min(8)).0;
             let found = looks_like(&self.bytes).map(str::to_owned);
             let found =

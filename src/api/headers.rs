@@ -94,7 +94,7 @@ impl<'s> HeaderCodec<'s> {
                 compact.ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
             },
         );
-        self.selection.restore(collected(compact, LISTS)?)
+        self.selection.to_caller_order(collected(compact, LISTS)?)
     }
 }
 

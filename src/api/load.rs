@@ -79,7 +79,7 @@ fn load_selected(
     } else {
         memory.load(selection, options, counters, cancel)?
     };
-    let buffers = selection.restore(memory.freeze()?)?;
+    let buffers = selection.to_caller_order(memory.freeze()?)?;
     let loaded = numbers.iter().zip(headers).zip(buffers);
     let tensor = |((&number, header), memory)| {
         let entries = Arc::clone(file.shared_entries());
@@ -120,7 +120,7 @@ pub fn load_into_uninit(
             destinations.len()
         )));
     }
-    let mut destinations = selection.sort(destinations)?;
+    let mut destinations = selection.to_file_order(destinations)?;
     for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.memory_len() != Some(destination.len() as u64) {
             return Err(Error::InvalidArgument(format!(

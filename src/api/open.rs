@@ -49,7 +49,7 @@ impl Opening<'_> {
     pub fn source(&self, source: Arc<dyn ReadAt>, base: u64) -> Result<TensorFile> {
         with_intact_copies(&|error| suspects_of_open(&source, error), self.cancel, || {
             let head = FileHead::read(Arc::clone(&source), base, self.cancel)?;
-            if shards::begins(head.bytes()) {
+            if shards::recognises(head.bytes()) {
                 ShardIndex::read(head, self)?.open_wanted(self)
             } else {
                 head.open(self)

@@ -68,7 +68,7 @@ impl ShardIndex {
         }
         with_intact_copies(&|error| suspects_of_open(&source, error), cancel, || {
             let head = FileHead::read(Arc::clone(&source), base, cancel)?;
-            let is_index = shards::begins(head.bytes());
+            let is_index = shards::recognises(head.bytes());
             is_index.then(|| Self::read(head, &Opening::new(cancel))).transpose()
         })
     }

@@ -1,6 +1,6 @@
 //! Loads of slices, which read only the bytes of the slices.
 //!
-//! Long contiguous ranges (runs) are read straight to their destination. Short ones are read with
+//! Long contiguous ranges are read straight to their destination. Short ones are read with
 //! the bytes between them, and so are pieces of encryption, which are decrypted as a whole. A
 //! tensor whose hashes are to be verified is read as a whole, and then cut.
 
@@ -404,7 +404,7 @@ impl Codec for PlainCodec {
 /// A codec for pieces of encryption of tensors whose headers were read before.
 struct EncryptedPiecesCodec<'s> {
     decryptor: &'s Decryptor<'s>,
-    /// The tensor of each span, and the position of the span in it.
+    /// The tensor of each read, and the position of the read in it.
     reads: &'s [(usize, u64)],
 }
 

@@ -85,7 +85,7 @@ impl Tensor {
 
     /// Returns its elements in row-major order; an error if they are of another type.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
-        expect::<T>(self.name(), self.dtype())?;
+        check_element_type::<T>(self.name(), self.dtype())?;
         match bytemuck::try_cast_slice(self.bytes()) {
             // The address of an empty tensor need not be aligned.
             Err(PodCastError::TargetAlignmentGreaterAndInputNotAligned)
@@ -99,7 +99,7 @@ impl Tensor {
 }
 
 /// Refuses an element type that differs from the one found.
-pub(super) fn expect<T: Element>(name: &Name, found: DType) -> Result<()> {
+pub(super) fn check_element_type<T: Element>(name: &Name, found: DType) -> Result<()> {
     if found.name() == T::NAME {
         return Ok(());
     }

@@ -88,8 +88,8 @@ pub fn read_while<T: Target>(
     let large_first = begins_with_large(request, &capabilities, target);
     let batches = batches(request, target, &limits)?;
     let jobs = plan_jobs(request.extents, batches, target, (step, max_single_chunk), large_first)?;
-    let most = if is_inline(request, &capabilities, total) { 1 } else { jobs.len() };
-    let range = WorkerRange { bytes: Some(total), ..range.limited_to(most) };
+    let max_readers = if is_inline(request, &capabilities, total) { 1 } else { jobs.len() };
+    let range = WorkerRange { bytes: Some(total), ..range.limited_to(max_readers) };
     // SHA-256, decryption and a receiver depend on the order of reads: then readers share a queue.
     let any_order = !sha && !request.decrypts && !in_order;
     let affinity = affinity(target, range);
@@ -158,12 +158,12 @@ fn carry_out<T: Target>(
 /// into the read-ahead.
 fn limited_by_receiver(limits: BatchLimits, request: &ReadRequest<'_>) -> BatchLimits {
     let Some((receiver, _)) = request.receiver else { return limits };
-    let most = receiver.batch_len();
-    let len = limits.len.min(most.max(SHORTEST_BATCH));
-    BatchLimits { len, separate_len: limits.separate_len.min(most), tapers: false, ..limits }
+    let max_len = receiver.batch_len();
+    let len = limits.len.min(max_len.max(SHORTEST_BATCH));
+    BatchLimits { len, separate_len: limits.separate_len.min(max_len), tapers: false, ..limits }
 }
 
-/// Returns what hands out tensors as they land, if the call has a receiver.
+/// Returns what hands out tensors as they are complete, if the call has a receiver.
 fn completion<'r>(request: &ReadRequest<'r>) -> Result<Option<CompletionTracker<'r>>> {
     let new = |(receiver, tensors)| {
         CompletionTracker::new(receiver, tensors, request.extents, request.verify)
@@ -200,8 +200,8 @@ fn begins_with_large<T: Target>(
 /// of the transfer, so requests must overlap however few the bytes.
 fn is_inline(request: &ReadRequest<'_>, source: &Capabilities, total: u64) -> bool {
     let hashed = request.decrypts || request.verify != Verify::Nothing;
-    let most = if hashed { INLINE_HASHED } else { INLINE_LEN };
-    total < most && !source.has_long_requests()
+    let max_bytes = if hashed { INLINE_HASHED } else { INLINE_LEN };
+    total < max_bytes && !source.has_long_requests()
 }
 
 /// Returns the bytes of one read step.

@@ -53,7 +53,7 @@ pub struct ReadRequest<'r> {
     pub memory: MemoryLimit,
     /// True if other processes of this machine load the same files at the same time.
     pub shares_cache: bool,
-    /// The receiver of tensors as they land, if they are handed out one by one, and for each extent the
+    /// The receiver of complete tensors, if they are handed out one by one, and for each extent the
     /// tensor that it is a part of.
     pub receiver: Option<(&'r dyn TensorReceiver, &'r [usize])>,
 }

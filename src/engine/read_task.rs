@@ -44,7 +44,7 @@ pub struct ReadTask<'r, T: Target> {
     pub undecrypted: Vec<AtomicBool>,
     pub queue: WorkQueue<ReadJob<T>>,
     pub dispatch_lock: Mutex<()>,
-    /// Hands out tensors as they land.
+    /// Hands out tensors as they are complete.
     pub completion: Option<CompletionTracker<'r>>,
     /// The CPUs of readers.
     pub affinity: Affinity,
@@ -67,7 +67,7 @@ struct BatchContents {
     pooled: Vec<PooledChunk>,
     /// Tensors that cannot be decrypted in chunks.
     undecrypted: Vec<usize>,
-    /// Parts of tensors that have arrived, if tensors are handed out as they land.
+    /// Parts of tensors that have arrived, if tensors are handed out as they are complete.
     arrivals: Vec<Arrival>,
     /// Bytes of data.
     data_len: u64,
@@ -159,8 +159,8 @@ impl<T: Target> ReadTask<'_, T> {
     /// wait for their hash.
     ///
     /// Such a tensor shares no job with others, and its jobs stay in order. So bytes in memory
-    /// never wait for a job that is still in the queue. `last_answer` caches the last answer, as adjacent
-    /// jobs are mostly of the same tensor.
+    /// never wait for a job that is still in the queue. `last_answer` caches the result, as
+    /// adjacent jobs are mostly of the same tensor.
     fn is_crowded(&self, job: &ReadJob<T>, last_answer: &mut Option<(usize, bool)>) -> bool {
         let Some(hash_backlog_limit) = self.hash_backlog_limit else { return false };
         let large = |tensor: &usize| {
@@ -240,7 +240,7 @@ impl<T: Target> ReadTask<'_, T> {
         self.arrived(&listed(verified, PLAN)?, None)
     }
 
-    /// Adds a part that has arrived, if tensors are handed out as they land.
+    /// Adds a part that has arrived, if tensors are handed out as they are complete.
     fn add_arrival(&self, arrivals: &mut Vec<Arrival>, arrival: Arrival) -> Result<()> {
         if self.completion.is_some() { push(arrivals, arrival, PLAN) } else { Ok(()) }
     }

@@ -63,9 +63,9 @@ pub fn is_index_name(name: &str, format: &str) -> bool {
 }
 
 /// True if a file with these first bytes may be an index.
-pub fn begins(bytes: &[u8]) -> bool {
+pub fn recognises(bytes: &[u8]) -> bool {
     // The length field of a safetensors file may look like the beginning of text.
-    bytes.trim_ascii_start().starts_with(b"{") && !safetensors::begins(bytes)
+    bytes.trim_ascii_start().starts_with(b"{") && !safetensors::recognises(bytes)
 }
 
 /// Reads an index.
@@ -173,11 +173,11 @@ mod tests {
         for len in [0x7b_u64, 0x0a7b, 0x7b20, 0x7b09, 0x7b_2020] {
             let mut bytes = len.to_le_bytes().to_vec();
             bytes.extend(br#"{"a":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}"#);
-            assert!(super::super::safetensors::begins(&bytes));
-            assert!(!begins(&bytes), "{len:#x}");
+            assert!(super::super::safetensors::recognises(&bytes));
+            assert!(!recognises(&bytes), "{len:#x}");
         }
         for json in [r#"{"weight_map":{"a":"b"}}"#, " \n{\n  \"metadata\": {}", "\t{\"a\": 1}"] {
-            assert!(begins(json.as_bytes()), "{json}");
+            assert!(recognises(json.as_bytes()), "{json}");
         }
     }
 

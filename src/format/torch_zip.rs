@@ -37,7 +37,7 @@ const DESCRIBED: u16 = 1 << 3;
 const KNOWN_FLAGS: u16 = 0b110 | DESCRIBED | 1 << 11;
 
 /// True if a file with these first bytes may be such an archive.
-pub fn begins(bytes: &[u8]) -> bool {
+pub fn recognises(bytes: &[u8]) -> bool {
     bytes.starts_with(&LOCAL)
 }
 

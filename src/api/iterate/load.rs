@@ -43,7 +43,7 @@ pub fn run(shared: &IteratorState, streams: Option<&Streams>) -> Result<()> {
     let rules = RangeRules::of(&Selection::new(&shared.file, &shared.numbers)?, &options)?;
     shared.file.with_intact_copies(&cancel, || {
         let run = IteratorLoad { shared, options: &options, rules, cancel: &cancel };
-        // Run again after damage to a cached copy, this skips tensors that have landed.
+        // Run again after damage to a cached copy, this skips tensors that were delivered.
         match (&shared.device, streams) {
             (Some((to, blocks)), Some(streams)) => run.on_device(to, blocks, streams),
             _ => run.all(&shared.window.undelivered(), None),
@@ -73,7 +73,7 @@ impl IteratorLoad<'_> {
         let counters = &self.shared.counters;
         let upload = DeviceUpload {
             to: &destination,
-            device_of: &[],
+            device_of_block: &[],
             streams: std::slice::from_ref(streams),
             options: self.options,
             counters,

@@ -61,7 +61,7 @@ impl Allocate for HostBlocks {
         }
         let memory = lens.iter().map(|&len| {
             let mut block = vec![0xEE; len as usize];
-            // SAFETY: the block's bytes do not move, and are not touched until it has landed.
+            // SAFETY: the block's bytes do not move, and are not touched until it was delivered.
             let memory =
                 unsafe { DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len()) };
             self.held += block.len();

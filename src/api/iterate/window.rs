@@ -1,4 +1,4 @@
-//! The window between readers and the caller. It holds tensors that have landed, and bounds the
+//! The window between readers and the caller. It holds tensors that were delivered, and bounds the
 //! bytes that are read ahead.
 
 use std::collections::{HashMap, VecDeque};
@@ -83,12 +83,12 @@ struct WindowState {
     /// Bytes of tensors that are granted and not taken.
     outstanding: u64,
     /// All tensors before this one were taken.
-    all_taken_to: usize,
+    all_taken_before: usize,
     /// Tensors that were read, by place.
     waiting: HashMap<usize, WaitingTensor>,
-    /// Their places, in the order in which they landed.
+    /// Their places, in the order in which they were delivered.
     queue: VecDeque<usize>,
-    /// Tensors that have landed, taken ones included.
+    /// Tensors that were delivered, taken ones included.
     delivered: Vec<bool>,
     /// Tensors that the caller has taken.
     has_taken: Vec<bool>,
@@ -107,7 +107,7 @@ impl WindowState {
     /// tensors can only come together, so that they have to be granted beyond the budget.
     fn is_starved(&self) -> bool {
         let starves = |pending: &PendingBatch| {
-            self.granted < pending.end && self.all_taken_to >= pending.first
+            self.granted < pending.end && self.all_taken_before >= pending.first
         };
         self.pending.iter().any(starves)
     }
@@ -121,8 +121,8 @@ impl WindowState {
         if let Some(taken) = self.has_taken.get_mut(tensor) {
             *taken = true;
         }
-        while self.has_taken.get(self.all_taken_to).is_some_and(|taken| *taken) {
-            self.all_taken_to += 1;
+        while self.has_taken.get(self.all_taken_before).is_some_and(|taken| *taken) {
+            self.all_taken_before += 1;
         }
     }
 }
@@ -243,7 +243,7 @@ impl Window {
         Ok(())
     }
 
-    /// Returns the places of all tensors that have not landed.
+    /// Returns the places of all tensors that were not delivered.
     pub fn undelivered(&self) -> Vec<usize> {
         let state = self.state();
         let delivered = state.delivered.iter().enumerate();
@@ -317,7 +317,7 @@ impl Window {
         Some(start..end)
     }
 
-    /// Takes the next tensor, and small ones behind it that have landed too. Tensors that an
+    /// Takes the next tensor, and small ones behind it that were delivered too. Tensors that an
     /// earlier call took no longer count against the budget.
     pub fn take(&self, time: Duration) -> Result<NextTensors> {
         let mut state = self.state();

@@ -1,24 +1,24 @@
-//! The contiguous byte ranges (runs) of a slice within its tensor, in row-major order.
+//! The contiguous byte ranges of a slice within its tensor, in row-major order.
 
 use std::ops::Range;
 
-/// The contiguous ranges (runs) of a slice within the bytes of its tensor. All have the same
+/// The contiguous ranges of a slice within the bytes of its tensor. All have the same
 /// length, and they come in rising order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceRanges {
-    /// Bytes of a run.
+    /// Bytes of a range.
     range_len: u64,
-    /// Position of the first run.
+    /// Position of the first range.
     first: u64,
-    /// The loops over the runs, outermost first: the stride of each in bytes, and its number of
+    /// The loops over the ranges, outermost first: the stride of each in bytes, and its number of
     /// steps.
     loops: Vec<(u64, u64)>,
-    /// Bytes of all runs.
+    /// Bytes of all ranges.
     total: u64,
 }
 
 impl SliceRanges {
-    /// Creates the runs of a slice, given as one range of indices per dimension. `size`: bytes of
+    /// Creates the ranges of a slice, given as one range of indices per dimension. `size`: bytes of
     /// an element. None if a range exceeds its dimension, if there is not one range per dimension,
     /// or if the tensor has more than 2⁶⁴ − 1 bytes.
     pub fn new(size: u64, shape: &[u64], slice: &[Range<u64>]) -> Option<Self> {
@@ -56,22 +56,22 @@ impl SliceRanges {
         self.total
     }
 
-    /// Returns the bytes of each run; 0 if there are none.
+    /// Returns the bytes of each range; 0 if there are none.
     pub fn range_len(&self) -> u64 {
         self.range_len
     }
 
-    /// Returns the bytes between a run and the next; None if there is no next one.
+    /// Returns the bytes between a range and the next; None if there is no next one.
     pub fn gap(&self) -> Option<u64> {
         self.loops.last().map(|(stride, _)| stride - self.range_len)
     }
 
-    /// Returns the number of runs.
+    /// Returns the number of ranges.
     fn count(&self) -> u64 {
         self.total.checked_div(self.range_len).unwrap_or(0)
     }
 
-    /// Returns the position of run number `index`.
+    /// Returns the position of range number `index`.
     fn start(&self, mut index: u64) -> u64 {
         let mut at = self.first;
         for &(stride, count) in self.loops.iter().rev() {
@@ -81,7 +81,7 @@ impl SliceRanges {
         at
     }
 
-    /// Returns the positions of all runs.
+    /// Returns the positions of all ranges.
     pub fn starts(&self) -> impl Iterator<Item = u64> + '_ {
         (0..self.count()).map(|index| self.start(index))
     }
@@ -102,8 +102,8 @@ impl SliceRanges {
         done + rest.min(self.range_len)
     }
 
-    /// Returns coalesced reads: ranges that cover all runs, in rising order. Gaps of at most `gap`
-    /// bytes are part of them.
+    /// Returns coalesced reads: byte ranges that cover all ranges of the slice, in rising order.
+    /// Gaps of at most `gap` bytes are part of them.
     pub fn coalesced(&self, gap: u64) -> impl Iterator<Item = Range<u64>> + use<> {
         // An inner loop whose gaps are all short becomes a single range.
         let mut step = self.range_len;
@@ -129,7 +129,7 @@ impl SliceRanges {
         })
     }
 
-    /// Returns the position and length of each run, or part of one, in a range, in rising order.
+    /// Returns the position and length of each range, or part of one, in a range, in rising order.
     pub fn within(&self, range: &Range<u64>) -> impl Iterator<Item = (u64, u64)> + '_ {
         let (mut done, to) = (self.before(range.start), self.before(range.end));
         std::iter::from_fn(move || {

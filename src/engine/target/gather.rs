@@ -35,8 +35,8 @@ pub fn max_batch_len(shares: &LoadShares) -> u64 {
     (shares.gathers / MAX_OVERSHOOT).min(MAX_BATCH_LEN)
 }
 
-/// A range of a tensor that is read for the runs in it. The engine treats it as a tensor of its
-/// own.
+/// A range of a tensor that is read for the contiguous ranges in it. The engine treats it as a
+/// tensor of its own.
 pub struct CoalescedRead<'a> {
     /// Position of its first byte in the tensor.
     pub start: u64,
@@ -55,7 +55,7 @@ pub struct GatherTarget<'a> {
 }
 
 impl<'a> GatherTarget<'a> {
-    /// Creates the target for spans, in the order of the engine's tensor numbers.
+    /// Creates the target for reads, in the order of the engine's tensor numbers.
     pub fn new(reads: Vec<CoalescedRead<'a>>) -> Self {
         GatherTarget { reads, scratch: ScratchPool::default(), max_batch_len: MAX_BATCH_LEN }
     }

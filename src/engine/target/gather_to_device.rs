@@ -35,7 +35,7 @@ pub struct DeviceGatherTarget<'d> {
 }
 
 impl<'d> DeviceGatherTarget<'d> {
-    /// Creates the target for spans, in the order of the engine's tensor numbers. The locations of
+    /// Creates the target for reads, in the order of the engine's tensor numbers. The locations of
     /// `to` are those of their slices.
     pub fn new(to: DeviceTarget<'d>, reads: &'d [DeviceCoalescedRead<'d>]) -> Self {
         DeviceGatherTarget {

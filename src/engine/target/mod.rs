@@ -130,7 +130,7 @@ pub trait Target: Sync {
 
 /// A batch that has reached its destination, or is on its way to a device.
 pub struct CommittedBatch<B> {
-    /// The bytes of its chunks, if they are kept.
+    /// The bytes of its chunks, if they are retained.
     pub bytes: Vec<B>,
     /// The event after which the bytes are on their device; None for host memory.
     pub copy_event: Option<Arc<dyn Event>>,

@@ -22,7 +22,7 @@ const INTERLEAVE_LEN: u64 = 16 << 20;
 /// one system call takes only so many buffers.
 const MAX_GROUP: usize = crate::sys::MAX_VECTORS / 2;
 
-/// A part of the data of one tensor. A tensor without data has one span, of no bytes.
+/// A part of the data of one tensor. A tensor without data has one range, of no bytes.
 pub struct DataRange {
     /// Index of the tensor.
     pub tensor: usize,

@@ -20,7 +20,7 @@ pub const MAX_HEADER_LEN: u64 = 100_000_000;
 const METADATA: &str = "__metadata__";
 
 /// True if a file with these first bytes is a safetensors file, whatever the length of its header.
-pub fn begins(bytes: &[u8]) -> bool {
+pub fn recognises(bytes: &[u8]) -> bool {
     // No header is as long as 2⁴⁰ bytes.
     matches!(bytes, [_, _, _, _, _, 0, 0, 0, b'{', ..])
 }

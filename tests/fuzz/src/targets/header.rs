@@ -37,8 +37,7 @@ pub fn run(bytes: &[u8]) {
         file.encrypted,
     )
     .expect("nothing is wrong with it");
-    let raw =
-        if made { header(tensor, file.encrypted, &mut input) } else { input.rest().to_vec() };
+    let raw = if made { header(tensor, file.encrypted, &mut input) } else { input.rest().to_vec() };
     let Ok(header) = TensorHeader::parse(&raw, &entry, file.encrypted) else { return };
     let hashes: Vec<_> = header.hashes().collect();
     for hash in &hashes {
