@@ -214,8 +214,8 @@ pub(crate) fn check_type(entry: &Entry) -> Result<()> {
     if entry.dtype.is_in_torch() {
         return Ok(());
     }
-    let known = entry.dtype.safetensors().map_or(entry.dtype.name(), |(name, _)| name);
-    Err(Error::Unsupported(format!("tensor `{}`: torch has no dtype for {known}", entry.name)))
+    let dtype_name = entry.dtype.safetensors().map_or(entry.dtype.name(), |(name, _)| name);
+    Err(Error::Unsupported(format!("tensor `{}`: torch has no dtype for {dtype_name}", entry.name)))
 }
 
 /// Returns how many of the first blocks to allocate together. Not all: the first reads need not

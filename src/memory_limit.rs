@@ -238,10 +238,10 @@ impl MemoryLimit {
                 (share(bytes).min(bytes - each) / buffer).clamp(min_buffers, most.max(min_buffers))
             }
         };
-        let left = bytes - staging.saturating_mul(buffer);
-        let fitting = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
+        let remaining = bytes - staging.saturating_mul(buffer);
+        let fitting = usize::try_from(remaining / each.max(1)).unwrap_or(usize::MAX);
         let readers = readers.clamp(1, fitting.max(1));
-        let more = left / readers as u64 - each;
+        let more = remaining / readers as u64 - each;
         let (overhead, gathers) =
             if gathers > 0 { (MIN_OVERHEAD, gathers + more) } else { (MIN_OVERHEAD + more, 0) };
         Ok(LoadShares { readers, overhead, gathers, staging })
@@ -268,13 +268,13 @@ impl MemoryLimit {
         let free = bytes - fixed - each;
         let of_parts = share(free).max(parts).min(free - min_buffers * buffer);
         let for_parts = if part > 0 { of_parts } else { 0 };
-        let left = free - for_parts;
+        let remaining = free - for_parts;
         let staging = match buffer {
             0 => 0,
-            _ => (share(left) / buffer).clamp(min_buffers, most.max(min_buffers)),
+            _ => (share(remaining) / buffer).clamp(min_buffers, most.max(min_buffers)),
         };
-        let left = left.saturating_sub(staging.saturating_mul(buffer));
-        let more = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
+        let remaining = remaining.saturating_sub(staging.saturating_mul(buffer));
+        let more = usize::try_from(remaining / each.max(1)).unwrap_or(usize::MAX);
         // Each thread fills a part of its own, while as many other parts are being sent.
         let fitting = for_parts
             .checked_div(parts)

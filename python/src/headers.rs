@@ -28,12 +28,12 @@ impl HeaderCache {
 
     /// Keeps the headers of some tensors.
     pub fn insert(&self, numbers: &[usize], headers: Vec<CompactHeader>) {
-        let mut known = self.0.lock();
+        let mut headers_by_number = self.0.lock();
         for (&number, header) in numbers.iter().zip(headers) {
-            if known.len() <= number {
-                known.resize_with(number + 1, || None);
+            if headers_by_number.len() <= number {
+                headers_by_number.resize_with(number + 1, || None);
             }
-            if let Some(slot) = known.get_mut(number) {
+            if let Some(slot) = headers_by_number.get_mut(number) {
                 *slot = Some(Arc::new(header));
             }
         }

@@ -50,8 +50,8 @@ impl Source {
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
         let source = self.shared()?;
         let bytes = gil::without(py, || -> Result<_> {
-            let known = source.capabilities().len.unwrap_or(u64::MAX).saturating_sub(offset);
-            let len = len.min(usize::try_from(known).unwrap_or(len));
+            let available = source.capabilities().len.unwrap_or(u64::MAX).saturating_sub(offset);
+            let len = len.min(usize::try_from(available).unwrap_or(len));
             let mut bytes = Vec::new();
             let mut done = 0;
             while done < len {

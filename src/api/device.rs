@@ -184,16 +184,16 @@ impl<'f> DeviceLoad<'f> {
                 "decrypted in host memory: what comes front to back is read once"
             });
             while allocate()? {}
-            let kept = upload.through_host(file, selection.numbers(), &self.layout.locations)?;
-            selection.to_caller_order(kept)?
+            let loaded = upload.through_host(file, selection.numbers(), &self.layout.locations)?;
+            selection.to_caller_order(loaded)?
         } else {
-            let left = self.read(&headers, &upload, allocate)?;
-            if !left.is_empty() {
+            let undecrypted = self.read(&headers, &upload, allocate)?;
+            if !undecrypted.is_empty() {
                 // Copies that are under way must not overwrite these bytes later.
                 upload.finish()?;
                 counters
                     .fallback("decrypted in host memory: pieces of encryption of unusual length");
-                self.parts_through_host(&left, &upload)?;
+                self.parts_through_host(&undecrypted, &upload)?;
             }
             headers.into_headers()?
         };
@@ -253,20 +253,20 @@ impl<'f> DeviceLoad<'f> {
             upload.options.memory.or_environment()?.tensors(MAX_HELD, largest, least)?;
         let options = LoadOptions { memory, ..*upload.options };
         let upload = &DeviceUpload { options: &options, ..*upload };
-        let mut left = tensors;
-        while !left.is_empty() {
+        let mut remaining = tensors;
+        while !remaining.is_empty() {
             let mut held = 0u64;
             let fits = |tensor: &&usize| {
                 held = held.saturating_add(len(tensor));
                 held <= most
             };
-            let count = left.iter().take_while(fits).count().max(1);
-            let (now, later) = left.split_at(count);
+            let count = remaining.iter().take_while(fits).count().max(1);
+            let (now, later) = remaining.split_at(count);
             let (all, locations) = (self.selection.numbers(), &self.layout.locations);
             let numbers = listed(now.iter().filter_map(|&at| all.get(at).copied()), LISTS)?;
             let locations = listed(now.iter().filter_map(|&at| locations.get(at).copied()), LISTS)?;
             upload.through_host(self.selection.file, &numbers, &locations)?;
-            left = later;
+            remaining = later;
         }
         Ok(())
     }

@@ -366,11 +366,11 @@ impl Writer {
     /// written anew only if its length or form has changed, or if it has a manifest or an identity.
     fn make_index_visible(&mut self, cancel: &dyn Cancel) -> Result<()> {
         let VisibleIndex { entries, entries_len, tagged, index_len } = self.visible_index;
-        let whole = self.manifest_len() > 0 || self.options.identity.is_some();
+        let rewrites_index = self.manifest_len() > 0 || self.options.identity.is_some();
         let new = self.entries.get(entries..).unwrap_or(&[]);
         if index_len != self.index_len || tagged != self.has_tags() {
             self.write_index(cancel)?;
-        } else if whole {
+        } else if rewrites_index {
             if new.len() <= entries / VISIBLE_GROWTH {
                 return Ok(());
             }

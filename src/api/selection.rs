@@ -104,10 +104,10 @@ impl<'f> Selection<'f> {
     }
 
     /// Reorders one value for each tensor from the caller's order to the order of the file.
-    pub fn to_file_order<T>(&self, given: Vec<T>) -> Result<Vec<T>> {
-        let mut given = listed(given.into_iter().map(Some), LISTS)?;
-        let mut out = with_room(given.len(), LISTS)?;
-        out.extend(self.order.iter().filter_map(|&at| given.get_mut(at)?.take()));
+    pub fn to_file_order<T>(&self, values: Vec<T>) -> Result<Vec<T>> {
+        let mut values = listed(values.into_iter().map(Some), LISTS)?;
+        let mut out = with_room(values.len(), LISTS)?;
+        out.extend(self.order.iter().filter_map(|&at| values.get_mut(at)?.take()));
         Ok(out)
     }
 }

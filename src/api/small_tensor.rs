@@ -32,12 +32,12 @@ pub fn load_small(
     let &[number] = numbers else { return Ok(None) };
     let entry = file.entry(number)?;
     let plain = options.verify == Verify::Nothing && !file.is_encrypted() && !entry.strided;
-    let whole = entry.whole.is_none() && entry.memory_len() == Some(entry.data_len);
+    let is_whole = entry.whole.is_none() && entry.memory_len() == Some(entry.data_len);
     let small = (1..=MOST).contains(&entry.data_len)
         && entry.end().saturating_sub(entry.header_offset) <= MOST;
     let sources = file.sources();
     let source = sources.get(entry.file).filter(|source| source.file().is_some());
-    let Some(source) = source.filter(|_| plain && whole && small && !options.map) else {
+    let Some(source) = source.filter(|_| plain && is_whole && small && !options.map) else {
         return Ok(None);
     };
     READERS.value()?;

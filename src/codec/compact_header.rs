@@ -76,10 +76,12 @@ impl CompactHeader {
             CoveredBytes::Bytes { bytes, zeros } => {
                 let (start, end) = bytes.split_last_chunk::<END_LEN>().unwrap_or((bytes, &[0; 8]));
                 let mut hash = StreamHash::new(start, true);
-                let mut left = *zeros;
-                while let Some(some) = ZEROS.get(..left.min(ZEROS.len())).filter(|_| left > 0) {
+                let mut remaining_zeros = *zeros;
+                while let Some(some) =
+                    ZEROS.get(..remaining_zeros.min(ZEROS.len())).filter(|_| remaining_zeros > 0)
+                {
                     hash.update(some);
-                    left -= some.len();
+                    remaining_zeros -= some.len();
                 }
                 hash.update(end);
                 hash

@@ -138,8 +138,8 @@ impl ConcurrencyController {
             return self.pause(now.at);
         }
         // If the call ends soon, more workers would not bring much.
-        let left = u128::from(self.total.saturating_sub(now.bytes));
-        let ending = left * 1_000_000 < u128::from(rate) * SETTLING_TIME.as_micros();
+        let remaining = u128::from(self.total.saturating_sub(now.bytes));
+        let ending = remaining * 1_000_000 < u128::from(rate) * SETTLING_TIME.as_micros();
         if busy || ending || self.wanted == self.max_workers {
             return self.pause(now.at);
         }

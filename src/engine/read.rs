@@ -11,7 +11,7 @@ pub use super::read_request::{Codec, HeaderInfo, ReadRequest};
 use super::read_task::ReadTask;
 use super::sources::{Sources, handle_kind};
 use super::target::Target;
-use super::worker_range;
+use super::worker_range::{self, fit_readers};
 use super::workers::{self, Control, WorkerRange};
 use crate::cancel::Cancel;
 use crate::codec::HashPool;
@@ -68,8 +68,7 @@ pub fn read_while<T: Target>(
     }
     let capabilities = sources.capabilities;
     let range = worker_range::range(&capabilities, sources.residency, request.readers)?;
-    let (range, overhead) =
-        worker_range::share(memory, range, &capabilities, request.decrypts, target)?;
+    let (range, overhead) = fit_readers(memory, range, &capabilities, request.decrypts, target)?;
     target.expect_bytes(total);
     let limits = target.limits(&capabilities, range, total, request.decrypts);
     let block = if sources.direct { DISK_BLOCK as u64 } else { 1 };
@@ -80,9 +79,8 @@ pub fn read_while<T: Target>(
     let sha = request.verify == Verify::All;
     // Tensors that are handed out while others are read come in file order.
     let in_order = request.receiver.is_some();
-    let hash_backlog_limit =
-        target.hash_backlog_limit(&capabilities, range).filter(|_| sha && !in_order);
-    if hash_backlog_limit.is_some() {
+    let max_unhashed = target.max_unhashed(&capabilities, range).filter(|_| sha && !in_order);
+    if max_unhashed.is_some() {
         limits.separate_len = LARGE;
     }
     let large_first = begins_with_large(request, &capabilities, target);
@@ -93,17 +91,16 @@ pub fn read_while<T: Target>(
     // SHA-256, decryption and a receiver depend on the order of reads: then readers share a queue.
     let any_order = !sha && !request.decrypts && !in_order;
     let affinity = affinity(target, range);
-    let separate_shares =
-        any_order && range.max > 1 && sources.are_local() && affinity.node(0).is_none();
+    let own_share = any_order && range.max > 1 && sources.are_local() && affinity.node(0).is_none();
     let task = ReadTask {
         request,
         target: &*target,
         counters,
         max_single_chunk,
-        hash_backlog_limit,
+        max_unhashed,
         hashes: pool(request, max_single_chunk)?,
         undecrypted: listed(request.extents.iter().map(|_| AtomicBool::new(false)), PLAN)?,
-        queue: WorkQueue::new(jobs, if separate_shares { range.initial } else { 1 })?,
+        queue: WorkQueue::new(jobs, if own_share { range.initial } else { 1 })?,
         dispatch_lock: Mutex::new(()),
         completion: completion(request)?,
         affinity,

@@ -37,8 +37,8 @@ pub struct ReadTask<'r, T: Target> {
     pub counters: &'r Counters,
     /// Tensors of at most this length come in one chunk.
     pub max_single_chunk: u64,
-    /// See [`Target::hash_backlog_limit`].
-    pub hash_backlog_limit: Option<u64>,
+    /// See [`Target::max_unhashed`].
+    pub max_unhashed: Option<u64>,
     pub hashes: HashPool<T::Bytes>,
     /// For each tensor, true if its data could not be decrypted in chunks.
     pub undecrypted: Vec<AtomicBool>,
@@ -162,15 +162,14 @@ impl<T: Target> ReadTask<'_, T> {
     /// never wait for a job that is still in the queue. `last_answer` caches the result, as
     /// adjacent jobs are mostly of the same tensor.
     fn is_crowded(&self, job: &ReadJob<T>, last_answer: &mut Option<(usize, bool)>) -> bool {
-        let Some(hash_backlog_limit) = self.hash_backlog_limit else { return false };
+        let Some(max_unhashed) = self.max_unhashed else { return false };
         let large = |tensor: &usize| {
             self.request.extents.get(*tensor).is_some_and(|extent| extent.data_len >= LARGE)
         };
         let Some(tensor) = only_tensor(job).filter(large) else { return false };
         let (_, crowded) = match *last_answer {
             Some(known) if known.0 == tensor => known,
-            _ => *last_answer
-                .insert((tensor, self.hashes.retained_len(tensor) >= hash_backlog_limit)),
+            _ => *last_answer.insert((tensor, self.hashes.retained_len(tensor) >= max_unhashed)),
         };
         crowded
     }

@@ -47,7 +47,7 @@ pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> 
 
 /// Returns the number of readers that fit into the memory limit, and the most bytes of headers and
 /// gaps in a batch. Passes the limit on to the target.
-pub fn share<T: Target>(
+pub fn fit_readers<T: Target>(
     memory: MemoryLimit,
     range: WorkerRange,
     capabilities: &Capabilities,

@@ -131,13 +131,13 @@ impl Control<'_> {
     /// help. It is then no longer counted as running. At least one worker is never retired.
     pub fn is_retired(&self) -> bool {
         let mut count = self.pool.count();
-        let left = count.running > count.wanted.max(1);
-        if left {
+        let retired = count.running > count.wanted.max(1);
+        if retired {
             count.running -= 1;
             drop(count);
             self.deregister();
         }
-        left
+        retired
     }
 
     /// Marks this worker as gone, and no longer counts it among those that have moved bytes.
@@ -296,11 +296,10 @@ pub fn run_while(
             if !more {
                 thread::park_timeout(supervisor.poll_interval());
             }
-            let missing = supervisor.workers_to_start();
-            let running = handles.len();
-            handles.extend((running..running + missing).map_while(start));
-            supervisor.controller =
-                supervisor.controller.filter(|_| handles.len() >= running + missing);
+            let wanted = handles.len() + supervisor.workers_to_start();
+            handles.extend((handles.len()..wanted).map_while(start));
+            let all_started = handles.len() >= wanted;
+            supervisor.controller = supervisor.controller.filter(|_| all_started);
         }
         handles.into_iter().for_each(join);
         while more && run_meanwhile(meanwhile, &pool) {}

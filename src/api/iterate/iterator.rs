@@ -145,10 +145,10 @@ impl TensorIterator {
         let landed = items.into_iter().map(|WaitingTensor { tensor, memory, copy_events }| {
             for copy_event in copy_events {
                 let Some(consumer) = consumer else { continue };
-                let known = self.awaited.as_ref().is_some_and(|(stream, known)| {
+                let already_awaited = self.awaited.as_ref().is_some_and(|(stream, known)| {
                     *stream == consumer && Arc::ptr_eq(known, &copy_event)
                 });
-                if !known {
+                if !already_awaited {
                     if shared.complete {
                         wait(&*copy_event, cancel)?;
                     } else {
@@ -241,9 +241,9 @@ fn memory_shares(
 ) -> Result<(u64, LoadOptions)> {
     let file = selection.file;
     // Slices that are cut from whole tensors in host memory need memory for the whole tensor.
-    let whole = options.load.verify != Verify::Nothing || file.decryption().is_some();
+    let needs_whole = options.load.verify != Verify::Nothing || file.decryption().is_some();
     let sliced = selection.entries.iter().filter(|entry| entry.whole.is_some());
-    let sliced = sliced.filter(|_| whole || !file.is_seekable());
+    let sliced = sliced.filter(|_| needs_whole || !file.is_seekable());
     let held = sliced.map(|entry| whole_tensor_len(entry)).max().unwrap_or(0);
     let least = file.minimum_memory(selection.is_sliced(), on_device)?.saturating_add(held);
     let largest = lens.iter().copied().max().unwrap_or(0);

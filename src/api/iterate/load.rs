@@ -377,8 +377,8 @@ impl TensorReceiver for WindowReceiver<'_> {
         let Some(upload) = self.upload else {
             let mut buffer = self.store.take(tensor)?;
             let bytes = buffer.bytes_mut();
-            let whole = || self.headers.decrypt_and_verify(selected, bytes, *cancel);
-            shared.counters.time(Stage::Decrypt, whole)?;
+            let decrypt = || self.headers.decrypt_and_verify(selected, bytes, *cancel);
+            shared.counters.time(Stage::Decrypt, decrypt)?;
             shared.counters.bytes(buffer.bytes().len() as u64);
             return shared.window.deliver(tensor, ReadyMemory::Host(buffer), CopyEvents::new());
         };

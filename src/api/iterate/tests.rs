@@ -287,10 +287,10 @@ impl ReadAt for BlockedSource {
         cancel: &dyn Cancel,
     ) -> Result<usize> {
         let end = offset + buffers.left() as u64;
-        let begun = Instant::now();
+        let started = Instant::now();
         while (offset..end).contains(&self.position)
             && !self.let_go.load(Ordering::Relaxed)
-            && begun.elapsed() < Duration::from_secs(20)
+            && started.elapsed() < Duration::from_secs(20)
         {
             cancel.check()?;
             thread::sleep(Duration::from_millis(1));

@@ -154,9 +154,9 @@ impl DecryptionOptions {
             (Secret::Passphrase(source), Some(derivation)) => (source, derivation),
         };
         let _turn = cancel::turn(&self.deriving, cancel)?;
-        let known =
+        let cached =
             |(known, key): &(KeyDerivation, Key)| (known == derivation).then(|| key.clone());
-        if let Some(key) = self.derived.lock().iter().find_map(known) {
+        if let Some(key) = self.derived.lock().iter().find_map(cached) {
             return Ok(key);
         }
         self.check_limits(derivation, uri)?;

@@ -261,8 +261,8 @@ impl BatchLimits {
         let room = self.len.saturating_sub(used).max(self.len.div_ceil(16));
         let room = (room / self.unit).max(1).saturating_mul(self.unit);
         // The last cut must not leave a tiny rest, and short tensors stay whole.
-        let whole = all <= max_len && all < CUT_LEN;
-        if whole || rest <= room.saturating_add(self.len / 16) { rest } else { room }
+        let stays_whole = all <= max_len && all < CUT_LEN;
+        if stays_whole || rest <= room.saturating_add(self.len / 16) { rest } else { room }
     }
 
     /// Shortens `len` bytes at `position` so that they end at a block boundary. The last bytes of a

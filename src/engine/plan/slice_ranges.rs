@@ -34,17 +34,17 @@ impl SliceRanges {
         }
         let (mut range_len, mut first, mut stride) = (size, 0, size);
         let (mut loops, mut total) = (Vec::new(), size);
-        let mut whole = true;
+        let mut inner_is_whole = true;
         for (&dim, range) in shape.iter().zip(slice).rev() {
             let count = range.end - range.start;
             first += range.start * stride;
             total *= count;
-            if whole {
+            if inner_is_whole {
                 range_len *= count;
             } else if count != 1 {
                 loops.push((stride, count));
             }
-            whole &= count == dim;
+            inner_is_whole &= count == dim;
             stride *= dim;
         }
         loops.reverse();
@@ -133,9 +133,9 @@ impl SliceRanges {
     pub fn within(&self, range: &Range<u64>) -> impl Iterator<Item = (u64, u64)> + '_ {
         let (mut done, to) = (self.before(range.start), self.before(range.end));
         std::iter::from_fn(move || {
-            let left = to.checked_sub(done).filter(|&left| left > 0)?;
+            let remaining = to.checked_sub(done).filter(|&remaining| remaining > 0)?;
             let skip = done % self.range_len;
-            let len = (self.range_len - skip).min(left);
+            let len = (self.range_len - skip).min(remaining);
             let found = (self.start(done / self.range_len) + skip, len);
             done += len;
             Some(found)

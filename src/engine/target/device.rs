@@ -177,7 +177,7 @@ impl<'d> Target for DeviceTarget<'d> {
 
     /// Few enough bytes that each reader finds a tensor of its own to hash. None for sources that
     /// are read front to back, and for servers.
-    fn hash_backlog_limit(&self, source: &Capabilities, readers: WorkerRange) -> Option<u64> {
+    fn max_unhashed(&self, source: &Capabilities, readers: WorkerRange) -> Option<u64> {
         let bytes = self.buffers() * self.buffer_len() as u64;
         let any_order = source.max_readers > 1 && !source.has_long_requests();
         any_order.then_some(bytes / (2 * readers.max.max(1)) as u64)

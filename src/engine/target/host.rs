@@ -313,9 +313,11 @@ fn fill(
             }
         }
     }
-    let kept = listed(lent.iter().map(|lent| matches!(lent, Lent::Kept(_))), PLAN)?;
+    let is_destination = listed(lent.iter().map(|lent| matches!(lent, Lent::Kept(_))), PLAN)?;
     let mut full = filled(lent, read)?.into_iter();
-    for (run, _) in runs.iter_mut().zip(kept).filter(|(_, kept)| *kept) {
+    for (run, _) in
+        runs.iter_mut().zip(is_destination).filter(|(_, is_destination)| *is_destination)
+    {
         run.memory = RunMemory::Full(full.next().unwrap_or(&mut []));
     }
     Ok(())

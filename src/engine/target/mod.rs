@@ -68,7 +68,7 @@ pub trait Target: Sync {
 
     /// Returns the bytes of one tensor that may wait for their hash before readers prefer other
     /// tensors. None if they wait in the tensors' own memory.
-    fn hash_backlog_limit(&self, _source: &Capabilities, _readers: WorkerRange) -> Option<u64> {
+    fn max_unhashed(&self, _source: &Capabilities, _readers: WorkerRange) -> Option<u64> {
         None
     }
 

@@ -25,8 +25,8 @@ fn last_worker_is_never_retired() {
     *pool.count() = WorkerCount { running: 3, wanted: 0 };
     let workers = [pool.control(), pool.control(), pool.control()];
     workers.iter().for_each(|worker| worker.arrived(1));
-    let told = workers.each_ref().map(Control::is_retired);
-    assert_eq!(told, [true, true, false]);
+    let retired = workers.each_ref().map(Control::is_retired);
+    assert_eq!(retired, [true, true, false]);
     assert_eq!(pool.count().running, 1);
     assert_eq!(pool.receiving.load(Ordering::Relaxed), 1);
 }
