@@ -52,13 +52,13 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. The first engine is ours; limits are measurements of the machine."""
+    """One comparison. The first engine is ours; baselines are measurements of the machine."""
 
     name: str
     title: str
     model: str
     engines: tuple[str, ...]
-    limits: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
     cold: bool = False
     server: str | None = None
 
@@ -92,20 +92,24 @@ CASES = [
     Case("tiny", "load 200,000 tensors of 64 bytes, nothing touched", "tiny",
          ("ours plain", "ours parameters", "safetensors open")),
     Case("cold", "load, nothing in the page cache", "large",
-         ("ours", "ours mmap", "tensorizer 2.12.1", "safetensors", "torch.load", "run:ai"),
+         ("ours", "ours mmap", "tensorizer 2.12.1", "safetensors", "torch.load", "run:ai",
+          "fastsafetensors"),
          ("direct",), cold=True),
     Case("http", "load from nginx on this machine, touched", "large",
-         ("ours http", "2.12.1 http"), ("curl", "receive"), server="nginx"),
+         ("ours http", "2.12.1 http", "requests, then safetensors"), ("curl", "receive"),
+         server="nginx"),
     Case("http-3k", "3,000 tensors from nginx, touched", "3k",
-         ("ours http", "2.12.1 http"), ("curl", "receive"), server="nginx"),
+         ("ours http", "2.12.1 http", "requests, then safetensors"), ("curl", "receive"),
+         server="nginx"),
     Case("s3", "load from S3 on this machine, touched", "large",
-         ("ours s3", "2.12.1 s3"), ("curl", "receive"), server="nginx"),
+         ("ours s3", "2.12.1 s3", "run:ai s3", "run:ai tuned s3", "boto3, then safetensors"),
+         ("curl", "receive"), server="nginx"),
     Case("slow", "load from a server 50 ms away that gives each connection 100 MB/s", "large",
-         ("ours http", "2.12.1 http"), ("ideal",), server="slow"),
+         ("ours http", "2.12.1 http", "requests, then safetensors"), ("ideal",), server="slow"),
     Case("faulty", "load from a server that breaks off every 50th answer", "large",
          ("ours http",), ("clean",), server="faulty"),
     Case("upload", "upload to S3 on this machine", "large",
-         ("ours upload", "2.12.1 upload"), server="s3"),
+         ("ours upload", "2.12.1 upload", "boto3 upload of safetensors"), server="s3"),
     Case("redis", "load from Redis on this machine, touched", "large",
          ("ours redis", "2.12.1 redis"), server="redis"),
     Case("to-redis", "copy a file to Redis on this machine", "large",
@@ -124,5 +128,5 @@ CASES = [
     Case("import", "import, after torch", "3k",
          ("ours import", "2.12.1 import", "safetensors import")),
 ]  # fmt: skip
-#: Limits of the machine itself that are measured: see limits.py.
-LIMITS = {limit for case in CASES for limit in case.limits}
+#: Baselines of the machine itself that are measured: see baselines.py.
+BASELINES = {baseline for case in CASES for baseline in case.baselines}

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from baselines import fresh
 from cases import FULL, QUICK
 from engines import checksum, load_http, load_ours, load_runai, warm_up
-from limits import fresh
 from run import describe, files_of, forget, prepare, record, warm
 from serve import server
 

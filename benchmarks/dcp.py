@@ -44,15 +44,15 @@ def ranks(world: int, *arguments: object) -> Mapping[str, object]:
     return first
 
 
-def limit(name: str, folder: Path) -> Mapping[str, object]:
+def baseline(name: str, folder: Path) -> Mapping[str, object]:
     """Measure what the machine can do."""
-    return Measurement(name, "limits:measure", name, folder, "limit").result(TIMEOUT)
+    return Measurement(name, "baselines:measure", name, folder, "baseline").result(TIMEOUT)
 
 
 def measure(case: Case, folder: Path, rounds: int, size: tuple) -> list[dict[str, object]]:
-    """Let all engines and limits take turns, so that a noisy minute hits all of them."""
-    saves: dict[str, list] = {name: [] for name in (*case.engines, *case.save_limits)}
-    loads: dict[str, list] = {name: [] for name in (*case.engines, *case.load_limits)}
+    """Let all engines and baselines take turns, so that a noisy minute hits all of them."""
+    saves: dict[str, list] = {name: [] for name in (*case.engines, *case.save_baselines)}
+    loads: dict[str, list] = {name: [] for name in (*case.engines, *case.load_baselines)}
     for round_ in range(rounds):
         for number, engine in enumerate(case.engines):
             place = folder / "checkpoint"
@@ -66,8 +66,8 @@ def measure(case: Case, folder: Path, rounds: int, size: tuple) -> list[dict[str
         for found in (saves, loads):
             for name in set(found) - set(case.engines):
                 os.sync()
-                (forget if case.cold else warm)([folder / "limit.tensors"])
-                found[name].append(limit(name, folder))
+                (forget if case.cold else warm)([folder / "baseline.tensors"])
+                found[name].append(baseline(name, folder))
         print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     return [
@@ -113,7 +113,7 @@ def main() -> None:
     (HERE / "data").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=HERE / "data") as name:
         folder = Path(name)
-        (folder / "limit.tensors").write_bytes(os.urandom(dcp_state.total_bytes(size)))
+        (folder / "baseline.tensors").write_bytes(os.urandom(dcp_state.total_bytes(size)))
         for case in CASES:
             if options.only and not any(fnmatch.fnmatch(case.name, one) for one in options.only):
                 continue

@@ -36,8 +36,8 @@ class Case:
     engines: tuple[str, ...] = LOCAL
     cold: bool = False
     s3: bool = False
-    save_limits: tuple[str, ...] = field(default=())
-    load_limits: tuple[str, ...] = field(default=())
+    save_baselines: tuple[str, ...] = field(default=())
+    load_baselines: tuple[str, ...] = field(default=())
 
 
 CASES = [
@@ -46,21 +46,21 @@ CASES = [
     for ranks in (f"{world} rank{'s' * (world > 1)}",)
     for case in (
         Case(f"disk-{world}", f"{ranks}, a disk, loads from the page cache", world,
-             save_limits=("write", "write-direct"), load_limits=("copy-read",)),
+             save_baselines=("write", "write-direct"), load_baselines=("copy-read",)),
         Case(f"cold-{world}", f"{ranks}, a disk, nothing in the page cache", world, COLD,
-             cold=True, load_limits=("direct",)),
+             cold=True, load_baselines=("direct",)),
         Case(f"s3-{world}", f"{ranks}, S3 on this machine", world, REMOTE, s3=True),
     )
 ]  # fmt: skip
 
 
 def asked(rows: list[dict]) -> list[Asked]:
-    """Return the targets: one of both, as fast as the others, or near to the limit."""
-    others = [r["engine"] for r in rows if not r["limit"] and not r["engine"].startswith("ours")]
-    limits = [row["engine"] for row in rows if row["limit"]]
+    """Return the targets: one of both, as fast as the others, or near to the baseline."""
+    others = [r["engine"] for r in rows if not r["baseline"] and not r["engine"].startswith("ours")]
+    baselines = [row["engine"] for row in rows if row["baseline"]]
     return [
         *(Asked("speed", 1.5, "ours", name) for name in others),
-        *(Asked("rate", 0.9, "ours", name) for name in limits),
+        *(Asked("rate", 0.9, "ours", name) for name in baselines),
     ]
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import peers
 import tensorizer
 import torch
+from baselines import fresh
 from landing_files import Model, model_of
-from limits import fresh
 from run import forget
 
 Tensors = Mapping[str, torch.Tensor]

@@ -191,6 +191,14 @@ LOADERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "torch.load mmap": lambda path: load_torch(path, mmap=True),
     "run:ai": load_runai,
     "fastsafetensors": lambda path: peers.fastsafetensors([f"{path}.safetensors"]),
+    "requests, then safetensors": lambda path: peers.requests_get(
+        f"http://{os.environ['BENCHMARK_SERVER']}/{path.name}.safetensors"
+    ),
+    "run:ai s3": lambda path: peers.run_ai([f"s3://bucket/{path.name}.safetensors"]),
+    "run:ai tuned s3": lambda path: peers.run_ai([f"s3://bucket/{path.name}.safetensors"]),
+    "boto3, then safetensors": lambda path: peers.boto3_download(
+        "bucket", f"{path.name}.safetensors"
+    ),
 }
 OPENERS = {
     "ours index": load_ours_lazily,
@@ -276,6 +284,9 @@ SAVERS = {
     "ours encrypt": save_encrypted,
     "2.12.1 encrypt": save_encrypted,
     "2.12.1 upload": upload,
+    "boto3 upload of safetensors": lambda tensors, path: peers.boto3_upload(
+        tensors, "bucket", f"{Path(path).name}.tensors"
+    ),
 }
 #: The module that each engine imports; torch is imported already.
 IMPORTS = {
@@ -303,6 +314,9 @@ def warm_up(engine: str) -> None:
         module = importlib.import_module("tensorizer")
         assert module.__version__.startswith("2.12.1") == ("2.12.1" in engine), module.__file__
     else:
+        if engine.endswith(" s3") or "boto3" in engine:
+            os.environ.update(peers.s3_environment(os.environ["BENCHMARK_SERVER"]))
+            os.environ.update(peers.S3_SETTINGS.get(engine.removesuffix(" s3"), {}))
         peers.import_for(engine)
 
 

@@ -1,8 +1,9 @@
 """Records of measurements, and the tables that show them.
 
-Below a table stands which engines are faster than a limit in it, and why they can be. What else is
-to be said of a table is in ``notes.json`` beside the records, under its date and case: a note is
-shown as long as no newer record has that case.
+A baseline is a few lines of code that do a part of the work of a load or save, and no upper bound:
+below a table stands which engines are faster than a baseline in it, and why they can be. Notes on
+a table are in ``notes.json`` beside the records, under its date and case: a note is shown as long
+as no newer record has that case.
 """
 
 from __future__ import annotations
@@ -19,64 +20,61 @@ class Case(Protocol):
     def engines(self) -> tuple[str, ...]: ...
 
 
-LIMITS = {
-    "read": "limit: two-thread read",
-    "sha256": "limit: two-thread SHA-256",
-    "secretbox": "limit: two-thread XSalsa20-Poly1305",
-    "read-secretbox": "limit: two-thread read and XSalsa20-Poly1305",
-    "write": "limit: two threads that write memory, synced",
-    "send": "limit: two connections that send memory",
-    "direct": "limit: four-thread O_DIRECT",
-    "write-direct": "limit: four threads that write with O_DIRECT and sync",
-    "copy-read": "limit: two-thread read into touched memory",
-    "ideal": "limit: 16 connections at full rate",
+BASELINES = {
+    "read": "baseline: two-thread read",
+    "sha256": "baseline: two-thread SHA-256",
+    "secretbox": "baseline: two-thread XSalsa20-Poly1305",
+    "read-secretbox": "baseline: two-thread read and XSalsa20-Poly1305",
+    "write": "baseline: two threads that write memory, synced",
+    "send": "baseline: two connections that send memory",
+    "direct": "baseline: four-thread O_DIRECT",
+    "write-direct": "baseline: four threads that write with O_DIRECT and sync",
+    "copy-read": "baseline: two-thread read into touched memory",
+    "ideal": "baseline: 16 connections at full rate",
     "clean": "the same from nginx, which does not fail",
-    "curl": "limit: two curl processes that keep nothing",
-    "receive": "limit: two sockets received into fresh memory",
+    "curl": "baseline: two curl processes that keep nothing",
+    "receive": "baseline: two sockets received into fresh memory",
 }
-#: For each limit, its work, and why an engine can be faster.
-BEATABLE = {
-    "read": "This limit is two plain threads that read the file into fresh memory. It is no upper "
+#: For each baseline, its work, and why an engine can be faster than it.
+WHY_FASTER = {
+    "read": "It is two plain threads that read the file into fresh memory. It is no upper "
     "bound: it waits where the machine gives fresh memory late, and engines that map the file copy "
     "nothing.",
-    "sha256": "This limit is two threads that hash one block of memory. An engine that hashes two "
+    "sha256": "It is two threads that hash one block of memory. An engine that hashes two "
     "tensors at once on a core, or on more cores, is faster.",
-    "secretbox": "This limit is two threads that decrypt memory. An engine with more threads is "
-    "faster.",
-    "read-secretbox": "This limit is two plain threads that read the file into fresh memory and "
+    "secretbox": "It is two threads that decrypt memory. An engine with more threads is faster.",
+    "read-secretbox": "It is two plain threads that read the file into fresh memory and "
     "decrypt it. It waits where the machine gives fresh memory late.",
-    "write": "This limit is two plain threads that write one file through the page cache, and sync "
+    "write": "It is two plain threads that write one file through the page cache, and sync "
     "it at the end. A save that has the disk begin earlier, or whose threads write files of their "
     "own, can be faster.",
-    "send": "This limit is two connections that send memory. An engine with more connections is "
-    "faster.",
-    "direct": "This limit is four plain threads that read 4 MiB at a time around the page cache. "
+    "send": "It is two connections that send memory. An engine with more connections is faster.",
+    "direct": "It is four plain threads that read 4 MiB at a time around the page cache. "
     "More reads in flight, or the kernel's read-ahead, can be faster, and the rate of the disk "
     "changes from minute to minute.",
-    "write-direct": "This limit is four plain threads that write 8 MiB at a time around the page "
+    "write-direct": "It is four plain threads that write 8 MiB at a time around the page "
     "cache. More writes in flight can be faster, and the rate of the disk changes from minute to "
     "minute.",
-    "copy-read": "This limit is two plain threads that read the file into memory that was touched. "
+    "copy-read": "It is two plain threads that read the file into memory that was touched. "
     "An engine that maps the file copies nothing.",
-    "ideal": "This limit is computed: 16 connections at their full rate. More connections are "
-    "faster.",
+    "ideal": "It is computed: 16 connections at their full rate. More connections are faster.",
     "clean": "This row is the same load from a server that does not fail. Repeating what failed "
     "cost less than the rounds differ.",
-    "curl": "This limit is two connections whose bytes are dropped. More connections are faster.",
-    "receive": "This limit is two connections that are received into fresh memory. It waits where "
+    "curl": "It is two connections whose bytes are dropped. More connections are faster.",
+    "receive": "It is two connections that are received into fresh memory. It waits where "
     "the machine gives fresh memory late.",
 }
 
 
 def rate(row: dict) -> float:
-    """Return bytes a second; limits may move another number of bytes."""
+    """Return bytes a second; baselines may move another number of bytes."""
     return row["bytes"] / row["median"]
 
 
 def table(case: Case, rows: list[dict]) -> str:
     """Return a Markdown table; ratios are of median times, above 1 where ours is faster.
 
-    Below it stands which engines are faster than a limit, and why.
+    Below it stands which engines are faster than a baseline, and why.
     """
     ours = next(row for row in rows if row["engine"] == case.engines[0])
     lines = [
@@ -86,24 +84,29 @@ def table(case: Case, rows: list[dict]) -> str:
     ]
     for row in rows:
         gigabytes = f"{rate(row) / 1e9:.2f}" if row["bytes"] else "-"
-        name = LIMITS[row["engine"]] if row["limit"] else row["engine"]
-        # Limits move other numbers of bytes, so rates are compared.
-        if row["limit"]:
+        name = BASELINES[row["engine"]] if row["baseline"] else row["engine"]
+        # Baselines move other numbers of bytes, so rates are compared.
+        if row["baseline"]:
             shown = f"{rate(ours) / rate(row):.2f} of it"
         else:
             shown = "-" if row is ours else f"{row['median'] / ours['median']:.2f}"
         cpu = f"{row['cpu_seconds']:.2f}" if row["cpu_seconds"] else "-"
-        extra = f"{row['extra_bytes'] / 1e6:.0f} MB" if not row["limit"] and row["bytes"] else "-"
+        extra = (
+            f"{row['extra_bytes'] / 1e6:.0f} MB" if not row["baseline"] and row["bytes"] else "-"
+        )
         lines.append(
             f"| {name} | {row['median']:.3f} | {row['min']:.3f} to {row['max']:.3f} "
             f"| {row.get('call_median', row['median']):.3f} | {cpu} | {gigabytes} | {shown} "
             f"| {extra} |"
         )
-    for limit in (row for row in rows if row["limit"]):
-        faster = [r["engine"] for r in rows if not r["limit"] and rate(r) > rate(limit)]
+    for baseline in (row for row in rows if row["baseline"]):
+        faster = [r["engine"] for r in rows if not r["baseline"] and rate(r) > rate(baseline)]
         if faster:
-            name = LIMITS[limit["engine"]].removeprefix("limit: ")
-            lines += ["", f"Faster than “{name}”: {', '.join(faster)}. {BEATABLE[limit['engine']]}"]
+            name = BASELINES[baseline["engine"]].removeprefix("baseline: ")
+            lines += [
+                "",
+                f"Faster than “{name}”: {', '.join(faster)}. {WHY_FASTER[baseline['engine']]}",
+            ]
     return "\n".join(lines)
 
 

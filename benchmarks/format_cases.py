@@ -12,7 +12,7 @@ class Asked:
     """A goal for an engine of ours.
 
     ``time``: at most so many times the time of another engine; ``speed``: at least so many times
-    as fast; ``rate``: at least this part of a limit's rate; ``memory``: at most so many bytes
+    as fast; ``rate``: at least this part of a baseline's rate; ``memory``: at most so many bytes
     beyond what the caller keeps.
     """
 
@@ -24,7 +24,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. The first engine is ours; limits are measurements of the machine."""
+    """One comparison. The first engine is ours; baselines are measurements of the machine."""
 
     name: str
     title: str
@@ -32,7 +32,7 @@ class Case:
     #: ``shards`` (four, with an index), or the suffix of one file; ``made`` has none to be read.
     form: str
     engines: tuple[str, ...]
-    limits: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
     asked: tuple[Asked, ...] = ()
     cold: bool = False
     #: Scheme of addresses: ``http`` or ``s3``, both from nginx; ``upload`` to the server of
@@ -132,8 +132,9 @@ BYTES = [
 PRETRAINED = "llama"
 WHAT = "from_pretrained of a Llama of 1.08 GB in four shards"
 BESIDE = ("ours from_pretrained", "from_pretrained")
+TWO_WAYS = ("ours from_pretrained", "ours tensorizer.transformers", "from_pretrained")
 MODELS = [
-    Case("pretrained", WHAT, PRETRAINED, "shards", BESIDE, (), (Asked("time", 1.05, *BESIDE),),
+    Case("pretrained", WHAT, PRETRAINED, "shards", TWO_WAYS, (), (Asked("time", 1.05, *BESIDE),),
          work="format_models"),
     Case("pretrained-cold", f"{WHAT}, not in the page cache", PRETRAINED, "shards", BESIDE, (),
          (Asked("speed", 1, *BESIDE),), cold=True, work="format_models"),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import limits
+import baselines
 import peers
 import torch
 from engines import checksum, reset_peak, status
@@ -119,11 +119,11 @@ def iterated(pairs: Pairs) -> tuple[dict[str, int], int]:
 
 
 def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Mapping[str, object]:
-    """Measure one engine, or a limit, once."""
+    """Measure one engine, or a baseline, once."""
     os.environ["BENCHMARK_SERVER"] = server
     os.environ["BENCHMARK_FOLDER"] = str(folder)
-    if engine in case.limits:
-        return {**getattr(limits, engine)(one_file(folder, case)), "verified": True}
+    if engine in case.baselines:
+        return {**getattr(baselines, engine)(one_file(folder, case)), "verified": True}
     where = given(folder, case, server, quick)
     warm_up(engine, case, where, server)
     expected = sums(folder, case, half=engine.endswith(" half"))

@@ -44,7 +44,7 @@ def local(folder: Path, case: Case) -> list[Path]:
 
 
 def one_file(folder: Path, case: Case) -> Path:
-    """Return one file of the same size: limits are measured without shards."""
+    """Return one file of the same size: baselines are measured without shards."""
     form = "safetensors" if case.form in ("shards", "made") else case.form
     return folder / f"{case.model}.{form}"
 

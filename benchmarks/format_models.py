@@ -73,6 +73,12 @@ def ours(where: str) -> torch.nn.Module:
         return plain(where)
 
 
+def ours_transformers(where: str) -> torch.nn.Module:
+    from tensorizer.transformers import from_pretrained
+
+    return from_pretrained(where, device="cpu")
+
+
 def ours_address(where: str) -> torch.nn.Module:
     """Bring up a model from a server: transformers knows no addresses, but takes a state."""
     import tensorizer
@@ -99,6 +105,7 @@ def fetched(where: str) -> torch.nn.Module:
 
 LOADERS: dict[str, Callable[[str], torch.nn.Module]] = {
     "ours from_pretrained": ours,
+    "ours tensorizer.transformers": ours_transformers,
     "ours load, then from_pretrained": ours_address,
     "from_pretrained": plain,
     "curl, then from_pretrained": fetched,

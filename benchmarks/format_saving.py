@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import limits
+import baselines
 import peers
 from cases import FULL, QUICK
 from engines import checksum, reset_peak, status
@@ -128,10 +128,10 @@ def fetch_upload(server: str) -> Path:
 
 
 def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Mapping[str, object]:
-    """Measure one engine, or a limit, once."""
+    """Measure one engine, or a baseline, once."""
     os.environ["BENCHMARK_SERVER"] = server
-    if engine in case.limits:
-        return {**getattr(limits, engine)(one_file(folder, case)), "verified": True}
+    if engine in case.baselines:
+        return {**getattr(baselines, engine)(one_file(folder, case)), "verified": True}
     if case.scheme:
         os.environ.update(peers.s3_environment(server))
     for part, module in MODULES.items():

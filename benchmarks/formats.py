@@ -32,11 +32,11 @@ SERVERS = {"http": "nginx", "s3": "nginx", "upload": "s3"}
 def measure(
     case: Case, folder: Path, address: str, rounds: int, quick: bool
 ) -> list[dict[str, object]]:
-    """Let all engines and limits take turns, so that a noisy minute hits all of them."""
+    """Let all engines and baselines take turns, so that a noisy minute hits all of them."""
     paths = local(folder, case)
-    if case.limits and paths:
+    if case.baselines and paths:
         paths = list({*paths, one_file(folder, case)})
-    results: dict[str, list] = {name: [] for name in (*case.engines, *case.limits)}
+    results: dict[str, list] = {name: [] for name in (*case.engines, *case.baselines)}
     if not case.cold:
         warm(paths)
     for round_ in range(rounds):
@@ -46,7 +46,9 @@ def measure(
             given = (name, case, folder, address, quick)
             found.append(Measurement(name, f"{case.work}:once", *given).result())
         print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
-    return [summary(case.name, name, name in case.limits, found) for name, found in results.items()]
+    return [
+        summary(case.name, name, name in case.baselines, found) for name, found in results.items()
+    ]
 
 
 def chosen(only: list[str]) -> list[Case]:

@@ -14,8 +14,8 @@ HEAD = [
     "| case | ours | faster | ours is faster by | fastest of ours |",
     "|---|---|---|---|---|",
 ]
-#: Rows that are no engines: limits, and loads of ours from servers that do not fail.
-LIMITS = ("limit: ", "the same from ", "requests for ranges")
+#: Rows that are no engines: baselines, and loads of ours from servers that do not fail.
+BASELINES = ("baseline: ", "the same from ", "requests for ranges")
 #: Tables without other engines: the first cells of their heads.
 OURS_ONLY = (
     ("", "seconds"),
@@ -115,8 +115,8 @@ def tables(page: str) -> Iterator[Table]:
 
 
 def is_ours(name: str) -> bool:
-    """True if a row is ours, or a limit."""
-    return name.startswith(("ours", *LIMITS))
+    """True if a row is ours, or a baseline."""
+    return name.startswith(("ours", *BASELINES))
 
 
 def by_engine(table: Table) -> Iterator[Loss]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -33,6 +35,8 @@ MODULES = {
     "run:ai": "runai_model_streamer",
     "fastsafetensors": "fastsafetensors",
     "safetensors": "safetensors.torch",
+    "boto3": "boto3.s3.transfer",
+    "requests": "requests",
 }
 
 
@@ -41,7 +45,6 @@ def import_for(engine: str) -> None:
     for part, module in MODULES.items():
         if part in engine:
             importlib.import_module(module)
-            return
 
 
 def s3_environment(server: str) -> dict[str, str]:
@@ -91,6 +94,39 @@ def safetensors_iterate(files: list[str]) -> Pairs:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
+
+
+def requests_get(url: str) -> Tensors:
+    """Download a file into memory, and load these bytes."""
+    import requests
+    from safetensors.torch import load
+
+    answer = requests.get(url)
+    answer.raise_for_status()
+    return load(answer.content)
+
+
+def boto3_client() -> Any:
+    """Return a client of the server that :func:`s3_environment` names."""
+    import boto3
+
+    return boto3.client("s3")
+
+
+def boto3_download(bucket: str, key: str) -> Tensors:
+    """Download an object into memory with boto3's own threads, and load these bytes."""
+    from safetensors.torch import load
+
+    kept = io.BytesIO()
+    boto3_client().download_fileobj(bucket, key, kept)
+    return load(kept.getvalue())
+
+
+def boto3_upload(tensors: Tensors, bucket: str, key: str) -> None:
+    """Make a safetensors file in memory, and upload it with boto3's own threads."""
+    from safetensors.torch import save
+
+    boto3_client().upload_fileobj(io.BytesIO(save(tensors)), bucket, key)
 
 
 def torch_load(files: list[str], mmap: bool = False) -> Tensors:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from machine import commit, version
 from run import HERE
 from serve import server
-from tensorizer.group.wishes import Wish, merged
+from tensorizer.group.tensor_requests import Wish, merged
 
 #: Tensors of the file, of 4 kB each.
 COUNT = 100

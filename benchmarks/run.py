@@ -19,7 +19,7 @@ from pathlib import Path
 
 import checkpoints
 import torch
-from cases import CASES, FULL, LIMITS, QUICK, Case, Model
+from cases import BASELINES, CASES, FULL, QUICK, Case, Model
 from forks import Measurement, preload
 from machine import commit, version
 from serve import server
@@ -81,12 +81,12 @@ def warm(paths: list[Path]) -> None:
 def run(
     name: str, folder: Path, model: str, quick: bool, packages: str | None = None
 ) -> Mapping[str, object]:
-    """Run an engine or a limit once, in a process that begins with torch imported.
+    """Run an engine or a baseline once, in a process that begins with torch imported.
 
     ``packages`` is a folder whose packages come before all others.
     """
-    if name in LIMITS:
-        return Measurement(name, "limits:measure", name, folder, model).result()
+    if name in BASELINES:
+        return Measurement(name, "baselines:measure", name, folder, model).result()
     if "2.12.1" in name:
         found = sorted(OLD_PYTHON.parents[1].glob("lib/python*/site-packages"))
         if not found:
@@ -99,8 +99,8 @@ def run(
 
 
 def measure(case: Case, folder: Path, rounds: int, quick: bool) -> list[dict[str, object]]:
-    """Let all engines and limits take turns, so that a noisy minute hits all of them."""
-    results: dict[str, list[Mapping[str, object]]] = {n: [] for n in case.engines + case.limits}
+    """Let all engines and baselines take turns, so that a noisy minute hits all of them."""
+    results: dict[str, list[Mapping[str, object]]] = {n: [] for n in case.engines + case.baselines}
     files = files_of(folder, case.model)
     if not case.cold:
         warm(files)
@@ -110,11 +110,13 @@ def measure(case: Case, folder: Path, rounds: int, quick: bool) -> list[dict[str
                 forget(files)
             found.append(run(name, folder, case.model, quick))
         print(f"  round {round_ + 1} of {rounds}", end="\r", flush=True)
-    return [summary(case.name, name, name in case.limits, found) for name, found in results.items()]
+    return [
+        summary(case.name, name, name in case.baselines, found) for name, found in results.items()
+    ]
 
 
 def summary(
-    case: str, engine: str, limit: bool, results: list[Mapping[str, object]]
+    case: str, engine: str, baseline: bool, results: list[Mapping[str, object]]
 ) -> dict[str, object]:
     """Return what is recorded of the runs of one engine."""
     seconds = sorted(float(r["seconds"]) for r in results)
@@ -123,7 +125,7 @@ def summary(
     return {
         "case": case,
         "engine": engine,
-        "limit": limit,
+        "baseline": baseline,
         "n": len(results),
         "min": seconds[0],
         "median": seconds[len(seconds) // 2],
@@ -141,7 +143,7 @@ def describe() -> dict[str, object]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     cpu = names[0] if names else platform.processor()
-    packages = ("torch", "safetensors", "runai-model-streamer", "fastsafetensors", "tensorizer")
+    names = "torch safetensors runai-model-streamer fastsafetensors boto3 requests tensorizer"
     return {
         "date": datetime.datetime.now().isoformat(timespec="minutes"),
         "commit": commit(),
@@ -149,7 +151,7 @@ def describe() -> dict[str, object]:
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 30} GiB",
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages} | {"old tensorizer": "2.12.1"},
+        "versions": {name: version(name) for name in names.split()} | {"old tensorizer": "2.12.1"},
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from figures import LIMITS
+from figures import BASELINES
 from format_cases import Asked
 
 HEAD = ["| case | asked | found | reached |", "|---|---|---|---|"]
@@ -30,7 +30,7 @@ def judged(asked: Asked, rows: list[dict]) -> tuple[str, str, bool] | None:
         text = f"{name}: at least {bound:g} times as fast as {asked.beside}"
         return text, f"{1 / times:.2f}", 1 / times >= bound
     rate = mine["bytes"] / other["bytes"] / times
-    text = f"{name}: at least {bound:g} of the rate of the {LIMITS[asked.beside]}"
+    text = f"{name}: at least {bound:g} of the rate of the {BASELINES[asked.beside]}"
     return text, f"{rate:.2f}", rate >= bound
 
 

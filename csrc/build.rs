@@ -80,7 +80,10 @@ fn build() -> Result<(), String> {
 /// most of a minute.
 fn compile_once(build: &cc::Build, version: &str) -> Result<(), String> {
     const NAME: &str = "tensorizer_csrc";
-    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("Cargo gives no OUT_DIR")?);
+    let out = PathBuf::from(
+        env::var_os("OUT_DIR")
+            .ok_or("the environment variable OUT_DIR is not set: run this script through cargo")?,
+    );
     let library = format!("lib{NAME}.a");
     let key = key(build, &out, version).map_err(|e| format!("csrc/ cannot be read: {e}"))?;
     // The profile's folder, three levels up, is shared by all runs of this script.
@@ -102,7 +105,11 @@ fn compile_once(build: &cc::Build, version: &str) -> Result<(), String> {
         .and_then(|()| fs::copy(out.join(&library), &part))
         .and_then(|_| fs::rename(&part, kept.join(&library)));
     if let Err(error) = saved {
-        println!("cargo::warning={} is not kept: {error}", kept.display());
+        println!(
+            "cargo::warning=cannot keep the compiled library in {}, so the next build compiles it \
+             again: {error}",
+            kept.display()
+        );
     }
     Ok(())
 }
@@ -154,9 +161,12 @@ fn version(root: &Path) -> Result<String, String> {
     if let Some(version) = quoted {
         return Ok(version.trim_matches(['\'', '"']).to_owned());
     }
-    fs::read_to_string(root.join("build-version"))
-        .map(|text| text.trim().to_owned())
-        .map_err(|e| format!("{} is not a torch folder: build-version: {e}", root.display()))
+    fs::read_to_string(root.join("build-version")).map(|text| text.trim().to_owned()).map_err(|e| {
+        format!(
+            "{} is not a torch or libtorch folder: cannot read its build-version: {e}",
+            root.display()
+        )
+    })
 }
 
 fn major_and_minor(version: &str) -> Option<(u32, u32)> {

@@ -65,10 +65,11 @@ fn put<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64, value: T) {
 
 fn remove<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
     let mut table = table.lock();
-    table
-        .as_mut()
-        .and_then(|table| table.remove(&number))
-        .ok_or_else(|| Error::InvalidArgument(format!("no tensors under the number {number}")))
+    table.as_mut().and_then(|table| table.remove(&number)).ok_or_else(|| {
+        Error::InvalidArgument(format!(
+            "no tensors for handle {number}: it was used already, or is not one of tensorizer's"
+        ))
+    })
 }
 
 /// Called by torch: keeps tensors under a handle's number until [`borrow`] fetches them.

@@ -42,7 +42,10 @@ impl LoadDestination<'_> {
         for (&number, &device) in selection.iter().zip(self.devices.iter().cycle()) {
             check_type(file.entry(number)?)?;
             found.push(devices.place(device, |error| {
-                counters.fallback(&format!("through host memory and torch: {error}"));
+                counters.fallback(&format!(
+                    "copied through host memory by torch, because tensorizer cannot copy to the \
+                     device itself: {error}"
+                ));
                 Ok(None)
             })?);
         }

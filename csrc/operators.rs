@@ -65,7 +65,8 @@ fn take_key(bytes: Vec<u8>) -> Result<Option<Key>> {
     if bytes.is_empty() {
         return Ok(None);
     }
-    let wrong = || Error::InvalidArgument(format!("a key has 32 bytes, found {}", bytes.len()));
+    let wrong =
+        || Error::InvalidArgument(format!("expected a key of 32 bytes, found {}", bytes.len()));
     Key::new(&bytes).map(Some).ok_or_else(wrong)
 }
 
@@ -137,7 +138,10 @@ pub fn op_load_checked(
     operator(|| {
         if names.len() != expected.len() {
             let (names, expected) = (names.len(), expected.len());
-            return Err(Error::InvalidArgument(format!("{names} names, {expected} expectations")));
+            return Err(Error::InvalidArgument(format!(
+                "expected as many entries in `expected` as names, found {names} names and \
+                 {expected} entries"
+            )));
         }
         let file = open(uri, &mut options)?;
         let selection = file.select(&names)?;

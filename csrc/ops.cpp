@@ -162,8 +162,8 @@ void load_into_now(std::string uri, Names names, at::TensorList out, at::Tensor 
                    Readers num_readers, Key key) {
   const c10::NoGradGuard no_grad;
   const auto given = options(verify, num_readers, key);
-  TORCH_CHECK_VALUE(names.size() == out.size(), names.size(), " names for ", out.size(),
-                    " tensors");
+  TORCH_CHECK_VALUE(names.size() == out.size(), "expected as many names as tensors, found ",
+                    names.size(), " names for ", out.size(), " tensors");
   std::vector<at::Tensor> filled;
   filled.reserve(out.size());
   for (std::size_t at = 0; at < out.size(); ++at) {
@@ -278,7 +278,8 @@ void lend(std::int64_t handle, std::vector<at::Tensor> tensors) {
 
 // Refuses tensors whose storage is too small. For Python, which copies some tensors itself.
 void refuse_short(Names names, std::vector<at::Tensor> tensors) {
-  TORCH_CHECK_VALUE(names.size() == tensors.size(), "as many names as tensors");
+  TORCH_CHECK_VALUE(names.size() == tensors.size(), "expected as many names as tensors, found ",
+                    names.size(), " names for ", tensors.size(), " tensors");
   for (std::size_t at = 0; at < tensors.size(); ++at) {
     const auto missing = missing_memory(tensors[at]);
     TORCH_CHECK_VALUE(missing.empty(), "tensor `", names[at], "`: ", missing);

@@ -177,7 +177,7 @@ impl TorchHostMemory {
 pub fn to_save<'t>(names: &[String], tensors: &'t TensorList) -> Result<Vec<SaveTensor<'t>>> {
     if names.len() != tensors.size() {
         return Err(Error::InvalidArgument(format!(
-            "{} names for {} tensors",
+            "expected as many names as tensors, found {} names for {} tensors",
             names.len(),
             tensors.size()
         )));
@@ -210,7 +210,7 @@ pub fn one_to_save<'t>(
     let info = tensors.info(at).map_err(|e| refused(&name, &e))?;
     let dtype = DType::from_code(info.dtype).ok_or_else(|| {
         Error::Unsupported(format!(
-            "tensor `{name}`: torch's type number {} has no place in the format",
+            "tensor `{name}`: its dtype (torch ScalarType {}) cannot be stored in a file",
             info.dtype
         ))
     })?;

@@ -42,7 +42,8 @@ rust::Vec<std::uint8_t> key_bytes(const Key& key) {
   TORCH_CHECK_VALUE(key->scalar_type() == at::kByte && key->numel() == 32,
                     "a key is a uint8 tensor of 32 elements, found ", key->numel(), " of ",
                     key->scalar_type());
-  TORCH_CHECK_VALUE(!key->is_meta(), "the key is a tensor of the meta device, which has no bytes");
+  TORCH_CHECK_VALUE(!key->is_meta(),
+                    "the key is on the meta device, and has no bytes: expected one with data");
   const auto host = key->detach().cpu().contiguous();
   const auto* bytes = host.const_data_ptr<std::uint8_t>();
   out.reserve(32);

@@ -183,23 +183,23 @@ macro_rules! texts {
 
 texts! {
     CACHE = "TENSORIZER_CACHE", "none",
-        "a folder that keeps what servers of HTTP, S3, Google, Azure and hubs have sent, for the next load; without it nothing is kept";
+        "the folder of the cache for files of HTTP, S3, Google, Azure and Hugging Face servers; none: no cache";
     S3_ENDPOINT = "TENSORIZER_S3_ENDPOINT", "none",
-        "the host or address of the server of `s3://`, where neither the call, `~/.s3cfg` nor AWS's settings name one";
-    HF_ENDPOINT = "HF_ENDPOINT", "`https://huggingface.co`", "the hub of `hf://` addresses";
-    HF_TOKEN = "HF_TOKEN", "none", "the token that this hub is sent, and no other server";
+        "the host or address of the server for `s3://`, if neither the call, `~/.s3cfg` nor the settings of AWS give one";
+    HF_ENDPOINT = "HF_ENDPOINT", "`https://huggingface.co`", "the address of the hub for `hf://`";
+    HF_TOKEN = "HF_TOKEN", "none", "the token for this hub; no other server gets it";
     HF_TOKEN_PATH = "HF_TOKEN_PATH", "`$HF_HOME/token`", "a file with that token";
     HF_NO_TOKEN = "HF_HUB_DISABLE_IMPLICIT_TOKEN", "0", "1: no token is sent";
-    HF_HOME = "HF_HOME", "`~/.cache/huggingface`", "what the hub's own client keeps";
+    HF_HOME = "HF_HOME", "`~/.cache/huggingface`", "the folder of Hugging Face's own client";
     HF_CACHE = "HF_HUB_CACHE", "`$HF_HOME/hub`",
-        "what that client has downloaded, which is read and never changed";
-    HF_OFFLINE = "HF_HUB_OFFLINE", "0", "1: the hub is not asked, and only what is there is read";
-    OLD_TOKEN = "HUGGING_FACE_HUB_TOKEN", "none", "the same as `HF_TOKEN`, where that is not set";
-    OLD_CACHE = "HUGGINGFACE_HUB_CACHE", "none", "the same as `HF_HUB_CACHE`, where that is not set";
-    OLD_OFFLINE = "TRANSFORMERS_OFFLINE", "0", "the same as `HF_HUB_OFFLINE`, where that is not set";
+        "the files that this client has downloaded; tensorizer reads them, and never changes them";
+    HF_OFFLINE = "HF_HUB_OFFLINE", "0", "1: no requests to the hub; only files that were downloaded are read";
+    OLD_TOKEN = "HUGGING_FACE_HUB_TOKEN", "none", "the same as `HF_TOKEN`, if that is not set";
+    OLD_CACHE = "HUGGINGFACE_HUB_CACHE", "none", "the same as `HF_HUB_CACHE`, if that is not set";
+    OLD_OFFLINE = "TRANSFORMERS_OFFLINE", "0", "the same as `HF_HUB_OFFLINE`, if that is not set";
     LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE", "1",
-        "set by launchers such as `torchrun`: how many processes of one job this machine runs, which load the same files as a rule";
-    XDG_CACHE = "XDG_CACHE_HOME", "`~/.cache`", "where `huggingface` is the default of `HF_HOME`";
+        "set by launchers such as `torchrun`: the number of processes of one job on this machine, which usually load the same files";
+    XDG_CACHE = "XDG_CACHE_HOME", "`~/.cache`", "the folder that has `huggingface`, the default of `HF_HOME`";
 }
 
 /// Makes all variables be read again at their next use, for tests.
@@ -245,29 +245,29 @@ macro_rules! variables {
 
 variables! {
     CONNECTIONS = "TENSORIZER_CONNECTIONS", 0,
-        "connections that a load or an upload uses unless their number is given; 0: as many as help";
-    ATTEMPTS = "TENSORIZER_ATTEMPTS", 6, "tries of one request, the first included";
-    CONNECT_SECONDS = "TENSORIZER_CONNECT_SECONDS", 20, "how long a connection may take to be made";
-    STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, "how long a server may send nothing";
+        "connections of a load or an upload, unless the call gives a number; 0: chosen automatically";
+    ATTEMPTS = "TENSORIZER_ATTEMPTS", 6, "attempts for one request, the first included";
+    CONNECT_SECONDS = "TENSORIZER_CONNECT_SECONDS", 20, "timeout for opening a connection";
+    STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, "timeout while a server sends nothing";
     TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300,
-        "how long the tries of one request may take together, and a second more for each 64 KiB of it";
+        "timeout for all attempts of one request; each 64 KiB of it add one second";
     UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0,
-        "memory for the parts of an upload, in MiB: too little costs connections; 0: what they need";
+        "memory for the parts of an upload, in MiB: less memory allows fewer connections; 0: as much as they need";
     MEMORY_MB = "TENSORIZER_MEMORY_MB", 0,
-        "memory that a call may have in flight beside its tensors unless `memory_limit` is given, in MiB; 0: as much as it needs";
+        "memory that a call may use in addition to its tensors, in MiB, unless it has a `memory_limit`; 0: as much as it needs";
     CACHE_GB = "TENSORIZER_CACHE_GB", 0,
-        "how much that folder may hold, in GB: what was used least recently goes; 0: all but a twentieth of its disk";
+        "maximum size of that folder, in GB: the least recently used files are removed first; 0: all but 5 % of its disk";
     PINNED_MB = "TENSORIZER_PINNED_MB", 256,
         "pinned host memory that the loads to and saves from one CUDA device share, in MiB";
     STAGING_KB = "TENSORIZER_STAGING_KB", 4096,
-        "a buffer of that memory, which is copied at once, in KiB: 1024 to 65536";
+        "size of one buffer of that memory, which is copied at once, in KiB: 1024 to 65536";
     IN_FLIGHT_MB = "TENSORIZER_IN_FLIGHT_MB", 64,
-        "copies under way beyond which readers wait instead of taking more of that memory, in MiB";
-    STREAMS = "TENSORIZER_STREAMS", 2, "CUDA streams that the copies of a call use in turns: 1 to 16";
+        "copies in flight, in MiB, beyond which readers wait and take no more of that memory";
+    STREAMS = "TENSORIZER_STREAMS", 2, "CUDA streams over which the copies of a call are distributed: 1 to 16";
     READERS = "TENSORIZER_READERS", 0,
-        "readers of a local file unless their number is given; 0: as many as help";
+        "readers of a local file, unless the call gives a number; 0: chosen automatically";
     DIRECT_IO = "TENSORIZER_DIRECT_IO", 1,
-        "whether loads read files around the page cache that are not in it: 1, but not where `LOCAL_WORLD_SIZE` or `group=` say that several processes of this machine load; 2, there too; 0, never";
+        "whether loads read files that are not in the page cache with direct reads (`O_DIRECT`): 1, unless `LOCAL_WORLD_SIZE` or `group=` says that several processes of this machine load; 2, always; 0, never";
     NUMA = "TENSORIZER_NUMA", 1,
         "whether the pinned memory and the readers of loads to a CUDA device are placed on its NUMA node: 1 or 0";
     GDS = "TENSORIZER_GDS", 0,

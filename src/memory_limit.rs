@@ -227,9 +227,9 @@ impl MemoryLimit {
         };
         let (each, minimum) = (needs.each(), needs.minimum());
         self.needs(minimum, || {
-            let staged = format!(", and {min_buffers} staging buffers of {buffer}");
+            let staged = format!(", and {min_buffers} staging buffers of {buffer} bytes each");
             let staged = if staging.is_some() { staged } else { String::new() };
-            format!("one reader takes {each} bytes{staged}")
+            format!("one reader needs {each} bytes{staged}")
         })?;
         // Staging buffers leave enough for one reader.
         let staging = match buffer {
@@ -259,11 +259,13 @@ impl MemoryLimit {
         let (parts, min_buffers) = (part.saturating_mul(2), u64::from(buffer > 0));
         let (fixed, minimum) = (retained.saturating_add(waiting), needs.minimum());
         self.needs(minimum, || {
-            let parts = format!(", two parts of {part} and the first {retained} of the file");
+            let parts = format!(
+                ", two parts of the upload {part} each and the beginning of the file {retained}"
+            );
             let parts = if part > 0 { parts } else { String::new() };
             let staged = format!(", a staging buffer {buffer}");
             let staged = if buffer > 0 { staged } else { String::new() };
-            format!("one thread takes {each} bytes, hashes {waiting}{parts}{staged}")
+            format!("one thread needs {each} bytes, the hashes {waiting}{parts}{staged}")
         })?;
         let free = bytes - fixed - each;
         let of_parts = share(free).max(parts).min(free - min_buffers * buffer);
@@ -290,7 +292,7 @@ impl MemoryLimit {
         let Some(bytes) = self.bytes else { return Ok((wanted, self)) };
         let reads = READS.min(bytes / 2).max(bytes - share(bytes));
         self.needs(largest.saturating_add(reader), || {
-            format!("a tensor of {largest} bytes is held, and a reader takes {reader}")
+            format!("a tensor of {largest} bytes is held, and a reader needs {reader}")
         })?;
         let tensors = wanted.min(bytes - reads).min(bytes - reader).max(largest);
         Ok((tensors, self.reserving(tensors)))
@@ -324,9 +326,7 @@ impl MemoryLimit {
         let readers = reader.saturating_mul(at_once);
         self.needs(min_buffers.saturating_add(readers), || {
             let count = at_once + others;
-            format!(
-                "{count} batches of {minimum} bytes are on their way, and a reader takes {reader}"
-            )
+            format!("{count} batches of {minimum} bytes are in flight, and a reader needs {reader}")
         })?;
         let batch = (share(bytes) / batches.max(1)).clamp(minimum, most.max(minimum));
         let held = batch.saturating_mul(at_once.saturating_add(others));

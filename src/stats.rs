@@ -59,7 +59,7 @@ pub fn times_first_touch() -> bool {
 
 /// The fallback of a pool of staging memory that is not all pinned.
 pub const PAGEABLE: &str =
-    "pageable staging memory: the system or the driver refused to pin as much";
+    "pageable staging memory: the system or the driver refused to pin as much memory as needed";
 
 /// Counters of one call, shared by its threads.
 #[derive(Debug)]

@@ -165,7 +165,7 @@ def pinned_copy(size: int, back: bool) -> float:
 
 def limit(engine: str, path: Path) -> dict[str, object]:
     if engine == "direct reads":
-        from limits import direct
+        from baselines import direct
 
         found = direct(Path(f"{path}.tensors"))
         if not found["bytes"]:

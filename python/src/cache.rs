@@ -22,8 +22,11 @@ fn rows(
     let found = gil::without(py, || {
         let cache = folder.map(Cache::at).transpose()?;
         let cache = cache.map_or_else(Cache::from_environment, |cache| Ok(Some(cache)))?;
-        let missing =
-            || Error::InvalidArgument("no folder is named: set TENSORIZER_CACHE".to_owned());
+        let missing = || {
+            Error::InvalidArgument(
+                "no cache folder was given: set TENSORIZER_CACHE, or pass --folder".to_owned(),
+            )
+        };
         found(&cache.ok_or_else(missing)?)
     })?;
     let row = |cached: CachedFile| {

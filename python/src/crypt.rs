@@ -13,8 +13,9 @@ use crate::gil;
 use crate::signals;
 
 fn key(bytes: &[u8]) -> Result<Key> {
-    Key::new(bytes)
-        .ok_or_else(|| Error::InvalidArgument(format!("a key has 32 bytes, found {}", bytes.len())))
+    Key::new(bytes).ok_or_else(|| {
+        Error::InvalidArgument(format!("expected a key of 32 bytes, found {}", bytes.len()))
+    })
 }
 
 /// Options of encryption, with the key.
@@ -117,7 +118,12 @@ impl Decryption {
         let secret = match (key, source) {
             (Some(key), None) => Secret::Key(self::key(key)?),
             (None, Some(source)) => Secret::Passphrase(source.to_vec().into()),
-            _ => return Err(Error::InvalidArgument("a key or a passphrase".to_owned()).into()),
+            _ => {
+                return Err(Error::InvalidArgument(
+                    "expected either a key or a passphrase".to_owned(),
+                )
+                .into());
+            }
         };
         let mut options = DecryptionOptions::new(secret);
         options.require_manifest = require_manifest;

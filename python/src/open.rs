@@ -132,8 +132,8 @@ pub fn open(
         return Ok(Source::new(Arc::new(MemorySource::new(bytes, uri())), base));
     }
     if !file.hasattr("read")? {
-        let found = file.get_type().name()?;
-        return Err(PyTypeError::new_err(format!("expected a file, found {found}")).into());
+        let what = format!("expected a file with read(), found {}", file.get_type().name()?);
+        return Err(PyTypeError::new_err(what).into());
     }
     let size: Option<u64> = options.get("size")?;
     let object = PyFile::new(file.clone().unbind(), uri(), size);
@@ -153,8 +153,8 @@ fn warn_of_no_tag(py: Python<'_>, uri: &str) -> PyResult<()> {
         return Ok(());
     }
     let message = format!(
-        "the cache keeps nothing of {uri}: its server states no strong ETag, which tells versions of a \
-         file apart"
+        "{uri} is not cached: its server sends no strong ETag, without which a changed file cannot \
+         be told from a cached one"
     );
     py.import("warnings")?.call_method1("warn", (message,))?;
     Ok(())

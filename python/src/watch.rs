@@ -86,7 +86,7 @@ impl LoadState {
     /// Reports the bytes that a load has moved. Returns an error if the load is to end.
     pub fn report_and_check(&self, uri: &str, moved: u64) -> Result<()> {
         if self.stopped.load(Ordering::Relaxed) {
-            return Err(Error::Closed(format!("the load of `{uri}` was given up")));
+            return Err(Error::Closed(format!("the load of `{uri}` was stopped before its end")));
         }
         signals()?;
         self.watch.tick(moved)

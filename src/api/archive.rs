@@ -35,15 +35,16 @@ pub fn read_archive(
     let uri = source.uri();
     if !opening.storages {
         return Err(Error::Unsupported(format!(
-            "`{uri}` is a checkpoint of torch.save, whose pickle only Python's tensorizer.load reads, \
-             by torch's restricted unpickler: load it there, or copy it with `tensorizer cp` to a \
+            "`{uri}` is a checkpoint of torch.save, whose pickle only the Python package reads: \
+             load it with tensorizer.load in Python, or convert it with `tensorizer cp` to a \
              .tensors file"
         )));
     }
     let Some(size) = source.capabilities().len else {
         return Err(Error::Unsupported(format!(
-            "`{uri}` is a checkpoint of torch.save, whose directory is at its end, and comes front to \
-             back only: expected a file, or an address that can be read at positions"
+            "`{uri}` is a checkpoint of torch.save, whose directory is at its end, but this source \
+             can only be read front to back: use a local file, or a server that supports range \
+             requests"
         )));
     };
     let size = size.saturating_sub(base);
@@ -217,7 +218,7 @@ impl TensorFile {
                 let end = offset.checked_add(if strided { 0 } else { len });
                 if end.is_none_or(|end| end > record.data_len) {
                     return Err(fail(format!(
-                        "expected its {len} bytes from byte {offset} of its storage on, which has {}",
+                        "expected {len} bytes at byte {offset} of its storage, which has only {}",
                         record.data_len
                     )));
                 }

@@ -179,9 +179,10 @@ impl<'f> DeviceLoad<'f> {
             // A stream cannot be read again, should the direct way to the devices turn out to be
             // impossible.
             counters.fallback(if several {
-                "through host memory: what comes front to back is read once, for all devices"
+                "through host memory: a source that can only be read front to back is read once \
+                 for all devices"
             } else {
-                "decrypted in host memory: what comes front to back is read once"
+                "decrypted in host memory: the source can only be read front to back, and only once"
             });
             while allocate()? {}
             let loaded = upload.through_host(file, selection.numbers(), &self.layout.locations)?;
@@ -191,8 +192,10 @@ impl<'f> DeviceLoad<'f> {
             if !undecrypted.is_empty() {
                 // Copies that are under way must not overwrite these bytes later.
                 upload.finish()?;
-                counters
-                    .fallback("decrypted in host memory: pieces of encryption of unusual length");
+                counters.fallback(
+                    "decrypted in host memory: the file was encrypted in pieces of an unusual \
+                     length",
+                );
                 self.parts_through_host(&undecrypted, &upload)?;
             }
             headers.into_headers()?

@@ -182,8 +182,8 @@ impl TensorFile {
 
     pub(super) fn manifest_mismatch(&self) -> Error {
         Error::Crypt(format!(
-            "the manifest of `{}` does not fit: wrong key, or names, shapes, order, hashes or tags \
-             were changed",
+            "the manifest of `{}` does not match: wrong key, or names, shapes, order, hashes or \
+             tags were changed",
             self.uri
         ))
     }
@@ -288,7 +288,8 @@ impl TensorFile {
         };
         if tensors_state.base != 0 {
             return Err(Error::Unsupported(format!(
-                "`{}` begins at byte {} of another file, and its positions count from there",
+                "cannot copy parts of `{}`: it begins at byte {} of a larger file, and not at its \
+                 first byte",
                 self.uri, tensors_state.base
             )));
         }

@@ -124,8 +124,9 @@ impl FileHead {
         if !safetensors::recognises(&self.bytes) {
             let start = self.bytes.split_at(self.bytes.len().min(8)).0;
             let found = looks_like(&self.bytes).map(str::to_owned);
-            let found =
-                found.unwrap_or_else(|| format!("begins with \"{}\"", start.escape_ascii()));
+            let found = found.unwrap_or_else(|| {
+                format!("found a file that begins with \"{}\"", start.escape_ascii())
+            });
             let what = format!(
                 "not a shard: expected a safetensors file or a checkpoint of torch.save, {found}"
             );

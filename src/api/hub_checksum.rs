@@ -168,7 +168,7 @@ impl<'s> ChecksumComparison<'s> {
                 |path| {
                     let path = path.display();
                     let what = "remove that file to have it downloaded again";
-                    format!("; they are kept in `{path}`: {what}").into()
+                    format!("; they were read from the local copy `{path}`: {what}").into()
                 },
             ),
         })

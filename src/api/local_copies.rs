@@ -97,7 +97,7 @@ fn not_fetched(copies: &[PathBuf], damage: &Error, second_run: Error) -> Error {
     let Error::Io { action, uri, error } = second_run else { return second_run };
     let copies: Vec<String> = copies.iter().map(|copy| format!("`{}`", copy.display())).collect();
     let what = format!(
-        "{error}; the copy in the cache, {}, was damaged and is removed: {damage}",
+        "{error}; the cached copy {} was damaged and has been removed: {damage}",
         copies.join(", ")
     );
     Error::io(action, &uri, std::io::Error::new(error.kind(), what))

@@ -90,8 +90,8 @@ impl Writer {
         let pairs = options.metadata.as_deref().unwrap_or(&[]);
         if encrypted && !pairs.is_empty() && !options.clear_metadata {
             return Err(Error::InvalidArgument(format!(
-                "`{}`: metadata of an encrypted file stay in the clear, and are authenticated only \
-                 by a manifest: leave them out, or say that they may be read by clear_metadata",
+                "`{}`: the metadata of an encrypted file are not encrypted, and only a manifest \
+                 authenticates them: leave them out, or pass clear_metadata=True",
                 sink.uri()
             )));
         }
@@ -165,7 +165,11 @@ impl Writer {
     pub fn write(&mut self, tensors: Vec<SaveTensor<'_>>, cancel: &dyn Cancel) -> Result<()> {
         self.check_usable()?;
         if self.other_format {
-            return Err(Error::InvalidArgument(format!("`{}` was written as a whole", self.uri)));
+            return Err(Error::InvalidArgument(format!(
+                "`{}` is a safetensors file and has been written already: all its tensors go into \
+                 one call",
+                self.uri
+            )));
         }
         self.check_names(&tensors)?;
         self.failed = true;
@@ -237,7 +241,8 @@ impl Writer {
         self.check_usable()?;
         if !self.other_format && self.entries.is_empty() {
             self.abandon();
-            let why = "no release reads a file without any, and what was there stays";
+            let why = "a .tensors file has at least one tensor, and a file that existed is \
+                       unchanged";
             return Err(Error::InvalidArgument(format!("no tensors for `{}`: {why}", self.uri)));
         }
         self.failed = true;

@@ -21,11 +21,14 @@ impl Writer {
     ) -> Result<()> {
         self.check_usable()?;
         if self.other_format || !self.entries.is_empty() {
-            let what = format!("`{}` has tensors already: all of them go together", self.uri());
+            let what = format!(
+                "`{}` has tensors already: all tensors of a safetensors file go into one call",
+                self.uri()
+            );
             return Err(Error::InvalidArgument(what));
         }
         if self.options.encryption.is_some() {
-            let what = "safetensors files are not encrypted: expected a .tensors file".to_owned();
+            let what = "safetensors files cannot be encrypted: write a .tensors file".to_owned();
             return Err(Error::InvalidArgument(what));
         }
         let placed = tensors.iter().map(|tensor| {

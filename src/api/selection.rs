@@ -33,7 +33,7 @@ impl<'f> Selection<'f> {
             if entry.strided {
                 let name = &entry.name;
                 return Err(Error::Unsupported(format!(
-                    "tensor `{name}` of `{}` has strides: it is loaded by its storage",
+                    "tensor `{name}` of `{}` is not contiguous in the file: load its storage",
                     file.uri()
                 )));
             }
@@ -54,8 +54,8 @@ impl<'f> Selection<'f> {
         let locked = self.file.is_encrypted() && self.file.decryption().is_none();
         if let Some(entry) = self.file.entries().first().filter(|_| locked) {
             return Err(Error::Crypt(format!(
-                "Tensor is encrypted, but decryption was not requested: `{}` in `{}`: pass its key (`key=` of \
-                 the operators)",
+                "Tensor is encrypted, but decryption was not requested: `{}` in `{}`: pass the key \
+                 of the file (`key=` of the operators)",
                 entry.name,
                 self.file.uri()
             )));

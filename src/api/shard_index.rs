@@ -124,10 +124,14 @@ impl ShardIndex {
         let mut entries: Vec<Entry> = Vec::new();
         let mut metadata: Option<BTreeMap<String, String>> = None;
         let mut formats = parts.iter().map(|part| part.format);
-        let format =
-            formats.next().ok_or_else(|| malformed(uri, "it names no files".to_owned()))?;
+        let format = formats
+            .next()
+            .ok_or_else(|| malformed(uri, "the index of shards names no files".to_owned()))?;
         if formats.any(|other| other != format) {
-            return Err(malformed(uri, "it names files of several formats".to_owned()));
+            return Err(malformed(
+                uri,
+                "the index of shards names files of several formats: expected one".to_owned(),
+            ));
         }
         for (file, part) in parts.into_iter().enumerate() {
             // Of two files that hold a tensor, the index says which one counts.
@@ -147,8 +151,10 @@ impl ShardIndex {
         let mut names = NameTree::default();
         for (number, entry) in entries.iter().enumerate() {
             names.insert(&entry.name, number).map_err(|_| {
-                let what =
-                    format!("tensor `{}` is in two files, and the index names neither", entry.name);
+                let what = format!(
+                    "tensor `{}` is in two files, and the index does not say which of them to read",
+                    entry.name
+                );
                 malformed(uri, what)
             })?;
         }
@@ -221,8 +227,8 @@ fn open_all(
             let Some((number, name)) = next else { break };
             let source = head.source().sibling(name, selection.first, control)?.ok_or_else(|| {
                 Error::Unsupported(format!(
-                    "`{uri}` names files beside it, which are not known from a file object: open its \
-                     path or address"
+                    "`{uri}` is an index of shards, which cannot be found from a file object: pass \
+                     the path or address of the index"
                 ))
             })?;
             let opening = Opening { cancel: control, ..*opening };

@@ -42,8 +42,8 @@ impl TensorFile {
         };
         if !self.is_seekable() {
             return Err(Error::Unsupported(format!(
-                "`{}` is sealed: its headers are checked before any data, so that it cannot be read \
-                 front to back only; use a file, or a server that answers requests for ranges",
+                "`{}` has a manifest, which is checked before any data are read, so that it cannot \
+                 be read front to back only: use a file, or a server that supports range requests",
                 self.uri()
             )));
         }

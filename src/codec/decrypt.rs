@@ -42,7 +42,8 @@ pub fn cipher(
     };
     let info = header.crypt_info.as_ref();
     let cipher = info.and_then(|info| info.cipher.as_ref());
-    let cipher = cipher.ok_or_else(|| fail("its header does not say how".to_owned()))?;
+    let cipher =
+        cipher.ok_or_else(|| fail("its header has no encryption parameters".to_owned()))?;
     let pieces = EncryptedPieces::of(cipher, entry.data_len).map_err(fail)?;
     let derivation = info.and_then(|info| info.key_derivation.as_ref());
     Ok(Some((pieces, options.key(derivation, uri, cancel)?)))

@@ -107,7 +107,8 @@ impl<'c> DirectReads<'c> {
     pub fn open(&self, source: &dyn ReadAt) -> Option<Box<dyn ReadAt>> {
         let Some(reader) = DirectReader::open(source, &self.in_flight) else {
             self.counters.fallback(
-                "the file system has no direct reads: a cold file goes through the page cache",
+                "the file system does not support direct reads (O_DIRECT): the file is read \
+                 through the page cache",
             );
             return None;
         };

@@ -427,8 +427,10 @@ impl<T: Target> ReadTask<'_, T> {
                     let at = (tensor, start);
                     let read = || direct.read(batch.file, at, size, position, control);
                     if !self.counters.time(Stage::Read, read)? {
-                        self.counters
-                            .fallback("GPUDirect Storage failed in the middle: plain reads since");
+                        self.counters.fallback(
+                            "GPUDirect Storage failed during the load: the rest came by plain \
+                             reads",
+                        );
                         self.counters.reading("page cache");
                         return Ok(false);
                     }

@@ -45,8 +45,8 @@ impl Name {
         let split = |step: &Component| matches!(step, Component::Key(key) if has_split_pair(key));
         if path.iter().any(split) {
             return Err(format!(
-                "a name with the two halves of a character beside each other, as surrogates, would \
-                 come back as that character: {}",
+                "a name cannot have a surrogate pair, which would be read back as one character: \
+                 {}",
                 preview(encode(path).as_bytes())
             ));
         }

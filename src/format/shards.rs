@@ -106,7 +106,7 @@ fn name_problem(name: &str) -> Option<&'static str> {
     if name.is_empty() {
         Some("is empty")
     } else if name.starts_with('/') || name.contains(':') || name.contains('\\') {
-        Some("is not one of a file beside the index")
+        Some("is not that of a file in the folder of the index")
     } else if steps.any(|step| matches!(step, "" | "." | "..")) {
         Some("leads out of the folder of the index")
     } else if name.contains(|c: char| c.is_control() || "?#%".contains(c)) {

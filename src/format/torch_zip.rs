@@ -69,7 +69,11 @@ pub struct Record {
 pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Malformed> {
     let fail = |at: u64, what: String| Malformed::new(base.saturating_add(at), what);
     let at = end_of_archive(tail).ok_or_else(|| {
-        fail(size, "a zip archive without the directory at its end: is it complete?".to_owned())
+        fail(
+            size,
+            "a zip archive without a central directory at its end: the file may be incomplete"
+                .to_owned(),
+        )
     })?;
     let end_at = size.saturating_sub(tail.len() as u64).saturating_add(at as u64);
     let (before, end) = tail.split_at(at);
@@ -79,7 +83,8 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
     let (end, follows) = match large {
         Some(large) if !plain.is_short_for(&large) => {
             let what = format!(
-                "the two ends of the zip archive do not agree: {:?} and {:?}",
+                "the end records of the zip archive contradict each other: {:?} and, as zip64, \
+                 {:?}",
                 plain.directory, large.directory
             );
             return Err(fail(end_at, what));
@@ -88,7 +93,10 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
         None => (plain, end_at),
     };
     if several {
-        return Err(fail(end_at, "the zip archive is one of several parts".to_owned()));
+        return Err(fail(
+            end_at,
+            "the zip archive is one of several parts: expected an archive in one file".to_owned(),
+        ));
     }
     let Directory { start, len, count } = end.directory;
     if start.checked_add(len) != Some(follows) {
@@ -162,13 +170,17 @@ impl EndRecord {
         let fail = |what: String| Malformed::new(base.saturating_add(at), what);
         let bytes = before.len().checked_sub(END64_LEN).and_then(|from| before.get(from..));
         let bytes = bytes.filter(|_| found_at == at).ok_or_else(|| {
-            fail(format!("expected the end of the zip archive at byte {at}, found {found_at}"))
+            fail(format!(
+                "expected the zip64 end record of the zip archive at byte {at}, found its position \
+                 given as {found_at}"
+            ))
         })?;
         let mut cursor = Cursor::new(bytes, base.saturating_add(at), "end of the zip archive");
         let begin = (cursor.u32("signature")?, cursor.u64("length")?);
         if begin != (END64, END64_LEN as u64 - 12) {
             return Err(fail(
-                "the end of the zip archive is none, or of another length".to_owned(),
+                "the zip64 end record of the zip archive has a wrong signature or length"
+                    .to_owned(),
             ));
         }
         cursor.take(4, "versions")?;
@@ -218,7 +230,10 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
     }
     let mut names = HashSet::with_capacity(records.len());
     if let Some(twice) = records.iter().find(|record| !names.insert(&record.name)) {
-        return Err(Malformed::new(at, format!("record `{}` is there twice", Brief(&twice.name))));
+        return Err(Malformed::new(
+            at,
+            format!("the zip archive has two records `{}`", Brief(&twice.name)),
+        ));
     }
     Ok(records)
 }
@@ -233,7 +248,7 @@ fn check_kind(raw: &[CentralEntry<'_>], at: u64) -> Result<(), Malformed> {
     };
     if has(|name| name == b"constants.pkl" || name.starts_with(b"code/")) {
         let what =
-            "a TorchScript archive, which torch.jit.save has written: torch.jit.load reads it";
+            "a TorchScript archive, as torch.jit.save writes it: load it with torch.jit.load";
         return Err(Malformed::new(at, what));
     }
     if !has(|name| name == b"data.pkl") {
@@ -243,7 +258,7 @@ fn check_kind(raw: &[CentralEntry<'_>], at: u64) -> Result<(), Malformed> {
     }
     let top = first.unwrap_or(b"");
     match raw.iter().find(|central| !central.name.starts_with(top)) {
-        Some(other) => Err(other.fail("lies in another folder than the first".to_owned())),
+        Some(other) => Err(other.fail("is in another folder than the first record".to_owned())),
         None => Ok(()),
     }
 }
@@ -266,7 +281,7 @@ impl<'b> CentralEntry<'b> {
         if cursor.u32("signature")? != CENTRAL {
             return Err(Malformed::new(
                 position,
-                "the directory of the zip archive holds something else",
+                "the directory of the zip archive has an entry with a wrong signature",
             ));
         }
         cursor.take(4, "versions")?;
@@ -313,14 +328,15 @@ impl<'b> CentralEntry<'b> {
         if self.packed != self.len {
             let (packed, len) = (self.packed, self.len);
             return Err(self.fail(format!(
-                "has {packed} bytes as it lies there, and {len} without compression"
+                "has {packed} bytes in the archive, and {len} without compression: expected the \
+                 same"
             )));
         }
         if self.disk != 0 {
-            return Err(self.fail("lies in another part of the archive".to_owned()));
+            return Err(self.fail("is in another part of the archive".to_owned()));
         }
         let name = std::str::from_utf8(self.name)
-            .map_err(|_| self.fail("has a name that is no UTF-8".to_owned()))?
+            .map_err(|_| self.fail("has a name that is not UTF-8".to_owned()))?
             .to_owned();
         Ok(Record { name, header_at: self.header_at, len: self.len, flags: self.flags })
     }
@@ -372,7 +388,7 @@ impl Record {
     fn overlaps(&self, base: u64) -> Malformed {
         let at = base.saturating_add(self.header_at);
         let what = format!(
-            "record `{}` of {} bytes reaches into the next one, or into the directory",
+            "record `{}` of {} bytes overlaps the next record, or the directory",
             Brief(&self.name),
             self.len
         );
@@ -387,7 +403,7 @@ impl Record {
             let name = Brief(&self.name);
             Malformed::new(
                 at,
-                format!("record `{name}`: {what} is another before its data than in the directory"),
+                format!("record `{name}`: {what} in its local header differs from the directory"),
             )
         };
         let mut cursor = Cursor::new(header, at, "local header of a record");
@@ -396,7 +412,7 @@ impl Record {
         }
         cursor.take(2, "version")?;
         if cursor.u16("flags")? != self.flags {
-            return Err(differs("what its flags say"));
+            return Err(differs("its flags"));
         }
         if cursor.u16("method")? != 0 {
             return Err(differs("its method"));

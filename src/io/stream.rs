@@ -74,7 +74,8 @@ impl<S: Stream> StreamSource<S> {
         }
         self.stream.try_lock().map_err(|_| {
             Error::Closed(format!(
-                "`{}` was being read by a thread of the process that this one was forked off",
+                "`{}` cannot be read in this process: a thread of the parent process was reading \
+                 it during fork(); open it again",
                 self.uri
             ))
         })

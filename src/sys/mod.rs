@@ -399,7 +399,8 @@ mod tests {
             (first, refuse(&[libc::SYS_openat]).then(ask))
         });
         let (by_file, by_none) = asked.join().unwrap_or_else(|_| panic!("it panicked"));
-        let none = "the system gives no random numbers: Operation not permitted (os error 1)";
+        let none = "cannot get random numbers from the system: Operation not permitted (os error \
+                    1)";
         assert_eq!((by_file, by_none), (Some(Ok(())), Some(Err(none.to_owned()))));
     }
 }

@@ -28,8 +28,8 @@ impl Maker {
             return Ok(());
         }
         Err(crate::error::Error::Closed(format!(
-            "`{uri}` was begun by process {}, which alone can write and finish it: this is \
-             process {}, which was forked off",
+            "`{uri}` was opened for writing by process {}, and only that process can write and \
+             close it: this is process {}, made by fork()",
             self.0,
             std::process::id()
         )))

@@ -56,7 +56,7 @@ def check(calls, buffers, copies):
     assert calls["cuMemcpyHtoDAsync"] + calls["cuMemcpyBatchAsync"] <= copies
 
 
-def test_large_tensors(tmp_path):
+def test_large_tensors_cost_few_driver_calls(tmp_path):
     """256 MiB: 64 staging buffers, and a tenth more because batches leave room for headers."""
     calls = counted(tmp_path / "f", 16, 16 << 20)
     check(calls, buffers=74, copies=74 + 16)
@@ -69,7 +69,7 @@ def test_waiting_for_a_slow_bus_costs_few_calls(tmp_path):
     assert calls["all"] < 4.6 * 537, calls
 
 
-def test_small_tensors(tmp_path):
+def test_small_tensors_cost_few_driver_calls(tmp_path):
     """64 MiB in 4,096 tensors: images of the file, one copy for each staging buffer."""
     calls = counted(tmp_path / "f", 4096, 16 << 10)
     check(calls, buffers=21, copies=21 + 4)
@@ -108,7 +108,7 @@ def test_small_tensors_in_memory_of_their_own_share_calls_of_the_driver(tmp_path
     assert calls < (500 if batches else 3000), calls
 
 
-def test_readers_of_what_is_in_memory(tmp_path):
+def test_files_in_the_page_cache_get_few_readers(tmp_path):
     """There are as many readers as cores: waiting for copies starts no more of them."""
     calls = counted(tmp_path / "f", 64, 8 << 20)
     assert calls["threads"] <= max(2, os.cpu_count())

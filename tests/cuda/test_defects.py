@@ -26,7 +26,7 @@ def succeeds(tmp_path, code, **env):
 
 
 @pytest.mark.parametrize("view", ["t()", "view(500, 2000).t()", "[:, ::2]"])
-def test_views_are_saved_as_the_current_stream_leaves_them(tmp_path, view):
+def test_saves_wait_for_the_current_stream(tmp_path, view):
     code = f"""
 stream = torch.cuda.Stream()
 with torch.cuda.stream(stream):
@@ -90,7 +90,7 @@ assert took < 1, f"{took:.1f} s behind work on a stream of somebody else"
     succeeds(tmp_path, code)
 
 
-def test_an_error_of_another_device_is_not_ours(tmp_path):
+def test_an_error_of_another_device_does_not_fail_a_load(tmp_path):
     code = """
 save(8, 5_000_000)
 load_once(1, 0)
@@ -145,7 +145,7 @@ assert peak < 60, f"{peak} MiB for one tensor of 38 MiB at a time"
 
 
 @pytest.mark.parametrize("what", ["save", "load"])
-def test_pickles_leave_no_memory(tmp_path, what):
+def test_pickling_leaks_no_device_memory(tmp_path, what):
     code = f"""
 from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
@@ -165,7 +165,7 @@ assert torch.cuda.memory_allocated() == 0, torch.cuda.memory_allocated()
     succeeds(tmp_path, code)
 
 
-def test_a_small_load_that_waits_does_not_hold_up_a_large_one(tmp_path):
+def test_a_waiting_small_load_does_not_block_a_large_one(tmp_path):
     code = """
 save(1, 4000)
 small, path = path, path + ".large"

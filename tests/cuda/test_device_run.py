@@ -106,7 +106,7 @@ def test_failures_are_recorded_as_rows_and_a_killed_run_resumes(tmp_path, wheels
     assert ends(tmp_path).keys() == rows.keys()
 
 
-def test_minutes_end_and_another_call_goes_on(tmp_path):
+def test_a_run_ends_at_its_time_limit_and_the_next_call_resumes(tmp_path):
     """Each call does at least one unit, however few its minutes are."""
     (tmp_path / "memory").mkdir()
     command = ["--minutes", "0.001", *SMALL, "pinned copy", "ours"]
@@ -121,7 +121,7 @@ def test_minutes_end_and_another_call_goes_on(tmp_path):
     assert [row["engine"] for row in ends(tmp_path).values()] == ["pinned copy", "ours"]
 
 
-def test_a_run_goes_on_from_rows_that_were_brought(tmp_path):
+def test_a_run_resumes_from_the_rows_of_an_earlier_one(tmp_path):
     """A machine may be another one for each call; units that crash it twice are left out."""
     brought = tmp_path / "brought.jsonl"
     done = {"key": "compare/tmpfs-20k/pinned copy/0", "step": "compare", "case": "tmpfs-20k"}
@@ -152,7 +152,7 @@ def test_after_the_crash():
 """
 
 
-def test_a_test_that_crashes_is_a_row_and_those_after_it_run(tmp_path):
+def test_a_crashed_test_is_recorded_and_later_tests_run(tmp_path):
     path = tmp_path / "test_some.py"
     path.write_text(TESTS)
     command = ["--toy", "--steps", "tests", "--tests", path]
@@ -168,7 +168,7 @@ def test_a_test_that_crashes_is_a_row_and_those_after_it_run(tmp_path):
     assert "Tests: 2 passed, 1 skipped, 2 failed." in ended.stdout
 
 
-def test_pieces_in_wrong_places_show():
+def test_pieces_at_wrong_positions_are_detected():
     """The bytes of a load are compared by sums that a device can take."""
     from checks import PIECE, weighed
 
@@ -183,7 +183,7 @@ def test_pieces_in_wrong_places_show():
     assert weighed(words.clone()) == weighed(words)
 
 
-def test_a_sweep_recommends_what_is_faster():
+def test_a_sweep_recommends_the_faster_setting():
     from sweep import DEFAULTS, best, label, scores
 
     class Stored:
@@ -206,7 +206,7 @@ def test_a_sweep_recommends_what_is_faster():
     assert best(tried, found) == {"A": 2}
 
 
-def test_a_model_that_has_no_room_is_a_row(tmp_path):
+def test_a_model_that_does_not_fit_is_recorded(tmp_path):
     for kind in ("memory", "disk"):
         (tmp_path / kind).mkdir()
     small = ["--steps", "compare", "--only", "tmpfs", "save-disk", "--gigabytes", "1e6"]

@@ -66,7 +66,7 @@ def calls_of(function):
 
 @pytest.mark.parametrize("place", PLANS)
 @pytest.mark.parametrize("verify", HASHES)
-def test_a_function_of_names_says_where_tensors_go(path, place, verify):
+def test_a_function_of_names_chooses_devices(path, place, verify):
     found, calls = calls_of(lambda: tensorizer.load(path, place, verify_hash=verify))
     check(found, place)
     (devices,) = calls
@@ -91,13 +91,13 @@ def test_tensors_like_others_on_several_devices_come_in_one_pass(path, place):
 
 @pytest.mark.parametrize("place", PLANS)
 @pytest.mark.parametrize("verify", HASHES)
-def test_encrypted_tensors(encrypted, place, verify):
+def test_encrypted_tensors_go_to_several_devices(encrypted, place, verify):
     key = tensorizer.DecryptionParams.from_key(bytes(range(32)))
     found = tensorizer.load(encrypted, place, encryption=key, verify_hash=verify)
     check(found, place)
 
 
-def test_slices_and_whole_tensors(path):
+def test_slices_and_whole_tensors_go_to_several_devices(path):
     slices = {f"large.{n}": (slice(10, 200_000),) for n in range(4)}
     found = tensorizer.load(path, in_turn, slices=slices)
     expected = {n: t[10:200_000] if n in slices else t for n, t in made().items()}
@@ -120,14 +120,14 @@ def test_an_unseekable_stream_is_read_once_for_several_devices(path):
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"clone": True}, {"mmap": True}])
-def test_other_ways_of_loading(path, options):
+def test_every_other_call_takes_several_devices(path, options):
     dtype = options.get("dtype")
     floating = {n: t.to(dtype) if dtype and t.is_floating_point() else t for n, t in made().items()}
     check(tensorizer.load(path, in_turn, **options), in_turn, floating)
 
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
-def test_other_formats(tmp_path, kind):
+def test_other_formats_go_to_several_devices(tmp_path, kind):
     path = tmp_path / f"f.{kind}"
     if kind == "pt":
         torch.save(made(), path)
@@ -148,18 +148,18 @@ def test_memory_limits_hold_for_all_devices_together(path):
     check(tensorizer.load(path, in_turn, **options), in_turn, expected)
 
 
-def test_names_that_have_no_device_go_to_the_default(path):
+def test_names_without_a_device_go_to_the_default(path):
     found = tensorizer.load(path, lambda name: "cuda:1" if name == "step" else None)
     assert {str(found["step"].device), str(found["bytes"].device)} == {"cuda:1", "cpu"}
 
 
-def test_an_iterator_has_one_device(path):
+def test_iterators_refuse_several_devices(path):
     with pytest.raises(TypeError, match="one device for all tensors"):
         tensorizer.iterate(path, in_turn)
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_device_that_fails_ends_the_load_to_all(path, at):
+def test_a_failed_device_ends_the_load_to_all(path, at):
     """The error is told, and no copy is under way to what is freed then."""
     code = f"""
     import tensorizer
@@ -175,7 +175,7 @@ def test_a_device_that_fails_ends_the_load_to_all(path, at):
     assert "PROBLEM" not in done.stderr, done.stderr
 
 
-def test_loads_to_other_devices_at_the_same_time(path):
+def test_loads_to_different_devices_run_at_the_same_time(path):
     failed = []
 
     def load(place):

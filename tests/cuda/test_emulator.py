@@ -41,11 +41,11 @@ torch.cuda.synchronize()
 """
 
 
-def test_a_race():
+def test_unordered_copies_to_one_range_are_a_race():
     is_found("race: mul on stream", RACE.format(wait="pass"))
 
 
-def test_no_race_where_a_stream_waits():
+def test_a_stream_that_waits_for_an_event_has_no_race():
     passes(RACE.format(wait="second.wait_stream(first)") + "assert y.cpu().eq(6).all()")
 
 
@@ -58,21 +58,21 @@ def test_no_race_where_a_stream_waits():
         "event = first.record_event()\n    while not event.query(): pass",
     ],
 )
-def test_no_race_where_the_host_waits(wait):
+def test_a_host_that_synchronizes_has_no_race(wait):
     passes(RACE.format(wait=wait) + "assert y.cpu().eq(6).all()")
 
 
-def test_a_race_that_ends_well_by_chance():
+def test_a_race_with_right_bytes_is_still_reported():
     is_found("race: mul on stream", RACE.format(wait="import time; time.sleep(0.5)"))
 
 
-def test_a_race_is_only_told_without_strict():
+def test_without_strict_a_race_is_only_reported():
     done = run(RACE.format(wait="pass") + "assert y.cpu().eq(3).all()", FAKE_CUDA_STRICT="0")
     assert "FAKE_CUDA PROBLEM: race: mul on stream" in done.stderr
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_memory_that_torch_gives_to_another_while_a_stream_uses_it():
+def test_memory_reused_by_torch_while_a_stream_uses_it_is_a_race():
     code = """
 stream = torch.cuda.Stream()
 x = torch.ones(1000, device="cuda")
@@ -89,7 +89,7 @@ torch.cuda.synchronize()
     passes(code.format(record="x.record_stream(stream)") + "assert y.cpu().eq(3).all()")
 
 
-def test_use_of_memory_that_was_freed():
+def test_use_after_free_is_reported():
     code = """
 memory, host = allocate(1000), torch.zeros(1000, dtype=torch.uint8)
 assert call("cudaFree", memory) == 0
@@ -98,7 +98,7 @@ copy(memory, address(host), 1000)
     is_found("cudaMemcpyAsync of 1000 bytes at device address", RUNTIME + code)
 
 
-def test_a_graph_that_uses_memory_that_was_freed():
+def test_use_after_free_by_a_graph_is_reported():
     code = """
 pool = torch.cuda.graph_pool_handle()
 x = torch.ones(1000, device="cuda")
@@ -115,7 +115,7 @@ torch.cuda.synchronize()
     is_found("mul uses device memory", code)
 
 
-def test_memory_that_is_freed_twice():
+def test_a_double_free_is_reported():
     code = """
 memory = allocate(1000)
 call("cudaFree", memory)
@@ -134,7 +134,7 @@ assert call("cudaFree", memory) == 0 and emulated.stat("pending") == 0
     passes(RUNTIME + code)
 
 
-def test_a_copy_beyond_an_allocation():
+def test_a_copy_beyond_an_allocation_is_reported():
     code = """
 memory, host = allocate(1000), torch.zeros(2000, dtype=torch.uint8)
 assert copy(memory, address(host), 1000) == 0
@@ -143,7 +143,7 @@ copy(memory, address(host), 1001)
     is_found("cudaMemcpyAsync of 1001 bytes at device address", RUNTIME + code)
 
 
-def test_a_copy_beyond_pinned_memory():
+def test_a_copy_beyond_pinned_memory_is_reported():
     code = """
 memory, host = allocate(8192), torch.zeros(8192, dtype=torch.uint8)
 assert call("cudaHostRegister", address(host), ctypes.c_size_t(4096), 0) == 0
@@ -152,7 +152,7 @@ copy(memory, address(host), 4097)
     is_found("cudaMemcpyAsync: host range", RUNTIME + code)
 
 
-def test_a_pinned_source_that_is_changed_too_early():
+def test_a_write_to_a_pinned_source_during_its_copy_is_reported():
     code = """
 host, x = torch.ones(1000).pin_memory(), torch.zeros(1000, device="cuda")
 torch.cuda.synchronize()
@@ -167,7 +167,7 @@ torch.cuda.synchronize()
     passes(code.format(wait=wait) + "assert x.cpu().eq(1).all()")
 
 
-def test_the_destination_of_a_copy_that_has_not_ended():
+def test_a_read_of_the_destination_during_a_copy_is_reported():
     passes("""
 host, x = torch.zeros(1000, dtype=torch.uint8).pin_memory(), torch.ones(1000).byte().cuda()
 torch.cuda.synchronize()
@@ -183,7 +183,7 @@ assert host.eq(1).all()
     ("name", "problem"),
     [("cudaHostUnregister", "host memory"), ("munmap", "munmap of pinned memory")],
 )
-def test_pinned_memory_that_goes_while_it_is_copied(name, problem):
+def test_unpinning_during_a_copy_is_reported(name, problem):
     code = f"""
 import mmap
 mapping = mmap.mmap(-1, 8192)
@@ -197,7 +197,7 @@ call("{name}", host, ctypes.c_size_t(8192))
     is_found(problem, RUNTIME + code)
 
 
-def test_a_host_that_touches_the_memory_of_a_device():
+def test_host_access_to_device_memory_is_reported():
     done = run("""
 import ctypes
 x = torch.ones(1000, device="cuda")
@@ -215,7 +215,7 @@ ctypes.string_at(x.data_ptr(), 4)
         ("call('cudaStreamSynchronize', event)", "is no stream"),
     ],
 )
-def test_handles_that_are_none(what, problem):
+def test_invalid_handles_are_reported(what, problem):
     code = f"""
 stream, event = ctypes.c_void_p(), ctypes.c_void_p()
 call("cudaStreamCreate", ctypes.byref(stream))
@@ -229,7 +229,7 @@ call("cudaEventDestroy", event)
     assert done.returncode == -signal.SIGABRT
 
 
-def test_a_thread_that_leaves_its_context():
+def test_a_thread_that_ends_with_a_context_pushed_is_reported():
     code = """
 import threading
 context = ctypes.c_void_p()
@@ -260,7 +260,7 @@ else:
 """)
 
 
-def test_a_graph_is_replayed():
+def test_a_captured_graph_is_replayed():
     passes("""
 x = torch.ones(1000, device="cuda")
 graph = torch.cuda.CUDAGraph()
@@ -286,7 +286,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3  # cudaErrorIniti
 """)
 
 
-def test_calls_that_fail():
+def test_configured_calls_fail_with_their_error():
     passes("""
 emulated.fail("cudaMalloc=2@2")
 small = torch.ones(10, device="cuda")
@@ -346,7 +346,7 @@ def test_a_kernel_that_is_not_emulated_is_refused():
     assert "FAKE_CUDA note: no kernel" in done.stderr and "cos" in done.stderr
 
 
-def test_the_report():
+def test_the_report_counts_problems_and_copies():
     done = passes(
         """
 x = torch.ones(1000).cuda()

@@ -53,7 +53,7 @@ emulated.reset()
 
 
 @pytest.mark.parametrize("form", [12, 13])
-def test_a_batch_brings_all_bytes(form):
+def test_a_batch_copies_all_bytes(form):
     passes(
         BATCH
         + f"""
@@ -70,7 +70,7 @@ assert emulated.stat("batches") == 1 and emulated.stat("batched copies") == 10
     )
 
 
-def test_both_forms_are_found_by_version():
+def test_both_signatures_of_batches_are_found_by_version():
     passes(
         BATCH
         + """
@@ -89,7 +89,7 @@ assert found(13000) == address(driver.cuMemcpyBatchAsync_v2)
     )
 
 
-def test_a_batch_goes_in_all_directions():
+def test_a_batch_copies_in_all_directions():
     passes(
         BATCH
         + """
@@ -108,7 +108,7 @@ assert z[:500].cpu().eq(7).all() and z[500:].cpu().eq(9).all()
     )
 
 
-def test_a_batch_is_in_the_order_of_its_stream():
+def test_a_batch_runs_in_stream_order():
     passes(
         BATCH
         + """
@@ -167,7 +167,7 @@ assert emulated.stat("bus busy us") == 100_000
         "batch(all, on=1)",
     ],
 )
-def test_arguments_that_are_refused(refused):
+def test_invalid_arguments_of_batches_are_refused(refused):
     passes(
         BATCH
         + f"""
@@ -185,7 +185,7 @@ assert emulated.stat("batches") == 0 and emulated.calls("cuMemcpyBatchAsync") ==
 
 
 @pytest.mark.parametrize("wrong", ["(to, source, 0)", "(0, source, 5)", "(to, 0, 5)"])
-def test_the_copy_that_is_refused_is_told(wrong):
+def test_the_index_of_the_refused_copy_is_returned(wrong):
     passes(
         BATCH
         + f"""
@@ -199,11 +199,11 @@ assert x.cpu().eq(0).all()
     )
 
 
-def test_the_stream_of_each_thread_is_permitted():
+def test_the_per_thread_stream_is_permitted():
     passes(BATCH + "assert batch(uploads(x, host), on=2) == OK\ntorch.cuda.synchronize()")
 
 
-def test_a_driver_without_batches():
+def test_a_driver_without_batches_returns_not_supported():
     passes(
         BATCH
         + """
@@ -233,7 +233,7 @@ else:
     )
 
 
-def test_a_call_that_fails():
+def test_a_configured_batch_call_fails():
     passes(
         BATCH
         + """
@@ -254,7 +254,7 @@ assert batch(uploads(x, source), attrs=attributes({order})) == OK
 
 
 @pytest.mark.parametrize("pageable", [False, True])
-def test_a_source_that_is_read_during_the_call(pageable):
+def test_a_source_read_during_the_call_may_change_after_it(pageable):
     passes(
         BATCH
         + SOURCES.format(pageable=pageable, order="DURING_CALL", before="")
@@ -285,14 +285,14 @@ assert torch.equal(x.cpu(), expected)
 @pytest.mark.parametrize(
     ("pageable", "order"), [(False, "BY_STREAM"), (False, "ANY"), (True, "ANY")]
 )
-def test_a_source_that_is_changed_too_early(pageable, order):
+def test_a_source_changed_during_a_batch_is_reported(pageable, order):
     code = BATCH + SOURCES.format(pageable=pageable, order=order, before="")
     change, wait = "\nsource.fill_(0)", "\ngo_on()\nstream.synchronize()"
     is_found("batch of copies: 100 bytes of host memory", code + change + wait)
     passes(code + wait + change + "\nassert torch.equal(x.cpu(), expected)")
 
 
-def test_a_batch_that_does_not_wait_for_another_stream():
+def test_a_batch_without_waiting_for_another_stream_is_a_race():
     code = """
 with torch.cuda.stream(torch.cuda.Stream()) as _:
     x.fill_(3)
@@ -316,11 +316,11 @@ torch.cuda.synchronize()
          "batch of copies of 11 bytes at device address"),
     ],
 )  # fmt: skip
-def test_copies_that_depend_on_each_other_or_go_too_far(copies, problem):
+def test_overlapping_and_overlong_copies_of_a_batch_are_reported(copies, problem):
     is_found(problem, BATCH + f"batch({copies})")
 
 
-def test_a_device_that_is_lost_during_a_batch():
+def test_a_device_lost_during_a_batch_is_an_error():
     passes(
         BATCH
         + """

@@ -65,7 +65,7 @@ took(copies=2)
     )
 
 
-def test_devices_share_the_bus_if_asked_to():
+def test_devices_share_the_bus_where_configured():
     passes(
         COPIES
         + """
@@ -112,7 +112,7 @@ took(copies=2)
     )
 
 
-def test_events_of_the_driver_on_streams_of_torch():
+def test_driver_events_work_on_streams_of_torch():
     passes(
         COPIES
         + """
@@ -168,7 +168,7 @@ took(copies=5)
     )
 
 
-def test_counters_of_the_bus():
+def test_the_bus_counts_bytes_and_copies():
     passes(
         COPIES
         + """
@@ -188,7 +188,7 @@ assert emulated.stat("bus bytes") == emulated.stat("bus busy us") == emulated.st
     )
 
 
-def test_counters_of_memory():
+def test_memory_counters_have_current_and_peak_bytes():
     passes("""
 MIB = 1 << 20
 x = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
@@ -214,7 +214,7 @@ assert emulated.stat("pinned peak") == before + 5 * MIB
 """)
 
 
-def test_counters_of_calls():
+def test_every_driver_call_is_counted():
     passes("""
 event = torch.cuda.Event()
 event.record()
@@ -239,7 +239,7 @@ assert emulated.stat("total calls") == sum(named.values()) >= 3
         ("FAKE_CUDA_PIN_US_PER_MB", "12500", "call('cuMemHostRegister_v2', memory, large, 0)"),
     ],
 )
-def test_costs_of_calls(setting, value, function):
+def test_calls_take_their_configured_time(setting, value, function):
     passes(
         f"""
 import ctypes, mmap, time
@@ -289,7 +289,7 @@ runtime.cudaHostUnregister(ctypes.c_void_p(memory + 100))
     assert int(grown) >= 7 << 20
 
 
-def test_bytes_of_a_device():
+def test_device_bytes_can_be_compared():
     passes("""
 x = torch.arange(200, dtype=torch.uint8).cuda()
 torch.cuda.synchronize()
@@ -301,7 +301,7 @@ assert emulated.device_bytes(x.data_ptr() + 7, 5) == bytes(range(7, 12))
 POOLS = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
 
 
-def test_memory_pools():
+def test_memory_pools_allocate_and_free_in_stream_order():
     passes(
         """
 x = torch.ones(1_000_000).cuda()
@@ -321,7 +321,7 @@ assert torch.cuda.memory_allocated() >= 4_000_000
     )
 
 
-def test_a_free_that_does_not_wait_for_another_stream():
+def test_a_free_without_waiting_for_another_stream_is_a_race():
     code = """
 import ctypes
 runtime, stream, x = ctypes.CDLL(None), torch.cuda.Stream(), ctypes.c_void_p()

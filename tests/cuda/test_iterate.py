@@ -47,7 +47,7 @@ def test_memory_is_not_used_again_before_the_consumer_has_done_with_it(path, ord
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_tensors_are_for_the_stream_that_is_current_when_they_are_asked_for(path, seed):
+def test_tensors_belong_to_the_stream_that_is_current_at_the_request(path, seed):
     code = """
     import sys, tensorizer
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
@@ -70,7 +70,7 @@ def test_tensors_are_for_the_stream_that_is_current_when_they_are_asked_for(path
     passes(code, path, FAKE_CUDA_SEED=seed, FAKE_CUDA_DELAY_US="300")
 
 
-def test_memory_comes_from_the_pool_of_the_thread_that_asks(path):
+def test_memory_comes_from_the_pool_of_the_calling_thread(path):
     code = """
     import sys, tensorizer
     pool = torch.cuda.MemPool()
@@ -86,7 +86,7 @@ def test_memory_comes_from_the_pool_of_the_thread_that_asks(path):
     passes(code, path)
 
 
-def test_the_peak_is_what_is_read_ahead_and_one_tensor(path):
+def test_peak_memory_is_the_read_ahead_and_one_tensor(path):
     code = """
     import json, sys, tensorizer
     torch.cuda.memory.reset_peak_memory_stats()
@@ -99,7 +99,7 @@ def test_the_peak_is_what_is_read_ahead_and_one_tensor(path):
 
 
 @pytest.mark.parametrize("taken", [0, 1, 100])
-def test_closing_waits_for_copies_before_their_memory_goes(path, taken):
+def test_closing_waits_for_copies_before_it_frees_their_memory(path, taken):
     code = f"""
     import sys, tensorizer
     for _ in range(3):
@@ -115,7 +115,7 @@ def test_closing_waits_for_copies_before_their_memory_goes(path, taken):
     passes(code, path, FAKE_CUDA_DELAY_US="2000")
 
 
-def test_a_paused_iterator_holds_up_no_other_load(path):
+def test_a_paused_iterator_does_not_block_other_loads(path):
     code = """
     import sys, tensorizer
     paused = tensorizer.iterate(sys.argv[1], "cuda", buffer_bytes=4 << 20)
@@ -128,7 +128,7 @@ def test_a_paused_iterator_holds_up_no_other_load(path):
 
 
 @pytest.mark.parametrize("fault", ["copy=719@9", "cuEventRecord=700@20", "cudaMalloc=2@3-"])
-def test_faults_of_a_device_are_errors_and_no_hang(path, fault):
+def test_device_faults_are_errors_and_never_hang(path, fault):
     code = """
     import sys, tensorizer
     try:

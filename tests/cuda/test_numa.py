@@ -116,7 +116,7 @@ def test_readers_are_shared_out_among_the_nodes_of_several_devices(tmp_path, sys
 
 @needs_nodes
 @pytest.mark.parametrize("how", ["unknown", "off", "none"])
-def test_nothing_is_placed_where_no_node_is_known(tmp_path, sys_folder, how):
+def test_threads_stay_unbound_where_no_numa_node_is_known(tmp_path, sys_folder, how):
     folder = (
         tmp_path / "nothing"
         if how == "none"

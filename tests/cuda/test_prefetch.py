@@ -30,7 +30,7 @@ def passes(code, path, **env):
 
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 @pytest.mark.parametrize("buffer_bytes", ["None", "4 << 20"])
-def test_tensors_are_there_for_every_stream(path, buffer_bytes, seed):
+def test_tensors_can_be_used_on_every_stream(path, buffer_bytes, seed):
     """Use of a tensor before its copy has ended would be a race, which the emulator detects."""
     code = f"""
 other = torch.cuda.Stream()
@@ -85,7 +85,7 @@ assert torch.cuda.memory_allocated() - before < 1_300_000
     passes(code, path)
 
 
-def test_each_loader_has_its_device(path):
+def test_loaders_may_have_different_devices(path):
     code = """
 with safe_open(sys.argv[1], "pt", device="cuda:1") as file:
     one, other = file.prefetch({"t01": None}), file.prefetch({"t02": None}, device="cuda:0")
@@ -96,7 +96,7 @@ assert other.take("t02").device == torch.device("cuda:0")
 
 
 @pytest.mark.parametrize("fault", ["copy=719@9", "cuEventQuery=719@30", "cudaMalloc=2@2-"])
-def test_faults_of_a_device_are_errors_and_no_hang(path, fault):
+def test_device_faults_are_errors_and_never_hang(path, fault):
     code = """
 import os
 import tensorizer

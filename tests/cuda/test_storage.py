@@ -40,17 +40,17 @@ def load(path):
     return reads() > before, report["fallbacks"]
 
 
-def test_the_device_reads_the_file(path):
+def test_gpudirect_storage_reads_the_file(path):
     assert load(path) == (True, [])
     assert _library.fake_cufile_handles() == 0
 
 
-def test_reads_that_are_short_go_on(path, monkeypatch):
+def test_short_reads_are_continued(path, monkeypatch):
     monkeypatch.setenv("FAKE_CUFILE_SHORT", "1000003")
     assert load(path) == (True, [])
 
 
-def test_memory_is_not_read_into_while_it_is_used(path, emulator):
+def test_memory_is_not_written_while_it_is_used(path, emulator):
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_memory_is_not_read_into_while_it_is_used(path, emulator):
         assert load(path) == (True, [])
 
 
-def test_memory_of_the_caller_is_not_read_into_while_it_is_used(path, emulator):
+def test_memory_of_the_caller_is_not_written_while_it_is_used(path, emulator):
     given = {name: torch.empty_like(tensor, device="cuda") for name, tensor in TENSORS.items()}
     for _ in range(2):
         before = reads()
@@ -80,7 +80,7 @@ def test_cufile_is_not_used_if_it_reads_wrong_bytes(path, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", ["FAIL", "EIO"])
-def test_reads_that_fail_are_done_another_way(path, monkeypatch, failure):
+def test_failed_direct_reads_fall_back_to_host_memory(path, monkeypatch, failure):
     # The first read of a load is a test that the device reads the right bytes.
     monkeypatch.setenv(f"FAKE_CUFILE_{failure}_FROM", str(reads() + 2))
     right, fallbacks = load(path)
@@ -91,7 +91,7 @@ def test_reads_that_fail_are_done_another_way(path, monkeypatch, failure):
     assert len(fallbacks) == 1 and "other bytes" in fallbacks[0]
 
 
-def test_without_its_driver_files_are_read_as_usual(path):
+def test_without_its_driver_files_are_read_through_host_memory(path):
     done = run(
         """
 import sys, tensorizer

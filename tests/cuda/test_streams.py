@@ -133,7 +133,7 @@ def test_a_call_leaves_nothing_behind(path, tensors, tmp_path, emulator):
     assert emulator.stat("events") <= 256
 
 
-def test_events_that_are_given_up_are_destroyed(path, tensors, emulator):
+def test_unused_events_are_destroyed(path, tensors, emulator):
     for _ in range(60):
         # The events of memory that is still in use have not passed when the load lets them go.
         emulator.pause(torch.cuda.current_stream(), 0.02)
@@ -142,7 +142,7 @@ def test_events_that_are_given_up_are_destroyed(path, tensors, emulator):
     assert emulator.stat("events") <= 256
 
 
-def test_copies_are_those_of_pinned_memory(path, tensors, tmp_path, emulator):
+def test_copies_have_pinned_sources(path, tensors, tmp_path, emulator):
     loaded = tensorizer.load(path, "cuda")
     tensorizer.save(loaded, tmp_path / "g")
     pinned, pageable = emulator.stat("pinned copies"), emulator.stat("pageable copies")

@@ -7,7 +7,7 @@ from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from python_conftest import assert_same
 
 
-def test_with_diffusers(s3, tmp_path, monkeypatch):
+def test_prefetch_works_in_diffusers(s3, tmp_path, monkeypatch):
     text = (ROOT / "docs/how-to/load-a-model.md").read_text()
     (code,) = re.findall(r'```python title="with diffusers"\n(.+?)```', text, re.DOTALL)
     assert code.count('device="cuda"') == 1

@@ -61,7 +61,7 @@ def theirs_of(model, folder, **options):
 
 @pytest.mark.parametrize("build", ALL, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("form", ["whole", "shards", "bf16", "bin"])
-def test_the_same_as_the_librarys_own(build, form, tmp_path, nginx):
+def test_models_equal_those_of_the_library(build, form, tmp_path, nginx):
     dtype = torch.bfloat16 if form == "bf16" else torch.float32
     model, inputs = models.made(build, dtype)
     folder = nginx.root / f"{build.__name__}-{form}"
@@ -81,7 +81,7 @@ def test_the_same_as_the_librarys_own(build, form, tmp_path, nginx):
     assert_same_model(from_pretrained(folder, type(model)), theirs, inputs)
 
 
-def test_ties_stay(tmp_path):
+def test_tied_weights_stay_tied(tmp_path):
     model, _ = models.made(models.tied_llama)
     model.save_pretrained(tmp_path)
     assert "lm_head.weight" not in tensorizer.info(tmp_path).tensors
@@ -89,7 +89,7 @@ def test_ties_stay(tmp_path):
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
 
 
-def test_tensors_are_those_that_were_loaded(tmp_path, monkeypatch):
+def test_parameters_are_the_loaded_tensors_without_copies(tmp_path, monkeypatch):
     """The model has no copies of them."""
     from tensorizer.transformers import weights
 
@@ -109,7 +109,7 @@ def test_tensors_are_those_that_were_loaded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("build", [models.llama, models.mixtral, models.unet])
-def test_dtype(build, tmp_path):
+def test_dtype_casts_parameters(build, tmp_path):
     model, inputs = models.made(build)
     model.save_pretrained(tmp_path)
     inputs = {n: v.bfloat16() if v.is_floating_point() else v for n, v in inputs.items()}
@@ -119,7 +119,7 @@ def test_dtype(build, tmp_path):
     assert_same_model(ours, theirs_of(model, tmp_path, **{name: torch.bfloat16}), inputs)
 
 
-def test_an_auto_class_and_arguments_of_the_library(tmp_path):
+def test_auto_classes_and_their_arguments_are_accepted(tmp_path):
     model, inputs = models.made(models.llama)
     model.save_pretrained(tmp_path)
     auto = transformers.AutoModelForCausalLM
@@ -136,7 +136,7 @@ def test_an_auto_class_and_arguments_of_the_library(tmp_path):
         from_pretrained(tmp_path, transformers.AutoModelForSpeechSeq2Seq)
 
 
-def test_a_part_of_a_composite_model(tmp_path):
+def test_a_part_of_a_composite_model_is_loaded(tmp_path):
     model, inputs = models.made(models.clip)
     model.save_pretrained(tmp_path)
     cls = transformers.CLIPTextModel
@@ -145,7 +145,7 @@ def test_a_part_of_a_composite_model(tmp_path):
     assert_same_model(ours, cls.from_pretrained(tmp_path), inputs)
 
 
-def test_a_variant_and_a_tensors_file(tmp_path):
+def test_variants_and_tensors_files_are_found(tmp_path):
     model, inputs = models.made(models.llama)
     model.save_pretrained(tmp_path, variant="fp16")
     with pytest.raises(FileNotFoundError, match=r"no weights in .*model\.int8\.safetensors"):
@@ -162,7 +162,7 @@ def test_a_variant_and_a_tensors_file(tmp_path):
     assert_same_model(from_pretrained(tmp_path / "module.tensors"), theirs, inputs)
 
 
-def test_missing_and_unknown_weights(tmp_path, caplog):
+def test_missing_and_unknown_weights_are_errors(tmp_path, caplog):
     model, _ = models.made(models.llama)
     model.save_pretrained(tmp_path)
     tensors = tensorizer.load(tmp_path)
@@ -173,7 +173,7 @@ def test_missing_and_unknown_weights(tmp_path, caplog):
     assert torch.equal(ours.model.norm.weight, torch.ones(32))
 
 
-def test_missing_weights_of_diffusers(tmp_path, caplog):
+def test_missing_weights_of_diffusers_are_errors(tmp_path, caplog):
     model, _ = models.made(models.unet)
     model.save_pretrained(tmp_path)
     path = tmp_path / "diffusion_pytorch_model.safetensors"
@@ -191,7 +191,7 @@ def test_missing_weights_of_diffusers(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("where", ["local", "http", "s3", "hub"])
-def test_everywhere(where, tmp_path, nginx, request, monkeypatch):
+def test_models_load_from_every_kind_of_address(where, tmp_path, nginx, request, monkeypatch):
     model, inputs = models.made(models.mixtral)
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     theirs = theirs_of(model, tmp_path / "model")
@@ -220,7 +220,7 @@ def test_everywhere(where, tmp_path, nginx, request, monkeypatch):
             assert_same_model(of_file, theirs, inputs)
 
 
-def test_an_adapter(tmp_path, nginx):
+def test_an_adapter_is_loaded(tmp_path, nginx):
     base, inputs = models.made(models.llama)
     folder = nginx.root / "adapter"
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)
@@ -256,7 +256,7 @@ def test_an_adapter(tmp_path, nginx):
     ],
     ids=lambda config: type(config).__name__,
 )
-def test_an_adapter_that_is_complete_makes_no_warning(config, tmp_path, recwarn):
+def test_a_complete_adapter_gives_no_warning(config, tmp_path, recwarn):
     peft.get_peft_model(models.made(models.llama)[0], config).save_pretrained(tmp_path)
     load_adapter(models.made(models.llama)[0], tmp_path)
     assert not [one for one in recwarn if str(tmp_path) in str(one.message)]
@@ -272,13 +272,13 @@ def test_an_adapter_beside_a_model_is_not_attached(tmp_path, caplog):
     assert "holds an adapter too, which is not attached" in caplog.text
 
 
-def test_a_pipelines_folder(tmp_path):
+def test_a_folder_of_a_pipeline_is_loaded(tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="folder of a pipeline"):
         from_pretrained(tmp_path)
 
 
-def test_a_diffusers_auto_model_and_quantization(tmp_path):
+def test_diffusers_auto_models_and_quantization_are_accepted(tmp_path):
     model, inputs = models.made(models.dit)
     model.save_pretrained(tmp_path)
     ours = from_pretrained(tmp_path, diffusers.AutoModel)
@@ -292,7 +292,7 @@ def test_a_diffusers_auto_model_and_quantization(tmp_path):
         from_pretrained(tmp_path, config=config | {"quantization_config": {"quant_method": "x"}})
 
 
-def test_a_tokenizer(tmp_path, nginx):
+def test_a_tokenizer_is_loaded(tmp_path, nginx):
     from tokenizers import Tokenizer, models as kinds, pre_tokenizers
 
     plain = Tokenizer(kinds.WordLevel({"[UNK]": 0, "a": 1, "word": 2}, unk_token="[UNK]"))

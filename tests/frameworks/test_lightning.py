@@ -36,7 +36,7 @@ def names(folder):
     return sorted(os.listdir(folder / "kept"))
 
 
-def test_a_training_goes_on_from_its_checkpoint(tmp_path):
+def test_training_resumes_from_its_checkpoint(tmp_path):
     whole = trainer(tmp_path / "whole", 4, TensorizerCheckpointIO(), save_top_k=-1)
     whole.fit(Model())
     assert len(names(tmp_path / "whole")) == 8
@@ -58,7 +58,7 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("last", [None, True, "link"])
-def test_of_several_checkpoints_only_the_best_is_left(tmp_path, last):
+def test_only_the_best_checkpoint_is_kept(tmp_path, last):
     one = trainer(tmp_path, 4, TensorizerCheckpointIO(), save_top_k=1, save_last=last)
     one.fit(Model())
     kept = [name for name in names(tmp_path) if not name.startswith("last")]
@@ -81,7 +81,7 @@ def test_checkpoints_saved_in_the_background_have_both_halves(tmp_path):
     assert found == sorted([*kept, *(f"{name}.tensors" for name in kept)])
 
 
-def test_fabric(tmp_path):
+def test_fabric_saves_and_loads_state(tmp_path):
     fabric = Fabric(accelerator="cpu", plugins=[TensorizerCheckpointIO()])
     model = torch.nn.Linear(4, 2)
     fabric.save(tmp_path / "state.ckpt", {"model": model, "step": 5})

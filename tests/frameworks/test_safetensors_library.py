@@ -61,7 +61,7 @@ def passed(release, *options, before=()):
 
 
 @pytest.mark.parametrize("version", RELEASES)
-def test_all_that_the_library_passes_pass_in_a_block(fetched, version):
+def test_every_argument_of_the_library_is_accepted_in_a_block(fetched, version):
     release = fetched(version)
     theirs = passed(release)
     ours = passed(release, "-p", "in_block")

@@ -60,7 +60,7 @@ def assert_loaded(model, weights):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_format_is_a_choice_of_the_command():
+def test_the_load_format_is_a_choice_of_the_command():
     from sglang.srt.server_args import LOAD_FORMAT_CHOICES
 
     assert "tensorizer_stream" in LOAD_FORMAT_CHOICES
@@ -73,7 +73,7 @@ def test_the_format_is_a_choice_of_the_command():
     assert isinstance(made, loaders.DefaultModelLoader)
 
 
-def test_a_folder_of_every_kind(tmp_path, weights):
+def test_every_kind_of_folder_is_loaded(tmp_path, weights):
     for kind, save in {
         "tensors": tensorizer.save,
         "safetensors": save_file,
@@ -88,7 +88,7 @@ def test_a_folder_of_every_kind(tmp_path, weights):
         assert_loaded(load(elsewhere, uri=str(folder / f"model.{kind}")), weights)
 
 
-def test_shards(tmp_path, weights):
+def test_shards_are_loaded(tmp_path, weights):
     tensorizer.save(weights, tmp_path / "model.safetensors", max_shard_size=300)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert_loaded(load(tmp_path), weights)
@@ -104,6 +104,6 @@ def test_weights_are_updated_from_a_folder(tmp_path, weights):
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
-def test_options_that_do_not_fit():
+def test_unsupported_options_are_errors():
     with pytest.raises(ValueError, match="has url, which tensorizer does not know"):
         configured(url="x")

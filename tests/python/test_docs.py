@@ -159,20 +159,20 @@ def test_figures(monkeypatch):
         assert path.read_text() == text, f"{path}: run python benchmarks/report.py"
 
 
-def test_every_limit_says_why_an_engine_can_be_faster(monkeypatch):
+def test_every_baseline_says_why_an_engine_can_be_faster(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     figures = importlib.import_module("figures")
-    limits = importlib.import_module("cases").LIMITS
-    assert limits <= set(figures.LIMITS) == set(figures.BEATABLE)
+    baselines = importlib.import_module("cases").BASELINES
+    assert baselines <= set(figures.BASELINES) == set(figures.WHY_FASTER)
     row = {"bytes": 10, "min": 1, "max": 9, "cpu_seconds": 0, "extra_bytes": 0}
     rows = [
-        row | {"engine": "ours", "median": 2.0, "limit": False},
-        row | {"engine": "other", "median": 4.0, "limit": False},
-        row | {"engine": "read", "median": 3.0, "limit": True},
+        row | {"engine": "ours", "median": 2.0, "baseline": False},
+        row | {"engine": "other", "median": 4.0, "baseline": False},
+        row | {"engine": "read", "median": 3.0, "baseline": True},
     ]
     case = SimpleNamespace(engines=("ours", "other"))
     text = figures.table(case, rows)
-    assert f"Faster than “two-thread read”: ours. {figures.BEATABLE['read']}" in text
+    assert f"Faster than “two-thread read”: ours. {figures.WHY_FASTER['read']}" in text
     assert "Faster" not in figures.table(case, [*rows[:2], rows[2] | {"median": 2.0}])
 
 
@@ -190,7 +190,7 @@ def test_losses_are_every_row_where_another_engine_is_faster(monkeypatch):
             "| ours mmap | 1.0 |",
             "| slower | 2.5 |",
             "| faster | 1.6 |",
-            "| limit: two-thread read | 0.1 |",
+            "| baseline: two-thread read | 0.1 |",
         ]
     )
     row = "| [A case](#a-part) | ours 2.0 s | faster 1.6 s | 0.80 | ours mmap 1.0 s |"

@@ -274,8 +274,8 @@ impl Closer {
         if self.0.maker().is_here() {
             return Ok(());
         }
-        let what =
-            "the iterator belongs to the process that made it, and this one was forked off it";
+        let what = "this iterator was made before a fork(), by the parent process: make one in \
+                    this process";
         Err(Error::Closed(what.to_owned()))
     }
 }

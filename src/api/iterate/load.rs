@@ -382,7 +382,7 @@ impl TensorReceiver for WindowReceiver<'_> {
             shared.counters.bytes(buffer.bytes().len() as u64);
             return shared.window.deliver(tensor, ReadyMemory::Host(buffer), CopyEvents::new());
         };
-        let why = "decrypted in host memory: pieces of encryption of unusual length";
+        let why = "decrypted in host memory: the file was encrypted in pieces of an unusual length";
         shared.counters.fallback(why);
         // Copies that are under way must not overwrite these bytes later.
         upload.finish()?;

@@ -110,7 +110,8 @@ pub fn seal(bytes: &mut [u8], nonce: &[u8; NONCE_LEN], number: u64, key: &Key) -
 /// Random bytes from the operating system.
 pub fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
-    let none = |error| Error::Unsupported(format!("the system gives no random numbers: {error}"));
+    let none =
+        |error| Error::Unsupported(format!("cannot get random numbers from the system: {error}"));
     sys::random(&mut bytes).map_err(none)?;
     Ok(bytes)
 }

@@ -164,12 +164,14 @@ impl DecryptionOptions {
             self.derivation_costs.lock().get(uri).copied().unwrap_or(DerivationCost::NOTHING);
         let work = work + u128::from(derivation.opslimit) * u128::from(derivation.memlimit);
         if keys >= MAX_KEYS {
-            return Err(Error::Crypt(format!("`{uri}` asks for more than {MAX_KEYS} keys")));
+            return Err(Error::Crypt(format!(
+                "`{uri}` needs more than {MAX_KEYS} derived keys, which is refused"
+            )));
         }
         if work > self.max_work {
             return Err(Error::Crypt(format!(
-                "`{uri}`: its {} keys ask for {work} bytes to be passed over, and at most {} are \
-                 allowed: raise max_opslimit or max_memlimit if you trust the file",
+                "`{uri}`: deriving its {} keys would process {work} bytes of memory, and at most \
+                 {} are allowed: raise max_opslimit or max_memlimit if you trust the file",
                 keys + 1,
                 self.max_work
             )));
@@ -247,7 +249,7 @@ mod tests {
         // This key was derived before, so it costs nothing.
         ask(1, 2, "file").unwrap();
         let refused = ask(2, 2, "file").unwrap_err().to_string();
-        assert!(refused.contains("2 keys ask for 4194304 bytes"), "{refused}");
+        assert!(refused.contains("2 keys would process 4194304 bytes"), "{refused}");
         // A refused derivation does not count.
         ask(3, 1, "file").unwrap();
         assert!(ask(4, 1, "file").is_err());
@@ -267,7 +269,7 @@ mod tests {
         for salt in 0..64 {
             ask(salt).unwrap();
         }
-        assert!(ask(64).unwrap_err().to_string().contains("more than 64 keys"));
+        assert!(ask(64).unwrap_err().to_string().contains("more than 64 derived keys"));
     }
 
     #[test]

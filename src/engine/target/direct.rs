@@ -42,7 +42,9 @@ impl<'d> DirectStorage<'d> {
         let files =
             sources.iter().map(|source| Arc::clone(streams.device()).file(&*source.file()?));
         let Some(files) = files.collect() else {
-            counters.fallback("GPUDirect Storage is not there, or not for this file system");
+            counters.fallback(
+                "GPUDirect Storage is not available, or does not support this file system",
+            );
             return Ok(None);
         };
         // GPUDirect Storage is not ordered with streams, so earlier uses of the memory must have
@@ -51,7 +53,9 @@ impl<'d> DirectStorage<'d> {
         let direct = DirectStorage { files, memory, locations, failed: AtomicBool::new(false) };
         for (file, source) in sources.iter().enumerate() {
             if !direct.trial_read_matches((file, *source), extents, streams, pool, cancel)? {
-                counters.fallback("GPUDirect Storage gave other bytes than a plain read: not used");
+                counters.fallback(
+                    "GPUDirect Storage is not used: it returned other bytes than a plain read",
+                );
                 return Ok(None);
             }
         }

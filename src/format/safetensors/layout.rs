@@ -58,10 +58,12 @@ fn sorted(tensors: Vec<SafetensorsTensor>) -> Result<Vec<(String, usize, Safeten
     let mut sorted = with_room(tensors.len(), WHAT)?;
     for (number, tensor) in tensors.into_iter().enumerate() {
         let (name, dtype) = (&tensor.name, tensor.dtype);
-        let nested = "names of nested structures have no place in safetensors";
+        let nested = "safetensors files cannot hold nested structures";
         let key = name.key().ok_or_else(|| refused(format!("tensor `{name}`: {nested}")))?;
         if key == METADATA {
-            return Err(refused(format!("`{METADATA}` is no name for a tensor in safetensors")));
+            return Err(refused(format!(
+                "a tensor of a safetensors file cannot be named `{METADATA}`"
+            )));
         }
         let rank = dtype.rank_in_safetensors();
         let none = || refused(format!("tensor `{name}`: safetensors has no {dtype}"));
@@ -131,7 +133,7 @@ impl SafetensorsLayout {
         }
         let end = data_at.saturating_add(end);
         if i64::try_from(end).is_err() {
-            return Err(refused(format!("{end} bytes are too many for a file")));
+            return Err(refused(format!("{end} bytes of tensors are too many for one file")));
         }
         Ok(SafetensorsLayout { head, entries, order, end })
     }
@@ -159,7 +161,9 @@ fn ended(mut json: String) -> Result<Vec<u8>> {
     json.push('}');
     let len = json.len().next_multiple_of(size_of::<u64>());
     if len as u64 > MAX_HEADER_LEN {
-        let what = format!("names and shapes need a header of {len} bytes: too long");
+        let what = format!(
+            "names and shapes need a header of {len} bytes, expected at most {MAX_HEADER_LEN}"
+        );
         return Err(refused(what));
     }
     let mut head = with_room(len + size_of::<u64>(), WHAT)?;

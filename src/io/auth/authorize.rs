@@ -19,7 +19,7 @@ impl Credential {
         let credential = match self {
             #[cfg(feature = "s3")]
             Credential::Aws(_) => {
-                let what = "credentials of AWS for another cloud";
+                let what = "AWS credentials cannot sign a request to another cloud";
                 return Err(Failure::permanent(ErrorKind::InvalidInput, what));
             }
             // A service account for emulators has no token.
@@ -38,8 +38,11 @@ impl Credential {
         }
         let mut asked = HttpRequest::new(HttpRequestBody::empty());
         *asked.method_mut() = request.method().clone();
-        *asked.uri_mut() =
-            request.url().as_str().parse().map_err(|_| odd("not an address".to_owned()))?;
+        *asked.uri_mut() = request
+            .url()
+            .as_str()
+            .parse()
+            .map_err(|_| odd("cannot sign a request: its address is invalid".to_owned()))?;
         *asked.headers_mut() = request.headers().clone();
         let signed = AzureAuthorizer::new(credential, account).try_authorize(&mut asked);
         signed.map_err(|error| odd(format!("signing a request: {error}")))?;
@@ -56,6 +59,11 @@ impl Credential {
 
 /// A token as the value of a header.
 fn token(text: &str) -> Result<HeaderValue, Failure> {
-    let odd = |_| Failure::permanent(ErrorKind::InvalidData, "a token that is not well-formed");
+    let odd = |_| {
+        Failure::permanent(
+            ErrorKind::InvalidData,
+            "the access token has characters that a header cannot hold",
+        )
+    };
     HeaderValue::from_str(text).map_err(odd)
 }

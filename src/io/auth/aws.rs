@@ -36,8 +36,8 @@ use crate::sys::clock;
 const ABSENCE: Duration = Duration::from_secs(60);
 /// Variables that name the profile: the SDK reads the first, boto3 both.
 const PROFILES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
-const ENVIRONMENT_CHANGED: &str =
-    "credentials must be looked for again, and the environment that names them has changed";
+const ENVIRONMENT_CHANGED: &str = "credentials must be loaded again, but the environment variables \
+                                   that configure them have changed";
 
 /// Credentials of S3.
 #[derive(Clone)]
@@ -150,8 +150,9 @@ pub async fn check_profile(uri: &str) -> Result<()> {
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let variable = reading(|| PROFILES.into_iter().find(|name| is_set(name)));
     let what = format!(
-        "{} names the profile `{}`, which is in neither of AWS's files: ~/.aws/config and \
-         ~/.aws/credentials, or those that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE name",
+        "{} names the profile `{}`, which was not found: neither ~/.aws/config nor \
+         ~/.aws/credentials (or the files that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE \
+         name) has it",
         variable.unwrap_or("AWS_PROFILE"),
         Shown(&profile)
     );

@@ -126,7 +126,10 @@ fn configured(given: &AzureSettings<'_>, account: &Account) -> Result<MicrosoftA
     }
     let Some(signature) = &account.signature else { return Ok(builder) };
     if signature.len() > LONGEST_SIGNATURE {
-        let what = format!("a shared access signature of more than {LONGEST_SIGNATURE} bytes");
+        let what = format!(
+            "the shared access signature (SAS) is too long: expected at most {LONGEST_SIGNATURE} \
+             bytes"
+        );
         return Err(Error::InvalidArgument(what));
     }
     Ok(builder.with_config(AzureConfigKey::SasKey, signature))
@@ -140,9 +143,9 @@ fn refuse_cli(given: &AzureSettings<'_>, of_the_account: bool) -> Result<()> {
     if kind != Some("azure_cli") && (!asked || kind.is_some() || others) {
         return Ok(());
     }
-    let what = "Azure's command line is not asked for tokens: set AZURE_STORAGE_TOKEN to what `az \
-                account get-access-token --resource https://storage.azure.com/ --query \
-                accessToken --output tsv` prints";
+    let what = "tokens are not taken from the Azure CLI: set AZURE_STORAGE_TOKEN to what `az \
+                account get-access-token --resource https://storage.azure.com/ --query accessToken \
+                --output tsv` prints";
     Err(Error::InvalidArgument(what.to_owned()))
 }
 
@@ -178,8 +181,8 @@ fn account(
     })?;
     if of_address.is_some() && owner.is_none() && mine.has_something() {
         let what = format!(
-            "`{}`: the environment has a key, a signature or an endpoint, and does not say of which \
-             account: set AZURE_STORAGE_ACCOUNT_NAME to its name",
+            "`{}`: the environment has an account key, a shared access signature or an endpoint, \
+             but not the name of its account: set AZURE_STORAGE_ACCOUNT_NAME",
             asked.shown
         );
         return Err(Error::InvalidArgument(what));
@@ -204,7 +207,7 @@ fn checked(key: AzureConfigKey, text: &str) -> Result<String> {
             endpoint(&found)?.as_str().trim_end_matches('/').to_owned()
         }
         AzureConfigKey::AuthorityId if !is_word(text) => {
-            let what = format!("{variable}: expected the identity or the domain of a tenant");
+            let what = format!("{variable}: expected the id or the domain of a tenant");
             return Err(Error::InvalidArgument(what));
         }
         _ => text.to_owned(),

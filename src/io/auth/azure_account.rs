@@ -43,7 +43,7 @@ impl Account {
                 }
                 // Endpoints of other services and of replicas.
                 other if other.ends_with("endpoint") => {}
-                _ => return bad("it has a part that is not known"),
+                _ => return bad("it has an unknown key"),
             }
         }
         let scheme = scheme.map_or("https".to_owned(), |scheme| scheme.to_ascii_lowercase());
@@ -61,7 +61,7 @@ impl Account {
                 Ok(found)
             }
             Some(_) => Ok(found),
-            None => bad("it does not say of which account: expected AccountName=name"),
+            None => bad("it has no account name: expected AccountName=name"),
         }
     }
 

@@ -116,8 +116,8 @@ fn check_default_file(snapshot: &Snapshot) -> Result<()> {
     match usual_file(snapshot).filter(|file| elsewhere && file.exists()) {
         None => Ok(()),
         Some(file) => Err(Error::InvalidArgument(format!(
-            "the folder of CLOUDSDK_CONFIG has no {DEFAULT_FILE}, and there is `{}`: name the one \
-             that is meant in GOOGLE_APPLICATION_CREDENTIALS",
+            "the folder of CLOUDSDK_CONFIG has no {DEFAULT_FILE}, but `{}` exists: set \
+             GOOGLE_APPLICATION_CREDENTIALS to the file to use",
             file.display()
         ))),
     }

@@ -36,7 +36,7 @@ impl S3Cfg {
                 (within, sections) = (section.trim() == "default", true);
             }
             if !sections && !line.is_empty() && !line.starts_with(['#', ';']) {
-                let what = "no configuration file: expected a [section] first";
+                let what = "not a configuration file: expected a [section] first";
                 return Err(std::io::Error::new(ErrorKind::InvalidData, what));
             }
             let Some((name, value)) = line.split_once(['=', ':']).filter(|_| within) else {

@@ -92,8 +92,8 @@ fn missing(error: object_store::Error) -> Missing {
             // The text of the error may quote the file.
             let (line, column) = (found.line(), found.column());
             let what = format!(
-                "the credentials file or answer is of an unknown type or not well-formed, at line \
-                 {line}, column {column}"
+                "cannot parse the credentials file, or the response of the credential service: \
+                 unknown type or invalid JSON, at line {line}, column {column}"
             );
             return named(Failure::permanent(ErrorKind::InvalidData, what));
         }

@@ -41,8 +41,12 @@ pub struct FixedSettings {
 
 impl FixedSettings {
     fn apply(&self, request: &mut HttpRequest) -> Result<(), Failure> {
-        let odd =
-            |_| Failure::permanent(ErrorKind::InvalidInput, "a request that is not well-formed");
+        let odd = |_| {
+            Failure::permanent(
+                ErrorKind::InvalidInput,
+                "the credential provider made an invalid request",
+            )
+        };
         let uri = request.uri();
         let asked = uri.authority().map_or("", |found| found.as_str());
         if uri.path().starts_with(METADATA_PATH)
@@ -165,7 +169,7 @@ fn check_expiry(host: &str, body: &[u8]) -> Result<(), Failure> {
     let number = |value: &Value| value.as_u64().or_else(|| value.as_str()?.parse().ok());
     let mut times = ["expires_in", "expires_on"].into_iter().filter_map(|name| document.get(name));
     if times.any(|time| number(time).is_some_and(|time| time > LATEST)) {
-        let what = format!("`{host}` issued a token that would be good for ever");
+        let what = format!("`{host}` issued a token whose expiry is too far in the future");
         return Err(Failure::transient(ErrorKind::InvalidData, what));
     }
     Ok(())

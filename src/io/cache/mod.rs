@@ -126,8 +126,8 @@ impl Cache {
         let us = sys::user();
         if found.uid() != us || found.mode() & 0o077 != 0 {
             let what = format!(
-                "expected a folder of user {us} that nobody else may use (chmod 700), found one of \
-                 user {} with mode {:o}",
+                "expected a folder that belongs to user {us} and that no other user may access \
+                 (chmod 700), found one of user {} with mode {:o}",
                 found.uid(),
                 found.mode() & 0o7777
             );

@@ -40,12 +40,16 @@ impl HubAddress {
         let rest = rest.strip_prefix("models/").unwrap_or(rest);
         let (org, rest) = rest.split_once('/').unwrap_or((rest, ""));
         if OTHERS.contains(&org) {
-            return Err(wrong(&format!("a repository of a model: hf://{org}/ is not read")));
+            return Err(wrong(&format!(
+                "which is a repository of a model: hf://{org}/ is not supported"
+            )));
         }
         let end = rest.find(['@', '/']).unwrap_or(rest.len());
         let (name, rest) = rest.split_at_checked(end).unwrap_or((rest, ""));
         if !is_name(org) || !is_name(name) {
-            return Err(wrong("with names of letters, digits, `-`, `_` and `.`"));
+            return Err(wrong(
+                "where the names of org and repo have only letters, digits, `-`, `_` and `.`",
+            ));
         }
         let (revision, path) = match rest.strip_prefix('@') {
             Some(rest) => rest.split_at_checked(end_of_revision(rest)).unwrap_or((rest, "")),
@@ -54,13 +58,15 @@ impl HubAddress {
         let revision = percent_decode_str(revision).decode_utf8();
         let revision = revision.map_or_else(|_| String::new(), |text| text.into_owned());
         if !are_steps(&revision) {
-            return Err(wrong("with the name of a branch or tag, or a commit, as revision"));
+            return Err(wrong("where the revision is a branch, a tag or a commit"));
         }
         let path = path.trim_start_matches('/');
         let folder = path.is_empty() || path.ends_with('/');
         let path = path.trim_end_matches('/').to_owned();
         if !path.is_empty() && !are_steps(&path) {
-            return Err(wrong("with the path of a file in it"));
+            return Err(wrong(
+                "where the path is that of a file in the repository, without `.` and `..`",
+            ));
         }
         Ok(HubAddress { repo: format!("{org}/{name}"), revision, path, folder })
     }

@@ -120,8 +120,8 @@ impl Hub {
             let to = text(headers, LOCATION.as_str()).and_then(|to| self.endpoint.join(to).ok());
             let to = to.map_or_else(String::new, |url| url.origin().ascii_serialization());
             let what = format!(
-                "its server redirects to {to}, where no token is sent: set HF_ENDPOINT to the \
-                 address of the hub itself"
+                "the hub redirects to {to}, and the token is not sent to another server: set \
+                 HF_ENDPOINT to the final address of the hub"
             );
             return (ErrorKind::InvalidData, what);
         }
@@ -132,21 +132,21 @@ impl Hub {
             _ => ErrorKind::Other,
         };
         let token = match self.token {
-            Some(_) => "the token of HF_TOKEN, or of the login, does not give access to it",
+            Some(_) => "the token (of HF_TOKEN, or of the login) has no access to it",
             None => "set HF_TOKEN to a token that has access to it",
         };
         let (repo, revision) = (&place.repo, &place.revision);
         let bad_token = text(headers, "x-error-message") == Some(BAD_TOKEN);
         let what = match (code, status) {
             (_, StatusCode::UNAUTHORIZED) if bad_token && self.token.is_some() => {
-                "the hub does not know the token of HF_TOKEN, or of the login: it is wrong, or has \
-                 expired; without one, public repositories can be read"
+                "the hub rejects the token (of HF_TOKEN, or of the login): it is wrong, or has \
+                 expired; public repositories can be read without a token"
                     .to_owned()
             }
             ("RevisionNotFound", _) => format!("`{repo}` has no revision `{revision}`"),
-            ("GatedRepo", _) => format!(
-                "`{repo}` is gated: its page on the hub says how to ask for access; {token}"
-            ),
+            ("GatedRepo", _) => {
+                format!("`{repo}` is gated: request access on its page on the hub; {token}")
+            }
             ("RepoNotFound", _) | (_, StatusCode::UNAUTHORIZED) => {
                 format!("there is no repository `{repo}`, or it is private: {token}")
             }

@@ -89,8 +89,8 @@ impl Repo {
             match &commit {
                 Some(commit) if said.here => return Ok(candidate.at(commit)),
                 None if said.here => {
-                    let what = "its server names no commit of it, as Hugging Face's hub does: check \
-                                HF_ENDPOINT";
+                    let what = "the server's response has no X-Repo-Commit header, so it is not a \
+                                Hugging Face hub: check HF_ENDPOINT";
                     let error = io::Error::new(ErrorKind::InvalidData, what);
                     return Err(Error::io("asking for", &place.show(), error));
                 }

@@ -121,7 +121,7 @@ impl PooledClient {
             let found = body.len() as u64;
             match len {
                 Some(len) if found > len || (bytes.is_empty() && found < len) => {
-                    let what = format!("expected a body of {len} bytes, found {found}");
+                    let what = format!("expected a response body of {len} bytes, found {found}");
                     return Err(Failure::transient(ErrorKind::UnexpectedEof, what));
                 }
                 _ if bytes.is_empty() => return Ok(body),
@@ -141,13 +141,14 @@ impl PooledClient {
         budget: &RetryBudget<'_>,
     ) -> Result<(), Failure> {
         let too_long = || {
-            let what = format!("the body goes on behind byte {}", range.end);
+            let what =
+                format!("the response body is too long: expected it to end at byte {}", range.end);
             Failure::permanent(ErrorKind::InvalidData, what)
         };
         while *done < range.end {
             let bytes = self.chunk(&mut response, budget).await?;
             if bytes.is_empty() {
-                let what = format!("the body ended at byte {done} of {}", range.end);
+                let what = format!("the response body ended at byte {done} of {}", range.end);
                 return Err(Failure::transient(ErrorKind::UnexpectedEof, what));
             }
             if bytes.len() as u64 > range.end - *done {

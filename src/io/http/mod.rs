@@ -237,8 +237,8 @@ fn sibling(
 ) -> Result<Option<Arc<dyn ReadAt>>> {
     if url.is_version() {
         return Err(Error::Unsupported(format!(
-            "`{shown}` is one version of a file that names others beside it, and not which version of \
-             them: open it without, or what it names one by one"
+            "`{shown}` is one version of an index of shards, which does not say which versions of \
+             the shards belong to it: open the index without a version, or each shard with its own"
         )));
     }
     let Some(url) = url.sibling(name) else { return Ok(None) };

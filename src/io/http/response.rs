@@ -55,7 +55,8 @@ impl FirstResponse {
         let found = head.first.len() as u64;
         if found > head.len {
             return Err(Error::InvalidArgument(format!(
-                "the known head of `{}`: expected at most the {} bytes of the file, found {found}",
+                "the cached header of `{}` is invalid: expected at most the {} bytes of the file, \
+                 found {found}",
                 head.uri, head.len
             )));
         }
@@ -77,11 +78,12 @@ impl FirstResponse {
     /// a failure: the request is then repeated without the condition.
     pub fn confirm_copy(&mut self, copy: Option<(u64, &str)>) -> Result<(), Failure> {
         let Some((len, tag)) = copy else {
-            let what = "the server answered 304, as for a cached copy, and was not asked for that";
+            let what = "the server answered 304 Not Modified to a request without If-None-Match";
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         };
         if self.validators.tag.as_deref().is_some_and(|found| found != tag) {
-            let what = "the server answered 304 for another ETag than it was asked for";
+            let what = "the server answered 304 Not Modified with another ETag than that of \
+                        If-None-Match";
             return Err(Failure::transient(ErrorKind::InvalidData, what).if_renewable(true));
         }
         self.validators.len = Some(len);
@@ -126,7 +128,10 @@ pub fn check_status(response: &Response) -> Result<(), Failure> {
         return match text(headers, &CONTENT_ENCODING).filter(|coding| coding != "identity") {
             Some(coding) => Err(Failure::permanent(
                 ErrorKind::InvalidData,
-                format!("the server compressed the file ({coding}), although it was asked not to"),
+                format!(
+                    "the server sent the file with Content-Encoding {coding}, expected none \
+                     (identity)"
+                ),
             )),
             None => Ok(()),
         };
@@ -158,7 +163,8 @@ impl Validators {
         if response.status() != StatusCode::PARTIAL_CONTENT {
             // The page of a proxy, or a server without ranges since.
             let what = format!(
-                "expected bytes {} to {}, the server answered {} without a range",
+                "expected 206 Partial Content with bytes {} to {}, the server answered {} without \
+                 a range",
                 wanted.start,
                 wanted.end,
                 response.status()
@@ -168,14 +174,15 @@ impl Validators {
         let Some((start, end, len)) = content_range(headers) else {
             return Err(Failure::transient(
                 ErrorKind::InvalidData,
-                "the server's answer does not say which range it holds",
+                "the server's 206 response has no valid Content-Range header",
             ));
         };
         self.check_same(&Validators::of(headers, len.or(self.len)))?;
         let stated = length(headers).unwrap_or(end.saturating_sub(start));
         if (start, end) != (wanted.start, wanted.end) || stated != end - start {
             let what = format!(
-                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated}",
+                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated} \
+                 bytes",
                 wanted.start, wanted.end
             );
             return Err(Failure::transient(ErrorKind::InvalidData, what));
@@ -221,8 +228,8 @@ impl Validators {
                 // Another machine of the server may send this header again.
                 (Some(before), None) if others.is_empty() => {
                     let what = format!(
-                        "the file may have changed since it was opened: the first answer had the \
-                         {what} {before}, and another has none"
+                        "the file may have changed since it was opened: the first response had the \
+                         {what} {before}, a later one has none"
                     );
                     return Err(Failure::transient(ErrorKind::InvalidData, what));
                 }
@@ -268,11 +275,11 @@ pub fn first(response: &Response, wanted: Range) -> Result<FirstResponse, Failur
         }
         // A range without a total, or another range than was asked for.
         Some(_) => format!(
-            "asked for {}, the server's Content-Range is {:?}",
+            "the request was for {}, but the server's Content-Range is {:?}",
             wanted.field(),
             text(headers, &CONTENT_RANGE)
         ),
-        None => "the server's answer does not say which range it holds".to_owned(),
+        None => "the server's 206 response has no valid Content-Range header".to_owned(),
     };
     Err(Failure::transient(ErrorKind::InvalidData, what))
 }

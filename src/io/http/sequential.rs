@@ -78,7 +78,10 @@ impl Body {
             if bytes.is_empty() {
                 let end = self.validators.len.unwrap_or(self.position);
                 if skip > 0 || self.position < end {
-                    let what = format!("the body ended at byte {} of {end}", self.position - skip);
+                    let what = format!(
+                        "the response body ended at byte {} of {end}",
+                        self.position - skip
+                    );
                     return Err(Failure::transient(io::ErrorKind::UnexpectedEof, what));
                 }
                 return Ok(bytes);

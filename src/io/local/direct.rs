@@ -186,7 +186,7 @@ impl Reads<'_> {
     fn submit_all(&mut self) -> io::Result<()> {
         while self.submitted < self.begun {
             match self.ring.submit() {
-                Ok(0) => return Err(io::Error::other("reads were not taken")),
+                Ok(0) => return Err(io::Error::other("io_uring accepted no reads")),
                 Ok(submitted) => self.submitted += submitted,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),

@@ -88,8 +88,8 @@ impl FileSink {
     pub fn from_file(file: File, uri: String) -> Result<Self> {
         if mapped::is_mapped(&file).map_err(|e| Error::io("examining", &uri, e))? {
             return Err(Error::InvalidArgument(format!(
-                "`{uri}` must not be written: tensors of this process, loaded with mmap=True, are \
-                 used in place of it and would change; write another file and rename it"
+                "cannot write into `{uri}`: this process has tensors that were loaded from it with \
+                 mmap=True, and they would change; write another file and rename it"
             )));
         }
         Ok(FileSink { pending: None, file, uri, reserved: AtomicU64::new(0) })

@@ -141,7 +141,8 @@ impl Connections {
             return answers;
         }
         if allowance.is_used_up() {
-            let what = format!("the server sent more than the {most} bytes that were asked for");
+            let what =
+                format!("the server sent more than the {most} bytes that the commands may return");
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         }
         // A connection on which something failed is not used again.

@@ -102,7 +102,7 @@ impl RedisSource {
     fn odd(&self, command: &str, what: impl std::fmt::Display) -> Error {
         const SHOWN: usize = 200;
         let what: String = what.to_string().chars().take(SHOWN).collect();
-        let text = format!("{command} was answered with {}", Shown(&what));
+        let text = format!("unexpected reply to {command}: {}", Shown(&what));
         Error::io("reading", &self.shown, std::io::Error::new(ErrorKind::InvalidData, text))
     }
 
@@ -155,14 +155,14 @@ impl RedisSource {
             let (Some(Value::BulkString(next)), Some(Value::Array(found))) =
                 (answer.next(), answer.next())
             else {
-                return Err(self.odd("SCAN", "something else than a cursor and keys"));
+                return Err(self.odd("SCAN", "not a cursor and a list of keys"));
             };
             for key in found {
                 match key {
                     Value::BulkString(key) => {
                         key_bytes += key.len() + size_of_val(&key);
                         if key_bytes > MOST_KEY_BYTES {
-                            let what = format!("keys of more than {MOST_KEY_BYTES} bytes");
+                            let what = format!("more than {MOST_KEY_BYTES} bytes of keys");
                             return Err(self.odd("SCAN", what));
                         }
                         push(&mut keys, key, KEYS)?;
@@ -227,7 +227,10 @@ impl RedisSource {
                     number += 1;
                     continue;
                 }
-                let text = format!("no key holds byte {at}");
+                let text = format!(
+                    "no key of the database holds byte {at} of the file: a key was removed, or the \
+                     file is incomplete"
+                );
                 let error = std::io::Error::new(ErrorKind::UnexpectedEof, text);
                 return Err(Error::io("reading", &self.shown, error));
             };

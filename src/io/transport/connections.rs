@@ -40,7 +40,7 @@ impl EventLoop {
     ) -> Result<T, Failure> {
         // A request that is ready at once would never reach the check below.
         budget.check()?;
-        let ended = || Failure::permanent(io::ErrorKind::Other, "an event loop that has ended");
+        let ended = || Failure::permanent(io::ErrorKind::Other, "its event loop has ended");
         self.0.as_ref().ok_or_else(ended)?.block_on(async {
             let mut request = std::pin::pin!(request);
             loop {

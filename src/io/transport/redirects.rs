@@ -58,7 +58,9 @@ impl Location {
     fn redirected(&self, to: &str) -> Result<Location, Failure> {
         let refused = |what: &str| Failure::permanent(ErrorKind::InvalidData, what);
         let url = self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
-        let mut url = url.ok_or_else(|| refused("the server redirects to what is no address"))?;
+        let mut url = url.ok_or_else(|| {
+            refused("the server redirects to an address that is not http:// or https://")
+        })?;
         if self.url.scheme() == "https" && url.scheme() == "http" {
             return Err(refused("the server redirects from https:// to http://, which is refused"));
         }
@@ -86,7 +88,8 @@ impl Location {
             let name = HeaderName::from_bytes(name.as_bytes()).ok();
             let value = HeaderValue::from_str(value).ok();
             let Some((name, mut value)) = name.zip(value) else {
-                let what = "an extra header is not well-formed";
+                let what = "a request header, such as that with the token, has an invalid name or \
+                            value";
                 return Err(Failure::permanent(ErrorKind::InvalidInput, what));
             };
             value.set_sensitive(true);

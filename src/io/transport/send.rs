@@ -62,7 +62,9 @@ pub async fn document(response: &mut Response, stall: Duration) -> Result<Vec<u8
             return Ok(body);
         }
         if body.len() + more.len() > DOCUMENT_LIMIT {
-            let what = format!("an answer of more than {DOCUMENT_LIMIT} bytes");
+            let what = format!(
+                "the server's response is too long: expected at most {DOCUMENT_LIMIT} bytes"
+            );
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         }
         body.extend_from_slice(&more);
@@ -119,7 +121,7 @@ fn retry_after(headers: &HeaderMap) -> Option<Duration> {
 
 impl From<reqwest::Error> for Failure {
     fn from(error: reqwest::Error) -> Self {
-        connection_failure(error, "name the authority that signed it")
+        connection_failure(error, "give the certificate of the authority that signed it")
     }
 }
 

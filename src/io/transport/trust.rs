@@ -102,10 +102,12 @@ impl Trust {
     pub fn hint(&self, variables: &str) -> String {
         match self {
             Trust::Bundle { path, named_by } => format!(
-                "{}, which {named_by} names, has no authority that signed it",
+                "{} ({named_by}) does not have the certificate of the authority that signed it",
                 path.display()
             ),
-            _ => format!("name a PEM file with the authority that signed it in {variables}"),
+            _ => format!(
+                "set {variables} to a PEM file with the certificate of the authority that signed it"
+            ),
         }
     }
 }
@@ -156,8 +158,8 @@ mod tests {
     #[test]
     fn hints_name_what_helps() {
         let given = Trust::argument("/ca".into()).hint("X");
-        assert_eq!(given, "/ca, which certificate_handling names, has no authority that signed it");
-        assert!(Trust::System.hint("X or Y").ends_with("signed it in X or Y"));
+        assert!(given.starts_with("/ca (certificate_handling) does not have the certificate of"));
+        assert!(Trust::System.hint("X or Y").starts_with("set X or Y to a PEM file"));
         assert!(
             untrusted("invalid peer certificate: UnknownIssuer", "do").unwrap().ends_with("do")
         );

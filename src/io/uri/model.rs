@@ -78,8 +78,9 @@ fn file_of(folder: &Path) -> Result<PathBuf> {
     }
     let is_checkpoint = CHECKPOINTS.iter().any(|name| names.iter().any(|found| found == name));
     let what = if is_checkpoint {
-        "it is a checkpoint of torch.distributed.checkpoint: tensorizer.distributed.load_state(folder) loads \
-         it, and a Reader(folder) of that module each rank's part"
+        "it is a checkpoint of torch.distributed.checkpoint: load it with \
+         tensorizer.distributed.load_state(folder), or the part of each rank with \
+         tensorizer.distributed.Reader(folder)"
             .to_owned()
     } else {
         format!("it is a folder, and holds none of {EXPECTED_IN_FOLDERS}")

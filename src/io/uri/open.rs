@@ -42,7 +42,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         Service::Redis => redis::open(uri, &options.transport, cancel),
         #[allow(unreachable_patterns)] // With all features there is no other.
         _ => Err(Error::Unsupported(format!(
-            "`{}://` addresses: this build has no such feature",
+            "cannot open `{}://` addresses: this build was made without that feature",
             scheme.name
         ))),
     }

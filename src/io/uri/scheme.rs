@@ -54,9 +54,9 @@ impl Scheme {
     /// The error of writing to an address, with another way to do it.
     pub fn unwritable(self) -> Error {
         let instead = match self.service {
-            Service::Redis => "TensorDeserializer.to_redis copies files there",
-            Service::S3 => "this build has no S3",
-            Service::Cloud => "this build has neither Google nor Azure",
+            Service::Redis => "copy a file there with TensorDeserializer.to_redis",
+            Service::S3 => "this build was made without the feature `s3`",
+            Service::Cloud => "this build was made without the feature `clouds`",
             Service::Hub => "write a local file, and upload it with huggingface_hub",
             Service::Http => {
                 "upload a local file by other means, or write to s3://, gs:// or az://"

@@ -44,7 +44,7 @@ impl CloudAddress {
             Err(Error::InvalidArgument(what))
         };
         if rest.contains(['?', '#']) {
-            return bad(" and a query, which such addresses do not have");
+            return bad(" and a `?` or `#`, which these addresses cannot have");
         }
         let (place, key) = rest.split_once('/').unwrap_or((rest, ""));
         let key = key.trim_start_matches('/');
@@ -52,14 +52,18 @@ impl CloudAddress {
             return bad("");
         }
         if !fits_in_url(key) {
-            return bad(": `.`, `..` and control characters are no parts of names");
+            return bad(": its name has `.`, `..` or a control character, which is not allowed");
         }
         let (bucket, account) = match (place.split_once('@'), cloud) {
             (None, _) => (place, None),
-            (Some(_), Cloud::Google) => return bad(": no `@` there"),
+            (Some(_), Cloud::Google) => return bad(": a bucket's name has no `@`"),
             (Some((container, host)), Cloud::Azure) => match account_of(host) {
                 Some(account) => (container, Some(account)),
-                None => return bad(", and that is no host of Azure"),
+                None => {
+                    return bad(
+                        ": what follows the `@` is not the host of an Azure storage account",
+                    );
+                }
             },
         };
         if !is_word(bucket) {

@@ -88,13 +88,13 @@ impl UploadProtocol for Blob {
             .handles(|_, code| code == OTHER_NAMES || code.ends_with(TOO_MANY));
         let answer = self.at.send(&request, cancel)?;
         if !answer.status.is_success() {
-            let forgets = "which Azure forgets a week after the last of them, or when the blob is \
-                           written as a whole";
+            let forgets = "which Azure deletes a week after the last of them, or when the blob is \
+                           replaced";
             let why = match answer.code() {
                 OTHER_NAMES => {
-                    "another program has begun to write this blob, and left blocks there"
+                    "another program has begun an upload of this blob, and left uncommitted blocks"
                 }
-                _ => "uploads of this blob that failed have left too many blocks there",
+                _ => "failed uploads of this blob have left too many uncommitted blocks",
             };
             return Err(self.disturbed(&format!("{why}, {forgets}"), &answer));
         }
@@ -123,8 +123,9 @@ impl UploadProtocol for Blob {
         let refused = match self.at.send(&request, cancel) {
             Ok(answer) if answer.status.is_success() => return Ok(()),
             Ok(answer) => {
-                let why = "another program has written this blob meanwhile, and Azure has forgotten \
-                           blocks of this one: the blob is that of the other";
+                let why = "another program has written this blob during the upload, and Azure has \
+                           deleted the blocks of this upload: the blob has the content of the \
+                           other program";
                 self.disturbed(why, &answer)
             }
             Err(error) => error,

@@ -43,7 +43,8 @@ pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Resu
         },
     };
     let root = found.endpoint;
-    let bad = || Error::InvalidArgument(format!("`{root}` is no address of a server"));
+    let bad =
+        || Error::InvalidArgument(format!("the endpoint `{root}` is not the address of a server"));
     let mut url = root.clone();
     url.path_segments_mut().map_err(|()| bad())?.pop_if_empty().push(&address.bucket);
     Ok(CloudBucket { url, account: found.account, credentials })
@@ -52,11 +53,11 @@ pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Resu
 /// The URL of an object.
 pub fn object_url(bucket: &Url, key: &str) -> std::result::Result<Url, String> {
     if !fits_in_url(key) || key.len() > LONGEST_KEY {
-        return Err(format!("{key:?} is no name of an object"));
+        return Err(format!("{key:?} cannot be the name of an object"));
     }
     let mut url = bucket.clone();
     let path = url.path_segments_mut();
-    path.map_err(|()| format!("`{bucket}` is no address of a server"))?.extend(key.split('/'));
+    path.map_err(|()| format!("`{bucket}` is not the address of a server"))?.extend(key.split('/'));
     Ok(url)
 }
 
@@ -68,7 +69,7 @@ pub fn anonymous(error: Error, cloud: Cloud) -> Error {
     };
     match error {
         Error::Io { action, uri, error } => {
-            let what = format!("{error} (no credentials were found, as by {name})");
+            let what = format!("{error} (no credentials were found: set {name}, for example)");
             Error::io(action, &uri, std::io::Error::new(error.kind(), what))
         }
         other => other,

@@ -147,7 +147,7 @@ impl Answer {
             // The body reports an error, or is incomplete.
             return Failure::transient(
                 ErrorKind::InvalidData,
-                what + ", and not what was asked for",
+                what + ", but its body is incomplete or reports an error",
             );
         }
         if DAMAGED.contains(&self.code()) {

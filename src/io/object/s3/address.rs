@@ -41,8 +41,8 @@ impl S3Address {
         if version == Some(None) {
             // Without what was found, which may be a secret.
             let what = format!(
-                "`{}`: nothing but ?{VERSION}... is expected behind the key, which cannot have `?` or \
-                 `#` in it; tensorizer 2 left away what is behind them, and meant `s3://{place}`",
+                "`{}`: only ?{VERSION}... may follow the key, which cannot contain `?` or `#`; \
+                 tensorizer 2 dropped the rest, and opened `s3://{place}`",
                 show_text(uri)
             );
             return Err(Error::InvalidArgument(what));
@@ -106,7 +106,7 @@ mod tests {
             "#?versionId=1",
         ] {
             let error = S3Address::parse(&format!("s3://b/k{more}")).unwrap_err().to_string();
-            assert!(error.contains("?versionId=... is expected"), "{more}: {error}");
+            assert!(error.contains("only ?versionId=... may follow"), "{more}: {error}");
             assert!(error.contains("`s3://b/k`") && !error.contains("secret"), "{error}");
         }
     }

@@ -164,13 +164,17 @@ fn public_url(found: &S3Bucket, address: &S3Address) -> Result<Url> {
     let host = endpoint.host_str().unwrap_or("");
     let bad = || {
         let uri = address.shown();
-        let what =
-            format!("`{uri}`: `{host}` is no endpoint whose name could begin with a bucket's");
+        let what = format!(
+            "`{uri}`: the bucket's name cannot be put before the endpoint's host `{host}` \
+             (virtual-hosted style): expected an endpoint with a domain name"
+        );
         Error::InvalidArgument(what)
     };
     if !fits_in_url(key) {
-        let what =
-            format!("{:?}: without credentials its name cannot be asked for", address.shown());
+        let what = format!(
+            "{:?}: a key with `.`, `..` or control characters cannot be read without credentials",
+            address.shown()
+        );
         return Err(Error::InvalidArgument(what));
     }
     let mut url = endpoint.clone();

@@ -147,7 +147,8 @@ pub async fn resolve(
         (Some(server), _) => server,
         (None, Some(AwsKeys::Chain(_))) if force_http => {
             return Err(Error::InvalidArgument(format!(
-                "`{uri}`: AWS is asked by https:// only: name an endpoint, or do not force http://"
+                "`{uri}`: AWS is accessed by https:// only: give an endpoint, or do not force \
+                 http://"
             )));
         }
         (None, Some(AwsKeys::Chain(_))) => Server::aws(&settings),

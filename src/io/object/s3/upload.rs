@@ -74,8 +74,8 @@ impl S3Object {
         let (options, resolved) = run_once(&shown, &options.transport, cancel, found)?;
         if resolved.credentials.is_none() && !resolved.named {
             let what = format!(
-                "there are no credentials, and {} would be sent the object anonymously: give \
-                 credentials, or name an endpoint that takes objects from everybody",
+                "no credentials were found, and the object is not sent to {} anonymously: give \
+                 credentials, or name an endpoint that accepts anonymous uploads",
                 resolved.host()
             );
             let error = IoError::new(ErrorKind::PermissionDenied, what);
@@ -213,7 +213,7 @@ impl UploadProtocol for S3Object {
                 None => guarded(begin.send()).await.map_err(|e| self.resolved.failure(e))?,
             };
             let upload = begun.upload_id.ok_or_else(|| {
-                let what = "the server began an upload without a number";
+                let what = "the server's response to CreateMultipartUpload has no UploadId";
                 Failure::permanent(ErrorKind::InvalidData, what)
             })?;
             let _ = self.sums.set(sums);
@@ -252,7 +252,7 @@ impl UploadProtocol for S3Object {
             }
             let done = answer.map_err(|e| self.resolved.failure(e))?;
             let tag = done.e_tag.ok_or_else(|| {
-                let what = "the server took a part and did not say its ETag";
+                let what = "the server's response to UploadPart has no ETag";
                 Failure::transient(ErrorKind::InvalidData, what)
             })?;
             Ok(SentPart { number, tag, checksum: told })

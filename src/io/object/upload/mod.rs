@@ -87,7 +87,7 @@ impl UploadSink {
     /// Aborts the upload: what was there before stays. The error is that of a call that was cancelled
     /// before the server has answered.
     pub fn abandon(&self, cancel: &dyn Cancel) -> Result<()> {
-        self.0.give_up("it was given up", cancel)
+        self.0.give_up("its upload was aborted", cancel)
     }
 }
 
@@ -395,7 +395,7 @@ impl WriteAt for UploadSink {
 
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
         self.0.publish(len, cancel)?;
-        self.0.state().over = Some("it is complete");
+        self.0.state().over = Some("its upload is complete");
         Ok(())
     }
 
@@ -408,6 +408,6 @@ impl WriteAt for UploadSink {
 impl Drop for Upload {
     fn drop(&mut self) {
         // Never has no error.
-        let _ = self.give_up("it was not finished", &Never);
+        let _ = self.give_up("its upload was not finished", &Never);
     }
 }

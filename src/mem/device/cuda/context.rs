@@ -35,7 +35,7 @@ impl Context {
     pub fn open(index: u32) -> Result<Self> {
         let name = format!("cuda:{index}");
         let Some(driver) = driver::driver() else {
-            let what = "this process finds no CUDA driver (libcuda.so.1)".to_owned();
+            let what = "the CUDA driver (libcuda.so.1) was not found".to_owned();
             return Err(Error::Device { device: name, what });
         };
         let (raw, maker) = (ptr::null_mut(), Maker::this());
@@ -79,7 +79,8 @@ impl Context {
         if self.maker.is_here() {
             return Ok(());
         }
-        let what = "used before this process was forked off, in which CUDA does not work";
+        let what = "CUDA was used before fork(), and does not work in this child process: use the \
+                    `spawn` start method";
         Err(Error::Device { device: self.name.clone(), what: what.to_owned() })
     }
 

@@ -108,8 +108,8 @@ impl OwnStreams {
         context.check("asking for the current stream", code)?;
         if capture != driver::NOT_CAPTURING {
             return Err(Error::InvalidArgument(format!(
-                "{}: the current stream captures a CUDA graph, of which loading and saving cannot \
-                 be part: do it before the capture",
+                "{}: the current stream is capturing a CUDA graph, in which loading and saving are \
+                 not possible: load or save before the capture",
                 context.name()
             )));
         }

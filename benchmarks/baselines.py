@@ -1,6 +1,6 @@
-"""Limits of this machine, measured with as little code as possible.
+"""Baselines of this machine, measured with as little code as possible.
 
-    python limits.py LIMIT FOLDER MODEL
+    python baselines.py BASELINE FOLDER MODEL
 
 read     two threads read the file from the page cache into fresh, huge-page-advised memory, and
          the bytes are touched as every engine's are
@@ -8,7 +8,6 @@ sha256   two threads hash memory
 secretbox  two threads decrypt memory with the libsodium that is linked
 read-secretbox  two threads read the file from the page cache into fresh memory, as above, and
          run the cipher and the authenticator over each piece
-write    two threads write as many bytes of memory to a new file, and the disk has them
 send     two connections upload as many bytes of memory to the S3 server of stores.py, in parts
 direct   four threads read the file with O_DIRECT
 write    two threads write a file of as many bytes through the page cache, and sync it
@@ -264,14 +263,14 @@ def copy(path: Path) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start, "bytes": size}
 
 
-def measure(limit: str, folder: Path, model: str) -> dict[str, object]:
-    """Measure a limit with the file of a model."""
-    result = globals()[limit.replace("-", "_")](folder / f"{model}.tensors")
+def measure(baseline: str, folder: Path, model: str) -> dict[str, object]:
+    """Measure a baseline with the file of a model."""
+    result = globals()[baseline.replace("-", "_")](folder / f"{model}.tensors")
     return {**result, "verified": True}
 
 
 if __name__ == "__main__":
-    limit, folder, model = sys.argv[1:]
-    print(json.dumps(measure(limit, Path(folder), model)))
+    baseline, folder, model = sys.argv[1:]
+    print(json.dumps(measure(baseline, Path(folder), model)))
     sys.stdout.flush()
     os._exit(0)
