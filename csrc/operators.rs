@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
-use tensorizer::device::{self, CPU, Index};
+use tensorizer::device::{self, CPU, DeviceIndex};
 use tensorizer::environment::{Guard, within};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
@@ -81,14 +81,18 @@ fn open(uri: &str, options: &mut OpOptions) -> Result<TensorFile> {
 
 /// Loads all tensors of a file.
 #[cfg(feature = "tch")]
-pub fn load_all(file: &TensorFile, device: Index) -> Result<Loaded> {
+pub fn load_all(file: &TensorFile, device: DeviceIndex) -> Result<Loaded> {
     let all: Vec<usize> = (0..file.entries().len()).collect();
     loaded(file, &all, device, LoadOptions::default())
 }
 
 /// Loads the named tensors of a file.
 #[cfg(feature = "tch")]
-pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S], device: Index) -> Result<Loaded> {
+pub fn load_some<S: AsRef<str>>(
+    file: &TensorFile,
+    names: &[S],
+    device: DeviceIndex,
+) -> Result<Loaded> {
     loaded(file, &file.select(names)?, device, LoadOptions::default())
 }
 
@@ -154,7 +158,7 @@ pub fn op_load_checked(
 fn loaded(
     file: &TensorFile,
     selection: &[usize],
-    device: Index,
+    device: DeviceIndex,
     options: LoadOptions,
 ) -> Result<Loaded> {
     let destination = Where { devices: &[device], apart: false };
@@ -211,7 +215,7 @@ pub fn op_iterate_close(iterator: i64) -> Result<()> {
 }
 
 /// True if the core itself can fill and read memory of a device, without a copy by torch.
-pub fn reaches(device: Index) -> bool {
+pub fn reaches(device: DeviceIndex) -> bool {
     device == CPU || device::find(device).is_ok_and(|found| found.is_some())
 }
 

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Calls a function under a condition, such as that no thread changes the environment meanwhile.
 pub type Guard = fn(&mut dyn FnMut());
@@ -44,7 +44,7 @@ pub fn within<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
 
 /// An environment variable that holds a number. It is read once, at its first use.
 pub struct Variable {
-    known: Brief<Option<Known>>,
+    known: ForkSafeMutex<Option<Known>>,
     /// Its name.
     pub name: &'static str,
     /// The value that holds if it is not set.
@@ -216,7 +216,7 @@ pub fn forget() {
 /// A seed other than 0 sends loads to the CPU through the stand-in for CUDA.
 #[cfg(any(test, feature = "stand-in"))]
 pub static FAKE_DEVICE: Variable = Variable {
-    known: Brief::new(None),
+    known: ForkSafeMutex::new(None),
     name: "TENSORIZER_FAKE_DEVICE",
     default: 0,
     meaning: "the seed of the stand-in for CUDA",
@@ -235,7 +235,7 @@ macro_rules! variables {
         $(
             #[doc = $meaning]
             pub static $constant: Variable =
-                Variable { known: Brief::new(None), name: $name, default: $default, meaning: $meaning };
+                Variable { known: ForkSafeMutex::new(None), name: $name, default: $default, meaning: $meaning };
         )+
 
         /// All of them. `docs/reference/environment.md` has the same table.

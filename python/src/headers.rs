@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tensorizer::codec::KeptHeader;
 use tensorizer::error::{Error, Result};
-use tensorizer::{Brief, TensorFile, matches_header, read_headers};
+use tensorizer::{ForkSafeMutex, TensorFile, matches_header, read_headers};
 use tensorizer_torch::exchange::Lent;
 use tensorizer_torch::tensor::{Devices, one_to_save};
 
@@ -12,7 +12,7 @@ use crate::signals;
 
 /// Headers by the numbers of their tensors.
 #[derive(Default)]
-pub struct Headers(Brief<Vec<Option<Arc<KeptHeader>>>>);
+pub struct Headers(ForkSafeMutex<Vec<Option<Arc<KeptHeader>>>>);
 
 impl Headers {
     /// Returns the header of a tensor, if it was read.

@@ -10,7 +10,7 @@ type Head<B> = (String, u64, Option<String>, Option<String>, Vec<(String, String
 /// A head that Python passes in.
 pub type Given = Head<PyBackedBytes>;
 /// A head that Python gets.
-pub type Shown<'py> = Head<Bound<'py, PyBytes>>;
+pub type Escaped<'py> = Head<Bound<'py, PyBytes>>;
 
 /// Converts heads from Python for the core.
 pub fn known(heads: impl Iterator<Item = Given>) -> CachedHeads {
@@ -22,7 +22,7 @@ pub fn known(heads: impl Iterator<Item = Given>) -> CachedHeads {
 }
 
 /// Converts heads of the core for Python.
-pub fn for_python<'py>(py: Python<'py>, heads: &[CachedHead]) -> Vec<Shown<'py>> {
+pub fn for_python<'py>(py: Python<'py>, heads: &[CachedHead]) -> Vec<Escaped<'py>> {
     let heads = heads.iter().map(|head| {
         let CachedHead { uri, len, tag, modified, headers, first } = head.clone();
         (uri, len, tag, modified, headers, PyBytes::new(py, &first))

@@ -23,7 +23,7 @@ use crate::errors::{Answer, Raised};
 use crate::gil;
 use crate::handle::Handle;
 use crate::headers::{Headers, matching};
-use crate::heads::{Shown, for_python};
+use crate::heads::{Escaped, for_python};
 use crate::iterator::TensorIterator;
 use crate::names::{described, name_from_python, name_to_python, plain_name, stored, top_level};
 use crate::pickled::{PickledTensor, pickled};
@@ -91,7 +91,7 @@ impl Reader {
     }
 
     /// Returns cached heads, with which other processes open its files without a request.
-    fn heads<'py>(&self, py: Python<'py>) -> Vec<Shown<'py>> {
+    fn heads<'py>(&self, py: Python<'py>) -> Vec<Escaped<'py>> {
         for_python(py, self.file.heads())
     }
 

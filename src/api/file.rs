@@ -5,9 +5,9 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::cancel::{Cancel, Once};
+use crate::cancel::{Cancel, RetryableOnce};
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
@@ -17,18 +17,18 @@ use crate::format::tensors::{behind, index, metadata};
 use crate::io::{CachedHead, ClosedSource, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::sys;
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// An open file or checkpoint: its tensors, and the sources of their bytes.
 pub struct TensorFile {
     uri: String,
-    sources: Brief<Arc<[Arc<dyn ReadAt>]>>,
+    sources: ForkSafeMutex<Arc<[Arc<dyn ReadAt>]>>,
     catalog: Arc<Catalog>,
     /// The state of a `.tensors` file; None for other formats.
     own: Option<Arc<Own>>,
     heads: Arc<[CachedHead]>,
     /// Done once the bytes match the checksums of the hub, or need not.
-    proven: Arc<Once>,
+    proven: Arc<RetryableOnce>,
 }
 
 /// The state that only `.tensors` files have.
@@ -57,7 +57,7 @@ impl TensorFile {
     ) -> Self {
         let (own, heads, proven) = (own.map(Arc::new), heads.into(), Arc::default());
         let catalog = Arc::new(catalog);
-        TensorFile { uri, sources: Brief::new(sources.into()), catalog, own, heads, proven }
+        TensorFile { uri, sources: ForkSafeMutex::new(sources.into()), catalog, own, heads, proven }
     }
 
     /// Returns the same file with other tensors.
@@ -97,7 +97,7 @@ impl TensorFile {
     pub fn again(&self) -> Self {
         TensorFile {
             uri: self.uri.clone(),
-            sources: Brief::new(self.sources()),
+            sources: ForkSafeMutex::new(self.sources()),
             catalog: Arc::clone(&self.catalog),
             own: self.own.clone(),
             heads: Arc::clone(&self.heads),
@@ -120,7 +120,7 @@ impl TensorFile {
     }
 
     /// The state of the comparison of its bytes with the checksums of its hub.
-    pub(super) fn proven(&self) -> &Once {
+    pub(super) fn proven(&self) -> &RetryableOnce {
         &self.proven
     }
 
@@ -368,7 +368,7 @@ impl TensorFile {
                 let name = name.as_ref();
                 let number = self.find(name).ok_or_else(|| Error::TensorNotFound {
                     uri: self.uri().to_owned(),
-                    name: Shown(name.trim_start_matches('\u{1e}')).to_string(),
+                    name: Escaped(name.trim_start_matches('\u{1e}')).to_string(),
                 })?;
                 if seen.insert(number) {
                     Ok(number)

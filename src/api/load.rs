@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory, push, repeated, with_room};
 use crate::format::catalog::{Entry, Format};
 use crate::io::borrowed;
-use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
+use crate::mem::{Arena, HostBuffer, SliceRemainder, to_fill, zero_filled};
 use crate::stats::{Counters, Stage};
 
 /// The alignment from which tensors in a mapped file are used in place, or that of their element
@@ -297,7 +297,8 @@ impl Memory {
 
     /// Returns the bytes of each tensor; none for those that are mapped.
     fn bytes(&mut self) -> Result<Vec<&mut [u8]>> {
-        let blocks = self.blocks.iter_mut().map(|block| Some(Rest::of(block.bytes_mut())));
+        let blocks =
+            self.blocks.iter_mut().map(|block| Some(SliceRemainder::new(block.bytes_mut())));
         cut(&self.tensors, listed(blocks, LISTS)?)
     }
 
@@ -306,7 +307,7 @@ impl Memory {
         let bug = || Error::Bug("an image beyond its block".to_owned());
         let mut images = Vec::new();
         for (&number, mapping) in &mut self.mappings {
-            let mut rest = Rest::of(mapping.bytes_mut());
+            let mut rest = SliceRemainder::new(mapping.bytes_mut());
             for spot in &self.tensors {
                 let Spot::Mapped { file, header, at, len } = *spot else { continue };
                 if file == number {
@@ -319,7 +320,7 @@ impl Memory {
         for (arena, block) in self.blocks.iter_mut().zip(&self.layout.blocks) {
             let bytes = arena.bytes_mut();
             let Some(span) = block.image else {
-                blocks.push(Some(Rest::of(bytes)));
+                blocks.push(Some(SliceRemainder::new(bytes)));
                 continue;
             };
             let skip = usize::try_from(span.skip).map_err(|_| bug())?;
@@ -369,7 +370,10 @@ impl Memory {
 }
 
 /// Returns the bytes of each tensor in the given blocks; none for tensors that are elsewhere.
-fn cut<'a>(tensors: &[Spot], mut blocks: Vec<Option<Rest<'a>>>) -> Result<Vec<&'a mut [u8]>> {
+fn cut<'a>(
+    tensors: &[Spot],
+    mut blocks: Vec<Option<SliceRemainder<'a>>>,
+) -> Result<Vec<&'a mut [u8]>> {
     let bytes = tensors.iter().map(|spot| {
         let Spot::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
         let rest = blocks.get_mut(block).and_then(Option::as_mut);

@@ -9,7 +9,7 @@ use super::head::Head;
 use super::part::{Opening, Part, malformed};
 use crate::cancel::Cancel;
 use crate::engine::workers;
-use crate::error::{Brief, Error, Result};
+use crate::error::{Error, Result, Shortened};
 use crate::fallible::{LISTS, collected, listed, more_room, with_room};
 use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
@@ -188,8 +188,8 @@ fn check_all_are_there(chosen: &Chosen<'_>, names: &NameTree, uri: &str) -> Resu
     let shard = chosen.index.index.files.get(file).map_or("", String::as_str);
     let what = format!(
         "expected tensor `{}` in `{}`, which does not hold it",
-        Brief(name.trim_start_matches('\u{1e}')),
-        Brief(shard)
+        Shortened(name.trim_start_matches('\u{1e}')),
+        Shortened(shard)
     );
     Err(malformed(uri, what))
 }

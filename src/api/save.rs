@@ -21,7 +21,7 @@ use crate::format::tensors::prologue::{
 };
 use crate::format::tensors::{behind, metadata};
 use crate::io::{Unclosed, WriteAt, write_all_at};
-use crate::sys::process::Maker;
+use crate::sys::process::OwnerProcess;
 
 /// Largest alignment: a huge page, beyond which padding would only waste space.
 const MAX_ALIGNMENT: u64 = 2 << 20;
@@ -40,7 +40,7 @@ const SHOWN_GROWTH: usize = 8;
 /// If the sink makes bytes visible early, it holds a complete file after each [`Writer::write`]. That
 /// has all tensors written so far or, with a manifest or an identity, at least eight ninths of them.
 pub struct Writer {
-    maker: Maker,
+    owner: OwnerProcess,
     sink: Option<Box<dyn WriteAt>>,
     uri: String,
     pub(super) base: u64,
@@ -95,7 +95,7 @@ impl Writer {
         }
         let metadata = metadata::encode(pairs, sink.uri())?;
         Ok(Writer {
-            maker: Maker::this(),
+            owner: OwnerProcess::current(),
             uri: sink.uri().to_owned(),
             sink: Some(sink),
             base,
@@ -259,7 +259,7 @@ impl Writer {
     }
 
     pub(super) fn usable(&self) -> Result<()> {
-        self.maker.check(&self.uri)?;
+        self.owner.check(&self.uri)?;
         if self.failed {
             return Err(Error::Closed(format!("an earlier write to `{}` failed", self.uri)));
         }

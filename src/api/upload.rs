@@ -20,7 +20,7 @@ use crate::error::Result;
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::Entry;
 use crate::io::{MemorySource, ReadAt, borrowed};
-use crate::mem::device::{Blocks, Consumer, Device, Event, Streams};
+use crate::mem::device::{Consumer, Device, DeviceBlocks, Event, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
@@ -39,7 +39,7 @@ pub struct Destination<'d> {
     /// The devices, at least one.
     pub devices: &'d [OneDevice<'d>],
     /// Their memory: the blocks of the plan.
-    pub memory: &'d Blocks,
+    pub memory: &'d DeviceBlocks,
     /// True if a device is to read local files itself (GPUDirect Storage), if it can and is the only one.
     pub direct_storage: bool,
 }

@@ -9,7 +9,7 @@
 use std::collections::HashSet;
 
 use super::bytes::Cursor;
-use crate::error::{Brief, Malformed};
+use crate::error::{Malformed, Shortened};
 
 /// Bytes of a local header before the record's name.
 pub const LOCAL_LEN: u64 = 30;
@@ -218,7 +218,10 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
     }
     let mut names = HashSet::with_capacity(records.len());
     if let Some(twice) = records.iter().find(|record| !names.insert(&record.name)) {
-        return Err(Malformed::new(at, format!("record `{}` is there twice", Brief(&twice.name))));
+        return Err(Malformed::new(
+            at,
+            format!("record `{}` is there twice", Shortened(&twice.name)),
+        ));
     }
     Ok(records)
 }
@@ -292,7 +295,7 @@ impl<'b> Central<'b> {
 
     fn fail(&self, what: String) -> Malformed {
         let name = String::from_utf8_lossy(self.name);
-        Malformed::new(self.position, format!("record `{}`: it {what}", Brief(&name)))
+        Malformed::new(self.position, format!("record `{}`: it {what}", Shortened(&name)))
     }
 
     fn record(self) -> Result<Record, Malformed> {
@@ -373,7 +376,7 @@ impl Record {
         let at = base.saturating_add(self.header_at);
         let what = format!(
             "record `{}` of {} bytes reaches into the next one, or into the directory",
-            Brief(&self.name),
+            Shortened(&self.name),
             self.len
         );
         Malformed::new(at, what)
@@ -384,7 +387,7 @@ impl Record {
     pub fn data_at(&self, header: &[u8], end: u64, base: u64) -> Result<u64, Malformed> {
         let at = base.saturating_add(self.header_at);
         let differs = |what: &str| {
-            let name = Brief(&self.name);
+            let name = Shortened(&self.name);
             Malformed::new(
                 at,
                 format!("record `{name}`: {what} is another before its data than in the directory"),

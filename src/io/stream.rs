@@ -10,7 +10,7 @@ use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
-use crate::sys::process::Maker;
+use crate::sys::process::OwnerProcess;
 
 /// Bytes that pass through a buffer at a time.
 const STEP: usize = 64 << 10;
@@ -48,7 +48,7 @@ impl<R: Read + Send> Stream for R {
 /// Serves reads at rising positions; bytes in between are read and dropped.
 pub struct StreamSource<S> {
     stream: Mutex<(S, u64)>,
-    maker: Maker,
+    owner: OwnerProcess,
     uri: String,
 }
 
@@ -62,15 +62,15 @@ impl<S: Stream> StreamSource<S> {
     pub fn new_at(stream: S, uri: impl Into<String>, position: u64) -> Self {
         StreamSource {
             stream: Mutex::new((stream, position)),
-            maker: Maker::this(),
+            owner: OwnerProcess::current(),
             uri: uri.into(),
         }
     }
 
     /// Locks the stream. A forked child does not wait for a thread of its parent.
     fn lock(&self, cancel: &dyn Cancel) -> Result<MutexGuard<'_, (S, u64)>> {
-        if self.maker.is_here() {
-            return cancel::lock(&self.stream, cancel);
+        if self.owner.is_current() {
+            return cancel::lock_mutex(&self.stream, cancel);
         }
         self.stream.try_lock().map_err(|_| {
             Error::Closed(format!(

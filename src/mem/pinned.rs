@@ -9,7 +9,7 @@
 
 mod buffers;
 mod lease;
-mod returns;
+mod return_estimator;
 mod share;
 
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-pub use lease::{Filled, Lease};
+pub use lease::{DownloadedBytes, StagingLease};
 pub use share::Share;
 
 use crate::cancel::Cancel;
@@ -27,7 +27,7 @@ use crate::error::Result;
 use crate::mem::device::Device;
 use crate::sys::process::PerProcess;
 use crate::sys::sync::{Mutex, MutexGuard, thread};
-use buffers::{Buffer, Inner, State, Waiter};
+use buffers::{PoolBuffers, PoolState, PoolWaiter, StagingBuffer};
 
 /// Bytes that are allocated and pinned together. With this size, readers that allocate at the same
 /// time get their memory soonest; it is far below the size that drivers refuse to pin at once.
@@ -46,7 +46,7 @@ pub fn fewest(buffer_len: u64) -> u64 {
 /// Another device's copies may depend on work that follows this load, so waiting for its buffers
 /// could deadlock.
 pub struct Pool {
-    inner: Inner,
+    inner: PoolBuffers,
     /// Number of buffers that are allocated and pinned together.
     slab: usize,
     /// Number of buffers in flight that saturates the bus. From then on a thread waits for a
@@ -56,7 +56,7 @@ pub struct Pool {
 
 /// A position in the queue for buffers. Tickets are served in order, except that calls which have
 /// used up their share are passed over.
-pub struct Ticket<'p> {
+pub struct QueueTicket<'p> {
     pool: &'p Pool,
     number: u64,
     /// The call's limit; None if it has none.
@@ -67,7 +67,7 @@ impl Pool {
     /// Creates a pool of at most `limit` buffers. `plenty` of them in flight saturate the bus.
     pub fn new(buffer_len: usize, limit: usize, plenty: usize) -> Self {
         let slab = (SLAB / buffer_len.max(1)).clamp(1, 8);
-        Pool { inner: Inner::new(buffer_len, limit), slab, plenty: plenty.max(1) }
+        Pool { inner: PoolBuffers::new(buffer_len, limit), slab, plenty: plenty.max(1) }
     }
 
     /// Returns the pool of a device, which lives as long as the process.
@@ -100,7 +100,7 @@ impl Pool {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PoolState> {
         self.inner.state()
     }
 
@@ -139,10 +139,10 @@ impl Pool {
         for buffer in &state.free {
             *idle.entry(buffer.slab.base()).or_default() += 1;
         }
-        let whole = |buffer: &Buffer| {
+        let whole = |buffer: &StagingBuffer| {
             idle.get(&buffer.slab.base()) == Some(&Arc::strong_count(&buffer.slab))
         };
-        let (unused, kept): (Vec<Buffer>, Vec<Buffer>) =
+        let (unused, kept): (Vec<StagingBuffer>, Vec<StagingBuffer>) =
             std::mem::take(&mut state.free).into_iter().partition(whole);
         state.free = kept;
         state.made -= unused.len();
@@ -152,25 +152,29 @@ impl Pool {
     }
 
     /// Takes a position in the queue. `share`: the limit of the call, if it has one.
-    pub fn enter(&self, share: Option<&Arc<Share>>) -> Ticket<'_> {
+    pub fn enter(&self, share: Option<&Arc<Share>>) -> QueueTicket<'_> {
         let mut state = self.state();
         state.last_ticket += 1;
         let number = state.last_ticket;
         let (thread, share) = (thread::current(), share.cloned());
-        state.waiting.push_back(Waiter { number, thread, share: share.clone(), buffers: 1 });
-        Ticket { pool: self, number, share }
+        state.waiting.push_back(PoolWaiter { number, thread, share: share.clone(), buffers: 1 });
+        QueueTicket { pool: self, number, share }
     }
 
     /// Takes buffers without waiting. None if too few are free, if the call's share is used up, or
     /// if other threads are ahead in the queue.
-    pub fn try_lease(&self, buffers: usize, share: Option<&Arc<Share>>) -> Option<Lease<'_>> {
+    pub fn try_lease(
+        &self,
+        buffers: usize,
+        share: Option<&Arc<Share>>,
+    ) -> Option<StagingLease<'_>> {
         let mut state = self.state();
         let waits = state.ahead(None, share) > 0 || state.reap().is_err();
         if waits || share.is_some_and(|share| !share.has(buffers)) {
             return None;
         }
         let taken = state.take(buffers)?;
-        Some(Lease::new(&self.inner, taken, share.map(|share| share.hold(buffers))))
+        Some(StagingLease::new(&self.inner, taken, share.map(|share| share.hold(buffers))))
     }
 
     /// Allocates more buffers; false if the limit is reached. A single request for more than the
@@ -246,7 +250,7 @@ fn buffers_of(bytes: u64, len: usize) -> usize {
     usize::try_from(bytes / len.max(1) as u64).unwrap_or(usize::MAX).max(MIN_BUFFERS)
 }
 
-impl<'p> Ticket<'p> {
+impl<'p> QueueTicket<'p> {
     /// Waits for buffers.
     ///
     /// The calling thread must not hold a lease whose return a ticket ahead of it needs: that would
@@ -256,11 +260,11 @@ impl<'p> Ticket<'p> {
         buffers: usize,
         device: &Arc<dyn Device>,
         cancel: &dyn Cancel,
-    ) -> Result<Lease<'p>> {
+    ) -> Result<StagingLease<'p>> {
         self.lease_or(buffers, device, &|| Ok(false), cancel)
     }
 
-    /// Waits like [`Ticket::lease`], and meanwhile calls `idle`, which returns true if it found
+    /// Waits like [`QueueTicket::lease`], and meanwhile calls `idle`, which returns true if it found
     /// something to do.
     pub fn lease_or(
         self,
@@ -268,7 +272,7 @@ impl<'p> Ticket<'p> {
         device: &Arc<dyn Device>,
         idle: &dyn Fn() -> Result<bool>,
         cancel: &dyn Cancel,
-    ) -> Result<Lease<'p>> {
+    ) -> Result<StagingLease<'p>> {
         let (pool, share) = (self.pool, self.share.as_ref());
         let mut state = pool.state();
         if let Some(own) = state.waiting.iter_mut().find(|waiter| waiter.number == self.number) {
@@ -291,7 +295,7 @@ impl<'p> Ticket<'p> {
                     && let Some(taken) = state.take(buffers)
                 {
                     let held = share.map(|share| share.hold(buffers));
-                    return Ok(Lease::new(&pool.inner, taken, held));
+                    return Ok(StagingLease::new(&pool.inner, taken, held));
                 }
                 let under_way: usize = state.in_flight.iter().map(|f| f.buffers.len()).sum();
                 // All readers that need memory pin it at the same time. Buffers that are being
@@ -313,7 +317,7 @@ impl<'p> Ticket<'p> {
     }
 }
 
-impl Drop for Ticket<'_> {
+impl Drop for QueueTicket<'_> {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.waiting.retain(|waiter| waiter.number != self.number);

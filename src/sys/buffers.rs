@@ -15,7 +15,7 @@ const PAGE: usize = 4096;
 
 /// An observer of the bytes that arrive while buffers are filled. Without it, a long request would show
 /// its speed only at its end.
-pub trait Progress: Sync {
+pub trait ArrivalObserver: Sync {
     /// Some bytes have arrived.
     fn arrived(&self, bytes: u64);
 }
@@ -31,7 +31,7 @@ pub struct Buffers<'a> {
     left: usize,
     /// Counts the bytes written, for the code that lent the memory.
     written: Option<&'a AtomicUsize>,
-    progress: Option<&'a dyn Progress>,
+    progress: Option<&'a dyn ArrivalObserver>,
     lent: PhantomData<&'a mut [MaybeUninit<u8>]>,
 }
 
@@ -47,7 +47,7 @@ impl<'a> Buffers<'a> {
     /// Runs `body`, and has `progress` observe the bytes that arrive while it fills the buffers.
     pub fn observed<T>(
         &mut self,
-        progress: &dyn Progress,
+        progress: &dyn ArrivalObserver,
         body: impl FnOnce(&mut Buffers<'_>) -> T,
     ) -> T {
         let (ranges, written) = (std::mem::take(&mut self.ranges), self.written);
@@ -134,7 +134,7 @@ impl<'a> Buffers<'a> {
         &mut self,
         len: usize,
         (before, behind): (&mut [u8], &mut [u8]),
-        arrived: impl Fn(&Filled<'_>, bool) + Sync,
+        arrived: impl Fn(&FilledPart<'_>, bool) + Sync,
         fill: impl FnOnce(&mut Buffers<'_>) -> Result<(), E>,
     ) -> Result<usize, E> {
         let written = AtomicUsize::new(0);
@@ -150,7 +150,7 @@ impl<'a> Buffers<'a> {
         part.push(to_fill(behind));
         let piece = |range: &libc::iovec| (range.iov_base.expose_provenance(), range.iov_len);
         let pieces = part.ranges.iter().map(piece).collect();
-        let filled = Filled { pieces, written: &written };
+        let filled = FilledPart { pieces, written: &written };
         let progress = Tee { filled: &filled, arrived: &arrived, outer: self.progress };
         let outcome = fill(&mut Buffers { progress: Some(&progress), ..part });
         arrived(&filled, true);
@@ -195,12 +195,12 @@ impl<'a> Buffers<'a> {
 
 /// The observer of the part of buffers that [`Buffers::tee`] has filled.
 struct Tee<'t, F> {
-    filled: &'t Filled<'t>,
+    filled: &'t FilledPart<'t>,
     arrived: &'t F,
-    outer: Option<&'t dyn Progress>,
+    outer: Option<&'t dyn ArrivalObserver>,
 }
 
-impl<F: Fn(&Filled<'_>, bool) + Sync> Progress for Tee<'_, F> {
+impl<F: Fn(&FilledPart<'_>, bool) + Sync> ArrivalObserver for Tee<'_, F> {
     fn arrived(&self, bytes: u64) {
         if let Some(outer) = self.outer {
             outer.arrived(bytes);
@@ -210,13 +210,13 @@ impl<F: Fn(&Filled<'_>, bool) + Sync> Progress for Tee<'_, F> {
 }
 
 /// The bytes that [`Buffers::tee`] has filled so far.
-pub struct Filled<'f> {
+pub struct FilledPart<'f> {
     /// Address and length of each range, as they were before anything was filled.
     pieces: Vec<(usize, usize)>,
     written: &'f AtomicUsize,
 }
 
-impl Filled<'_> {
+impl FilledPart<'_> {
     /// The number of bytes that are filled.
     pub fn count(&self) -> usize {
         self.written.load(Ordering::Acquire)
@@ -243,17 +243,17 @@ impl Filled<'_> {
 }
 
 /// Memory that is lent to be filled.
-pub enum Lent<'a, 's> {
+pub enum BufferToFill<'a, 's> {
     /// Its bytes are returned once they are filled.
-    Kept(&'a mut [MaybeUninit<u8>]),
+    Returned(&'a mut [MaybeUninit<u8>]),
     /// The lender itself looks at its bytes.
-    Passing(&'s mut [u8]),
+    Inspected(&'s mut [u8]),
 }
 
-/// Has `fill` fill memory front to back, and returns the bytes of each [`Lent::Kept`]. `fill` either
+/// Has `fill` fill memory front to back, and returns the bytes of each [`BufferToFill::Returned`]. `fill` either
 /// fills all of it or fails.
 pub fn filled<'a>(
-    mut memory: Vec<Lent<'a, '_>>,
+    mut memory: Vec<BufferToFill<'a, '_>>,
     fill: impl FnOnce(&mut Buffers<'_>) -> error::Result<()>,
 ) -> error::Result<Vec<&'a mut [u8]>> {
     const WHAT: &str = "a list of buffers";
@@ -262,8 +262,8 @@ pub fn filled<'a>(
     more_room(&mut buffers.ranges, memory.len(), WHAT)?;
     for lent in &mut memory {
         match lent {
-            Lent::Kept(bytes) => buffers.push(bytes),
-            Lent::Passing(bytes) => buffers.push(to_fill(bytes)),
+            BufferToFill::Returned(bytes) => buffers.push(bytes),
+            BufferToFill::Inspected(bytes) => buffers.push(to_fill(bytes)),
         }
     }
     let total = buffers.left();
@@ -275,8 +275,10 @@ pub fn filled<'a>(
     let kept = memory.into_iter().filter_map(|lent| match lent {
         // SAFETY: all bytes were written, each once and in order: only `put` and `advance`, whose
         // caller promises it, raise the count, to which no other code has access.
-        Lent::Kept(bytes) => Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) }),
-        Lent::Passing(_) => None,
+        BufferToFill::Returned(bytes) => {
+            Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) })
+        }
+        BufferToFill::Inspected(_) => None,
     });
     out.extend(kept);
     Ok(out)
@@ -313,7 +315,8 @@ mod tests {
             assert_eq!(buffers.put(b"cdefghijk"), 7);
             Ok(())
         };
-        let bytes = filled(vec![Lent::Kept(one), Lent::Kept(two)], put).unwrap();
+        let bytes =
+            filled(vec![BufferToFill::Returned(one), BufferToFill::Returned(two)], put).unwrap();
         assert_eq!(bytes, [&b"abcd"[..], b"efghi"]);
     }
 
@@ -329,7 +332,7 @@ mod tests {
         assert_eq!(buffers.put(b"a"), 1);
         let (mut before, mut behind) = ([0; 2], [0; 2]);
         let seen = std::sync::Mutex::new(Vec::new());
-        let arrived = |filled: &Filled<'_>, _| {
+        let arrived = |filled: &FilledPart<'_>, _| {
             let from = |at: usize| joined(&filled.bytes(at..9));
             seen.lock().unwrap().push((filled.count(), from(1), from(5), from(8)));
         };
@@ -358,7 +361,7 @@ mod tests {
             buffers.put(b"abc");
             Ok(())
         };
-        let short = filled(vec![Lent::Kept(&mut memory)], some).unwrap_err();
+        let short = filled(vec![BufferToFill::Returned(&mut memory)], some).unwrap_err();
         assert!(matches!(short, error::Error::Bug(_)));
     }
 

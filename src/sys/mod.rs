@@ -2,12 +2,12 @@
 #![allow(unsafe_code)]
 
 mod attributes;
-pub mod brief;
 mod buffers;
-mod claims;
 pub mod clock;
+pub mod fork_safe_mutex;
 pub mod numa;
 pub mod process;
+mod range_locks;
 pub mod sync;
 
 use std::ffi::{CString, c_int};
@@ -22,8 +22,11 @@ use std::time::Duration;
 
 pub use attributes::{attribute, attribute_names, set_attribute};
 pub(crate) use buffers::to_fill;
-pub use buffers::{Buffers, Filled, Lent, Progress, filled, zero_filled};
-pub use claims::{Claimed, claim, release, share, space, take, user};
+pub use buffers::{ArrivalObserver, BufferToFill, Buffers, FilledPart, filled, zero_filled};
+pub use range_locks::{
+    RangeLockAttempt, disk_space, effective_user_id, try_lock_exclusive, try_lock_range,
+    try_lock_shared, unlock_range,
+};
 
 /// The maximum number of buffers in one vectored call (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;
@@ -246,7 +249,7 @@ pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
 
 /// Takes the exclusive `flock` of an open file description, which all duplicates of its descriptor
 /// share. Does not wait: false if another holds it. An error if locks do not work.
-pub fn try_lock(file: &File) -> io::Result<bool> {
+pub fn try_flock(file: &File) -> io::Result<bool> {
     loop {
         // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
         if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
@@ -262,7 +265,7 @@ pub fn try_lock(file: &File) -> io::Result<bool> {
 }
 
 /// Releases that lock, if it was held.
-pub fn unlock(file: &File) {
+pub fn release_flock(file: &File) {
     // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
     let _ = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) };
 }

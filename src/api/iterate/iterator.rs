@@ -16,9 +16,9 @@ use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed};
-use crate::mem::device::{Block, Blocks, Consumer, DeviceMemory, Event, Streams};
+use crate::mem::device::{Consumer, DeviceBlock, DeviceBlocks, DeviceMemory, Event, Streams};
 use crate::stats::Counters;
-use crate::sys::process::Inherited;
+use crate::sys::process::DropInOwner;
 
 /// Allocates memory of a device, on the caller's thread.
 pub trait Allocate {
@@ -39,10 +39,10 @@ pub struct Landed {
 
 /// Tensors of a file, one by one. Dropping it ends the load, and waits for reads and copies.
 pub struct TensorIterator {
-    shared: Inherited<Arc<Shared>>,
-    thread: Inherited<Option<JoinHandle<()>>>,
+    shared: DropInOwner<Arc<Shared>>,
+    thread: DropInOwner<Option<JoinHandle<()>>>,
     /// The event that the caller's stream waits for already, and that stream.
-    waits: Inherited<Option<(Consumer, Arc<dyn Event>)>>,
+    waits: DropInOwner<Option<(Consumer, Arc<dyn Event>)>>,
 }
 
 impl TensorIterator {
@@ -66,7 +66,7 @@ impl TensorIterator {
         });
         let lens = collected(lens, LISTS)?;
         let (budget, load) = shares(&selection, &lens, on_device, options)?;
-        let blocks = Blocks::new(if on_device { lens.len() } else { 0 })?;
+        let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 })?;
         // Tensors without data become zeros when they are handed out, and have no block of bytes.
         let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let block_lens = listed(block_lens.filter(|_| on_device), LISTS)?;
@@ -93,8 +93,8 @@ impl TensorIterator {
         };
         let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(work);
         let thread = thread.map_err(|e| Error::io("starting a thread for", file.uri(), e))?;
-        let (shared, thread) = (Inherited::new(shared), Inherited::new(Some(thread)));
-        let iterator = TensorIterator { shared, thread, waits: Inherited::new(None) };
+        let (shared, thread) = (DropInOwner::new(shared), DropInOwner::new(Some(thread)));
+        let iterator = TensorIterator { shared, thread, waits: DropInOwner::new(None) };
         if let Some(allocate) = allocate {
             iterator.allocate(allocate)?;
         }
@@ -176,7 +176,7 @@ impl TensorIterator {
             // Work that was queued on the stream before may still use the memory.
             let after = Some(Arc::clone(&to.device).mark(allocate.consumer()?)?);
             for (tensor, memory) in tensors.clone().zip(memory) {
-                blocks.put(tensor, Block { memory, after: after.clone() })?;
+                blocks.put(tensor, DeviceBlock { memory, after: after.clone() })?;
             }
             window.allocated(tensors.len());
         }
@@ -185,7 +185,7 @@ impl TensorIterator {
 
     /// Returns a handle that ends the load from another thread.
     pub fn closer(&self) -> Closer {
-        Closer(Inherited::new(Arc::clone(&self.shared)))
+        Closer(DropInOwner::new(Arc::clone(&self.shared)))
     }
 
     /// Ends the load, and waits for its reads and copies. Closing again does nothing.
@@ -252,13 +252,13 @@ fn shares(
 }
 
 /// Ends the load of an iterator from another thread.
-pub struct Closer(Inherited<Arc<Shared>>);
+pub struct Closer(DropInOwner<Arc<Shared>>);
 
 impl Closer {
     /// Ends the load, and calls that wait for tensors. Does not wait for the load to end.
     pub fn close(&self) {
         // In a forked child, the lock may have been held at the time of the fork.
-        if self.0.maker().is_here() {
+        if self.0.owner().is_current() {
             self.0.window.close();
         }
     }
@@ -270,7 +270,7 @@ impl Closer {
 
     /// Refuses calls in a forked child: the load runs in the parent process.
     pub fn check_process(&self) -> Result<()> {
-        if self.0.maker().is_here() {
+        if self.0.owner().is_current() {
             return Ok(());
         }
         let what =
@@ -283,7 +283,7 @@ impl Drop for TensorIterator {
     fn drop(&mut self) {
         // A forked child has no thread to wait for, and the lock may have been held at the time of
         // the fork.
-        if self.shared.maker().is_here() {
+        if self.shared.owner().is_current() {
             self.close();
         }
     }

@@ -26,7 +26,7 @@ use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::Entry;
 use crate::io::borrowed;
 use crate::mem::HostBuffer;
-use crate::mem::device::{Blocks, Streams};
+use crate::mem::device::{DeviceBlocks, Streams};
 use crate::stats::{PAGEABLE, Stage};
 
 /// Poll interval of a group that waits for room: the iterator may have been closed.
@@ -63,7 +63,7 @@ struct Run<'r> {
 type Places = Vec<(usize, usize)>;
 
 impl Run<'_> {
-    fn on_device(&self, to: &ToDevice, blocks: &Blocks, streams: &Streams) -> Result<()> {
+    fn on_device(&self, to: &ToDevice, blocks: &DeviceBlocks, streams: &Streams) -> Result<()> {
         let device = OneDevice { device: &to.device, consumer: to.consumer, pool: to.pool };
         let destination = Destination {
             devices: std::slice::from_ref(&device),

@@ -7,10 +7,10 @@ use zeroize::Zeroizing;
 
 use super::sodium::KEY_LEN;
 use super::{Key, sodium};
-use crate::cancel::{self, Cancel, Turns, detached};
+use crate::cancel::{self, Cancel, ProcessLock, run_detached};
 use crate::error::{Error, Result};
 use crate::format::tensors::crypt_info::KeyDerivation;
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Minimum number of passes of Argon2id, as in libsodium.
 pub const MIN_OPSLIMIT: u64 = 1;
@@ -58,11 +58,11 @@ pub struct DecryptionOptions {
     /// True to refuse a file without a manifest, whose names, shapes, order and tags are not
     /// authenticated.
     pub require_manifest: bool,
-    derived: Brief<Vec<(KeyDerivation, Key)>>,
+    derived: ForkSafeMutex<Vec<(KeyDerivation, Key)>>,
     /// Held while a key is derived, so that each key is derived once.
-    deriving: Turns,
+    deriving: ProcessLock,
     /// The derivations that each file has asked for, by its path or address.
-    asked: Brief<HashMap<String, Asked>>,
+    asked: ForkSafeMutex<HashMap<String, Asked>>,
 }
 
 /// The derivations that a file has asked for so far.
@@ -86,9 +86,9 @@ impl DecryptionOptions {
             max_memlimit: USUAL_MEMLIMIT,
             max_work: USUAL_WORK,
             require_manifest: false,
-            derived: Brief::default(),
-            deriving: Turns::new(),
-            asked: Brief::default(),
+            derived: ForkSafeMutex::default(),
+            deriving: ProcessLock::new(),
+            asked: ForkSafeMutex::default(),
         }
     }
 
@@ -153,7 +153,7 @@ impl DecryptionOptions {
             }
             (Secret::Passphrase(source), Some(derivation)) => (source, derivation),
         };
-        let _turn = cancel::turn(&self.deriving, cancel)?;
+        let _lock = cancel::lock_process(&self.deriving, cancel)?;
         let known =
             |(known, key): &(KeyDerivation, Key)| (known == derivation).then(|| key.clone());
         if let Some(key) = self.derived.lock().iter().find_map(known) {
@@ -181,7 +181,7 @@ impl DecryptionOptions {
 }
 
 /// Lets one derivation run at a time: each takes as much memory as its file asks for.
-static DERIVING: Turns = Turns::new();
+static DERIVING: ProcessLock = ProcessLock::new();
 
 /// Derives a key from a passphrase. A derivation that runs cannot be stopped: if the call is cancelled,
 /// its thread is left to finish, and the next derivation waits for it.
@@ -196,8 +196,8 @@ pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) ->
         (Zeroizing::new(source.to_vec()), derivation.clone());
     let wanted = Arc::new(());
     let asks = Arc::downgrade(&wanted);
-    let derived = detached(cancel, move || {
-        let _turn = DERIVING.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let derived = run_detached(cancel, move || {
+        let _lock = DERIVING.get().lock().unwrap_or_else(PoisonError::into_inner);
         asks.upgrade()?;
         let mut out = Zeroizing::new([0; KEY_LEN]);
         sodium::derive(&mut out, &source, &salt, opslimit, memlimit).then_some(out)

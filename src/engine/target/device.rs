@@ -18,9 +18,9 @@ use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room, zeroed};
 use crate::io::Capabilities;
-use crate::mem::device::{Blocks, Event, Streams};
-use crate::mem::pinned::{self, Pool, Share, Ticket};
-use crate::mem::{Buffers, Rest, to_fill};
+use crate::mem::device::{DeviceBlocks, Event, Streams};
+use crate::mem::pinned::{self, Pool, QueueTicket, Share};
+use crate::mem::{Buffers, SliceRemainder, to_fill};
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// The route to one device: its streams and its staging buffers.
@@ -36,7 +36,7 @@ pub struct Route<'d> {
 /// Device memory for the tensors of a load, as a target.
 pub struct ToDevice<'d> {
     /// The blocks of memory.
-    pub memory: &'d Blocks,
+    pub memory: &'d DeviceBlocks,
     /// The layout of each block.
     pub blocks: &'d [Block],
     /// The location of each tensor's data.
@@ -99,7 +99,7 @@ impl<'d> ToDevice<'d> {
 impl<'d> Target for ToDevice<'d> {
     type Job = ();
     type Turn<'t>
-        = Ticket<'d>
+        = QueueTicket<'d>
     where
         Self: 't;
     type Lease<'t>
@@ -194,14 +194,14 @@ impl<'d> Target for ToDevice<'d> {
         self.routes.get(device)?.streams.device().node()
     }
 
-    fn enter(&self, batch: &Batch) -> Result<Ticket<'d>> {
+    fn enter(&self, batch: &Batch) -> Result<QueueTicket<'d>> {
         let route = self.route(batch)?;
         Ok(route.pool.enter(route.share.as_ref()))
     }
 
     fn acquire<'t>(
         &'t self,
-        turn: Ticket<'d>,
+        turn: QueueTicket<'d>,
         batch: Batch,
         (): (),
         idle: &dyn Fn() -> Result<bool>,
@@ -278,7 +278,7 @@ pub struct Buffered<'d> {
     staging: Staging,
     /// The streams of its device.
     streams: &'d Streams,
-    lease: pinned::Lease<'d>,
+    lease: pinned::StagingLease<'d>,
     /// Memory for bytes that are not copied to the device.
     passing: Box<[u8]>,
 }
@@ -287,8 +287,9 @@ impl Buffered<'_> {
     /// Returns the memory of all staged bytes, in order.
     pub(super) fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
         let bug = || Error::Bug("staged bytes without memory".to_owned());
-        let mut buffers: Vec<Rest<'_>> = self.lease.buffers().into_iter().map(Rest::of).collect();
-        let (mut passing, mut passed) = (Rest::of(&mut self.passing), 0);
+        let mut buffers: Vec<SliceRemainder<'_>> =
+            self.lease.buffers().into_iter().map(SliceRemainder::new).collect();
+        let (mut passing, mut passed) = (SliceRemainder::new(&mut self.passing), 0);
         let mut memory = Vec::with_capacity(self.staging.staged.len());
         for staged in &self.staging.staged {
             memory.push(match staged.buffer {
@@ -322,7 +323,7 @@ impl Lease for Buffered<'_> {
 
 /// Bytes in a staging buffer, which is not reused as long as this value lives.
 pub struct Kept<'d> {
-    lease: Arc<pinned::Lease<'d>>,
+    lease: Arc<pinned::StagingLease<'d>>,
     staged: Staged,
 }
 

@@ -10,7 +10,7 @@ use crate::engine::plan::{Extent, Place};
 use crate::error::{Error, Result};
 use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
-use crate::mem::device::{Blocks, DeviceFile, DeviceMemory, Streams};
+use crate::mem::device::{DeviceBlocks, DeviceFile, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
@@ -22,7 +22,7 @@ const STILL_USED: Duration = Duration::from_micros(100);
 /// Files that the device reads, and the memory that it reads them into.
 pub struct Direct<'d> {
     files: Vec<Box<dyn DeviceFile>>,
-    memory: &'d Blocks,
+    memory: &'d DeviceBlocks,
     places: &'d [Place],
     refused: AtomicBool,
 }
@@ -33,7 +33,7 @@ impl<'d> Direct<'d> {
     pub fn open(
         sources: &[&dyn ReadAt],
         extents: &[Extent],
-        (memory, places): (&'d Blocks, &'d [Place]),
+        (memory, places): (&'d DeviceBlocks, &'d [Place]),
         streams: &Streams,
         pool: &Pool,
         counters: &Counters,

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::fallible::push;
 use crate::io::Capabilities;
 use crate::mem::Buffers;
-use crate::mem::pinned::Ticket;
+use crate::mem::pinned::QueueTicket;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// A range of a tensor that is read for a slice of it. The engine treats it as a tensor of its own.
@@ -45,7 +45,7 @@ impl<'d> GatherToDevice<'d> {
 impl<'d> Target for GatherToDevice<'d> {
     type Job = ();
     type Turn<'t>
-        = Ticket<'d>
+        = QueueTicket<'d>
     where
         Self: 't;
     type Lease<'t>
@@ -101,13 +101,13 @@ impl<'d> Target for GatherToDevice<'d> {
         self.to.node(device)
     }
 
-    fn enter(&self, batch: &Batch) -> Result<Ticket<'d>> {
+    fn enter(&self, batch: &Batch) -> Result<QueueTicket<'d>> {
         self.to.enter(batch)
     }
 
     fn acquire<'t>(
         &'t self,
-        turn: Ticket<'d>,
+        turn: QueueTicket<'d>,
         batch: Batch,
         (): (),
         idle: &dyn Fn() -> Result<bool>,

@@ -10,7 +10,7 @@ use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room, zeroed};
 use crate::io::Capabilities;
-use crate::mem::{Buffers, Lent, filled};
+use crate::mem::{BufferToFill, Buffers, filled};
 
 /// Minimum bytes of a batch; fewer are not worth one.
 const MIN_BATCH: u64 = 1 << 20;
@@ -302,18 +302,18 @@ fn fill(
     let mut lent = with_room(runs.len(), PLAN)?;
     for run in &mut *runs {
         match std::mem::replace(&mut run.memory, Memory::Passing(0)) {
-            Memory::Empty(bytes) => lent.push(Lent::Kept(bytes)),
+            Memory::Empty(bytes) => lent.push(BufferToFill::Returned(bytes)),
             Memory::Full(_) => return Err(Error::Bug("read twice".to_owned())),
             Memory::Passing(len) => {
                 let cut = std::mem::take(passing).split_at_mut_checked(len);
                 let cut = cut.ok_or_else(|| Error::Bug("a header without memory".to_owned()))?;
                 *passing = cut.1;
                 run.memory = Memory::Passing(len);
-                lent.push(Lent::Passing(cut.0));
+                lent.push(BufferToFill::Inspected(cut.0));
             }
         }
     }
-    let kept = listed(lent.iter().map(|lent| matches!(lent, Lent::Kept(_))), PLAN)?;
+    let kept = listed(lent.iter().map(|lent| matches!(lent, BufferToFill::Returned(_))), PLAN)?;
     let mut full = filled(lent, read)?.into_iter();
     for (run, _) in runs.iter_mut().zip(kept).filter(|(_, kept)| *kept) {
         run.memory = Memory::Full(full.next().unwrap_or(&mut []));

@@ -11,7 +11,7 @@ use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{push, with_room, zeroed};
 use crate::io::Capabilities;
-use crate::mem::{Buffers, HostBuffer, Piece, Unfilled, to_fill};
+use crate::mem::{BufferPiece, Buffers, HostBuffer, UnfilledBuffer, to_fill};
 use crate::sys::sync::Mutex;
 
 /// The position of an extent's data in the memory of its tensor.
@@ -27,13 +27,13 @@ pub struct Location {
 
 /// Memory of tensors that are being filled.
 #[derive(Default)]
-pub struct Store(Mutex<HashMap<usize, Unfilled>>);
+pub struct Store(Mutex<HashMap<usize, UnfilledBuffer>>);
 
 impl Store {
     /// Takes the memory of a complete tensor; an empty buffer for a tensor without bytes.
     pub fn take(&self, tensor: usize) -> Result<HostBuffer> {
         let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&tensor);
-        taken.map_or_else(|| Ok(HostBuffer::empty()), Unfilled::filled)
+        taken.map_or_else(|| Ok(HostBuffer::empty()), UnfilledBuffer::filled)
     }
 }
 
@@ -53,7 +53,7 @@ impl<'p> Owned<'p> {
         Owned { locations, lens, store }
     }
 
-    fn piece(&self, extent: usize, start: u64, len: u64) -> Result<Piece> {
+    fn piece(&self, extent: usize, start: u64, len: u64) -> Result<BufferPiece> {
         let bug = || Error::Bug(format!("extent {extent} without memory"));
         let location = self.locations.get(extent).ok_or_else(bug)?;
         let size = |n: u64| usize::try_from(n).map_err(|_| bug());
@@ -62,7 +62,7 @@ impl<'p> Owned<'p> {
             std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
             std::collections::hash_map::Entry::Vacant(new) => {
                 let len = self.lens.get(location.tensor).copied().ok_or_else(bug)?;
-                new.insert(Unfilled::new(size(len)?, size(location.like)?)?)
+                new.insert(UnfilledBuffer::new(size(len)?, size(location.like)?)?)
             }
         };
         tensor.piece(size(location.offset + start)?, size(len)?)
@@ -71,7 +71,7 @@ impl<'p> Owned<'p> {
 
 impl Target for Owned<'_> {
     /// For each segment, its memory; None for headers and gaps.
-    type Job = Vec<Option<Piece>>;
+    type Job = Vec<Option<BufferPiece>>;
     type Turn<'t>
         = ()
     where
@@ -80,7 +80,7 @@ impl Target for Owned<'_> {
         = OwnedLease
     where
         Self: 't;
-    type Bytes = Piece;
+    type Bytes = BufferPiece;
 
     /// Batches have the length that suits the source. The order of tensors matters more than that
     /// all readers end at the same time.
@@ -96,11 +96,11 @@ impl Target for Owned<'_> {
         true
     }
 
-    fn plan(&mut self, _batch: &Batch) -> Result<Vec<Option<Piece>>> {
+    fn plan(&mut self, _batch: &Batch) -> Result<Vec<Option<BufferPiece>>> {
         Ok(Vec::new())
     }
 
-    fn prepare(&self, job: &mut [(Batch, Vec<Option<Piece>>)]) -> Result<()> {
+    fn prepare(&self, job: &mut [(Batch, Vec<Option<BufferPiece>>)]) -> Result<()> {
         for (batch, pieces) in job {
             *pieces = with_room(batch.segments.len(), PLAN)?;
             for segment in &batch.segments {
@@ -123,7 +123,7 @@ impl Target for Owned<'_> {
         &self,
         _turn: (),
         batch: Batch,
-        pieces: Vec<Option<Piece>>,
+        pieces: Vec<Option<BufferPiece>>,
         _idle: &dyn Fn() -> Result<bool>,
         _cancel: &dyn Cancel,
     ) -> Result<OwnedLease> {
@@ -140,10 +140,10 @@ impl Target for Owned<'_> {
         lease: OwnedLease,
         keep: bool,
         _cancel: &dyn Cancel,
-    ) -> Result<Committed<Piece>> {
+    ) -> Result<Committed<BufferPiece>> {
         let mut bytes = Vec::new();
         for piece in lease.pieces.into_iter().filter(|_| keep) {
-            let piece = piece.map_or_else(|| Unfilled::new(0, 0)?.piece(0, 0), Ok)?;
+            let piece = piece.map_or_else(|| UnfilledBuffer::new(0, 0)?.piece(0, 0), Ok)?;
             push(&mut bytes, piece, PLAN)?;
         }
         Ok(Committed::in_host(bytes))
@@ -153,7 +153,7 @@ impl Target for Owned<'_> {
 /// Memory for one batch.
 pub struct OwnedLease {
     segments: Vec<Segment>,
-    pieces: Vec<Option<Piece>>,
+    pieces: Vec<Option<BufferPiece>>,
     passing: Box<[u8]>,
 }
 

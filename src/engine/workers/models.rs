@@ -9,8 +9,8 @@ use super::{TICK, WorkerRange, run_adapting};
 use crate::cancel::{Cancel as _, Never, POLL};
 use crate::engine::plan::WorkQueue;
 use crate::error::Error;
-use crate::mem::Progress as _;
-use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+use crate::mem::ArrivalObserver as _;
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 fn any_crew() -> WorkerRange {
     let most = thread_rng().gen_range(1..=4);
@@ -20,7 +20,7 @@ fn any_crew() -> WorkerRange {
 /// The number of workers adapts to the model's clock, by which any wait may take long.
 #[test]
 fn each_piece_of_work_is_done_once_by_however_many() {
-    check(Rules { patience: TICK, refusals: true }, || {
+    check_model(ModelRules { longest_timeout: TICK, spawn_may_fail: true }, || {
         const PIECES: usize = 8;
         let range = any_crew();
         let queue =
@@ -50,7 +50,7 @@ fn each_piece_of_work_is_done_once_by_however_many() {
 /// No wait of a worker or of the calling thread times out, so a lost wake-up shows as a deadlock.
 #[test]
 fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
-    check(Rules { patience: Duration::ZERO, refusals: true }, || {
+    check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: true }, || {
         let queue = WorkQueue::new((0..3).collect(), 2).unwrap();
         let done = AtomicUsize::new(0);
         let outcome = run_adapting(WorkerRange::fixed(3), &Never, |_, number| {
@@ -67,7 +67,7 @@ fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
 
 #[test]
 fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
-    check(Rules { patience: POLL, refusals: true }, || {
+    check_model(ModelRules { longest_timeout: POLL, spawn_may_fail: true }, || {
         let range = any_crew();
         let interrupts = thread_rng().gen_range(0..8);
         let (asked, interrupted) = (AtomicUsize::new(0), AtomicBool::new(false));
@@ -82,7 +82,7 @@ fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
         let (left, failed) = (AtomicUsize::new(40), AtomicBool::new(false));
         let outcome = run_adapting(range, &cancel, |control, _| {
             while !control.is_retired() {
-                control.check()?;
+                control.check_model()?;
                 let number = 40 - left.load(Ordering::Relaxed);
                 if number == 40 {
                     break;

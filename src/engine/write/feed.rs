@@ -15,7 +15,7 @@ use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
 use crate::fallible::{collected, listed};
-use crate::mem::device::{OnDevice, StreamsByDevice};
+use crate::mem::device::{DeviceBytes, StreamsByDevice};
 use crate::mem::pinned::Share;
 
 /// Carries out the jobs of one save, on any thread.
@@ -111,7 +111,7 @@ impl<'p> Feeder<'_, 'p> {
         self.pass.put(listed(chunks, PLAN)?, control)
     }
 
-    fn on_device(&self, tensor: usize) -> Result<&'p OnDevice> {
+    fn on_device(&self, tensor: usize) -> Result<&'p DeviceBytes> {
         let item = self.pass.item(tensor)?;
         match &item.origin {
             Origin::Device(bytes) => Ok(bytes),

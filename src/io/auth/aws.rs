@@ -28,7 +28,7 @@ use super::cache::{
 };
 use super::snapshot::{PerSnapshot, Snapshot, locked};
 use crate::environment::reading;
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::io::transport::{Failure, LazySdkClient, TransportOptions, Trust};
 use crate::sys::clock;
 
@@ -153,7 +153,7 @@ pub async fn check_profile(uri: &str) -> Result<()> {
         "{} names the profile `{}`, which is in neither of AWS's files: ~/.aws/config and \
          ~/.aws/credentials, or those that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE name",
         variable.unwrap_or("AWS_PROFILE"),
-        Shown(&profile)
+        Escaped(&profile)
     );
     Err(Error::io("opening", uri, std::io::Error::new(ErrorKind::PermissionDenied, what)))
 }

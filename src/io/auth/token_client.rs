@@ -17,7 +17,7 @@ use reqwest::{Body, Request, StatusCode};
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::error::Brief;
+use crate::error::Shortened;
 use crate::io::transport::{
     CREDENTIALS_SETTINGS, ClientConfig, Failure, TransportOptions, document, is_transient,
 };
@@ -185,7 +185,7 @@ fn refused(host: &str, status: StatusCode, body: &[u8]) -> Failure {
         String::new(),
         |Refusal { error, error_description }| {
             let line = error_description.lines().next().unwrap_or("");
-            format!(": {}: {}", Brief(&error), Brief(line))
+            format!(": {}: {}", Shortened(&error), Shortened(line))
         },
     );
     let what = format!("`{host}` answered {status}{text}");

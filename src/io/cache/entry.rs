@@ -19,7 +19,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::io::{CachedHead, ReadAt};
 use crate::mem::DISK_BLOCK;
-use crate::sys::{self, Claimed};
+use crate::sys::{self, RangeLockAttempt};
 
 /// Bytes of a chunk, which is present as a whole or not.
 const CHUNK: u64 = 64 << 10;
@@ -178,7 +178,7 @@ pub struct Claim<'e> {
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        sys::release(self.file, &self.chunks);
+        sys::unlock_range(self.file, &self.chunks);
     }
 }
 
@@ -217,7 +217,7 @@ impl CacheEntry {
 
     fn open_if(path: &Path, is_wanted: impl Fn(&FileVersion) -> bool) -> io::Result<Option<Self>> {
         let file = open_alone(path)?;
-        if !sys::share(&file)? || file.metadata()?.nlink() == 0 {
+        if !sys::try_lock_shared(&file)? || file.metadata()?.nlink() == 0 {
             return Ok(None);
         }
         let Some(about) = read_about(&file)?.filter(|about| is_wanted(&about.version)) else {
@@ -326,13 +326,13 @@ impl CacheEntry {
     pub fn claim(&self, range: &Range<u64>) -> io::Result<Option<(Claim<'_>, u64)>> {
         let mut chunks = self.touched(range);
         loop {
-            match sys::claim(&self.file, &chunks)? {
-                Claimed::Ours => {
+            match sys::try_lock_range(&self.file, &chunks)? {
+                RangeLockAttempt::Acquired => {
                     let until = (chunks.end * CHUNK).min(range.end);
                     return Ok(Some((Claim { file: &self.file, chunks }, until)));
                 }
-                Claimed::Theirs(from) if from > chunks.start => chunks.end = from,
-                Claimed::Theirs(_) => return Ok(None),
+                RangeLockAttempt::HeldElsewhere(from) if from > chunks.start => chunks.end = from,
+                RangeLockAttempt::HeldElsewhere(_) => return Ok(None),
             }
         }
     }

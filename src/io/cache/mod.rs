@@ -123,7 +123,7 @@ impl Cache {
     fn check(&self) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&*self.folder)?;
         let found = fs::metadata(&*self.folder)?;
-        let us = sys::user();
+        let us = sys::effective_user_id();
         if found.uid() != us || found.mode() & 0o077 != 0 {
             let what = format!(
                 "expected a folder of user {us} that nobody else may use (chmod 700), found one of \
@@ -162,7 +162,7 @@ impl Cache {
         let folder = File::open(&*self.folder)?;
         // One process at a time, or several would count on the same free space; the wait is bounded.
         for _ in 0..TURNS {
-            if sys::try_lock(&folder)? {
+            if sys::try_flock(&folder)? {
                 break;
             }
             pause(cancel)?;
@@ -192,7 +192,7 @@ impl Cache {
         let is_older = |cached: &CachedFile| version.is_older(&cached.path);
         entries.retain(|cached| !(is_older(cached) && remove(&cached.path).is_ok_and(|gone| gone)));
         entries.sort_by_key(|cached| cached.used);
-        let (all, free) = sys::space(folder)?;
+        let (all, free) = sys::disk_space(folder)?;
         let sum = |of: fn(&CachedFile) -> u64| entries.iter().map(of).fold(0, u64::saturating_add);
         let (held, promised) = (sum(|cached| cached.here), sum(CachedFile::promised));
         let needed = promised.saturating_add(version.len());
@@ -277,7 +277,7 @@ fn remove(path: &Path) -> io::Result<bool> {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(true),
         Err(e) => return Err(e),
     };
-    if !sys::take(&file)? {
+    if !sys::try_lock_exclusive(&file)? {
         return Ok(false);
     }
     let id = |about: &Metadata| (about.dev(), about.ino());

@@ -13,7 +13,7 @@ use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::io::local::FileSource;
 use crate::io::{CachedHead, Capabilities, LocalCopy, ReadAt, read_exact_at};
-use crate::mem::{Buffers, Filled};
+use crate::mem::{Buffers, FilledPart};
 use crate::sys;
 
 /// Pause between two looks for what another process fetches.
@@ -180,7 +180,7 @@ impl CachedSource {
         let mut before = vec![0; len(&(whole.start..range.start))];
         let mut behind = vec![0; len(&(range.end..whole.end))];
         let kept = AtomicUsize::new(0);
-        let keep = |filled: &Filled<'_>, last| {
+        let keep = |filled: &FilledPart<'_>, last| {
             self.keep(whole.start, filled, &kept, if last { 1 } else { KEPT_AT_ONCE });
         };
         buffers.tee(len(range), (&mut before, &mut behind), keep, |part| {
@@ -191,7 +191,7 @@ impl CachedSource {
 
     /// Writes to the entry what has arrived from `start` on and was not written before, if that
     /// is at least `least` bytes.
-    fn keep(&self, start: u64, filled: &Filled<'_>, kept: &AtomicUsize, least: usize) {
+    fn keep(&self, start: u64, filled: &FilledPart<'_>, kept: &AtomicUsize, least: usize) {
         let (before, count) = (kept.load(Ordering::Relaxed), filled.count());
         let end = self.entry.whole_until(start, count);
         if end.saturating_sub(before) < least || self.entry.is_abandoned() {

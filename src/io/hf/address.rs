@@ -2,7 +2,7 @@
 
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::format::shards::{FILES, IN_FOLDERS};
 
 /// The revision that is used unless one is named.
@@ -31,7 +31,7 @@ impl HubAddress {
     /// Reads an address.
     pub fn parse(uri: &str) -> Result<Self> {
         let wrong = |what: &str| {
-            let uri = Shown(uri);
+            let uri = Escaped(uri);
             Error::InvalidArgument(format!(
                 "`{uri}`: expected hf://org/repo[@revision][/path], {what}"
             ))

@@ -125,8 +125,8 @@ impl Repo {
         let places = candidates.iter().map(|place| Some(place.at(commit?)));
         let places: Vec<HubAddress> = places.collect::<Option<_>>()?;
         let is_known = |place: &&HubAddress| self.options.heads.of(&place.show()).is_some();
-        let is_here = |place: &&HubAddress| self.local.file(place).is_some();
-        places.iter().find(is_known).or_else(|| places.iter().find(is_here)).cloned()
+        let is_current = |place: &&HubAddress| self.local.file(place).is_some();
+        places.iter().find(is_known).or_else(|| places.iter().find(is_current)).cloned()
     }
 
     fn not_here(&self, wanted: &HubAddress) -> Error {

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use bytes::Bytes;
 use reqwest::Response;
 
-use super::pace::Pace;
 use super::response::Range;
+use super::server_speed::ServerSpeed;
 use crate::io::transport::{
     Client, ClientConfig, ConnectionPool, Failure, HTTP2_WINDOW, PooledConnection, RetryBudget,
     TransportOptions, chunk,
@@ -21,7 +21,7 @@ pub struct ClientPool {
     config: ClientConfig,
     /// Bytes that a server may send ahead on a new connection.
     window: AtomicU32,
-    pace: Pace,
+    speed: ServerSpeed,
 }
 
 /// A client that one thread has.
@@ -32,12 +32,12 @@ impl ClientPool {
     pub fn new(options: &TransportOptions, tls: bool) -> Result<Self, String> {
         let config = ClientConfig::new(options, tls)?;
         let (pool, window) = (ConnectionPool::default(), AtomicU32::new(HTTP2_WINDOW));
-        Ok(ClientPool { pool, config, window, pace: Pace::default() })
+        Ok(ClientPool { pool, config, window, speed: ServerSpeed::default() })
     }
 
     /// Measurements of the server's speed.
-    pub fn pace(&self) -> &Pace {
-        &self.pace
+    pub fn speed(&self) -> &ServerSpeed {
+        &self.speed
     }
 
     /// Bytes that a server may send ahead on each connection.

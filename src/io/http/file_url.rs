@@ -13,8 +13,8 @@ use super::client_pool::PooledClient;
 use super::response::{Range, Validators};
 use crate::error::Error;
 use crate::io::transport::{Failure, Location, beginning, follow, says_expired, status_failure};
-use crate::sys::brief::Brief;
 use crate::sys::clock;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// A future that a thread runs on its event loop.
 pub type Pending<'p, T> = Pin<Box<dyn Future<Output = Result<T, Failure>> + Send + 'p>>;
@@ -68,7 +68,7 @@ pub enum FileUrl {
     /// As the caller named it.
     Fixed(Arc<Location>),
     /// Signed. A signature is used as long as it is good.
-    Signed { signer: Box<dyn Sign>, last: Brief<Option<SignedUrl>> },
+    Signed { signer: Box<dyn Sign>, last: ForkSafeMutex<Option<SignedUrl>> },
 }
 
 /// A signed URL.
@@ -111,7 +111,7 @@ impl FileUrl {
     /// A URL that is signed when it is used.
     #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn signed(signer: Box<dyn Sign>) -> Self {
-        FileUrl::Signed { signer, last: Brief::new(None) }
+        FileUrl::Signed { signer, last: ForkSafeMutex::new(None) }
     }
 
     /// The URL of another file in the same folder.
@@ -119,7 +119,7 @@ impl FileUrl {
         Some(match self {
             FileUrl::Fixed(location) => FileUrl::Fixed(Arc::new(location.sibling(name)?)),
             FileUrl::Signed { signer, .. } => {
-                FileUrl::Signed { signer: signer.sibling(name), last: Brief::new(None) }
+                FileUrl::Signed { signer: signer.sibling(name), last: ForkSafeMutex::new(None) }
             }
         })
     }

@@ -3,9 +3,9 @@
 mod cache_key;
 mod client_pool;
 mod file_url;
-mod pace;
 pub(crate) mod response;
 mod sequential;
+mod server_speed;
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -28,15 +28,15 @@ use crate::io::transport::{
 use crate::io::transport::{follow, status_failure};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
-use crate::sys::brief::Brief;
 use crate::sys::clock;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use client_pool::ClientPool;
 pub use file_url::FileUrl;
 use file_url::Wanted;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub use file_url::{Pending, Sign};
-use pace::DEFAULT_GAP;
 use response::{FirstResponse, Range, Validators};
+use server_speed::DEFAULT_GAP;
 
 /// Bytes of the first request: prologue and index of files with some thousand tensors.
 const HEAD_LEN: u64 = 1 << 20;
@@ -52,7 +52,7 @@ pub struct HttpSource {
     shown: String,
     url: FileUrl,
     /// The location to which redirects have led, which may cease to exist.
-    moved: Brief<Option<Arc<Location>>>,
+    moved: ForkSafeMutex<Option<Arc<Location>>>,
     clients: Arc<ClientPool>,
     options: OpenOptions,
     validators: Validators,
@@ -133,7 +133,7 @@ fn open_by(
     let source = Arc::new(HttpSource {
         shown,
         url,
-        moved: Brief::new(moved),
+        moved: ForkSafeMutex::new(moved),
         clients,
         options: options.clone(),
         validators: first.validators,
@@ -205,7 +205,7 @@ fn request_head(
                 let wanted = Wanted { unless, ..Wanted::range(range.start, range.end) };
                 let begun = clock::now();
                 let (moved, response) = url.request(client, None, wanted).await?;
-                clients.pace().answered(clock::since(begun));
+                clients.speed().record_latency(clock::since(begun));
                 let mut first = response::first(&response, range)?;
                 let mut bytes = Vec::new();
                 if first.not_modified {
@@ -217,7 +217,7 @@ fn request_head(
                     // Without ranges the body is the whole file, and with an error a page.
                     let begun = clock::now();
                     bytes = client.collect(response, first.len, &budget).await?;
-                    clients.pace().sent(bytes.len() as u64, clock::since(begun));
+                    clients.speed().record_body(bytes.len() as u64, clock::since(begun));
                 }
                 Ok((moved, first, bytes.into()))
             })
@@ -296,12 +296,12 @@ impl HttpSource {
                 let wanted = Wanted { opened, ..Wanted::range(range.start, range.end) };
                 let begun = clock::now();
                 let (moved, response) = self.url.request(client, at.as_ref(), wanted).await?;
-                self.clients.pace().answered(clock::since(begun));
+                self.clients.speed().record_latency(clock::since(begun));
                 refused = response::may_be_another_file(&response);
                 self.validators.check(&response, range)?;
                 let begun = clock::now();
                 client.scatter(response, range, buffers, done, budget).await?;
-                self.clients.pace().sent(range.end - range.start, clock::since(begun));
+                self.clients.speed().record_body(range.end - range.start, clock::since(begun));
                 Ok(moved)
             })
         });
@@ -336,7 +336,7 @@ impl ReadAt for HttpSource {
     fn capabilities(&self) -> Capabilities {
         let found = capabilities(self.validators.len, &self.options.transport);
         let ahead = if self.ahead { u64::from(self.clients.window()) } else { 0 };
-        let merge_gap = self.clients.pace().gap(found.first_readers);
+        let merge_gap = self.clients.speed().merge_gap(found.first_readers);
         Capabilities { reader_memory: found.reader_memory + ahead, merge_gap, ..found }
     }
 

@@ -14,7 +14,7 @@ use super::response::Validators;
 use crate::cancel::Cancel;
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
 use crate::io::{OpenSibling, Stream};
-use crate::sys::process::Inherited;
+use crate::sys::process::DropInOwner;
 
 /// The body of a file. After a broken connection it is requested again, and the bytes that were read
 /// before are skipped.
@@ -26,7 +26,7 @@ pub struct Body {
     validators: Validators,
     shown: String,
     /// The connection and the response. In a forked child they are the parent's, and are not used.
-    open: Option<Inherited<(PooledClient, Response)>>,
+    open: Option<DropInOwner<(PooledClient, Response)>>,
     /// Bytes that have arrived and were not asked for yet.
     rest: Bytes,
     position: u64,
@@ -60,7 +60,7 @@ impl Body {
     /// Reads the next bytes; none at the end.
     fn advance(&mut self, budget: &RetryBudget<'_>) -> Result<Bytes, Failure> {
         let (mut open, mut skip) = match self.open.take() {
-            Some(open) if open.maker().is_here() => (open, 0),
+            Some(open) if open.owner().is_current() => (open, 0),
             _ => {
                 let client = self.clients.take(budget)?;
                 let (_, response) = client.run(budget, async {
@@ -68,7 +68,7 @@ impl Body {
                     self.url.request(&client, None, Wanted { opened, ..Wanted::default() }).await
                 })?;
                 self.validators.check_whole(&response)?;
-                (Inherited::new((client, response)), self.position)
+                (DropInOwner::new((client, response)), self.position)
             }
         };
         loop {

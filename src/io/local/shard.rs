@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Error, Result};
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The divisor of the process's limit of descriptors that gives the number for shards, and the minimum
 /// number.
@@ -23,7 +23,8 @@ struct OpenFiles {
     files: BTreeMap<u64, Arc<File>>,
 }
 
-static OPEN: Brief<OpenFiles> = Brief::new(OpenFiles { uses: 0, files: BTreeMap::new() });
+static OPEN: ForkSafeMutex<OpenFiles> =
+    ForkSafeMutex::new(OpenFiles { uses: 0, files: BTreeMap::new() });
 
 /// Distinguishes a file from another one with its name, and from its own later content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::copy_metadata;
 use super::temporary::Temporary;
 use super::temporary_name::TemporaryName;
-use crate::cancel::{Cancel, detached};
+use crate::cancel::{Cancel, run_detached};
 use crate::error::{Error, Result};
 use crate::io::{Unclosed, WriteAt};
 use crate::mem::mapped;
@@ -106,12 +106,13 @@ impl FileSink {
         let Some(pending) = &self.pending else { return Ok(None) };
         pending.check(&self.uri)?;
         let file = self.handle()?;
-        let settled = detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?;
+        let settled =
+            run_detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?;
         let published = settled.and_then(|()| {
             self.pending.take().map(|pending| publish(pending, &self.file)).transpose()
         });
         let published = published.map_err(|e| Error::io("finishing", &self.uri, e))?;
-        crate::sys::unlock(&self.file);
+        crate::sys::release_flock(&self.file);
         Ok(published)
     }
 }
@@ -213,7 +214,7 @@ impl WriteAt for FileSink {
 /// the call is interrupted.
 fn sync_name(path: &Path, uri: &str, cancel: &dyn Cancel) -> Result<()> {
     let parent = parent(path).to_owned();
-    let synced = detached(cancel, move || sync_folder(&parent))?;
+    let synced = run_detached(cancel, move || sync_folder(&parent))?;
     synced.map_err(|error| Error::Unsynced { uri: uri.to_owned(), error })
 }
 

@@ -9,12 +9,12 @@ use super::copy_metadata;
 use super::temporary_name::TemporaryName;
 use crate::error::Result;
 use crate::sys;
-use crate::sys::process::Maker;
+use crate::sys::process::OwnerProcess;
 
 /// A file that holds the bytes until they are published. It is removed when this is dropped.
 pub(super) struct Temporary {
     /// The only process that may publish the file, or remove it.
-    maker: Maker,
+    owner: OwnerProcess,
     target: PathBuf,
     hidden: TemporaryName,
     /// None for a file without a name, which ends with the last process that has it open.
@@ -38,12 +38,12 @@ impl Temporary {
                 (file, Some(path))
             }
         };
-        Ok((file, Temporary { maker: Maker::this(), target, hidden, path, copy: None }))
+        Ok((file, Temporary { owner: OwnerProcess::current(), target, hidden, path, copy: None }))
     }
 
     /// Refuses an operation that only the process may do that began the file.
     pub(super) fn check(&self, uri: &str) -> Result<()> {
-        self.maker.check(uri)
+        self.owner.check(uri)
     }
 
     /// Gives the file its name, in place of any file there, and returns the name.
@@ -111,7 +111,7 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if let Some(path) = &self.path
-            && self.maker.is_here()
+            && self.owner.is_current()
         {
             // Nothing more can be done if the file cannot be removed.
             let _ = fs::remove_file(path);

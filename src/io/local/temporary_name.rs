@@ -62,7 +62,7 @@ impl TemporaryName {
             if ending == UNHELD {
                 return Ok((file, path));
             }
-            match sys::try_lock(&file) {
+            match sys::try_flock(&file) {
                 // Until it was locked, another saver could take it for stale.
                 Ok(true) => match fs::symlink_metadata(&path) {
                     Ok(_) => return Ok((file, path)),
@@ -84,7 +84,7 @@ impl TemporaryName {
 
     /// Gives a name to a file that has none.
     pub(super) fn link(&self, file: &File) -> io::Result<PathBuf> {
-        let ending = if matches!(sys::try_lock(file), Ok(true)) { HELD } else { UNHELD };
+        let ending = if matches!(sys::try_flock(file), Ok(true)) { HELD } else { UNHELD };
         for attempt in 0..TRIES {
             let path = self.name(attempt, ending);
             match sys::link(file, &path) {
@@ -149,7 +149,7 @@ fn remove_if_stale(path: &Path, here: bool) -> io::Result<()> {
     if !opened.is_file() || !(here || quiet().is_some_and(|time| time > PATIENCE)) {
         return Ok(());
     }
-    if sys::try_lock(&file)? {
+    if sys::try_flock(&file)? {
         // Under the lock a name stays, except that its saver may just have published the file.
         let named = fs::symlink_metadata(path)?;
         if (named.dev(), named.ino()) == (opened.dev(), opened.ino()) {

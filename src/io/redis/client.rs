@@ -8,8 +8,8 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Pipeline, RedisConnectionInfo, RedisError, Value};
 use url::Url;
 
-use super::bounded::{Allowance, Bounded};
-use crate::error::Shown;
+use super::bounded_connection::{BoundedConnection, ReceiveLimit};
+use crate::error::Escaped;
 use crate::io::transport::{
     ConnectionPool, Failure, REDIS_SETTINGS, RetryBudget, Tls, TransportOptions, Trust, show_text,
     timer, untrusted,
@@ -72,20 +72,20 @@ impl RedisAddress {
 }
 
 /// The connections of one source.
-pub struct Connections {
+pub struct RedisConnections {
     address: RedisAddress,
     tls: Option<Tls>,
     /// The advice for an untrusted certificate.
     hint: String,
     config: AsyncConnectionConfig,
     limit: Duration,
-    pool: ConnectionPool<(MultiplexedConnection, Allowance)>,
+    pool: ConnectionPool<(MultiplexedConnection, ReceiveLimit)>,
 }
 
 /// Bytes that a greeting may have, and each answer beside its data.
 const OVERHEAD: u64 = 4 << 10;
 
-impl Connections {
+impl RedisConnections {
     /// Reads the certificates, if they are needed; what is wrong with them is the error.
     pub fn new(address: RedisAddress, options: &TransportOptions) -> Result<Self, String> {
         // Clients of Redis do not heed the variables of HTTP clients.
@@ -93,7 +93,7 @@ impl Connections {
             Trust::Default => Trust::System,
             other => other.clone(),
         };
-        Ok(Connections {
+        Ok(RedisConnections {
             tls: address.tls.then(|| Tls::new(&trust, &[])).transpose()?,
             hint: trust.hint(REDIS_SETTINGS),
             address,
@@ -103,13 +103,14 @@ impl Connections {
         })
     }
 
-    async fn connect(&self) -> Result<(MultiplexedConnection, Allowance), Failure> {
+    async fn connect(&self) -> Result<(MultiplexedConnection, ReceiveLimit), Failure> {
         let RedisAddress { host, port, settings, .. } = &self.address;
-        let allowance = Allowance::default();
-        allowance.set(16 * OVERHEAD);
+        let receive_limit = ReceiveLimit::default();
+        receive_limit.set(16 * OVERHEAD);
         let made = async {
             let to = (host.as_str(), *port);
-            let stream = Bounded::connect(to, self.tls.as_ref(), allowance.clone()).await;
+            let stream =
+                BoundedConnection::connect(to, self.tls.as_ref(), receive_limit.clone()).await;
             let config = self.config.clone();
             let stream = stream.map_err(|error| refused(error, &self.hint))?;
             MultiplexedConnection::new_with_config(settings, stream, config).await.map_err(failure)
@@ -120,7 +121,7 @@ impl Connections {
         });
         let (connection, driver) = made??;
         tokio::spawn(driver);
-        Ok((connection, allowance))
+        Ok((connection, receive_limit))
     }
 
     /// Sends a series of commands and gives their answers, in order, of at most so many bytes.
@@ -131,16 +132,16 @@ impl Connections {
         budget: &RetryBudget<'_>,
     ) -> Result<Vec<Value>, Failure> {
         let connection = self.pool.take(budget, || self.connect())?;
-        let (stream, allowance) = connection.client();
+        let (stream, receive_limit) = connection.client();
         let mut stream = stream.clone();
-        allowance.set(most.saturating_add(OVERHEAD));
+        receive_limit.set(most.saturating_add(OVERHEAD));
         let answers = connection.run(budget, async {
             commands.query_async::<Vec<Value>>(&mut stream).await.map_err(failure)
         });
         if answers.as_ref().is_err_and(Failure::is_ended) {
             return answers;
         }
-        if allowance.is_used_up() {
+        if receive_limit.is_used_up() {
             let what = format!("the server sent more than the {most} bytes that were asked for");
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         }
@@ -170,7 +171,7 @@ fn refused(error: io::Error, hint: &str) -> Failure {
 }
 
 fn failure(error: RedisError) -> Failure {
-    let text = Shown(&error.to_string()).to_string();
+    let text = Escaped(&error.to_string()).to_string();
     let refused = error.kind() == redis::ErrorKind::AuthenticationFailed;
     if refused || matches!(error.code(), Some("NOAUTH" | "WRONGPASS" | "NOPERM")) {
         let what = format!("{text}; check user and password");

@@ -2,7 +2,7 @@
 //!
 //! A key is `<prefix>:<label>:<position of its value in the file>`; see `to_redis`.
 
-mod bounded;
+mod bounded_connection;
 mod client;
 
 use std::io::ErrorKind;
@@ -14,12 +14,12 @@ use redis::{Pipeline, Value, cmd};
 
 use super::{Capabilities, ReadAt};
 use crate::cancel::Cancel;
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::fallible::{push, with_room};
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
-use client::{Connections, RedisAddress};
+use client::{RedisAddress, RedisConnections};
 
 /// Bytes that one command asks for.
 const COMMAND_LEN: u64 = 1 << 20;
@@ -55,7 +55,7 @@ struct StoredValue {
 /// The values of all keys with one prefix.
 pub struct RedisSource {
     shown: String,
-    connections: Connections,
+    connections: RedisConnections,
     options: TransportOptions,
     held: Vec<StoredValue>,
     end: u64,
@@ -71,7 +71,7 @@ pub fn open(
 ) -> Result<Arc<dyn ReadAt>> {
     let parsed = RedisAddress::parse(address).map_err(Error::InvalidArgument)?;
     let (shown, prefix) = (parsed.shown.clone(), parsed.prefix.clone());
-    let connections = Connections::new(parsed, options).map_err(Error::InvalidArgument)?;
+    let connections = RedisConnections::new(parsed, options).map_err(Error::InvalidArgument)?;
     let (held, end, batch_len) = (Vec::new(), 0, AtomicU64::new(BATCH_LEN));
     let options = options.clone();
     let mut source = RedisSource { shown, connections, options, held, end, batch_len };
@@ -102,7 +102,7 @@ impl RedisSource {
     fn odd(&self, command: &str, what: impl std::fmt::Display) -> Error {
         const SHOWN: usize = 200;
         let what: String = what.to_string().chars().take(SHOWN).collect();
-        let text = format!("{command} was answered with {}", Shown(&what));
+        let text = format!("{command} was answered with {}", Escaped(&what));
         Error::io("reading", &self.shown, std::io::Error::new(ErrorKind::InvalidData, text))
     }
 
@@ -332,7 +332,7 @@ impl ReadAt for RedisSource {
                     format!(
                         "the value of `{}` changed while it was read: expected {} bytes from {} \
                          on, found {}",
-                        Shown(&String::from_utf8_lossy(&piece.held.key)),
+                        Escaped(&String::from_utf8_lossy(&piece.held.key)),
                         piece.len,
                         piece.start - piece.held.start,
                         bytes.len()

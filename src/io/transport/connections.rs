@@ -12,8 +12,8 @@ use tokio::runtime::{Builder, Runtime};
 use super::{Failure, RetryBudget, timer};
 use crate::cancel::POLL;
 use crate::environment::reading;
-use crate::sys::brief::Brief;
-use crate::sys::process::Inherited;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use crate::sys::process::DropInOwner;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 use crate::{
     cancel::Cancel,
@@ -64,7 +64,7 @@ impl Drop for EventLoop {
 
 /// An event loop, and the client whose connections live on it. A forked child neither uses nor closes
 /// it: its sockets are registered with a poller that is the parent's too.
-pub struct PooledConnection<C>(Inherited<(EventLoop, C)>);
+pub struct PooledConnection<C>(DropInOwner<(EventLoop, C)>);
 
 impl<C> PooledConnection<C> {
     /// Makes an event loop, and a client on it.
@@ -74,7 +74,7 @@ impl<C> PooledConnection<C> {
     ) -> Result<Self, Failure> {
         let events = EventLoop::new()?;
         let client = events.run(budget, make())?;
-        Ok(PooledConnection(Inherited::new((events, client))))
+        Ok(PooledConnection(DropInOwner::new((events, client))))
     }
 
     /// The client.
@@ -93,11 +93,11 @@ impl<C> PooledConnection<C> {
 }
 
 /// Idle connections.
-pub struct ConnectionPool<C>(Brief<Vec<PooledConnection<C>>>);
+pub struct ConnectionPool<C>(ForkSafeMutex<Vec<PooledConnection<C>>>);
 
 impl<C> Default for ConnectionPool<C> {
     fn default() -> Self {
-        ConnectionPool(Brief::new(Vec::new()))
+        ConnectionPool(ForkSafeMutex::new(Vec::new()))
     }
 }
 
@@ -111,7 +111,7 @@ impl<C> ConnectionPool<C> {
         loop {
             let idle = self.0.lock().pop();
             match idle {
-                Some(connection) if connection.0.maker().is_here() => return Ok(connection),
+                Some(connection) if connection.0.owner().is_current() => return Ok(connection),
                 Some(_) => {}
                 None => return PooledConnection::new(budget, make),
             }

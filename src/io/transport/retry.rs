@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use super::TransportOptions;
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
-use crate::sys::brief::Brief;
 use crate::sys::clock;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The first pause. Each further one is twice as long, up to [`LONGEST_PAUSE`], less a random part of
 /// at most a half.
@@ -118,7 +118,7 @@ pub struct RetryBudget<'o> {
     begun: Instant,
     moved: AtomicU64,
     /// The counter of the body that is being sent, and its value when this attempt began.
-    sending: Brief<(Arc<AtomicU64>, u64)>,
+    sending: ForkSafeMutex<(Arc<AtomicU64>, u64)>,
     position: AtomicU64,
     opening: bool,
 }
@@ -138,7 +138,7 @@ impl<'o> RetryBudget<'o> {
             cancel,
             begun: clock::now(),
             moved: AtomicU64::new(0),
-            sending: Brief::new((Arc::default(), 0)),
+            sending: ForkSafeMutex::new((Arc::default(), 0)),
             position: AtomicU64::new(0),
             opening: false,
         }

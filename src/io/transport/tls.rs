@@ -14,7 +14,7 @@ use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme
 
 use super::Trust;
 use crate::environment::reading;
-use crate::sys::process::{Maker, PerProcess};
+use crate::sys::process::{OwnerProcess, PerProcess};
 use crate::sys::{Stamp, stamp};
 
 /// The most configurations that are cached.
@@ -27,7 +27,7 @@ pub type Protocols = &'static [&'static [u8]];
 #[derive(Debug, Clone)]
 pub struct Tls {
     config: Arc<ClientConfig>,
-    maker: Maker,
+    owner: OwnerProcess,
 }
 
 impl Tls {
@@ -44,7 +44,7 @@ impl Tls {
         // Without the lock: a holder of the environment's guard may wait for it.
         let mut config = build(&trust)?;
         config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
-        let tls = Tls { config: Arc::new(config), maker: Maker::this() };
+        let tls = Tls { config: Arc::new(config), owner: OwnerProcess::current() };
         let mut cached = cached();
         if cached.len() >= MOST_CACHED {
             cached.clear();
@@ -58,13 +58,13 @@ impl Tls {
         let builder = ClientConfig::builder_with_provider(provider());
         let builder = builder.with_safe_default_protocol_versions().map_err(|e| e.to_string())?;
         let config = builder.with_root_certificates(RootCertStore::empty()).with_no_client_auth();
-        Ok(Tls { config: Arc::new(config), maker: Maker::this() })
+        Ok(Tls { config: Arc::new(config), owner: OwnerProcess::current() })
     }
 
     /// The configuration of one connection.
     pub fn config(&self) -> ClientConfig {
         let mut config = ClientConfig::clone(&self.config);
-        if !self.maker.is_here() {
+        if !self.owner.is_current() {
             // The lock of the parent's sessions may have been held at the fork.
             config.resumption = Resumption::default();
         }

@@ -78,7 +78,7 @@ impl Drop for Streams {
 }
 
 /// Bytes on a device, in row-major order.
-pub struct OnDevice {
+pub struct DeviceBytes {
     /// The device.
     pub device: Arc<dyn Device>,
     /// The consumer that has written them.
@@ -93,7 +93,7 @@ pub struct StreamsByDevice(Vec<(String, Streams)>);
 
 impl StreamsByDevice {
     /// Opens streams for all bytes that are to be read.
-    pub fn open<'d>(all: impl Iterator<Item = &'d OnDevice>) -> Result<Self> {
+    pub fn open<'d>(all: impl Iterator<Item = &'d DeviceBytes>) -> Result<Self> {
         let mut known: Vec<(String, Streams)> = Vec::new();
         for one in all {
             if !known.iter().any(|(name, _)| name == one.device.name()) {
@@ -105,7 +105,7 @@ impl StreamsByDevice {
     }
 
     /// Returns the stream whose turn it is on the device of some bytes.
-    pub fn next(&self, bytes: &OnDevice) -> Result<&Arc<dyn Stream>> {
+    pub fn next(&self, bytes: &DeviceBytes) -> Result<&Arc<dyn Stream>> {
         let known = self.0.iter().find(|(name, _)| name == bytes.device.name());
         let streams = known.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
         streams.1.next()

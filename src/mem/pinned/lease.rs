@@ -3,22 +3,22 @@
 
 use std::sync::Arc;
 
-use super::buffers::{Buffer, Flight, Inner};
-use super::returns::POLL;
-use super::share::Held;
+use super::buffers::{InFlightBuffers, PoolBuffers, StagingBuffer};
+use super::return_estimator::POLL;
+use super::share::ShareReservation;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::fallible::collected;
-use crate::mem::device::{DeviceMemory, Event, Stream, Upload};
+use crate::mem::device::{DeviceMemory, Event, HostToDeviceCopy, Stream};
 use crate::sys::sync::thread;
 
 /// The name of lists of copies in error messages.
 const PLAN: &str = "copies to a device";
 
 /// Staging buffers that one reader or writer has.
-pub struct Lease<'p> {
-    pool: &'p Inner,
-    buffers: Vec<Buffer>,
+pub struct StagingLease<'p> {
+    pool: &'p PoolBuffers,
+    buffers: Vec<StagingBuffer>,
     /// The stream on which copies from or to these buffers are under way.
     stream: Option<Arc<dyn Stream>>,
     /// Passes when the copies have ended; None if it is not recorded.
@@ -26,12 +26,16 @@ pub struct Lease<'p> {
     /// True if a device writes to the buffers.
     filling: bool,
     /// Their part of the share of a call; None if it has no limit.
-    held: Option<Held>,
+    held: Option<ShareReservation>,
 }
 
-impl<'p> Lease<'p> {
-    pub(super) fn new(pool: &'p Inner, buffers: Vec<Buffer>, held: Option<Held>) -> Self {
-        Lease { pool, buffers, stream: None, event: None, filling: false, held }
+impl<'p> StagingLease<'p> {
+    pub(super) fn new(
+        pool: &'p PoolBuffers,
+        buffers: Vec<StagingBuffer>,
+        held: Option<ShareReservation>,
+    ) -> Self {
+        StagingLease { pool, buffers, stream: None, event: None, filling: false, held }
     }
 
     /// Returns the bytes of each buffer; none while copies are under way.
@@ -93,7 +97,7 @@ impl<'p> Lease<'p> {
         unsafe { stream.upload(to, from, len) }
     }
 
-    /// Begins several copies like [`Lease::upload`], which may run in any order.
+    /// Begins several copies like [`StagingLease::upload`], which may run in any order.
     pub fn upload_batch(
         &mut self,
         stream: &Arc<dyn Stream>,
@@ -105,7 +109,7 @@ impl<'p> Lease<'p> {
         let copies = uploads.iter().map(|&((buffer, at, len), to, offset)| {
             let from = self.range(buffer, at, len)?.cast_const();
             let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
-            Ok(Upload { to, from, len })
+            Ok(HostToDeviceCopy { to, from, len })
         });
         let copies = collected(copies, PLAN)?;
         self.begin(stream)?;
@@ -129,7 +133,7 @@ impl<'p> Lease<'p> {
         unsafe { stream.download(to, from, len) }
     }
 
-    /// Marks the end of this lease's copies, so that [`Lease::wait`] waits for no later copies of
+    /// Marks the end of this lease's copies, so that [`StagingLease::wait`] waits for no later copies of
     /// the stream. Returns the event at their end; None if there are no copies.
     pub fn begun(&mut self) -> Result<Option<Arc<dyn Event>>> {
         if let Some(stream) = &self.stream {
@@ -156,33 +160,33 @@ impl<'p> Lease<'p> {
 
     /// Waits for the copies that were begun, and returns the first `len` bytes of the first buffer,
     /// to be read.
-    pub fn filled(mut self, len: usize, cancel: &dyn Cancel) -> Result<Filled<'p>> {
+    pub fn filled(mut self, len: usize, cancel: &dyn Cancel) -> Result<DownloadedBytes<'p>> {
         self.wait(cancel)?;
         self.range(0, 0, len)?;
         let (buffers, held) = (std::mem::take(&mut self.buffers), self.held.take());
-        Ok(Filled { pool: self.pool, buffers, len, held })
+        Ok(DownloadedBytes { pool: self.pool, buffers, len, held })
     }
 }
 
 /// Bytes that came from a device. Nothing writes to them as long as this value lives.
-pub struct Filled<'p> {
-    pool: &'p Inner,
+pub struct DownloadedBytes<'p> {
+    pool: &'p PoolBuffers,
     /// At least one buffer. No copy is under way.
-    buffers: Vec<Buffer>,
+    buffers: Vec<StagingBuffer>,
     len: usize,
-    held: Option<Held>,
+    held: Option<ShareReservation>,
 }
 
-impl AsRef<[u8]> for Filled<'_> {
+impl AsRef<[u8]> for DownloadedBytes<'_> {
     fn as_ref(&self) -> &[u8] {
         let Some(buffer) = self.buffers.first() else { return &[] };
-        // SAFETY: initialised bytes of the buffer's own, no more than it has (`Lease::filled`);
+        // SAFETY: initialised bytes of the buffer's own, no more than it has (`StagingLease::filled`);
         // this value has the buffer, and offers no way to write to them.
         unsafe { std::slice::from_raw_parts(buffer.start.as_ptr(), self.len) }
     }
 }
 
-impl Drop for Filled<'_> {
+impl Drop for DownloadedBytes<'_> {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.free.append(&mut self.buffers);
@@ -195,7 +199,7 @@ fn beyond(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
     Error::Bug(format!("{len} bytes at {offset} of {} on a device", memory.size()))
 }
 
-impl Drop for Lease<'_> {
+impl Drop for StagingLease<'_> {
     fn drop(&mut self) {
         let buffers = std::mem::take(&mut self.buffers);
         // The event is recorded before the lock is taken, as recording may take long.
@@ -212,7 +216,7 @@ impl Drop for Lease<'_> {
             Ok(None) => state.free.extend(buffers),
             Ok(Some((event, stream))) => {
                 let held = self.held.take();
-                state.in_flight.push_back(Flight { event, stream, buffers, _held: held })
+                state.in_flight.push_back(InFlightBuffers { event, stream, buffers, _held: held })
             }
             Err(_) => state.abandon(buffers),
         }

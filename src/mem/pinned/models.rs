@@ -5,19 +5,19 @@
 // Atomics of the standard library: the counters of the test are no part of the model.
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-use super::returns::POLL;
+use super::return_estimator::POLL;
 use super::*;
 use crate::cancel::Never;
 use crate::error::Error;
-use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, DeviceMemory};
-use crate::sys::sync::{Rng as _, Rules, check, thread_rng};
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread_rng};
 
-const RULES: Rules = Rules { patience: POLL, refusals: false };
+const RULES: ModelRules = ModelRules { longest_timeout: POLL, spawn_may_fail: false };
 const LEN: usize = 64;
 
 fn device() -> Arc<dyn Device> {
-    FakeDevice::new(7, Faults::default())
+    FakeDevice::new(7, InjectedFaults::default())
 }
 
 fn up_to(most: usize) -> usize {
@@ -25,7 +25,7 @@ fn up_to(most: usize) -> usize {
 }
 
 /// Fills buffers, and checks that no other thread writes to them.
-fn have(lease: &mut Lease<'_>, mark: u8) {
+fn have(lease: &mut StagingLease<'_>, mark: u8) {
     lease.buffers().into_iter().for_each(|buffer| buffer.fill(mark));
     thread::yield_now();
     assert!(lease.buffers().iter().all(|buffer| buffer.iter().all(|&byte| byte == mark)));
@@ -33,7 +33,7 @@ fn have(lease: &mut Lease<'_>, mark: u8) {
 
 #[test]
 fn all_are_served_and_no_buffer_is_given_twice() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 3, 1));
         thread::scope(|scope| {
             for mark in 1..=3 {
@@ -52,7 +52,7 @@ fn all_are_served_and_no_buffer_is_given_twice() {
 
 #[test]
 fn calls_keep_to_their_shares_and_hold_up_no_others() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 3, 1));
         let calls = [Some(Share::new(1)), Some(Share::new(2)), None];
         let held = [const { AtomicUsize::new(0) }; 3];
@@ -82,7 +82,7 @@ fn calls_keep_to_their_shares_and_hold_up_no_others() {
 
 #[test]
 fn a_cancelled_reader_takes_no_wake_up_along() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         let share = Share::new(1);
         thread::scope(|scope| {
@@ -90,10 +90,11 @@ fn a_cancelled_reader_takes_no_wake_up_along() {
                 let (device, pool) = (&device, &pool);
                 let share = (mark > 2).then_some(&share);
                 scope.spawn(move || {
-                    let (asked, patience) = (AtomicU32::new(0), thread_rng().gen_range(0..3));
+                    let (asked, longest_timeout) =
+                        (AtomicU32::new(0), thread_rng().gen_range(0..3));
                     let impatient = mark % 2 == 0;
                     let cancel = || match asked.fetch_add(1, Ordering::Relaxed) {
-                        asked if impatient && asked >= patience => Err(Error::Cancelled),
+                        asked if impatient && asked >= longest_timeout => Err(Error::Cancelled),
                         _ => Ok(()),
                     };
                     match pool.enter(share).lease(up_to(2), device, &cancel) {
@@ -111,7 +112,7 @@ fn a_cancelled_reader_takes_no_wake_up_along() {
 
 #[test]
 fn buffers_come_back_after_their_copies() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         let share = Share::new(1);
         let mut there = vec![0u8; 6 * LEN];
@@ -145,7 +146,7 @@ fn buffers_come_back_after_their_copies() {
 
 #[test]
 fn the_limit_may_change_and_memory_be_given_back_meanwhile() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 4, 1));
         thread::scope(|scope| {
             for mark in 1..=2 {
@@ -169,11 +170,11 @@ fn the_limit_may_change_and_memory_be_given_back_meanwhile() {
 
 #[test]
 fn a_waiting_reader_does_work_that_others_wait_for() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         // A filled lease is dropped by any thread that has time, like pieces that wait for their
         // hash.
-        let kept: Mutex<Vec<Lease<'_>>> = Mutex::new(Vec::new());
+        let kept: Mutex<Vec<StagingLease<'_>>> = Mutex::new(Vec::new());
         thread::scope(|scope| {
             for _ in 0..2 {
                 let (device, pool, kept) = (&device, &pool, &kept);

@@ -12,7 +12,7 @@ pub struct Share {
 }
 
 /// Buffers that count against a share until this is dropped.
-pub struct Held {
+pub struct ShareReservation {
     share: Arc<Share>,
     buffers: usize,
 }
@@ -41,13 +41,13 @@ impl Share {
     }
 
     /// Counts buffers as held. Called under the lock of the pool, after [`Share::has`].
-    pub fn hold(self: &Arc<Self>, buffers: usize) -> Held {
+    pub fn hold(self: &Arc<Self>, buffers: usize) -> ShareReservation {
         self.held.fetch_add(buffers, Ordering::Relaxed);
-        Held { share: Arc::clone(self), buffers }
+        ShareReservation { share: Arc::clone(self), buffers }
     }
 }
 
-impl Drop for Held {
+impl Drop for ShareReservation {
     fn drop(&mut self) {
         self.share.held.fetch_sub(self.buffers, Ordering::Relaxed);
     }

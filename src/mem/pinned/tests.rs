@@ -4,20 +4,20 @@
 use super::*;
 use crate::cancel::Never;
 use crate::error::Error;
-use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, DeviceMemory};
 
 /// Number of buffers in flight that saturates the bus.
 const PLENTY: usize = 16;
 
-fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
+fn device(faults: InjectedFaults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
     let fake = FakeDevice::new(7, faults);
     (Arc::clone(&fake), fake)
 }
 
 #[test]
 fn memory_grows_with_need_and_is_given_back() {
-    let (fake, device) = device(Faults::default());
+    let (fake, device) = device(InjectedFaults::default());
     let pool = Pool::new(4096, 20, PLENTY);
     assert_eq!(pool.size(), 0);
     let first = pool.enter(None).lease(3, &device, &Never).unwrap();
@@ -37,7 +37,7 @@ fn memory_grows_with_need_and_is_given_back() {
 #[test]
 #[cfg_attr(miri, ignore = "asks for more memory than Miri has")]
 fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
-    let (_, device) = device(Faults::default());
+    let (_, device) = device(InjectedFaults::default());
     let pool = Pool::new(1 << 46, 4, PLENTY);
     let refused = pool.enter(None).lease(1, &device, &Never);
     assert!(matches!(refused, Err(Error::OutOfMemory { .. })));
@@ -46,7 +46,7 @@ fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
 
 #[test]
 fn waiting_readers_are_served_in_turn_or_give_up() {
-    let (_, device) = device(Faults::default());
+    let (_, device) = device(InjectedFaults::default());
     let pool = Pool::new(64, 2, PLENTY);
     let all = pool.enter(None).lease(2, &device, &Never).unwrap();
     assert!(pool.enter(None).lease(1, &device, &|| Err(Error::Cancelled)).is_err());
@@ -61,7 +61,7 @@ fn waiting_readers_are_served_in_turn_or_give_up() {
 
 #[test]
 fn units_are_used_again_only_after_their_copies() {
-    let (fake, device) = device(Faults::default());
+    let (fake, device) = device(InjectedFaults::default());
     let pool = Pool::new(256, 2, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = vec![0u8; 256 * 200];
@@ -81,7 +81,7 @@ fn units_are_used_again_only_after_their_copies() {
 
 #[test]
 fn a_reader_waits_for_the_bus_instead_of_taking_more_memory() {
-    let (_, device) = device(Faults::default());
+    let (_, device) = device(InjectedFaults::default());
     let pool = Pool::new(64, 60, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = [0u8; 64 * PLENTY];
@@ -100,7 +100,7 @@ fn a_reader_waits_for_the_bus_instead_of_taking_more_memory() {
 
 #[test]
 fn copies_that_begin_later_are_not_waited_for() {
-    let (fake, device) = device(Faults::default());
+    let (fake, device) = device(InjectedFaults::default());
     let pool = Pool::new(64, 8, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = [7u8; 64];
@@ -121,7 +121,7 @@ fn copies_that_begin_later_are_not_waited_for() {
 
 #[test]
 fn downloaded_bytes_are_there_after_the_wait() {
-    let (_, device) = device(Faults::default());
+    let (_, device) = device(InjectedFaults::default());
     let pool = Pool::new(64, 1, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = *b"0123456789";
@@ -138,7 +138,7 @@ fn downloaded_bytes_are_there_after_the_wait() {
 
 #[test]
 fn memory_that_cannot_be_pinned_serves_all_the_same() {
-    let (fake, device) = device(Faults { pin: true, ..Faults::default() });
+    let (fake, device) = device(InjectedFaults { pin: true, ..InjectedFaults::default() });
     let pool = Pool::new(64, 1, PLENTY);
     drop(pool.enter(None).lease(1, &device, &Never).unwrap());
     assert!(pool.is_pageable());
@@ -148,7 +148,7 @@ fn memory_that_cannot_be_pinned_serves_all_the_same() {
 
 #[test]
 fn units_of_a_lost_device_are_never_used_again() {
-    let (_, device) = device(Faults { lost: Some(1), ..Faults::default() });
+    let (_, device) = device(InjectedFaults { lost: Some(1), ..InjectedFaults::default() });
     let pool = Pool::new(64, 1, PLENTY);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
     let mut there = [0u8; 64];
@@ -211,7 +211,7 @@ fn two_readers_pin_at_once(earlier: usize) {
     let mut tickets = vec![pool.enter(None), pool.enter(None)];
     let (first, both) = (tickets.remove(earlier), std::sync::Barrier::new(2));
     let second = tickets.remove(0);
-    let lease = |ticket: Ticket<'_>| {
+    let lease = |ticket: QueueTicket<'_>| {
         let lease = ticket.lease(8, &device, &Never).unwrap();
         both.wait();
         drop(lease);
@@ -233,7 +233,7 @@ fn readers_that_need_memory_at_the_same_time_pin_it_at_the_same_time() {
 
 #[test]
 fn a_call_with_all_of_its_share_holds_up_no_others() {
-    let (_, device) = device(Faults::default());
+    let (_, device) = device(InjectedFaults::default());
     let pool = Pool::new(64, 8, PLENTY);
     let share = Share::new(1);
     let held = pool.enter(Some(&share)).lease(1, &device, &Never).unwrap();

@@ -12,7 +12,7 @@ fn a_short_load_pins_no_more_than_its_bytes_and_a_buffer() {
         let opened = TensorFile::from_source(source, 0, &Never).unwrap();
         let planned = DeviceLoad::new(&opened, &[0], &[], false).unwrap();
         let memory = Memory::new(&planned.block_lens().unwrap());
-        let device: Arc<dyn Device> = FakeDevice::new(3, Faults::default());
+        let device: Arc<dyn Device> = FakeDevice::new(3, InjectedFaults::default());
         let pool = Pool::new(LEN, 64, 16);
         let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
         let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
@@ -44,7 +44,7 @@ fn hashes_never_wait_for_buffers_that_wait_for_them() {
             pipe: false,
             selection: (0..NEIGHBOURS.len()).collect(),
             devices,
-            faults: Faults::default(),
+            faults: InjectedFaults::default(),
             interrupted: false,
             flipped: None,
         };

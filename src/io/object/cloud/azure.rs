@@ -9,7 +9,7 @@ use reqwest::Method;
 
 use super::request::{Answer, CloudObject, UploadRequest};
 use crate::cancel::Cancel;
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::io::object::checksum::Checksum;
 use crate::io::object::upload::{Limits, SentPart, UploadProtocol, new_mark};
 
@@ -38,7 +38,7 @@ impl Blob {
 
     /// The error of an upload that another one has disturbed.
     fn disturbed(&self, why: &str, answer: &Answer) -> Error {
-        let (status, code) = (answer.status.as_u16(), Shown(answer.code()));
+        let (status, code) = (answer.status.as_u16(), Escaped(answer.code()));
         let what = format!("the server answered {status}: {code}: {why}");
         Error::io("writing", self.shown(), std::io::Error::other(what))
     }

@@ -12,7 +12,7 @@ use reqwest::{Body, Method, Request, StatusCode, Url};
 use super::address::{Cloud, CloudAddress};
 use super::bucket::{CloudBucket, anonymous, object_url, resolve};
 use crate::cancel::Cancel;
-use crate::error::{Brief, Error, Result, Shown};
+use crate::error::{Error, Escaped, Result, Shortened};
 use crate::io::auth::{AZURE_VERSION, CredentialProvider};
 use crate::io::object::upload::{UploadRequests, unless_there};
 use crate::io::transport::{
@@ -139,8 +139,8 @@ impl Answer {
         let line = |text: &str| text.lines().next().unwrap_or("").to_owned();
         let said = match (self.code(), self.element("Message")) {
             ("", _) => String::new(),
-            (code, None) => format!(": {}", Shown(code)),
-            (code, Some(message)) => format!(": {}: {}", Shown(code), Brief(&line(message))),
+            (code, None) => format!(": {}", Escaped(code)),
+            (code, Some(message)) => format!(": {}: {}", Escaped(code), Shortened(&line(message))),
         };
         let what = format!("the server answered {}{said}", self.status);
         if self.status.is_success() {

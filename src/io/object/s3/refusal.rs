@@ -10,7 +10,7 @@ use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 
 use super::endpoint::Server;
 use super::resolve::S3Bucket;
-use crate::error::{Brief, Shown};
+use crate::error::{Escaped, Shortened};
 use crate::io::transport::{Failure, says_expired, status_failure};
 
 /// The header with the region of a bucket.
@@ -74,19 +74,19 @@ impl S3Bucket {
     pub fn refusal(&self, status: StatusCode, headers: &HeaderMap, said: &Document) -> Failure {
         let answered = match (&said.code, &said.message) {
             (Some(code), Some(message)) => {
-                format!("the server answered {status}: {}: {}", Brief(code), Brief(message))
+                format!("the server answered {status}: {}: {}", Shortened(code), Shortened(message))
             }
             (Some(text), None) | (None, Some(text)) => {
-                format!("the server answered {status}: {}", Brief(text))
+                format!("the server answered {status}: {}", Shortened(text))
             }
             (None, None) => format!("the server answered {status}"),
         };
         let mut what = match said.code.as_deref() {
             Some("NoSuchBucket") => {
-                format!("{} has no bucket `{}`: {answered}", self.host(), Shown(&self.bucket))
+                format!("{} has no bucket `{}`: {answered}", self.host(), Escaped(&self.bucket))
             }
             Some("NoSuchKey") => {
-                let bucket = Shown(&self.bucket);
+                let bucket = Escaped(&self.bucket);
                 format!("{} has no such object in the bucket `{bucket}`: {answered}", self.host())
             }
             _ => answered,

@@ -21,7 +21,7 @@ use crate::io::auth::aws::{self, AwsKeys};
 use crate::io::auth::s3cfg::S3Cfg;
 use crate::io::auth::{Missing, aws::provider};
 use crate::io::transport::{S3_SETTINGS, TransportOptions, Trust};
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The variable that names the payer of requests.
 const PAYER: &str = "AWS_REQUEST_PAYER";
@@ -41,7 +41,7 @@ pub struct S3Bucket {
     /// The region that was named, or is usual.
     region: String,
     /// The region of the bucket, where AWS has named another.
-    pub bucket_region: Brief<Option<String>>,
+    pub bucket_region: ForkSafeMutex<Option<String>>,
     requester_pays: bool,
     /// True if uploads carry checksums.
     pub checksums: bool,
@@ -98,7 +98,7 @@ impl S3Bucket {
             credentials: None,
             none_found,
             region: USUAL_REGION.to_owned(),
-            bucket_region: Brief::new(None),
+            bucket_region: ForkSafeMutex::new(None),
             requester_pays: false,
             checksums: true,
         }
@@ -171,7 +171,7 @@ pub async fn resolve(
         credentials,
         none_found,
         region,
-        bucket_region: Brief::new(None),
+        bucket_region: ForkSafeMutex::new(None),
         requester_pays,
         checksums: settings.request_checksum_calculation() != required,
     })

@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::cancel::{Cancel, Never, detached};
+use crate::cancel::{Cancel, Never, run_detached};
 use crate::error::{Error, Result};
 use crate::fallible::{append, resize};
 use crate::io::transport::TransportOptions;
 use crate::io::{Unclosed, WriteAt};
-use crate::sys::process::Maker;
+use crate::sys::process::OwnerProcess;
 use memory::{Budget, PartMemory};
 pub(super) use plan::Limits;
 use plan::Plan;
@@ -40,7 +40,7 @@ pub struct UploadSink(Arc<Upload>);
 
 struct Upload {
     /// The only process that may send parts, complete the object or abort it.
-    maker: Maker,
+    owner: OwnerProcess,
     object: Arc<dyn UploadProtocol>,
     state: Mutex<UploadState>,
     memory: PartMemory,
@@ -75,7 +75,7 @@ impl UploadSink {
     pub(super) fn new(object: Arc<dyn UploadProtocol>, options: &TransportOptions) -> Result<Self> {
         let budget = Budget::new(options)?;
         Ok(UploadSink(Arc::new(Upload {
-            maker: Maker::this(),
+            owner: OwnerProcess::current(),
             object,
             state: Mutex::default(),
             memory: PartMemory::new(budget),
@@ -98,7 +98,7 @@ impl Upload {
 
     /// The state of an object that is still open.
     fn usable(&self) -> Result<MutexGuard<'_, UploadState>> {
-        self.maker.check(self.object.shown())?;
+        self.owner.check(self.object.shown())?;
         let state = self.state();
         match state.over {
             Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.object.shown()))),
@@ -117,7 +117,7 @@ impl Upload {
     }
 
     fn give_up(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
-        if !self.maker.is_here() {
+        if !self.owner.is_current() {
             return Ok(());
         }
         let mut state = self.state();
@@ -144,7 +144,7 @@ impl Upload {
                 })
             };
             // Nothing more can be done about a server that does not answer; it shows to no reader.
-            let _ = detached(&waits, move || object.abort(&begun, &Never));
+            let _ = run_detached(&waits, move || object.abort(&begun, &Never));
             return interrupted.into_inner().map_or(Ok(()), Err);
         }
         Ok(())

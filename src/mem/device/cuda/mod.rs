@@ -10,11 +10,11 @@ mod stream;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{Consumer, Device, Event, Scope, Stream};
+use super::{Consumer, Device, DeviceScope, Event, Stream};
 use crate::environment::NUMA;
 use crate::error::Result;
 use crate::mem::numa;
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use context::Context;
 use stream::OwnStreams;
 
@@ -28,7 +28,8 @@ pub struct CudaDevice {
 impl CudaDevice {
     /// Returns the device that torch calls `cuda:<index>`.
     pub fn find(index: u32) -> Result<Arc<dyn Device>> {
-        static KNOWN: Brief<Option<HashMap<u32, Arc<CudaDevice>>>> = Brief::new(None);
+        static KNOWN: ForkSafeMutex<Option<HashMap<u32, Arc<CudaDevice>>>> =
+            ForkSafeMutex::new(None);
         let known = KNOWN.lock().get_or_insert_default().get(&index).map(Arc::clone);
         if let Some(device) = known {
             device.context.check_process()?;
@@ -56,7 +57,7 @@ impl Device for CudaDevice {
         self.node
     }
 
-    fn enter(&self) -> Result<Scope> {
+    fn enter(&self) -> Result<DeviceScope> {
         Ok(Box::new(self.context.enter()?))
     }
 

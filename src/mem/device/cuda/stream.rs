@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::context::Context;
 use super::driver;
 use crate::error::{Error, Result};
-use crate::mem::device::{Consumer, Event, Stream, Upload};
+use crate::mem::device::{Consumer, Event, HostToDeviceCopy, Stream};
 
 #[derive(Clone, Copy)]
 struct RawStream(driver::Stream);
@@ -188,7 +188,7 @@ impl Stream for CudaStream {
         context.check("copying to the device", code)
     }
 
-    unsafe fn upload_batch(&self, copies: &[Upload]) -> Result<()> {
+    unsafe fn upload_batch(&self, copies: &[HostToDeviceCopy]) -> Result<()> {
         let context = self.context();
         let _entered = context.enter()?;
         let batch = context.driver().copy_batch.filter(|_| copies.len() > 1);

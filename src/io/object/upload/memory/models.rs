@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::error::Error;
-use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 /// Complete parts that no thread sends yet.
 type Ready = Mutex<VecDeque<Vec<u8>>>;
@@ -41,7 +41,7 @@ fn write(memory: &PartMemory, ready: &Ready, parts: usize, fails: bool) -> Resul
 
 #[test]
 fn writers_never_deadlock_and_the_limit_holds() {
-    check(Rules { patience: Duration::ZERO, refusals: false }, || {
+    check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
         let writers = thread_rng().gen_range(1..=3);
         let bytes = thread_rng().gen_range(10..=60);
         let memory = PartMemory::new(Budget { writers, bytes: Some(bytes), object: None });
@@ -61,7 +61,7 @@ fn writers_never_deadlock_and_the_limit_holds() {
 
 #[test]
 fn a_failing_writer_blocks_no_other_writer() {
-    check(Rules { patience: Duration::ZERO, refusals: false }, || {
+    check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
         let memory = PartMemory::new(Budget { writers: 2, bytes: Some(20), object: None });
         let ready = Ready::default();
         thread::scope(|scope| {

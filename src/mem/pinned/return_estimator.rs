@@ -13,13 +13,13 @@ const LONGEST: Duration =
 
 /// The times at which buffers return from a device.
 #[derive(Default)]
-pub struct Returns {
+pub struct ReturnEstimator {
     last: Option<Instant>,
     /// Time between two returns, smoothed; zero before it is known.
     interval: Duration,
 }
 
-impl Returns {
+impl ReturnEstimator {
     /// Notes that buffers have returned. `busy`: others are still in flight, so that the time to
     /// the next return measures the bus.
     pub fn note(&mut self, buffers: usize, busy: bool) {
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn a_pause_between_loads_is_not_taken_for_a_slow_bus() {
-        let mut returns = Returns::default();
+        let mut returns = ReturnEstimator::default();
         returns.note(1, true);
         std::thread::sleep(20 * LONGEST);
         returns.note(16, true);
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn sleeps_are_as_long_as_buffers_take_and_bounded() {
-        let mut returns = Returns::default();
+        let mut returns = ReturnEstimator::default();
         assert_eq!(returns.rest(), POLL);
         for _ in 0..5 {
             returns.note(1, true);
