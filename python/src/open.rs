@@ -113,7 +113,9 @@ pub fn open(
             }
             uri::open(&address, &options, &signals)
         })?;
-        if options.cache.is_some() && opened.response_head().is_some() && !Cache::can_keep(&*opened)
+        if options.cache.is_some()
+            && opened.response_head().is_some()
+            && !Cache::can_cache(&*opened)
         {
             warn_of_no_tag(py, opened.uri())?;
         }

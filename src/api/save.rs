@@ -20,7 +20,7 @@ use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
 };
 use crate::format::tensors::{behind, metadata};
-use crate::io::{Unclosed, WriteAt, write_all_at};
+use crate::io::{UnclosedOutcome, WriteAt, write_all_at};
 use crate::sys::process::OwnerProcess;
 
 /// Largest alignment: a huge page, beyond which padding would only waste space.
@@ -213,8 +213,8 @@ impl Writer {
 
     /// Ends a file that the caller has not finished. If another file has its name, that one stays:
     /// see [`WriteAt::publish_unclosed`]. Returns the outcome.
-    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<Unclosed> {
-        let mut place = Unclosed::GivenUp;
+    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
+        let mut place = UnclosedOutcome::Aborted;
         self.end_with(cancel, |sink, len| {
             place = sink.publish_unclosed(len, cancel)?;
             Ok(())

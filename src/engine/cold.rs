@@ -6,7 +6,7 @@ use crate::engine::plan::Extent;
 use crate::environment::{DIRECT_IO, LOCAL_WORLD_SIZE};
 use crate::error::Result;
 use crate::io::ReadAt;
-use crate::io::local::{DIRECT_READ, DirectReader, InFlight, READS_AT_MOST, READS_FOR_EACH};
+use crate::io::local::{DIRECT_READ, DirectReader, InFlightLimit, READS_AT_MOST, READS_FOR_EACH};
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
@@ -90,7 +90,7 @@ fn has_local_ranks() -> bool {
 
 /// State that the direct reads of all readers of a load share.
 pub struct DirectReads<'c> {
-    in_flight: Arc<InFlight>,
+    in_flight: Arc<InFlightLimit>,
     counters: &'c Counters,
 }
 
@@ -98,7 +98,7 @@ impl<'c> DirectReads<'c> {
     /// Creates the state for a number of readers.
     pub fn new(readers: usize, counters: &'c Counters) -> Self {
         let reads = readers.saturating_mul(READS_FOR_EACH).max(READS_AT_MOST);
-        let in_flight = Arc::new(InFlight::new(reads));
+        let in_flight = Arc::new(InFlightLimit::new(reads));
         DirectReads { in_flight, counters }
     }
 

@@ -60,4 +60,4 @@ pub use options::{OpenOptions, S3Options};
 pub use prefixed::PrefixedSource;
 pub use read_at::{Capabilities, HubChecksum, LocalCopy, ReadAt, borrowed, read_exact_at};
 pub use stream::{OpenSibling, Stream, StreamSource};
-pub use write_at::{Unclosed, WriteAt, write_all_at};
+pub use write_at::{UnclosedOutcome, WriteAt, write_all_at};

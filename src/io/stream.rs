@@ -147,9 +147,9 @@ mod tests {
     use super::*;
 
     /// A stream that reports each read, and ends it when it is told to.
-    struct Silent(Sender<()>, Receiver<()>);
+    struct BlockingStream(Sender<()>, Receiver<()>);
 
-    impl Stream for Silent {
+    impl Stream for BlockingStream {
         fn read_next(&mut self, _: &mut Buffers<'_>, _: &dyn Cancel) -> io::Result<usize> {
             self.0.send(()).unwrap();
             self.1.recv().unwrap();
@@ -157,9 +157,9 @@ mod tests {
         }
     }
 
-    struct Cancelled;
+    struct AlwaysCancelled;
 
-    impl Cancel for Cancelled {
+    impl Cancel for AlwaysCancelled {
         fn check(&self) -> Result<()> {
             Err(Error::Closed("cancelled".to_owned()))
         }
@@ -169,13 +169,13 @@ mod tests {
     fn waiting_for_another_reader_can_be_cancelled() {
         let (begun, begins) = channel();
         let (end, ends) = channel();
-        let source = StreamSource::new(Silent(begun, ends), "pipe");
+        let source = StreamSource::new(BlockingStream(begun, ends), "pipe");
         std::thread::scope(|scope| {
             let read =
                 |cancel: &dyn Cancel| source.read_at(0, &mut Buffers::of(&mut [0; 4]), cancel);
             let other = scope.spawn(move || read(&crate::cancel::Never));
             begins.recv().unwrap();
-            assert!(read(&Cancelled).unwrap_err().to_string().contains("cancelled"));
+            assert!(read(&AlwaysCancelled).unwrap_err().to_string().contains("cancelled"));
             end.send(()).unwrap();
             assert_eq!(other.join().unwrap().unwrap(), 0);
         });

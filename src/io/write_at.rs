@@ -83,20 +83,20 @@ pub trait WriteAt: Send + Sync {
 
     /// The same for a file that its writer has forgotten, so that it may not be all that was to be
     /// written: what has the name already stays.
-    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
-        self.publish(len, cancel).map(|()| Unclosed::InPlace)
+    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
+        self.publish(len, cancel).map(|()| UnclosedOutcome::InPlace)
     }
 }
 
 /// The outcome of a file that its writer has forgotten.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Unclosed {
+pub enum UnclosedOutcome {
     /// It was finished where it was being written, as its name or in the caller's file.
     InPlace,
     /// Its name is that of another file, which stays: it was finished under this one.
-    Beside(PathBuf),
+    OtherName(PathBuf),
     /// It was given up: an object cannot be read before it is complete.
-    GivenUp,
+    Aborted,
 }
 
 /// Writes all of the buffers.

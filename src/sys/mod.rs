@@ -103,7 +103,7 @@ pub fn wait_readable(file: &File, at_most: Duration) -> io::Result<bool> {
 
 /// Opens a path for reading. A named pipe is opened at once, with or without a writer: see
 /// [`wait_readable`].
-pub fn open_at_once(path: &Path) -> io::Result<File> {
+pub fn open_nonblocking(path: &Path) -> io::Result<File> {
     use std::os::unix::fs::OpenOptionsExt as _;
     File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
@@ -165,7 +165,7 @@ pub fn reopen(file: &File) -> Option<File> {
 /// Identifies the content of a file at one moment: other content has another stamp.
 #[cfg(any(feature = "http", feature = "redis"))]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Stamp {
+pub struct FileStamp {
     len: u64,
     inode: u64,
     modified: (i64, i64),
@@ -175,10 +175,10 @@ pub struct Stamp {
 
 /// The stamp of the file that a path names; None if there is none.
 #[cfg(any(feature = "http", feature = "redis"))]
-pub fn stamp(path: &Path) -> Option<Stamp> {
+pub fn file_stamp(path: &Path) -> Option<FileStamp> {
     use std::os::unix::fs::MetadataExt as _;
     let found = std::fs::metadata(path).ok()?;
-    Some(Stamp {
+    Some(FileStamp {
         len: found.len(),
         inode: found.ino(),
         modified: (found.mtime(), found.mtime_nsec()),

@@ -7,30 +7,30 @@ use object_store::client::{HttpRequest, HttpRequestBody};
 use reqwest::header::{AUTHORIZATION, HeaderValue};
 use reqwest::{Request, Url};
 
-use super::Credential;
+use super::CloudCredential;
 use crate::io::transport::Failure;
 
 /// The header with the version of Azure's API, for requests that are not signed.
 pub const AZURE_VERSION: (&str, &str) = ("x-ms-version", "2023-11-03");
 
-impl Credential {
+impl CloudCredential {
     /// Adds credentials to a request. Azure's keys sign all other headers.
     pub fn authorize(&self, account: &str, request: &mut Request) -> Result<(), Failure> {
         let credential = match self {
             #[cfg(feature = "s3")]
-            Credential::Aws(_) => {
+            CloudCredential::Aws(_) => {
                 let what = "credentials of AWS for another cloud";
                 return Err(Failure::permanent(ErrorKind::InvalidInput, what));
             }
             // A service account for emulators has no token.
-            Credential::Google(found) if found.bearer.is_empty() => return Ok(()),
-            Credential::Google(found) => {
+            CloudCredential::Google(found) if found.bearer.is_empty() => return Ok(()),
+            CloudCredential::Google(found) => {
                 let mut proof = token(&format!("Bearer {}", found.bearer))?;
                 proof.set_sensitive(true);
                 request.headers_mut().insert(AUTHORIZATION, proof);
                 return Ok(());
             }
-            Credential::Azure(credential) => credential,
+            CloudCredential::Azure(credential) => credential,
         };
         let odd = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
         if let AzureCredential::BearerToken(bearer) = &**credential {

@@ -23,8 +23,8 @@ use aws_sdk_s3::error::DisplayErrorContext;
 use aws_types::os_shim_internal::{Env, Fs};
 
 use super::cache::{
-    BuildChain, Chain, Credential, CredentialProvider, FoundCredential, Missing, Pending,
-    good_until,
+    BuildCredentialChain, CloudCredential, CredentialChain, CredentialFuture, CredentialProvider,
+    FoundCredential, MissingCredentials, renew_at,
 };
 use super::snapshot::{PerSnapshot, Snapshot, locked};
 use crate::environment::reading;
@@ -41,42 +41,42 @@ const ENVIRONMENT_CHANGED: &str =
 
 /// Credentials of S3.
 #[derive(Clone)]
-pub enum AwsKeys {
+pub enum AwsCredentialSource {
     /// Keys of the call, or of its `.s3cfg`.
-    Given(Credentials),
+    Fixed(Credentials),
     /// Credentials that AWS's chain finds.
     Chain(CredentialProvider),
 }
 
-impl fmt::Debug for AwsKeys {
+impl fmt::Debug for AwsCredentialSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The environment may hold secrets.
         f.write_str("AwsKeys")
     }
 }
 
-impl AwsKeys {
+impl AwsCredentialSource {
     /// The present credentials.
-    pub async fn get(&self) -> Result<Credentials, Missing> {
+    pub async fn get(&self) -> Result<Credentials, MissingCredentials> {
         match self {
-            AwsKeys::Given(credentials) => Ok(credentials.clone()),
-            AwsKeys::Chain(provider) => match provider.get().await? {
-                Credential::Aws(credentials) => Ok(credentials),
+            AwsCredentialSource::Fixed(credentials) => Ok(credentials.clone()),
+            AwsCredentialSource::Chain(provider) => match provider.get().await? {
+                CloudCredential::Aws(credentials) => Ok(credentials),
                 #[cfg(feature = "clouds")]
-                _ => Err(Missing::Absent),
+                _ => Err(MissingCredentials::Absent),
             },
         }
     }
 
     /// Forgets the credentials that were used at that time: a server has refused them.
     pub fn refused(&self, used: Instant) {
-        if let AwsKeys::Chain(provider) = self {
+        if let AwsCredentialSource::Chain(provider) = self {
             provider.refused(used);
         }
     }
 }
 
-impl ProvideCredentials for AwsKeys {
+impl ProvideCredentials for AwsCredentialSource {
     fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
     where
         Self: 'a,
@@ -190,19 +190,19 @@ struct AwsChain {
     options: TransportOptions,
 }
 
-impl BuildChain for AwsChain {
-    fn build(&self, _answered: &Arc<AtomicBool>) -> Pending<'_, Arc<dyn Chain>> {
+impl BuildCredentialChain for AwsChain {
+    fn build(&self, _answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
         Box::pin(async {
             // It reads the present environment, which may name other credentials by now.
             if !snapshot(String::new()).has_the_variables_of(&self.snapshot) {
-                return Err(Missing::Failed(Failure::permanent(
+                return Err(MissingCredentials::Failed(Failure::permanent(
                     ErrorKind::PermissionDenied,
                     format!("finding credentials: {ENVIRONMENT_CHANGED}"),
                 )));
             }
             let settings = settings(self.region.clone(), &self.options).await;
-            let provider = settings.credentials_provider().ok_or(Missing::Absent)?;
-            Ok(Arc::new(AwsProvider(provider)) as Arc<dyn Chain>)
+            let provider = settings.credentials_provider().ok_or(MissingCredentials::Absent)?;
+            Ok(Arc::new(AwsProvider(provider)) as Arc<dyn CredentialChain>)
         })
     }
 }
@@ -210,23 +210,23 @@ impl BuildChain for AwsChain {
 /// A provider of the SDK as a chain.
 struct AwsProvider(SharedCredentialsProvider);
 
-impl Chain for AwsProvider {
-    fn get(&self) -> Pending<'_, FoundCredential> {
+impl CredentialChain for AwsProvider {
+    fn get(&self) -> CredentialFuture<'_, FoundCredential> {
         Box::pin(async {
             let credentials = self.0.provide_credentials().await.map_err(missing)?;
             let expiry = credentials.expiry();
-            let good_until = expiry.map(|expiry| good_until(clock::date(), expiry));
-            Ok(FoundCredential { credential: Credential::Aws(credentials), expiry, good_until })
+            let renew_at = expiry.map(|expiry| renew_at(clock::date(), expiry));
+            Ok(FoundCredential { credential: CloudCredential::Aws(credentials), expiry, renew_at })
         })
     }
 }
 
-fn missing(error: CredentialsError) -> Missing {
+fn missing(error: CredentialsError) -> MissingCredentials {
     if is_absent(&error) {
-        return Missing::Absent;
+        return MissingCredentials::Absent;
     }
     let what = format!("finding credentials: {}", DisplayErrorContext(error));
-    Missing::Failed(Failure::transient(ErrorKind::PermissionDenied, what))
+    MissingCredentials::Failed(Failure::transient(ErrorKind::PermissionDenied, what))
 }
 
 /// True if nothing names credentials. Other clouds have another service in the place of AWS's metadata
@@ -272,20 +272,20 @@ pub async fn machine_region(options: &TransportOptions) -> Option<String> {
 /// Has the chain of an environment find the credentials of a simulated day, for tests.
 #[cfg(test)]
 pub fn simulate(
-    day: &Arc<crate::io::transport::simulated::Day>,
+    day: &Arc<crate::io::transport::simulated::SimulatedCloud>,
     region: &str,
     options: &TransportOptions,
 ) {
-    let found = SharedCredentialsProvider::new(OfDay(Arc::clone(day)));
+    let found = SharedCredentialsProvider::new(SimulatedAwsProvider(Arc::clone(day)));
     provider(region.to_owned(), options).use_chain(Arc::new(AwsProvider(found)));
 }
 
 #[cfg(test)]
 #[derive(Debug)]
-struct OfDay(Arc<crate::io::transport::simulated::Day>);
+struct SimulatedAwsProvider(Arc<crate::io::transport::simulated::SimulatedCloud>);
 
 #[cfg(test)]
-impl ProvideCredentials for OfDay {
+impl ProvideCredentials for SimulatedAwsProvider {
     fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
     where
         Self: 'a,
@@ -306,8 +306,11 @@ mod tests {
     #[test]
     fn absent_credentials_are_told_from_a_service_that_is_away() {
         let away = missing(CredentialsError::provider_error("no answer"));
-        let Missing::Failed(failure) = away else { panic!("absent") };
+        let MissingCredentials::Failed(failure) = away else { panic!("absent") };
         assert!(format!("{failure:?}").contains("transient: true"), "{failure:?}");
-        assert!(matches!(missing(CredentialsError::not_loaded("none")), Missing::Absent));
+        assert!(matches!(
+            missing(CredentialsError::not_loaded("none")),
+            MissingCredentials::Absent
+        ));
     }
 }

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use reqwest::header::HeaderValue;
 
-use super::azure_account::{Account, is_word};
-use super::cache::{Credential, CredentialProvider};
-use super::settings::{CloudSettings, Identity, endpoint, printable, says_yes};
+use super::azure_account::{AzureAccount, is_word};
+use super::cache::{CloudCredential, CredentialProvider};
+use super::settings::{CloudSettings, RequestIdentity, endpoint, printable, says_yes};
 use super::snapshot::Snapshot;
 use super::token_chain::{TokenChain, without_retries};
 use super::token_client::{FixedSettings, TokenClient};
@@ -44,7 +44,7 @@ const BEFORE_CLI: [AzureConfigKey; 3] =
 const LONGEST_SIGNATURE: usize = 8 << 10;
 
 /// The container that is asked for.
-pub struct Container<'c> {
+pub struct AzureContainer<'c> {
     pub name: &'c str,
     /// Account and host ending, where the address names them.
     pub account: Option<&'c (String, String)>,
@@ -53,7 +53,7 @@ pub struct Container<'c> {
 }
 
 /// The settings of the environment for a container.
-pub fn settings(asked: &Container<'_>, options: &TransportOptions) -> Result<CloudSettings> {
+pub fn settings(asked: &AzureContainer<'_>, options: &TransportOptions) -> Result<CloudSettings> {
     let counts = |name: &[u8]| {
         name.starts_with(b"AZURE_")
             || name == b"IDENTITY_ENDPOINT"
@@ -73,21 +73,21 @@ pub fn settings(asked: &Container<'_>, options: &TransportOptions) -> Result<Clo
     let of_the_account = account.key.is_some() || account.signature.is_some();
     let mut naming = PASSED_ON.into_iter().filter(|key| !OF_AUTHORITIES.contains(key));
     let identity = if yes(AzureConfigKey::SkipSignature) {
-        Identity::Anonymous
+        RequestIdentity::Anonymous
     } else if emulator || of_the_account || naming.any(|key| value(&given, key).is_some()) {
-        Identity::Configured
+        RequestIdentity::Configured
     } else {
-        Identity::Machine
+        RequestIdentity::Machine
     };
-    if identity != Identity::Anonymous && !emulator {
+    if identity != RequestIdentity::Anonymous && !emulator {
         refuse_cli(&given, of_the_account)?;
     }
     let builder = builder.with_account(&name).with_container_name(asked.name);
     let fixed = FixedSettings { identity: identity_header(&snapshot)?, ..FixedSettings::default() };
-    let client = TokenClient::new(options, identity == Identity::Machine, fixed);
+    let client = TokenClient::new(options, identity == RequestIdentity::Machine, fixed);
     let chain = TokenChain::new(client, move |client| {
         let store = builder.clone().with_http_connector(client).build()?;
-        Ok((Arc::clone(store.credentials()), Credential::Azure))
+        Ok((Arc::clone(store.credentials()), CloudCredential::Azure))
     });
     let credentials = CredentialProvider::new(snapshot, Arc::new(chain));
     Ok(CloudSettings { endpoint: endpoint(&server)?, account: name, identity, credentials })
@@ -95,9 +95,9 @@ pub fn settings(asked: &Container<'_>, options: &TransportOptions) -> Result<Clo
 
 /// The server of an account.
 fn server(
-    asked: &Container<'_>,
+    asked: &AzureContainer<'_>,
     name: &str,
-    account: &Account,
+    account: &AzureAccount,
     given: &AzureSettings<'_>,
     snapshot: &Snapshot,
 ) -> String {
@@ -114,7 +114,7 @@ fn server(
 }
 
 /// A builder with the settings of the chain.
-fn configured(given: &AzureSettings<'_>, account: &Account) -> Result<MicrosoftAzureBuilder> {
+fn configured(given: &AzureSettings<'_>, account: &AzureAccount) -> Result<MicrosoftAzureBuilder> {
     let mut builder = MicrosoftAzureBuilder::new().with_retry(without_retries());
     for key in PASSED_ON {
         if let Some(text) = value(given, key) {
@@ -148,23 +148,23 @@ fn refuse_cli(given: &AzureSettings<'_>, of_the_account: bool) -> Result<()> {
 
 /// The account of a container, that of its address or of the environment, and what is known of it.
 fn account(
-    asked: &Container<'_>,
+    asked: &AzureContainer<'_>,
     given: &AzureSettings<'_>,
     snapshot: &Snapshot,
-) -> Result<(String, Account)> {
+) -> Result<(String, AzureAccount)> {
     let text = |key| value(given, key).map(str::to_owned);
-    let mine = Account {
+    let mine = AzureAccount {
         name: text(AzureConfigKey::AccountName),
         key: text(AzureConfigKey::AccessKey),
         signature: text(AzureConfigKey::SasKey),
         endpoint: text(AzureConfigKey::Endpoint),
     };
     let string = snapshot.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
-    let string =
-        string.map_or_else(|| Ok(Account::default()), |(_, text)| Account::of_string(text))?;
+    let string = string
+        .map_or_else(|| Ok(AzureAccount::default()), |(_, text)| AzureAccount::of_string(text))?;
     // Variables that name no account belong to the account of the other variables.
     let owner = mine.owner().or_else(|| string.owner()).map(|(name, _)| name);
-    let mine = Account { name: owner.clone(), ..mine };
+    let mine = AzureAccount { name: owner.clone(), ..mine };
     let of_address = asked.account;
     let emulator = value(given, AzureConfigKey::UseEmulator).is_some_and(says_yes);
     let named = of_address.map(|(name, _)| name.clone()).or(owner.clone());
@@ -188,7 +188,7 @@ fn account(
     let ending = of_address.map(|(_, ending)| ending.as_str());
     let of_any = owner.is_none();
     let ours = [mine, string].into_iter().filter(|found| of_any || found.is_of(&name, ending));
-    let found = ours.fold(Account::default(), Account::or);
+    let found = ours.fold(AzureAccount::default(), AzureAccount::or);
     Ok((name, found))
 }
 

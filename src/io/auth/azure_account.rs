@@ -10,21 +10,21 @@ const USUAL_ENDING: &str = "core.windows.net";
 
 /// An account, as far as the settings name it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Account {
+pub struct AzureAccount {
     pub name: Option<String>,
     pub key: Option<String>,
     pub signature: Option<String>,
     pub endpoint: Option<String>,
 }
 
-impl Account {
+impl AzureAccount {
     /// Parses a connection string.
-    pub fn of_string(text: &str) -> Result<Account> {
+    pub fn of_string(text: &str) -> Result<AzureAccount> {
         let bad = |what: &str| {
             let what = format!("AZURE_STORAGE_CONNECTION_STRING: {what}");
             Err(Error::InvalidArgument(what))
         };
-        let mut found = Account::default();
+        let mut found = AzureAccount::default();
         let (mut scheme, mut ending) = (None, None);
         for part in text.split(';').map(str::trim).filter(|part| !part.is_empty()) {
             let Some((name, value)) = part.split_once('=') else {
@@ -90,8 +90,8 @@ impl Account {
     }
 
     /// The same account, completed from another one.
-    pub fn or(self, other: Account) -> Account {
-        Account {
+    pub fn or(self, other: AzureAccount) -> AzureAccount {
+        AzureAccount {
             name: self.name.or(other.name),
             key: self.key.or(other.key),
             signature: self.signature.or(other.signature),
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn connection_strings() {
-        let found = |text| Account::of_string(text).unwrap();
+        let found = |text| AzureAccount::of_string(text).unwrap();
         let server = |text| found(text).endpoint.unwrap();
         let of_blobs = "https://x.blob.core.windows.net";
         assert_eq!(server("AccountName=x;AccountKey=a==;"), of_blobs);
@@ -142,7 +142,7 @@ mod tests {
             "AccountName=a/secret",
             "BlobEndpoint=https://example.org;SharedAccessSignature=secret",
         ] {
-            let error = Account::of_string(bad).unwrap_err().to_string();
+            let error = AzureAccount::of_string(bad).unwrap_err().to_string();
             assert!(error.contains("AZURE_STORAGE_CONNECTION_STRING: "), "{error}");
             assert!(!error.contains("secret"), "{error}");
         }
@@ -151,15 +151,17 @@ mod tests {
     #[test]
     fn settings_belong_to_one_account() {
         let gov =
-            Account::of_string("AccountName=x;EndpointSuffix=core.usgovcloudapi.net").unwrap();
+            AzureAccount::of_string("AccountName=x;EndpointSuffix=core.usgovcloudapi.net").unwrap();
         assert!(gov.is_of("x", None));
         assert!(gov.is_of("X", Some("core.usgovcloudapi.net")));
         assert!(!gov.is_of("x", Some(USUAL_ENDING)));
         assert!(!gov.is_of("y", None));
-        let without_name = Account { signature: Some(String::new()), ..Account::default() };
+        let without_name =
+            AzureAccount { signature: Some(String::new()), ..AzureAccount::default() };
         assert!(without_name.has_something() && !without_name.is_of("x", None));
         let elsewhere = Some("http://127.0.0.1:10000/x".to_owned());
-        let mine = Account { name: Some("x".into()), endpoint: elsewhere, ..Account::default() };
+        let mine =
+            AzureAccount { name: Some("x".into()), endpoint: elsewhere, ..AzureAccount::default() };
         assert!(mine.is_of("x", Some(USUAL_ENDING)));
     }
 }

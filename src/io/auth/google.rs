@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
-use super::cache::{Credential, CredentialProvider};
-use super::settings::{CloudSettings, Identity, endpoint, host, printable, says_yes};
+use super::cache::{CloudCredential, CredentialProvider};
+use super::settings::{CloudSettings, RequestIdentity, endpoint, host, printable, says_yes};
 use super::snapshot::Snapshot;
 use super::token_chain::{TokenChain, without_retries};
 use super::token_client::{FixedSettings, TokenClient};
@@ -55,30 +55,30 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
     let named = key_or_token || METADATA.iter().any(|name| !set(name).is_empty());
     let anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
     let identity = if anonymous.is_some_and(|text| says_yes(&text)) || !emulator.is_empty() {
-        Identity::Anonymous
+        RequestIdentity::Anonymous
     } else if named {
-        Identity::Configured
+        RequestIdentity::Configured
     } else if says_yes(set("NO_GCE_CHECK")) {
-        Identity::Anonymous
+        RequestIdentity::Anonymous
     } else {
-        Identity::Machine
+        RequestIdentity::Machine
     };
     let given = builder.get_config_value(&GoogleConfigKey::BaseUrl);
     // An emulator needs no credentials, and its name may come without `http://`.
     let with = if emulator.contains("://") { "" } else { "http://" };
     let given = given.or_else(|| (!emulator.is_empty()).then(|| format!("{with}{emulator}")));
     let mut fixed = FixedSettings::default();
-    if identity != Identity::Anonymous && !key_or_token {
+    if identity != RequestIdentity::Anonymous && !key_or_token {
         check_default_file(&snapshot)?;
         fixed.metadata = metadata(&snapshot)?;
     }
     if let Some(token) = builder.get_config_value(&GoogleConfigKey::BearerToken) {
         printable("GOOGLE_BEARER_TOKEN", &token)?;
     }
-    let client = TokenClient::new(options, identity == Identity::Machine, fixed);
+    let client = TokenClient::new(options, identity == RequestIdentity::Machine, fixed);
     let chain = TokenChain::new(client, move |client| {
         let store = builder.clone().with_http_connector(client).build()?;
-        Ok((Arc::clone(store.credentials()), Credential::Google))
+        Ok((Arc::clone(store.credentials()), CloudCredential::Google))
     });
     let endpoint = endpoint(given.as_deref().unwrap_or(USUAL_ENDPOINT))?;
     let credentials = CredentialProvider::new(snapshot, Arc::new(chain));

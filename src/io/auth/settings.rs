@@ -11,13 +11,13 @@ pub struct CloudSettings {
     pub endpoint: Url,
     /// The storage account, of Azure only.
     pub account: String,
-    pub identity: Identity,
+    pub identity: RequestIdentity,
     pub credentials: CredentialProvider,
 }
 
 /// The identity that requests are made with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Identity {
+pub enum RequestIdentity {
     /// No identity, as the settings demand.
     Anonymous,
     /// The identity of the settings; it is an error if its credentials cannot be obtained.

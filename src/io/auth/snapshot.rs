@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::environment::reading;
 use crate::sys::process::PerProcess;
-use crate::sys::{Stamp, stamp};
+use crate::sys::{FileStamp, file_stamp};
 
 /// The most snapshots for which something is cached.
 const MOST_CACHED: usize = 16;
@@ -17,7 +17,7 @@ const MOST_CACHED: usize = 16;
 pub struct Snapshot {
     scope: String,
     variables: Vec<(OsString, OsString)>,
-    files: Vec<(PathBuf, Option<Stamp>)>,
+    files: Vec<(PathBuf, Option<FileStamp>)>,
 }
 
 impl Snapshot {
@@ -34,7 +34,7 @@ impl Snapshot {
             variables.sort();
             let mut snapshot = Snapshot { scope, variables, files: Vec::new() };
             let stamped = files(&snapshot).into_iter().map(|path| {
-                let found = stamp(&path);
+                let found = file_stamp(&path);
                 (path, found)
             });
             snapshot.files = stamped.collect();

@@ -7,7 +7,10 @@ use std::sync::atomic::AtomicBool;
 use object_store::RetryConfig;
 use object_store::client::CredentialProvider as StoreProvider;
 
-use super::cache::{BuildChain, Chain, Credential, FoundCredential, Missing, Pending};
+use super::cache::{
+    BuildCredentialChain, CloudCredential, CredentialChain, CredentialFuture, FoundCredential,
+    MissingCredentials,
+};
 use super::token_client::TokenClient;
 use crate::environment::reading;
 use crate::io::transport::Failure;
@@ -19,7 +22,7 @@ pub fn without_retries() -> RetryConfig {
 }
 
 /// A provider of object_store, and the credential that its answers are.
-type Built<T> = (Arc<dyn StoreProvider<Credential = T>>, fn(Arc<T>) -> Credential);
+type BuiltProvider<T> = (Arc<dyn StoreProvider<Credential = T>>, fn(Arc<T>) -> CloudCredential);
 
 /// Builds a chain of object_store over a client of the transport.
 pub struct TokenChain<F> {
@@ -30,22 +33,22 @@ pub struct TokenChain<F> {
 impl<F> TokenChain<F> {
     pub fn new<T>(client: TokenClient, build: F) -> Self
     where
-        F: Fn(TokenClient) -> object_store::Result<Built<T>>,
+        F: Fn(TokenClient) -> object_store::Result<BuiltProvider<T>>,
     {
         TokenChain { client, build }
     }
 }
 
-impl<T, F> BuildChain for TokenChain<F>
+impl<T, F> BuildCredentialChain for TokenChain<F>
 where
     T: std::fmt::Debug + Send + Sync + 'static,
-    F: Fn(TokenClient) -> object_store::Result<Built<T>> + Send + Sync,
+    F: Fn(TokenClient) -> object_store::Result<BuiltProvider<T>> + Send + Sync,
 {
-    fn build(&self, answered: &Arc<AtomicBool>) -> Pending<'_, Arc<dyn Chain>> {
+    fn build(&self, answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
         let client = self.client.clone().reporting(answered);
         Box::pin(async move {
             let (provider, wrap) = reading(|| (self.build)(client)).map_err(missing)?;
-            Ok(Arc::new(Provider { provider, wrap }) as Arc<dyn Chain>)
+            Ok(Arc::new(TokenProvider { provider, wrap }) as Arc<dyn CredentialChain>)
         })
     }
 
@@ -54,28 +57,28 @@ where
     }
 }
 
-struct Provider<T> {
+struct TokenProvider<T> {
     provider: Arc<dyn StoreProvider<Credential = T>>,
-    wrap: fn(Arc<T>) -> Credential,
+    wrap: fn(Arc<T>) -> CloudCredential,
 }
 
-impl<T: std::fmt::Debug + Send + Sync + 'static> Chain for Provider<T> {
-    fn get(&self) -> Pending<'_, FoundCredential> {
+impl<T: std::fmt::Debug + Send + Sync + 'static> CredentialChain for TokenProvider<T> {
+    fn get(&self) -> CredentialFuture<'_, FoundCredential> {
         Box::pin(async {
             let found = self.provider.get_credential().await.map_err(missing)?;
             // Asked each time: object_store caches tokens, and knows when they expire.
-            let good_until = Some(clock::date());
-            Ok(FoundCredential { credential: (self.wrap)(found), expiry: None, good_until })
+            let renew_at = Some(clock::date());
+            Ok(FoundCredential { credential: (self.wrap)(found), expiry: None, renew_at })
         })
     }
 }
 
 /// The failure of a chain: permanent where a file or a server says that there are no credentials.
-fn missing(error: object_store::Error) -> Missing {
+fn missing(error: object_store::Error) -> MissingCredentials {
     let error: Box<dyn std::error::Error> = error.into();
     let named = |failure: Failure| {
         let what = format!("finding credentials: {failure}");
-        Missing::Failed(failure.with_text(what))
+        MissingCredentials::Failed(failure.with_text(what))
     };
     let mut cause = Some(&*error);
     while let Some(found) = cause {
@@ -117,17 +120,17 @@ pub mod simulated {
     use crate::io::auth::snapshot::{Snapshot, locked};
     use crate::io::auth::token_client::FixedSettings;
     use crate::io::transport::TransportOptions;
-    use crate::io::transport::simulated::Day;
+    use crate::io::transport::simulated::SimulatedCloud;
 
     #[derive(Debug)]
-    struct OfDay<T> {
-        day: Arc<Day>,
+    struct SimulatedTokenProvider<T> {
+        day: Arc<SimulatedCloud>,
         make: fn(String) -> T,
         kept: Mutex<Option<(Arc<T>, Instant)>>,
     }
 
     #[async_trait::async_trait]
-    impl<T: std::fmt::Debug + Send + Sync> StoreProvider for OfDay<T> {
+    impl<T: std::fmt::Debug + Send + Sync> StoreProvider for SimulatedTokenProvider<T> {
         type Credential = T;
 
         async fn get_credential(&self) -> object_store::Result<Arc<T>> {
@@ -145,10 +148,10 @@ pub mod simulated {
     }
 
     fn provider<T: std::fmt::Debug + Send + Sync + 'static>(
-        day: &Arc<Day>,
+        day: &Arc<SimulatedCloud>,
         options: &TransportOptions,
         make: fn(String) -> T,
-        wrap: fn(Arc<T>) -> Credential,
+        wrap: fn(Arc<T>) -> CloudCredential,
     ) -> CredentialProvider {
         let name = format!("{} on {:p}", std::any::type_name::<T>(), Arc::as_ptr(day));
         let day = Arc::clone(day);
@@ -156,17 +159,17 @@ pub mod simulated {
         let chain = TokenChain::new(client, move |_| {
             let day = Arc::clone(&day);
             let provider: Arc<dyn StoreProvider<Credential = T>> =
-                Arc::new(OfDay { day, make, kept: Mutex::default() });
+                Arc::new(SimulatedTokenProvider { day, make, kept: Mutex::default() });
             Ok((provider, wrap))
         });
         CredentialProvider::new(Snapshot::take(name, |_| false, |_| Vec::new()), Arc::new(chain))
     }
 
-    pub fn google(day: &Arc<Day>, options: &TransportOptions) -> CredentialProvider {
-        provider(day, options, |bearer| GcpCredential { bearer }, Credential::Google)
+    pub fn google(day: &Arc<SimulatedCloud>, options: &TransportOptions) -> CredentialProvider {
+        provider(day, options, |bearer| GcpCredential { bearer }, CloudCredential::Google)
     }
 
-    pub fn azure(day: &Arc<Day>, options: &TransportOptions) -> CredentialProvider {
-        provider(day, options, AzureCredential::BearerToken, Credential::Azure)
+    pub fn azure(day: &Arc<SimulatedCloud>, options: &TransportOptions) -> CredentialProvider {
+        provider(day, options, AzureCredential::BearerToken, CloudCredential::Azure)
     }
 }

@@ -173,7 +173,7 @@ fn check_expiry(host: &str, body: &[u8]) -> Result<(), Failure> {
 
 /// The document with which a token server refuses.
 #[derive(Deserialize)]
-struct Refusal {
+struct TokenErrorDocument {
     error: String,
     #[serde(default)]
     error_description: String,
@@ -183,7 +183,7 @@ struct Refusal {
 fn refused(host: &str, status: StatusCode, body: &[u8]) -> Failure {
     let text = serde_json::from_slice(body).map_or(
         String::new(),
-        |Refusal { error, error_description }| {
+        |TokenErrorDocument { error, error_description }| {
             let line = error_description.lines().next().unwrap_or("");
             format!(": {}: {}", Shortened(&error), Shortened(line))
         },

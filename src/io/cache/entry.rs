@@ -26,7 +26,7 @@ const CHUNK: u64 = 64 << 10;
 /// Parts of an entry begin at multiples of this.
 const BLOCK: u64 = DISK_BLOCK as u64;
 /// Bytes of the description.
-const ABOUT: u64 = 4 * BLOCK;
+const TRAILER_LEN: u64 = 4 * BLOCK;
 /// The most flags that are read at once.
 const LOOK: u64 = 4096;
 /// Sizes below this overflow nowhere.
@@ -47,7 +47,7 @@ pub struct FileVersion {
 
 /// The description at the end of an entry.
 #[derive(Serialize, Deserialize)]
-struct About {
+struct EntryTrailer {
     #[serde(flatten)]
     version: FileVersion,
     boot: String,
@@ -108,7 +108,7 @@ impl FileVersion {
         self.len.next_multiple_of(BLOCK)
     }
 
-    fn about_at(&self) -> u64 {
+    fn trailer_at(&self) -> u64 {
         (self.flags_at() + self.chunks()).next_multiple_of(BLOCK)
     }
 }
@@ -131,7 +131,7 @@ fn boot() -> String {
 /// The state of some bytes.
 pub enum Presence {
     /// Present up to this position.
-    Here(u64),
+    Present(u64),
     /// Missing up to this position.
     Missing(u64),
 }
@@ -171,12 +171,12 @@ impl CachedFile {
 }
 
 /// The lock of some chunks, which this process fetches.
-pub struct Claim<'e> {
+pub struct ChunkLock<'e> {
     file: &'e File,
     chunks: Range<u64>,
 }
 
-impl Drop for Claim<'_> {
+impl Drop for ChunkLock<'_> {
     fn drop(&mut self) {
         sys::unlock_range(self.file, &self.chunks);
     }
@@ -187,9 +187,10 @@ impl CacheEntry {
     pub fn create(path: &Path, version: &FileVersion) -> io::Result<()> {
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(path)?;
-        let about = About { version: version.clone(), boot: boot(), synced: false };
-        let made =
-            file.set_len(version.about_at() + ABOUT).and_then(|()| write_about(&file, &about));
+        let about = EntryTrailer { version: version.clone(), boot: boot(), synced: false };
+        let made = file
+            .set_len(version.trailer_at() + TRAILER_LEN)
+            .and_then(|()| write_trailer(&file, &about));
         if made.is_err() {
             let _ = fs::remove_file(path);
         }
@@ -207,7 +208,7 @@ impl CacheEntry {
     pub fn open_latest(path: &Path, name: &str) -> io::Result<Option<Self>> {
         let Some(entry) = Self::open_if(path, |found| found.name == name)? else { return Ok(None) };
         let first = 0..CHUNK.min(entry.file_len());
-        Ok(matches!(entry.look(&first)?, Presence::Here(_)).then_some(entry))
+        Ok(matches!(entry.look(&first)?, Presence::Present(_)).then_some(entry))
     }
 
     /// Counts this opening as a use: entries that were not used for long are removed first.
@@ -216,11 +217,11 @@ impl CacheEntry {
     }
 
     fn open_if(path: &Path, is_wanted: impl Fn(&FileVersion) -> bool) -> io::Result<Option<Self>> {
-        let file = open_alone(path)?;
+        let file = open_no_follow(path)?;
         if !sys::try_lock_shared(&file)? || file.metadata()?.nlink() == 0 {
             return Ok(None);
         }
-        let Some(about) = read_about(&file)?.filter(|about| is_wanted(&about.version)) else {
+        let Some(about) = read_trailer(&file)?.filter(|about| is_wanted(&about.version)) else {
             return Ok(None);
         };
         let now = boot();
@@ -234,9 +235,9 @@ impl CacheEntry {
     }
 
     /// Describes an entry without using it; None for another file.
-    pub fn about(path: &Path, metadata: &Metadata) -> Option<CachedFile> {
-        let file = open_alone(path).ok()?;
-        let About { version, .. } = read_about(&file).ok()??;
+    pub fn describe(path: &Path, metadata: &Metadata) -> Option<CachedFile> {
+        let file = open_no_follow(path).ok()?;
+        let EntryTrailer { version, .. } = read_trailer(&file).ok()??;
         let chunks = count(&file, &version).ok()?;
         Some(CachedFile {
             here: chunks.saturating_mul(CHUNK).min(version.len),
@@ -293,7 +294,7 @@ impl CacheEntry {
         let first = flags.first().copied().unwrap_or(0);
         let same = flags.iter().take_while(|flag| (**flag == 1) == (first == 1)).count() as u64;
         let until = ((chunks.start + same) * CHUNK).min(range.end);
-        Ok(if first == 1 { Presence::Here(until) } else { Presence::Missing(until) })
+        Ok(if first == 1 { Presence::Present(until) } else { Presence::Missing(until) })
     }
 
     /// The range of the chunks that hold some bytes.
@@ -323,13 +324,13 @@ impl CacheEntry {
 
     /// Locks the chunks of a range, from the first on and as far as they are free; None while another
     /// process has the first.
-    pub fn claim(&self, range: &Range<u64>) -> io::Result<Option<(Claim<'_>, u64)>> {
+    pub fn claim(&self, range: &Range<u64>) -> io::Result<Option<(ChunkLock<'_>, u64)>> {
         let mut chunks = self.touched(range);
         loop {
             match sys::try_lock_range(&self.file, &chunks)? {
                 RangeLockAttempt::Acquired => {
                     let until = (chunks.end * CHUNK).min(range.end);
-                    return Ok(Some((Claim { file: &self.file, chunks }, until)));
+                    return Ok(Some((ChunkLock { file: &self.file, chunks }, until)));
                 }
                 RangeLockAttempt::HeldElsewhere(from) if from > chunks.start => chunks.end = from,
                 RangeLockAttempt::HeldElsewhere(_) => return Ok(None),
@@ -381,12 +382,12 @@ impl Drop for CacheEntry {
         let version = self.version.clone();
         // On another thread: a disk may take its time.
         let sync = move || {
-            let about = |boot, synced| About { version: version.clone(), boot, synced };
+            let about = |boot, synced| EntryTrailer { version: version.clone(), boot, synced };
             let synced = file.sync_data().and_then(|()| {
                 if count(&file, &version)? == version.chunks() {
                     // A sync is no use of the entry.
                     let used = file.metadata()?.modified()?;
-                    write_about(&file, &about(boot(), true))?;
+                    write_trailer(&file, &about(boot(), true))?;
                     file.set_modified(used)?;
                     file.sync_data()?;
                 }
@@ -394,7 +395,7 @@ impl Drop for CacheEntry {
             });
             if synced.is_err() {
                 // Invalid in every boot.
-                let _ = write_about(&file, &about(String::new(), false));
+                let _ = write_trailer(&file, &about(String::new(), false));
             }
         };
         let _ = thread::Builder::new().name("tensorizer-cache".to_owned()).spawn(sync);
@@ -402,31 +403,31 @@ impl Drop for CacheEntry {
 }
 
 /// Opens a file of the folder; follows no link, and does not wait for a pipe.
-pub fn open_alone(path: &Path) -> io::Result<File> {
+pub fn open_no_follow(path: &Path) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)
 }
 
-fn write_about(file: &File, about: &About) -> io::Result<()> {
+fn write_trailer(file: &File, about: &EntryTrailer) -> io::Result<()> {
     let mut line = serde_json::to_vec(about).map_err(io::Error::other)?;
-    let room = usize::try_from(ABOUT).map_err(io::Error::other)?;
+    let room = usize::try_from(TRAILER_LEN).map_err(io::Error::other)?;
     if line.len() >= room {
         return Err(io::Error::other("an address that is too long"));
     }
     line.resize(room, b' ');
-    file.write_all_at(&line, about.version.about_at())
+    file.write_all_at(&line, about.version.trailer_at())
 }
 
 /// Reads the description of an entry; None for another file.
-fn read_about(file: &File) -> io::Result<Option<About>> {
+fn read_trailer(file: &File) -> io::Result<Option<EntryTrailer>> {
     let size = file.metadata()?.len();
-    let Some(at) = size.checked_sub(ABOUT) else { return Ok(None) };
-    let mut line = vec![0; usize::try_from(ABOUT).map_err(io::Error::other)?];
+    let Some(at) = size.checked_sub(TRAILER_LEN) else { return Ok(None) };
+    let mut line = vec![0; usize::try_from(TRAILER_LEN).map_err(io::Error::other)?];
     file.read_exact_at(&mut line, at)?;
-    let Ok(about) = serde_json::from_slice::<About>(&line) else { return Ok(None) };
+    let Ok(about) = serde_json::from_slice::<EntryTrailer>(&line) else { return Ok(None) };
     let right = about.version.format == FORMAT
         && about.version.len < LARGEST
-        && about.version.about_at() == at;
+        && about.version.trailer_at() == at;
     Ok(right.then_some(about))
 }
 

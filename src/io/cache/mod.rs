@@ -22,7 +22,7 @@ use crate::io::ReadAt;
 use crate::sys;
 use entry::FileVersion;
 pub use entry::{CacheEntry, CachedFile};
-use source::Origin;
+use source::CacheOrigin;
 
 /// The ending of file names of entries.
 const ENDING: &str = ".cached";
@@ -57,7 +57,7 @@ impl Cache {
 
     /// True if the server of a file states a strong `ETag` and a size, which the cache needs. False for
     /// local files.
-    pub fn can_keep(source: &dyn ReadAt) -> bool {
+    pub fn can_cache(source: &dyn ReadAt) -> bool {
         FileVersion::of(source, "").is_some()
     }
 
@@ -112,7 +112,7 @@ impl Cache {
             let made = cache.before(Arc::clone(server), &name, None, patience, cancel);
             made.unwrap_or_else(|_| Arc::clone(server))
         };
-        Ok(source::before(Origin { server: source, patience, fill: Box::new(fill) }, entry))
+        Ok(source::before(CacheOrigin { server: source, patience, fill: Box::new(fill) }, entry))
     }
 
     fn failed(&self, error: io::Error) -> Error {
@@ -225,7 +225,7 @@ impl Cache {
                 continue;
             }
             if !name.starts_with(NEW) {
-                found.extend(CacheEntry::about(&path, &about));
+                found.extend(CacheEntry::describe(&path, &about));
             } else if is_stale(&about) {
                 let _ = fs::remove_file(&path);
             }
@@ -272,7 +272,7 @@ fn is_stale(about: &Metadata) -> bool {
 
 /// Removes an entry unless it is in use; true if it is gone.
 fn remove(path: &Path) -> io::Result<bool> {
-    let file = match entry::open_alone(path) {
+    let file = match entry::open_no_follow(path) {
         Ok(file) => file,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(true),
         Err(e) => return Err(e),

@@ -22,7 +22,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// A source with a file of which some chunks are cached. Others are fetched and written. If another
 /// process is fetching them, they are waited for.
 struct CachedSource {
-    origin: Origin,
+    origin: CacheOrigin,
     entry: CacheEntry,
     /// True once another process has taken too long: none is waited for any more.
     impatient: AtomicBool,
@@ -31,18 +31,18 @@ struct CachedSource {
 }
 
 /// The origin of an entry's bytes.
-pub struct Origin {
+pub struct CacheOrigin {
     pub server: Arc<dyn ReadAt>,
     /// Time limit for another process that fetches the same bytes.
     pub patience: Duration,
     /// Puts a new entry before the server.
-    pub fill: Box<Fill>,
+    pub fill: Box<FillCache>,
 }
 
 /// Returns a source that caches what the server sends.
-pub type Fill = dyn Fn(&Arc<dyn ReadAt>, &dyn Cancel) -> Arc<dyn ReadAt> + Send + Sync;
+pub type FillCache = dyn Fn(&Arc<dyn ReadAt>, &dyn Cancel) -> Arc<dyn ReadAt> + Send + Sync;
 
-impl Origin {
+impl CacheOrigin {
     /// Removes the entry of an open file, and returns a source that fills a new one.
     fn afresh(&self, path: &Path, file: &File, cancel: &dyn Cancel) -> Arc<dyn ReadAt> {
         remove_own(path, file);
@@ -61,13 +61,13 @@ fn remove_own(path: &Path, file: &File) {
 }
 
 /// Puts an entry before its server: as a local file if it is complete.
-pub fn before(origin: Origin, entry: CacheEntry) -> Arc<dyn ReadAt> {
+pub fn before(origin: CacheOrigin, entry: CacheEntry) -> Arc<dyn ReadAt> {
     // A duplicate keeps the entry in use.
     if entry.is_complete()
         && let Ok(file) = entry.file().try_clone()
     {
         let here = FileSource::beginning(file, origin.server.uri().to_owned(), entry.file_len());
-        let shared = Arc::new(Complete { origin, entry, anew: OnceLock::new() });
+        let shared = Arc::new(CompleteEntry { origin, entry, anew: OnceLock::new() });
         return Arc::new(CompleteSource { here: Box::new(here), shared });
     }
     let (impatient, anew) = (AtomicBool::new(false), OnceLock::new());
@@ -77,12 +77,12 @@ pub fn before(origin: Origin, entry: CacheEntry) -> Arc<dyn ReadAt> {
 /// A source with a complete file in the cache. Bytes that the disk fails to read come from the server.
 struct CompleteSource {
     here: Box<dyn ReadAt>,
-    shared: Arc<Complete>,
+    shared: Arc<CompleteEntry>,
 }
 
 /// The state that its readers share.
-struct Complete {
-    origin: Origin,
+struct CompleteEntry {
+    origin: CacheOrigin,
     entry: CacheEntry,
     /// The source that replaces the entry once that is not trusted.
     anew: OnceLock<Arc<dyn ReadAt>>,
@@ -150,7 +150,7 @@ impl LocalCopy for CompleteSource {
     }
 
     fn distrust(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
-        let Complete { origin, entry, anew } = &*self.shared;
+        let CompleteEntry { origin, entry, anew } = &*self.shared;
         distrust(origin, entry, anew, remove, cancel)
     }
 }
@@ -207,7 +207,7 @@ impl CachedSource {
 
 /// Distrusts an entry: its source is replaced. Returns its path the first time.
 fn distrust(
-    origin: &Origin,
+    origin: &CacheOrigin,
     entry: &CacheEntry,
     anew: &OnceLock<Arc<dyn ReadAt>>,
     remove: bool,
@@ -265,7 +265,7 @@ impl ReadAt for CachedSource {
         while !self.entry.is_abandoned() {
             let Ok(found) = self.entry.look(&(offset..end)) else { break };
             let missing = match found {
-                Presence::Here(until) => match self.read_here(&(offset..until), buffers) {
+                Presence::Present(until) => match self.read_here(&(offset..until), buffers) {
                     Ok(read) if read > 0 => return Ok(read),
                     Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
                     _ => break,
@@ -287,7 +287,7 @@ impl ReadAt for CachedSource {
                 return self.fetch(&missing, buffers, cancel);
             };
             // Another process may have fetched it just before the lock.
-            if let Ok(Presence::Here(_)) = self.entry.look(&missing) {
+            if let Ok(Presence::Present(_)) = self.entry.look(&missing) {
                 continue;
             }
             let read = self.fetch(&(offset..until), buffers, cancel);

@@ -144,7 +144,7 @@ impl Repo {
         let shown = place.show();
         let (inner, copy): (Arc<dyn ReadAt>, _) = match self.local.file(place) {
             Some(path) => {
-                let file = crate::sys::open_at_once(&path);
+                let file = crate::sys::open_nonblocking(&path);
                 let file =
                     file.map_err(|e| Error::io("opening", &path.display().to_string(), e))?;
                 let source = Arc::new(FileSource::new(file, shown)?);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use bytes::Bytes;
 use reqwest::Response;
 
-use super::response::Range;
+use super::response::ByteRange;
 use super::server_speed::ServerSpeed;
 use crate::io::transport::{
     Client, ClientConfig, ConnectionPool, Failure, HTTP2_WINDOW, PooledConnection, RetryBudget,
@@ -135,7 +135,7 @@ impl PooledClient {
     pub async fn scatter(
         &self,
         mut response: Response,
-        range: Range,
+        range: ByteRange,
         buffers: &mut Buffers<'_>,
         done: &mut u64,
         budget: &RetryBudget<'_>,

@@ -10,19 +10,21 @@ use reqwest::{Method, Response, StatusCode, Url};
 
 use super::cache_key::{cache_key, is_version};
 use super::client_pool::PooledClient;
-use super::response::{Range, Validators};
+use super::response::{ByteRange, Validators};
 use crate::error::Error;
-use crate::io::transport::{Failure, Location, beginning, follow, says_expired, status_failure};
+use crate::io::transport::{
+    Failure, RequestTarget, beginning, follow, says_expired, status_failure,
+};
 use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// A future that a thread runs on its event loop.
-pub type Pending<'p, T> = Pin<Box<dyn Future<Output = Result<T, Failure>> + Send + 'p>>;
+pub type SignFuture<'p, T> = Pin<Box<dyn Future<Output = Result<T, Failure>> + Send + 'p>>;
 
 /// Signs the URL of an object.
 pub trait Sign: Send + Sync {
     /// A signed URL, and the time until which it is good.
-    fn sign(&self) -> Pending<'_, (Location, SystemTime)>;
+    fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)>;
 
     /// Forgets the credentials that were used at that time: a server has refused them.
     fn refused(&self, used: Instant);
@@ -66,37 +68,37 @@ pub trait Sign: Send + Sync {
 /// The URL of a file.
 pub enum FileUrl {
     /// As the caller named it.
-    Fixed(Arc<Location>),
+    Fixed(Arc<RequestTarget>),
     /// Signed. A signature is used as long as it is good.
     Signed { signer: Box<dyn Sign>, last: ForkSafeMutex<Option<SignedUrl>> },
 }
 
 /// A signed URL.
 pub struct SignedUrl {
-    location: Arc<Location>,
-    good_until: SystemTime,
+    location: Arc<RequestTarget>,
+    renew_at: SystemTime,
     since: Instant,
 }
 
 /// The range and the conditions of a request.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Wanted<'w> {
+pub struct RangeRequest<'w> {
     /// None for the whole file.
-    pub range: Option<Range>,
+    pub range: Option<ByteRange>,
     /// The file that was opened: another one is refused, if it has a strong `ETag`.
     pub opened: Option<&'w Validators>,
     /// The `ETag` of a cached copy: the server answers 304 if the file still has it.
     pub unless: Option<&'w str>,
 }
 
-impl Wanted<'_> {
+impl RangeRequest<'_> {
     /// A range of a file that was not opened before.
     pub fn range(start: u64, end: u64) -> Self {
-        Wanted { range: Some(Range { start, end }), ..Wanted::default() }
+        RangeRequest { range: Some(ByteRange { start, end }), ..RangeRequest::default() }
     }
 
     fn headers(&self) -> HeaderMap {
-        let range = self.range.map(Range::field);
+        let range = self.range.map(ByteRange::field);
         let opened = self.opened.and_then(Validators::strong_tag).map(str::to_owned);
         let unless = self.unless.map(str::to_owned);
         let all = [(RANGE, range), (IF_MATCH, opened), (IF_NONE_MATCH, unless)];
@@ -154,16 +156,16 @@ impl FileUrl {
 
     /// The location of the file now, and since when it is good. Signs it if there is no signature, or
     /// if that is about to expire.
-    async fn location(&self) -> Result<(Arc<Location>, Instant), Failure> {
+    async fn location(&self) -> Result<(Arc<RequestTarget>, Instant), Failure> {
         let (signer, last) = match self {
             FileUrl::Fixed(location) => return Ok((Arc::clone(location), clock::now())),
             FileUrl::Signed { signer, last } => (signer, last),
         };
-        let good = |signed: &&SignedUrl| clock::date() < signed.good_until;
+        let good = |signed: &&SignedUrl| clock::date() < signed.renew_at;
         if let Some(signed) = last.lock().as_ref().filter(good) {
             return Ok((Arc::clone(&signed.location), signed.since));
         }
-        let (location, good_until) = match signer.sign().await {
+        let (location, renew_at) = match signer.sign().await {
             Ok(signed) => signed,
             Err(failure) => {
                 // The old signature serves as long as the server accepts it.
@@ -174,7 +176,7 @@ impl FileUrl {
         // After its credentials were found: they must not seem newer than a refusal of them.
         let since = clock::now();
         let location = Arc::new(location);
-        *last.lock() = Some(SignedUrl { location: Arc::clone(&location), good_until, since });
+        *last.lock() = Some(SignedUrl { location: Arc::clone(&location), renew_at, since });
         Ok((location, since))
     }
 
@@ -193,14 +195,14 @@ impl FileUrl {
     pub async fn request(
         &self,
         client: &PooledClient,
-        at: Option<&Arc<Location>>,
-        wanted: Wanted<'_>,
-    ) -> Result<(Option<Arc<Location>>, Response), Failure> {
+        at: Option<&Arc<RequestTarget>>,
+        wanted: RangeRequest<'_>,
+    ) -> Result<(Option<Arc<RequestTarget>>, Response), Failure> {
         let (from, since) = match at {
             Some(at) => (Arc::clone(at), clock::now()),
             None => self.location().await?,
         };
-        let is_answer = |_: &Location, headers: &HeaderMap| match self {
+        let is_answer = |_: &RequestTarget, headers: &HeaderMap| match self {
             FileUrl::Fixed(_) => false,
             FileUrl::Signed { signer, .. } => signer.is_answer(headers),
         };
@@ -254,17 +256,17 @@ mod tests {
     use super::*;
 
     /// Signs at the first and third call only; each signature expires at once.
-    struct Sometimes(AtomicU32);
+    struct FlakySigner(AtomicU32);
 
-    impl Sign for Sometimes {
-        fn sign(&self) -> Pending<'_, (Location, SystemTime)> {
+    impl Sign for FlakySigner {
+        fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
             let number = self.0.fetch_add(1, Ordering::Relaxed);
             Box::pin(async move {
                 if number % 2 == 1 {
                     return Err(Failure::transient(ErrorKind::TimedOut, "no answer"));
                 }
                 let url = format!("http://host/{number}").parse().unwrap();
-                Ok((Location::new(url, Vec::new()), SystemTime::now()))
+                Ok((RequestTarget::new(url, Vec::new()), SystemTime::now()))
             })
         }
 
@@ -279,13 +281,13 @@ mod tests {
         }
 
         fn sibling(&self, _name: &str) -> Box<dyn Sign> {
-            Box::new(Sometimes(AtomicU32::new(0)))
+            Box::new(FlakySigner(AtomicU32::new(0)))
         }
     }
 
     #[test]
     fn an_old_signature_serves_until_it_is_refused() {
-        let url = FileUrl::signed(Box::new(Sometimes(AtomicU32::new(0))));
+        let url = FileUrl::signed(Box::new(FlakySigner(AtomicU32::new(0))));
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let location = || {
             let found = runtime.block_on(url.location());

@@ -22,7 +22,7 @@ use super::{CachedHead, Capabilities, OpenOptions, OpenSibling, ReadAt, StreamSo
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::transport::{
-    Failure, Location, RetryBudget, TransportOptions, Trust, retry, show_text,
+    Failure, RequestTarget, RetryBudget, TransportOptions, Trust, retry, show_text,
 };
 #[cfg(feature = "hf")]
 use crate::io::transport::{follow, status_failure};
@@ -32,10 +32,10 @@ use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use client_pool::ClientPool;
 pub use file_url::FileUrl;
-use file_url::Wanted;
+use file_url::RangeRequest;
 #[cfg(any(feature = "clouds", feature = "s3"))]
-pub use file_url::{Pending, Sign};
-use response::{FirstResponse, Range, Validators};
+pub use file_url::{Sign, SignFuture};
+use response::{ByteRange, FirstResponse, Validators};
 use server_speed::DEFAULT_GAP;
 
 /// Bytes of the first request: prologue and index of files with some thousand tensors.
@@ -52,7 +52,7 @@ pub struct HttpSource {
     shown: String,
     url: FileUrl,
     /// The location to which redirects have led, which may cease to exist.
-    moved: ForkSafeMutex<Option<Arc<Location>>>,
+    moved: ForkSafeMutex<Option<Arc<RequestTarget>>>,
     clients: Arc<ClientPool>,
     options: OpenOptions,
     validators: Validators,
@@ -81,7 +81,7 @@ pub fn open_as(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let tls = url.scheme() == "https";
-    let location = Location::new(url, options.transport.headers.clone());
+    let location = RequestTarget::new(url, options.transport.headers.clone());
     open_url(FileUrl::Fixed(Arc::new(location)), tls, shown.to_owned(), options, cancel)
 }
 
@@ -126,8 +126,14 @@ fn open_by(
             Some(folder) => sibling((folder, tls), &shared, &like, &options, (name, first), cancel),
             None => Ok(None),
         });
-        let body =
-            sequential::Body::new(url, open, clients, transport, first.validators, shown.clone());
+        let body = sequential::SequentialBody::new(
+            url,
+            open,
+            clients,
+            transport,
+            first.validators,
+            shown.clone(),
+        );
         return Ok(Arc::new(StreamSource::new(body, shown)));
     }
     let source = Arc::new(HttpSource {
@@ -159,8 +165,8 @@ pub fn headers(
 ) -> Result<(StatusCode, HeaderMap)> {
     let tls = url.scheme() == "https";
     let clients = ClientPool::new(options, tls).map_err(Error::InvalidArgument)?;
-    let from = Location::new(url, options.headers.clone());
-    let leaves = |at: &Location, headers: &HeaderMap| {
+    let from = RequestTarget::new(url, options.headers.clone());
+    let leaves = |at: &RequestTarget, headers: &HeaderMap| {
         let to = headers.get(LOCATION).and_then(|to| at.url.join(to.to_str().ok()?).ok());
         to.is_some_and(|to| to.origin() != at.url.origin())
     };
@@ -182,7 +188,7 @@ pub fn headers(
 
 /// The location to which redirects have led, the first response, and the first bytes of a file of a
 /// server with ranges.
-type HeadResponse = (Option<Arc<Location>>, FirstResponse, Arc<[u8]>);
+type HeadResponse = (Option<Arc<RequestTarget>>, FirstResponse, Arc<[u8]>);
 
 /// Requests the head of a file. If the server has what is in the cache, only its headers are sent.
 fn request_head(
@@ -194,7 +200,7 @@ fn request_head(
     cancel: &dyn Cancel,
 ) -> Result<HeadResponse> {
     let budget = RetryBudget::new("reading", shown, &options.transport, cancel).opening();
-    let range = Range { start: 0, end: options.first.unwrap_or(HEAD_LEN) };
+    let range = ByteRange { start: 0, end: options.first.unwrap_or(HEAD_LEN) };
     // False once a server has answered 304 for another tag, as those may that compare weak ones.
     let is_conditional = Cell::new(true);
     let head = retry::run(&budget, || {
@@ -202,7 +208,7 @@ fn request_head(
             client.run(&budget, async {
                 let entry = entry.filter(|_| is_conditional.get());
                 let unless = entry.map(CacheEntry::tag);
-                let wanted = Wanted { unless, ..Wanted::range(range.start, range.end) };
+                let wanted = RangeRequest { unless, ..RangeRequest::range(range.start, range.end) };
                 let begun = clock::now();
                 let (moved, response) = url.request(client, None, wanted).await?;
                 clients.speed().record_latency(clock::since(begun));
@@ -283,7 +289,7 @@ impl HttpSource {
     /// Requests a range; `done` is the position after the last byte that arrived.
     fn attempt(
         &self,
-        range: Range,
+        range: ByteRange,
         buffers: &mut Buffers<'_>,
         done: &mut u64,
         budget: &RetryBudget<'_>,
@@ -293,7 +299,7 @@ impl HttpSource {
         let outcome = self.clients.with(budget, |client| {
             client.run(budget, async {
                 let opened = Some(&self.validators);
-                let wanted = Wanted { opened, ..Wanted::range(range.start, range.end) };
+                let wanted = RangeRequest { opened, ..RangeRequest::range(range.start, range.end) };
                 let begun = clock::now();
                 let (moved, response) = self.url.request(client, at.as_ref(), wanted).await?;
                 self.clients.speed().record_latency(clock::since(begun));
@@ -317,13 +323,13 @@ impl HttpSource {
     /// connection is a new one: a server may close that of its refusal without a word.
     fn check_file(
         &self,
-        at: Option<&Arc<Location>>,
+        at: Option<&Arc<RequestTarget>>,
         budget: &RetryBudget<'_>,
     ) -> Result<(), Failure> {
         let client = self.clients.new_client(budget)?;
         client.run(budget, async {
-            let (_, response) = self.url.request(&client, at, Wanted::range(0, 1)).await?;
-            self.validators.check_first(&response, Range { start: 0, end: 1 })
+            let (_, response) = self.url.request(&client, at, RangeRequest::range(0, 1)).await?;
+            self.validators.check_first(&response, ByteRange { start: 0, end: 1 })
         })
     }
 }
@@ -364,7 +370,7 @@ impl ReadAt for HttpSource {
         if done < end {
             let budget = RetryBudget::new("reading", &self.shown, &self.options.transport, cancel);
             let read = retry::run(&budget, || {
-                let range = Range { start: done, end };
+                let range = ByteRange { start: done, end };
                 let outcome = self.attempt(range, buffers, &mut done, &budget);
                 budget.set_position(done);
                 outcome

@@ -14,13 +14,13 @@ use crate::io::transport::{Failure, status_failure};
 
 /// Bytes `start` to `end`, the latter not included.
 #[derive(Debug, Clone, Copy)]
-pub struct Range {
+pub struct ByteRange {
     pub start: u64,
     pub end: u64,
 }
 
-impl Range {
-    /// The value of the `Range` field.
+impl ByteRange {
+    /// The value of the `ByteRange` field.
     pub fn field(self) -> String {
         format!("bytes={}-{}", self.start, self.end.saturating_sub(1))
     }
@@ -105,7 +105,7 @@ fn text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 
-/// `(start, end, total)` of a `Content-Range` field.
+/// `(start, end, total)` of a `Content-ByteRange` field.
 fn content_range(headers: &HeaderMap) -> Option<(u64, u64, Option<u64>)> {
     let field = text(headers, &CONTENT_RANGE)?;
     let (range, total) = field.strip_prefix("bytes ")?.split_once('/')?;
@@ -152,7 +152,7 @@ impl Validators {
     }
 
     /// Checks that a response holds exactly the range, of the file that was opened.
-    pub fn check(&self, response: &Response, wanted: Range) -> Result<(), Failure> {
+    pub fn check(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
         self.check_status(response)?;
         let headers = response.headers();
         if response.status() != StatusCode::PARTIAL_CONTENT {
@@ -201,7 +201,7 @@ impl Validators {
     }
 
     /// Fails if the first response of another request is about another file, and says what differs.
-    pub fn check_first(&self, response: &Response, wanted: Range) -> Result<(), Failure> {
+    pub fn check_first(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
         self.check_same(&first(response, wanted)?.validators)
     }
 
@@ -238,7 +238,7 @@ impl Validators {
 }
 
 /// Reads the response to the first request.
-pub fn first(response: &Response, wanted: Range) -> Result<FirstResponse, Failure> {
+pub fn first(response: &Response, wanted: ByteRange) -> Result<FirstResponse, Failure> {
     let headers = response.headers();
     let found = |ranges: bool, body: Option<u64>, size: Option<u64>| FirstResponse {
         ranges,

@@ -9,7 +9,7 @@ use bytes::{Buf as _, Bytes};
 use reqwest::Response;
 
 use super::client_pool::{ClientPool, PooledClient};
-use super::file_url::{FileUrl, Wanted};
+use super::file_url::{FileUrl, RangeRequest};
 use super::response::Validators;
 use crate::cancel::Cancel;
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
@@ -18,7 +18,7 @@ use crate::sys::process::DropInOwner;
 
 /// The body of a file. After a broken connection it is requested again, and the bytes that were read
 /// before are skipped.
-pub struct Body {
+pub struct SequentialBody {
     url: FileUrl,
     open_sibling: OpenSibling,
     clients: Arc<ClientPool>,
@@ -34,7 +34,7 @@ pub struct Body {
     waited: Duration,
 }
 
-impl Body {
+impl SequentialBody {
     pub fn new(
         url: FileUrl,
         open_sibling: OpenSibling,
@@ -43,7 +43,7 @@ impl Body {
         validators: Validators,
         shown: String,
     ) -> Self {
-        Body {
+        SequentialBody {
             url,
             open_sibling,
             clients,
@@ -65,7 +65,9 @@ impl Body {
                 let client = self.clients.take(budget)?;
                 let (_, response) = client.run(budget, async {
                     let opened = Some(&self.validators);
-                    self.url.request(&client, None, Wanted { opened, ..Wanted::default() }).await
+                    self.url
+                        .request(&client, None, RangeRequest { opened, ..RangeRequest::default() })
+                        .await
                 })?;
                 self.validators.check_whole(&response)?;
                 (DropInOwner::new((client, response)), self.position)
@@ -106,7 +108,7 @@ impl Body {
     }
 }
 
-impl Stream for Body {
+impl Stream for SequentialBody {
     fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
         if self.rest.is_empty() {
             let begun = Instant::now();

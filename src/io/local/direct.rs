@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use io_uring::{IoUring, opcode, types};
 
-use super::direct_plan::Planned;
-use super::in_flight::InFlight;
+use super::direct_plan::PlannedRead;
+use super::in_flight::InFlightLimit;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::{Capabilities, ReadAt};
@@ -38,11 +38,11 @@ pub struct DirectReader {
     file: File,
     uri: String,
     traits: Capabilities,
-    in_flight: Arc<InFlight>,
-    state: Mutex<DirectState>,
+    in_flight: Arc<InFlightLimit>,
+    state: Mutex<DirectReaderState>,
 }
 
-struct DirectState {
+struct DirectReaderState {
     memory: Arena,
     ring: Option<IoUring>,
 }
@@ -50,7 +50,7 @@ struct DirectState {
 impl DirectReader {
     /// Opens the file of a source once more, for one of the readers that share the limit `in_flight`.
     /// None if its file system has no direct reads.
-    pub fn open(source: &dyn ReadAt, in_flight: &Arc<InFlight>) -> Option<Self> {
+    pub fn open(source: &dyn ReadAt, in_flight: &Arc<InFlightLimit>) -> Option<Self> {
         let shared = source.file()?;
         let path = format!("/proc/self/fd/{}", shared.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
@@ -59,7 +59,7 @@ impl DirectReader {
         file.read_at(probe, 0).ok()?;
         // Refused in many containers, and if too little memory may be locked.
         let ring = IoUring::new(u32::try_from(DEPTH).ok()?).ok();
-        let state = Mutex::new(DirectState { memory, ring });
+        let state = Mutex::new(DirectReaderState { memory, ring });
         Some(DirectReader {
             file,
             uri: source.uri().to_owned(),
@@ -80,11 +80,11 @@ impl DirectReader {
     /// Executes planned reads, and returns the number of bytes that were filled in.
     fn read_planned(
         &self,
-        state: &mut DirectState,
-        plan: &[Planned],
+        state: &mut DirectReaderState,
+        plan: &[PlannedRead],
         into: &mut Buffers<'_>,
     ) -> io::Result<usize> {
-        let DirectState { memory, ring } = state;
+        let DirectReaderState { memory, ring } = state;
         let memory = memory.bytes_mut();
         let mut filled = 0;
         let Some(ring) = ring else {
@@ -105,8 +105,14 @@ impl DirectReader {
             return Ok(filled);
         };
         let in_flight = &*self.in_flight;
-        let mut reads =
-            Reads { ring, in_flight, begun: 0, submitted: 0, ended: 0, results: [None; DEPTH] };
+        let mut reads = InFlightReads {
+            ring,
+            in_flight,
+            begun: 0,
+            submitted: 0,
+            ended: 0,
+            results: [None; DEPTH],
+        };
         let mut done = 0;
         while done < plan.len() {
             while reads.begun < plan.len()
@@ -152,9 +158,9 @@ unsafe fn read_to(file: &File, to: *mut u8, len: usize, position: u64) -> io::Re
 }
 
 /// Reads under way. Dropping this waits for them, because the kernel writes to their memory.
-struct Reads<'r> {
+struct InFlightReads<'r> {
     ring: &'r mut IoUring,
-    in_flight: &'r InFlight,
+    in_flight: &'r InFlightLimit,
     /// Numbers of reads that were begun, that the kernel has taken, and that have ended.
     begun: usize,
     submitted: usize,
@@ -162,9 +168,9 @@ struct Reads<'r> {
     results: [Option<i32>; DEPTH],
 }
 
-impl Reads<'_> {
+impl InFlightReads<'_> {
     /// Begins a read that is counted in `in_flight`.
-    fn begin(&mut self, file: &File, memory: &mut [u8], planned: &Planned) -> io::Result<()> {
+    fn begin(&mut self, file: &File, memory: &mut [u8], planned: &PlannedRead) -> io::Result<()> {
         let number = self.begun;
         // Counted as begun in any case, so that it is counted as ended when this is dropped.
         self.begun += 1;
@@ -223,7 +229,7 @@ impl Reads<'_> {
     }
 }
 
-impl Drop for Reads<'_> {
+impl Drop for InFlightReads<'_> {
     fn drop(&mut self) {
         // Reads that were never submitted end with the ring, which is not used again after an error.
         while self.ended < self.submitted {
@@ -262,7 +268,7 @@ impl ReadAt for DirectReader {
         let read = loop {
             let (ring, left) = (state.ring.is_some(), buffers.left());
             let longest = if ring { BLOCK } else { DEPTH * BLOCK };
-            let plan = Planned::all(offset, buffers.ranges(usize::MAX), wanted, longest);
+            let plan = PlannedRead::all(offset, buffers.ranges(usize::MAX), wanted, longest);
             match self.read_planned(&mut state, &plan, buffers) {
                 Ok(read) => break read,
                 // Kernels before 5.6 have rings without such reads, and one may be short of memory for
@@ -300,7 +306,7 @@ mod tests {
     }
 
     fn opened(source: &FileSource) -> Option<DirectReader> {
-        DirectReader::open(source, &Arc::new(InFlight::new(READS_FOR_EACH)))
+        DirectReader::open(source, &Arc::new(InFlightLimit::new(READS_FOR_EACH)))
     }
 
     #[test]
@@ -342,7 +348,7 @@ mod tests {
                 let to = arena.bytes_mut().get_mut(start..start + len).unwrap();
                 let mut buffers = Buffers::of(&mut header);
                 buffers.push(crate::mem::to_fill(to));
-                let plan = Planned::all(offset as u64, buffers.ranges(9), before + len, BLOCK);
+                let plan = PlannedRead::all(offset as u64, buffers.ranges(9), before + len, BLOCK);
                 let straight: usize =
                     plan.iter().filter(|read| read.straight.is_some()).map(|read| read.len).sum();
                 assert!(straight + 2 * 4096 > len, "{straight} of {len} bytes go straight");

@@ -12,10 +12,10 @@ const STRAIGHT_FROM: usize = 64 << 10;
 
 /// Memory of the caller.
 #[derive(Clone, Copy)]
-pub struct Straight(pub *mut u8);
+pub struct CallerMemory(pub *mut u8);
 
 /// One read.
-pub struct Planned {
+pub struct PlannedRead {
     /// The position of its first block in the file.
     pub position: u64,
     /// Bytes that it reads: whole blocks.
@@ -24,17 +24,22 @@ pub struct Planned {
     pub skip: usize,
     pub wanted: usize,
     /// Its destination if it does not go through the buffer. Then all of its bytes are wanted.
-    pub straight: Option<Straight>,
+    pub straight: Option<CallerMemory>,
 }
 
-impl Planned {
+impl PlannedRead {
     /// Cuts the first `wanted` bytes of buffers, which lie at `offset` of a file, into reads of at
     /// most `longest` bytes.
-    pub fn all(offset: u64, ranges: &[libc::iovec], wanted: usize, longest: usize) -> Vec<Planned> {
+    pub fn all(
+        offset: u64,
+        ranges: &[libc::iovec],
+        wanted: usize,
+        longest: usize,
+    ) -> Vec<PlannedRead> {
         let phase = offset.to_le_bytes();
         // The position of the offset within its block of the file.
         let phase = usize::from(u16::from_le_bytes([phase[0], phase[1]])) % DISK_BLOCK;
-        let mut plan = Plan { offset, phase, longest, reads: Vec::new() };
+        let mut plan = ReadPlan { offset, phase, longest, reads: Vec::new() };
         // Positions relative to the offset: the start of the bytes that go through the buffer next, and
         // the start of the range.
         let (mut from, mut at) = (0, 0);
@@ -73,21 +78,21 @@ impl Planned {
 }
 
 /// A plan under construction. Its positions are relative to the offset.
-struct Plan {
+struct ReadPlan {
     offset: u64,
     /// The position of the offset within its block.
     phase: usize,
     longest: usize,
-    reads: Vec<Planned>,
+    reads: Vec<PlannedRead>,
 }
 
-impl Plan {
+impl ReadPlan {
     fn straight(&mut self, at: usize, len: usize, to: *mut u8) {
         for start in (0..len).step_by(self.longest) {
             let wanted = self.longest.min(len - start);
-            let straight = Some(Straight(to.wrapping_add(start)));
+            let straight = Some(CallerMemory(to.wrapping_add(start)));
             let position = self.offset + (at + start) as u64;
-            self.reads.push(Planned { position, len: wanted, skip: 0, wanted, straight });
+            self.reads.push(PlannedRead { position, len: wanted, skip: 0, wanted, straight });
         }
     }
 
@@ -97,7 +102,7 @@ impl Plan {
             let wanted = (self.longest - skip).min(end - from);
             let position = self.offset + from as u64 - skip as u64;
             let len = (skip + wanted).next_multiple_of(DISK_BLOCK);
-            self.reads.push(Planned { position, len, skip, wanted, straight: None });
+            self.reads.push(PlannedRead { position, len, skip, wanted, straight: None });
             from += wanted;
         }
     }

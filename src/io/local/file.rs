@@ -25,15 +25,15 @@ const MAX_READERS: usize = 32;
 
 /// A local regular file.
 pub struct FileSource {
-    file: Handle,
+    file: FileDescriptor,
     uri: String,
     len: u64,
 }
 
 /// The descriptor of a file.
-enum Handle {
+enum FileDescriptor {
     /// A descriptor that stays open, and the path by which it was opened, if it was opened by a path.
-    Held(Arc<File>, Option<PathBuf>),
+    Open(Arc<File>, Option<PathBuf>),
     /// A shard of a checkpoint, whose descriptor may be closed and opened again.
     Shard(Shard),
 }
@@ -42,7 +42,7 @@ impl FileSource {
     /// Opens a path, which must name a regular file.
     pub fn open(path: &Path) -> Result<Self> {
         let uri = path.display().to_string();
-        let file = crate::sys::open_at_once(path).map_err(|e| Error::io("opening", &uri, e))?;
+        let file = crate::sys::open_nonblocking(path).map_err(|e| Error::io("opening", &uri, e))?;
         Self::at(path, file)
     }
 
@@ -50,16 +50,20 @@ impl FileSource {
     pub fn at(path: &Path, file: File) -> Result<Self> {
         let uri = path.display().to_string();
         let len = examined(&file, &uri)?.len();
-        Ok(FileSource { file: Handle::Held(Arc::new(file), Some(path.to_owned())), uri, len })
+        Ok(FileSource {
+            file: FileDescriptor::Open(Arc::new(file), Some(path.to_owned())),
+            uri,
+            len,
+        })
     }
 
     /// Opens one of many files, whose descriptor may be closed and opened again.
     fn shard(path: &Path) -> Result<Self> {
         let uri = path.display().to_string();
-        let file = crate::sys::open_at_once(path).map_err(|e| Error::io("opening", &uri, e))?;
+        let file = crate::sys::open_nonblocking(path).map_err(|e| Error::io("opening", &uri, e))?;
         let found = examined(&file, &uri)?;
         let len = found.len();
-        Ok(FileSource { file: Handle::Shard(Shard::new(path, file, &found)), uri, len })
+        Ok(FileSource { file: FileDescriptor::Shard(Shard::new(path, file, &found)), uri, len })
     }
 
     /// Takes an open file; its own position does not matter.
@@ -70,13 +74,13 @@ impl FileSource {
 
     /// Takes the first `len` bytes of a regular file, which has at least that many.
     pub fn beginning(file: File, uri: String, len: u64) -> Self {
-        FileSource { file: Handle::Held(Arc::new(file), None), uri, len }
+        FileSource { file: FileDescriptor::Open(Arc::new(file), None), uri, len }
     }
 
     fn handle(&self) -> Result<Arc<File>> {
         match &self.file {
-            Handle::Held(file, _) => Ok(Arc::clone(file)),
-            Handle::Shard(shard) => shard.file(&self.uri),
+            FileDescriptor::Open(file, _) => Ok(Arc::clone(file)),
+            FileDescriptor::Shard(shard) => shard.file(&self.uri),
         }
     }
 }
@@ -141,9 +145,9 @@ impl ReadAt for FileSource {
         _cancel: &dyn Cancel,
     ) -> Result<Option<Arc<dyn ReadAt>>> {
         let path = match &self.file {
-            Handle::Held(_, Some(path)) => path,
-            Handle::Held(_, None) => return Ok(None),
-            Handle::Shard(shard) => shard.path(),
+            FileDescriptor::Open(_, Some(path)) => path,
+            FileDescriptor::Open(_, None) => return Ok(None),
+            FileDescriptor::Shard(shard) => shard.path(),
         };
         Ok(Some(Arc::new(FileSource::shard(&path.with_file_name(name))?)))
     }

@@ -7,14 +7,14 @@ use std::time::Instant;
 /// processes bytes, leaves its share to the others. So the disk always has as many reads as are
 /// allowed.
 #[derive(Debug)]
-pub struct InFlight {
+pub struct InFlightLimit {
     most: usize,
-    state: Mutex<State>,
+    state: Mutex<InFlightState>,
     ended: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct InFlightState {
     now: usize,
     /// Readers that wait.
     waiting: usize,
@@ -25,7 +25,7 @@ struct State {
     read_nanos: u128,
 }
 
-impl State {
+impl InFlightState {
     fn change(&mut self, now: usize) {
         let time = Instant::now();
         self.begun.get_or_insert(time);
@@ -36,13 +36,13 @@ impl State {
     }
 }
 
-impl InFlight {
+impl InFlightLimit {
     /// Allows `most` reads at once, or one if that is 0.
     pub fn new(most: usize) -> Self {
-        InFlight { most: most.max(1), state: Mutex::default(), ended: Condvar::new() }
+        InFlightLimit { most: most.max(1), state: Mutex::default(), ended: Condvar::new() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, InFlightState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -95,7 +95,8 @@ mod tests {
 
     #[test]
     fn there_are_never_more_than_allowed_and_every_reader_gets_its_turn() {
-        let (in_flight, now, most) = (InFlight::new(3), AtomicUsize::new(0), AtomicUsize::new(0));
+        let (in_flight, now, most) =
+            (InFlightLimit::new(3), AtomicUsize::new(0), AtomicUsize::new(0));
         assert_eq!(in_flight.mean(), (None, 3));
         thread::scope(|scope| {
             for _ in 0..7 {

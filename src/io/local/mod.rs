@@ -16,6 +16,6 @@ pub use direct::{
     BLOCK as DIRECT_READ, DEPTH as READS_AT_MOST, DIRECT_MEMORY, DirectReader, READS_FOR_EACH,
 };
 pub use file::FileSource;
-pub use in_flight::InFlight;
+pub use in_flight::InFlightLimit;
 pub use pipe::Pipe;
 pub use sink::FileSink;

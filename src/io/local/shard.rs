@@ -28,24 +28,24 @@ static OPEN: ForkSafeMutex<OpenFiles> =
 
 /// Distinguishes a file from another one with its name, and from its own later content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Identity {
+struct FileIdentity {
     device: u64,
     inode: u64,
     len: u64,
     modified: (i64, i64),
 }
 
-impl Identity {
+impl FileIdentity {
     fn of(found: &Metadata) -> Self {
         let modified = (found.mtime(), found.mtime_nsec());
-        Identity { device: found.dev(), inode: found.ino(), len: found.len(), modified }
+        FileIdentity { device: found.dev(), inode: found.ino(), len: found.len(), modified }
     }
 }
 
 /// A regular file that is opened again when its descriptor was closed.
 pub struct Shard {
     path: PathBuf,
-    identity: Identity,
+    identity: FileIdentity,
     /// The number of its last use; 0 before the first.
     used: AtomicU64,
 }
@@ -53,7 +53,7 @@ pub struct Shard {
 impl Shard {
     /// Takes the open file of a path, and what was found of it.
     pub fn new(path: &Path, file: File, found: &Metadata) -> Self {
-        let (path, identity) = (path.to_owned(), Identity::of(found));
+        let (path, identity) = (path.to_owned(), FileIdentity::of(found));
         let shard = Shard { path, identity, used: AtomicU64::new(0) };
         shard.keep(Arc::new(file));
         shard
@@ -70,8 +70,8 @@ impl Shard {
             return Ok(file);
         }
         let failed = |e| Error::io("opening", uri, e);
-        let file = crate::sys::open_at_once(&self.path).map_err(failed)?;
-        let found = Identity::of(&file.metadata().map_err(failed)?);
+        let file = crate::sys::open_nonblocking(&self.path).map_err(failed)?;
+        let found = FileIdentity::of(&file.metadata().map_err(failed)?);
         if found != self.identity {
             let what = format!(
                 "it has changed since it was opened: expected {}, found {}",
@@ -127,7 +127,7 @@ fn most() -> u64 {
     (crate::sys::process::descriptor_limit() / SHARE).max(AT_LEAST)
 }
 
-fn described(file: &Identity) -> String {
+fn described(file: &FileIdentity) -> String {
     let (seconds, nanoseconds) = file.modified;
     format!("{} bytes of inode {}, modified at {seconds}.{nanoseconds:09}", file.len, file.inode)
 }

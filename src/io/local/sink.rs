@@ -7,18 +7,18 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::copy_metadata;
-use super::temporary::Temporary;
+use super::temporary::TemporaryFile;
 use super::temporary_name::TemporaryName;
 use crate::cancel::{Cancel, run_detached};
 use crate::error::{Error, Result};
-use crate::io::{Unclosed, WriteAt};
+use crate::io::{UnclosedOutcome, WriteAt};
 use crate::mem::mapped;
 
 /// A local file.
 pub struct FileSink {
     /// The unpublished file; None once it is published. This field is dropped before `file`, so that
     /// the hidden name is removed under the lock of the file.
-    pending: Option<Temporary>,
+    pending: Option<TemporaryFile>,
     file: File,
     uri: String,
     /// End of the disk space that was requested so far.
@@ -65,7 +65,7 @@ impl FileSink {
             _ => fail(error),
         };
         let (file, pending) =
-            Temporary::create(target.clone(), hidden, replaced.is_some()).map_err(refused)?;
+            TemporaryFile::create(target.clone(), hidden, replaced.is_some()).map_err(refused)?;
         if let Some(old) = &replaced {
             let sticky = fs::metadata(&folder).and_then(|folder| {
                 is_protected(&target, &old.metadata()?, &folder, file.metadata()?.uid())
@@ -101,7 +101,7 @@ impl FileSink {
         &mut self,
         len: u64,
         cancel: &dyn Cancel,
-        publish: impl FnOnce(Temporary, &File) -> io::Result<T>,
+        publish: impl FnOnce(TemporaryFile, &File) -> io::Result<T>,
     ) -> Result<Option<T>> {
         let Some(pending) = &self.pending else { return Ok(None) };
         pending.check(&self.uri)?;
@@ -194,18 +194,18 @@ impl WriteAt for FileSink {
     }
 
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
-        match self.end_with(len, cancel, Temporary::publish)? {
+        match self.end_with(len, cancel, TemporaryFile::publish)? {
             Some(target) => sync_name(&target, &self.uri, cancel),
             None => Ok(()),
         }
     }
 
-    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
-        let Some((own, name)) = self.end_with(len, cancel, Temporary::publish_unclosed)? else {
-            return Ok(Unclosed::InPlace);
+    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
+        let Some((own, name)) = self.end_with(len, cancel, TemporaryFile::publish_unclosed)? else {
+            return Ok(UnclosedOutcome::InPlace);
         };
         sync_name(&name, &self.uri, cancel)?;
-        Ok(if own { Unclosed::InPlace } else { Unclosed::Beside(name) })
+        Ok(if own { UnclosedOutcome::InPlace } else { UnclosedOutcome::OtherName(name) })
     }
 }
 

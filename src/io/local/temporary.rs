@@ -12,7 +12,7 @@ use crate::sys;
 use crate::sys::process::OwnerProcess;
 
 /// A file that holds the bytes until they are published. It is removed when this is dropped.
-pub(super) struct Temporary {
+pub(super) struct TemporaryFile {
     /// The only process that may publish the file, or remove it.
     owner: OwnerProcess,
     target: PathBuf,
@@ -23,7 +23,7 @@ pub(super) struct Temporary {
     copy: Option<File>,
 }
 
-impl Temporary {
+impl TemporaryFile {
     /// Begins a file in the target's folder. If `private` is true, only its owner can open it for now.
     pub(super) fn create(
         target: PathBuf,
@@ -38,7 +38,10 @@ impl Temporary {
                 (file, Some(path))
             }
         };
-        Ok((file, Temporary { owner: OwnerProcess::current(), target, hidden, path, copy: None }))
+        Ok((
+            file,
+            TemporaryFile { owner: OwnerProcess::current(), target, hidden, path, copy: None },
+        ))
     }
 
     /// Refuses an operation that only the process may do that began the file.
@@ -108,7 +111,7 @@ impl Temporary {
     }
 }
 
-impl Drop for Temporary {
+impl Drop for TemporaryFile {
     fn drop(&mut self) {
         if let Some(path) = &self.path
             && self.owner.is_current()

@@ -213,7 +213,7 @@ impl RedisSource {
 
     /// The parts of values that hold some bytes of the file: key, first and last byte, and true if that
     /// is all of the value. Stops after about as much as one batch should hold.
-    fn pieces(&self, start: u64, end: u64) -> Result<Vec<Piece<'_>>> {
+    fn pieces(&self, start: u64, end: u64) -> Result<Vec<ValueRange<'_>>> {
         let mut pieces = Vec::new();
         let mut at = start;
         let stop = end.min(start.saturating_add(self.batch_len.load(Ordering::Relaxed)));
@@ -232,7 +232,7 @@ impl RedisSource {
                 return Err(Error::io("reading", &self.shown, error));
             };
             let until = (held.start + held.len).min(next).min(stop).min(at + COMMAND_LEN);
-            pieces.push(Piece { held, start: at, len: until - at });
+            pieces.push(ValueRange { held, start: at, len: until - at });
             at = until;
             if at == held.start + held.len || at == next {
                 number += 1;
@@ -243,14 +243,14 @@ impl RedisSource {
 }
 
 /// Part of a value.
-struct Piece<'s> {
+struct ValueRange<'s> {
     held: &'s StoredValue,
     /// Position in the file.
     start: u64,
     len: u64,
 }
 
-impl Piece<'_> {
+impl ValueRange<'_> {
     fn command(&self) -> redis::Cmd {
         if self.len == self.held.len {
             return cmd("GET").arg(&self.held.key).clone();

@@ -8,12 +8,12 @@ use std::time::Duration;
 use reqwest::{Method, Request, RequestBuilder, Response, Url};
 
 use super::send::{connection_failure, unless_stalled};
-use super::tls::Protocols;
+use super::tls::AlpnProtocols;
 use super::{Failure, Tls, TransportOptions};
 use crate::environment::reading;
 
 /// The protocols that servers may choose from, the best first.
-const PROTOCOLS: Protocols = &[b"h2", b"http/1.1"];
+const PROTOCOLS: AlpnProtocols = &[b"h2", b"http/1.1"];
 /// Bytes that a server may send by HTTP/2 before it gets an acknowledgement, which is sent after half
 /// of them: 8 MiB in 50 ms fill a network of 1 Gbit/s.
 pub const HTTP2_WINDOW: u32 = 16 << 20;

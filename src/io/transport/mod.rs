@@ -30,7 +30,7 @@ pub(crate) use connections::{ConnectionPool, PooledConnection};
 pub(crate) use connections::{guarded, run_once};
 pub use options::TransportOptions;
 #[cfg(feature = "http")]
-pub(crate) use redirects::{Authorize, Location, follow};
+pub(crate) use redirects::{Authorize, RequestTarget, follow};
 pub(crate) use retry::{Failure, RetryBudget};
 #[cfg(feature = "http")]
 pub(crate) use send::{beginning, chunk, says_expired, status_failure};

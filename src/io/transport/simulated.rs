@@ -19,7 +19,7 @@ pub const OBJECT_LEN: u64 = 64 << 20;
 
 /// Issues credentials, and checks them.
 #[derive(Debug)]
-pub struct Day {
+pub struct SimulatedCloud {
     hold: u64,
     /// Seconds of each seven minutes in which none are issued.
     away: u64,
@@ -32,11 +32,11 @@ pub struct Day {
     pub refused: AtomicU64,
 }
 
-impl Day {
-    /// Credentials hold for so many seconds. From now on time passes for this thread by [`Day::pass`].
+impl SimulatedCloud {
+    /// Credentials hold for so many seconds. From now on time passes for this thread by [`SimulatedCloud::pass`].
     pub fn new(hold: u64, away: u64) -> Arc<Self> {
         clock::simulate();
-        Arc::new(Day {
+        Arc::new(SimulatedCloud {
             hold,
             away,
             now: AtomicU64::new(0),

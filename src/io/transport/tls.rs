@@ -15,13 +15,13 @@ use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme
 use super::Trust;
 use crate::environment::reading;
 use crate::sys::process::{OwnerProcess, PerProcess};
-use crate::sys::{Stamp, stamp};
+use crate::sys::{FileStamp, file_stamp};
 
 /// The most configurations that are cached.
 const MOST_CACHED: usize = 64;
 
 /// The protocols that a server may choose from, as ALPN names them.
-pub type Protocols = &'static [&'static [u8]];
+pub type AlpnProtocols = &'static [&'static [u8]];
 
 /// A configuration that connections share.
 #[derive(Debug, Clone)]
@@ -33,7 +33,7 @@ pub struct Tls {
 impl Tls {
     /// Returns the configuration of this process; certificates that have changed on the disk are read
     /// again. The error says what is wrong with them.
-    pub fn new(trust: &Trust, protocols: Protocols) -> Result<Self, String> {
+    pub fn new(trust: &Trust, protocols: AlpnProtocols) -> Result<Self, String> {
         let trust = trust.resolved();
         let stamps = stamps(&trust)?;
         let cached = || CACHED.get().lock().unwrap_or_else(PoisonError::into_inner);
@@ -73,14 +73,14 @@ impl Tls {
 }
 
 /// Files and their state when they were read; None for a file that was missing.
-type Stamps = Vec<(PathBuf, Option<Stamp>)>;
-type TlsCache = HashMap<(Trust, Protocols), (Stamps, Tls)>;
+type FileStamps = Vec<(PathBuf, Option<FileStamp>)>;
+type TlsCache = HashMap<(Trust, AlpnProtocols), (FileStamps, Tls)>;
 
 static CACHED: PerProcess<Mutex<TlsCache>> = PerProcess::new();
 
-fn stamps(trust: &Trust) -> Result<Stamps, String> {
+fn stamps(trust: &Trust) -> Result<FileStamps, String> {
     let stamped = |path: PathBuf| {
-        let found = stamp(&path);
+        let found = file_stamp(&path);
         (path, found)
     };
     Ok(trust.watched()?.into_iter().map(stamped).collect())

@@ -26,7 +26,7 @@ const ONLY: [fn(&str) -> bool; 3] = [
 pub fn open_path(path: &Path) -> Result<Arc<dyn ReadAt>> {
     let uri = path.display().to_string();
     let found = if path.is_dir() { file_of(path)? } else { path.to_owned() };
-    let file = crate::sys::open_at_once(&found).map_err(|e| Error::io("opening", &uri, e))?;
+    let file = crate::sys::open_nonblocking(&found).map_err(|e| Error::io("opening", &uri, e))?;
     if is_pipe(&file, &uri)? {
         return Ok(Arc::new(StreamSource::new(Pipe(file), uri)));
     }

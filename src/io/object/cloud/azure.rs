@@ -7,14 +7,14 @@ use base64::prelude::{BASE64_STANDARD, Engine as _};
 use bytes::Bytes;
 use reqwest::Method;
 
-use super::request::{Answer, CloudObject, UploadRequest};
+use super::request::{CloudObject, CloudResponse, UploadRequest};
 use crate::cancel::Cancel;
 use crate::error::{Error, Escaped, Result};
 use crate::io::object::checksum::Checksum;
-use crate::io::object::upload::{Limits, SentPart, UploadProtocol, new_mark};
+use crate::io::object::upload::{SentPart, UploadLimits, UploadProtocol, new_mark};
 
 /// A fifth of the 50,000 blocks of a blob: blocks of failed uploads count too, up to 100,000.
-const LIMITS: Limits = Limits { parts: 10_000, least: 1, longest: 4000 << 20 };
+const LIMITS: UploadLimits = UploadLimits { parts: 10_000, least: 1, longest: 4000 << 20 };
 const CHECKSUM: &str = "x-ms-content-crc64";
 /// The metadata with the mark of a blob. Its name may have letters and digits only.
 const MARK: &str = "x-ms-meta-tensorizerupload";
@@ -37,7 +37,7 @@ impl Blob {
     }
 
     /// The error of an upload that another one has disturbed.
-    fn disturbed(&self, why: &str, answer: &Answer) -> Error {
+    fn disturbed(&self, why: &str, answer: &CloudResponse) -> Error {
         let (status, code) = (answer.status.as_u16(), Escaped(answer.code()));
         let what = format!("the server answered {status}: {code}: {why}");
         Error::io("writing", self.shown(), std::io::Error::other(what))
@@ -53,7 +53,7 @@ impl UploadProtocol for Blob {
         self.at.requests.options.stall
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> UploadLimits {
         LIMITS
     }
 

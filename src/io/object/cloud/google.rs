@@ -6,13 +6,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use reqwest::Method;
 
-use super::request::{Answer, CloudObject, UploadRequest};
+use super::request::{CloudObject, CloudResponse, UploadRequest};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::io::object::checksum::for_google;
-use crate::io::object::upload::{Limits, SentPart, UploadProtocol, new_mark};
+use crate::io::object::upload::{SentPart, UploadLimits, UploadProtocol, new_mark};
 
-const LIMITS: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+const LIMITS: UploadLimits = UploadLimits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
 const CHECKSUM: &str = "x-goog-hash";
 /// The metadata with the mark of an object.
 const MARK: &str = "x-goog-meta-tensorizer-upload";
@@ -30,7 +30,7 @@ impl GoogleObject {
 }
 
 /// The server's name of a part; it is copied into an XML document.
-fn tag_of(answer: &Answer) -> Option<&str> {
+fn tag_of(answer: &CloudResponse) -> Option<&str> {
     answer.field("etag").filter(|tag| !tag.contains(['<', '>', '&']))
 }
 
@@ -47,7 +47,7 @@ impl UploadProtocol for GoogleObject {
         self.at.requests.options.stall
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> UploadLimits {
         LIMITS
     }
 

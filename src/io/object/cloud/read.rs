@@ -10,9 +10,9 @@ use super::address::{Cloud, CloudAddress};
 use super::bucket::{CloudBucket, anonymous, object_url, resolve};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::auth::{AZURE_VERSION, Credential, CredentialProvider};
-use crate::io::http::{self, FileUrl, Pending, Sign};
-use crate::io::transport::{Authorize, Failure, Location, run_once};
+use crate::io::auth::{AZURE_VERSION, CloudCredential, CredentialProvider};
+use crate::io::http::{self, FileUrl, Sign, SignFuture};
+use crate::io::transport::{Authorize, Failure, RequestTarget, run_once};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
 
@@ -40,7 +40,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     };
     let headers = options.transport.headers.clone();
     let (bucket, account) = (Arc::new(url), account.into());
-    let signer = Signer { bucket, account, credentials, address, headers };
+    let signer = CloudSigner { bucket, account, credentials, address, headers };
     http::open_url(FileUrl::signed(Box::new(signer)), tls, shown, options, cancel)
 }
 
@@ -50,7 +50,7 @@ pub fn shown(uri: &str) -> Option<String> {
 }
 
 /// Authorizes requests for an object.
-struct Signer {
+struct CloudSigner {
     bucket: Arc<Url>,
     account: Arc<str>,
     credentials: CredentialProvider,
@@ -59,8 +59,8 @@ struct Signer {
     headers: Vec<(String, String)>,
 }
 
-impl Sign for Signer {
-    fn sign(&self) -> Pending<'_, (Location, SystemTime)> {
+impl Sign for CloudSigner {
+    fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
         Box::pin(self.signed())
     }
 
@@ -77,7 +77,7 @@ impl Sign for Signer {
     }
 
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
-        Box::new(Signer {
+        Box::new(CloudSigner {
             bucket: Arc::clone(&self.bucket),
             account: Arc::clone(&self.account),
             credentials: self.credentials.clone(),
@@ -87,13 +87,13 @@ impl Sign for Signer {
     }
 }
 
-impl Signer {
-    async fn signed(&self) -> std::result::Result<(Location, SystemTime), Failure> {
+impl CloudSigner {
+    async fn signed(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
         let credential = self.credentials.get().await?;
         let url = object_url(&self.bucket, &self.address.key)
             .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
         let by = Authorization { credential, account: Arc::clone(&self.account) };
-        let location = Location::new(url, self.headers.clone()).authorized(Arc::new(by));
+        let location = RequestTarget::new(url, self.headers.clone()).authorized(Arc::new(by));
         let now = clock::date();
         Ok((location, now.checked_add(VALID).unwrap_or(now)))
     }
@@ -101,7 +101,7 @@ impl Signer {
 
 /// The credential of each request.
 struct Authorization {
-    credential: Credential,
+    credential: CloudCredential,
     account: Arc<str>,
 }
 
@@ -120,13 +120,13 @@ mod tests {
     use crate::cancel::Never;
     use crate::io::auth::token_chain::simulated;
     use crate::io::read_exact_at;
-    use crate::io::transport::simulated::{Day, OBJECT_LEN, options};
+    use crate::io::transport::simulated::{OBJECT_LEN, SimulatedCloud, options};
     use crate::mem::Buffers;
 
     #[test]
     fn a_day_of_reading_is_never_refused() {
         for uri in ["gs://bucket/key", "az://container/blob"] {
-            let (day, net) = (Day::new(3600, 180), options());
+            let (day, net) = (SimulatedCloud::new(3600, 180), options());
             let address = CloudAddress::parse(uri).unwrap();
             let credentials = match address.cloud {
                 Cloud::Google => simulated::google(&day, &net),
@@ -135,7 +135,7 @@ mod tests {
             let shown = address.shown.clone();
             let (bucket, headers) = (Arc::new(day.serve().parse().unwrap()), Vec::new());
             let account = "account".into();
-            let signer = Signer { bucket, account, credentials, address, headers };
+            let signer = CloudSigner { bucket, account, credentials, address, headers };
             let environment = OpenOptions::from_environment().unwrap();
             let options = OpenOptions { transport: net, cache: None, ..environment };
             let url = FileUrl::signed(Box::new(signer));

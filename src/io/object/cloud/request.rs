@@ -37,7 +37,7 @@ pub struct UploadRequest<'a> {
     /// True for refusals, by status and code, that the caller handles.
     pub handled: fn(StatusCode, &str) -> bool,
     /// True for a success that is complete.
-    pub complete: fn(&Answer) -> bool,
+    pub complete: fn(&CloudResponse) -> bool,
     /// Time limit for the server, if that is longer than usual.
     pub patience: Duration,
 }
@@ -75,7 +75,7 @@ impl<'a> UploadRequest<'a> {
         UploadRequest { handled, ..self }
     }
 
-    pub fn only_if(self, complete: fn(&Answer) -> bool) -> Self {
+    pub fn only_if(self, complete: fn(&CloudResponse) -> bool) -> Self {
         UploadRequest { complete, ..self }
     }
 
@@ -106,13 +106,13 @@ impl<'a> UploadRequest<'a> {
 }
 
 /// The answer of a server.
-pub struct Answer {
+pub struct CloudResponse {
     pub status: StatusCode,
     pub fields: HeaderMap,
     text: String,
 }
 
-impl Answer {
+impl CloudResponse {
     /// The text of an XML element without children, in a document of known form. None if it has entities.
     pub fn element(&self, name: &str) -> Option<&str> {
         let (_, rest) = self.text.split_once(&format!("<{name}>"))?;
@@ -191,7 +191,7 @@ impl CloudObject {
     }
 
     /// Repeats a request until it succeeds, or is refused in a way that the caller handles.
-    pub fn send(&self, request: &UploadRequest<'_>, cancel: &dyn Cancel) -> Result<Answer> {
+    pub fn send(&self, request: &UploadRequest<'_>, cancel: &dyn Cancel) -> Result<CloudResponse> {
         let refused = |used| {
             if let Some(credentials) = &self.credentials {
                 credentials.refused(used);
@@ -238,7 +238,7 @@ impl CloudObject {
     }
 
     /// The error of a refusal that the caller does not accept.
-    pub fn refused(&self, answer: &Answer) -> Error {
+    pub fn refused(&self, answer: &CloudResponse) -> Error {
         self.named(Error::io("writing", &self.requests.shown, answer.failure().error))
     }
 
@@ -255,7 +255,7 @@ impl CloudObject {
         checksums: bool,
         client: &Client,
         sent: &Arc<AtomicU64>,
-    ) -> Result<Answer, Failure> {
+    ) -> Result<CloudResponse, Failure> {
         let stall = client.stall().max(request.patience);
         let mut request = request.build(&self.url, checksums, sent)?;
         match &self.credentials {
@@ -271,7 +271,7 @@ impl CloudObject {
         let mut response = client.send_patiently(request, Some(sent), stall).await?;
         let text = document(&mut response, stall).await?;
         let (status, fields) = (response.status(), response.headers().clone());
-        Ok(Answer { status, fields, text: String::from_utf8_lossy(&text).into_owned() })
+        Ok(CloudResponse { status, fields, text: String::from_utf8_lossy(&text).into_owned() })
     }
 }
 
@@ -281,12 +281,12 @@ mod tests {
     use super::*;
     use crate::cancel::Never;
     use crate::io::auth::token_chain::simulated;
-    use crate::io::transport::simulated::{Day, options};
+    use crate::io::transport::simulated::{SimulatedCloud, options};
 
     #[test]
     fn a_day_of_writing_is_never_refused() {
         for cloud in [Cloud::Google, Cloud::Azure] {
-            let (day, net) = (Day::new(3600, 180), options());
+            let (day, net) = (SimulatedCloud::new(3600, 180), options());
             let credentials = Some(match cloud {
                 Cloud::Google => simulated::google(&day, &net),
                 Cloud::Azure => simulated::azure(&day, &net),

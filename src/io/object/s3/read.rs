@@ -11,13 +11,13 @@ use reqwest::{StatusCode, Url};
 
 use super::address::S3Address;
 use super::endpoint::{DEFAULT_READ_ENDPOINT, Server};
-use super::refusal::{Document, region_of};
+use super::refusal::{S3ErrorDocument, region_of};
 use super::resolve::{S3Bucket, resolve, transport};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::auth::{RENEWAL_MARGIN, good_until, retry_at};
-use crate::io::http::{self, FileUrl, Pending, Sign};
-use crate::io::transport::{Failure, Location, fits_in_url, guarded, run_once};
+use crate::io::auth::{RENEWAL_MARGIN, renew_at, retry_at};
+use crate::io::http::{self, FileUrl, Sign, SignFuture};
+use crate::io::transport::{Failure, RequestTarget, fits_in_url, guarded, run_once};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
 
@@ -40,7 +40,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         public_url(&bucket, &address)?;
     }
     let (tls, headers) = (bucket.server.is_tls(), transport.headers.clone());
-    let signer = Signer { bucket: Arc::new(bucket), address, headers };
+    let signer = S3Signer { bucket: Arc::new(bucket), address, headers };
     let options = OpenOptions { transport, ..options.clone() };
     http::open_url(FileUrl::signed(Box::new(signer)), tls, shown, &options, cancel)
 }
@@ -55,19 +55,19 @@ pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> 
     let expiry = [now.checked_add(VALID), credentials].into_iter().flatten().min().unwrap_or(now);
     // Towards their end there may be new credentials at any time, and signing costs nothing.
     let ends = expiry.duration_since(now).is_ok_and(|left| left <= RENEWAL_MARGIN);
-    if ends { retry_at(now, expiry) } else { good_until(now, expiry) }
+    if ends { retry_at(now, expiry) } else { renew_at(now, expiry) }
 }
 
 /// Signs the URL of an object, if there are credentials.
-struct Signer {
+struct S3Signer {
     bucket: Arc<S3Bucket>,
     address: S3Address,
     /// Headers of the caller.
     headers: Vec<(String, String)>,
 }
 
-impl Sign for Signer {
-    fn sign(&self) -> Pending<'_, (Location, SystemTime)> {
+impl Sign for S3Signer {
+    fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
         Box::pin(guarded(self.signed()))
     }
 
@@ -109,7 +109,7 @@ impl Sign for Signer {
     }
 
     fn refusal(&self, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Failure {
-        self.bucket.refusal(status, headers, &Document::read(body))
+        self.bucket.refusal(status, headers, &S3ErrorDocument::read(body))
     }
 
     fn is_version(&self) -> bool {
@@ -117,7 +117,7 @@ impl Sign for Signer {
     }
 
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
-        Box::new(Signer {
+        Box::new(S3Signer {
             bucket: Arc::clone(&self.bucket),
             address: self.address.sibling(name),
             headers: self.headers.clone(),
@@ -125,14 +125,14 @@ impl Sign for Signer {
     }
 }
 
-impl Signer {
-    async fn signed(&self) -> std::result::Result<(Location, SystemTime), Failure> {
+impl S3Signer {
+    async fn signed(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
         let failed = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
         let Some(keys) = &self.bucket.credentials else {
             let url = public_url(&self.bucket, &self.address).map_err(|e| failed(e.to_string()))?;
             let now = clock::date();
             let until = now.checked_add(VALID).unwrap_or(now);
-            return Ok((Location::new(url, self.headers.clone()), until));
+            return Ok((RequestTarget::new(url, self.headers.clone()), until));
         };
         let credentials = keys.get().await?;
         let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
@@ -150,7 +150,7 @@ impl Signer {
             .map_err(|e| failed(DisplayErrorContext(e).to_string()))?;
         let url = Url::parse(signed.uri()).map_err(|e| failed(e.to_string()))?;
         let more = signed.headers().map(|(name, value)| (name.to_owned(), value.to_owned()));
-        let location = Location::new(url, self.headers.iter().cloned().chain(more).collect());
+        let location = RequestTarget::new(url, self.headers.iter().cloned().chain(more).collect());
         Ok((location, until))
     }
 }
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
     use crate::cancel::Never;
     use crate::io::auth::aws::simulate;
-    use crate::io::transport::simulated::{Day, OBJECT_LEN, options};
+    use crate::io::transport::simulated::{OBJECT_LEN, SimulatedCloud, options};
     use crate::io::{S3Options, read_exact_at};
     use crate::mem::Buffers;
 
@@ -207,7 +207,8 @@ mod tests {
     #[test]
     fn a_day_of_reading_is_never_refused() {
         for (hold, away, step, given) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)] {
-            let (day, net, region) = (Day::new(hold, away), options(), format!("read-{hold}"));
+            let (day, net, region) =
+                (SimulatedCloud::new(hold, away), options(), format!("read-{hold}"));
             simulate(&day, &region, &net);
             let s3 = S3Options {
                 endpoint: Some(day.serve()),

@@ -21,12 +21,12 @@ const DAMAGED: [&str; 2] = ["BadDigest", "XAmzContentChecksumMismatch"];
 
 /// The error document of a refusal.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Document {
+pub struct S3ErrorDocument {
     pub code: Option<String>,
     pub message: Option<String>,
 }
 
-impl Document {
+impl S3ErrorDocument {
     /// Parses the beginning of a body.
     pub fn read(body: &[u8]) -> Self {
         let text = String::from_utf8_lossy(body);
@@ -35,7 +35,7 @@ impl Document {
             let (found, _) = rest.split_once(&format!("</{name}>"))?;
             (!found.is_empty()).then(|| found.to_owned())
         };
-        Document { code: element("Code"), message: element("Message") }
+        S3ErrorDocument { code: element("Code"), message: element("Message") }
     }
 }
 
@@ -71,7 +71,12 @@ impl S3Bucket {
     }
 
     /// The failure that a refusal means.
-    pub fn refusal(&self, status: StatusCode, headers: &HeaderMap, said: &Document) -> Failure {
+    pub fn refusal(
+        &self,
+        status: StatusCode,
+        headers: &HeaderMap,
+        said: &S3ErrorDocument,
+    ) -> Failure {
         let answered = match (&said.code, &said.message) {
             (Some(code), Some(message)) => {
                 format!("the server answered {status}: {}: {}", Shortened(code), Shortened(message))
@@ -114,7 +119,7 @@ impl S3Bucket {
         if let Some(response) = error.raw_response() {
             let status = StatusCode::from_u16(response.status().as_u16());
             let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-            let said = Document {
+            let said = S3ErrorDocument {
                 code: error.code().map(str::to_owned),
                 message: error.message().map(str::to_owned),
             };
@@ -157,13 +162,13 @@ mod tests {
 
     #[test]
     fn error_documents() {
-        let read = |text: &str| Document::read(text.as_bytes());
+        let read = |text: &str| S3ErrorDocument::read(text.as_bytes());
         let whole = "<?xml version='1.0'?><Error><Code>NoSuchKey</Code><Message>It is not there.\
                      </Message></Error>";
         let (code, message) = ("NoSuchKey".to_owned(), "It is not there.".to_owned());
-        assert_eq!(read(whole), Document { code: Some(code), message: Some(message) });
+        assert_eq!(read(whole), S3ErrorDocument { code: Some(code), message: Some(message) });
         for text in ["", "<Code>", "<Code></Code>", "</Code><Code>", "<html>no</html>"] {
-            assert_eq!(read(text), Document::default(), "{text}");
+            assert_eq!(read(text), S3ErrorDocument::default(), "{text}");
         }
     }
 
@@ -195,7 +200,7 @@ mod tests {
         let server = Server::endpoint("host:9000", false, false).unwrap();
         let said = |none_found, status, code: Option<&str>| {
             let resolved = S3Bucket::without_credentials(server.clone(), none_found);
-            let said = Document { code: code.map(str::to_owned), message: None };
+            let said = S3ErrorDocument { code: code.map(str::to_owned), message: None };
             let error = resolved.refusal(status, &HeaderMap::new(), &said).error;
             (error.kind(), error.to_string())
         };

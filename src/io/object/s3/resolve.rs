@@ -17,9 +17,9 @@ use super::endpoint::{self, Server};
 use crate::environment::reading;
 use crate::error::{Error, Result};
 use crate::io::S3Options;
-use crate::io::auth::aws::{self, AwsKeys};
+use crate::io::auth::aws::{self, AwsCredentialSource};
 use crate::io::auth::s3cfg::S3Cfg;
-use crate::io::auth::{Missing, aws::provider};
+use crate::io::auth::{MissingCredentials, aws::provider};
 use crate::io::transport::{S3_SETTINGS, TransportOptions, Trust};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
@@ -35,7 +35,7 @@ pub struct S3Bucket {
     pub named: bool,
     pub bucket: String,
     /// None: requests are anonymous.
-    pub credentials: Option<AwsKeys>,
+    pub credentials: Option<AwsCredentialSource>,
     /// True if credentials were looked for, and there are none.
     pub none_found: bool,
     /// The region that was named, or is usual.
@@ -145,12 +145,12 @@ pub async fn resolve(
     // origins belong, and old scripts expect the default.
     let server = match (named, &credentials) {
         (Some(server), _) => server,
-        (None, Some(AwsKeys::Chain(_))) if force_http => {
+        (None, Some(AwsCredentialSource::Chain(_))) if force_http => {
             return Err(Error::InvalidArgument(format!(
                 "`{uri}`: AWS is asked by https:// only: name an endpoint, or do not force http://"
             )));
         }
-        (None, Some(AwsKeys::Chain(_))) => Server::aws(&settings),
+        (None, Some(AwsCredentialSource::Chain(_))) => Server::aws(&settings),
         (None, _) => Server::endpoint(default, force_http, false)?,
     };
     // The region of a machine of AWS says nothing about other servers.
@@ -183,21 +183,21 @@ async fn credentials(
     region: &str,
     options: &TransportOptions,
     uri: &str,
-) -> Result<(Option<AwsKeys>, bool)> {
+) -> Result<(Option<AwsCredentialSource>, bool)> {
     match keys {
         (Some(access), Some(secret)) if access.is_empty() && secret.is_empty() => Ok((None, false)),
         (Some(access), Some(secret)) => {
             let keys = Credentials::new(access, secret, None, None, "tensorizer");
-            Ok((Some(AwsKeys::Given(keys)), false))
+            Ok((Some(AwsCredentialSource::Fixed(keys)), false))
         }
         (None, None) => {
             aws::check_profile(uri).await?;
-            let keys = AwsKeys::Chain(provider(region.to_owned(), options));
+            let keys = AwsCredentialSource::Chain(provider(region.to_owned(), options));
             match keys.get().await {
                 Ok(_) => Ok((Some(keys), false)),
                 // No error: the object may be public.
-                Err(Missing::Absent) => Ok((None, true)),
-                Err(Missing::Failed(failure)) => {
+                Err(MissingCredentials::Absent) => Ok((None, true)),
+                Err(MissingCredentials::Failed(failure)) => {
                     let what = failure.error.to_string();
                     Err(Error::io("opening", uri, IoError::new(ErrorKind::PermissionDenied, what)))
                 }

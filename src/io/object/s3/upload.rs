@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::io::OpenOptions;
 use crate::io::object::checksum::Checksum;
 use crate::io::object::upload::{
-    Limits, SentPart, UploadProtocol, UploadRequests, UploadSink, new_mark,
+    SentPart, UploadLimits, UploadProtocol, UploadRequests, UploadSink, new_mark,
 };
 use crate::io::transport::{Failure, SdkClient, guarded, run_once};
 
@@ -30,7 +30,7 @@ pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<U
     UploadSink::new(Arc::new(S3Object::new(uri, options, cancel)?), &options.transport)
 }
 
-const LIMITS: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+const LIMITS: UploadLimits = UploadLimits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
 
 /// An object of S3.
 pub struct S3Object {
@@ -40,7 +40,7 @@ pub struct S3Object {
     /// The mark by which the object is recognised.
     mark: String,
     /// The server's agreement at the beginning.
-    sums: OnceLock<Checksums>,
+    sums: OnceLock<ChecksumSupport>,
 }
 
 /// The name of the metadata with the mark of an object that was sent in parts.
@@ -48,7 +48,7 @@ const MARK: &str = "tensorizer-upload";
 
 /// A server's use of checksums of uploads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Checksums {
+enum ChecksumSupport {
     /// It gets none.
     None,
     /// It gets those of parts, and may ignore them.
@@ -90,8 +90,8 @@ impl S3Object {
         })
     }
 
-    fn sums(&self) -> Checksums {
-        self.sums.get().copied().unwrap_or(Checksums::None)
+    fn sums(&self) -> ChecksumSupport {
+        self.sums.get().copied().unwrap_or(ChecksumSupport::None)
     }
 
     fn request<T, F: Future<Output = Result<T, Failure>>>(
@@ -159,7 +159,7 @@ impl UploadProtocol for S3Object {
         self.requests.options.stall
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> UploadLimits {
         LIMITS
     }
 
@@ -193,7 +193,7 @@ impl UploadProtocol for S3Object {
                 .bucket(&self.address.bucket)
                 .key(&self.address.key);
             let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
-            let mut sums = Checksums::None;
+            let mut sums = ChecksumSupport::None;
             let mut begun = None;
             if self.resolved.checksums {
                 let begin = begin.clone().checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
@@ -203,7 +203,7 @@ impl UploadProtocol for S3Object {
                         let answer = answer.map_err(|e| self.resolved.failure(e))?;
                         let all = answer.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
                             && answer.checksum_type == Some(ChecksumType::FullObject);
-                        sums = if all { Checksums::All } else { Checksums::Parts };
+                        sums = if all { ChecksumSupport::All } else { ChecksumSupport::Parts };
                         begun = Some(answer);
                     }
                 }
@@ -230,7 +230,7 @@ impl UploadProtocol for S3Object {
     ) -> Result<SentPart> {
         let sums = self.sums();
         let in_protocol = number_of(number)?;
-        let sum = (sums != Checksums::None).then(|| Checksum::of(bytes));
+        let sum = (sums != ChecksumSupport::None).then(|| Checksum::of(bytes));
         self.request(cancel, |client| async move {
             let send = |sum: Option<String>| {
                 let part = client.upload_part().bucket(&self.address.bucket).key(&self.address.key);
@@ -243,7 +243,7 @@ impl UploadProtocol for S3Object {
             let mut told = sum;
             let mut answer = send(text.clone()).await;
             // Not where the server has agreed to checksums.
-            for again in again(&text).into_iter().filter(|_| sums == Checksums::Parts) {
+            for again in again(&text).into_iter().filter(|_| sums == ChecksumSupport::Parts) {
                 if !answer.as_ref().is_err_and(knows_no_sums) {
                     break;
                 }
@@ -267,7 +267,7 @@ impl UploadProtocol for S3Object {
         cancel: &dyn Cancel,
     ) -> Result<()> {
         let sums = self.sums();
-        let all = sums == Checksums::All;
+        let all = sums == ChecksumSupport::All;
         let sums = parts.iter().filter_map(|part| part.checksum);
         let sum = all.then(|| sums.fold(Checksum::default(), Checksum::and).for_s3());
         let parts = parts.iter().map(|SentPart { number, tag, checksum }| {
@@ -341,11 +341,11 @@ mod tests {
     use crate::cancel::Never;
     use crate::io::S3Options;
     use crate::io::auth::aws::simulate;
-    use crate::io::transport::simulated::{Day, options};
+    use crate::io::transport::simulated::{SimulatedCloud, options};
 
     #[test]
     fn a_day_of_writing_is_never_refused() {
-        let (day, net, region) = (Day::new(3600, 180), options(), "write".to_owned());
+        let (day, net, region) = (SimulatedCloud::new(3600, 180), options(), "write".to_owned());
         simulate(&day, &region, &net);
         let s3 = S3Options {
             endpoint: Some(day.serve()),

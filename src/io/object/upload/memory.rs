@@ -19,7 +19,7 @@ const FEW_PARTS: u64 = 4;
 
 /// The limits of memory and connections.
 #[derive(Debug, Clone, Copy)]
-pub struct Budget {
+pub struct UploadBudget {
     /// The most connections.
     pub writers: usize,
     /// None for as much as the connections need.
@@ -28,11 +28,11 @@ pub struct Budget {
     pub object: Option<u64>,
 }
 
-impl Budget {
+impl UploadBudget {
     /// Creates the limits that the options and the environment set.
     pub fn new(options: &TransportOptions) -> Result<Self> {
         let bytes = Some(UPLOAD_MB.value()?).filter(|&mb| mb > 0);
-        Ok(Budget {
+        Ok(UploadBudget {
             writers: options.connections.unwrap_or(USUAL_WRITERS).min(options.max_connections),
             bytes: bytes.map(|mb| mb.saturating_mul(1 << 20)),
             object: None,
@@ -66,7 +66,7 @@ impl Budget {
 
 /// The memory of the parts of an upload.
 pub struct PartMemory {
-    budget: Mutex<Budget>,
+    budget: Mutex<UploadBudget>,
     held: Mutex<HeldBytes>,
     freed: Condvar,
 }
@@ -105,15 +105,15 @@ impl HeldBytes {
 }
 
 /// A part that is being sent, until this is dropped.
-pub struct Sending<'m>(&'m PartMemory);
+pub struct SendingPart<'m>(&'m PartMemory);
 
 impl PartMemory {
-    pub fn new(budget: Budget) -> Self {
+    pub fn new(budget: UploadBudget) -> Self {
         PartMemory { budget: Mutex::new(budget), held: Mutex::default(), freed: Condvar::new() }
     }
 
     /// The limits.
-    pub fn budget(&self) -> Budget {
+    pub fn budget(&self) -> UploadBudget {
         *self.budget.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -164,8 +164,8 @@ impl PartMemory {
     }
 
     /// Returns the guard of a complete part, which ends its sending when it is dropped.
-    pub fn sending(&self) -> Sending<'_> {
-        Sending(self)
+    pub fn sending(&self) -> SendingPart<'_> {
+        SendingPart(self)
     }
 
     /// Frees unused memory, after the upload was given up.
@@ -174,7 +174,7 @@ impl PartMemory {
     }
 }
 
-impl Sending<'_> {
+impl SendingPart<'_> {
     /// Takes back the memory of a part; None if a cancelled request still has it.
     pub fn done(self, len: usize, memory: Option<Vec<u8>>) {
         let mut held = self.0.held();
@@ -185,7 +185,7 @@ impl Sending<'_> {
     }
 }
 
-impl Drop for Sending<'_> {
+impl Drop for SendingPart<'_> {
     fn drop(&mut self) {
         self.0.held().sending -= 1;
         self.0.freed.notify_all();
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn never_more_than_the_limit_where_parts_are_sent_in_order() {
-        let memory = PartMemory::new(Budget { writers: 4, bytes: Some(40), object: None });
+        let memory = PartMemory::new(UploadBudget { writers: 4, bytes: Some(40), object: None });
         let (taken, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..8 {
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn a_short_object_holds_one_part_less_than_it_has() {
-        let budget = |object| Budget { writers: 16, bytes: None, object };
+        let budget = |object| UploadBudget { writers: 16, bytes: None, object };
         for (object, parts) in [
             (None, 20),
             (Some(1), 4),
@@ -244,7 +244,7 @@ mod tests {
             assert_eq!(budget(object).limit(10) / 10, parts, "{object:?}");
         }
         // A limit that was set takes precedence.
-        assert_eq!(Budget { bytes: Some(300), ..budget(Some(20)) }.limit(10), 300);
+        assert_eq!(UploadBudget { bytes: Some(300), ..budget(Some(20)) }.limit(10), 300);
         let memory = PartMemory::new(budget(None));
         memory.announce(60);
         memory.announce(50);
@@ -253,7 +253,7 @@ mod tests {
 
     #[test]
     fn memory_is_granted_over_the_limit_if_no_part_is_being_sent() {
-        let memory = PartMemory::new(Budget { writers: 1, bytes: Some(10), object: None });
+        let memory = PartMemory::new(UploadBudget { writers: 1, bytes: Some(10), object: None });
         // No part is being sent, so the second part gets memory although the first takes all of the
         // limit.
         let parts = [

@@ -23,11 +23,11 @@ use crate::cancel::{Cancel, Never, run_detached};
 use crate::error::{Error, Result};
 use crate::fallible::{append, resize};
 use crate::io::transport::TransportOptions;
-use crate::io::{Unclosed, WriteAt};
+use crate::io::{UnclosedOutcome, WriteAt};
 use crate::sys::process::OwnerProcess;
-use memory::{Budget, PartMemory};
-pub(super) use plan::Limits;
-use plan::Plan;
+use memory::{PartMemory, UploadBudget};
+use plan::PartPlan;
+pub(super) use plan::UploadLimits;
 pub(super) use protocol::{SentPart, UploadProtocol, new_mark, unless_there};
 pub(super) use requests::UploadRequests;
 
@@ -36,9 +36,9 @@ const SOON: Duration = Duration::from_millis(500);
 
 /// An object under construction. Clones are the same object.
 #[derive(Clone)]
-pub struct UploadSink(Arc<Upload>);
+pub struct UploadSink(Arc<MultipartUpload>);
 
-struct Upload {
+struct MultipartUpload {
     /// The only process that may send parts, complete the object or abort it.
     owner: OwnerProcess,
     object: Arc<dyn UploadProtocol>,
@@ -52,7 +52,7 @@ struct Upload {
 
 #[derive(Default)]
 struct UploadState {
-    plan: Option<Plan>,
+    plan: Option<PartPlan>,
     head: Vec<u8>,
     /// Incomplete parts, by number from the head on.
     open: HashMap<u64, Arc<Mutex<OpenPart>>>,
@@ -73,8 +73,8 @@ struct OpenPart {
 impl UploadSink {
     /// An object of a server. Nothing is sent before a part is complete.
     pub(super) fn new(object: Arc<dyn UploadProtocol>, options: &TransportOptions) -> Result<Self> {
-        let budget = Budget::new(options)?;
-        Ok(UploadSink(Arc::new(Upload {
+        let budget = UploadBudget::new(options)?;
+        Ok(UploadSink(Arc::new(MultipartUpload {
             owner: OwnerProcess::current(),
             object,
             state: Mutex::default(),
@@ -91,7 +91,7 @@ impl UploadSink {
     }
 }
 
-impl Upload {
+impl MultipartUpload {
     fn state(&self) -> MutexGuard<'_, UploadState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -107,13 +107,13 @@ impl Upload {
     }
 
     /// The plan of an object of `len` bytes with a head of `head` bytes.
-    fn plan(&self, head: u64, len: u64) -> Plan {
-        Plan::new(self.object.limits(), head, len)
+    fn plan(&self, head: u64, len: u64) -> PartPlan {
+        PartPlan::new(self.object.limits(), head, len)
     }
 
     /// Bytes of the longest part so far.
     fn longest_part(&self) -> u64 {
-        self.state().plan.as_ref().map_or_else(|| self.plan(0, 0).part_len, Plan::longest)
+        self.state().plan.as_ref().map_or_else(|| self.plan(0, 0).part_len, PartPlan::longest)
     }
 
     fn give_up(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
@@ -346,7 +346,7 @@ impl WriteAt for UploadSink {
                 let mut state = self.0.usable()?;
                 let head_len = state.plan.get_or_insert_with(|| self.0.plan(0, 0)).head_len;
                 let done = if at < head_len {
-                    Upload::write_head(&mut state, head_len, at, rest)?
+                    MultipartUpload::write_head(&mut state, head_len, at, rest)?
                 } else {
                     drop(state);
                     self.0.write_part(at, rest, cancel)?
@@ -399,13 +399,13 @@ impl WriteAt for UploadSink {
         Ok(())
     }
 
-    fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
+    fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
         self.abandon(cancel)?;
-        Ok(Unclosed::GivenUp)
+        Ok(UnclosedOutcome::Aborted)
     }
 }
 
-impl Drop for Upload {
+impl Drop for MultipartUpload {
     fn drop(&mut self) {
         // Never has no error.
         let _ = self.give_up("it was not finished", &Never);

@@ -7,7 +7,7 @@ const PART_UNIT: u64 = 2 << 20;
 
 /// The limits of a protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct UploadLimits {
     /// The most parts of an object.
     pub parts: u64,
     /// Bytes of the shortest part, unless it is the last.
@@ -16,7 +16,7 @@ pub struct Limits {
     pub longest: u64,
 }
 
-impl Limits {
+impl UploadLimits {
     /// Part numbers that are reserved for the head, which may grow.
     pub fn head_parts(self) -> u64 {
         self.parts / 10
@@ -47,8 +47,8 @@ const MUCH_MORE: u64 = 3;
 /// Otherwise parts are so long that the numbers left would hold twice as much again as there is
 /// already: however much is written, the numbers suffice.
 #[derive(Debug)]
-pub struct Plan {
-    limits: Limits,
+pub struct PartPlan {
+    limits: UploadLimits,
     /// Bytes that are written last, whole parts.
     pub head_len: u64,
     /// Bytes of each part of the head, and of the first ones behind it.
@@ -69,13 +69,13 @@ pub struct PartRange {
     pub len: u64,
 }
 
-impl Plan {
+impl PartPlan {
     /// `head`: bytes that are written last. `len`: bytes of the whole file, as far as is known.
-    pub fn new(limits: Limits, head: u64, len: u64) -> Self {
+    pub fn new(limits: UploadLimits, head: u64, len: u64) -> Self {
         let part_len = limits.rounded(len.div_ceil(limits.announced_parts()));
         let head_len = head.max(1).next_multiple_of(part_len);
         let announced = (len.saturating_sub(head_len), part_len);
-        Plan { limits, head_len, part_len, announced, ends: Vec::new() }
+        PartPlan { limits, head_len, part_len, announced, ends: Vec::new() }
     }
 
     /// The file will have at least so many bytes.
@@ -143,16 +143,16 @@ impl Plan {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::memory::{Budget, USUAL_WRITERS};
+    use super::super::memory::{USUAL_WRITERS, UploadBudget};
     use super::*;
 
-    const S3: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
-    const MANY: Limits = Limits { parts: 50_000, least: 1, longest: 4000 << 20 };
+    const S3: UploadLimits = UploadLimits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+    const MANY: UploadLimits = UploadLimits { parts: 50_000, least: 1, longest: 4000 << 20 };
     const GB: u64 = 1_000_000_000;
     const INDEX: u64 = 300_000;
 
     /// Asks for all parts of a file, one after another, and gives their number.
-    fn cut(plan: &mut Plan, len: u64) -> u64 {
+    fn cut(plan: &mut PartPlan, len: u64) -> u64 {
         let (mut number, mut at) = (0, plan.head_len);
         while at < len {
             let part = plan.part(at).unwrap();
@@ -177,16 +177,17 @@ mod tests {
             (140 * GB, 7417, 18 * mib, 360 * mib),
             (5000 * GB, 7973, 598 * mib, 11960 * mib),
         ] {
-            let mut plan = Plan::new(S3, INDEX, len);
+            let mut plan = PartPlan::new(S3, INDEX, len);
             assert_eq!(plan.part_len, part_len);
             assert_eq!(cut(&mut plan, len), parts);
             // As announced, all parts have one length.
             assert_eq!(plan.longest(), part_len);
-            let budget = Budget { writers: USUAL_WRITERS, bytes: None, object: None };
+            let budget = UploadBudget { writers: USUAL_WRITERS, bytes: None, object: None };
             assert_eq!(budget.writers(plan.longest()), 16);
             assert_eq!(budget.limit(plan.longest()), memory);
             // A setting bounds it, and takes its price in connections.
-            let budget = Budget { writers: USUAL_WRITERS, bytes: Some(256 * mib), object: None };
+            let budget =
+                UploadBudget { writers: USUAL_WRITERS, bytes: Some(256 * mib), object: None };
             let writers = budget.writers(plan.longest());
             assert_eq!(writers as u64, (256 * mib / part_len).clamp(1, 16));
             assert!(budget.limit(plan.longest()) <= (256 * mib).max(part_len));
@@ -196,41 +197,41 @@ mod tests {
     #[test]
     fn numbers_suffice_for_what_was_not_announced() {
         for (len, longest) in [(GB, 8 << 20), (140 * GB, 102 << 20), (5000 * GB, S3.longest)] {
-            let mut plan = Plan::new(S3, 0, 0);
+            let mut plan = PartPlan::new(S3, 0, 0);
             assert!(cut(&mut plan, len) <= S3.body_parts());
             assert_eq!(plan.longest(), longest);
         }
         // Little at first, and then a model of which the size is known.
-        let mut plan = Plan::new(S3, INDEX, 1 << 20);
+        let mut plan = PartPlan::new(S3, INDEX, 1 << 20);
         cut(&mut plan, 100 << 20);
         plan.announce(140 * GB);
         assert!(cut(&mut plan, 140 * GB) <= S3.announced_parts());
         assert_eq!(plan.longest(), 30 << 20);
         // More and more.
-        let mut plan = Plan::new(S3, INDEX, 50 * GB);
+        let mut plan = PartPlan::new(S3, INDEX, 50 * GB);
         for calls in 1..=20 {
             plan.announce(calls * 50 * GB);
             assert!(cut(&mut plan, calls * 50 * GB) < S3.body_parts());
         }
         assert!(plan.longest() <= 4 << 30);
-        assert_eq!(Plan::new(S3, 0, 0).part(u64::MAX / 2), None);
+        assert_eq!(PartPlan::new(S3, 0, 0).part(u64::MAX / 2), None);
     }
 
     #[test]
     fn more_parts_where_the_protocol_has_them() {
-        let mut plan = Plan::new(MANY, INDEX, 140 * GB);
+        let mut plan = PartPlan::new(MANY, INDEX, 140 * GB);
         assert_eq!((plan.part_len, plan.longest()), (PART_LEN, PART_LEN));
         assert_eq!(cut(&mut plan, 140 * GB), 16_689);
-        let mut plan = Plan::new(MANY, INDEX, 5000 * GB);
+        let mut plan = PartPlan::new(MANY, INDEX, 5000 * GB);
         assert!(cut(&mut plan, 5000 * GB) <= MANY.announced_parts());
-        let greedy = Limits { least: 30 << 20, ..MANY };
-        assert_eq!(Plan::new(greedy, INDEX, GB).part_len, 30 << 20);
+        let greedy = UploadLimits { least: 30 << 20, ..MANY };
+        assert_eq!(PartPlan::new(greedy, INDEX, GB).part_len, 30 << 20);
     }
 
     #[test]
     fn every_byte_has_one_part() {
         for (head, len) in [(0, 0), (1, 100 << 20), (300_000, 200 << 30), (100 << 20, 1 << 30)] {
-            let mut plan = Plan::new(S3, head, len);
+            let mut plan = PartPlan::new(S3, head, len);
             assert!(plan.head_len >= head.max(1), "{plan:?}");
             assert_eq!(plan.head_len % plan.part_len, 0);
             let first = PartRange { number: 0, start: 0, len: plan.part_len };

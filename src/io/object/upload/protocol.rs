@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::plan::Limits;
+use super::plan::UploadLimits;
 use crate::cancel::Cancel;
 use crate::codec::crypt::random;
 use crate::error::{Error, Result};
@@ -38,7 +38,7 @@ pub trait UploadProtocol: Send + Sync {
     /// Time limit for a server that neither sends nor takes bytes.
     fn stall(&self) -> Duration;
 
-    fn limits(&self) -> Limits;
+    fn limits(&self) -> UploadLimits;
 
     /// Sends the whole object.
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()>;

@@ -9,10 +9,10 @@ use crate::error::Error;
 use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 /// Complete parts that no thread sends yet.
-type Ready = Mutex<VecDeque<Vec<u8>>>;
+type ReadyParts = Mutex<VecDeque<Vec<u8>>>;
 
 /// Sends what is complete, as an upload does; some requests are given up with their memory.
-fn settle(memory: &PartMemory, ready: &Ready, fails: bool) -> Result<()> {
+fn settle(memory: &PartMemory, ready: &ReadyParts, fails: bool) -> Result<()> {
     loop {
         let next = ready.lock().unwrap().pop_front();
         let Some(part) = next else { return Ok(()) };
@@ -26,7 +26,7 @@ fn settle(memory: &PartMemory, ready: &Ready, fails: bool) -> Result<()> {
     }
 }
 
-fn write(memory: &PartMemory, ready: &Ready, parts: usize, fails: bool) -> Result<()> {
+fn write(memory: &PartMemory, ready: &ReadyParts, parts: usize, fails: bool) -> Result<()> {
     for number in 0..parts {
         // Parts grow in the course of a file.
         let len = if number < parts / 2 { 10 } else { 20 };
@@ -44,8 +44,8 @@ fn writers_never_deadlock_and_the_limit_holds() {
     check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
         let writers = thread_rng().gen_range(1..=3);
         let bytes = thread_rng().gen_range(10..=60);
-        let memory = PartMemory::new(Budget { writers, bytes: Some(bytes), object: None });
-        let ready = Ready::default();
+        let memory = PartMemory::new(UploadBudget { writers, bytes: Some(bytes), object: None });
+        let ready = ReadyParts::default();
         thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| write(&memory, &ready, 4, false).unwrap());
@@ -62,8 +62,8 @@ fn writers_never_deadlock_and_the_limit_holds() {
 #[test]
 fn a_failing_writer_blocks_no_other_writer() {
     check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
-        let memory = PartMemory::new(Budget { writers: 2, bytes: Some(20), object: None });
-        let ready = Ready::default();
+        let memory = PartMemory::new(UploadBudget { writers: 2, bytes: Some(20), object: None });
+        let ready = ReadyParts::default();
         thread::scope(|scope| {
             for _ in 0..3 {
                 // The error is that of one writer; others find out by themselves.
