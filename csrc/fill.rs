@@ -99,7 +99,7 @@ unsafe fn fill_on_devices<'t>(
     }
     let of = if devices.found.len() > 1 { of } else { Vec::new() };
     let planned = DeviceLoad::into_blocks(file, &numbers, of)?;
-    let blocks = DeviceBlocks::of(blocks)?;
+    let blocks = DeviceBlocks::from_memory(blocks)?;
     let run = devices.run(&planned, &blocks, (options, counters, cancel), &mut || Ok(false));
     run.map_err(|error| error.with_file("loading", file.uri()))
 }

@@ -201,7 +201,7 @@ impl<'d> Allocation<'d> {
         // Work that was queued on the stream before may still use the memory.
         let after = Some(Arc::clone(&self.found.device).mark(self.found.consumer)?);
         for (at, memory) in (self.start + self.done..).zip(memory) {
-            blocks.put(at, DeviceBlock { memory, after: after.clone() })?;
+            blocks.insert(at, DeviceBlock { memory, after: after.clone() })?;
         }
         self.done = end;
         Ok(())

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use tensorizer::device::{self, CPU, DeviceIndex};
-use tensorizer::environment::{Guard, within};
+use tensorizer::environment::{Guard, run_guarded};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::io::{OpenOptions, uri::create};
@@ -42,7 +42,7 @@ pub fn set_unlocked(hook: Guard) {
 
 /// Runs the body of an operator in the wrapper that was set; a panic becomes an error.
 fn operator<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    within(UNLOCKED.get(), || guard(body))
+    run_guarded(UNLOCKED.get(), || guard(body))
 }
 
 fn interrupt() -> Result<()> {

@@ -44,10 +44,12 @@ impl Cancel for Never {
 
 /// Sleeps, and checks for cancellation meanwhile.
 pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
-    let begun = clock::now();
-    while let Some(left) = time.checked_sub(clock::since(begun)).filter(|left| !left.is_zero()) {
+    let start = clock::now();
+    while let Some(remaining) =
+        time.checked_sub(clock::since(start)).filter(|remaining| !remaining.is_zero())
+    {
         cancel.check()?;
-        clock::sleep(left.min(POLL));
+        clock::sleep(remaining.min(POLL));
     }
     cancel.check()
 }
@@ -108,10 +110,10 @@ pub fn run_detached<T: Send + 'static>(
     let (send, receive) = sync_channel(1);
     let work = Arc::new(Mutex::new(Some(work)));
     let take = |work: &Mutex<Option<_>>| work.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let theirs = Arc::clone(&work);
+    let work_of_thread = Arc::clone(&work);
     let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(move || {
-        if let Some(work) = take(&theirs) {
-            drop(theirs);
+        if let Some(work) = take(&work_of_thread) {
+            drop(work_of_thread);
             // Fails if the call was cancelled: then there is no receiver.
             let _ = send.send(work());
         }
@@ -148,7 +150,7 @@ mod tests {
     use super::*;
 
     /// Cancels the call at the check after this many.
-    fn after(times: u32) -> impl Cancel {
+    fn cancel_after(times: u32) -> impl Cancel {
         let asked = AtomicU32::new(0);
         move || match asked.fetch_add(1, Ordering::Relaxed) {
             asked if asked < times => Ok(()),
@@ -159,15 +161,15 @@ mod tests {
     #[test]
     fn a_cancelled_caller_does_not_wait_for_detached_work() {
         assert_eq!(run_detached(&Never, || 7).unwrap(), 7);
-        let (begin, begun) = sync_channel::<()>(0);
-        let stuck = run_detached(&after(2), move || begun.recv());
+        let (end, may_end) = sync_channel::<()>(0);
+        let stuck = run_detached(&cancel_after(2), move || may_end.recv());
         assert!(matches!(stuck, Err(Error::Cancelled)));
         // The work is still running, and ends when it can.
-        begin.send(()).unwrap();
+        end.send(()).unwrap();
     }
 
     #[test]
-    fn a_panic_comes_back() {
+    fn a_panic_reaches_the_caller() {
         let caught: Result<Result<()>, _> = std::panic::catch_unwind(|| {
             run_detached(&Never, || std::panic::panic_any("on purpose"))
         });
@@ -175,9 +177,9 @@ mod tests {
     }
 
     #[test]
-    fn a_sleep_ends_early() {
+    fn a_cancelled_sleep_ends_early() {
         let long = Duration::from_secs(3600);
-        assert!(matches!(sleep(long, &after(3)), Err(Error::Cancelled)));
+        assert!(matches!(sleep(long, &cancel_after(3)), Err(Error::Cancelled)));
         sleep(Duration::ZERO, &Never).unwrap();
     }
 }

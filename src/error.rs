@@ -237,8 +237,8 @@ pub struct Shortened<'t>(pub &'t str);
 
 impl std::fmt::Display for Shortened<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        const MOST: usize = 200;
-        match self.0.char_indices().nth(MOST) {
+        const MAX_CHARACTERS: usize = 200;
+        match self.0.char_indices().nth(MAX_CHARACTERS) {
             None => Escaped(self.0).fmt(f),
             Some((end, _)) => {
                 let (start, _) = self.0.split_at(end);
@@ -263,7 +263,7 @@ impl Malformed {
     }
 
     /// Adds the file.
-    pub fn of(self, uri: &str) -> Error {
+    pub fn in_file(self, uri: &str) -> Error {
         Error::Format { uri: uri.to_owned(), offset: self.offset, what: self.what }
     }
 }

@@ -68,7 +68,7 @@ impl Source {
                 }
                 let rest = bytes.split_at_mut(done).1;
                 let at = offset.saturating_add(done as u64);
-                match source.read_at(at, &mut Buffers::of(rest), &signals)? {
+                match source.read_at(at, &mut Buffers::from_slice(rest), &signals)? {
                     0 => break,
                     read => done += read,
                 }

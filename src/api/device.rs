@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::fallible::{LISTS, listed, out_of_memory, push, repeated, with_room};
 use crate::io::borrowed;
 use crate::mem::device::Streams;
-use crate::mem::pinned::fewest;
+use crate::mem::pinned::min_buffers;
 use crate::stats::{Counters, PAGEABLE};
 
 /// A load to devices: the tensors, and their places in blocks of device memory.
@@ -222,7 +222,7 @@ impl<'f> DeviceLoad<'f> {
         // Readers to host memory serve all devices, but each device has staging buffers of its own.
         let others = upload.to.devices.iter().skip(1).map(|one| {
             let len = one.pool.buffer_len() as u64;
-            len.saturating_mul(fewest(len))
+            len.saturating_mul(min_buffers(len))
         });
         let least = self.selection.file.least(true, true)?.saturating_add(others.sum());
         let (most, memory) = upload.options.memory.known()?.tensors(HELD, largest, least)?;

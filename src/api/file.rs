@@ -229,7 +229,7 @@ impl TensorFile {
     pub fn metadata(&self) -> Result<Option<&[(String, String)]>> {
         match &*self.catalog.metadata {
             Ok(pairs) => Ok(pairs.as_deref()),
-            Err(damage) => Err(damage.clone().of(&self.uri)),
+            Err(damage) => Err(damage.clone().in_file(&self.uri)),
         }
     }
 
@@ -308,7 +308,7 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn raw(&self, offset: u64, buffer: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         let what = || "a copy of the file".to_owned();
-        read_exact_at(&*self.source(0)?, offset, &mut Buffers::of(buffer), &what, cancel)
+        read_exact_at(&*self.source(0)?, offset, &mut Buffers::from_slice(buffer), &what, cancel)
     }
 
     /// Returns a function that makes the kernel begin to read bytes of one tensor's data, from its
@@ -324,7 +324,7 @@ impl TensorFile {
         let cold = |file: Arc<File>| {
             samples
                 .iter()
-                .any(|&place| sys::is_cached(&file, at.saturating_add(place)) == Some(false))
+                .any(|&place| sys::is_in_page_cache(&file, at.saturating_add(place)) == Some(false))
         };
         if len == 0 || !source.file().is_some_and(cold) {
             return Ok(None);

@@ -92,7 +92,7 @@ impl Codec for Headers<'_> {
         let (file, entry) = (self.selection.file, self.entry(tensor)?);
         file.check_header(entry, raw)?;
         let header =
-            Header::parse(raw, entry, file.is_encrypted()).map_err(|e| e.of(file.uri()))?;
+            Header::parse(raw, entry, file.is_encrypted()).map_err(|e| e.in_file(file.uri()))?;
         let place = self.selection.order().get(tensor);
         (self.see)(*place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?, &header)?;
         let in_chunks = match &self.decryptor {
@@ -180,7 +180,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let uri = file.uri();
     let raw = some(&*source, entry.header_offset, entry.data_offset, cancel)?;
     file.check_header(entry, &raw)?;
-    let header = Header::parse(&raw, entry, true).map_err(|e| e.of(uri))?;
+    let header = Header::parse(&raw, entry, true).map_err(|e| e.in_file(uri))?;
     let Some((pieces, key)) = cipher(&header, entry, options, uri, cancel)? else { return Ok(()) };
     let (_, _, end) = pieces.piece(0);
     if end > PIECE_LEN {
@@ -200,6 +200,6 @@ fn some(source: &dyn ReadAt, start: u64, end: u64, cancel: &dyn Cancel) -> Resul
     let len = usize::try_from(end.saturating_sub(start)).unwrap_or(usize::MAX);
     let what = || "tensors".to_owned();
     let mut bytes = zeroed(len, what)?;
-    read_exact_at(source, start, &mut Buffers::of(&mut bytes), &what, cancel)?;
+    read_exact_at(source, start, &mut Buffers::from_slice(&mut bytes), &what, cancel)?;
     Ok(bytes)
 }

@@ -24,7 +24,7 @@ impl TensorFile {
             readers: 1,
             reader: of_server.clamp(CONNECTION, READER).max(around),
             gathers: if parts { gather::least(self.is_encrypted()) } else { 0 },
-            staging: staged.then(|| (buffer, pinned::fewest(buffer), 0)),
+            staging: staged.then(|| (buffer, pinned::min_buffers(buffer), 0)),
         };
         // Files of a hub are hashed before the load, piece by piece, which also takes memory.
         let ahead =

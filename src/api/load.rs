@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory, push, repeated, with_room};
 use crate::format::catalog::{Entry, Format};
 use crate::io::borrowed;
-use crate::mem::{Arena, HostBuffer, SliceRemainder, to_fill, zero_filled};
+use crate::mem::{Arena, HostBuffer, SliceRemainder, as_uninit, zero_fill};
 use crate::stats::{Counters, Stage};
 
 /// The alignment from which tensors in a mapped file are used in place, or that of their element
@@ -73,7 +73,7 @@ fn load_selected(
     let (file, sliced) = (selection.file, selection.is_sliced());
     let mut memory = Memory::new(selection, options)?;
     let headers = if sliced {
-        let bytes = listed(memory.bytes()?.into_iter().map(to_fill), LISTS)?;
+        let bytes = listed(memory.bytes()?.into_iter().map(as_uninit), LISTS)?;
         load_slices(selection, bytes, options, counters, cancel, &load_counted)?;
         no_headers(selection)?
     } else {
@@ -97,7 +97,7 @@ pub fn load_into(
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<Vec<KeptHeader>> {
-    let destinations = listed(destinations.into_iter().map(to_fill), LISTS)?;
+    let destinations = listed(destinations.into_iter().map(as_uninit), LISTS)?;
     load_into_uninit(file, numbers, destinations, options, &Counters::default(), cancel)
 }
 
@@ -162,8 +162,8 @@ fn fill(
         let target = Host::new(destinations, Vec::new());
         return run(selection, target, options, counters, cancel)?.0.into_kept();
     }
-    let mut bytes = listed(destinations.into_iter().map(zero_filled), LISTS)?;
-    let lent = listed(bytes.iter_mut().map(|bytes| to_fill(bytes)), LISTS)?;
+    let mut bytes = listed(destinations.into_iter().map(zero_fill), LISTS)?;
+    let lent = listed(bytes.iter_mut().map(|bytes| as_uninit(bytes)), LISTS)?;
     let loaded = run(selection, Host::new(lent, Vec::new()), options, counters, cancel);
     let loaded = loaded.and_then(|(headers, left)| {
         let bytes = listed(bytes.iter_mut().map(|bytes| &mut **bytes), LISTS)?;
@@ -325,13 +325,13 @@ impl Memory {
             };
             let skip = usize::try_from(span.skip).map_err(|_| bug())?;
             let bytes = bytes.get_mut(skip..).ok_or_else(bug)?;
-            let memory = Span::Empty(to_fill(bytes));
+            let memory = Span::Empty(as_uninit(bytes));
             push(&mut images, Image { file: span.file, position: span.start, memory }, LISTS)?;
             blocks.push(None);
         }
         images.sort_unstable_by_key(|image| (image.file, image.position));
         let tensors = cut(&self.tensors, blocks)?;
-        Ok(Host::new(listed(tensors.into_iter().map(to_fill), LISTS)?, images))
+        Ok(Host::new(listed(tensors.into_iter().map(as_uninit), LISTS)?, images))
     }
 
     /// Turns the memory into the buffers that tensors own from now on.

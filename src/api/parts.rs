@@ -77,7 +77,7 @@ impl ShardIndex {
     pub fn read(head: Head, opening: &Opening<'_>) -> Result<Self> {
         let uri = head.source().uri();
         let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
-        let index = shards::parse(&json).map_err(|e| e.of(uri))?;
+        let index = shards::parse(&json).map_err(|e| e.in_file(uri))?;
         let promised = promised(&index, uri)?;
         let known = opening.known(&**head.source(), head.base(), &json, &[]);
         Ok(ShardIndex { head, index, promised, known })

@@ -125,7 +125,7 @@ impl<'s> Proof<'s> {
         let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
         resize(buffer, len, "a file that is hashed")?;
         let what = || "its hash".to_owned();
-        Buffers::of(buffer).observed(control, |buffers| {
+        Buffers::from_slice(buffer).with_observer(control, |buffers| {
             read_exact_at(self.source, start, buffers, &what, control)
         })?;
         let mut hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);

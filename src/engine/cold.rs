@@ -50,7 +50,9 @@ pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
         while next < extent.data_len {
             sampled += 1;
             let file = files.get(extent.file).and_then(|source| source.file());
-            match file.and_then(|file| crate::sys::is_cached(&file, extent.data_offset + next)) {
+            match file
+                .and_then(|file| crate::sys::is_in_page_cache(&file, extent.data_offset + next))
+            {
                 Some(true) => {}
                 Some(false) => cold += 1,
                 None => unknown += 1,

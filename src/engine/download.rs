@@ -40,7 +40,7 @@ impl Downloader<'_> {
                 let now = step.min(end - at);
                 self.counters
                     .time(Stage::Copy, || lease.download(stream, (0, 0, now), &from.memory, at))?;
-                lease.begun()?;
+                lease.record_end()?;
                 Ok(lease)
             };
         let mut next: Option<StagingLease<'static>> = None;
@@ -57,7 +57,8 @@ impl Downloader<'_> {
                 next = Some(begin(more, at + step)?);
             }
             let len = step.min(end - at);
-            let filled = self.counters.time(Stage::Copy, || lease.filled(len, self.cancel))?;
+            let filled =
+                self.counters.time(Stage::Copy, || lease.into_downloaded(len, self.cancel))?;
             each(at as u64, filled)?;
         }
         Ok(())
@@ -84,7 +85,7 @@ impl Downloader<'_> {
                 end = start + len;
                 ranges.push(start..end);
             }
-            lease.filled(end, self.cancel)
+            lease.into_downloaded(end, self.cancel)
         })?;
         Ok((filled, ranges))
     }
@@ -95,6 +96,6 @@ impl Downloader<'_> {
             return Ok(lease);
         }
         (self.before_waiting)()?;
-        self.counters.time(Stage::Memory, || pool.enter(self.share).lease(1, device, self.cancel))
+        self.counters.time(Stage::Memory, || pool.enqueue(self.share).lease(1, device, self.cancel))
     }
 }

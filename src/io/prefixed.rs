@@ -42,7 +42,7 @@ impl ReadAt for PrefixedSource {
     ) -> Result<usize> {
         let here = offset.checked_sub(self.base).and_then(|at| usize::try_from(at).ok());
         match here.and_then(|at| self.first.get(at..)).filter(|here| !here.is_empty()) {
-            Some(here) => Ok(buffers.put(here)),
+            Some(here) => Ok(buffers.fill_from(here)),
             None => self.rest.read_at(offset, buffers, cancel),
         }
     }

@@ -176,9 +176,9 @@ pub fn read_exact_at(
     what: &dyn Fn() -> String,
     cancel: &dyn Cancel,
 ) -> Result<()> {
-    let total = buffers.left();
-    while buffers.left() > 0 {
-        let at = offset.saturating_add((total - buffers.left()) as u64);
+    let total = buffers.remaining();
+    while buffers.remaining() > 0 {
+        let at = offset.saturating_add((total - buffers.remaining()) as u64);
         if source.read_at(at, buffers, cancel)? == 0 {
             return Err(Error::Truncated {
                 uri: source.uri().to_owned(),

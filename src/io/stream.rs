@@ -33,13 +33,15 @@ pub trait Stream: Send {
 impl<R: Read + Send> Stream for R {
     fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
         // The buffers need not be initialised, and `read` of another type may look at them.
-        let mut bytes = vec![0; buffers.left().min(STEP)];
+        let mut bytes = vec![0; buffers.remaining().min(STEP)];
         loop {
             cancel.check().map_err(io::Error::other)?;
             match self.read(&mut bytes) {
                 // A signal that the caller may have handled.
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                other => return other.map(|read| buffers.put(bytes.get(..read).unwrap_or(&[]))),
+                other => {
+                    return other.map(|read| buffers.fill_from(bytes.get(..read).unwrap_or(&[])));
+                }
             }
         }
     }
@@ -116,7 +118,7 @@ impl<S: Stream> ReadAt for StreamSource<S> {
         while gap > 0 {
             let len = unwanted.len().min(usize::try_from(gap).unwrap_or(STEP));
             let step = &mut unwanted[..len];
-            let read = stream.read_next(&mut Buffers::of(step), cancel);
+            let read = stream.read_next(&mut Buffers::from_slice(step), cancel);
             match read.map_err(|e| self.failed(e))? {
                 0 => return Ok(0),
                 read => (gap, *position) = (gap - read as u64, *position + read as u64),
@@ -171,8 +173,9 @@ mod tests {
         let (end, ends) = channel();
         let source = StreamSource::new(BlockingStream(begun, ends), "pipe");
         std::thread::scope(|scope| {
-            let read =
-                |cancel: &dyn Cancel| source.read_at(0, &mut Buffers::of(&mut [0; 4]), cancel);
+            let read = |cancel: &dyn Cancel| {
+                source.read_at(0, &mut Buffers::from_slice(&mut [0; 4]), cancel)
+            };
             let other = scope.spawn(move || read(&crate::cancel::Never));
             begins.recv().unwrap();
             assert!(read(&AlwaysCancelled).unwrap_err().to_string().contains("cancelled"));

@@ -1,4 +1,5 @@
-//! Blocks of host memory, each for many tensors. One of the few doors to `unsafe`.
+//! Blocks of host memory, each for many tensors. `unsafe` is allowed in this file: it shares mapped
+//! memory among buffers.
 //!
 //! The first touch of new memory is an expensive part of a load: each page costs a page fault. A
 //! copy into untouched 4 KiB pages ran at a third of the speed of one into huge pages. So a load
@@ -248,7 +249,7 @@ impl UnfilledBuffer {
     }
 
     /// Returns the buffer; an error unless all pieces were dropped.
-    pub fn filled(mut self) -> Result<HostBuffer> {
+    pub fn finish(mut self) -> Result<HostBuffer> {
         let in_use = self.buffer.owner.as_mut().is_some_and(|owner| Arc::get_mut(owner).is_none());
         if in_use {
             return Err(Error::Bug("a buffer of which pieces are in use".to_owned()));
@@ -265,7 +266,7 @@ pub struct BufferPiece {
 }
 
 // SAFETY: the range is exclusive to this value until it is dropped (`UnfilledBuffer::piece` gives out
-// each byte once, and `UnfilledBuffer::filled` fails before the drop); `owner` keeps the memory.
+// each byte once, and `UnfilledBuffer::finish` fails before the drop); `owner` keeps the memory.
 unsafe impl Send for BufferPiece {}
 // SAFETY: shared access only reads.
 unsafe impl Sync for BufferPiece {}
@@ -343,10 +344,10 @@ mod tests {
         first.bytes_mut().fill(1);
         last.bytes_mut().fill(2);
         drop(last);
-        assert!(unfilled.filled().is_err());
+        assert!(unfilled.finish().is_err());
         let mut unfilled = UnfilledBuffer::new(3, 0).unwrap();
         unfilled.piece(1, 2).unwrap().bytes_mut().fill(7);
-        let filled = unfilled.filled().unwrap();
+        let filled = unfilled.finish().unwrap();
         assert_eq!(
             (filled.bytes(), filled.copied().unwrap().bytes()),
             (&[0, 7, 7][..], &[0, 7, 7][..])

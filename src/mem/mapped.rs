@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_in_use_until_its_last_mapping_goes() {
+    fn a_file_counts_as_mapped_until_its_last_mapping_is_dropped() {
         let file = tempfile::tempfile().unwrap();
         let other = tempfile::tempfile().unwrap();
         let (one, two) =

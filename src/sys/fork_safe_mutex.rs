@@ -1,4 +1,5 @@
-//! A fork-safe mutex: no process is forked while it is held. One of the few modules with `unsafe` code.
+//! A fork-safe mutex: no process is forked while it is held. `unsafe` is allowed in this file: it calls
+//! `pthread_atfork`.
 //!
 //! In a forked child, only the thread that called `fork` continues. A mutex that another thread held
 //! would never be released there. So `fork` waits until no other thread holds one of these.

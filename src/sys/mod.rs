@@ -1,4 +1,5 @@
-//! System calls that the standard library does not offer. One of the few modules with `unsafe` code.
+//! System calls that the standard library does not offer. `unsafe` is allowed in this file: it makes
+//! system calls.
 #![allow(unsafe_code)]
 
 mod attributes;
@@ -21,8 +22,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub use attributes::{attribute, attribute_names, set_attribute};
-pub(crate) use buffers::to_fill;
-pub use buffers::{ArrivalObserver, BufferToFill, Buffers, FilledPart, filled, zero_filled};
+pub(crate) use buffers::as_uninit;
+pub use buffers::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all, zero_fill};
 pub use range_locks::{
     RangeLockAttempt, disk_space, effective_user_id, try_lock_exclusive, try_lock_range,
     try_lock_shared, unlock_range,
@@ -109,8 +110,8 @@ pub fn open_nonblocking(path: &Path) -> io::Result<File> {
 }
 
 /// True if the byte at a position is in the page cache; None if the kernel does not say.
-pub fn is_cached(file: &File, offset: u64) -> Option<bool> {
-    if let Some(cached) = in_page_cache(file, offset) {
+pub fn is_in_page_cache(file: &File, offset: u64) -> Option<bool> {
+    if let Some(cached) = cachestat(file, offset) {
         return Some(cached);
     }
     // Older kernels: a read that may not block. It may make the kernel read ahead.
@@ -124,7 +125,7 @@ pub fn is_cached(file: &File, offset: u64) -> Option<bool> {
 }
 
 /// The answer of `cachestat(2)`, which Linux has since 6.5; None without it.
-fn in_page_cache(file: &File, offset: u64) -> Option<bool> {
+fn cachestat(file: &File, offset: u64) -> Option<bool> {
     /// The number of the call, the same on all architectures.
     const CACHESTAT: libc::c_long = 451;
     // Structures of the kernel: a range, and five counts of pages. The first counts those in the cache.
@@ -344,14 +345,14 @@ pub fn page_size() -> usize {
 /// The number of cores that this process may use, within the quota of its control group. It is cached:
 /// finding out takes some system calls and files, and each load of each tensor needs it.
 pub fn cpu_count() -> usize {
-    static KNOWN: AtomicUsize = AtomicUsize::new(0);
-    match KNOWN.load(Ordering::Relaxed) {
+    static CACHED: AtomicUsize = AtomicUsize::new(0);
+    match CACHED.load(Ordering::Relaxed) {
         0 => {
             let found = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-            KNOWN.store(found, Ordering::Relaxed);
+            CACHED.store(found, Ordering::Relaxed);
             found
         }
-        known => known,
+        cached => cached,
     }
 }
 
@@ -359,7 +360,7 @@ pub fn cpu_count() -> usize {
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 mod tests {
     #[test]
-    fn the_number_of_cores_is_asked_for_once() {
+    fn the_number_of_cores_is_cached() {
         let first = super::cpu_count();
         let again = std::thread::spawn(|| {
             let one = [1usize; 1];

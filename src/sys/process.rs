@@ -1,5 +1,5 @@
-//! Values that a forked child inherits, and must not release a second time. One of the few modules with
-//! `unsafe` code.
+//! Values that a forked child inherits, and must not release a second time. `unsafe` is allowed in this
+//! file: it drops values through raw pointers.
 #![allow(unsafe_code)]
 
 use std::mem::ManuallyDrop;

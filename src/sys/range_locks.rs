@@ -1,5 +1,5 @@
 //! Range locks of files (locks of open file descriptions), which end with the processes that hold them.
-//! One of the few modules with `unsafe` code.
+//! `unsafe` is allowed in this file: it makes system calls.
 #![allow(unsafe_code)]
 
 use std::fs::File;

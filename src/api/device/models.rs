@@ -53,7 +53,7 @@ impl ReadAt for Distant {
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
         thread::sleep(Duration::from_millis(1));
-        let read = buffers.put(&self.0[usize::try_from(offset).unwrap()..]);
+        let read = buffers.fill_from(&self.0[usize::try_from(offset).unwrap()..]);
         buffers.arrived(read as u64);
         Ok(read)
     }
@@ -93,7 +93,7 @@ fn load(interrupted: bool) {
     let block = |block: &mut Vec<u8>| unsafe {
         DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len())
     };
-    let blocks = DeviceBlocks::of(memory.iter_mut().map(block).collect()).unwrap();
+    let blocks = DeviceBlocks::from_memory(memory.iter_mut().map(block).collect()).unwrap();
     let device: Arc<dyn Device> = FakeDevice::new(7, InjectedFaults::default());
     let pool = Pool::new(LEN, 4, 2);
     let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];

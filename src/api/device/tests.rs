@@ -63,7 +63,12 @@ impl Memory {
             blocks.push(unsafe { DeviceMemory::new(base + at, *len as usize) });
             at += *len as usize;
         }
-        Memory { bytes, starts, blocks: DeviceBlocks::of(blocks).unwrap(), later: VecDeque::new() }
+        Memory {
+            bytes,
+            starts,
+            blocks: DeviceBlocks::from_memory(blocks).unwrap(),
+            later: VecDeque::new(),
+        }
     }
 
     /// Makes memory whose blocks are allocated only when the load asks for them.
@@ -78,7 +83,7 @@ impl Memory {
 /// Allocates the next block.
 fn allocate(blocks: &DeviceBlocks, later: &mut VecDeque<(usize, DeviceMemory)>) -> Result<bool> {
     if let Some((at, memory)) = later.pop_front() {
-        blocks.put(at, crate::mem::device::DeviceBlock { memory, after: None })?;
+        blocks.insert(at, crate::mem::device::DeviceBlock { memory, after: None })?;
     }
     Ok(!later.is_empty())
 }

@@ -151,7 +151,7 @@ impl TensorIterator {
                     if shared.complete {
                         wait(&*mark, cancel)?;
                     } else {
-                        mark.hold_back(consumer.0)?;
+                        mark.delay_stream(consumer.0)?;
                     }
                     *self.waits = Some((consumer, mark));
                 }
@@ -176,7 +176,7 @@ impl TensorIterator {
             // Work that was queued on the stream before may still use the memory.
             let after = Some(Arc::clone(&to.device).mark(allocate.consumer()?)?);
             for (tensor, memory) in tensors.clone().zip(memory) {
-                blocks.put(tensor, DeviceBlock { memory, after: after.clone() })?;
+                blocks.insert(tensor, DeviceBlock { memory, after: after.clone() })?;
             }
             window.allocated(tensors.len());
         }

@@ -286,7 +286,7 @@ impl ReadAt for Withheld {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let end = offset + buffers.left() as u64;
+        let end = offset + buffers.remaining() as u64;
         let begun = Instant::now();
         while (offset..end).contains(&self.position)
             && !self.let_go.load(Ordering::Relaxed)

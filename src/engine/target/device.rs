@@ -20,7 +20,7 @@ use crate::fallible::{listed, with_room, zeroed};
 use crate::io::Capabilities;
 use crate::mem::device::{DeviceBlocks, Event, Streams};
 use crate::mem::pinned::{self, Pool, QueueTicket, Share};
-use crate::mem::{Buffers, SliceRemainder, to_fill};
+use crate::mem::{Buffers, SliceRemainder, as_uninit};
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// The route to one device: its streams and its staging buffers.
@@ -54,7 +54,7 @@ impl<'d> ToDevice<'d> {
     fn buffers(&self) -> u64 {
         let of_each = self.routes.iter().map(|route| {
             let most = route.pool.limit();
-            route.share.as_ref().map_or(most, |share| most.min(share.most()))
+            route.share.as_ref().map_or(most, |share| most.min(share.max_buffers()))
         });
         of_each.min().unwrap_or(0) as u64
     }
@@ -138,7 +138,7 @@ impl<'d> Target for ToDevice<'d> {
         let longest = self.routes.iter().map(|route| route.pool.buffer_len()).max();
         let (buffer, devices) = (longest.unwrap_or(1) as u64, self.routes.len() as u64);
         let most = self.routes.iter().map(|route| route.pool.limit() as u64).sum();
-        let staging = Some((buffer, devices * pinned::fewest(buffer), most));
+        let staging = Some((buffer, devices * pinned::min_buffers(buffer), most));
         LoadNeeds { readers, reader: source.reader_memory, gathers: 0, staging }
     }
 
@@ -155,7 +155,7 @@ impl<'d> Target for ToDevice<'d> {
     /// than copying.
     fn expect(&mut self, total: u64) {
         let buffer = self.buffer_len() as u64;
-        let most = (total.div_ceil(buffer) + 1).max(pinned::fewest(buffer));
+        let most = (total.div_ceil(buffer) + 1).max(pinned::min_buffers(buffer));
         let Ok(most) = usize::try_from(most) else { return };
         for route in &mut self.routes {
             if route.share.is_none() && most < route.pool.limit() {
@@ -196,7 +196,7 @@ impl<'d> Target for ToDevice<'d> {
 
     fn enter(&self, batch: &Batch) -> Result<QueueTicket<'d>> {
         let route = self.route(batch)?;
-        Ok(route.pool.enter(route.share.as_ref()))
+        Ok(route.pool.enqueue(route.share.as_ref()))
     }
 
     fn acquire<'t>(
@@ -214,7 +214,7 @@ impl<'d> Target for ToDevice<'d> {
         let passing = staging.staged.iter().filter(|staged| staged.buffer.is_none());
         let passing = passing.map(|staged| staged.len).sum();
         let passing = zeroed(passing, || "headers of tensors".to_owned())?;
-        let lease = turn.lease_or(staging.buffers, streams.device(), idle, cancel)?;
+        let lease = turn.lease_with_idle_work(staging.buffers, streams.device(), idle, cancel)?;
         Ok(Buffered { staging, streams, lease, passing })
     }
 
@@ -248,11 +248,11 @@ impl<'d> Target for ToDevice<'d> {
         for event in before {
             // An event that has passed costs later batches no driver call.
             if !event.passed()? {
-                event.hold_back(stream.handle())?;
+                event.delay_stream(stream.handle())?;
             }
         }
         lease.upload_batch(stream, &uploads)?;
-        let mark = match lease.begun() {
+        let mark = match lease.record_end() {
             Ok(mark) => mark,
             Err(_) => {
                 stream.finish()?;
@@ -309,7 +309,7 @@ impl Buffered<'_> {
 impl Lease for Buffered<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
         let mut buffers = Buffers::default();
-        self.memory()?.into_iter().for_each(|bytes| buffers.push(to_fill(bytes)));
+        self.memory()?.into_iter().for_each(|bytes| buffers.push(as_uninit(bytes)));
         read(0, &mut buffers)
     }
 

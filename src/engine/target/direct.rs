@@ -83,12 +83,12 @@ impl<'d> Direct<'d> {
             return Ok(false);
         }
         let (block, offset) = self.place(tensor, 0, cancel)?;
-        let mut lease = pool.enter(None).lease(1, streams.device(), cancel)?;
+        let mut lease = pool.enqueue(None).lease(1, streams.device(), cancel)?;
         lease.download(streams.next()?, (0, 0, len), block, offset)?;
         lease.wait(cancel)?;
         let mut plain = vec![0; len];
         let what = || "tensors".to_owned();
-        let mut buffers = Buffers::of(&mut plain);
+        let mut buffers = Buffers::from_slice(&mut plain);
         read_exact_at(source, extent.data_offset, &mut buffers, &what, cancel)?;
         Ok(lease.buffers().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
     }

@@ -197,7 +197,7 @@ pub struct Gathered<'a> {
 
 impl Lease for Gathered<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
-        read(0, &mut Buffers::of(self.scratch.bytes()))
+        read(0, &mut Buffers::from_slice(self.scratch.bytes()))
     }
 
     fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {

@@ -155,7 +155,7 @@ pub struct Gathered<'d> {
 
 impl Lease for Gathered<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
-        read(0, &mut Buffers::of(self.scratch.bytes()))?;
+        read(0, &mut Buffers::from_slice(self.scratch.bytes()))?;
         let bug = || Error::Bug("a slice beyond its staging buffers".to_owned());
         let bytes = self.scratch.bytes();
         let mut memory = self.buffered.memory()?.into_iter();

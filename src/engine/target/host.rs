@@ -10,7 +10,7 @@ use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room, zeroed};
 use crate::io::Capabilities;
-use crate::mem::{BufferToFill, Buffers, filled};
+use crate::mem::{BufferToFill, Buffers, fill_all};
 
 /// Minimum bytes of a batch; fewer are not worth one.
 const MIN_BATCH: u64 = 1 << 20;
@@ -314,7 +314,7 @@ fn fill(
         }
     }
     let kept = listed(lent.iter().map(|lent| matches!(lent, BufferToFill::Returned(_))), PLAN)?;
-    let mut full = filled(lent, read)?.into_iter();
+    let mut full = fill_all(lent, read)?.into_iter();
     for (run, _) in runs.iter_mut().zip(kept).filter(|(_, kept)| *kept) {
         run.memory = Memory::Full(full.next().unwrap_or(&mut []));
     }

@@ -11,7 +11,7 @@ use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{push, with_room, zeroed};
 use crate::io::Capabilities;
-use crate::mem::{BufferPiece, Buffers, HostBuffer, UnfilledBuffer, to_fill};
+use crate::mem::{BufferPiece, Buffers, HostBuffer, UnfilledBuffer, as_uninit};
 use crate::sys::sync::Mutex;
 
 /// The position of an extent's data in the memory of its tensor.
@@ -33,7 +33,7 @@ impl Store {
     /// Takes the memory of a complete tensor; an empty buffer for a tensor without bytes.
     pub fn take(&self, tensor: usize) -> Result<HostBuffer> {
         let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&tensor);
-        taken.map_or_else(|| Ok(HostBuffer::empty()), UnfilledBuffer::filled)
+        taken.map_or_else(|| Ok(HostBuffer::empty()), UnfilledBuffer::finish)
     }
 }
 
@@ -183,7 +183,7 @@ impl OwnedLease {
 impl Lease for OwnedLease {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
         let mut buffers = Buffers::default();
-        self.memory()?.into_iter().for_each(|chunk| buffers.push(to_fill(chunk.bytes)));
+        self.memory()?.into_iter().for_each(|chunk| buffers.push(as_uninit(chunk.bytes)));
         read(0, &mut buffers)
     }
 

@@ -31,7 +31,7 @@ pub struct Header {
 pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Header> {
     const WHAT: &str = "a safetensors header";
     let at = base.saturating_add(LENGTH_LEN);
-    let malformed = |what: String| Malformed::new(at, what).of(uri);
+    let malformed = |what: String| Malformed::new(at, what).in_file(uri);
     let failed = |what: &str| malformed(format!("the safetensors header: {}", Shortened(what)));
     let text = std::str::from_utf8(json).map_err(|e| failed(&format!("it is not UTF-8: {e}")))?;
     // An upper bound of the number of tensors: each has at least the colon after its name.

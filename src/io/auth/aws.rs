@@ -27,7 +27,7 @@ use super::cache::{
     FoundCredential, MissingCredentials, renew_at,
 };
 use super::snapshot::{PerSnapshot, Snapshot, locked};
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::error::{Error, Escaped, Result};
 use crate::io::transport::{Failure, LazySdkClient, TransportOptions, Trust};
 use crate::sys::clock;
@@ -92,7 +92,7 @@ impl ProvideCredentials for AwsCredentialSource {
 /// The profile that the environment names; None for the default one. The SDK would take an empty name
 /// for the name of a profile.
 pub fn profile() -> Option<String> {
-    reading(|| {
+    read_guarded(|| {
         let values = PROFILES.map(|name| std::env::var(name).ok());
         let named = values.iter().flatten().find(|name| !name.is_empty()).cloned();
         let is_empty = values.iter().flatten().next().is_some();
@@ -148,7 +148,7 @@ pub async fn check_profile(uri: &str) -> Result<()> {
         return Ok(());
     }
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    let variable = reading(|| PROFILES.into_iter().find(|name| is_set(name)));
+    let variable = read_guarded(|| PROFILES.into_iter().find(|name| is_set(name)));
     let what = format!(
         "{} names the profile `{}`, which is in neither of AWS's files: ~/.aws/config and \
          ~/.aws/credentials, or those that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE name",

@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::error::{Error, Result};
 
 /// The `[default]` section of such a file.
@@ -22,7 +22,8 @@ impl S3Cfg {
             let shown = path.display().to_string();
             return Self::read(path).map_err(|e| Error::io("reading", &shown, e));
         }
-        let home = reading(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
+        let home =
+            read_guarded(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
         let found = home.and_then(|path| Self::read(&path).ok());
         Ok(found.unwrap_or_else(S3Cfg::default))
     }

@@ -5,7 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::sys::process::PerProcess;
 use crate::sys::{FileStamp, file_stamp};
 
@@ -28,7 +28,7 @@ impl Snapshot {
         counts: impl Fn(&[u8]) -> bool,
         files: impl FnOnce(&Snapshot) -> Vec<PathBuf>,
     ) -> Self {
-        reading(move || {
+        read_guarded(move || {
             let mut variables: Vec<_> =
                 std::env::vars_os().filter(|(name, _)| counts(name.as_encoded_bytes())).collect();
             variables.sort();

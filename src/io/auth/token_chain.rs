@@ -12,7 +12,7 @@ use super::cache::{
     MissingCredentials,
 };
 use super::token_client::TokenClient;
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::io::transport::Failure;
 use crate::sys::clock;
 
@@ -47,7 +47,7 @@ where
     fn build(&self, answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
         let client = self.client.clone().reporting(answered);
         Box::pin(async move {
-            let (provider, wrap) = reading(|| (self.build)(client)).map_err(missing)?;
+            let (provider, wrap) = read_guarded(|| (self.build)(client)).map_err(missing)?;
             Ok(Arc::new(TokenProvider { provider, wrap }) as Arc<dyn CredentialChain>)
         })
     }

@@ -254,7 +254,7 @@ impl ReadAt for CachedSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let end = offset.saturating_add(buffers.left() as u64).min(self.entry.file_len());
+        let end = offset.saturating_add(buffers.remaining() as u64).min(self.entry.file_len());
         if end <= offset {
             return Ok(0);
         }

@@ -153,7 +153,7 @@ impl PooledClient {
             if bytes.len() as u64 > range.end - *done {
                 return Err(too_long());
             }
-            *done += buffers.put(&bytes) as u64;
+            *done += buffers.fill_from(&bytes) as u64;
             buffers.arrived(bytes.len() as u64);
         }
         // The end of the body is read too, so that the connection can be used again.

@@ -359,13 +359,13 @@ impl ReadAt for HttpSource {
         cancel: &dyn Cancel,
     ) -> Result<usize> {
         let len = self.validators.len.unwrap_or(u64::MAX);
-        let end = offset.saturating_add(buffers.left() as u64).min(len);
+        let end = offset.saturating_add(buffers.remaining() as u64).min(len);
         if end <= offset {
             return Ok(0);
         }
         let mut done = offset;
         if let Some(here) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
-            done += buffers.put(here) as u64;
+            done += buffers.fill_from(here) as u64;
         }
         if done < end {
             let budget = RetryBudget::new("reading", &self.shown, &self.options.transport, cancel);

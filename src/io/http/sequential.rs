@@ -116,7 +116,7 @@ impl Stream for SequentialBody {
             self.waited = self.waited.saturating_add(begun.elapsed());
             waited.map_err(io::Error::other)?;
         }
-        let len = buffers.put(&self.rest);
+        let len = buffers.fill_from(&self.rest);
         self.rest.advance(len);
         self.position += len as u64;
         Ok(len)

@@ -1,5 +1,5 @@
-//! Direct reads of local files that are not in the page cache. One of the few modules with `unsafe`
-//! code.
+//! Direct reads of local files that are not in the page cache. `unsafe` is allowed in this file: the
+//! kernel writes to its memory.
 //!
 //! Several reads are under way at once, by io_uring if the kernel allows it. Direct reads need aligned
 //! memory and positions. If memory is aligned like the file, block for block, they go straight into it.
@@ -258,7 +258,7 @@ impl ReadAt for DirectReader {
         buffers: &mut Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let wanted = buffers.left();
+        let wanted = buffers.remaining();
         let left = self.traits.len.unwrap_or(u64::MAX).saturating_sub(offset);
         let wanted = wanted.min(usize::try_from(left).unwrap_or(usize::MAX));
         if wanted == 0 {
@@ -266,7 +266,7 @@ impl ReadAt for DirectReader {
         }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let read = loop {
-            let (ring, left) = (state.ring.is_some(), buffers.left());
+            let (ring, left) = (state.ring.is_some(), buffers.remaining());
             let longest = if ring { BLOCK } else { DEPTH * BLOCK };
             let plan = PlannedRead::all(offset, buffers.ranges(usize::MAX), wanted, longest);
             match self.read_planned(&mut state, &plan, buffers) {
@@ -275,8 +275,8 @@ impl ReadAt for DirectReader {
                 // them: plain reads go on behind what is there.
                 Err(_) if ring => {
                     state.ring = None;
-                    if buffers.left() < left {
-                        break left - buffers.left();
+                    if buffers.remaining() < left {
+                        break left - buffers.remaining();
                     }
                 }
                 Err(error) => return Err(Error::io("reading", &self.uri, error)),
@@ -320,13 +320,13 @@ mod tests {
                 [(0, 1), (4095, 2), (1, 9 << 20), (5000, 4 << 20), (10 << 20, 1234), (123, 0)]
             {
                 let (mut one, mut two) = (vec![0; len / 3], vec![0; len - len / 3]);
-                let mut buffers = Buffers::of(&mut one);
-                buffers.push(crate::mem::to_fill(&mut two));
+                let mut buffers = Buffers::from_slice(&mut one);
+                buffers.push(crate::mem::as_uninit(&mut two));
                 read_exact_at(&reader, offset as u64, &mut buffers, &String::new, &Never).unwrap();
                 assert!([one, two].concat() == bytes[offset..offset + len], "{offset} {len}");
             }
             let mut beyond = [0; 2000];
-            let mut buffers = Buffers::of(&mut beyond);
+            let mut buffers = Buffers::from_slice(&mut beyond);
             assert_eq!(reader.read_at(10 << 20, &mut buffers, &Never).unwrap(), 1234);
             assert_eq!(reader.read_at(11 << 20, &mut buffers, &Never).unwrap(), 0);
             // A file that shrinks under the reader.
@@ -346,8 +346,8 @@ mod tests {
                 let mut header = vec![0; before];
                 let start = (offset + before) % 4096;
                 let to = arena.bytes_mut().get_mut(start..start + len).unwrap();
-                let mut buffers = Buffers::of(&mut header);
-                buffers.push(crate::mem::to_fill(to));
+                let mut buffers = Buffers::from_slice(&mut header);
+                buffers.push(crate::mem::as_uninit(to));
                 let plan = PlannedRead::all(offset as u64, buffers.ranges(9), before + len, BLOCK);
                 let straight: usize =
                     plan.iter().filter(|read| read.straight.is_some()).map(|read| read.len).sum();
@@ -369,7 +369,7 @@ mod tests {
         let path = folder.path().join("f");
         File::options().write(true).open(path).unwrap().set_len(1 << 20).unwrap();
         let mut buffer = vec![0; 3 << 20];
-        let read = reader.read_at(100, &mut Buffers::of(&mut buffer), &Never).unwrap();
+        let read = reader.read_at(100, &mut Buffers::from_slice(&mut buffer), &Never).unwrap();
         assert!(buffer[..read] == bytes[100..1 << 20]);
     }
 }

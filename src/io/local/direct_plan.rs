@@ -1,5 +1,5 @@
-//! Plans of direct reads, which go straight to the caller's memory or through a buffer. One of the few
-//! modules with `unsafe` code.
+//! Plans of direct reads, which go straight to the caller's memory or through a buffer. `unsafe` is
+//! allowed in this file: it handles raw pointers to the caller's memory.
 #![allow(unsafe_code)]
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
@@ -71,7 +71,7 @@ impl PlannedRead {
             }
             None => {
                 let end = read.min(self.skip + self.wanted);
-                into.put(&block[self.skip.min(end)..end])
+                into.fill_from(&block[self.skip.min(end)..end])
             }
         }
     }

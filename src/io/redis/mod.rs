@@ -307,7 +307,7 @@ impl ReadAt for RedisSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let end = offset.saturating_add(buffers.left() as u64).min(self.end);
+        let end = offset.saturating_add(buffers.remaining() as u64).min(self.end);
         if end <= offset {
             return Ok(0);
         }
@@ -340,7 +340,7 @@ impl ReadAt for RedisSource {
                 );
                 return Err(Error::io("reading", &self.shown, failure.error));
             }
-            done += buffers.put(&bytes);
+            done += buffers.fill_from(&bytes);
         }
         buffers.arrived(done as u64);
         Ok(done)

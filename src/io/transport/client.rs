@@ -10,7 +10,7 @@ use reqwest::{Method, Request, RequestBuilder, Response, Url};
 use super::send::{connection_failure, unless_stalled};
 use super::tls::AlpnProtocols;
 use super::{Failure, Tls, TransportOptions};
-use crate::environment::reading;
+use crate::environment::read_guarded;
 
 /// The protocols that servers may choose from, the best first.
 const PROTOCOLS: AlpnProtocols = &[b"h2", b"http/1.1"];
@@ -76,7 +76,7 @@ impl ClientConfig {
             .http2_initial_stream_window_size(window)
             .http2_initial_connection_window_size(window)
             .tls_backend_preconfigured(self.tls.config());
-        let made = reading(|| {
+        let made = read_guarded(|| {
             let variable = |name: &str| std::env::var(name).ok();
             if !proxy || names_all_hosts(variable) {
                 return builder.no_proxy().build().map(|http| (http, [None, None]));

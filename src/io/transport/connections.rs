@@ -11,7 +11,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::{Failure, RetryBudget, timer};
 use crate::cancel::POLL;
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use crate::sys::process::DropInOwner;
 #[cfg(any(feature = "clouds", feature = "s3"))]
@@ -27,7 +27,7 @@ pub struct EventLoop(Option<Runtime>);
 impl EventLoop {
     /// Starts an event loop.
     pub fn new() -> Result<Self, Failure> {
-        let runtime = reading(|| Builder::new_current_thread().enable_all().build());
+        let runtime = read_guarded(|| Builder::new_current_thread().enable_all().build());
         let failed = |e: io::Error| Failure::permanent(e.kind(), format!("an event loop: {e}"));
         Ok(EventLoop(Some(runtime.map_err(failed)?)))
     }
@@ -134,7 +134,7 @@ impl<C> ConnectionPool<C> {
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub async fn guarded<T>(work: impl Future<Output = T>) -> T {
     let mut work = std::pin::pin!(work);
-    std::future::poll_fn(|context| reading(|| work.as_mut().poll(context))).await
+    std::future::poll_fn(|context| read_guarded(|| work.as_mut().poll(context))).await
 }
 
 /// Runs work that may ask servers, such as finding credentials, before the object `shown` is opened.

@@ -13,7 +13,7 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
 
 use super::Trust;
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::sys::process::{OwnerProcess, PerProcess};
 use crate::sys::{FileStamp, file_stamp};
 
@@ -112,7 +112,7 @@ fn build(trust: &Trust) -> Result<ClientConfig, String> {
     }
     if *trust == Trust::System {
         // Certificates that cannot be used are skipped, as by other clients.
-        let found = reading(rustls_native_certs::load_native_certs);
+        let found = read_guarded(rustls_native_certs::load_native_certs);
         if let Some(error) = found.errors.first().filter(|_| found.certs.is_empty()) {
             return Err(format!(
                 "certificates of the system, or of SSL_CERT_FILE and SSL_CERT_DIR: {error}"

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::environment::{Text, reading};
+use crate::environment::{TextVariable, read_guarded};
 
 /// The trusted certificates.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -35,13 +35,13 @@ pub const AWS_CREDENTIALS_SETTINGS: &str = "AWS_CA_BUNDLE";
 #[cfg(feature = "clouds")]
 pub const CREDENTIALS_SETTINGS: &str = "REQUESTS_CA_BUNDLE";
 /// The variables that every client heeds, the first one first.
-const BUNDLES: [Text; 2] = [
-    Text {
+const BUNDLES: [TextVariable; 2] = [
+    TextVariable {
         name: "REQUESTS_CA_BUNDLE",
         default: "none",
         meaning: "certificates that are trusted instead of the system's",
     },
-    Text { name: "CURL_CA_BUNDLE", default: "none", meaning: "the same, after that one" },
+    TextVariable { name: "CURL_CA_BUNDLE", default: "none", meaning: "the same, after that one" },
 ];
 /// The variables that the library for the system's certificates reads itself.
 #[cfg(any(feature = "http", feature = "redis"))]
@@ -56,7 +56,7 @@ impl Trust {
     /// The file or folder that a variable of the environment names, if it is set.
     #[cfg(feature = "s3")]
     pub fn of_variable(variable: &'static str) -> Option<Self> {
-        let path = reading(|| std::env::var_os(variable)).filter(|path| !path.is_empty())?;
+        let path = read_guarded(|| std::env::var_os(variable)).filter(|path| !path.is_empty())?;
         Some(Trust::Bundle { path: path.into(), named_by: variable })
     }
 
@@ -92,7 +92,7 @@ impl Trust {
     pub fn watched(&self) -> Result<Vec<PathBuf>, String> {
         let mut files = self.files()?;
         if *self == Trust::System {
-            let named = reading(|| SYSTEM.map(std::env::var_os));
+            let named = read_guarded(|| SYSTEM.map(std::env::var_os));
             files.extend(named.into_iter().flatten().map(PathBuf::from));
         }
         Ok(files)

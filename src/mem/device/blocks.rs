@@ -33,10 +33,10 @@ impl DeviceBlocks {
     }
 
     /// Creates blocks that are all allocated.
-    pub fn of(memory: Vec<DeviceMemory>) -> Result<Self> {
+    pub fn from_memory(memory: Vec<DeviceMemory>) -> Result<Self> {
         let blocks = Self::new(memory.len())?;
         for (at, memory) in memory.into_iter().enumerate() {
-            blocks.put(at, DeviceBlock { memory, after: None })?;
+            blocks.insert(at, DeviceBlock { memory, after: None })?;
         }
         Ok(blocks)
     }
@@ -48,7 +48,7 @@ impl DeviceBlocks {
     }
 
     /// Adds a block; an error if it was added before.
-    pub fn put(&self, at: usize, block: DeviceBlock) -> Result<()> {
+    pub fn insert(&self, at: usize, block: DeviceBlock) -> Result<()> {
         let bug = || Error::Bug(format!("block {at} is allocated twice, or too many are"));
         let slot = self.slots.get(at).ok_or_else(bug)?;
         {

@@ -1,5 +1,5 @@
-//! A fake device in host memory, for tests. It delays copies, changes their order among streams,
-//! and fails as [`InjectedFaults`] say. One of the few doors to `unsafe`.
+//! A fake device in host memory, for tests. It delays copies, changes their order among streams, and
+//! fails as [`InjectedFaults`] say. `unsafe` is allowed in this file: it copies through raw pointers.
 //!
 //! A copy is not carried out when it is begun, but some time later, while events are queried or
 //! other copies begun. So a buffer that was reused too early shows as wrong bytes. A random
@@ -55,7 +55,7 @@ struct FakeState {
     idle: Vec<usize>,
     copies: u64,
     events: u64,
-    looks: u64,
+    queries: u64,
     pinned: usize,
 }
 
@@ -122,18 +122,18 @@ impl FakeState {
 
     /// Lets time pass: one stream completes some copies.
     fn tick(&mut self) {
-        let (which, count) = (self.random(), self.random() % 3);
+        let (choice, count) = (self.random(), self.random() % 3);
         let mut busy: Vec<&mut StreamQueue> =
             self.streams.iter_mut().filter(|queue| !queue.waiting.is_empty()).collect();
-        let chosen = which.checked_rem(busy.len() as u64).and_then(|at| usize::try_from(at).ok());
+        let chosen = choice.checked_rem(busy.len() as u64).and_then(|at| usize::try_from(at).ok());
         if let Some(queue) = chosen.and_then(|at| busy.get_mut(at)) {
-            queue.run(count);
+            queue.complete(count);
         }
     }
 }
 
 impl StreamQueue {
-    fn run(&mut self, count: u64) {
+    fn complete(&mut self, count: u64) {
         for _ in 0..count {
             let Some(copy) = self.waiting.pop_front() else { return };
             // SAFETY: both ranges exist and are only ours until this copy was carried out: the
@@ -144,7 +144,7 @@ impl StreamQueue {
     }
 }
 
-fn nth(counter: &mut u64, wanted: Option<u64>) -> bool {
+fn is_nth(counter: &mut u64, wanted: Option<u64>) -> bool {
     *counter += 1;
     wanted == Some(*counter)
 }
@@ -223,7 +223,7 @@ impl Drop for FakeStream {
 impl FakeStream {
     fn begin(&self, copy: PendingCopy) -> Result<()> {
         let mut state = self.device.state();
-        if nth(&mut state.copies, self.device.faults.copy) {
+        if is_nth(&mut state.copies, self.device.faults.copy) {
             return Err(FakeDevice::failure("a copy could not be begun"));
         }
         state.tick();
@@ -250,7 +250,7 @@ impl Stream for FakeStream {
 
     fn record(&self) -> Result<Arc<dyn Event>> {
         let mut state = self.device.state();
-        if nth(&mut state.events, self.device.faults.event) {
+        if is_nth(&mut state.events, self.device.faults.event) {
             return Err(FakeDevice::failure("an event could not be recorded"));
         }
         let after = state.streams.get(self.number).map_or(0, |queue| queue.begun);
@@ -264,7 +264,7 @@ impl Stream for FakeStream {
 
     fn finish(&self) -> Result<()> {
         if let Some(queue) = self.device.state().streams.get_mut(self.number) {
-            queue.run(u64::MAX);
+            queue.complete(u64::MAX);
         }
         Ok(())
     }
@@ -279,7 +279,7 @@ struct FakeEvent {
 impl Event for FakeEvent {
     fn passed(&self) -> Result<bool> {
         let mut state = self.device.state();
-        if nth(&mut state.looks, self.device.faults.lost) {
+        if is_nth(&mut state.queries, self.device.faults.lost) {
             return Err(FakeDevice::failure("the device is lost"));
         }
         state.tick();
@@ -287,10 +287,10 @@ impl Event for FakeEvent {
     }
 
     /// Carries the copies out now: the consumer is the CPU, which cannot be made to wait later.
-    fn hold_back(&self, _: usize) -> Result<()> {
+    fn delay_stream(&self, _: usize) -> Result<()> {
         let mut state = self.device.state();
         if let Some(queue) = state.streams.get_mut(self.stream) {
-            queue.run(self.after.saturating_sub(queue.done));
+            queue.complete(self.after.saturating_sub(queue.done));
         }
         Ok(())
     }

@@ -137,5 +137,5 @@ pub trait Event: Send + Sync {
 
     /// Makes future work on a stream of the device wait for this event. `stream`: the driver's
     /// handle, see [`Stream::handle`] and [`Consumer`].
-    fn hold_back(&self, stream: usize) -> Result<()>;
+    fn delay_stream(&self, stream: usize) -> Result<()>;
 }

@@ -16,7 +16,7 @@ pub struct Streams {
     device: Arc<dyn Device>,
     /// At least one stream.
     streams: Vec<Arc<dyn Stream>>,
-    turn: AtomicUsize,
+    next_index: AtomicUsize,
     handed_over: bool,
 }
 
@@ -28,7 +28,7 @@ impl Streams {
         Ok(Streams {
             device: Arc::clone(device),
             streams: streams.collect::<Result<_>>()?,
-            turn: AtomicUsize::new(0),
+            next_index: AtomicUsize::new(0),
             handed_over: false,
         })
     }
@@ -40,8 +40,9 @@ impl Streams {
 
     /// Returns the stream whose turn it is.
     pub fn next(&self) -> Result<&Arc<dyn Stream>> {
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed) % self.streams.len().max(1);
-        self.streams.get(turn).ok_or_else(|| Error::Bug("no stream".to_owned()))
+        let next_index =
+            self.next_index.fetch_add(1, Ordering::Relaxed) % self.streams.len().max(1);
+        self.streams.get(next_index).ok_or_else(|| Error::Bug("no stream".to_owned()))
     }
 
     /// Waits for the work that the consumer's stream had when these streams were opened, and for
@@ -94,20 +95,20 @@ pub struct StreamsByDevice(Vec<(String, Streams)>);
 impl StreamsByDevice {
     /// Opens streams for all bytes that are to be read.
     pub fn open<'d>(all: impl Iterator<Item = &'d DeviceBytes>) -> Result<Self> {
-        let mut known: Vec<(String, Streams)> = Vec::new();
+        let mut by_name: Vec<(String, Streams)> = Vec::new();
         for one in all {
-            if !known.iter().any(|(name, _)| name == one.device.name()) {
+            if !by_name.iter().any(|(name, _)| name == one.device.name()) {
                 let name = one.device.name().to_owned();
-                known.push((name, Streams::open(&one.device, one.consumer)?));
+                by_name.push((name, Streams::open(&one.device, one.consumer)?));
             }
         }
-        Ok(StreamsByDevice(known))
+        Ok(StreamsByDevice(by_name))
     }
 
     /// Returns the stream whose turn it is on the device of some bytes.
     pub fn next(&self, bytes: &DeviceBytes) -> Result<&Arc<dyn Stream>> {
-        let known = self.0.iter().find(|(name, _)| name == bytes.device.name());
-        let streams = known.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
+        let by_name = self.0.iter().find(|(name, _)| name == bytes.device.name());
+        let streams = by_name.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
         streams.1.next()
     }
 

@@ -1,5 +1,5 @@
-//! The memory of a pool: its buffers, the slabs that they are parts of, and the queue for them. One
-//! of the few doors to `unsafe`.
+//! The memory of a pool: its buffers, the slabs that they are parts of, and the queue for them. `unsafe`
+//! is allowed in this file: devices copy to and from this memory.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -28,14 +28,14 @@ impl PoolBuffers {
     pub fn new(len: usize, limit: usize) -> Self {
         let state = PoolState {
             limit: limit.max(1),
-            made: 0,
-            coming: 0,
+            allocated: 0,
+            being_allocated: 0,
             free: Vec::new(),
             in_flight: VecDeque::new(),
             waiting: VecDeque::new(),
             last_ticket: 0,
             pageable: false,
-            returns: ReturnEstimator::default(),
+            return_estimator: ReturnEstimator::default(),
         };
         PoolBuffers { len, state: Mutex::new(state) }
     }
@@ -62,9 +62,9 @@ pub struct PoolState {
     /// Maximum number of buffers.
     pub limit: usize,
     /// Number of buffers that exist, in use or not.
-    pub made: usize,
+    pub allocated: usize,
     /// Number of these that are still being allocated and pinned.
-    pub coming: usize,
+    pub being_allocated: usize,
     /// Unused buffers; the last one used is the first to be reused.
     pub free: Vec<StagingBuffer>,
     /// Buffers that return when their copies have ended.
@@ -76,7 +76,7 @@ pub struct PoolState {
     /// True if some buffers could not be pinned.
     pub pageable: bool,
     /// Estimates when buffers return.
-    pub returns: ReturnEstimator,
+    pub return_estimator: ReturnEstimator,
 }
 
 /// A thread that waits for buffers.
@@ -94,7 +94,7 @@ pub struct PoolWaiter {
 impl PoolWaiter {
     /// True if the share of its call does not allow these buffers now, however many are free.
     fn is_full(&self) -> bool {
-        self.share.as_ref().is_some_and(|share| !share.has(self.buffers))
+        self.share.as_ref().is_some_and(|share| !share.allows(self.buffers))
     }
 
     fn shares(&self, other: Option<&Arc<Share>>) -> bool {
@@ -111,7 +111,7 @@ pub struct InFlightBuffers {
     /// The buffers.
     pub buffers: Vec<StagingBuffer>,
     /// Their part of the share of a call; None if it has no limit.
-    pub _held: Option<ShareReservation>,
+    pub _reservation: Option<ShareReservation>,
 }
 
 /// A piece of staging memory.
@@ -153,7 +153,7 @@ impl Slab {
         // (copy-on-write). The device would go on with the old page, which is then the child's.
         arena.leave_out_of_forks();
         // Before the first touch, which decides the node of a page.
-        numa::place(arena.bytes_mut(), device.node());
+        numa::place_on_node(arena.bytes_mut(), device.node());
         // All accesses to the bytes go through this pointer: another one taken from the arena would
         // invalidate it (aliasing).
         let start = NonNull::from(arena.bytes_mut()).cast::<u8>();
@@ -207,13 +207,13 @@ impl PoolState {
                     self.in_flight.push_back(flight);
                 }
                 Err(error) => {
-                    self.abandon(flight.buffers);
+                    self.leak(flight.buffers);
                     outcome = outcome.and(Err(error));
                 }
             }
         }
         if self.free.len() > free {
-            self.returns.note(self.free.len() - free, !self.in_flight.is_empty());
+            self.return_estimator.record(self.free.len() - free, !self.in_flight.is_empty());
         }
         outcome
     }
@@ -226,8 +226,8 @@ impl PoolState {
     }
 
     /// Gives up buffers that a copy may still use: their memory is never freed.
-    pub fn abandon(&mut self, buffers: Vec<StagingBuffer>) {
-        self.made -= buffers.len();
+    pub fn leak(&mut self, buffers: Vec<StagingBuffer>) {
+        self.allocated -= buffers.len();
         std::mem::forget(buffers);
     }
 
@@ -246,7 +246,7 @@ impl PoolState {
 
     /// Returns the number of buffers that threads wait for, except those of calls whose share is
     /// used up.
-    pub fn wanted(&self) -> usize {
+    pub fn demand(&self) -> usize {
         self.waiting
             .iter()
             .filter(|waiter| !waiter.is_full())
@@ -255,7 +255,7 @@ impl PoolState {
 
     /// Wakes the thread that is served next. Also wakes the first one in the queue, as it may not
     /// know yet that its share allows more.
-    pub fn wake_first(&self) {
+    pub fn wake_next(&self) {
         let next = self.waiting.iter().find(|waiter| {
             let share = waiter.share.as_ref();
             !waiter.is_full() && self.ahead(Some(waiter.number), share) == 0

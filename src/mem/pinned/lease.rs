@@ -1,10 +1,11 @@
-//! Leases of staging buffers to one reader or writer. One of the few doors to `unsafe`.
+//! Leases of staging buffers to one reader or writer. `unsafe` is allowed in this file: devices copy to
+//! and from this memory.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
 
 use super::buffers::{InFlightBuffers, PoolBuffers, StagingBuffer};
-use super::return_estimator::POLL;
+use super::return_estimator::MIN_SLEEP;
 use super::share::ShareReservation;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -26,16 +27,16 @@ pub struct StagingLease<'p> {
     /// True if a device writes to the buffers.
     filling: bool,
     /// Their part of the share of a call; None if it has no limit.
-    held: Option<ShareReservation>,
+    reservation: Option<ShareReservation>,
 }
 
 impl<'p> StagingLease<'p> {
     pub(super) fn new(
         pool: &'p PoolBuffers,
         buffers: Vec<StagingBuffer>,
-        held: Option<ShareReservation>,
+        reservation: Option<ShareReservation>,
     ) -> Self {
-        StagingLease { pool, buffers, stream: None, event: None, filling: false, held }
+        StagingLease { pool, buffers, stream: None, event: None, filling: false, reservation }
     }
 
     /// Returns the bytes of each buffer; none while copies are under way.
@@ -90,7 +91,7 @@ impl<'p> StagingLease<'p> {
         offset: usize,
     ) -> Result<()> {
         let from = self.range(buffer, at, len)?;
-        let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
+        let to = to.at(offset, len).ok_or_else(|| out_of_range(to, offset, len))?;
         self.begin(stream)?;
         // SAFETY: the host's range is in a buffer, which is not touched and not given away before
         // an event has passed (`buffers`, `drop`); the device's is what `DeviceMemory` promises.
@@ -108,7 +109,7 @@ impl<'p> StagingLease<'p> {
         }
         let copies = uploads.iter().map(|&((buffer, at, len), to, offset)| {
             let from = self.range(buffer, at, len)?.cast_const();
-            let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
+            let to = to.at(offset, len).ok_or_else(|| out_of_range(to, offset, len))?;
             Ok(HostToDeviceCopy { to, from, len })
         });
         let copies = collected(copies, PLAN)?;
@@ -126,7 +127,7 @@ impl<'p> StagingLease<'p> {
         offset: usize,
     ) -> Result<()> {
         let to = self.range(buffer, at, len)?;
-        let from = from.at(offset, len).ok_or_else(|| beyond(from, offset, len))?;
+        let from = from.at(offset, len).ok_or_else(|| out_of_range(from, offset, len))?;
         self.begin(stream)?;
         self.filling = true;
         // SAFETY: as for `upload`.
@@ -135,7 +136,7 @@ impl<'p> StagingLease<'p> {
 
     /// Marks the end of this lease's copies, so that [`StagingLease::wait`] waits for no later copies of
     /// the stream. Returns the event at their end; None if there are no copies.
-    pub fn begun(&mut self) -> Result<Option<Arc<dyn Event>>> {
+    pub fn record_end(&mut self) -> Result<Option<Arc<dyn Event>>> {
         if let Some(stream) = &self.stream {
             self.event = Some(stream.record()?);
         }
@@ -151,7 +152,7 @@ impl<'p> StagingLease<'p> {
         };
         while !event.passed()? {
             cancel.check()?;
-            thread::park_timeout(POLL);
+            thread::park_timeout(MIN_SLEEP);
         }
         self.stream = None;
         self.filling = false;
@@ -160,11 +161,15 @@ impl<'p> StagingLease<'p> {
 
     /// Waits for the copies that were begun, and returns the first `len` bytes of the first buffer,
     /// to be read.
-    pub fn filled(mut self, len: usize, cancel: &dyn Cancel) -> Result<DownloadedBytes<'p>> {
+    pub fn into_downloaded(
+        mut self,
+        len: usize,
+        cancel: &dyn Cancel,
+    ) -> Result<DownloadedBytes<'p>> {
         self.wait(cancel)?;
         self.range(0, 0, len)?;
-        let (buffers, held) = (std::mem::take(&mut self.buffers), self.held.take());
-        Ok(DownloadedBytes { pool: self.pool, buffers, len, held })
+        let (buffers, reservation) = (std::mem::take(&mut self.buffers), self.reservation.take());
+        Ok(DownloadedBytes { pool: self.pool, buffers, len, reservation })
     }
 }
 
@@ -174,7 +179,7 @@ pub struct DownloadedBytes<'p> {
     /// At least one buffer. No copy is under way.
     buffers: Vec<StagingBuffer>,
     len: usize,
-    held: Option<ShareReservation>,
+    reservation: Option<ShareReservation>,
 }
 
 impl AsRef<[u8]> for DownloadedBytes<'_> {
@@ -190,12 +195,12 @@ impl Drop for DownloadedBytes<'_> {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.free.append(&mut self.buffers);
-        self.held = None;
-        state.wake_first();
+        self.reservation = None;
+        state.wake_next();
     }
 }
 
-fn beyond(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
+fn out_of_range(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
     Error::Bug(format!("{len} bytes at {offset} of {} on a device", memory.size()))
 }
 
@@ -215,13 +220,18 @@ impl Drop for StagingLease<'_> {
         match ended {
             Ok(None) => state.free.extend(buffers),
             Ok(Some((event, stream))) => {
-                let held = self.held.take();
-                state.in_flight.push_back(InFlightBuffers { event, stream, buffers, _held: held })
+                let reservation = self.reservation.take();
+                state.in_flight.push_back(InFlightBuffers {
+                    event,
+                    stream,
+                    buffers,
+                    _reservation: reservation,
+                })
             }
-            Err(_) => state.abandon(buffers),
+            Err(_) => state.leak(buffers),
         }
         // Before the wake-up, as the thread that is woken checks the share of its call.
-        self.held = None;
-        state.wake_first();
+        self.reservation = None;
+        state.wake_next();
     }
 }

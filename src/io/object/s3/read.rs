@@ -223,7 +223,8 @@ mod tests {
                 // Behind the head, which is cached.
                 let (at, mut bytes) = (OBJECT_LEN / 2 + day.now(), [0; 5]);
                 let what = || "bytes".to_owned();
-                read_exact_at(&*source, at, &mut Buffers::of(&mut bytes), &what, &Never).unwrap();
+                read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), &what, &Never)
+                    .unwrap();
                 assert_eq!(bytes, [7; 5]);
                 day.pass(step);
             }

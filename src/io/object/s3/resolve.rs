@@ -14,7 +14,7 @@ use reqwest::Url;
 
 use super::address::S3Address;
 use super::endpoint::{self, Server};
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::error::{Error, Result};
 use crate::io::S3Options;
 use crate::io::auth::aws::{self, AwsCredentialSource};
@@ -160,7 +160,7 @@ pub async fn resolve(
     let required = Some(RequestChecksumCalculation::WhenRequired);
     let requester_pays = match s3.requester_pays {
         Some(pays) => pays,
-        None => requester_pays(reading(|| std::env::var_os(PAYER)).as_deref())?,
+        None => requester_pays(read_guarded(|| std::env::var_os(PAYER)).as_deref())?,
     };
     let bucket = address.bucket.clone();
     server.url(&bucket, &region)?;

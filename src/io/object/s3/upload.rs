@@ -16,7 +16,7 @@ use super::address::S3Address;
 use super::endpoint::DEFAULT_WRITE_ENDPOINT;
 use super::resolve::{S3Bucket, resolve, transport};
 use crate::cancel::Cancel;
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::error::{Error, Result};
 use crate::io::OpenOptions;
 use crate::io::object::checksum::Checksum;
@@ -105,7 +105,7 @@ impl S3Object {
             // Retries are those of the transport.
             let config =
                 self.resolved.sdk().http_client(connector).retry_config(RetryConfig::disabled());
-            (reading(|| Client::from_conf(config.build())), sent)
+            (read_guarded(|| Client::from_conf(config.build())), sent)
         };
         let region = self.resolved.region();
         let refused = |used| {
@@ -124,7 +124,7 @@ impl S3Object {
                 if std::mem::replace(&mut polled, true) {
                     return request.as_mut().poll(context);
                 }
-                reading(|| request.as_mut().poll(context))
+                read_guarded(|| request.as_mut().poll(context))
             });
             first_guarded.await
         });

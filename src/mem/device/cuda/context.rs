@@ -1,5 +1,5 @@
-//! The primary context of a CUDA device, which is the one that torch uses. One of the few doors to
-//! `unsafe`.
+//! The primary context of a CUDA device, which is the one that torch uses. `unsafe` is allowed in this
+//! file: it calls the driver.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -119,13 +119,13 @@ impl Context {
         unsafe {
             let _ = (self.driver.error_text)(code, &mut text);
         }
-        let said = if text.is_null() {
+        let message = if text.is_null() {
             format!("error {code}")
         } else {
             // SAFETY: not null, so a constant of the driver that ends with a zero.
             unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
         };
-        Err(Error::Device { device: self.name.clone(), what: format!("{what}: {said}") })
+        Err(Error::Device { device: self.name.clone(), what: format!("{what}: {message}") })
     }
 }
 

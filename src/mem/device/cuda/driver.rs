@@ -1,5 +1,5 @@
-//! The functions of the CUDA driver that are called here, with cudarc's types and constants. One of
-//! the few doors to `unsafe`.
+//! The functions of the CUDA driver that are called here, with cudarc's types and constants. `unsafe` is
+//! allowed in this file: it calls the driver.
 //!
 //! The driver is opened at run time, so that the same library serves machines with and without one.
 //! It is opened only as `libcuda.so.1`, as torch does. cudarc's own loader is not used. It tries
