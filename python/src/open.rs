@@ -43,7 +43,7 @@ impl<'py> Options<'py> {
     }
 
     fn trust(&self) -> PyResult<Option<Trust>> {
-        let path = self.get::<PathBuf>("certificates")?.map(Trust::argument);
+        let path = self.get::<PathBuf>("certificates")?.map(Trust::from_argument);
         let any = self.get::<bool>("trust_all")?.unwrap_or(false);
         Ok(if any { Some(Trust::Anything) } else { path })
     }

@@ -53,16 +53,16 @@ pub fn with_sound_copies<T>(
     // them it is.
     let sure = !matches!(error, Error::Crypt(_));
     let sources = suspects(&error);
-    let distrust = |remove| {
-        sources.iter().filter_map(move |source| source.local_copy()?.distrust(remove, cancel))
+    let discard = |remove| {
+        sources.iter().filter_map(move |source| source.local_copy()?.discard(remove, cancel))
     };
-    let copies: Vec<PathBuf> = distrust(sure).collect();
+    let copies: Vec<PathBuf> = discard(sure).collect();
     if copies.is_empty() {
         return Err(error);
     }
     let again = work();
     if again.is_ok() && !sure {
-        distrust(true).for_each(drop);
+        discard(true).for_each(drop);
     }
     again.map_err(
         |again| {

@@ -14,7 +14,7 @@ use crate::engine::plan::{Block, Extent, Large, Layout, Place};
 use crate::engine::read::Reading;
 use crate::error::Result;
 use crate::fallible::{LISTS, listed, out_of_memory, push, repeated, with_room};
-use crate::io::borrowed;
+use crate::io::as_refs;
 use crate::mem::device::Streams;
 use crate::mem::pinned::min_buffers;
 use crate::stats::{Counters, PAGEABLE};
@@ -200,7 +200,7 @@ impl<'f> DeviceLoad<'f> {
             push(&mut others, tensor, LISTS)?;
         }
         let sources = file.sources();
-        upload.copy(&borrowed(&sources), &extents, &places)?;
+        upload.copy(&as_refs(&sources), &extents, &places)?;
         if !are_plain(file, upload.options.verify) {
             return self.parts_through_host(&others, upload);
         }
@@ -255,7 +255,7 @@ impl<'f> DeviceLoad<'f> {
         let sources = self.selection.file.sources();
         let extents = self.selection.extents()?;
         let what = Reading {
-            files: &borrowed(&sources),
+            files: &as_refs(&sources),
             extents: &extents,
             codec: headers,
             verify: upload.options.verify,

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, zeroed};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::Header;
-use crate::io::{ReadAt, borrowed, read_exact_at};
+use crate::io::{ReadAt, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
@@ -147,7 +147,7 @@ pub fn see_headers(
     file.with_sound_copies(cancel, || {
         let headers = Headers::new(&selection, Verify::Nothing, see)?;
         let reading = Reading {
-            files: &borrowed(&sources),
+            files: &as_refs(&sources),
             extents: &extents,
             codec: &headers,
             verify: Verify::Nothing,

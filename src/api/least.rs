@@ -4,7 +4,7 @@ use super::file::TensorFile;
 use crate::engine::cold;
 use crate::engine::target::gather;
 use crate::error::Result;
-use crate::io::{Capabilities, borrowed};
+use crate::io::{Capabilities, as_refs};
 use crate::mem::pinned;
 use crate::memory_limit::{CONNECTION, LoadNeeds};
 
@@ -16,8 +16,8 @@ impl TensorFile {
     /// tensors. `staged`: it loads to a device through staging buffers.
     pub fn least(&self, parts: bool, staged: bool) -> Result<u64> {
         let sources = self.sources();
-        let files = borrowed(&sources);
-        let of_server = Capabilities::of_all(&files).map_or(0, |traits| traits.reader_memory);
+        let files = as_refs(&sources);
+        let of_server = Capabilities::combined(&files).map_or(0, |traits| traits.reader_memory);
         let around = if staged { cold::READER_MEMORY } else { 0 };
         let buffer = pinned::buffer_len()? as u64;
         let needs = LoadNeeds {

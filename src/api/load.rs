@@ -20,7 +20,7 @@ use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory, push, repeated, with_room};
 use crate::format::catalog::{Entry, Format};
-use crate::io::borrowed;
+use crate::io::as_refs;
 use crate::mem::{Arena, HostBuffer, SliceRemainder, as_uninit, zero_fill};
 use crate::stats::{Counters, Stage};
 
@@ -194,7 +194,7 @@ fn run<'s>(
     let headers = Headers::new(selection, options.verify, &|_, _| Ok(()))?;
     let sources = selection.file.sources();
     let reading = Reading {
-        files: &borrowed(&sources),
+        files: &as_refs(&sources),
         extents: &selection.extents()?,
         codec: &headers,
         verify: options.verify,

@@ -13,7 +13,7 @@ use crate::engine::worker_range;
 use crate::engine::workers::{self, Control, WorkerRange};
 use crate::error::{Error, Result};
 use crate::fallible::resize;
-use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, borrowed, read_exact_at};
+use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
 
@@ -45,9 +45,9 @@ impl TensorFile {
         if !sources.iter().any(|source| source.capabilities().of_hub) {
             return if own { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
         }
-        let memory = worker_range::limit(options.memory, &borrowed(&sources))?;
+        let memory = worker_range::limit(options.memory, &as_refs(&sources))?;
         let mut files = Vec::with_capacity(sources.len());
-        for (source, published) in borrowed(&sources).into_iter().zip(ask(&sources, cancel)?) {
+        for (source, published) in as_refs(&sources).into_iter().zip(ask(&sources, cancel)?) {
             let why = match published {
                 HubChecksum::Sha256(expected) => {
                     files.push(Proof::new(source, expected, memory)?);
@@ -170,7 +170,7 @@ fn compare(
     cancel: &dyn Cancel,
 ) -> Result<()> {
     let sources: Vec<&dyn ReadAt> = files.iter().map(|file| file.source).collect();
-    let Some(traits) = Capabilities::of_all(&sources) else { return Ok(()) };
+    let Some(traits) = Capabilities::combined(&sources) else { return Ok(()) };
     let (count, next) = (files.len() as u64, AtomicU64::new(0));
     let rounds = files.iter().map(Proof::pieces).max().unwrap_or(0);
     let range = WorkerRange::of(&traits, options.readers);

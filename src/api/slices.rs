@@ -26,7 +26,7 @@ use crate::engine::target::host::Host;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::{Entry, Whole};
-use crate::io::{ReadAt, borrowed};
+use crate::io::{ReadAt, as_refs};
 use crate::stats::Counters;
 
 /// The most bytes of whole tensors that are held while slices are cut from them.
@@ -127,7 +127,7 @@ impl SliceLoad<'_> {
         let SliceLoad { selection, runs, options, counters, cancel, .. } = *self;
         let file = selection.file;
         let sources = file.sources();
-        let files = borrowed(&sources);
+        let files = as_refs(&sources);
         let rules = RunRules::of(selection, options)?;
         let mut round = Round::default();
         let read_round = |round: Round<'_>| {
@@ -192,7 +192,7 @@ impl SliceLoad<'_> {
         }
         let sources = file.sources();
         let reading = Reading {
-            files: &borrowed(&sources),
+            files: &as_refs(&sources),
             extents: &extents,
             codec: &Sealed { decryptor: &decryptor, spans: &of },
             verify: Verify::Nothing,

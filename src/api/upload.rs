@@ -19,7 +19,7 @@ use crate::engine::target::gather_to_device::{DeviceSpan, GatherToDevice};
 use crate::error::Result;
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::Entry;
-use crate::io::{MemorySource, ReadAt, borrowed};
+use crate::io::{MemorySource, ReadAt, as_refs};
 use crate::mem::device::{Consumer, Device, DeviceBlocks, Event, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
@@ -159,7 +159,7 @@ impl Upload<'_> {
     ) -> Result<()> {
         let all = collected(slices.iter().map(|(entry, _)| runs_of(entry)), LISTS)?;
         let sources = file.sources();
-        let files = borrowed(&sources);
+        let files = as_refs(&sources);
         let (mut extents, mut places, mut spans) = (Vec::new(), Vec::new(), Vec::new());
         let mut len = 0u64;
         for (&(entry, place), runs) in slices.iter().zip(&all) {

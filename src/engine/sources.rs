@@ -25,7 +25,7 @@ pub struct Sources {
 impl Sources {
     /// Examines the sources of a load of `total` bytes. None if there are no sources.
     pub fn of(what: &Reading<'_>, total: u64, memory: MemoryLimit) -> Result<Option<Self>> {
-        let Some(traits) = Capabilities::of_all(what.files) else { return Ok(None) };
+        let Some(traits) = Capabilities::combined(what.files) else { return Ok(None) };
         let local = what.files.iter().all(|file| file.is_local());
         let cached = local.then(|| cold::cached(what.files, what.extents));
         let direct = cached == Some(Cached::Little)

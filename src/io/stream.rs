@@ -82,7 +82,7 @@ impl<S: Stream> StreamSource<S> {
         })
     }
 
-    fn failed(&self, error: io::Error) -> Error {
+    fn read_error(&self, error: io::Error) -> Error {
         // The end of the call passes through the stream as its error.
         match error.downcast::<Error>() {
             Ok(error) => error,
@@ -119,12 +119,12 @@ impl<S: Stream> ReadAt for StreamSource<S> {
             let len = unwanted.len().min(usize::try_from(gap).unwrap_or(STEP));
             let step = &mut unwanted[..len];
             let read = stream.read_next(&mut Buffers::from_slice(step), cancel);
-            match read.map_err(|e| self.failed(e))? {
+            match read.map_err(|e| self.read_error(e))? {
                 0 => return Ok(0),
                 read => (gap, *position) = (gap - read as u64, *position + read as u64),
             }
         }
-        let read = stream.read_next(buffers, cancel).map_err(|e| self.failed(e))?;
+        let read = stream.read_next(buffers, cancel).map_err(|e| self.read_error(e))?;
         *position += read as u64;
         Ok(read)
     }

@@ -24,7 +24,7 @@ use crate::engine::target::owned::{Location, Owned, Store};
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::Entry;
-use crate::io::borrowed;
+use crate::io::as_refs;
 use crate::mem::HostBuffer;
 use crate::mem::device::{DeviceBlocks, Streams};
 use crate::stats::{PAGEABLE, Stage};
@@ -175,7 +175,7 @@ impl Run<'_> {
             upload,
         };
         let what = Reading {
-            files: &borrowed(&sources),
+            files: &as_refs(&sources),
             extents: &plan.extents,
             codec: &codec,
             verify: options.verify,

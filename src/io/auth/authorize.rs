@@ -25,37 +25,39 @@ impl CloudCredential {
             // A service account for emulators has no token.
             CloudCredential::Google(found) if found.bearer.is_empty() => return Ok(()),
             CloudCredential::Google(found) => {
-                let mut proof = token(&format!("Bearer {}", found.bearer))?;
-                proof.set_sensitive(true);
-                request.headers_mut().insert(AUTHORIZATION, proof);
+                let mut value = header_value(&format!("Bearer {}", found.bearer))?;
+                value.set_sensitive(true);
+                request.headers_mut().insert(AUTHORIZATION, value);
                 return Ok(());
             }
             CloudCredential::Azure(credential) => credential,
         };
-        let odd = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
+        let malformed = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
         if let AzureCredential::BearerToken(bearer) = &**credential {
-            token(bearer)?;
+            header_value(bearer)?;
         }
-        let mut asked = HttpRequest::new(HttpRequestBody::empty());
-        *asked.method_mut() = request.method().clone();
-        *asked.uri_mut() =
-            request.url().as_str().parse().map_err(|_| odd("not an address".to_owned()))?;
-        *asked.headers_mut() = request.headers().clone();
-        let signed = AzureAuthorizer::new(credential, account).try_authorize(&mut asked);
-        signed.map_err(|error| odd(format!("signing a request: {error}")))?;
-        if let Some(proof) = asked.headers_mut().get_mut(AUTHORIZATION) {
-            proof.set_sensitive(true);
+        let mut signed_request = HttpRequest::new(HttpRequestBody::empty());
+        *signed_request.method_mut() = request.method().clone();
+        *signed_request.uri_mut() =
+            request.url().as_str().parse().map_err(|_| malformed("not an address".to_owned()))?;
+        *signed_request.headers_mut() = request.headers().clone();
+        let signed = AzureAuthorizer::new(credential, account).try_authorize(&mut signed_request);
+        signed.map_err(|error| malformed(format!("signing a request: {error}")))?;
+        if let Some(value) = signed_request.headers_mut().get_mut(AUTHORIZATION) {
+            value.set_sensitive(true);
         }
         // A shared access signature is in the address.
-        let url = Url::parse(&asked.uri().to_string()).map_err(|e| odd(e.to_string()))?;
+        let url =
+            Url::parse(&signed_request.uri().to_string()).map_err(|e| malformed(e.to_string()))?;
         *request.url_mut() = url;
-        *request.headers_mut() = std::mem::take(asked.headers_mut());
+        *request.headers_mut() = std::mem::take(signed_request.headers_mut());
         Ok(())
     }
 }
 
 /// A token as the value of a header.
-fn token(text: &str) -> Result<HeaderValue, Failure> {
-    let odd = |_| Failure::permanent(ErrorKind::InvalidData, "a token that is not well-formed");
-    HeaderValue::from_str(text).map_err(odd)
+fn header_value(text: &str) -> Result<HeaderValue, Failure> {
+    let malformed =
+        |_| Failure::permanent(ErrorKind::InvalidData, "a token that is not well-formed");
+    HeaderValue::from_str(text).map_err(malformed)
 }

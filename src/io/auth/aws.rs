@@ -26,16 +26,16 @@ use super::cache::{
     BuildCredentialChain, CloudCredential, CredentialChain, CredentialFuture, CredentialProvider,
     FoundCredential, MissingCredentials, renew_at,
 };
-use super::snapshot::{PerSnapshot, Snapshot, locked};
+use super::snapshot::{PerSnapshot, Snapshot, lock_unpoisoned};
 use crate::environment::read_guarded;
 use crate::error::{Error, Escaped, Result};
 use crate::io::transport::{Failure, LazySdkClient, TransportOptions, Trust};
 use crate::sys::clock;
 
 /// Time for which a missing region of the machine is cached: finding out may take seconds.
-const ABSENCE: Duration = Duration::from_secs(60);
+const ABSENCE_CACHED_FOR: Duration = Duration::from_secs(60);
 /// Variables that name the profile: the SDK reads the first, boto3 both.
-const PROFILES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
+const PROFILE_VARIABLES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
 const ENVIRONMENT_CHANGED: &str =
     "credentials must be looked for again, and the environment that names them has changed";
 
@@ -69,9 +69,9 @@ impl AwsCredentialSource {
     }
 
     /// Forgets the credentials that were used at that time: a server has refused them.
-    pub fn refused(&self, used: Instant) {
+    pub fn invalidate(&self, used: Instant) {
         if let AwsCredentialSource::Chain(provider) = self {
-            provider.refused(used);
+            provider.invalidate(used);
         }
     }
 }
@@ -93,7 +93,7 @@ impl ProvideCredentials for AwsCredentialSource {
 /// for the name of a profile.
 pub fn profile() -> Option<String> {
     read_guarded(|| {
-        let values = PROFILES.map(|name| std::env::var(name).ok());
+        let values = PROFILE_VARIABLES.map(|name| std::env::var(name).ok());
         let named = values.iter().flatten().find(|name| !name.is_empty()).cloned();
         let is_empty = values.iter().flatten().next().is_some();
         named.or_else(|| is_empty.then(|| "default".to_owned()))
@@ -127,7 +127,7 @@ async fn profiles() -> Option<ProfileSet> {
 
 /// The certificates that the environment, or `ca_bundle` of the profile, names for AWS.
 pub async fn trust() -> Option<Trust> {
-    if let Some(trust) = Trust::of_variable("AWS_CA_BUNDLE") {
+    if let Some(trust) = Trust::from_variable("AWS_CA_BUNDLE") {
         return Some(trust);
     }
     let profiles = profiles().await?;
@@ -148,7 +148,7 @@ pub async fn check_profile(uri: &str) -> Result<()> {
         return Ok(());
     }
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    let variable = read_guarded(|| PROFILES.into_iter().find(|name| is_set(name)));
+    let variable = read_guarded(|| PROFILE_VARIABLES.into_iter().find(|name| is_set(name)));
     let what = format!(
         "{} names the profile `{}`, which is in neither of AWS's files: ~/.aws/config and \
          ~/.aws/credentials, or those that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE name",
@@ -160,8 +160,8 @@ pub async fn check_profile(uri: &str) -> Result<()> {
 
 /// The variables and files of AWS's chain.
 fn snapshot(region: String) -> Snapshot {
-    let counts = |name: &[u8]| name == b"HOME" || name.starts_with(b"AWS_");
-    Snapshot::take(region, counts, |snapshot| {
+    let is_relevant = |name: &[u8]| name == b"HOME" || name.starts_with(b"AWS_");
+    Snapshot::take(region, is_relevant, |snapshot| {
         let home = snapshot.variable("HOME").map(PathBuf::from);
         let file = |name: &str, usual: &str| {
             let named = snapshot.variable(name).map(PathBuf::from);
@@ -194,7 +194,7 @@ impl BuildCredentialChain for AwsChain {
     fn build(&self, _answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
         Box::pin(async {
             // It reads the present environment, which may name other credentials by now.
-            if !snapshot(String::new()).has_the_variables_of(&self.snapshot) {
+            if !snapshot(String::new()).has_same_variables(&self.snapshot) {
                 return Err(MissingCredentials::Failed(Failure::permanent(
                     ErrorKind::PermissionDenied,
                     format!("finding credentials: {ENVIRONMENT_CHANGED}"),
@@ -213,7 +213,7 @@ struct AwsProvider(SharedCredentialsProvider);
 impl CredentialChain for AwsProvider {
     fn get(&self) -> CredentialFuture<'_, FoundCredential> {
         Box::pin(async {
-            let credentials = self.0.provide_credentials().await.map_err(missing)?;
+            let credentials = self.0.provide_credentials().await.map_err(missing_credentials)?;
             let expiry = credentials.expiry();
             let renew_at = expiry.map(|expiry| renew_at(clock::date(), expiry));
             Ok(FoundCredential { credential: CloudCredential::Aws(credentials), expiry, renew_at })
@@ -221,7 +221,7 @@ impl CredentialChain for AwsProvider {
     }
 }
 
-fn missing(error: CredentialsError) -> MissingCredentials {
+fn missing_credentials(error: CredentialsError) -> MissingCredentials {
     if is_absent(&error) {
         return MissingCredentials::Absent;
     }
@@ -232,8 +232,8 @@ fn missing(error: CredentialsError) -> MissingCredentials {
 /// True if nothing names credentials. Other clouds have another service in the place of AWS's metadata
 /// service, so that no or a strange answer from there means the same; a busy service does not.
 fn is_absent(error: &CredentialsError) -> bool {
-    let of_machine = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
-    match of_machine {
+    let of_metadata_service = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
+    match of_metadata_service {
         Some(ImdsError::ErrorResponse(answer)) => {
             let status = answer.response().status().as_u16();
             status < 500 && status != 429
@@ -254,29 +254,29 @@ static REGIONS: PerSnapshot<MachineRegion> = PerSnapshot::new();
 
 /// The region that the metadata service of this machine names.
 pub async fn machine_region(options: &TransportOptions) -> Option<String> {
-    let cached = REGIONS.of(&Arc::new(snapshot(String::new())));
+    let cached = REGIONS.get(&Arc::new(snapshot(String::new())));
     let _asking = cached.asking.lock().await;
-    let holds = |(region, since): &(Option<String>, Instant)| {
-        region.is_some() || clock::since(*since) < ABSENCE
+    let is_current = |(region, since): &(Option<String>, Instant)| {
+        region.is_some() || clock::since(*since) < ABSENCE_CACHED_FOR
     };
-    let before = locked(&cached.found).clone().filter(holds);
+    let before = lock_unpoisoned(&cached.found).clone().filter(is_current);
     if let Some((region, _)) = before {
         return region;
     }
     let config = ProviderConfig::default().with_http_client(LazySdkClient::new(options));
     let provider = ImdsRegionProvider::builder().configure(&config).build();
     let region = provider.region().await.map(|region| region.to_string());
-    locked(&cached.found).insert((region, clock::now())).0.clone()
+    lock_unpoisoned(&cached.found).insert((region, clock::now())).0.clone()
 }
 
 /// Has the chain of an environment find the credentials of a simulated day, for tests.
 #[cfg(test)]
 pub fn simulate(
-    day: &Arc<crate::io::transport::simulated::SimulatedCloud>,
+    simulated_cloud: &Arc<crate::io::transport::simulated::SimulatedCloud>,
     region: &str,
     options: &TransportOptions,
 ) {
-    let found = SharedCredentialsProvider::new(SimulatedAwsProvider(Arc::clone(day)));
+    let found = SharedCredentialsProvider::new(SimulatedAwsProvider(Arc::clone(simulated_cloud)));
     provider(region.to_owned(), options).use_chain(Arc::new(AwsProvider(found)));
 }
 
@@ -290,11 +290,11 @@ impl ProvideCredentials for SimulatedAwsProvider {
     where
         Self: 'a,
     {
-        let given = self.0.give().map(|(name, hold)| {
+        let issued = self.0.issue().map(|(name, hold)| {
             Credentials::new(name, "secret", None, clock::date().checked_add(hold), "day")
         });
-        let away = || CredentialsError::provider_error("no answer");
-        future::ProvideCredentials::ready(given.ok_or_else(away))
+        let unavailable = || CredentialsError::provider_error("no answer");
+        future::ProvideCredentials::ready(issued.ok_or_else(unavailable))
     }
 }
 
@@ -304,12 +304,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn absent_credentials_are_told_from_a_service_that_is_away() {
-        let away = missing(CredentialsError::provider_error("no answer"));
-        let MissingCredentials::Failed(failure) = away else { panic!("absent") };
+    fn absent_credentials_differ_from_an_unavailable_service() {
+        let unavailable = missing_credentials(CredentialsError::provider_error("no answer"));
+        let MissingCredentials::Failed(failure) = unavailable else { panic!("absent") };
         assert!(format!("{failure:?}").contains("transient: true"), "{failure:?}");
         assert!(matches!(
-            missing(CredentialsError::not_loaded("none")),
+            missing_credentials(CredentialsError::not_loaded("none")),
             MissingCredentials::Absent
         ));
     }

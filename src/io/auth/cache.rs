@@ -14,8 +14,8 @@ use aws_credential_types::Credentials as AwsCredentials;
 #[cfg(feature = "clouds")]
 use object_store::{azure::AzureCredential, gcp::GcpCredential};
 
-use super::snapshot::{PerSnapshot, Snapshot, locked};
-use crate::io::transport::{Failure, guarded};
+use super::snapshot::{PerSnapshot, Snapshot, lock_unpoisoned};
+use crate::io::transport::{Failure, with_guarded_polls};
 use crate::sys::clock;
 
 /// Credentials are renewed this long before they expire, or when a tenth of their time is left.
@@ -23,7 +23,7 @@ pub const RENEWAL_MARGIN: Duration = Duration::from_secs(5 * 60);
 /// The shortest pause between two attempts to renew them.
 const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
 /// Time for which their absence is cached: finding out may take seconds.
-const ABSENCE: Duration = Duration::from_secs(60);
+const ABSENCE_CACHED_FOR: Duration = Duration::from_secs(60);
 
 /// The time at which credentials, or a signed URL, that expire then are renewed.
 pub fn renew_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
@@ -163,7 +163,7 @@ impl CredentialProvider {
     /// The present credentials. While they cannot be renewed, the old ones serve until they expire or
     /// are refused.
     pub async fn get(&self) -> Result<CloudCredential, MissingCredentials> {
-        let entry = CACHE.of(&self.snapshot);
+        let entry = CACHE.get(&self.snapshot);
         if let Some(cached) = entry.cached() {
             return cached;
         }
@@ -171,13 +171,14 @@ impl CredentialProvider {
         if let Some(cached) = entry.cached() {
             return cached;
         }
-        let chain = locked(&entry.state).chain.as_ref().map(|(chain, _)| Arc::clone(chain));
-        let asked = guarded(async {
+        let chain =
+            lock_unpoisoned(&entry.state).chain.as_ref().map(|(chain, _)| Arc::clone(chain));
+        let asked = with_guarded_polls(async {
             let chain = match chain {
                 Some(chain) => chain,
                 None => {
                     let chain = self.builder.build(&entry.answered).await?;
-                    locked(&entry.state).chain = Some((Arc::clone(&chain), clock::now()));
+                    lock_unpoisoned(&entry.state).chain = Some((Arc::clone(&chain), clock::now()));
                     chain
                 }
             };
@@ -199,12 +200,12 @@ impl CredentialProvider {
             }
             missing => missing,
         };
-        entry.keep(found)
+        entry.store(found)
     }
 
     /// Forgets the credentials that were used at that time: a server has refused them.
-    pub fn refused(&self, used: Instant) {
-        CACHE.of(&self.snapshot).refused(used);
+    pub fn invalidate(&self, used: Instant) {
+        CACHE.get(&self.snapshot).invalidate(used);
     }
 }
 
@@ -215,18 +216,18 @@ impl CredentialSlot {
 
     /// The last answer, while it holds.
     fn cached(&self) -> Option<Result<CloudCredential, MissingCredentials>> {
-        let state = locked(&self.state);
+        let state = lock_unpoisoned(&self.state);
         let last = state.last.as_ref()?;
         let is_old = last.renew_at.is_some_and(|until| clock::date() >= until);
         (!is_old).then(|| last.credential.clone().ok_or(MissingCredentials::Absent))
     }
 
-    fn keep(
+    fn store(
         &self,
         found: Result<FoundCredential, MissingCredentials>,
     ) -> Result<CloudCredential, MissingCredentials> {
         let now = clock::date();
-        let mut state = locked(&self.state);
+        let mut state = lock_unpoisoned(&self.state);
         let before = state.last.take().filter(|last| {
             last.credential.is_some() && last.expiry.is_none_or(|expiry| expiry > now)
         });
@@ -239,11 +240,11 @@ impl CredentialSlot {
                 LastAnswer { credential: Some(credential), expiry, renew_at, since }
             }
             (Err(_), Some(old)) => {
-                let again = old.expiry.unwrap_or(now);
-                LastAnswer { renew_at: Some(retry_at(now, again)), ..old }
+                let expiry = old.expiry.unwrap_or(now);
+                LastAnswer { renew_at: Some(retry_at(now, expiry)), ..old }
             }
             (Err(MissingCredentials::Absent), None) => {
-                let renew_at = now.checked_add(ABSENCE);
+                let renew_at = now.checked_add(ABSENCE_CACHED_FOR);
                 LastAnswer { credential: None, expiry: None, renew_at, since: clock::now() }
             }
             (Err(failed), None) => return Err(failed),
@@ -251,8 +252,8 @@ impl CredentialSlot {
         state.last.insert(last).credential.clone().ok_or(MissingCredentials::Absent)
     }
 
-    fn refused(&self, used: Instant) {
-        let mut state = locked(&self.state);
+    fn invalidate(&self, used: Instant) {
+        let mut state = lock_unpoisoned(&self.state);
         // Another thread may have renewed them since.
         state.chain.take_if(|(_, since)| *since <= used);
         state.last.take_if(|last| last.since <= used);
@@ -263,7 +264,7 @@ impl CredentialSlot {
 impl CredentialProvider {
     /// Replaces the chain, for tests.
     pub fn use_chain(&self, chain: Arc<dyn CredentialChain>) {
-        locked(&CACHE.of(&self.snapshot).state).chain = Some((chain, clock::now()));
+        lock_unpoisoned(&CACHE.get(&self.snapshot).state).chain = Some((chain, clock::now()));
     }
 }
 
@@ -314,27 +315,27 @@ mod tests {
     #[test]
     fn credentials_serve_until_they_expire_or_are_refused() {
         let entry = CredentialSlot::default();
-        let keep = |found| name(entry.keep(found));
+        let store = |found| name(entry.store(found));
         let cached = || entry.cached().map(name);
         assert!(cached().is_none());
-        assert_eq!(keep(expiring("one", 3600)).unwrap(), "one");
+        assert_eq!(store(expiring("one", 3600)).unwrap(), "one");
         assert_eq!(cached().unwrap().unwrap(), "one");
         // A server of credentials that is away for a moment.
-        assert_eq!(keep(failed()).unwrap(), "one");
+        assert_eq!(store(failed()).unwrap(), "one");
         // Expired credentials are looked for at once.
-        assert_eq!(keep(expiring("two", -1)).unwrap(), "two");
+        assert_eq!(store(expiring("two", -1)).unwrap(), "two");
         assert!(cached().is_none());
-        assert!(matches!(keep(failed()), Err(MissingCredentials::Failed(_))));
+        assert!(matches!(store(failed()), Err(MissingCredentials::Failed(_))));
         assert!(cached().is_none());
         // Absence is cached for a while.
-        assert!(matches!(keep(Err(MissingCredentials::Absent)), Err(MissingCredentials::Absent)));
+        assert!(matches!(store(Err(MissingCredentials::Absent)), Err(MissingCredentials::Absent)));
         assert!(matches!(cached().unwrap(), Err(MissingCredentials::Absent)));
         // Refused credentials are forgotten, unless they are newer than the refused request.
         let used = Instant::now();
-        keep(expiring("three", 3600)).unwrap();
-        entry.refused(used.checked_sub(Duration::from_secs(1)).unwrap());
+        store(expiring("three", 3600)).unwrap();
+        entry.invalidate(used.checked_sub(Duration::from_secs(1)).unwrap());
         assert!(cached().is_some());
-        entry.refused(Instant::now());
+        entry.invalidate(Instant::now());
         assert!(cached().is_none());
     }
 
@@ -343,7 +344,7 @@ mod tests {
 
     impl CredentialChain for ScriptedChain {
         fn get(&self) -> CredentialFuture<'_, FoundCredential> {
-            Box::pin(async { locked(&self.0).pop().unwrap() })
+            Box::pin(async { lock_unpoisoned(&self.0).pop().unwrap() })
         }
     }
 
@@ -352,7 +353,7 @@ mod tests {
             &self,
             _answered: &Arc<AtomicBool>,
         ) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
-            let answers = std::mem::take(&mut *locked(&self.0));
+            let answers = std::mem::take(&mut *lock_unpoisoned(&self.0));
             Box::pin(async {
                 Ok(Arc::new(ScriptedChain(Mutex::new(answers))) as Arc<dyn CredentialChain>)
             })
@@ -384,7 +385,7 @@ mod tests {
                 CloudCredential::Google(Arc::new(GcpCredential { bearer: bearer.to_owned() }));
             Ok(FoundCredential { credential, expiry: None, renew_at: None })
         };
-        let bearer = |found| match entry.keep(found) {
+        let bearer = |found| match entry.store(found) {
             Ok(CloudCredential::Google(found)) => Ok(found.bearer.clone()),
             Ok(_) => panic!("of another cloud"),
             Err(missing) => Err(missing),
@@ -394,9 +395,9 @@ mod tests {
         assert_eq!(bearer(token("one")).unwrap(), "one");
         assert_eq!(bearer(failed()).unwrap(), "one");
         assert_eq!(bearer(token("two")).unwrap(), "two");
-        entry.refused(before);
+        entry.invalidate(before);
         assert_eq!(bearer(failed()).unwrap(), "two");
-        entry.refused(Instant::now());
+        entry.invalidate(Instant::now());
         assert!(bearer(failed()).is_err());
     }
 }

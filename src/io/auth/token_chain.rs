@@ -47,13 +47,14 @@ where
     fn build(&self, answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
         let client = self.client.clone().reporting(answered);
         Box::pin(async move {
-            let (provider, wrap) = read_guarded(|| (self.build)(client)).map_err(missing)?;
+            let (provider, wrap) =
+                read_guarded(|| (self.build)(client)).map_err(missing_credentials)?;
             Ok(Arc::new(TokenProvider { provider, wrap }) as Arc<dyn CredentialChain>)
         })
     }
 
     fn is_optional(&self) -> bool {
-        self.client.is_of_machine()
+        self.client.may_be_absent()
     }
 }
 
@@ -65,7 +66,7 @@ struct TokenProvider<T> {
 impl<T: std::fmt::Debug + Send + Sync + 'static> CredentialChain for TokenProvider<T> {
     fn get(&self) -> CredentialFuture<'_, FoundCredential> {
         Box::pin(async {
-            let found = self.provider.get_credential().await.map_err(missing)?;
+            let found = self.provider.get_credential().await.map_err(missing_credentials)?;
             // Asked each time: object_store caches tokens, and knows when they expire.
             let renew_at = Some(clock::date());
             Ok(FoundCredential { credential: (self.wrap)(found), expiry: None, renew_at })
@@ -74,22 +75,22 @@ impl<T: std::fmt::Debug + Send + Sync + 'static> CredentialChain for TokenProvid
 }
 
 /// The failure of a chain: permanent where a file or a server says that there are no credentials.
-fn missing(error: object_store::Error) -> MissingCredentials {
+fn missing_credentials(error: object_store::Error) -> MissingCredentials {
     let error: Box<dyn std::error::Error> = error.into();
-    let named = |failure: Failure| {
+    let with_context = |failure: Failure| {
         let what = format!("finding credentials: {failure}");
         MissingCredentials::Failed(failure.with_text(what))
     };
     let mut cause = Some(&*error);
     while let Some(found) = cause {
         if let Some(found) = found.downcast_ref::<Failure>() {
-            return named(found.copy());
+            return with_context(found.copy());
         }
         if let Some(found) = found.downcast_ref::<io::Error>() {
             let refused = [ErrorKind::PermissionDenied, ErrorKind::NotFound];
             let permanent = refused.contains(&found.kind());
             let make = if permanent { Failure::permanent } else { Failure::transient };
-            return named(make(found.kind(), found.to_string()));
+            return with_context(make(found.kind(), found.to_string()));
         }
         if let Some(found) = found.downcast_ref::<serde_json::Error>() {
             // The text of the error may quote the file.
@@ -98,11 +99,11 @@ fn missing(error: object_store::Error) -> MissingCredentials {
                 "the credentials file or answer is of an unknown type or not well-formed, at line \
                  {line}, column {column}"
             );
-            return named(Failure::permanent(ErrorKind::InvalidData, what));
+            return with_context(Failure::permanent(ErrorKind::InvalidData, what));
         }
         cause = found.source();
     }
-    named(Failure::permanent(ErrorKind::PermissionDenied, error.to_string()))
+    with_context(Failure::permanent(ErrorKind::PermissionDenied, error.to_string()))
 }
 
 /// Chains of a simulated day, for tests. They keep a token until five minutes before its end, as those
@@ -117,16 +118,16 @@ pub mod simulated {
 
     use super::*;
     use crate::io::auth::cache::CredentialProvider;
-    use crate::io::auth::snapshot::{Snapshot, locked};
+    use crate::io::auth::snapshot::{Snapshot, lock_unpoisoned};
     use crate::io::auth::token_client::FixedSettings;
     use crate::io::transport::TransportOptions;
     use crate::io::transport::simulated::SimulatedCloud;
 
     #[derive(Debug)]
     struct SimulatedTokenProvider<T> {
-        day: Arc<SimulatedCloud>,
+        server: Arc<SimulatedCloud>,
         make: fn(String) -> T,
-        kept: Mutex<Option<(Arc<T>, Instant)>>,
+        cached: Mutex<Option<(Arc<T>, Instant)>>,
     }
 
     #[async_trait::async_trait]
@@ -134,42 +135,42 @@ pub mod simulated {
         type Credential = T;
 
         async fn get_credential(&self) -> object_store::Result<Arc<T>> {
-            let mut kept = locked(&self.kept);
+            let mut cached = lock_unpoisoned(&self.cached);
             let soon = clock::now() + Duration::from_secs(300);
-            if let Some((token, _)) = kept.as_ref().filter(|(_, expiry)| soon < *expiry) {
+            if let Some((token, _)) = cached.as_ref().filter(|(_, expiry)| soon < *expiry) {
                 return Ok(Arc::clone(token));
             }
             let away = || io::Error::new(ErrorKind::TimedOut, "no answer");
             let failed = || object_store::Error::Generic { store: "day", source: Box::new(away()) };
-            let (name, hold) = self.day.give().ok_or_else(failed)?;
+            let (name, hold) = self.server.issue().ok_or_else(failed)?;
             let token = Arc::new((self.make)(name));
-            Ok(Arc::clone(&kept.insert((token, clock::now() + hold)).0))
+            Ok(Arc::clone(&cached.insert((token, clock::now() + hold)).0))
         }
     }
 
     fn provider<T: std::fmt::Debug + Send + Sync + 'static>(
-        day: &Arc<SimulatedCloud>,
+        server: &Arc<SimulatedCloud>,
         options: &TransportOptions,
         make: fn(String) -> T,
         wrap: fn(Arc<T>) -> CloudCredential,
     ) -> CredentialProvider {
-        let name = format!("{} on {:p}", std::any::type_name::<T>(), Arc::as_ptr(day));
-        let day = Arc::clone(day);
+        let name = format!("{} on {:p}", std::any::type_name::<T>(), Arc::as_ptr(server));
+        let server = Arc::clone(server);
         let client = TokenClient::new(options, false, FixedSettings::default());
         let chain = TokenChain::new(client, move |_| {
-            let day = Arc::clone(&day);
+            let server = Arc::clone(&server);
             let provider: Arc<dyn StoreProvider<Credential = T>> =
-                Arc::new(SimulatedTokenProvider { day, make, kept: Mutex::default() });
+                Arc::new(SimulatedTokenProvider { server, make, cached: Mutex::default() });
             Ok((provider, wrap))
         });
         CredentialProvider::new(Snapshot::take(name, |_| false, |_| Vec::new()), Arc::new(chain))
     }
 
-    pub fn google(day: &Arc<SimulatedCloud>, options: &TransportOptions) -> CredentialProvider {
-        provider(day, options, |bearer| GcpCredential { bearer }, CloudCredential::Google)
+    pub fn google(server: &Arc<SimulatedCloud>, options: &TransportOptions) -> CredentialProvider {
+        provider(server, options, |bearer| GcpCredential { bearer }, CloudCredential::Google)
     }
 
-    pub fn azure(day: &Arc<SimulatedCloud>, options: &TransportOptions) -> CredentialProvider {
-        provider(day, options, AzureCredential::BearerToken, CloudCredential::Azure)
+    pub fn azure(server: &Arc<SimulatedCloud>, options: &TransportOptions) -> CredentialProvider {
+        provider(server, options, AzureCredential::BearerToken, CloudCredential::Azure)
     }
 }

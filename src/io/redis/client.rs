@@ -12,7 +12,7 @@ use super::bounded_connection::{BoundedConnection, ReceiveLimit};
 use crate::error::Escaped;
 use crate::io::transport::{
     ConnectionPool, Failure, REDIS_SETTINGS, RetryBudget, Tls, TransportOptions, Trust, show_text,
-    timer, untrusted,
+    timer, untrusted_message,
 };
 
 /// The port that servers listen on unless they are told otherwise.
@@ -147,7 +147,7 @@ impl RedisConnections {
         }
         // A connection on which something failed is not used again.
         let answers = answers?;
-        self.pool.put(connection);
+        self.pool.give_back(connection);
         Ok(answers)
     }
 }
@@ -155,7 +155,7 @@ impl RedisConnections {
 /// The failure to connect.
 fn refused(error: io::Error, hint: &str) -> Failure {
     let (kind, text) = (error.kind(), error.to_string());
-    if let Some(what) = untrusted(&text, hint) {
+    if let Some(what) = untrusted_message(&text, hint) {
         return Failure::permanent(ErrorKind::PermissionDenied, what);
     }
     let lower = text.to_lowercase();

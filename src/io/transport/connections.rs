@@ -125,14 +125,14 @@ impl<C> ConnectionPool<C> {
     }
 
     /// Puts a connection back.
-    pub fn put(&self, connection: PooledConnection<C>) {
+    pub fn give_back(&self, connection: PooledConnection<C>) {
         self.0.lock().push(connection);
     }
 }
 
 /// Guards the environment while a future is polled: credential providers read it at any time.
 #[cfg(any(feature = "clouds", feature = "s3"))]
-pub async fn guarded<T>(work: impl Future<Output = T>) -> T {
+pub async fn with_guarded_polls<T>(work: impl Future<Output = T>) -> T {
     let mut work = std::pin::pin!(work);
     std::future::poll_fn(|context| read_guarded(|| work.as_mut().poll(context))).await
 }
@@ -146,8 +146,8 @@ pub fn run_once<T>(
     work: impl Future<Output = CallResult<T>>,
 ) -> CallResult<T> {
     let budget = RetryBudget::new("opening", shown, options, cancel);
-    let done: Result<CallResult<T>, Failure> =
-        EventLoop::new().and_then(|events| events.run(&budget, async { Ok(guarded(work).await) }));
+    let done: Result<CallResult<T>, Failure> = EventLoop::new()
+        .and_then(|events| events.run(&budget, async { Ok(with_guarded_polls(work).await) }));
     done.unwrap_or_else(|failure| Err::<T, Error>(budget.error(failure)))
 }
 
@@ -167,7 +167,7 @@ mod tests {
         let options = TransportOptions { total: Duration::from_secs(3600), ..options };
         // The event loop asks each time that this much has passed.
         let passes = || {
-            clock::pass(POLL);
+            clock::advance(POLL);
             Ok(())
         };
         let begun = clock::now();

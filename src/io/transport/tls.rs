@@ -18,7 +18,7 @@ use crate::sys::process::{OwnerProcess, PerProcess};
 use crate::sys::{FileStamp, file_stamp};
 
 /// The most configurations that are cached.
-const MOST_CACHED: usize = 64;
+const MAX_CACHED: usize = 64;
 
 /// The protocols that a server may choose from, as ALPN names them.
 pub type AlpnProtocols = &'static [&'static [u8]];
@@ -46,7 +46,7 @@ impl Tls {
         config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
         let tls = Tls { config: Arc::new(config), owner: OwnerProcess::current() };
         let mut cached = cached();
-        if cached.len() >= MOST_CACHED {
+        if cached.len() >= MAX_CACHED {
             cached.clear();
         }
         cached.insert(key, (stamps, tls.clone()));
@@ -83,7 +83,7 @@ fn stamps(trust: &Trust) -> Result<FileStamps, String> {
         let found = file_stamp(&path);
         (path, found)
     };
-    Ok(trust.watched()?.into_iter().map(stamped).collect())
+    Ok(trust.files_to_watch()?.into_iter().map(stamped).collect())
 }
 
 /// The cryptography provider that the program has installed, or the one that is compiled in.
@@ -104,7 +104,7 @@ fn build(trust: &Trust) -> Result<ClientConfig, String> {
     let mut roots = RootCertStore::empty();
     for path in trust.files()? {
         let failed = |e: &dyn std::fmt::Display| format!("certificates of {}: {e}", path.display());
-        let pem = std::fs::read(&path).map_err(|e| named(trust, &failed(&e)))?;
+        let pem = std::fs::read(&path).map_err(|e| with_source(trust, &failed(&e)))?;
         for certificate in CertificateDer::pem_slice_iter(&pem) {
             let certificate = certificate.map_err(|e| failed(&e))?;
             roots.add(certificate).map_err(|e| failed(&e))?;
@@ -124,7 +124,7 @@ fn build(trust: &Trust) -> Result<ClientConfig, String> {
 }
 
 /// Says which argument or variable names the certificates.
-fn named(trust: &Trust, what: &str) -> String {
+fn with_source(trust: &Trust, what: &str) -> String {
     match trust {
         Trust::Bundle { named_by, .. } => format!("{what} ({named_by})"),
         _ => what.to_owned(),
@@ -182,7 +182,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("ca.pem");
         std::fs::write(&path, "").unwrap();
-        let trust = Trust::argument(path.clone());
+        let trust = Trust::from_argument(path.clone());
         let config = |protocols| Tls::new(&trust, protocols).unwrap().config;
         let first = config(&[]);
         assert!(Arc::ptr_eq(&first, &config(&[])));

@@ -64,8 +64,8 @@ impl Sign for CloudSigner {
         Box::pin(self.signed())
     }
 
-    fn refused(&self, used: Instant) {
-        self.credentials.refused(used);
+    fn invalidate(&self, used: Instant) {
+        self.credentials.invalidate(used);
     }
 
     fn uses_tokens(&self) -> bool {
@@ -126,35 +126,40 @@ mod tests {
     #[test]
     fn a_day_of_reading_is_never_refused() {
         for uri in ["gs://bucket/key", "az://container/blob"] {
-            let (day, net) = (SimulatedCloud::new(3600, 180), options());
+            let (simulated_cloud, transport) = (SimulatedCloud::new(3600, 180), options());
             let address = CloudAddress::parse(uri).unwrap();
             let credentials = match address.cloud {
-                Cloud::Google => simulated::google(&day, &net),
-                Cloud::Azure => simulated::azure(&day, &net),
+                Cloud::Google => simulated::google(&simulated_cloud, &transport),
+                Cloud::Azure => simulated::azure(&simulated_cloud, &transport),
             };
             let shown = address.shown.clone();
-            let (bucket, headers) = (Arc::new(day.serve().parse().unwrap()), Vec::new());
+            let (bucket, headers) =
+                (Arc::new(simulated_cloud.serve().parse().unwrap()), Vec::new());
             let account = "account".into();
             let signer = CloudSigner { bucket, account, credentials, address, headers };
             let environment = OpenOptions::from_environment().unwrap();
-            let options = OpenOptions { transport: net, cache: None, ..environment };
+            let options = OpenOptions { transport: transport, cache: None, ..environment };
             let url = FileUrl::signed(Box::new(signer));
             let source = http::open_url(url, false, shown, &options, &Never).unwrap();
-            while day.now() < 24 * 3600 {
+            while simulated_cloud.now() < 24 * 3600 {
                 // A token that was revoked is renewed once.
-                if day.now() == 43_320 {
-                    day.expire();
+                if simulated_cloud.now() == 43_320 {
+                    simulated_cloud.revoke_all();
                 }
                 // Behind the head, which is cached.
-                let (at, mut bytes) = (OBJECT_LEN / 2 + day.now(), [0; 5]);
+                let (at, mut bytes) = (OBJECT_LEN / 2 + simulated_cloud.now(), [0; 5]);
                 let what = || "bytes".to_owned();
                 read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), &what, &Never)
                     .unwrap();
                 assert_eq!(bytes, [7; 5]);
-                day.pass(60);
+                simulated_cloud.advance(60);
             }
-            assert_eq!(day.refused.load(Ordering::Relaxed), 1, "{uri}");
-            assert!((25..32).contains(&day.given()), "{uri}: {} times", day.given());
+            assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 1, "{uri}");
+            assert!(
+                (25..32).contains(&simulated_cloud.issued()),
+                "{uri}: {} times",
+                simulated_cloud.issued()
+            );
         }
     }
 }

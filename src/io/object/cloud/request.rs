@@ -16,7 +16,8 @@ use crate::error::{Error, Escaped, Result, Shortened};
 use crate::io::auth::{AZURE_VERSION, CredentialProvider};
 use crate::io::object::upload::{UploadRequests, unless_there};
 use crate::io::transport::{
-    Client, Failure, TransportOptions, UploadBody, document, run_once, says_expired, status_failure,
+    Client, Failure, TransportOptions, UploadBody, read_document, run_once, says_expired,
+    status_failure,
 };
 
 /// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
@@ -192,13 +193,13 @@ impl CloudObject {
 
     /// Repeats a request until it succeeds, or is refused in a way that the caller handles.
     pub fn send(&self, request: &UploadRequest<'_>, cancel: &dyn Cancel) -> Result<CloudResponse> {
-        let refused = |used| {
+        let invalidate = |used| {
             if let Some(credentials) = &self.credentials {
-                credentials.refused(used);
+                credentials.invalidate(used);
             }
         };
         let wrap = |client| (client, Arc::default());
-        let answer = self.requests.send(cancel, wrap, refused, |client, sent| async move {
+        let answer = self.requests.send(cancel, wrap, invalidate, |client, sent| async move {
             let checksums = self.checksums.load(Ordering::Relaxed);
             let mut answer = self.once(request, checksums, &client, &sent).await?;
             if checksums && request.checksum.is_some() && UNKNOWN.contains(&answer.code()) {
@@ -268,8 +269,8 @@ impl CloudObject {
             }
             None => {}
         }
-        let mut response = client.send_patiently(request, Some(sent), stall).await?;
-        let text = document(&mut response, stall).await?;
+        let mut response = client.send_with_time_limit(request, Some(sent), stall).await?;
+        let text = read_document(&mut response, stall).await?;
         let (status, fields) = (response.status(), response.headers().clone());
         Ok(CloudResponse { status, fields, text: String::from_utf8_lossy(&text).into_owned() })
     }
@@ -286,26 +287,30 @@ mod tests {
     #[test]
     fn a_day_of_writing_is_never_refused() {
         for cloud in [Cloud::Google, Cloud::Azure] {
-            let (day, net) = (SimulatedCloud::new(3600, 180), options());
+            let (simulated_cloud, transport) = (SimulatedCloud::new(3600, 180), options());
             let credentials = Some(match cloud {
-                Cloud::Google => simulated::google(&day, &net),
-                Cloud::Azure => simulated::azure(&day, &net),
+                Cloud::Google => simulated::google(&simulated_cloud, &transport),
+                Cloud::Azure => simulated::azure(&simulated_cloud, &transport),
             });
-            let url: Url = format!("{}/bucket/key", day.serve()).parse().unwrap();
-            let requests = UploadRequests::new("an object".to_owned(), net, false).unwrap();
+            let url: Url = format!("{}/bucket/key", simulated_cloud.serve()).parse().unwrap();
+            let requests = UploadRequests::new("an object".to_owned(), transport, false).unwrap();
             let (account, checksums) = ("account".to_owned(), AtomicBool::new(true));
             let object = CloudObject { requests, cloud, url, account, credentials, checksums };
             let bytes = Bytes::from_static(b"some bytes");
-            while day.now() < 24 * 3600 {
+            while simulated_cloud.now() < 24 * 3600 {
                 // A token that was revoked is renewed once.
-                if day.now() == 43_320 {
-                    day.expire();
+                if simulated_cloud.now() == 43_320 {
+                    simulated_cloud.revoke_all();
                 }
                 object.send(&UploadRequest::new(Method::PUT, &bytes), &Never).unwrap();
-                day.pass(60);
+                simulated_cloud.advance(60);
             }
-            assert_eq!(day.refused.load(Ordering::Relaxed), 1, "{cloud:?}");
-            assert!((25..32).contains(&day.given()), "{cloud:?}: {} times", day.given());
+            assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 1, "{cloud:?}");
+            assert!(
+                (25..32).contains(&simulated_cloud.issued()),
+                "{cloud:?}: {} times",
+                simulated_cloud.issued()
+            );
         }
     }
 }

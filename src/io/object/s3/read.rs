@@ -17,7 +17,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::auth::{RENEWAL_MARGIN, renew_at, retry_at};
 use crate::io::http::{self, FileUrl, Sign, SignFuture};
-use crate::io::transport::{Failure, RequestTarget, fits_in_url, guarded, run_once};
+use crate::io::transport::{Failure, RequestTarget, fits_in_url, run_once, with_guarded_polls};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
 
@@ -68,12 +68,12 @@ struct S3Signer {
 
 impl Sign for S3Signer {
     fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
-        Box::pin(guarded(self.signed()))
+        Box::pin(with_guarded_polls(self.signed()))
     }
 
-    fn refused(&self, used: Instant) {
+    fn invalidate(&self, used: Instant) {
         if let Some(keys) = &self.bucket.credentials {
-            keys.refused(used);
+            keys.invalidate(used);
         }
     }
 
@@ -99,12 +99,12 @@ impl Sign for S3Signer {
         Some(self.bucket.host())
     }
 
-    fn is_answer(&self, headers: &HeaderMap) -> bool {
+    fn is_final(&self, headers: &HeaderMap) -> bool {
         let is_aws = matches!(self.bucket.server, Server::Aws { .. });
         !headers.contains_key(LOCATION) || (is_aws && region_of(headers).is_some())
     }
 
-    fn moves(&self, asked: &Url, headers: &HeaderMap) -> bool {
+    fn is_moved(&self, asked: &Url, headers: &HeaderMap) -> bool {
         self.bucket.follows_region(headers, asked.host_str())
     }
 
@@ -207,11 +207,11 @@ mod tests {
     #[test]
     fn a_day_of_reading_is_never_refused() {
         for (hold, away, step, given) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)] {
-            let (day, net, region) =
+            let (simulated_cloud, net, region) =
                 (SimulatedCloud::new(hold, away), options(), format!("read-{hold}"));
-            simulate(&day, &region, &net);
+            simulate(&simulated_cloud, &region, &net);
             let s3 = S3Options {
-                endpoint: Some(day.serve()),
+                endpoint: Some(simulated_cloud.serve()),
                 force_http: Some(true),
                 region: Some(region),
                 ..S3Options::default()
@@ -219,18 +219,22 @@ mod tests {
             let environment = OpenOptions::from_environment().unwrap();
             let options = OpenOptions { transport: net, s3, cache: None, ..environment };
             let source = open("s3://bucket/key", &options, &Never).unwrap();
-            while day.now() < 24 * 3600 {
+            while simulated_cloud.now() < 24 * 3600 {
                 // Behind the head, which is cached.
-                let (at, mut bytes) = (OBJECT_LEN / 2 + day.now(), [0; 5]);
+                let (at, mut bytes) = (OBJECT_LEN / 2 + simulated_cloud.now(), [0; 5]);
                 let what = || "bytes".to_owned();
                 read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), &what, &Never)
                     .unwrap();
                 assert_eq!(bytes, [7; 5]);
-                day.pass(step);
+                simulated_cloud.advance(step);
             }
-            assert_eq!(day.refused.load(Ordering::Relaxed), 0);
-            assert!(day.answered.load(Ordering::Relaxed) >= 24 * 3600 / step);
-            assert!(given.contains(&day.given()), "{} times", day.given());
+            assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 0);
+            assert!(simulated_cloud.answered.load(Ordering::Relaxed) >= 24 * 3600 / step);
+            assert!(
+                given.contains(&simulated_cloud.issued()),
+                "{} times",
+                simulated_cloud.issued()
+            );
         }
     }
 }

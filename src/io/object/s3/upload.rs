@@ -23,7 +23,7 @@ use crate::io::object::checksum::Checksum;
 use crate::io::object::upload::{
     SentPart, UploadLimits, UploadProtocol, UploadRequests, UploadSink, new_mark,
 };
-use crate::io::transport::{Failure, SdkClient, guarded, run_once};
+use crate::io::transport::{Failure, SdkClient, run_once, with_guarded_polls};
 
 /// Creates an object. Finds the server and the credentials; nothing is sent before a part is complete.
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
@@ -108,15 +108,15 @@ impl S3Object {
             (read_guarded(|| Client::from_conf(config.build())), sent)
         };
         let region = self.resolved.region();
-        let refused = |used| {
+        let invalidate = |used| {
             // Credentials are as good in another region.
             if let Some(keys) = &self.resolved.credentials
                 && self.resolved.region() == region
             {
-                keys.refused(used);
+                keys.invalidate(used);
             }
         };
-        let sent = self.requests.send(cancel, wrap, refused, |client, _| async {
+        let sent = self.requests.send(cancel, wrap, invalidate, |client, _| async {
             // The SDK looks into the environment before it sends anything.
             let mut request = std::pin::pin!(make(client));
             let mut polled = false;
@@ -179,7 +179,7 @@ impl UploadProtocol for S3Object {
                     if !answer.as_ref().is_err_and(knows_no_sums) {
                         break;
                     }
-                    answer = guarded(send(again)).await;
+                    answer = with_guarded_polls(send(again)).await;
                 }
                 answer.map(drop).map_err(|e| self.resolved.failure(e))
             }
@@ -210,7 +210,9 @@ impl UploadProtocol for S3Object {
             }
             let begun = match begun {
                 Some(begun) => begun,
-                None => guarded(begin.send()).await.map_err(|e| self.resolved.failure(e))?,
+                None => {
+                    with_guarded_polls(begin.send()).await.map_err(|e| self.resolved.failure(e))?
+                }
             };
             let upload = begun.upload_id.ok_or_else(|| {
                 let what = "the server began an upload without a number";
@@ -248,7 +250,7 @@ impl UploadProtocol for S3Object {
                     break;
                 }
                 told = sum.filter(|_| again.is_some());
-                answer = guarded(send(again)).await;
+                answer = with_guarded_polls(send(again)).await;
             }
             let done = answer.map_err(|e| self.resolved.failure(e))?;
             let tag = done.e_tag.ok_or_else(|| {
@@ -345,24 +347,25 @@ mod tests {
 
     #[test]
     fn a_day_of_writing_is_never_refused() {
-        let (day, net, region) = (SimulatedCloud::new(3600, 180), options(), "write".to_owned());
-        simulate(&day, &region, &net);
+        let (simulated_cloud, transport, region) =
+            (SimulatedCloud::new(3600, 180), options(), "write".to_owned());
+        simulate(&simulated_cloud, &region, &transport);
         let s3 = S3Options {
-            endpoint: Some(day.serve()),
+            endpoint: Some(simulated_cloud.serve()),
             force_http: Some(true),
             region: Some(region),
             ..S3Options::default()
         };
         let environment = OpenOptions::from_environment().unwrap();
-        let options = OpenOptions { transport: net, s3, cache: None, ..environment };
+        let options = OpenOptions { transport: transport, s3, cache: None, ..environment };
         let object = S3Object::new("s3://bucket/key", &options, &Never).unwrap();
         for number in 1..=24 * 60 {
             let bytes = Bytes::from_static(b"some bytes");
             assert_eq!(object.part("one", number, &bytes, &Never).unwrap().tag, "\"e\"");
-            day.pass(60);
+            simulated_cloud.advance(60);
         }
-        assert_eq!(day.refused.load(Ordering::Relaxed), 0);
-        assert_eq!(day.answered.load(Ordering::Relaxed), 24 * 60);
-        assert!((25..30).contains(&day.given()), "{} times", day.given());
+        assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 0);
+        assert_eq!(simulated_cloud.answered.load(Ordering::Relaxed), 24 * 60);
+        assert!((25..30).contains(&simulated_cloud.issued()), "{} times", simulated_cloud.issued());
     }
 }
