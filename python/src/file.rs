@@ -129,7 +129,7 @@ impl WriteAt for PyFile {
         1
     }
 
-    fn shows_early(&self) -> bool {
+    fn is_visible_early(&self) -> bool {
         true
     }
 

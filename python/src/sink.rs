@@ -74,7 +74,7 @@ impl Sink {
                 while let Some((start, chunk)) = next().filter(|_| !control.stopped()) {
                     let mut buffers = [std::io::IoSlice::new(chunk)];
                     write_all_at(&sink, offset + start as u64, &mut buffers, control)?;
-                    sink.settle(control)?;
+                    sink.finish_deferred_writes(control)?;
                 }
                 Ok(())
             })
@@ -89,7 +89,7 @@ impl Sink {
     /// Abandons the object.
     fn abandon(&self, py: Python<'_>) -> Answer<()> {
         let sink = self.shared()?;
-        Ok(gil::without(py, || sink.abandon(&signals))?)
+        Ok(gil::without(py, || sink.abort(&signals))?)
     }
 
     /// The address.

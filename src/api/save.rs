@@ -199,7 +199,7 @@ impl Writer {
         self.end = layout.end;
         self.entries_len += encoded_lens(&layout.entries, false);
         self.entries.extend(layout.entries);
-        if self.sink()?.shows_early() {
+        if self.sink()?.is_visible_early() {
             self.show(cancel)?;
         }
         self.failed = false;

@@ -6,7 +6,9 @@ use crate::engine::plan::Extent;
 use crate::environment::{DIRECT_IO, LOCAL_WORLD_SIZE};
 use crate::error::Result;
 use crate::io::ReadAt;
-use crate::io::local::{DIRECT_READ, DirectReader, InFlightLimit, READS_AT_MOST, READS_FOR_EACH};
+use crate::io::local::{
+    DIRECT_READ_LEN, DirectReader, InFlightLimit, MAX_DIRECT_READS, READS_PER_READER,
+};
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
@@ -99,7 +101,7 @@ pub struct DirectReads<'c> {
 impl<'c> DirectReads<'c> {
     /// Creates the state for a number of readers.
     pub fn new(readers: usize, counters: &'c Counters) -> Self {
-        let reads = readers.saturating_mul(READS_FOR_EACH).max(READS_AT_MOST);
+        let reads = readers.saturating_mul(READS_PER_READER).max(MAX_DIRECT_READS);
         let in_flight = Arc::new(InFlightLimit::new(reads));
         DirectReads { in_flight, counters }
     }
@@ -122,7 +124,7 @@ impl Drop for DirectReads<'_> {
     fn drop(&mut self) {
         let (mean, most) = self.in_flight.mean();
         if let Some(mean) = mean {
-            let bytes = |reads: u64| reads.saturating_mul(DIRECT_READ as u64);
+            let bytes = |reads: u64| reads.saturating_mul(DIRECT_READ_LEN as u64);
             self.counters.in_flight(bytes(mean) / 1000, bytes(most as u64));
         }
     }

@@ -211,7 +211,7 @@ impl<'p> Pass<'p> {
 
     /// Lets the sink send its complete parts.
     pub fn settle(&self, control: &Control<'_>) -> Result<()> {
-        self.counters.time(Stage::Write, || self.sink.settle(control))
+        self.counters.time(Stage::Write, || self.sink.finish_deferred_writes(control))
     }
 }
 

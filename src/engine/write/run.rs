@@ -61,8 +61,8 @@ pub fn write_tensors(
     let sha = options.hashes == Some(Hashes::All);
     let bounded = shares.parts < u64::MAX;
     let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
-    let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
-    let part_len = sink.kept().1;
+    let in_turns = if sha { wanted.min(sink.max_positions()) } else { 1 };
+    let part_len = sink.retained_memory().1;
     let sends = part_len > 0;
     let batch_len = batch_len(sends, options.encryption.is_some());
     let jobs = jobs(items, in_turns, buffer_len()?, batch_len)?;
@@ -130,7 +130,7 @@ fn wanted(
     // Such a tensor is written front to back by one thread, and the sink accepts a limited number
     // of such sequences at a time.
     if items.iter().any(|item| matches!(item.origin, Origin::Deferred(_) | Origin::Device(_))) {
-        wanted = wanted.min(sink.places().max(1));
+        wanted = wanted.min(sink.max_positions().max(1));
     }
     Ok((wanted, shares))
 }
@@ -144,7 +144,7 @@ fn shares(
     wanted: usize,
 ) -> Result<SaveShares> {
     let memory = options.memory.known()?;
-    let (kept, part) = sink.kept();
+    let (kept, part) = sink.retained_memory();
     let brought = items.iter().filter(|item| matches!(item.origin, Origin::Deferred(_)));
     let brought = brought.map(|item| item.entry.data_len).max().unwrap_or(0);
     let copies = items.iter().any(|item| matches!(item.origin, Origin::Bytes(_)));
@@ -163,7 +163,7 @@ fn shares(
         staging: staging.map(|(len, most)| (len as u64, most as u64)),
     })?;
     if memory.bytes().is_some() {
-        sink.limit_parts(shares.parts);
+        sink.limit_retained_parts(shares.parts);
     }
     Ok(shares)
 }

@@ -66,7 +66,7 @@ pub fn with_cache(origin: CacheOrigin, entry: CacheEntry) -> Arc<dyn ReadAt> {
     if entry.is_complete()
         && let Ok(file) = entry.file().try_clone()
     {
-        let local = FileSource::beginning(file, origin.server.uri().to_owned(), entry.file_len());
+        let local = FileSource::from_prefix(file, origin.server.uri().to_owned(), entry.file_len());
         let shared = Arc::new(CompleteEntry { origin, entry, replacement: OnceLock::new() });
         return Arc::new(CompleteSource { local: Box::new(local), shared });
     }

@@ -24,20 +24,20 @@ use crate::io::{Capabilities, ReadAt};
 use crate::mem::{Arena, Buffers, DISK_BLOCK};
 
 /// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
-pub const BLOCK: usize = 1 << 20;
+pub const READ_LEN: usize = 1 << 20;
 /// Maximum number of reads that one reader has under way.
-pub const DEPTH: usize = 4;
+pub const MAX_READS: usize = 4;
 /// Reads that the readers of a load have under way together, per reader: half of the maximum of each.
 /// So readers in the middle of a batch make up for readers between two batches.
-pub const READS_FOR_EACH: usize = DEPTH / 2;
+pub const READS_PER_READER: usize = MAX_READS / 2;
 /// Bytes of the buffer of one reader.
-pub const DIRECT_MEMORY: u64 = (DEPTH * BLOCK) as u64;
+pub const DIRECT_MEMORY: u64 = (MAX_READS * READ_LEN) as u64;
 
 /// The direct reads of one reader.
 pub struct DirectReader {
     file: File,
     uri: String,
-    traits: Capabilities,
+    capabilities: Capabilities,
     in_flight: Arc<InFlightLimit>,
     state: Mutex<DirectReaderState>,
 }
@@ -54,16 +54,16 @@ impl DirectReader {
         let shared = source.file()?;
         let path = format!("/proc/self/fd/{}", shared.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
-        let mut memory = Arena::new(DEPTH * BLOCK).ok()?;
+        let mut memory = Arena::new(MAX_READS * READ_LEN).ok()?;
         let probe = memory.bytes_mut().get_mut(..DISK_BLOCK)?;
         file.read_at(probe, 0).ok()?;
         // Refused in many containers, and if too little memory may be locked.
-        let ring = IoUring::new(u32::try_from(DEPTH).ok()?).ok();
+        let ring = IoUring::new(u32::try_from(MAX_READS).ok()?).ok();
         let state = Mutex::new(DirectReaderState { memory, ring });
         Some(DirectReader {
             file,
             uri: source.uri().to_owned(),
-            traits: source.capabilities(),
+            capabilities: source.capabilities(),
             in_flight: Arc::clone(in_flight),
             state,
         })
@@ -89,16 +89,17 @@ impl DirectReader {
         let mut filled = 0;
         let Some(ring) = ring else {
             for planned in plan {
-                let to = match planned.straight {
+                let to = match planned.destination {
                     Some(at) => at.0,
                     None => memory[..planned.len].as_mut_ptr(),
                 };
                 // SAFETY: `planned.len` bytes are there, in our buffer or in memory of `into`, and no
                 // other code uses them now.
                 let read = unsafe { read_to(&self.file, to, planned.len, planned.position) }?;
-                let now = planned.take(&memory[..planned.len.min(memory.len())], read, into);
-                filled += now;
-                if now < planned.wanted {
+                let filled_now =
+                    planned.record(&memory[..planned.len.min(memory.len())], read, into);
+                filled += filled_now;
+                if filled_now < planned.wanted {
                     break;
                 }
             }
@@ -111,12 +112,12 @@ impl DirectReader {
             begun: 0,
             submitted: 0,
             ended: 0,
-            results: [None; DEPTH],
+            results: [None; MAX_READS],
         };
         let mut done = 0;
         while done < plan.len() {
             while reads.begun < plan.len()
-                && reads.begun - done < DEPTH
+                && reads.begun - done < MAX_READS
                 && in_flight.begin(reads.begun == reads.ended)
             {
                 reads.begin(&self.file, memory, &plan[reads.begun])?;
@@ -126,9 +127,10 @@ impl DirectReader {
                 let read = usize::try_from(result)
                     .map_err(|_| io::Error::from_raw_os_error(result.wrapping_neg()))?;
                 let planned = &plan[done];
-                let now = planned.take(&memory[done % DEPTH * BLOCK..][..BLOCK], read, into);
-                filled += now;
-                if now < planned.wanted {
+                let filled_now =
+                    planned.record(&memory[done % MAX_READS * READ_LEN..][..READ_LEN], read, into);
+                filled += filled_now;
+                if filled_now < planned.wanted {
                     // The end of the file, or a read that was cut short. Nothing that the kernel has not
                     // taken yet may be left in a ring that is used again.
                     reads.submit_all()?;
@@ -165,7 +167,7 @@ struct InFlightReads<'r> {
     begun: usize,
     submitted: usize,
     ended: usize,
-    results: [Option<i32>; DEPTH],
+    results: [Option<i32>; MAX_READS],
 }
 
 impl InFlightReads<'_> {
@@ -174,9 +176,9 @@ impl InFlightReads<'_> {
         let number = self.begun;
         // Counted as begun in any case, so that it is counted as ended when this is dropped.
         self.begun += 1;
-        let block = match planned.straight {
+        let block = match planned.destination {
             Some(at) => at.0,
-            None => memory[number % DEPTH * BLOCK..][..planned.len].as_mut_ptr(),
+            None => memory[number % MAX_READS * READ_LEN..][..planned.len].as_mut_ptr(),
         };
         let len = u32::try_from(planned.len).map_err(io::Error::other)?;
         let read = opcode::Read::new(types::Fd(file.as_raw_fd()), block, len)
@@ -207,15 +209,15 @@ impl InFlightReads<'_> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
-        self.look();
+        self.collect_completed();
         Ok(())
     }
 
     /// Collects the reads that have ended.
-    fn look(&mut self) {
+    fn collect_completed(&mut self) {
         let before = self.ended;
         for entry in self.ring.completion() {
-            let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX) % DEPTH;
+            let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX) % MAX_READS;
             if let Some(slot) = self.results.get_mut(slot) {
                 *slot = Some(entry.result());
             }
@@ -225,7 +227,7 @@ impl InFlightReads<'_> {
     }
 
     fn result(&mut self, number: usize) -> Option<i32> {
-        self.results.get_mut(number % DEPTH)?.take()
+        self.results.get_mut(number % MAX_READS)?.take()
     }
 }
 
@@ -237,7 +239,7 @@ impl Drop for InFlightReads<'_> {
                 Ok(submitted) => self.submitted += submitted,
                 Err(_) => std::thread::sleep(std::time::Duration::from_millis(1)),
             }
-            self.look();
+            self.collect_completed();
         }
         self.in_flight.end(self.begun - self.ended);
     }
@@ -249,7 +251,7 @@ impl ReadAt for DirectReader {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.traits
+        self.capabilities
     }
 
     fn read_at(
@@ -259,7 +261,7 @@ impl ReadAt for DirectReader {
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
         let wanted = buffers.remaining();
-        let left = self.traits.len.unwrap_or(u64::MAX).saturating_sub(offset);
+        let left = self.capabilities.len.unwrap_or(u64::MAX).saturating_sub(offset);
         let wanted = wanted.min(usize::try_from(left).unwrap_or(usize::MAX));
         if wanted == 0 {
             return Ok(0);
@@ -267,8 +269,8 @@ impl ReadAt for DirectReader {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let read = loop {
             let (ring, left) = (state.ring.is_some(), buffers.remaining());
-            let longest = if ring { BLOCK } else { DEPTH * BLOCK };
-            let plan = PlannedRead::all(offset, buffers.ranges(usize::MAX), wanted, longest);
+            let max_len = if ring { READ_LEN } else { MAX_READS * READ_LEN };
+            let plan = PlannedRead::plan(offset, buffers.ranges(usize::MAX), wanted, max_len);
             match self.read_planned(&mut state, &plan, buffers) {
                 Ok(read) => break read,
                 // Kernels before 5.6 have rings without such reads, and one may be short of memory for
@@ -296,7 +298,7 @@ mod tests {
     use crate::io::read_exact_at;
 
     /// Some bytes in a file of a disk: temporary folders may be in memory.
-    fn on_disk(len: usize) -> (tempfile::TempDir, Vec<u8>, FileSource) {
+    fn file_on_disk(len: usize) -> (tempfile::TempDir, Vec<u8>, FileSource) {
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let path = folder.path().join("f");
         let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 4096) as u8).collect();
@@ -305,14 +307,14 @@ mod tests {
         (folder, bytes, source)
     }
 
-    fn opened(source: &FileSource) -> Option<DirectReader> {
-        DirectReader::open(source, &Arc::new(InFlightLimit::new(READS_FOR_EACH)))
+    fn open_reader(source: &FileSource) -> Option<DirectReader> {
+        DirectReader::open(source, &Arc::new(InFlightLimit::new(READS_PER_READER)))
     }
 
     #[test]
-    fn any_range_into_any_buffers_with_and_without_a_ring() {
-        let (_folder, bytes, source) = on_disk((10 << 20) + 1234);
-        let Some(reader) = opened(&source) else {
+    fn any_range_is_read_into_any_buffers_with_and_without_io_uring() {
+        let (_folder, bytes, source) = file_on_disk((10 << 20) + 1234);
+        let Some(reader) = open_reader(&source) else {
             return eprintln!("no direct reads on this file system");
         };
         for _ in 0..2 {
@@ -335,9 +337,9 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_lies_as_the_file_does_is_read_into_straight() {
-        let (_folder, bytes, source) = on_disk((10 << 20) + 1234);
-        let Some(reader) = opened(&source) else { return };
+    fn memory_aligned_like_the_file_is_read_into_directly() {
+        let (_folder, bytes, source) = file_on_disk((10 << 20) + 1234);
+        let Some(reader) = open_reader(&source) else { return };
         for ring in [true, false] {
             for (offset, before, len) in
                 [(5000, 300, 5 << 20), (0, 0, 1 << 20), (4096, 10, 70 << 10)]
@@ -348,10 +350,14 @@ mod tests {
                 let to = arena.bytes_mut().get_mut(start..start + len).unwrap();
                 let mut buffers = Buffers::from_slice(&mut header);
                 buffers.push(crate::mem::as_uninit(to));
-                let plan = PlannedRead::all(offset as u64, buffers.ranges(9), before + len, BLOCK);
-                let straight: usize =
-                    plan.iter().filter(|read| read.straight.is_some()).map(|read| read.len).sum();
-                assert!(straight + 2 * 4096 > len, "{straight} of {len} bytes go straight");
+                let plan =
+                    PlannedRead::plan(offset as u64, buffers.ranges(9), before + len, READ_LEN);
+                let direct: usize = plan
+                    .iter()
+                    .filter(|read| read.destination.is_some())
+                    .map(|read| read.len)
+                    .sum();
+                assert!(direct + 2 * 4096 > len, "{direct} of {len} bytes go straight");
                 read_exact_at(&reader, offset as u64, &mut buffers, &String::new, &Never).unwrap();
                 assert!(header == bytes[offset..][..before]);
                 assert!(arena.bytes_mut()[start..][..len] == bytes[offset + before..][..len]);
@@ -363,9 +369,9 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_has_shrunk_ends_where_it_ends() {
-        let (folder, bytes, source) = on_disk(3 << 20);
-        let Some(reader) = opened(&source) else { return };
+    fn a_shrunk_file_gives_the_bytes_that_it_still_has() {
+        let (folder, bytes, source) = file_on_disk(3 << 20);
+        let Some(reader) = open_reader(&source) else { return };
         let path = folder.path().join("f");
         File::options().write(true).open(path).unwrap().set_len(1 << 20).unwrap();
         let mut buffer = vec![0; 3 << 20];

@@ -13,7 +13,8 @@ mod temporary;
 mod temporary_name;
 
 pub use direct::{
-    BLOCK as DIRECT_READ, DEPTH as READS_AT_MOST, DIRECT_MEMORY, DirectReader, READS_FOR_EACH,
+    DIRECT_MEMORY, DirectReader, MAX_READS as MAX_DIRECT_READS, READ_LEN as DIRECT_READ_LEN,
+    READS_PER_READER,
 };
 pub use file::FileSource;
 pub use in_flight::InFlightLimit;

@@ -107,19 +107,19 @@ impl RedisConnections {
         let RedisAddress { host, port, settings, .. } = &self.address;
         let receive_limit = ReceiveLimit::default();
         receive_limit.set(16 * OVERHEAD);
-        let made = async {
+        let connected = async {
             let to = (host.as_str(), *port);
             let stream =
                 BoundedConnection::connect(to, self.tls.as_ref(), receive_limit.clone()).await;
             let config = self.config.clone();
-            let stream = stream.map_err(|error| refused(error, &self.hint))?;
+            let stream = stream.map_err(|error| connect_failure(error, &self.hint))?;
             MultiplexedConnection::new_with_config(settings, stream, config).await.map_err(failure)
         };
-        let made = timer::timeout(self.limit, made).await.map_err(|_| {
+        let connected = timer::timeout(self.limit, connected).await.map_err(|_| {
             let what = format!("no connection within {} s", self.limit.as_secs_f64());
             Failure::transient(ErrorKind::TimedOut, what)
         });
-        let (connection, driver) = made??;
+        let (connection, driver) = connected??;
         tokio::spawn(driver);
         Ok((connection, receive_limit))
     }
@@ -128,13 +128,13 @@ impl RedisConnections {
     pub fn send(
         &self,
         commands: &Pipeline,
-        most: u64,
+        max_bytes: u64,
         budget: &RetryBudget<'_>,
     ) -> Result<Vec<Value>, Failure> {
         let connection = self.pool.take(budget, || self.connect())?;
         let (stream, receive_limit) = connection.client();
         let mut stream = stream.clone();
-        receive_limit.set(most.saturating_add(OVERHEAD));
+        receive_limit.set(max_bytes.saturating_add(OVERHEAD));
         let answers = connection.run(budget, async {
             commands.query_async::<Vec<Value>>(&mut stream).await.map_err(failure)
         });
@@ -142,7 +142,8 @@ impl RedisConnections {
             return answers;
         }
         if receive_limit.is_used_up() {
-            let what = format!("the server sent more than the {most} bytes that were asked for");
+            let what =
+                format!("the server sent more than the {max_bytes} bytes that were asked for");
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         }
         // A connection on which something failed is not used again.
@@ -153,7 +154,7 @@ impl RedisConnections {
 }
 
 /// The failure to connect.
-fn refused(error: io::Error, hint: &str) -> Failure {
+fn connect_failure(error: io::Error, hint: &str) -> Failure {
     let (kind, text) = (error.kind(), error.to_string());
     if let Some(what) = untrusted_message(&text, hint) {
         return Failure::permanent(ErrorKind::PermissionDenied, what);
@@ -195,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses() {
+    fn redis_addresses_are_parsed() {
         let parse = RedisAddress::parse;
         let found = parse("redis://me:p%40ss@host/a b/\"c\"?db=3").unwrap();
         assert_eq!(found.prefix, "a b/\"c\"");
@@ -207,8 +208,8 @@ mod tests {
         assert!(parse("rediss://[::1]:7/x").unwrap().tls);
         assert_eq!(parse("rediss://[::1]:7/x").unwrap().shown, "rediss://::1:7/x");
         for bad in ["redis://me:secret@host:port/x", "redis://:secret@host/x?dbs=1"] {
-            let said = parse(bad).err().unwrap();
-            assert!(!said.contains("secret"), "{said}");
+            let message = parse(bad).err().unwrap();
+            assert!(!message.contains("secret"), "{message}");
         }
         for bad in ["redis:///x", "redis://host/x?db=no", "redis://host/x?dbs=1"] {
             assert!(parse(bad).is_err(), "{bad}");

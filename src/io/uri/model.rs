@@ -30,7 +30,7 @@ pub fn open_path(path: &Path) -> Result<Arc<dyn ReadAt>> {
     if is_pipe(&file, &uri)? {
         return Ok(Arc::new(StreamSource::new(Pipe(file), uri)));
     }
-    Ok(Arc::new(FileSource::at(&found, file)?))
+    Ok(Arc::new(FileSource::from_path(&found, file)?))
 }
 
 /// Opens an open file. Returns the position of its first byte, too: `base` in a regular file, and the

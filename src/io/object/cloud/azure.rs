@@ -14,7 +14,8 @@ use crate::io::object::checksum::Checksum;
 use crate::io::object::upload::{SentPart, UploadLimits, UploadProtocol, new_mark};
 
 /// A fifth of the 50,000 blocks of a blob: blocks of failed uploads count too, up to 100,000.
-const LIMITS: UploadLimits = UploadLimits { parts: 10_000, least: 1, longest: 4000 << 20 };
+const LIMITS: UploadLimits =
+    UploadLimits { max_parts: 10_000, min_part_len: 1, max_part_len: 4000 << 20 };
 const CHECKSUM: &str = "x-ms-content-crc64";
 /// The metadata with the mark of a blob. Its name may have letters and digits only.
 const MARK: &str = "x-ms-meta-tensorizerupload";
@@ -23,21 +24,21 @@ const OTHER_BLOCKS: &str = "InvalidBlockList";
 /// The code for a blob with blocks whose names have another length.
 const OTHER_NAMES: &str = "InvalidBlobOrBlock";
 /// The code for a blob with too many blocks.
-const TOO_MANY: &str = "BlockCountExceedsLimit";
+const TOO_MANY_BLOCKS: &str = "BlockCountExceedsLimit";
 
 /// A blob.
 pub struct Blob {
-    at: CloudObject,
+    object: CloudObject,
     mark: String,
 }
 
 impl Blob {
-    pub fn new(at: CloudObject) -> Result<Self> {
-        Ok(Blob { at, mark: new_mark()? })
+    pub fn new(object: CloudObject) -> Result<Self> {
+        Ok(Blob { object, mark: new_mark()? })
     }
 
     /// The error of an upload that another one has disturbed.
-    fn disturbed(&self, why: &str, answer: &CloudResponse) -> Error {
+    fn disturbed_error(&self, why: &str, answer: &CloudResponse) -> Error {
         let (status, code) = (answer.status.as_u16(), Escaped(answer.code()));
         let what = format!("the server answered {status}: {code}: {why}");
         Error::io("writing", self.shown(), std::io::Error::other(what))
@@ -46,11 +47,11 @@ impl Blob {
 
 impl UploadProtocol for Blob {
     fn shown(&self) -> &str {
-        &self.at.requests.shown
+        &self.object.requests.shown
     }
 
     fn stall(&self) -> Duration {
-        self.at.requests.options.stall
+        self.object.requests.options.stall
     }
 
     fn limits(&self) -> UploadLimits {
@@ -62,9 +63,9 @@ impl UploadProtocol for Blob {
             .field("x-ms-blob-type", "BlockBlob")
             .field(MARK, &*self.mark)
             .checksum(CHECKSUM, Checksum::of(bytes).for_azure());
-        let sent = self.at.send(&request, cancel).map(drop);
+        let sent = self.object.send(&request, cancel).map(drop);
         sent.or_else(|error| {
-            self.at.completed(error, (MARK, &self.mark), bytes.len() as u64, cancel)
+            self.object.confirm_completed(error, (MARK, &self.mark), bytes.len() as u64, cancel)
         })
     }
 
@@ -85,8 +86,8 @@ impl UploadProtocol for Blob {
             .query("comp", "block")
             .query("blockid", &*tag)
             .checksum(CHECKSUM, Checksum::of(bytes).for_azure())
-            .handles(|_, code| code == OTHER_NAMES || code.ends_with(TOO_MANY));
-        let answer = self.at.send(&request, cancel)?;
+            .handling(|_, code| code == OTHER_NAMES || code.ends_with(TOO_MANY_BLOCKS));
+        let answer = self.object.send(&request, cancel)?;
         if !answer.status.is_success() {
             let forgets = "which Azure forgets a week after the last of them, or when the blob is \
                            written as a whole";
@@ -96,7 +97,7 @@ impl UploadProtocol for Blob {
                 }
                 _ => "uploads of this blob that failed have left too many blocks there",
             };
-            return Err(self.disturbed(&format!("{why}, {forgets}"), &answer));
+            return Err(self.disturbed_error(&format!("{why}, {forgets}"), &answer));
         }
         Ok(SentPart { number, tag, checksum: None })
     }
@@ -118,18 +119,18 @@ impl UploadProtocol for Blob {
             .query("comp", "blocklist")
             .field(MARK, &*self.mark)
             .checksum(CHECKSUM, Checksum::of(&text).for_azure())
-            .handles(|_, code| code == OTHER_BLOCKS)
-            .takes_long();
-        let refused = match self.at.send(&request, cancel) {
+            .handling(|_, code| code == OTHER_BLOCKS)
+            .with_long_limit();
+        let refused = match self.object.send(&request, cancel) {
             Ok(answer) if answer.status.is_success() => return Ok(()),
             Ok(answer) => {
                 let why = "another program has written this blob meanwhile, and Azure has forgotten \
                            blocks of this one: the blob is that of the other";
-                self.disturbed(why, &answer)
+                self.disturbed_error(why, &answer)
             }
             Err(error) => error,
         };
-        self.at.completed(refused, (MARK, &self.mark), len, cancel)
+        self.object.confirm_completed(refused, (MARK, &self.mark), len, cancel)
     }
 
     fn abort(&self, _upload: &str, _cancel: &dyn Cancel) -> Result<()> {

@@ -65,7 +65,7 @@ pub fn object_url(bucket: &Url, key: &str) -> std::result::Result<Url, String> {
 }
 
 /// The error of an anonymous request.
-pub fn anonymous(error: Error, cloud: Cloud) -> Error {
+pub fn with_anonymous_hint(error: Error, cloud: Cloud) -> Error {
     let name = match cloud {
         Cloud::Google => "GOOGLE_APPLICATION_CREDENTIALS",
         Cloud::Azure => "AZURE_STORAGE_ACCOUNT_KEY",

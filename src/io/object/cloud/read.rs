@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 use reqwest::{Request, Url};
 
 use super::address::{Cloud, CloudAddress};
-use super::bucket::{CloudBucket, anonymous, object_url, resolve};
+use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::auth::{AZURE_VERSION, CloudCredential, CredentialProvider};
@@ -17,7 +17,7 @@ use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
 
 /// Time for which one credential is used: the provider has a new one minutes before it expires.
-const VALID: Duration = Duration::from_secs(30);
+const VALID_FOR: Duration = Duration::from_secs(30);
 
 /// Opens an address, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
@@ -36,7 +36,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         }
         let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
         let opened = http::open_as(url, &shown, &options, cancel);
-        return opened.map_err(|error| anonymous(error, address.cloud));
+        return opened.map_err(|error| with_anonymous_hint(error, address.cloud));
     };
     let headers = options.transport.headers.clone();
     let (bucket, account) = (Arc::new(url), account.into());
@@ -61,7 +61,7 @@ struct CloudSigner {
 
 impl Sign for CloudSigner {
     fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
-        Box::pin(self.signed())
+        Box::pin(self.sign_now())
     }
 
     fn invalidate(&self, used: Instant) {
@@ -88,14 +88,14 @@ impl Sign for CloudSigner {
 }
 
 impl CloudSigner {
-    async fn signed(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
+    async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
         let credential = self.credentials.get().await?;
         let url = object_url(&self.bucket, &self.address.key)
             .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
         let by = Authorization { credential, account: Arc::clone(&self.account) };
         let location = RequestTarget::new(url, self.headers.clone()).authorized(Arc::new(by));
         let now = clock::date();
-        Ok((location, now.checked_add(VALID).unwrap_or(now)))
+        Ok((location, now.checked_add(VALID_FOR).unwrap_or(now)))
     }
 }
 

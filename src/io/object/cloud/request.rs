@@ -10,22 +10,22 @@ use reqwest::header::{CONTENT_LENGTH, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Body, Method, Request, StatusCode, Url};
 
 use super::address::{Cloud, CloudAddress};
-use super::bucket::{CloudBucket, anonymous, object_url, resolve};
+use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
 use crate::error::{Error, Escaped, Result, Shortened};
 use crate::io::auth::{AZURE_VERSION, CredentialProvider};
-use crate::io::object::upload::{UploadRequests, unless_there};
+use crate::io::object::upload::{UploadRequests, confirm_if_present};
 use crate::io::transport::{
     Client, Failure, TransportOptions, UploadBody, read_document, run_once, says_expired,
     status_failure,
 };
 
 /// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
-const PATIENCE: Duration = Duration::from_secs(120);
+const COMBINE_LIMIT: Duration = Duration::from_secs(120);
 /// Codes of uploads whose bytes are not what was sent.
 const DAMAGED: [&str; 3] = ["BadDigest", "Crc64Mismatch", "Md5Mismatch"];
 /// Codes of servers that do not know the header with a checksum.
-const UNKNOWN: [&str; 3] = ["FeatureNotSupported", "NotImplemented", "UnsupportedHeader"];
+const UNKNOWN_CHECKSUM: [&str; 3] = ["FeatureNotSupported", "NotImplemented", "UnsupportedHeader"];
 
 /// A request of an upload.
 pub struct UploadRequest<'a> {
@@ -40,7 +40,7 @@ pub struct UploadRequest<'a> {
     /// True for a success that is complete.
     pub complete: fn(&CloudResponse) -> bool,
     /// Time limit for the server, if that is longer than usual.
-    pub patience: Duration,
+    pub stall_limit: Duration,
 }
 
 impl<'a> UploadRequest<'a> {
@@ -54,7 +54,7 @@ impl<'a> UploadRequest<'a> {
             checksum: None,
             handled: |_, _| false,
             complete: |_| true,
-            patience: Duration::ZERO,
+            stall_limit: Duration::ZERO,
         }
     }
 
@@ -72,17 +72,17 @@ impl<'a> UploadRequest<'a> {
         UploadRequest { checksum: Some((name, value)), ..self }
     }
 
-    pub fn handles(self, handled: fn(StatusCode, &str) -> bool) -> Self {
+    pub fn handling(self, handled: fn(StatusCode, &str) -> bool) -> Self {
         UploadRequest { handled, ..self }
     }
 
-    pub fn only_if(self, complete: fn(&CloudResponse) -> bool) -> Self {
+    pub fn complete_if(self, complete: fn(&CloudResponse) -> bool) -> Self {
         UploadRequest { complete, ..self }
     }
 
     /// The same request, which has the server combine thousands of parts.
-    pub fn takes_long(self) -> Self {
-        UploadRequest { patience: PATIENCE, ..self }
+    pub fn with_long_limit(self) -> Self {
+        UploadRequest { stall_limit: COMBINE_LIMIT, ..self }
     }
 
     fn build(&self, url: &Url, checksums: bool, sent: &Arc<AtomicU64>) -> Result<Request, Failure> {
@@ -122,7 +122,7 @@ impl CloudResponse {
     }
 
     /// True if its document has that name.
-    pub fn is(&self, name: &str) -> bool {
+    pub fn is_document(&self, name: &str) -> bool {
         self.text.contains(&format!("<{name}"))
     }
 
@@ -138,12 +138,12 @@ impl CloudResponse {
     /// The failure that it means.
     fn failure(&self) -> Failure {
         let line = |text: &str| text.lines().next().unwrap_or("").to_owned();
-        let said = match (self.code(), self.element("Message")) {
+        let detail = match (self.code(), self.element("Message")) {
             ("", _) => String::new(),
             (code, None) => format!(": {}", Escaped(code)),
             (code, Some(message)) => format!(": {}: {}", Escaped(code), Shortened(&line(message))),
         };
-        let what = format!("the server answered {}{said}", self.status);
+        let what = format!("the server answered {}{detail}", self.status);
         if self.status.is_success() {
             // The body reports an error, or is incomplete.
             return Failure::transient(
@@ -201,9 +201,10 @@ impl CloudObject {
         let wrap = |client| (client, Arc::default());
         let answer = self.requests.send(cancel, wrap, invalidate, |client, sent| async move {
             let checksums = self.checksums.load(Ordering::Relaxed);
-            let mut answer = self.once(request, checksums, &client, &sent).await?;
-            if checksums && request.checksum.is_some() && UNKNOWN.contains(&answer.code()) {
-                answer = self.once(request, false, &client, &sent).await?;
+            let mut answer = self.send_once(request, checksums, &client, &sent).await?;
+            if checksums && request.checksum.is_some() && UNKNOWN_CHECKSUM.contains(&answer.code())
+            {
+                answer = self.send_once(request, false, &client, &sent).await?;
                 if answer.status.is_success() {
                     self.checksums.store(false, Ordering::Relaxed);
                 }
@@ -215,22 +216,22 @@ impl CloudObject {
             };
             if good { Ok(answer) } else { Err(answer.failure()) }
         });
-        answer.map_err(|error| self.named(error))
+        answer.map_err(|error| self.with_hint(error))
     }
 
     /// The outcome of a last request that has failed, and whose answer may have been lost: a success if the
     /// object has `len` bytes, and the mark of this upload in a header.
-    pub fn completed(
+    pub fn confirm_completed(
         &self,
         error: Error,
         (field, mark): (&str, &str),
         len: u64,
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        unless_there(error, || {
+        confirm_if_present(error, || {
             let nothing = Bytes::new();
             let request = UploadRequest::new(Method::HEAD, &nothing)
-                .handles(|status, _| status == StatusCode::NOT_FOUND);
+                .handling(|status, _| status == StatusCode::NOT_FOUND);
             let answer = self.send(&request, cancel)?;
             let is_whole = |size: &str| size.parse::<u64>() == Ok(len);
             Ok(answer.field(field) == Some(mark)
@@ -239,25 +240,25 @@ impl CloudObject {
     }
 
     /// The error of a refusal that the caller does not accept.
-    pub fn refused(&self, answer: &CloudResponse) -> Error {
-        self.named(Error::io("writing", &self.requests.shown, answer.failure().error))
+    pub fn refusal_error(&self, answer: &CloudResponse) -> Error {
+        self.with_hint(Error::io("writing", &self.requests.shown, answer.failure().error))
     }
 
-    fn named(&self, error: Error) -> Error {
+    fn with_hint(&self, error: Error) -> Error {
         match self.credentials {
             Some(_) => error,
-            None => anonymous(error, self.cloud),
+            None => with_anonymous_hint(error, self.cloud),
         }
     }
 
-    async fn once(
+    async fn send_once(
         &self,
         request: &UploadRequest<'_>,
         checksums: bool,
         client: &Client,
         sent: &Arc<AtomicU64>,
     ) -> Result<CloudResponse, Failure> {
-        let stall = client.stall().max(request.patience);
+        let stall = client.stall().max(request.stall_limit);
         let mut request = request.build(&self.url, checksums, sent)?;
         match &self.credentials {
             Some(credentials) => {

@@ -11,8 +11,8 @@ use reqwest::{StatusCode, Url};
 
 use super::address::S3Address;
 use super::endpoint::{DEFAULT_READ_ENDPOINT, Server};
-use super::refusal::{S3ErrorDocument, region_of};
-use super::resolve::{S3Bucket, resolve, transport};
+use super::refusal::{S3ErrorDocument, bucket_region_of};
+use super::resolve::{S3Bucket, resolve, transport_options};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::auth::{RENEWAL_MARGIN, renew_at, retry_at};
@@ -22,7 +22,7 @@ use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
 
 /// Validity of a signed URL, unless the credentials expire before.
-const VALID: Duration = Duration::from_secs(24 * 60 * 60);
+const VALID_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Opens an address, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
@@ -30,7 +30,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     // Signing needs no network; finding credentials may, on machines of a cloud.
     let shown = address.shown();
     let found = async {
-        let transport = transport(&options.transport).await;
+        let transport = transport_options(&options.transport).await;
         let bucket = resolve(&options.s3, &transport, DEFAULT_READ_ENDPOINT, &address).await?;
         Ok((transport, bucket))
     };
@@ -52,7 +52,8 @@ pub fn shown(uri: &str) -> Option<String> {
 
 /// The time until which a URL is used that is signed now with credentials that expire then.
 pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> SystemTime {
-    let expiry = [now.checked_add(VALID), credentials].into_iter().flatten().min().unwrap_or(now);
+    let expiry =
+        [now.checked_add(VALID_FOR), credentials].into_iter().flatten().min().unwrap_or(now);
     // Towards their end there may be new credentials at any time, and signing costs nothing.
     let ends = expiry.duration_since(now).is_ok_and(|left| left <= RENEWAL_MARGIN);
     if ends { retry_at(now, expiry) } else { renew_at(now, expiry) }
@@ -68,7 +69,7 @@ struct S3Signer {
 
 impl Sign for S3Signer {
     fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
-        Box::pin(with_guarded_polls(self.signed()))
+        Box::pin(with_guarded_polls(self.sign_now()))
     }
 
     fn invalidate(&self, used: Instant) {
@@ -101,7 +102,7 @@ impl Sign for S3Signer {
 
     fn is_final(&self, headers: &HeaderMap) -> bool {
         let is_aws = matches!(self.bucket.server, Server::Aws { .. });
-        !headers.contains_key(LOCATION) || (is_aws && region_of(headers).is_some())
+        !headers.contains_key(LOCATION) || (is_aws && bucket_region_of(headers).is_some())
     }
 
     fn is_moved(&self, asked: &Url, headers: &HeaderMap) -> bool {
@@ -126,16 +127,16 @@ impl Sign for S3Signer {
 }
 
 impl S3Signer {
-    async fn signed(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
+    async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
         let failed = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
         let Some(keys) = &self.bucket.credentials else {
             let url = public_url(&self.bucket, &self.address).map_err(|e| failed(e.to_string()))?;
             let now = clock::date();
-            let until = now.checked_add(VALID).unwrap_or(now);
+            let until = now.checked_add(VALID_FOR).unwrap_or(now);
             return Ok((RequestTarget::new(url, self.headers.clone()), until));
         };
         let credentials = keys.get().await?;
-        let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
+        let valid = PresigningConfig::expires_in(VALID_FOR).map_err(|e| failed(e.to_string()))?;
         let now = clock::date();
         let until = signed_until(now, credentials.expiry());
         let config = self.bucket.sdk().credentials_provider(credentials);

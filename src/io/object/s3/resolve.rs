@@ -26,13 +26,13 @@ use crate::sys::fork_safe_mutex::ForkSafeMutex;
 /// The variable that names the payer of requests.
 const PAYER: &str = "AWS_REQUEST_PAYER";
 /// The region that requests are signed for if nothing says otherwise.
-const USUAL_REGION: &str = "us-east-1";
+const DEFAULT_REGION: &str = "us-east-1";
 
 /// A bucket: its server, and the credentials of requests.
 pub struct S3Bucket {
     pub server: Server,
     /// True if an argument, a file or the environment names the server.
-    pub named: bool,
+    pub is_endpoint_named: bool,
     pub bucket: String,
     /// None: requests are anonymous.
     pub credentials: Option<AwsCredentialSource>,
@@ -93,11 +93,11 @@ impl S3Bucket {
     pub fn without_credentials(server: Server, none_found: bool) -> Self {
         S3Bucket {
             server,
-            named: true,
+            is_endpoint_named: true,
             bucket: "bucket".to_owned(),
             credentials: None,
             none_found,
-            region: USUAL_REGION.to_owned(),
+            region: DEFAULT_REGION.to_owned(),
             bucket_region: ForkSafeMutex::new(None),
             requester_pays: false,
             checksums: true,
@@ -106,7 +106,7 @@ impl S3Bucket {
 }
 
 /// The transport options of a bucket: the certificates may be those that AWS's settings name.
-pub async fn transport(options: &TransportOptions) -> TransportOptions {
+pub async fn transport_options(options: &TransportOptions) -> TransportOptions {
     let mut options = TransportOptions { trust_settings: S3_SETTINGS, ..options.clone() };
     if let Some(trust) = aws::trust().await {
         if options.trust == Trust::Default {
@@ -131,16 +131,17 @@ pub async fn resolve(
         Some(region) => Some(region.clone()),
         None => aws::named_region().await,
     };
-    let usual = region.clone().unwrap_or_else(|| USUAL_REGION.to_owned());
-    let settings = aws::settings(usual.clone(), options).await;
+    let default_region = region.clone().unwrap_or_else(|| DEFAULT_REGION.to_owned());
+    let settings = aws::settings(default_region.clone(), options).await;
     let force_http = s3.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
     let given = s3.endpoint.clone().or(file.host);
     let assigned = s3.default_endpoint.clone();
     let named = endpoint::named(given, assigned, &settings, force_http)?;
     let access = s3.access_key.clone().or(file.access_key);
     let secret = s3.secret_key.clone().or(file.secret_key);
-    let (credentials, none_found) = credentials((access, secret), &usual, options, &uri).await?;
-    let is_named = named.is_some();
+    let (credentials, none_found) =
+        credentials((access, secret), &default_region, options, &uri).await?;
+    let is_endpoint_named = named.is_some();
     // Credentials of AWS's chain go to AWS, whatever the region. Nothing else says where keys of other
     // origins belong, and old scripts expect the default.
     let server = match (named, &credentials) {
@@ -156,7 +157,7 @@ pub async fn resolve(
     // The region of a machine of AWS says nothing about other servers.
     let machine =
         if region.is_none() && server.is_aws() { aws::machine_region(options).await } else { None };
-    let region = machine.unwrap_or(usual);
+    let region = machine.unwrap_or(default_region);
     let required = Some(RequestChecksumCalculation::WhenRequired);
     let requester_pays = match s3.requester_pays {
         Some(pays) => pays,
@@ -166,7 +167,7 @@ pub async fn resolve(
     server.url(&bucket, &region)?;
     Ok(S3Bucket {
         server,
-        named: is_named,
+        is_endpoint_named,
         bucket,
         credentials,
         none_found,

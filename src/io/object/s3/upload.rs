@@ -14,7 +14,7 @@ use bytes::Bytes;
 
 use super::address::S3Address;
 use super::endpoint::DEFAULT_WRITE_ENDPOINT;
-use super::resolve::{S3Bucket, resolve, transport};
+use super::resolve::{S3Bucket, resolve, transport_options};
 use crate::cancel::Cancel;
 use crate::environment::read_guarded;
 use crate::error::{Error, Result};
@@ -30,7 +30,8 @@ pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<U
     UploadSink::new(Arc::new(S3Object::new(uri, options, cancel)?), &options.transport)
 }
 
-const LIMITS: UploadLimits = UploadLimits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+const LIMITS: UploadLimits =
+    UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
 
 /// An object of S3.
 pub struct S3Object {
@@ -40,7 +41,7 @@ pub struct S3Object {
     /// The mark by which the object is recognised.
     mark: String,
     /// The server's agreement at the beginning.
-    sums: OnceLock<ChecksumSupport>,
+    checksum_support: OnceLock<ChecksumSupport>,
 }
 
 /// The name of the metadata with the mark of an object that was sent in parts.
@@ -67,12 +68,12 @@ impl S3Object {
             return Err(Error::InvalidArgument(what));
         }
         let found = async {
-            let transport = transport(&options.transport).await;
+            let transport = transport_options(&options.transport).await;
             let bucket = resolve(&options.s3, &transport, DEFAULT_WRITE_ENDPOINT, &address).await?;
             Ok((transport, bucket))
         };
         let (options, resolved) = run_once(&shown, &options.transport, cancel, found)?;
-        if resolved.credentials.is_none() && !resolved.named {
+        if resolved.credentials.is_none() && !resolved.is_endpoint_named {
             let what = format!(
                 "there are no credentials, and {} would be sent the object anonymously: give \
                  credentials, or name an endpoint that takes objects from everybody",
@@ -86,12 +87,12 @@ impl S3Object {
             address,
             resolved,
             mark: new_mark()?,
-            sums: OnceLock::new(),
+            checksum_support: OnceLock::new(),
         })
     }
 
-    fn sums(&self) -> ChecksumSupport {
-        self.sums.get().copied().unwrap_or(ChecksumSupport::None)
+    fn checksum_support(&self) -> ChecksumSupport {
+        self.checksum_support.get().copied().unwrap_or(ChecksumSupport::None)
     }
 
     fn request<T, F: Future<Output = Result<T, Failure>>>(
@@ -132,7 +133,7 @@ impl S3Object {
     }
 
     /// True if the object is that of this upload.
-    fn is_there(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
+    fn is_complete(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
         let found = self.request(cancel, |client| async move {
             let head = client.head_object().bucket(&self.address.bucket).key(&self.address.key);
             let head = head.set_request_payer(self.resolved.payer());
@@ -164,22 +165,22 @@ impl UploadProtocol for S3Object {
     }
 
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let sum = self.resolved.checksums.then(|| Checksum::of(bytes).for_s3());
+        let checksum = self.resolved.checksums.then(|| Checksum::of(bytes).for_s3());
         self.request(cancel, |client| {
-            let send = move |sum: Option<String>| {
+            let send = move |checksum: Option<String>| {
                 let put = client.put_object().bucket(&self.address.bucket).key(&self.address.key);
                 let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
-                let put = put.set_checksum_crc64_nvme(sum);
+                let put = put.set_checksum_crc64_nvme(checksum);
                 put.customize().disable_payload_signing().send()
             };
-            let sum = sum.clone();
+            let checksum = checksum.clone();
             async move {
-                let mut answer = send(sum.clone()).await;
-                for again in again(&sum) {
-                    if !answer.as_ref().is_err_and(knows_no_sums) {
+                let mut answer = send(checksum.clone()).await;
+                for retried in retry_checksums(&checksum) {
+                    if !answer.as_ref().is_err_and(may_reject_checksums) {
                         break;
                     }
-                    answer = with_guarded_polls(send(again)).await;
+                    answer = with_guarded_polls(send(retried)).await;
                 }
                 answer.map(drop).map_err(|e| self.resolved.failure(e))
             }
@@ -193,17 +194,18 @@ impl UploadProtocol for S3Object {
                 .bucket(&self.address.bucket)
                 .key(&self.address.key);
             let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
-            let mut sums = ChecksumSupport::None;
+            let mut checksum_support = ChecksumSupport::None;
             let mut begun = None;
             if self.resolved.checksums {
                 let begin = begin.clone().checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
                 match begin.checksum_type(ChecksumType::FullObject).send().await {
-                    Err(error) if knows_no_sums(&error) => {}
+                    Err(error) if may_reject_checksums(&error) => {}
                     answer => {
                         let answer = answer.map_err(|e| self.resolved.failure(e))?;
                         let all = answer.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
                             && answer.checksum_type == Some(ChecksumType::FullObject);
-                        sums = if all { ChecksumSupport::All } else { ChecksumSupport::Parts };
+                        checksum_support =
+                            if all { ChecksumSupport::All } else { ChecksumSupport::Parts };
                         begun = Some(answer);
                     }
                 }
@@ -218,7 +220,7 @@ impl UploadProtocol for S3Object {
                 let what = "the server began an upload without a number";
                 Failure::permanent(ErrorKind::InvalidData, what)
             })?;
-            let _ = self.sums.set(sums);
+            let _ = self.checksum_support.set(checksum_support);
             Ok(upload.into())
         })
     }
@@ -230,34 +232,37 @@ impl UploadProtocol for S3Object {
         bytes: &Bytes,
         cancel: &dyn Cancel,
     ) -> Result<SentPart> {
-        let sums = self.sums();
-        let in_protocol = number_of(number)?;
-        let sum = (sums != ChecksumSupport::None).then(|| Checksum::of(bytes));
+        let checksum_support = self.checksum_support();
+        let sdk_number = sdk_part_number(number)?;
+        let checksum = (checksum_support != ChecksumSupport::None).then(|| Checksum::of(bytes));
         self.request(cancel, |client| async move {
-            let send = |sum: Option<String>| {
+            let send = |checksum: Option<String>| {
                 let part = client.upload_part().bucket(&self.address.bucket).key(&self.address.key);
-                let part = part.upload_id(upload).part_number(in_protocol).body(body(bytes));
-                let part = part.set_checksum_crc64_nvme(sum);
+                let part = part.upload_id(upload).part_number(sdk_number).body(body(bytes));
+                let part = part.set_checksum_crc64_nvme(checksum);
                 let part = part.set_request_payer(self.resolved.payer());
                 part.customize().disable_payload_signing().send()
             };
-            let text = sum.map(Checksum::for_s3);
-            let mut told = sum;
+            let text = checksum.map(Checksum::for_s3);
+            let mut sent_checksum = checksum;
             let mut answer = send(text.clone()).await;
             // Not where the server has agreed to checksums.
-            for again in again(&text).into_iter().filter(|_| sums == ChecksumSupport::Parts) {
-                if !answer.as_ref().is_err_and(knows_no_sums) {
+            for retried in retry_checksums(&text)
+                .into_iter()
+                .filter(|_| checksum_support == ChecksumSupport::Parts)
+            {
+                if !answer.as_ref().is_err_and(may_reject_checksums) {
                     break;
                 }
-                told = sum.filter(|_| again.is_some());
-                answer = with_guarded_polls(send(again)).await;
+                sent_checksum = checksum.filter(|_| retried.is_some());
+                answer = with_guarded_polls(send(retried)).await;
             }
             let done = answer.map_err(|e| self.resolved.failure(e))?;
             let tag = done.e_tag.ok_or_else(|| {
                 let what = "the server took a part and did not say its ETag";
                 Failure::transient(ErrorKind::InvalidData, what)
             })?;
-            Ok(SentPart { number, tag, checksum: told })
+            Ok(SentPart { number, tag, checksum: sent_checksum })
         })
     }
 
@@ -268,12 +273,13 @@ impl UploadProtocol for S3Object {
         len: u64,
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        let sums = self.sums();
-        let all = sums == ChecksumSupport::All;
-        let sums = parts.iter().filter_map(|part| part.checksum);
-        let sum = all.then(|| sums.fold(Checksum::default(), Checksum::and).for_s3());
+        let checksum_support = self.checksum_support();
+        let all = checksum_support == ChecksumSupport::All;
+        let checksum_support = parts.iter().filter_map(|part| part.checksum);
+        let checksum = all
+            .then(|| checksum_support.fold(Checksum::default(), Checksum::combined_with).for_s3());
         let parts = parts.iter().map(|SentPart { number, tag, checksum }| {
-            let part = CompletedPart::builder().part_number(number_of(*number)?).e_tag(tag);
+            let part = CompletedPart::builder().part_number(sdk_part_number(*number)?).e_tag(tag);
             Ok(part.set_checksum_crc64_nvme(checksum.map(Checksum::for_s3)).build())
         });
         let parts = parts.collect::<Result<_>>()?;
@@ -285,7 +291,7 @@ impl UploadProtocol for S3Object {
                 .key(&self.address.key);
             let complete = complete.upload_id(upload).multipart_upload(parts.clone());
             let complete = complete
-                .set_checksum_crc64_nvme(sum.clone())
+                .set_checksum_crc64_nvme(checksum.clone())
                 .set_checksum_type(all.then_some(ChecksumType::FullObject))
                 .set_request_payer(self.resolved.payer());
             async move { complete.send().await.map(drop).map_err(|e| self.resolved.failure(e)) }
@@ -293,7 +299,7 @@ impl UploadProtocol for S3Object {
         match completed {
             // It was completed, and the answer lost, if the object is what was sent.
             Err(Error::Io { error, .. })
-                if error.kind() == ErrorKind::NotFound && self.is_there(len, cancel)? =>
+                if error.kind() == ErrorKind::NotFound && self.is_complete(len, cancel)? =>
             {
                 Ok(())
             }
@@ -312,18 +318,18 @@ impl UploadProtocol for S3Object {
 }
 
 /// The number of a part as the SDK has it.
-fn number_of(number: u64) -> Result<i32> {
+fn sdk_part_number(number: u64) -> Result<i32> {
     i32::try_from(number).map_err(|_| Error::Bug(format!("a part with the number {number}")))
 }
 
 /// The checksums for further attempts of a request that was refused with one. First the same, because
 /// bytes that were damaged in transit are refused too; then none.
-fn again(sum: &Option<String>) -> Vec<Option<String>> {
-    if sum.is_some() { vec![sum.clone(), None] } else { Vec::new() }
+fn retry_checksums(checksum: &Option<String>) -> Vec<Option<String>> {
+    if checksum.is_some() { vec![checksum.clone(), None] } else { Vec::new() }
 }
 
 /// True if a server may have refused a request because it does not know checksums.
-fn knows_no_sums<E: ProvideErrorMetadata>(error: &SdkError<E, HttpResponse>) -> bool {
+fn may_reject_checksums<E: ProvideErrorMetadata>(error: &SdkError<E, HttpResponse>) -> bool {
     match error.raw_response().map(|response| response.status().as_u16()) {
         Some(400) => error.code().is_some_and(|code| code.starts_with("Invalid")),
         status => status == Some(501),

@@ -18,7 +18,7 @@ pub fn new_mark() -> Result<String> {
 
 /// The outcome of the last request of an upload that has failed: a success if the object is there, and only
 /// the answer was lost.
-pub fn unless_there(error: Error, is_there: impl FnOnce() -> Result<bool>) -> Result<()> {
+pub fn confirm_if_present(error: Error, is_there: impl FnOnce() -> Result<bool>) -> Result<()> {
     if !matches!(error, Error::Io { .. }) {
         return Err(error);
     }
