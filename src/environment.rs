@@ -173,7 +173,8 @@ macro_rules! texts {
     ($($constant:ident = $name:literal, $default:literal, $meaning:literal;)+) => {
         $(
             #[doc = $meaning]
-            pub static $constant: TextVariable = TextVariable { name: $name, default: $default, meaning: $meaning };
+            pub static $constant: TextVariable =
+                TextVariable { name: $name, default: $default, meaning: $meaning };
         )+
 
         /// All of them. `docs/reference/environment.md` has the same table.
@@ -235,7 +236,12 @@ macro_rules! variables {
         $(
             #[doc = $meaning]
             pub static $constant: NumberVariable =
-                NumberVariable { parsed: ForkSafeMutex::new(None), name: $name, default: $default, meaning: $meaning };
+                NumberVariable {
+                    parsed: ForkSafeMutex::new(None),
+                    name: $name,
+                    default: $default,
+                    meaning: $meaning,
+                };
         )+
 
         /// All of them. `docs/reference/environment.md` has the same table.

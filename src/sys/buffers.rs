@@ -235,7 +235,7 @@ impl FilledPart<'_> {
             if from < to {
                 let start = std::ptr::with_exposed_provenance::<u8>(address + (from - at));
                 // SAFETY: these bytes are lent exclusively until `tee` returns, and this does not
-                // outlive that. They were written: only `put` and `advance`, whose caller promises it,
+                // outlive that. They were written: only `fill_from` and `advance`, whose caller promises it,
                 // raise the count, in the order of the pieces. No code writes to them again.
                 found.push(IoSlice::new(unsafe { std::slice::from_raw_parts(start, to - from) }));
             }
@@ -275,15 +275,15 @@ pub fn fill_all<'a>(
         return Err(error::Error::Bug("a batch was not filled".to_owned()));
     }
     let mut out = with_room(memory.len(), WHAT)?;
-    let kept = memory.into_iter().filter_map(|lent| match lent {
-        // SAFETY: all bytes were written, each once and in order: only `put` and `advance`, whose
-        // caller promises it, raise the count, to which no other code has access.
+    let returned = memory.into_iter().filter_map(|lent| match lent {
         BufferToFill::Returned(bytes) => {
+            // SAFETY: all bytes were written, each once and in order: only `fill_from` and `advance`,
+            // whose caller promises it, raise the count, to which no other code has access.
             Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) })
         }
         BufferToFill::Inspected(_) => None,
     });
-    out.extend(kept);
+    out.extend(returned);
     Ok(out)
 }
 

@@ -269,7 +269,7 @@ pub async fn machine_region(options: &TransportOptions) -> Option<String> {
     lock_unpoisoned(&cached.found).insert((region, clock::now())).0.clone()
 }
 
-/// Has the chain of an environment find the credentials of a simulated day, for tests.
+/// Has the chain of an environment find the credentials of a simulated cloud, for tests.
 #[cfg(test)]
 pub fn simulate(
     simulated_cloud: &Arc<crate::io::transport::simulated::SimulatedCloud>,

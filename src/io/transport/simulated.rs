@@ -1,4 +1,4 @@
-//! A simulated day for tests: credentials that expire, and a server on loopback that refuses them then.
+//! A simulated cloud for tests: credentials that expire, and a server on loopback that refuses them then.
 //! See `src/sys/clock.rs`.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
@@ -23,7 +23,7 @@ pub struct SimulatedCloud {
     lifetime: u64,
     /// Seconds of each seven minutes in which none are issued.
     outage: u64,
-    /// Seconds since the day began, as the test says.
+    /// Seconds since the beginning, as the test says.
     now: AtomicU64,
     /// When each credential expires.
     issued: Mutex<Vec<u64>>,
@@ -33,7 +33,8 @@ pub struct SimulatedCloud {
 }
 
 impl SimulatedCloud {
-    /// Credentials hold for so many seconds. From now on time passes for this thread by [`SimulatedCloud::advance`].
+    /// Credentials are valid for `lifetime` seconds. From now on time passes for this thread by
+    /// [`SimulatedCloud::advance`].
     pub fn new(lifetime: u64, outage: u64) -> Arc<Self> {
         clock::simulate();
         Arc::new(SimulatedCloud {
@@ -132,7 +133,7 @@ impl SimulatedCloud {
     }
 }
 
-/// The options of requests of the day.
+/// The options of requests to the simulated cloud.
 pub fn options() -> TransportOptions {
     TransportOptions::from_environment().unwrap()
 }

@@ -185,7 +185,7 @@ pub struct DownloadedBytes<'p> {
 impl AsRef<[u8]> for DownloadedBytes<'_> {
     fn as_ref(&self) -> &[u8] {
         let Some(buffer) = self.buffers.first() else { return &[] };
-        // SAFETY: initialised bytes of the buffer's own, no more than it has (`StagingLease::filled`);
+        // SAFETY: initialised bytes of the buffer's own, no more than it has (`StagingLease::into_downloaded`);
         // this value has the buffer, and offers no way to write to them.
         unsafe { std::slice::from_raw_parts(buffer.start.as_ptr(), self.len) }
     }

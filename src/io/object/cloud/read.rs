@@ -138,7 +138,7 @@ mod tests {
             let account = "account".into();
             let signer = CloudSigner { bucket, account, credentials, address, headers };
             let environment = OpenOptions::from_environment().unwrap();
-            let options = OpenOptions { transport: transport, cache: None, ..environment };
+            let options = OpenOptions { transport, cache: None, ..environment };
             let url = FileUrl::signed(Box::new(signer));
             let source = http::open_url(url, false, shown, &options, &Never).unwrap();
             while simulated_cloud.now() < 24 * 3600 {

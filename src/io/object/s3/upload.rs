@@ -275,9 +275,9 @@ impl UploadProtocol for S3Object {
     ) -> Result<()> {
         let checksum_support = self.checksum_support();
         let all = checksum_support == ChecksumSupport::All;
-        let checksum_support = parts.iter().filter_map(|part| part.checksum);
-        let checksum = all
-            .then(|| checksum_support.fold(Checksum::default(), Checksum::combined_with).for_s3());
+        let checksums = parts.iter().filter_map(|part| part.checksum);
+        let checksum =
+            all.then(|| checksums.fold(Checksum::default(), Checksum::combined_with).for_s3());
         let parts = parts.iter().map(|SentPart { number, tag, checksum }| {
             let part = CompletedPart::builder().part_number(sdk_part_number(*number)?).e_tag(tag);
             Ok(part.set_checksum_crc64_nvme(checksum.map(Checksum::for_s3)).build())
@@ -363,7 +363,7 @@ mod tests {
             ..S3Options::default()
         };
         let environment = OpenOptions::from_environment().unwrap();
-        let options = OpenOptions { transport: transport, s3, cache: None, ..environment };
+        let options = OpenOptions { transport, s3, cache: None, ..environment };
         let object = S3Object::new("s3://bucket/key", &options, &Never).unwrap();
         for number in 1..=24 * 60 {
             let bytes = Bytes::from_static(b"some bytes");
