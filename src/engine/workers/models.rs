@@ -82,7 +82,7 @@ fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
         let (left, failed) = (AtomicUsize::new(40), AtomicBool::new(false));
         let outcome = run_adapting(range, &cancel, |control, _| {
             while !control.is_retired() {
-                control.check_model()?;
+                control.check()?;
                 let number = 40 - left.load(Ordering::Relaxed);
                 if number == 40 {
                     break;

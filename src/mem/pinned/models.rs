@@ -93,11 +93,10 @@ fn a_cancelled_reader_loses_no_wake_up() {
                 let (device, pool) = (&device, &pool);
                 let share = (mark > 2).then_some(&share);
                 scope.spawn(move || {
-                    let (asked, longest_timeout) =
-                        (AtomicU32::new(0), thread_rng().gen_range(0..3));
+                    let (asked, patience) = (AtomicU32::new(0), thread_rng().gen_range(0..3));
                     let impatient = mark % 2 == 0;
                     let cancel = || match asked.fetch_add(1, Ordering::Relaxed) {
-                        asked if impatient && asked >= longest_timeout => Err(Error::Cancelled),
+                        asked if impatient && asked >= patience => Err(Error::Cancelled),
                         _ => Ok(()),
                     };
                     match pool.enqueue(share).lease(up_to(2), device, &cancel) {
