@@ -113,9 +113,7 @@ pub fn open(
             }
             uri::open(&address, &options, &signals)
         })?;
-        if options.cache.is_some()
-            && opened.response_head().is_some()
-            && !Cache::can_cache(&*opened)
+        if options.cache.is_some() && opened.response_head().is_some() && !Cache::accepts(&*opened)
         {
             warn_of_no_tag(py, opened.uri())?;
         }

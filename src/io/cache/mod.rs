@@ -57,7 +57,7 @@ impl Cache {
 
     /// True if the server of a file states a strong `ETag` and a size, which the cache needs. False for
     /// local files.
-    pub fn can_cache(source: &dyn ReadAt) -> bool {
+    pub fn accepts(source: &dyn ReadAt) -> bool {
         FileVersion::of(source, "").is_some()
     }
 

@@ -26,12 +26,12 @@ use crate::mem::{Arena, Buffers, DISK_BLOCK};
 /// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
 pub const READ_LEN: usize = 1 << 20;
 /// Maximum number of reads that one reader has under way.
-pub const MAX_READS: usize = 4;
+pub const DEPTH: usize = 4;
 /// Reads that the readers of a load have under way together, per reader: half of the maximum of each.
 /// So readers in the middle of a batch make up for readers between two batches.
-pub const READS_PER_READER: usize = MAX_READS / 2;
+pub const READS_PER_READER: usize = DEPTH / 2;
 /// Bytes of the buffer of one reader.
-pub const DIRECT_MEMORY: u64 = (MAX_READS * READ_LEN) as u64;
+pub const DIRECT_MEMORY: u64 = (DEPTH * READ_LEN) as u64;
 
 /// The direct reads of one reader.
 pub struct DirectReader {
@@ -54,11 +54,11 @@ impl DirectReader {
         let shared = source.file()?;
         let path = format!("/proc/self/fd/{}", shared.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
-        let mut memory = Arena::new(MAX_READS * READ_LEN).ok()?;
+        let mut memory = Arena::new(DEPTH * READ_LEN).ok()?;
         let probe = memory.bytes_mut().get_mut(..DISK_BLOCK)?;
         file.read_at(probe, 0).ok()?;
         // Refused in many containers, and if too little memory may be locked.
-        let ring = IoUring::new(u32::try_from(MAX_READS).ok()?).ok();
+        let ring = IoUring::new(u32::try_from(DEPTH).ok()?).ok();
         let state = Mutex::new(DirectReaderState { memory, ring });
         Some(DirectReader {
             file,
@@ -84,8 +84,7 @@ impl DirectReader {
         plan: &[PlannedRead],
         into: &mut Buffers<'_>,
     ) -> io::Result<usize> {
-        let DirectReaderState { memory, ring } = state;
-        let memory = memory.bytes_mut();
+        let (memory, ring) = (state.memory.bytes_mut(), &mut state.ring);
         let mut filled = 0;
         let Some(ring) = ring else {
             for planned in plan {
@@ -96,28 +95,21 @@ impl DirectReader {
                 // SAFETY: `planned.len` bytes are there, in our buffer or in memory of `into`, and no
                 // other code uses them now.
                 let read = unsafe { read_to(&self.file, to, planned.len, planned.position) }?;
-                let filled_now =
-                    planned.record(&memory[..planned.len.min(memory.len())], read, into);
-                filled += filled_now;
-                if filled_now < planned.wanted {
+                let got = planned.record(&memory[..planned.len.min(memory.len())], read, into);
+                filled += got;
+                if got < planned.wanted {
                     break;
                 }
             }
             return Ok(filled);
         };
-        let in_flight = &*self.in_flight;
-        let mut reads = InFlightReads {
-            ring,
-            in_flight,
-            begun: 0,
-            submitted: 0,
-            ended: 0,
-            results: [None; MAX_READS],
-        };
+        let (in_flight, results) = (&*self.in_flight, [None; DEPTH]);
+        let mut reads =
+            InFlightReads { ring, in_flight, begun: 0, submitted: 0, ended: 0, results };
         let mut done = 0;
         while done < plan.len() {
             while reads.begun < plan.len()
-                && reads.begun - done < MAX_READS
+                && reads.begun - done < DEPTH
                 && in_flight.begin(reads.begun == reads.ended)
             {
                 reads.begin(&self.file, memory, &plan[reads.begun])?;
@@ -127,10 +119,10 @@ impl DirectReader {
                 let read = usize::try_from(result)
                     .map_err(|_| io::Error::from_raw_os_error(result.wrapping_neg()))?;
                 let planned = &plan[done];
-                let filled_now =
-                    planned.record(&memory[done % MAX_READS * READ_LEN..][..READ_LEN], read, into);
-                filled += filled_now;
-                if filled_now < planned.wanted {
+                let got =
+                    planned.record(&memory[done % DEPTH * READ_LEN..][..READ_LEN], read, into);
+                filled += got;
+                if got < planned.wanted {
                     // The end of the file, or a read that was cut short. Nothing that the kernel has not
                     // taken yet may be left in a ring that is used again.
                     reads.submit_all()?;
@@ -167,7 +159,7 @@ struct InFlightReads<'r> {
     begun: usize,
     submitted: usize,
     ended: usize,
-    results: [Option<i32>; MAX_READS],
+    results: [Option<i32>; DEPTH],
 }
 
 impl InFlightReads<'_> {
@@ -178,7 +170,7 @@ impl InFlightReads<'_> {
         self.begun += 1;
         let block = match planned.destination {
             Some(at) => at.0,
-            None => memory[number % MAX_READS * READ_LEN..][..planned.len].as_mut_ptr(),
+            None => memory[number % DEPTH * READ_LEN..][..planned.len].as_mut_ptr(),
         };
         let len = u32::try_from(planned.len).map_err(io::Error::other)?;
         let read = opcode::Read::new(types::Fd(file.as_raw_fd()), block, len)
@@ -217,7 +209,7 @@ impl InFlightReads<'_> {
     fn collect_completed(&mut self) {
         let before = self.ended;
         for entry in self.ring.completion() {
-            let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX) % MAX_READS;
+            let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX) % DEPTH;
             if let Some(slot) = self.results.get_mut(slot) {
                 *slot = Some(entry.result());
             }
@@ -227,7 +219,7 @@ impl InFlightReads<'_> {
     }
 
     fn result(&mut self, number: usize) -> Option<i32> {
-        self.results.get_mut(number % MAX_READS)?.take()
+        self.results.get_mut(number % DEPTH)?.take()
     }
 }
 
@@ -269,7 +261,7 @@ impl ReadAt for DirectReader {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let read = loop {
             let (ring, left) = (state.ring.is_some(), buffers.remaining());
-            let max_len = if ring { READ_LEN } else { MAX_READS * READ_LEN };
+            let max_len = if ring { READ_LEN } else { DEPTH * READ_LEN };
             let plan = PlannedRead::plan(offset, buffers.ranges(usize::MAX), wanted, max_len);
             match self.read_planned(&mut state, &plan, buffers) {
                 Ok(read) => break read,

@@ -13,7 +13,7 @@ mod temporary;
 mod temporary_name;
 
 pub use direct::{
-    DIRECT_MEMORY, DirectReader, MAX_READS as MAX_DIRECT_READS, READ_LEN as DIRECT_READ_LEN,
+    DEPTH as MAX_DIRECT_READS, DIRECT_MEMORY, DirectReader, READ_LEN as DIRECT_READ_LEN,
     READS_PER_READER,
 };
 pub use file::FileSource;
