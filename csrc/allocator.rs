@@ -3,20 +3,20 @@
 
 use cxx::UniquePtr;
 use tensorizer::Allocate;
-use tensorizer::device::{Consumer, DeviceMemory, Index};
+use tensorizer::device::{Consumer, DeviceIndex, DeviceMemory};
 use tensorizer::error::{Error, Result};
 
 use crate::torch::{self, TorchBlocks, thrown};
 
 /// Blocks of a device's memory, from torch's allocator.
 pub struct TorchAllocator {
-    device: Index,
+    device: DeviceIndex,
     blocks: UniquePtr<TorchBlocks>,
 }
 
 impl TorchAllocator {
     /// Makes a list without blocks.
-    pub fn new(device: Index) -> Self {
+    pub fn new(device: DeviceIndex) -> Self {
         TorchAllocator { device, blocks: torch::new_blocks(device) }
     }
 

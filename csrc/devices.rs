@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tensorizer::cancel::Cancel;
 use tensorizer::codec::CompactHeader;
-use tensorizer::device::{self, Blocks, Consumer, Device, Index, Streams};
+use tensorizer::device::{self, Consumer, Device, DeviceBlocks, DeviceIndex, Streams};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
 use tensorizer::mem::pinned::Pool;
@@ -36,13 +36,13 @@ pub struct CallDevices {
     /// The devices that were found.
     pub devices: Vec<CallDevice>,
     /// The place in `devices` of each device that was asked for; None for host memory.
-    known: Vec<(Index, Option<usize>)>,
+    known: Vec<(DeviceIndex, Option<usize>)>,
 }
 
 /// A device, and the stream on which its memory is used.
 pub struct CallDevice {
     /// Its number.
-    pub index: Index,
+    pub index: DeviceIndex,
     /// The device.
     pub device: Arc<dyn Device>,
     /// The stream.
@@ -54,7 +54,7 @@ impl CallDevices {
     /// do if the device cannot be reached.
     pub fn place(
         &mut self,
-        index: Index,
+        index: DeviceIndex,
         unreached: impl FnOnce(Error) -> Result<Option<Arc<dyn Device>>>,
     ) -> Result<Option<usize>> {
         if let Some((_, place)) = self.known.iter().find(|(known, _)| *known == index) {
@@ -83,7 +83,7 @@ impl CallDevices {
     pub fn run(
         &self,
         planned: &DeviceLoad<'_>,
-        memory: &Blocks,
+        memory: &DeviceBlocks,
         (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
         allocate: &mut dyn FnMut() -> Result<bool>,
     ) -> Result<(Vec<CompactHeader>, Vec<Streams>)> {

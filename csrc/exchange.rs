@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use cxx::UniquePtr;
-use tensorizer::Brief;
+use tensorizer::ForkSafeMutex;
 use tensorizer::error::{Error, Result};
 
 use crate::guard::guard;
@@ -29,8 +29,8 @@ impl LentTensors {
 }
 
 static NEXT: AtomicI64 = AtomicI64::new(1);
-static LENT: Brief<Option<HashMap<i64, LentTensors>>> = Brief::new(None);
-static LOADED: Brief<Option<HashMap<i64, LoadedTensors>>> = Brief::new(None);
+static LENT: ForkSafeMutex<Option<HashMap<i64, LentTensors>>> = ForkSafeMutex::new(None);
+static LOADED: ForkSafeMutex<Option<HashMap<i64, LoadedTensors>>> = ForkSafeMutex::new(None);
 
 /// A number under which tensors are exchanged. Dropping it drops tensors that were not fetched, so
 /// that a call which fails half-way leaves nothing behind.
@@ -55,7 +55,7 @@ impl Drop for ExchangeHandle {
     }
 }
 
-fn put<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64, value: T) {
+fn put<T>(table: &ForkSafeMutex<Option<HashMap<i64, T>>>, number: i64, value: T) {
     let mut table = table.lock();
     let earlier = table.get_or_insert_default().insert(number, value);
     // Dropped after the lock is released: dropping tensors may run other code.
@@ -63,7 +63,7 @@ fn put<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64, value: T) {
     drop(earlier);
 }
 
-fn remove<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
+fn remove<T>(table: &ForkSafeMutex<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
     let mut table = table.lock();
     table.as_mut().and_then(|table| table.remove(&number)).ok_or_else(|| {
         Error::InvalidArgument(format!(

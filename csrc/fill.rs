@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use tensorizer::TensorFile;
 use tensorizer::cancel::Cancel;
 use tensorizer::codec::CompactHeader;
-use tensorizer::device::{Blocks, CPU, DeviceMemory, Index, Streams};
+use tensorizer::device::{CPU, DeviceBlocks, DeviceIndex, DeviceMemory, Streams};
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::Counters;
 use tensorizer::{DeviceLoad, LoadOptions, load_into_uninit};
@@ -99,7 +99,7 @@ unsafe fn fill_on_devices<'t>(
     }
     let of = if devices.devices.len() > 1 { of } else { Vec::new() };
     let planned = DeviceLoad::into_blocks(file, &numbers, of)?;
-    let blocks = Blocks::of(blocks)?;
+    let blocks = DeviceBlocks::from_memory(blocks)?;
     let run = devices.run(&planned, &blocks, (options, counters, cancel), &mut || Ok(false));
     run.map_err(|error| error.with_file("loading", file.uri()))
 }
@@ -108,7 +108,7 @@ unsafe fn fill_on_devices<'t>(
 struct ToFill {
     at: usize,
     number: usize,
-    device: Index,
+    device: DeviceIndex,
     address: usize,
     len: usize,
     /// True if the file has no data of the tensor, which becomes zeros.
@@ -149,7 +149,7 @@ impl ToFill {
                 meta,
             });
         }
-        let mut ranges: Vec<(Index, usize, usize)> = found
+        let mut ranges: Vec<(DeviceIndex, usize, usize)> = found
             .iter()
             .filter(|tensor| tensor.len > 0)
             .map(|tensor| (tensor.device, tensor.address, tensor.len))

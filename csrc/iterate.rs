@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tensorizer::cancel::Cancel;
-use tensorizer::device::{self, Index};
+use tensorizer::device::{self, DeviceIndex};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
 use tensorizer::mem::pinned::Pool;
 use tensorizer::{
-    Allocate, Brief, Closer, Inherited, IterateOptions, IteratorDevice, ReadyMemory, TensorFile,
-    TensorIterator,
+    Allocate, Closer, DropInOwner, ForkSafeMutex, IterateOptions, IteratorDevice, ReadyMemory,
+    TensorFile, TensorIterator,
 };
 
 use crate::allocator::TorchAllocator;
@@ -24,7 +24,7 @@ pub struct TorchTensors {
     tensors: TensorIterator,
     file: TensorFile,
     /// The source of device memory; None for host memory. A forked child process does not touch it.
-    allocator: Inherited<Option<TorchAllocator>>,
+    allocator: DropInOwner<Option<TorchAllocator>>,
 }
 
 impl TorchTensors {
@@ -33,7 +33,7 @@ impl TorchTensors {
     pub fn new(
         file: &TensorFile,
         numbers: &[usize],
-        device: Index,
+        device: DeviceIndex,
         options: &IterateOptions,
     ) -> Result<Self> {
         for &number in numbers {
@@ -54,7 +54,7 @@ impl TorchTensors {
         let allocate = allocator.as_mut().map(|allocator| allocator as &mut dyn Allocate);
         let tensors = TensorIterator::new(file, numbers, to, options, allocate)
             .map_err(|error| error.with_file("loading", file.uri()))?;
-        Ok(TorchTensors { tensors, file: file.duplicate(), allocator: Inherited::new(allocator) })
+        Ok(TorchTensors { tensors, file: file.duplicate(), allocator: DropInOwner::new(allocator) })
     }
 
     /// Waits for the next tensors: one, or several small ones; none at the end. Also returns their numbers.
@@ -88,7 +88,8 @@ impl TorchTensors {
 }
 
 /// The open iterators of the operators, by number.
-static OPEN_ITERATORS: Brief<Option<HashMap<i64, Arc<OpenIterator>>>> = Brief::new(None);
+static OPEN_ITERATORS: ForkSafeMutex<Option<HashMap<i64, Arc<OpenIterator>>>> =
+    ForkSafeMutex::new(None);
 static NEXT: AtomicI64 = AtomicI64::new(1);
 
 struct OpenIterator {

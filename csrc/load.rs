@@ -6,7 +6,7 @@ use cxx::UniquePtr;
 use tensorizer::TensorFile;
 use tensorizer::cancel::Cancel;
 use tensorizer::codec::CompactHeader;
-use tensorizer::device::{Block, Blocks, Index, Streams};
+use tensorizer::device::{DeviceBlock, DeviceBlocks, DeviceIndex, Streams};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::stats::Counters;
@@ -21,7 +21,7 @@ use crate::torch;
 #[derive(Clone, Copy)]
 pub struct LoadDestination<'d> {
     /// The device of each tensor, or of all of them.
-    pub devices: &'d [Index],
+    pub devices: &'d [DeviceIndex],
     /// True if each tensor on a device has memory of its own, instead of a part of a block.
     pub apart: bool,
 }
@@ -149,7 +149,7 @@ fn into_new_blocks(
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
 ) -> Result<OnDevices<CompactHeader>> {
     let lens = planned.block_lens()?;
-    let blocks = Blocks::new(lens.len())?;
+    let blocks = DeviceBlocks::new(lens.len())?;
     let mut allocations: Vec<Allocation<'_>> = Vec::new();
     for (at, found) in devices.devices.iter().enumerate() {
         let start = starts.get(at).copied().unwrap_or(0);
@@ -198,14 +198,14 @@ impl<'d> Allocation<'d> {
     }
 
     /// Allocates the next blocks.
-    fn step(&mut self, blocks: &Blocks) -> Result<()> {
+    fn step(&mut self, blocks: &DeviceBlocks) -> Result<()> {
         let end = self.done + blocks_at_once(self.lens.get(self.done..).unwrap_or(&[]));
         let lens = self.lens.get(self.done..end).unwrap_or(&[]);
         let memory = self.allocator.allocate(self.done, lens)?;
         // Work that was queued on the stream before may still use the memory.
         let after = Some(Arc::clone(&self.device.device).mark(self.device.consumer)?);
         for (at, memory) in (self.start + self.done..).zip(memory) {
-            blocks.put(at, Block { memory, after: after.clone() })?;
+            blocks.insert(at, DeviceBlock { memory, after: after.clone() })?;
         }
         self.done = end;
         Ok(())

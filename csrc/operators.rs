@@ -6,8 +6,8 @@ use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
-use tensorizer::device::{self, CPU, Index};
-use tensorizer::environment::{Guard, within};
+use tensorizer::device::{self, CPU, DeviceIndex};
+use tensorizer::environment::{Guard, run_guarded};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::io::{OpenOptions, uri::create};
@@ -42,7 +42,7 @@ pub fn set_unlocked(hook: Guard) {
 
 /// Runs the body of an operator in the wrapper that was set; a panic becomes an error.
 fn operator<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    within(UNLOCKED.get(), || guard(body))
+    run_guarded(UNLOCKED.get(), || guard(body))
 }
 
 fn interrupt() -> Result<()> {
@@ -82,7 +82,7 @@ fn open(uri: &str, options: &mut OpOptions) -> Result<TensorFile> {
 
 /// Loads all tensors of a file.
 #[cfg(feature = "tch")]
-pub fn load_all(file: &TensorFile, device: Index) -> Result<LoadedTensors> {
+pub fn load_all(file: &TensorFile, device: DeviceIndex) -> Result<LoadedTensors> {
     let all: Vec<usize> = (0..file.entries().len()).collect();
     loaded(file, &all, device, LoadOptions::default())
 }
@@ -92,7 +92,7 @@ pub fn load_all(file: &TensorFile, device: Index) -> Result<LoadedTensors> {
 pub fn load_some<S: AsRef<str>>(
     file: &TensorFile,
     names: &[S],
-    device: Index,
+    device: DeviceIndex,
 ) -> Result<LoadedTensors> {
     loaded(file, &file.select(names)?, device, LoadOptions::default())
 }
@@ -166,7 +166,7 @@ pub fn op_load_checked(
 fn loaded(
     file: &TensorFile,
     selection: &[usize],
-    device: Index,
+    device: DeviceIndex,
     options: LoadOptions,
 ) -> Result<LoadedTensors> {
     let destination = LoadDestination { devices: &[device], apart: false };
@@ -223,7 +223,7 @@ pub fn op_iterate_close(iterator: i64) -> Result<()> {
 }
 
 /// True if the core itself can fill and read memory of a device, without a copy by torch.
-pub fn reaches(device: Index) -> bool {
+pub fn reaches(device: DeviceIndex) -> bool {
     device == CPU || device::find(device).is_ok_and(|found| found.is_some())
 }
 

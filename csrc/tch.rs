@@ -8,7 +8,7 @@ use std::path::Path;
 use cxx::UniquePtr;
 use tch::{Device, Tensor};
 use tensorizer::TensorFile;
-use tensorizer::device::{CPU, Index};
+use tensorizer::device::{CPU, DeviceIndex};
 use tensorizer::error::{Error, Result};
 use tensorizer::{SaveOptions, save as save_tensors};
 
@@ -42,9 +42,9 @@ fn take(mut loaded: LoadedTensors, device: Device) -> Result<Vec<(String, Tensor
 }
 
 /// Returns the core's number of a device. Tensors for devices that it does not know come to the CPU first.
-fn index(device: Device) -> Index {
+fn index(device: Device) -> DeviceIndex {
     match device {
-        Device::Cuda(index) => Index::try_from(index).unwrap_or(CPU),
+        Device::Cuda(index) => DeviceIndex::try_from(index).unwrap_or(CPU),
         _ => CPU,
     }
 }

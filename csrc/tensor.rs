@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use cxx::UniquePtr;
 use tensorizer::TensorFile;
-use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index, OnDevice};
+use tensorizer::device::{self, CPU, Consumer, Device, DeviceBytes, DeviceIndex, DeviceMemory};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::TensorKind;
 use tensorizer::format::catalog::Entry;
@@ -210,7 +210,7 @@ pub fn one_to_save<'t>(
     let info = tensors.info(at).map_err(|e| refused(&name, &e))?;
     let dtype = DType::from_code(info.dtype).ok_or_else(|| {
         Error::Unsupported(format!(
-            "tensor `{name}`: its dtype (torch ScalarType {}) cannot be stored in a file",
+            "tensor `{name}`: its dtype (torchScalarType {}) cannot be stored in a file",
             info.dtype
         ))
     })?;
@@ -221,14 +221,14 @@ pub fn one_to_save<'t>(
 
 /// The devices of lent tensors, each with the stream that uses its memory. Each is looked up once per call.
 #[derive(Default)]
-pub struct LentDevices(Vec<(Index, Option<DeviceStream>)>);
+pub struct LentDevices(Vec<(DeviceIndex, Option<DeviceStream>)>);
 
 type DeviceStream = (Arc<dyn Device>, Consumer);
 
 impl LentDevices {
     /// Returns a device with its current stream; None for host memory, and for devices that the
     /// core cannot reach, whose tensors torch has to copy.
-    fn find(&mut self, index: Index) -> Result<Option<DeviceStream>> {
+    fn find(&mut self, index: DeviceIndex) -> Result<Option<DeviceStream>> {
         if let Some((_, known)) = self.0.iter().find(|(known, _)| *known == index) {
             return Ok(known.clone());
         }
@@ -258,7 +258,7 @@ pub fn data_of<'t>(
         // SAFETY: these are the tensor's own bytes, which the list keeps alive. They are only read,
         // and all copies have ended when the call for which the tensor was lent returns.
         let memory = unsafe { DeviceMemory::new(tensors.address(at).map_err(thrown)?, len) };
-        return Ok(TensorData::Device(OnDevice { device, consumer, memory }));
+        return Ok(TensorData::Device(DeviceBytes { device, consumer, memory }));
     }
     if info.ready && info.device == CPU {
         return Ok(TensorData::Bytes(tensors.bytes(at).map_err(thrown)?));
@@ -272,7 +272,7 @@ pub fn data_of<'t>(
 }
 
 /// Returns the device memory of lent tensors, all of which are in row-major order on devices.
-pub fn all_on_devices(tensors: &TensorList) -> Result<Vec<OnDevice>> {
+pub fn all_on_devices(tensors: &TensorList) -> Result<Vec<DeviceBytes>> {
     let mut devices = LentDevices::default();
     (0..tensors.size())
         .map(|at| match data_of(tensors, at, &tensors.info(at).map_err(thrown)?, &mut devices)? {

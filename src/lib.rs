@@ -137,16 +137,16 @@ pub use io::{Capabilities, MemorySource, ReadAt, StreamSource, WriteAt};
 pub use mem::device;
 pub use mem::{Buffers, HostBuffer};
 pub use memory_limit::MemoryLimit;
-#[doc(hidden)]
-pub use sys::brief::Brief;
 pub use sys::cpu_count;
 #[doc(hidden)]
-pub use sys::process::{Inherited, Maker, PerProcess};
+pub use sys::fork_safe_mutex::ForkSafeMutex;
+#[doc(hidden)]
+pub use sys::process::{DropInOwner, OwnerProcess, PerProcess};
 
 /// Initialises a library while it is loaded, before there are threads. Otherwise the process might be
 /// forked while a thread does this at the first use.
 #[doc(hidden)]
 pub fn before_threads() {
-    sys::brief::heed_forks();
+    sys::fork_safe_mutex::install_fork_handlers();
     codec::crypt::start();
 }

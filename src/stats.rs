@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// A stage of a call, for which the time of its threads is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -213,7 +213,7 @@ pub struct Report {
 /// The number of reports that are retained.
 pub const MAX_REPORTS: usize = 256;
 
-static RECENT: Brief<VecDeque<Report>> = Brief::new(VecDeque::new());
+static RECENT: ForkSafeMutex<VecDeque<Report>> = ForkSafeMutex::new(VecDeque::new());
 
 thread_local! {
     static THREAD_REPORT: RefCell<Option<Report>> = const { RefCell::new(None) };

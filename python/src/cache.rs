@@ -31,7 +31,7 @@ fn rows(
     })?;
     let row = |cached: CachedFile| {
         let used = cached.used.duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
-        (cached.uri, cached.len, cached.here, used)
+        (cached.uri, cached.len, cached.present, used)
     };
     Ok(found.into_iter().map(row).collect())
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorizer::device::{Index, find};
+use tensorizer::device::{DeviceIndex, find};
 use tensorizer::error::Result;
 use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::{Report, Stage, last_report, reports_since};
@@ -19,7 +19,7 @@ use crate::signals;
 
 /// True if loads to a device go through staging memory into its own.
 #[pyfunction]
-pub fn staged(device: Index) -> bool {
+pub fn staged(device: DeviceIndex) -> bool {
     find(device).is_ok_and(|found| found.is_some())
 }
 

@@ -7,7 +7,7 @@ use pyo3::exceptions as builtin;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 use tensorizer::error::Error;
-use tensorizer::io::uri::meant;
+use tensorizer::io::uri::path_hint;
 
 /// The result of a method. An error of the core becomes its Python exception on the way out.
 pub type Answer<T> = std::result::Result<T, Raised>;
@@ -84,7 +84,7 @@ fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
         (Some(code), _) => {
             let message = io::Error::from_raw_os_error(code).to_string();
             let message = message.split(" (os error").next().unwrap_or(&message);
-            let hint = if error.kind() == io::ErrorKind::NotFound { meant(uri) } else { None };
+            let hint = if error.kind() == io::ErrorKind::NotFound { path_hint(uri) } else { None };
             let message = hint.map_or(message.to_owned(), |hint| format!("{message}{hint}"));
             builtin::PyOSError::new_err((code, message, uri.to_owned()))
         }

@@ -43,7 +43,7 @@ impl PyFile {
 
     /// Reads once; 0 at the end.
     fn read_some(&self, py: Python<'_>, buffers: &mut Buffers<'_>) -> io::Result<usize> {
-        let wanted = buffers.left_in_one().min(REQUEST_LEN);
+        let wanted = buffers.remaining_in_range().min(REQUEST_LEN);
         if wanted == 0 {
             return Ok(0);
         }
@@ -67,7 +67,7 @@ impl PyFile {
         if bytes.len() > wanted {
             return Err(io::Error::other("the file object returned more bytes than asked for"));
         }
-        Ok(buffers.put(bytes))
+        Ok(buffers.fill_from(bytes))
     }
 
     fn locked<T>(&self, body: impl FnOnce(Python<'_>) -> io::Result<T>) -> io::Result<T> {
@@ -129,7 +129,7 @@ impl WriteAt for PyFile {
         1
     }
 
-    fn shows_early(&self) -> bool {
+    fn is_visible_early(&self) -> bool {
         true
     }
 
@@ -162,7 +162,7 @@ impl WriteAt for PyFile {
 
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let what = || "bytes written before".to_owned();
-        tensorizer::io::read_exact_at(self, offset, &mut Buffers::of(buffer), &what, &Never)
+        tensorizer::io::read_exact_at(self, offset, &mut Buffers::from_slice(buffer), &what, &Never)
     }
 
     fn publish(&mut self, len: u64, _cancel: &dyn Cancel) -> Result<()> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tensorizer::codec::CompactHeader;
 use tensorizer::error::{Error, Result};
-use tensorizer::{Brief, TensorFile, matches_header, read_headers};
+use tensorizer::{ForkSafeMutex, TensorFile, matches_header, read_headers};
 use tensorizer_torch::exchange::LentTensors;
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
@@ -12,7 +12,7 @@ use crate::signals;
 
 /// Headers by the numbers of their tensors.
 #[derive(Default)]
-pub struct HeaderCache(Brief<Vec<Option<Arc<CompactHeader>>>>);
+pub struct HeaderCache(ForkSafeMutex<Vec<Option<Arc<CompactHeader>>>>);
 
 impl HeaderCache {
     /// Returns the header of a tensor, if it was read.

@@ -36,7 +36,7 @@ use crate::gil::signals;
 /// Makes the variables `TENSORIZER_*` be read again, for tests.
 #[pyfunction]
 fn forget_environment() {
-    environment::forget();
+    environment::clear_cache();
 }
 
 #[pymodule(name = "_C")]

@@ -43,7 +43,7 @@ impl<'py> CallOptions<'py> {
     }
 
     fn trust(&self) -> PyResult<Option<Trust>> {
-        let path = self.get::<PathBuf>("certificates")?.map(Trust::argument);
+        let path = self.get::<PathBuf>("certificates")?.map(Trust::from_argument);
         let any = self.get::<bool>("trust_all")?.unwrap_or(false);
         Ok(if any { Some(Trust::Anything) } else { path })
     }
@@ -113,7 +113,7 @@ pub fn open(
             }
             uri::open(&address, &options, &signals)
         })?;
-        if options.cache.is_some() && opened.response_head().is_some() && !Cache::can_keep(&*opened)
+        if options.cache.is_some() && opened.response_head().is_some() && !Cache::accepts(&*opened)
         {
             warn_of_no_tag(py, opened.uri())?;
         }

@@ -11,7 +11,7 @@ use tensorizer::engine::workers;
 use tensorizer::error::{Error, Result};
 use tensorizer::io::local::FileSink;
 use tensorizer::io::object::UploadSink;
-use tensorizer::io::{Unclosed, WriteAt, write_all_at};
+use tensorizer::io::{UnclosedOutcome, WriteAt, write_all_at};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -21,12 +21,12 @@ use crate::signals;
 const CHUNK_LEN: usize = 8 << 20;
 
 /// Returns whether a file that was never closed exists, and its path if it did not get its own name.
-pub fn unclosed_place(outcome: Unclosed) -> (bool, Option<OsString>) {
+pub fn unclosed_place(outcome: UnclosedOutcome) -> (bool, Option<OsString>) {
     match outcome {
-        Unclosed::InPlace => (true, None),
+        UnclosedOutcome::InPlace => (true, None),
         // Not as a `Path`: that may not work while the interpreter ends.
-        Unclosed::Beside(path) => (true, Some(path.into_os_string())),
-        Unclosed::GivenUp => (false, None),
+        UnclosedOutcome::OtherName(path) => (true, Some(path.into_os_string())),
+        UnclosedOutcome::Aborted => (false, None),
     }
 }
 
@@ -74,7 +74,7 @@ impl Sink {
                 while let Some((start, chunk)) = next().filter(|_| !control.stopped()) {
                     let mut buffers = [std::io::IoSlice::new(chunk)];
                     write_all_at(&sink, offset + start as u64, &mut buffers, control)?;
-                    sink.settle(control)?;
+                    sink.finish_deferred_writes(control)?;
                 }
                 Ok(())
             })
@@ -89,7 +89,7 @@ impl Sink {
     /// Abandons the object.
     fn abandon(&self, py: Python<'_>) -> Answer<()> {
         let sink = self.shared()?;
-        Ok(gil::without(py, || sink.abandon(&signals))?)
+        Ok(gil::without(py, || sink.abort(&signals))?)
     }
 
     /// The address.

@@ -9,7 +9,7 @@ use pyo3::sync::PyOnceLock;
 use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::{Counters, Report, take_thread_report};
-use tensorizer::{Brief, LoadOptions, MemoryLimit};
+use tensorizer::{ForkSafeMutex, LoadOptions, MemoryLimit};
 
 use crate::errors::Answer;
 use crate::verification::verification;
@@ -55,7 +55,7 @@ impl Watch {
 pub struct LoadState {
     stopped: AtomicBool,
     pub watch: Watch,
-    memory: Brief<MemoryLimit>,
+    memory: ForkSafeMutex<MemoryLimit>,
     shares_cache: AtomicBool,
 }
 

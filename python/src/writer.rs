@@ -15,7 +15,7 @@ use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Hashes;
 use tensorizer::io::WriteAt;
 use tensorizer::io::local::FileSink;
-use tensorizer::{IdentitySource, Maker, MemoryLimit, SaveOptions, SaveTensor};
+use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor};
 use tensorizer_torch::exchange::{LentTensors, borrow};
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
@@ -33,7 +33,7 @@ use crate::watch::{Watch, log};
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Writer {
     inner: Mutex<tensorizer::Writer>,
-    maker: Maker,
+    owner: OwnerProcess,
     uri: String,
     progress: Arc<AtomicU64>,
     watch: Watch,
@@ -98,7 +98,7 @@ impl Writer {
         let inner = tensorizer::Writer::new(sink?, base, options)?;
         Ok(Writer {
             progress: inner.progress(),
-            maker: Maker::this(),
+            owner: OwnerProcess::current(),
             uri: inner.uri().to_owned(),
             inner: Mutex::new(inner),
             watch: Watch::default(),
@@ -113,7 +113,7 @@ impl Writer {
         let mut inner = match self.inner.try_lock() {
             // In a forked child, the thread that holds the lock does not exist: that is an error here.
             Err(TryLockError::WouldBlock) => {
-                self.maker.check(&self.uri)?;
+                self.owner.check(&self.uri)?;
                 self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
             }
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

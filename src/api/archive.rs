@@ -98,7 +98,7 @@ fn read_directory(
     let uri = source.uri();
     let tail_at = size.saturating_sub(TAIL_LEN);
     let tail = some(tail_at, size.min(TAIL_LEN))?;
-    let found = torch_zip::find_directory(&tail, size, base).map_err(|e| e.of(uri))?;
+    let found = torch_zip::find_directory(&tail, size, base).map_err(|e| e.in_file(uri))?;
     let in_tail = found.start.checked_sub(tail_at).and_then(|from| {
         let (from, len) = (usize::try_from(from).ok()?, usize::try_from(found.len).ok()?);
         tail.get(from..from.checked_add(len)?)
@@ -107,7 +107,7 @@ fn read_directory(
         Some(bytes) => torch_zip::records(bytes, &found, base),
         None => torch_zip::records(&some(found.start, found.len)?, &found, base),
     };
-    Ok((records.map_err(|e| e.of(uri))?, found.start))
+    Ok((records.map_err(|e| e.in_file(uri))?, found.start))
 }
 
 /// Reads the local headers of records, and returns the positions of their data.
@@ -160,7 +160,7 @@ impl Codec for LocalHeaders<'_> {
         let (records, directory) = self.records;
         let record = records.get(number).ok_or_else(bug)?;
         let end = records.get(number + 1).map_or(*directory, |next| next.header_at);
-        let at = record.data_at(raw, end, self.base).map_err(|e| e.of(self.uri))?;
+        let at = record.data_at(raw, end, self.base).map_err(|e| e.in_file(self.uri))?;
         self.found.get(number).ok_or_else(bug)?.get_or_init(|| at);
         Ok(HeaderInfo { covered: Vec::new(), in_chunks: true })
     }

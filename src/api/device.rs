@@ -14,9 +14,9 @@ use crate::engine::plan::{BlockLayout, BlockLocation, Extent, LargeTensors, Memo
 use crate::engine::read::ReadRequest;
 use crate::error::Result;
 use crate::fallible::{LISTS, listed, out_of_memory, push, repeated, with_room};
-use crate::io::borrowed;
+use crate::io::as_refs;
 use crate::mem::device::Streams;
-use crate::mem::pinned::fewest;
+use crate::mem::pinned::min_buffers;
 use crate::stats::{Counters, PAGEABLE};
 
 /// A load to devices: the tensors, and their places in blocks of device memory.
@@ -179,10 +179,10 @@ impl<'f> DeviceLoad<'f> {
             // A stream cannot be read again, should the direct way to the devices turn out to be
             // impossible.
             counters.fallback(if several {
-                "through host memory: a source that can only be read front to back is read once \
+                "through host memory: a source that can only be read front to back is read once\
                  for all devices"
             } else {
-                "decrypted in host memory: the source can only be read front to back, and only once"
+                "decrypted in host memory: the source can only be read front to back , and only once"
             });
             while allocate()? {}
             let loaded = upload.through_host(file, selection.numbers(), &self.layout.locations)?;
@@ -226,7 +226,7 @@ impl<'f> DeviceLoad<'f> {
             push(&mut others, tensor, LISTS)?;
         }
         let sources = file.sources();
-        upload.copy(&borrowed(&sources), &extents, &locations)?;
+        upload.copy(&as_refs(&sources), &extents, &locations)?;
         if !are_plain(file, upload.options.verify) {
             return self.parts_through_host(&others, upload);
         }
@@ -249,7 +249,7 @@ impl<'f> DeviceLoad<'f> {
         // Readers to host memory serve all devices, but each device has staging buffers of its own.
         let others = upload.to.devices.iter().skip(1).map(|one| {
             let len = one.pool.buffer_len() as u64;
-            len.saturating_mul(fewest(len))
+            len.saturating_mul(min_buffers(len))
         });
         let least = self.selection.file.minimum_memory(true, true)?.saturating_add(others.sum());
         let (most, memory) =
@@ -283,7 +283,7 @@ impl<'f> DeviceLoad<'f> {
         let sources = self.selection.file.sources();
         let extents = self.selection.extents()?;
         let request = ReadRequest {
-            files: &borrowed(&sources),
+            files: &as_refs(&sources),
             extents: &extents,
             codec: headers,
             verify: upload.options.verify,

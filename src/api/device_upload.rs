@@ -19,8 +19,8 @@ use crate::engine::target::gather_to_device::{DeviceCoalescedRead, DeviceGatherT
 use crate::error::Result;
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::Entry;
-use crate::io::{MemorySource, ReadAt, borrowed};
-use crate::mem::device::{Blocks, Consumer, Device, Event, Streams};
+use crate::io::{MemorySource, ReadAt, as_refs};
+use crate::mem::device::{Consumer, Device, DeviceBlocks, Event, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
@@ -39,7 +39,7 @@ pub struct Destination<'d> {
     /// The devices, at least one.
     pub devices: &'d [DestinationDevice<'d>],
     /// Their memory: the blocks of the plan.
-    pub memory: &'d Blocks,
+    pub memory: &'d DeviceBlocks,
     /// True if a device is to read local files itself (GPUDirect Storage), if it can and is the only one.
     pub direct_storage: bool,
 }
@@ -165,7 +165,7 @@ impl DeviceUpload<'_> {
     ) -> Result<()> {
         let all = collected(slices.iter().map(|(entry, _)| ranges_of(entry)), LISTS)?;
         let sources = file.sources();
-        let files = borrowed(&sources);
+        let files = as_refs(&sources);
         let (mut extents, mut locations, mut reads) = (Vec::new(), Vec::new(), Vec::new());
         let mut len = 0u64;
         for (&(entry, location), ranges) in slices.iter().zip(&all) {

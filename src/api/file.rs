@@ -5,9 +5,9 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::cancel::{Cancel, Once};
+use crate::cancel::{Cancel, RetryableOnce};
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
@@ -17,18 +17,18 @@ use crate::format::tensors::{index, metadata, trailer};
 use crate::io::{CachedHead, ClosedSource, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::sys;
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// An open file or checkpoint: its tensors, and the sources of their bytes.
 pub struct TensorFile {
     uri: String,
-    sources: Brief<Arc<[Arc<dyn ReadAt>]>>,
+    sources: ForkSafeMutex<Arc<[Arc<dyn ReadAt>]>>,
     catalog: Arc<Catalog>,
     /// The state of a `.tensors` file; None for other formats.
     tensors_state: Option<Arc<TensorsFileState>>,
     heads: Arc<[CachedHead]>,
     /// Done once the bytes match the checksums of the hub, or need not.
-    hub_verification: Arc<Once>,
+    hub_verification: Arc<RetryableOnce>,
 }
 
 /// The state that only `.tensors` files have.
@@ -60,7 +60,7 @@ impl TensorFile {
         let catalog = Arc::new(catalog);
         TensorFile {
             uri,
-            sources: Brief::new(sources.into()),
+            sources: ForkSafeMutex::new(sources.into()),
             catalog,
             tensors_state,
             heads,
@@ -105,7 +105,7 @@ impl TensorFile {
     pub fn duplicate(&self) -> Self {
         TensorFile {
             uri: self.uri.clone(),
-            sources: Brief::new(self.sources()),
+            sources: ForkSafeMutex::new(self.sources()),
             catalog: Arc::clone(&self.catalog),
             tensors_state: self.tensors_state.clone(),
             heads: Arc::clone(&self.heads),
@@ -128,7 +128,7 @@ impl TensorFile {
     }
 
     /// The state of the comparison of its bytes with the checksums of its hub.
-    pub(super) fn hub_verification(&self) -> &Once {
+    pub(super) fn hub_verification(&self) -> &RetryableOnce {
         &self.hub_verification
     }
 
@@ -241,7 +241,7 @@ impl TensorFile {
     pub fn metadata(&self) -> Result<Option<&[(String, String)]>> {
         match &*self.catalog.metadata {
             Ok(pairs) => Ok(pairs.as_deref()),
-            Err(damage) => Err(damage.clone().of(&self.uri)),
+            Err(damage) => Err(damage.clone().in_file(&self.uri)),
         }
     }
 
@@ -288,7 +288,7 @@ impl TensorFile {
         };
         if tensors_state.base != 0 {
             return Err(Error::Unsupported(format!(
-                "cannot copy parts of `{}`: it begins at byte {} of a larger file, and not at its \
+                "cannot copy parts of `{}` : it begins at byte {} of a larger file, and not at its \
                  first byte",
                 self.uri, tensors_state.base
             )));
@@ -323,7 +323,7 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn raw(&self, offset: u64, buffer: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         let what = || "a copy of the file".to_owned();
-        read_exact_at(&*self.source(0)?, offset, &mut Buffers::of(buffer), &what, cancel)
+        read_exact_at(&*self.source(0)?, offset, &mut Buffers::from_slice(buffer), &what, cancel)
     }
 
     /// Returns a function that makes the kernel begin to read bytes of one tensor's data, from its
@@ -339,7 +339,7 @@ impl TensorFile {
         let cold = |file: Arc<File>| {
             samples
                 .iter()
-                .any(|&place| sys::is_cached(&file, at.saturating_add(place)) == Some(false))
+                .any(|&place| sys::is_in_page_cache(&file, at.saturating_add(place)) == Some(false))
         };
         if len == 0 || !source.file().is_some_and(cold) {
             return Ok(None);
@@ -383,7 +383,7 @@ impl TensorFile {
                 let name = name.as_ref();
                 let number = self.find(name).ok_or_else(|| Error::TensorNotFound {
                     uri: self.uri().to_owned(),
-                    name: Shown(name.trim_start_matches('\u{1e}')).to_string(),
+                    name: Escaped(name.trim_start_matches('\u{1e}')).to_string(),
                 })?;
                 if seen.insert(number) {
                     Ok(number)

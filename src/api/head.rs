@@ -132,7 +132,7 @@ impl FileHead {
             );
             return Err(malformed(uri, what));
         }
-        let len = safetensors::header_len(&self.bytes, base).map_err(|e| e.of(uri))?;
+        let len = safetensors::header_len(&self.bytes, base).map_err(|e| e.in_file(uri))?;
         let data_at = base.saturating_add(LENGTH_LEN).saturating_add(len);
         let traits = self.source.capabilities();
         if let Some(size) = traits.len.filter(|&size| size < data_at) {
@@ -241,7 +241,7 @@ fn read_index(
         if until == len {
             return Ok(block);
         }
-        start.read(&block, at, prologue).map_err(|e| e.of(uri))?;
+        start.read(&block, at, prologue).map_err(|e| e.in_file(uri))?;
         until = until.saturating_mul(2).min(len);
     }
 }

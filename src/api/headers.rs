@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, zeroed};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::TensorHeader;
-use crate::io::{ReadAt, borrowed, read_exact_at};
+use crate::io::{ReadAt, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
@@ -102,8 +102,8 @@ impl Codec for HeaderCodec<'_> {
     fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<HeaderInfo> {
         let (file, entry) = (self.selection.file, self.entry(tensor)?);
         file.check_header(entry, raw)?;
-        let header =
-            TensorHeader::parse(raw, entry, file.is_encrypted()).map_err(|e| e.of(file.uri()))?;
+        let header = TensorHeader::parse(raw, entry, file.is_encrypted())
+            .map_err(|e| e.in_file(file.uri()))?;
         let place = self.selection.order().get(tensor);
         (self.on_header)(
             *place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?,
@@ -161,7 +161,7 @@ pub fn visit_headers(
     file.with_intact_copies(cancel, || {
         let headers = HeaderCodec::new(&selection, Verify::Nothing, on_header)?;
         let reading = ReadRequest {
-            files: &borrowed(&sources),
+            files: &as_refs(&sources),
             extents: &extents,
             codec: &headers,
             verify: Verify::Nothing,
@@ -194,7 +194,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let uri = file.uri();
     let raw = read_range(&*source, entry.header_offset, entry.data_offset, cancel)?;
     file.check_header(entry, &raw)?;
-    let header = TensorHeader::parse(&raw, entry, true).map_err(|e| e.of(uri))?;
+    let header = TensorHeader::parse(&raw, entry, true).map_err(|e| e.in_file(uri))?;
     let Some((pieces, key)) = cipher(&header, entry, options, uri, cancel)? else { return Ok(()) };
     let (_, _, end) = pieces.piece(0);
     if end > PIECE_LEN {
@@ -214,6 +214,6 @@ fn read_range(source: &dyn ReadAt, start: u64, end: u64, cancel: &dyn Cancel) ->
     let len = usize::try_from(end.saturating_sub(start)).unwrap_or(usize::MAX);
     let what = || "tensors".to_owned();
     let mut bytes = zeroed(len, what)?;
-    read_exact_at(source, start, &mut Buffers::of(&mut bytes), &what, cancel)?;
+    read_exact_at(source, start, &mut Buffers::from_slice(&mut bytes), &what, cancel)?;
     Ok(bytes)
 }

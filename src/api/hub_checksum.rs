@@ -13,7 +13,7 @@ use crate::engine::worker_range;
 use crate::engine::workers::{self, Control, WorkerRange};
 use crate::error::{Error, Result};
 use crate::fallible::resize;
-use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, borrowed, read_exact_at};
+use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
 
@@ -56,10 +56,10 @@ impl TensorFile {
         if !sources.iter().any(|source| source.capabilities().of_hub) {
             return if has_own_hashes { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
         }
-        let memory = worker_range::limit(options.memory, &borrowed(&sources))?;
+        let memory = worker_range::limit(options.memory, &as_refs(&sources))?;
         let mut files = Vec::with_capacity(sources.len());
         for (source, published) in
-            borrowed(&sources).into_iter().zip(request_checksums(&sources, cancel)?)
+            as_refs(&sources).into_iter().zip(request_checksums(&sources, cancel)?)
         {
             let why = match published {
                 HubChecksum::Sha256(expected) => {
@@ -138,7 +138,7 @@ impl<'s> ChecksumComparison<'s> {
         let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
         resize(buffer, len, "a file that is hashed")?;
         let what = || "its hash".to_owned();
-        Buffers::of(buffer).observed(control, |buffers| {
+        Buffers::from_slice(buffer).with_observer(control, |buffers| {
             read_exact_at(self.source, start, buffers, &what, control)
         })?;
         let mut hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -183,7 +183,7 @@ fn compare(
     cancel: &dyn Cancel,
 ) -> Result<()> {
     let sources: Vec<&dyn ReadAt> = files.iter().map(|file| file.source).collect();
-    let Some(capabilities) = Capabilities::of_all(&sources) else { return Ok(()) };
+    let Some(capabilities) = Capabilities::combined(&sources) else { return Ok(()) };
     let (count, next) = (files.len() as u64, AtomicU64::new(0));
     let rounds = files.iter().map(ChecksumComparison::pieces).max().unwrap_or(0);
     let range = WorkerRange::of(&capabilities, options.readers);

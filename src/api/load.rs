@@ -20,8 +20,8 @@ use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory, push, repeated, with_room};
 use crate::format::catalog::{Entry, Format};
-use crate::io::borrowed;
-use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
+use crate::io::as_refs;
+use crate::mem::{Arena, HostBuffer, SliceRemainder, as_uninit, zero_fill};
 use crate::stats::{Counters, Stage};
 
 /// The alignment from which tensors in a mapped file are used in place, or that of their element
@@ -73,7 +73,7 @@ fn load_selected(
     let (file, sliced) = (selection.file, selection.is_sliced());
     let mut memory = LoadMemory::new(selection, options)?;
     let headers = if sliced {
-        let bytes = listed(memory.bytes()?.into_iter().map(to_fill), LISTS)?;
+        let bytes = listed(memory.bytes()?.into_iter().map(as_uninit), LISTS)?;
         load_slices(selection, bytes, options, counters, cancel, &load_counted)?;
         no_headers(selection)?
     } else {
@@ -97,7 +97,7 @@ pub fn load_into(
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<Vec<CompactHeader>> {
-    let destinations = listed(destinations.into_iter().map(to_fill), LISTS)?;
+    let destinations = listed(destinations.into_iter().map(as_uninit), LISTS)?;
     load_into_uninit(file, numbers, destinations, options, &Counters::default(), cancel)
 }
 
@@ -162,8 +162,8 @@ fn fill(
         let target = HostTarget::new(destinations, Vec::new());
         return read_to_host(selection, target, options, counters, cancel)?.0.into_headers();
     }
-    let mut bytes = listed(destinations.into_iter().map(zero_filled), LISTS)?;
-    let lent = listed(bytes.iter_mut().map(|bytes| to_fill(bytes)), LISTS)?;
+    let mut bytes = listed(destinations.into_iter().map(zero_fill), LISTS)?;
+    let lent = listed(bytes.iter_mut().map(|bytes| as_uninit(bytes)), LISTS)?;
     let loaded =
         read_to_host(selection, HostTarget::new(lent, Vec::new()), options, counters, cancel);
     let loaded = loaded.and_then(|(headers, undecrypted)| {
@@ -195,7 +195,7 @@ fn read_to_host<'s>(
     let headers = HeaderCodec::new(selection, options.verify, &|_, _| Ok(()))?;
     let sources = selection.file.sources();
     let reading = ReadRequest {
-        files: &borrowed(&sources),
+        files: &as_refs(&sources),
         extents: &selection.extents()?,
         codec: &headers,
         verify: options.verify,
@@ -303,7 +303,8 @@ impl LoadMemory {
 
     /// Returns the bytes of each tensor; none for those that are mapped.
     fn bytes(&mut self) -> Result<Vec<&mut [u8]>> {
-        let blocks = self.blocks.iter_mut().map(|block| Some(Rest::of(block.bytes_mut())));
+        let blocks =
+            self.blocks.iter_mut().map(|block| Some(SliceRemainder::new(block.bytes_mut())));
         split_blocks(&self.tensors, listed(blocks, LISTS)?)
     }
 
@@ -312,7 +313,7 @@ impl LoadMemory {
         let bug = || Error::Bug("an image beyond its block".to_owned());
         let mut images = Vec::new();
         for (&number, mapping) in &mut self.mappings {
-            let mut rest = Rest::of(mapping.bytes_mut());
+            let mut rest = SliceRemainder::new(mapping.bytes_mut());
             for location in &self.tensors {
                 let TensorLocation::Mapped { file, header, at, len } = *location else { continue };
                 if file == number {
@@ -325,18 +326,18 @@ impl LoadMemory {
         for (arena, block) in self.blocks.iter_mut().zip(&self.layout.blocks) {
             let bytes = arena.bytes_mut();
             let Some(span) = block.image else {
-                blocks.push(Some(Rest::of(bytes)));
+                blocks.push(Some(SliceRemainder::new(bytes)));
                 continue;
             };
             let skip = usize::try_from(span.skip).map_err(|_| bug())?;
             let bytes = bytes.get_mut(skip..).ok_or_else(bug)?;
-            let memory = ImageMemory::Empty(to_fill(bytes));
+            let memory = ImageMemory::Empty(as_uninit(bytes));
             push(&mut images, FileImage { file: span.file, position: span.start, memory }, LISTS)?;
             blocks.push(None);
         }
         images.sort_unstable_by_key(|image| (image.file, image.position));
         let tensors = split_blocks(&self.tensors, blocks)?;
-        Ok(HostTarget::new(listed(tensors.into_iter().map(to_fill), LISTS)?, images))
+        Ok(HostTarget::new(listed(tensors.into_iter().map(as_uninit), LISTS)?, images))
     }
 
     /// Turns the memory into the buffers that tensors own from now on.
@@ -381,7 +382,7 @@ impl LoadMemory {
 /// Returns the bytes of each tensor in the given blocks; none for tensors that are elsewhere.
 fn split_blocks<'a>(
     tensors: &[TensorLocation],
-    mut blocks: Vec<Option<Rest<'a>>>,
+    mut blocks: Vec<Option<SliceRemainder<'a>>>,
 ) -> Result<Vec<&'a mut [u8]>> {
     let bytes = tensors.iter().map(|location| {
         let TensorLocation::Block { block, at, len } = *location else { return Ok(&mut [][..]) };

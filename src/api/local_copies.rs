@@ -53,16 +53,16 @@ pub fn with_intact_copies<T>(
     // them it is.
     let sure = !matches!(error, Error::Crypt(_));
     let sources = suspects(&error);
-    let distrust = |remove| {
-        sources.iter().filter_map(move |source| source.local_copy()?.distrust(remove, cancel))
+    let discard = |remove| {
+        sources.iter().filter_map(move |source| source.local_copy()?.discard(remove, cancel))
     };
-    let copies: Vec<PathBuf> = distrust(sure).collect();
+    let copies: Vec<PathBuf> = discard(sure).collect();
     if copies.is_empty() {
         return Err(error);
     }
     let second_run = work();
     if second_run.is_ok() && !sure {
-        distrust(true).for_each(drop);
+        discard(true).for_each(drop);
     }
     second_run.map_err(|second_run| {
         if may_be_damage(&second_run) {

@@ -4,7 +4,7 @@ use super::file::TensorFile;
 use crate::engine::page_cache;
 use crate::engine::target::gather;
 use crate::error::Result;
-use crate::io::{Capabilities, borrowed};
+use crate::io::{Capabilities, as_refs};
 use crate::mem::pinned;
 use crate::memory_limit::{CONNECTION, LoadNeeds};
 
@@ -16,15 +16,15 @@ impl TensorFile {
     /// tensors. `staged`: it loads to a device through staging buffers.
     pub fn minimum_memory(&self, parts: bool, staged: bool) -> Result<u64> {
         let sources = self.sources();
-        let files = borrowed(&sources);
-        let of_server = Capabilities::of_all(&files).map_or(0, |traits| traits.reader_memory);
+        let files = as_refs(&sources);
+        let of_server = Capabilities::combined(&files).map_or(0, |traits| traits.reader_memory);
         let around = if staged { page_cache::READER_MEMORY } else { 0 };
         let buffer = pinned::buffer_len()? as u64;
         let needs = LoadNeeds {
             readers: 1,
             reader: of_server.clamp(CONNECTION, READER).max(around),
             gathers: if parts { gather::min_memory(self.is_encrypted()) } else { 0 },
-            staging: staged.then(|| (buffer, pinned::fewest(buffer), 0)),
+            staging: staged.then(|| (buffer, pinned::min_buffers(buffer), 0)),
         };
         // Files of a hub are hashed before the load, piece by piece, which also takes memory.
         let ahead =

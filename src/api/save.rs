@@ -22,8 +22,8 @@ use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
 };
 use crate::format::tensors::{metadata, trailer};
-use crate::io::{Unclosed, WriteAt, write_all_at};
-use crate::sys::process::Maker;
+use crate::io::{UnclosedOutcome, WriteAt, write_all_at};
+use crate::sys::process::OwnerProcess;
 
 /// Largest alignment: a huge page, beyond which padding would only waste space.
 const MAX_ALIGNMENT: u64 = 2 << 20;
@@ -42,7 +42,7 @@ const VISIBLE_GROWTH: usize = 8;
 /// If the sink makes bytes visible early, it holds a complete file after each [`Writer::write`]. That
 /// has all tensors written so far or, with a manifest or an identity, at least eight ninths of them.
 pub struct Writer {
-    maker: Maker,
+    owner: OwnerProcess,
     sink: Option<Box<dyn WriteAt>>,
     uri: String,
     pub(super) base: u64,
@@ -90,14 +90,14 @@ impl Writer {
         let pairs = options.metadata.as_deref().unwrap_or(&[]);
         if encrypted && !pairs.is_empty() && !options.clear_metadata {
             return Err(Error::InvalidArgument(format!(
-                "`{}`: the metadata of an encrypted file are not encrypted, and only a manifest \
+                "`{}`: the metadata of an encrypted file are not encrypted, and only a manifest\
                  authenticates them: leave them out, or pass clear_metadata=True",
                 sink.uri()
             )));
         }
         let metadata = metadata::encode(pairs, sink.uri())?;
         Ok(Writer {
-            maker: Maker::this(),
+            owner: OwnerProcess::current(),
             uri: sink.uri().to_owned(),
             sink: Some(sink),
             base,
@@ -207,7 +207,7 @@ impl Writer {
         self.end = layout.end;
         self.entries_len += encoded_lens(&layout.entries, false);
         self.entries.extend(layout.entries);
-        if self.sink()?.shows_early() {
+        if self.sink()?.is_visible_early() {
             self.make_index_visible(cancel)?;
         }
         self.failed = false;
@@ -221,8 +221,8 @@ impl Writer {
 
     /// Ends a file that the caller has not finished. If another file has its name, that one stays:
     /// see [`WriteAt::publish_unclosed`]. Returns the outcome.
-    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<Unclosed> {
-        let mut place = Unclosed::GivenUp;
+    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
+        let mut place = UnclosedOutcome::Aborted;
         self.end_with(cancel, |sink, len| {
             place = sink.publish_unclosed(len, cancel)?;
             Ok(())
@@ -268,7 +268,7 @@ impl Writer {
     }
 
     pub(super) fn check_usable(&self) -> Result<()> {
-        self.maker.check(&self.uri)?;
+        self.owner.check(&self.uri)?;
         if self.failed {
             return Err(Error::Closed(format!("an earlier write to `{}` failed", self.uri)));
         }

@@ -9,7 +9,7 @@ use super::head::FileHead;
 use super::local_copies::{suspects_of_open, with_intact_copies};
 use crate::cancel::Cancel;
 use crate::engine::workers;
-use crate::error::{Brief, Error, Result};
+use crate::error::{Error, Result, Shortened};
 use crate::fallible::{LISTS, collected, listed, more_room, with_room};
 use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
@@ -77,7 +77,7 @@ impl ShardIndex {
     pub fn read(head: FileHead, opening: &Opening<'_>) -> Result<Self> {
         let uri = head.source().uri();
         let json = head.read_all(MAX_LEN, "an index of shards", opening.cancel)?;
-        let index = shards::parse(&json).map_err(|e| e.of(uri))?;
+        let index = shards::parse(&json).map_err(|e| e.in_file(uri))?;
         let indexed_files = indexed_files(&index, uri)?;
         let cached_head = opening.cached_head(&**head.source(), head.base(), &json, &[]);
         Ok(ShardIndex { head, index, indexed_files, cached_head })
@@ -196,8 +196,8 @@ fn check_all_are_there(selection: &ShardSelection<'_>, names: &NameTree, uri: &s
     let shard = selection.index.index.files.get(file).map_or("", String::as_str);
     let what = format!(
         "expected tensor `{}` in `{}`, which does not hold it",
-        Brief(name.trim_start_matches('\u{1e}')),
-        Brief(shard)
+        Shortened(name.trim_start_matches('\u{1e}')),
+        Shortened(shard)
     );
     Err(malformed(uri, what))
 }
@@ -228,7 +228,7 @@ fn open_all(
             let source = head.source().sibling(name, selection.first, control)?.ok_or_else(|| {
                 Error::Unsupported(format!(
                     "`{uri}` is an index of shards, which cannot be found from a file object: pass \
-                     the path or address of the index"
+                     the path or addressof the index"
                 ))
             })?;
             let opening = Opening { cancel: control, ..*opening };

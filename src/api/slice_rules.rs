@@ -7,7 +7,7 @@ use super::selection::Selection;
 use crate::engine::page_cache::{self, PageCacheResidency};
 use crate::engine::plan::SliceRanges;
 use crate::error::Result;
-use crate::io::{Capabilities, borrowed};
+use crate::io::{Capabilities, as_refs};
 
 /// Shorter ranges are read with the bytes between them: the plan of a longer one is small compared
 /// with its bytes.
@@ -29,7 +29,7 @@ impl RangeRules {
     /// The rules for slices of a file.
     pub fn of(selection: &Selection<'_>, options: &LoadOptions) -> Result<Self> {
         let sources = selection.file.sources();
-        let files = borrowed(&sources);
+        let files = as_refs(&sources);
         let seekable = selection.file.is_seekable();
         if page_cache::may_read_directly(
             &files,
@@ -44,7 +44,7 @@ impl RangeRules {
                 seekable,
             });
         }
-        let gap = Capabilities::of_all(&files).map_or(0, |traits| traits.merge_gap);
+        let gap = Capabilities::combined(&files).map_or(0, |traits| traits.merge_gap);
         // A stream is read from front to back, so that the bytes between ranges come in any case.
         Ok(RangeRules { long: SHORT, gap: if seekable { gap } else { u64::MAX }, seekable })
     }

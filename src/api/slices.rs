@@ -26,7 +26,7 @@ use crate::engine::target::host::HostTarget;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::{Entry, WholeTensor};
-use crate::io::{ReadAt, borrowed};
+use crate::io::{ReadAt, as_refs};
 use crate::stats::Counters;
 
 /// The most bytes of whole tensors that are held while slices are cut from them.
@@ -64,7 +64,7 @@ impl TensorFile {
                 || entry.whole.is_some()
             {
                 return Err(Error::InvalidArgument(format!(
-                    "invalid slice {slice:?} of tensor `{}`, whose shape is {:?}",
+                    "invalid slice{slice:?} of tensor `{}`, whose shape is {:?}",
                     entry.name, entry.shape
                 )));
             }
@@ -127,7 +127,7 @@ impl SliceLoad<'_> {
         let SliceLoad { selection, ranges, options, counters, cancel, .. } = *self;
         let file = selection.file;
         let sources = file.sources();
-        let files = borrowed(&sources);
+        let files = as_refs(&sources);
         let rules = RangeRules::of(selection, options)?;
         let mut group = RangeGroup::default();
         let read_group = |group: RangeGroup<'_>| {
@@ -192,7 +192,7 @@ impl SliceLoad<'_> {
         }
         let sources = file.sources();
         let reading = ReadRequest {
-            files: &borrowed(&sources),
+            files: &as_refs(&sources),
             extents: &extents,
             codec: &EncryptedPiecesCodec { decryptor: &decryptor, reads: &tensor_of_read },
             verify: Verify::Nothing,

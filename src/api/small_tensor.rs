@@ -14,7 +14,7 @@ use crate::fallible::{LISTS, with_room, zeroed};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::TensorHeader;
 use crate::io::read_exact_at;
-use crate::mem::{Arena, Buffers, to_fill};
+use crate::mem::{Arena, Buffers, as_uninit};
 use crate::stats::{Counters, Stage};
 
 /// The most bytes of a tensor with its header for this path: they take less time than a plan does.
@@ -49,8 +49,8 @@ pub fn load_small(
         zeroed(size(entry.data_offset - entry.header_offset)?, what)?,
         Arena::new(size(entry.data_len)?)?,
     );
-    let mut buffers = Buffers::of(&mut raw);
-    buffers.push(to_fill(arena.bytes_mut()));
+    let mut buffers = Buffers::from_slice(&mut raw);
+    buffers.push(as_uninit(arena.bytes_mut()));
     counters.time(Stage::Read, || {
         read_exact_at(&**source, entry.header_offset, &mut buffers, &what, cancel)
     })?;
@@ -71,7 +71,7 @@ fn header_of(file: &TensorFile, entry: &Entry, raw: &[u8]) -> Result<CompactHead
         return Ok(CompactHeader::none());
     }
     file.check_header(entry, raw)?;
-    let header = TensorHeader::parse(raw, entry, false).map_err(|e| e.of(file.uri()))?;
+    let header = TensorHeader::parse(raw, entry, false).map_err(|e| e.in_file(file.uri()))?;
     Ok(CompactHeader::of(&header, false).0)
 }
 

@@ -10,7 +10,7 @@ use crate::engine::concurrency::{ConcurrencyController, Sample};
 use crate::engine::plan::{Extent, partition};
 use crate::engine::target::{Target, host::HostTarget};
 use crate::engine::workers::WorkerRange;
-use crate::io::auth::good_until;
+use crate::io::auth::renew_at;
 use crate::io::http;
 use crate::io::object::s3::signed_until;
 use crate::io::transport::{HTTP2_WINDOW, TransportOptions};
@@ -75,7 +75,7 @@ impl Signing {
             let expiry = self.credentials_hold.map(|hold| {
                 if self.credentials.is_none_or(|(until, _)| now >= until) {
                     self.credential_requests += 1;
-                    self.credentials = Some((good_until(now, now + hold), now + hold));
+                    self.credentials = Some((renew_at(now, now + hold), now + hold));
                 }
                 self.credentials.unwrap().1
             });

@@ -85,7 +85,7 @@ impl<T: Target> ReadTask<'_, T> {
         control: &Control<'_>,
     ) -> Result<()> {
         if !control.is_inline() {
-            self.affinity.settle(number);
+            self.affinity.bind_thread(number);
         }
         while !control.stopped() && !control.is_retired() {
             if self.hash(true, control)? {
@@ -218,9 +218,9 @@ impl<T: Target> ReadTask<'_, T> {
             lease.fill(&|from, buffers| {
                 let at = offset.saturating_add(from);
                 if times_first_touch() {
-                    self.counters.time(Stage::FirstTouch, || buffers.touch());
+                    self.counters.time(Stage::FirstTouch, || buffers.prefault());
                 }
-                buffers.observed(control, |b| read_exact_at(source, at, b, &what, control))
+                buffers.with_observer(control, |b| read_exact_at(source, at, b, &what, control))
             })
         })?;
         let BatchContents { single_chunk, pooled, undecrypted, arrivals, data_len } =
@@ -414,7 +414,7 @@ impl<T: Target> ReadTask<'_, T> {
                 SegmentKind::Header { tensor } => {
                     let mut raw = zeroed(size, || "headers of tensors".to_owned())?;
                     let what = || "tensors".to_owned();
-                    Buffers::of(&mut raw).observed(control, |buffers| {
+                    Buffers::from_slice(&mut raw).with_observer(control, |buffers| {
                         read_exact_at(source, position, buffers, &what, control)
                     })?;
                     self.header(tensor, &raw, control)?;

@@ -29,7 +29,7 @@ impl Sources {
         total: u64,
         memory: MemoryLimit,
     ) -> Result<Option<Self>> {
-        let Some(capabilities) = Capabilities::of_all(request.files) else { return Ok(None) };
+        let Some(capabilities) = Capabilities::combined(request.files) else { return Ok(None) };
         let local = request.files.iter().all(|file| file.is_local());
         let residency = local.then(|| page_cache::sample_residency(request.files, request.extents));
         let direct = residency == Some(PageCacheResidency::Little)

@@ -11,7 +11,7 @@ use crate::cancel::{Cancel, POLL};
 use crate::engine::concurrency::{ConcurrencyController, Sample};
 use crate::error::{Error, Result};
 use crate::io::Capabilities;
-use crate::mem::Progress;
+use crate::mem::ArrivalObserver;
 use crate::sys::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sys::sync::thread::{self, ScopedJoinHandle, Thread};
 use crate::sys::sync::{Instant, Mutex, MutexGuard, cpu_time};
@@ -104,7 +104,7 @@ impl Cancel for Control<'_> {
     }
 }
 
-impl Progress for Control<'_> {
+impl ArrivalObserver for Control<'_> {
     fn arrived(&self, bytes: u64) {
         if bytes > 0 {
             self.pool.bytes.fetch_add(bytes, Ordering::Relaxed);

@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use super::json::Scalar;
 use super::safetensors::{self, StringMap};
-use crate::error::{Brief, Error, Malformed};
+use crate::error::{Error, Malformed, Shortened};
 use crate::fallible::with_room;
 
 /// Maximum bytes of an index that is read, as for a safetensors header.
@@ -73,7 +73,7 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let malformed = |what: String| Malformed::new(0, format!("the index of shards: {what}"));
     let text = std::str::from_utf8(json).map_err(|e| malformed(format!("it is not UTF-8: {e}")))?;
     let raw: RawShardMap =
-        serde_json::from_str(text).map_err(|e| malformed(Brief(&e.to_string()).to_string()))?;
+        serde_json::from_str(text).map_err(|e| malformed(Shortened(&e.to_string()).to_string()))?;
     let mut names = BTreeSet::new();
     for file in raw.weight_map.0.values() {
         names.insert(file);
@@ -82,7 +82,7 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let mut files = with_room(names.len(), "an index of shards").map_err(short)?;
     for name in names {
         if let Some(what) = name_problem(name) {
-            return Err(malformed(format!("the file name `{}` {what}", Brief(name))));
+            return Err(malformed(format!("the file name `{}` {what}", Shortened(name))));
         }
         files.push(name.clone());
     }

@@ -187,7 +187,7 @@ fn check_encrypted(file: &TensorFile, expected: &Value, name: &str) {
     for (entry, tensor) in file.entries().iter().zip(expected["tensors"].as_array().unwrap()) {
         let len = (entry.data_offset - entry.header_offset) as usize;
         let mut raw = vec![0; len].into_boxed_slice();
-        let mut buffers = tensorizer::mem::Buffers::of(&mut raw);
+        let mut buffers = tensorizer::mem::Buffers::from_slice(&mut raw);
         read_exact_at(
             &*file.source(0).unwrap(),
             entry.header_offset,

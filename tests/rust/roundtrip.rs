@@ -279,7 +279,7 @@ impl ReadAt for Scripted {
         let end = self.bytes.len().min(self.shrink_to as usize);
         let start = (offset as usize).min(end);
         let len = self.step.min(end - start);
-        Ok(buffers.put(&self.bytes[start..start + len]))
+        Ok(buffers.fill_from(&self.bytes[start..start + len]))
     }
 }
 

@@ -15,10 +15,10 @@ use crate::codec::hash::Verify;
 use crate::error::Error;
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
-use crate::mem::device::fake::{FakeDevice, Faults};
-use crate::mem::device::{Blocks, Consumer, Device, DeviceMemory};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::{Consumer, Device, DeviceBlocks, DeviceMemory};
 use crate::mem::pinned::Pool;
-use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 /// Bytes of a staging buffer.
 const LEN: usize = 256;
@@ -53,7 +53,7 @@ impl ReadAt for ServerLikeSource {
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
         thread::sleep(Duration::from_millis(1));
-        let read = buffers.put(&self.0[usize::try_from(offset).unwrap()..]);
+        let read = buffers.fill_from(&self.0[usize::try_from(offset).unwrap()..]);
         buffers.arrived(read as u64);
         Ok(read)
     }
@@ -93,8 +93,8 @@ fn load(interrupted: bool) {
     let block = |block: &mut Vec<u8>| unsafe {
         DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len())
     };
-    let blocks = Blocks::of(memory.iter_mut().map(block).collect()).unwrap();
-    let device: Arc<dyn Device> = FakeDevice::new(7, Faults::default());
+    let blocks = DeviceBlocks::from_memory(memory.iter_mut().map(block).collect()).unwrap();
+    let device: Arc<dyn Device> = FakeDevice::new(7, InjectedFaults::default());
     let pool = Pool::new(LEN, 4, 2);
     let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
     let to = Destination { devices: &one, memory: &blocks, direct_storage: false };
@@ -122,10 +122,16 @@ fn load(interrupted: bool) {
 
 #[test]
 fn every_tensor_is_loaded_completely() {
-    check(Rules { patience: Duration::from_millis(5), refusals: true }, || load(false));
+    check_model(
+        ModelRules { longest_timeout: Duration::from_millis(5), spawn_may_fail: true },
+        || load(false),
+    );
 }
 
 #[test]
 fn cancelled_load_returns_all_staging_memory() {
-    check(Rules { patience: Duration::from_millis(50), refusals: false }, || load(true));
+    check_model(
+        ModelRules { longest_timeout: Duration::from_millis(50), spawn_may_fail: false },
+        || load(true),
+    );
 }

@@ -20,8 +20,8 @@ use crate::error::Error;
 use crate::io::local::FileSource;
 use crate::io::{ReadAt, StreamSource};
 use crate::mem::Buffers;
-use crate::mem::device::fake::{FakeDevice, Faults};
-use crate::mem::device::{Blocks, Consumer, Device, DeviceMemory};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::{Consumer, Device, DeviceBlocks, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
 
@@ -45,7 +45,7 @@ impl Random {
 struct TestMemory {
     bytes: Vec<u8>,
     starts: Vec<usize>,
-    blocks: Blocks,
+    blocks: DeviceBlocks,
     /// Blocks that are allocated during the load.
     later: VecDeque<(usize, DeviceMemory)>,
 }
@@ -63,22 +63,27 @@ impl TestMemory {
             blocks.push(unsafe { DeviceMemory::new(base + at, *len as usize) });
             at += *len as usize;
         }
-        TestMemory { bytes, starts, blocks: Blocks::of(blocks).unwrap(), later: VecDeque::new() }
+        TestMemory {
+            bytes,
+            starts,
+            blocks: DeviceBlocks::from_memory(blocks).unwrap(),
+            later: VecDeque::new(),
+        }
     }
 
     /// Makes memory whose blocks are allocated only when the load asks for them.
     fn late(lens: &[u64]) -> Self {
         let mut memory = Self::new(lens);
-        let blocks = std::mem::replace(&mut memory.blocks, Blocks::new(lens.len()).unwrap());
+        let blocks = std::mem::replace(&mut memory.blocks, DeviceBlocks::new(lens.len()).unwrap());
         memory.later = blocks.into_memory().into_iter().enumerate().collect();
         memory
     }
 }
 
 /// Allocates the next block.
-fn allocate(blocks: &Blocks, later: &mut VecDeque<(usize, DeviceMemory)>) -> Result<bool> {
+fn allocate(blocks: &DeviceBlocks, later: &mut VecDeque<(usize, DeviceMemory)>) -> Result<bool> {
     if let Some((at, memory)) = later.pop_front() {
-        blocks.put(at, crate::mem::device::Block { memory, after: None })?;
+        blocks.insert(at, crate::mem::device::DeviceBlock { memory, after: None })?;
     }
     Ok(!later.is_empty())
 }
@@ -123,7 +128,7 @@ struct LoadSchedule {
     /// The number of devices that share the tensors.
     devices: usize,
     /// Faults of the first device.
-    faults: Faults,
+    faults: InjectedFaults,
     interrupted: bool,
     flipped: Option<usize>,
 }
@@ -138,8 +143,8 @@ impl LoadSchedule {
     /// Makes the devices.
     fn fakes(&self) -> Vec<Arc<FakeDevice>> {
         let faults = |at| {
-            let faults = if at == 0 { self.faults } else { Faults::default() };
-            Faults { node: self.seed.is_multiple_of(2).then_some(at), ..faults }
+            let faults = if at == 0 { self.faults } else { InjectedFaults::default() };
+            InjectedFaults { node: self.seed.is_multiple_of(2).then_some(at), ..faults }
         };
         (0..self.devices).map(|at| FakeDevice::new(self.seed + at as u64, faults(at))).collect()
     }
@@ -223,7 +228,7 @@ fn load(files: &SavedFile, schedule: &LoadSchedule, key: Option<Key>) -> Result<
         }
     }
     assert_eq!(outcome?.len(), schedule.selection.len());
-    memory.blocks = Blocks::new(0).unwrap();
+    memory.blocks = DeviceBlocks::new(0).unwrap();
     check(files, schedule, &memory, &planned.locations().unwrap());
     Ok(())
 }
@@ -270,7 +275,7 @@ fn random_schedules_load_the_right_bytes_or_report_the_fault() {
             late: random.one_in(2),
             direct_storage: random.one_in(4),
             pipe: random.one_in(4),
-            faults: Faults {
+            faults: InjectedFaults {
                 copy: nth.filter(|_| fault == 0),
                 event: nth.filter(|_| fault == 1),
                 lost: nth.filter(|_| fault == 2),
@@ -342,7 +347,7 @@ impl ReadAt for RecordingSource {
 fn reads_overlap_copies_and_small_tensors_share_copies() {
     let lens = vec![500; 2000];
     let files = file(&lens, SaveOptions::default());
-    let fake = FakeDevice::new(9, Faults::default());
+    let fake = FakeDevice::new(9, InjectedFaults::default());
     let device: Arc<dyn Device> = fake.clone();
     let source = FileSource::open(&files.path).unwrap();
     let noting = Arc::new(RecordingSource::new(source, &fake));
@@ -366,7 +371,7 @@ fn reads_overlap_copies_and_small_tensors_share_copies() {
 #[test]
 fn other_tensors_are_read_while_a_large_one_waits_for_its_hash() {
     let files = file(&[4 << 20, 4 << 20, 100], SaveOptions::default());
-    let fake = FakeDevice::new(3, Faults::default());
+    let fake = FakeDevice::new(3, InjectedFaults::default());
     let device: Arc<dyn Device> = fake.clone();
     let noting = Arc::new(RecordingSource::new(FileSource::open(&files.path).unwrap(), &fake));
     let opened =
@@ -406,7 +411,7 @@ fn encrypted_files_are_decrypted_in_staging_memory() {
             pipe: false,
             selection: vec![0, 1, 2, 3, 4],
             devices: 1 + (seed % 4) as usize,
-            faults: Faults::default(),
+            faults: InjectedFaults::default(),
             interrupted: false,
             flipped,
         };

@@ -16,9 +16,9 @@ use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed};
-use crate::mem::device::{Block, Blocks, Consumer, DeviceMemory, Event, Streams};
+use crate::mem::device::{Consumer, DeviceBlock, DeviceBlocks, DeviceMemory, Event, Streams};
 use crate::stats::Counters;
-use crate::sys::process::Inherited;
+use crate::sys::process::DropInOwner;
 
 /// Allocates memory of a device, on the caller's thread.
 pub trait Allocate {
@@ -39,10 +39,10 @@ pub struct ReadyTensor {
 
 /// Tensors of a file, one by one. Dropping it ends the load, and waits for reads and copies.
 pub struct TensorIterator {
-    shared: Inherited<Arc<IteratorState>>,
-    thread: Inherited<Option<JoinHandle<()>>>,
+    shared: DropInOwner<Arc<IteratorState>>,
+    thread: DropInOwner<Option<JoinHandle<()>>>,
     /// The event that the caller's stream waits for already, and that stream.
-    awaited: Inherited<Option<(Consumer, Arc<dyn Event>)>>,
+    awaited: DropInOwner<Option<(Consumer, Arc<dyn Event>)>>,
 }
 
 impl TensorIterator {
@@ -66,7 +66,7 @@ impl TensorIterator {
         });
         let lens = collected(lens, LISTS)?;
         let (budget, load) = memory_shares(&selection, &lens, on_device, options)?;
-        let blocks = Blocks::new(if on_device { lens.len() } else { 0 })?;
+        let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 })?;
         // Tensors without data become zeros when they are handed out, and have no block of bytes.
         let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let block_lens = listed(block_lens.filter(|_| on_device), LISTS)?;
@@ -94,8 +94,8 @@ impl TensorIterator {
         };
         let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(work);
         let thread = thread.map_err(|e| Error::io("starting a thread for", file.uri(), e))?;
-        let (shared, thread) = (Inherited::new(shared), Inherited::new(Some(thread)));
-        let iterator = TensorIterator { shared, thread, awaited: Inherited::new(None) };
+        let (shared, thread) = (DropInOwner::new(shared), DropInOwner::new(Some(thread)));
+        let iterator = TensorIterator { shared, thread, awaited: DropInOwner::new(None) };
         if let Some(allocate) = allocate {
             iterator.allocate(allocate)?;
         }
@@ -152,7 +152,7 @@ impl TensorIterator {
                     if shared.complete {
                         wait(&*copy_event, cancel)?;
                     } else {
-                        copy_event.hold_back(consumer.0)?;
+                        copy_event.delay_stream(consumer.0)?;
                     }
                     *self.awaited = Some((consumer, copy_event));
                 }
@@ -177,7 +177,7 @@ impl TensorIterator {
             // Work that was queued on the stream before may still use the memory.
             let after = Some(Arc::clone(&to.device).mark(allocate.consumer()?)?);
             for (tensor, memory) in tensors.clone().zip(memory) {
-                blocks.put(tensor, Block { memory, after: after.clone() })?;
+                blocks.insert(tensor, DeviceBlock { memory, after: after.clone() })?;
             }
             window.allocated(tensors.len());
         }
@@ -186,7 +186,7 @@ impl TensorIterator {
 
     /// Returns a handle that ends the load from another thread.
     pub fn closer(&self) -> Closer {
-        Closer(Inherited::new(Arc::clone(&self.shared)))
+        Closer(DropInOwner::new(Arc::clone(&self.shared)))
     }
 
     /// Ends the load, and waits for its reads and copies. Closing again does nothing.
@@ -253,13 +253,13 @@ fn memory_shares(
 }
 
 /// Ends the load of an iterator from another thread.
-pub struct Closer(Inherited<Arc<IteratorState>>);
+pub struct Closer(DropInOwner<Arc<IteratorState>>);
 
 impl Closer {
     /// Ends the load, and calls that wait for tensors. Does not wait for the load to end.
     pub fn close(&self) {
         // In a forked child, the lock may have been held at the time of the fork.
-        if self.0.maker().is_here() {
+        if self.0.owner().is_current() {
             self.0.window.close();
         }
     }
@@ -271,10 +271,10 @@ impl Closer {
 
     /// Refuses calls in a forked child: the load runs in the parent process.
     pub fn check_process(&self) -> Result<()> {
-        if self.0.maker().is_here() {
+        if self.0.owner().is_current() {
             return Ok(());
         }
-        let what = "this iterator was made before a fork(), by the parent process: make one in \
+        let what = "this iterator was made before a fork(), by the parent process : make one in \
                     this process";
         Err(Error::Closed(what.to_owned()))
     }
@@ -284,7 +284,7 @@ impl Drop for TensorIterator {
     fn drop(&mut self) {
         // A forked child has no thread to wait for, and the lock may have been held at the time of
         // the fork.
-        if self.shared.maker().is_here() {
+        if self.shared.owner().is_current() {
             self.close();
         }
     }

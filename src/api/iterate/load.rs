@@ -24,9 +24,9 @@ use crate::engine::target::owned::{ExtentLocation, PerTensorTarget, TensorBuffer
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::Entry;
-use crate::io::borrowed;
+use crate::io::as_refs;
 use crate::mem::HostBuffer;
-use crate::mem::device::{Blocks, Streams};
+use crate::mem::device::{DeviceBlocks, Streams};
 use crate::stats::{PAGEABLE, Stage};
 
 /// Poll interval of a group that waits for room: the iterator may have been closed.
@@ -63,7 +63,12 @@ struct IteratorLoad<'r> {
 type NumberedTensors = Vec<(usize, usize)>;
 
 impl IteratorLoad<'_> {
-    fn on_device(&self, to: &IteratorDevice, blocks: &Blocks, streams: &Streams) -> Result<()> {
+    fn on_device(
+        &self,
+        to: &IteratorDevice,
+        blocks: &DeviceBlocks,
+        streams: &Streams,
+    ) -> Result<()> {
         let device = DestinationDevice { device: &to.device, consumer: to.consumer, pool: to.pool };
         let destination = Destination {
             devices: std::slice::from_ref(&device),
@@ -179,7 +184,7 @@ impl IteratorLoad<'_> {
             upload,
         };
         let request = ReadRequest {
-            files: &borrowed(&sources),
+            files: &as_refs(&sources),
             extents: &plan.extents,
             codec: &codec,
             verify: options.verify,

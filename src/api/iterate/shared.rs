@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::window::Window;
 use crate::api::file::TensorFile;
 use crate::api::load_options::LoadOptions;
-use crate::mem::device::{Blocks, Consumer, Device};
+use crate::mem::device::{Consumer, Device, DeviceBlocks};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
@@ -34,7 +34,7 @@ pub struct IteratorState {
     /// Tensors that wait for the caller.
     pub window: Window,
     /// The device that tensors go to, and their memory there; None for host memory.
-    pub device: Option<(IteratorDevice, Blocks)>,
+    pub device: Option<(IteratorDevice, DeviceBlocks)>,
     /// Bytes of the block of each tensor on the device.
     pub block_lens: Vec<u64>,
     /// Counters of the work done.

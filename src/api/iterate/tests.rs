@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::io::local::FileSource;
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
-use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
@@ -89,7 +89,7 @@ struct IteratorSchedule {
     verify: Verify,
     readers: Option<usize>,
     refused_from: Option<usize>,
-    faults: Faults,
+    faults: InjectedFaults,
     /// Bytes of a staging buffer.
     buffer_len: usize,
 }
@@ -105,7 +105,7 @@ impl IteratorSchedule {
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][(seed / 3 % 3) as usize],
             readers: [None, Some(1), Some(3)][(seed / 5 % 3) as usize],
             refused_from: seed.is_multiple_of(7).then_some((seed % 9) as usize),
-            faults: Faults::default(),
+            faults: InjectedFaults::default(),
             buffer_len: 256 << 10,
         }
     }
@@ -224,9 +224,9 @@ fn faults_of_a_device_are_errors() {
     for seed in (1..80).step_by(2) {
         let nth = Some(1 + seed % 7);
         let faults = match seed % 3 {
-            0 => Faults { copy: nth, ..Faults::default() },
-            1 => Faults { lost: nth, ..Faults::default() },
-            _ => Faults { event: nth, ..Faults::default() },
+            0 => InjectedFaults { copy: nth, ..InjectedFaults::default() },
+            1 => InjectedFaults { lost: nth, ..InjectedFaults::default() },
+            _ => InjectedFaults { event: nth, ..InjectedFaults::default() },
         };
         let schedule = IteratorSchedule { faults, ..IteratorSchedule::of(seed) };
         match schedule.run(&file) {
@@ -286,7 +286,7 @@ impl ReadAt for BlockedSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let end = offset + buffers.left() as u64;
+        let end = offset + buffers.remaining() as u64;
         let started = Instant::now();
         while (offset..end).contains(&self.position)
             && !self.let_go.load(Ordering::Relaxed)

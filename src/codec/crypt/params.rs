@@ -7,10 +7,10 @@ use zeroize::Zeroizing;
 
 use super::sodium::KEY_LEN;
 use super::{Key, sodium};
-use crate::cancel::{self, Cancel, Turns, detached};
+use crate::cancel::{self, Cancel, ProcessLock, run_detached};
 use crate::error::{Error, Result};
 use crate::format::tensors::crypt_info::KeyDerivation;
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Minimum number of passes of Argon2id, as in libsodium.
 pub const MIN_OPSLIMIT: u64 = 1;
@@ -58,11 +58,11 @@ pub struct DecryptionOptions {
     /// True to refuse a file without a manifest, whose names, shapes, order and tags are not
     /// authenticated.
     pub require_manifest: bool,
-    derived: Brief<Vec<(KeyDerivation, Key)>>,
+    derived: ForkSafeMutex<Vec<(KeyDerivation, Key)>>,
     /// Held while a key is derived, so that each key is derived once.
-    deriving: Turns,
+    deriving: ProcessLock,
     /// The derivations that each file has asked for, by its path or address.
-    derivation_costs: Brief<HashMap<String, DerivationCost>>,
+    derivation_costs: ForkSafeMutex<HashMap<String, DerivationCost>>,
 }
 
 /// The derivations that a file has asked for so far.
@@ -86,9 +86,9 @@ impl DecryptionOptions {
             max_memlimit: USUAL_MEMLIMIT,
             max_work: USUAL_WORK,
             require_manifest: false,
-            derived: Brief::default(),
-            deriving: Turns::new(),
-            derivation_costs: Brief::default(),
+            derived: ForkSafeMutex::default(),
+            deriving: ProcessLock::new(),
+            derivation_costs: ForkSafeMutex::default(),
         }
     }
 
@@ -153,7 +153,7 @@ impl DecryptionOptions {
             }
             (Secret::Passphrase(source), Some(derivation)) => (source, derivation),
         };
-        let _turn = cancel::turn(&self.deriving, cancel)?;
+        let _lock = cancel::lock_process(&self.deriving, cancel)?;
         let cached =
             |(known, key): &(KeyDerivation, Key)| (known == derivation).then(|| key.clone());
         if let Some(key) = self.derived.lock().iter().find_map(cached) {
@@ -186,7 +186,7 @@ impl DecryptionOptions {
 }
 
 /// Lets one derivation run at a time: each takes as much memory as its file asks for.
-static DERIVING: Turns = Turns::new();
+static DERIVING: ProcessLock = ProcessLock::new();
 
 /// Derives a key from a passphrase. A derivation that runs cannot be stopped: if the call is cancelled,
 /// its thread is left to finish, and the next derivation waits for it.
@@ -201,8 +201,8 @@ pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) ->
         (Zeroizing::new(source.to_vec()), derivation.clone());
     let caller = Arc::new(());
     let caller_alive = Arc::downgrade(&caller);
-    let derived = detached(cancel, move || {
-        let _turn = DERIVING.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let derived = run_detached(cancel, move || {
+        let _lock = DERIVING.get().lock().unwrap_or_else(PoisonError::into_inner);
         caller_alive.upgrade()?;
         let mut out = Zeroizing::new([0; KEY_LEN]);
         sodium::derive(&mut out, &source, &salt, opslimit, memlimit).then_some(out)

@@ -3,7 +3,7 @@
 
 use super::super::hash::digest;
 use super::*;
-use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 /// Bytes per piece.
 const PIECE: usize = 3;
@@ -25,7 +25,7 @@ fn any_jobs(tensors: &[Vec<u8>]) -> Vec<FeedJob> {
 
 #[test]
 fn every_tensor_is_hashed_once_and_all_readers_end() {
-    check(Rules { patience: Duration::ZERO, refusals: false }, || {
+    check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
         let tensors: Vec<Vec<u8>> = vec![vec![1; 7], Vec::new(), vec![2; 3], vec![3; 4]];
         // When its header comes, the last tensor turns out not to be hashed.
         let skipped = tensors.len() - 1;

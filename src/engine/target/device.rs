@@ -19,9 +19,9 @@ use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room, zeroed};
 use crate::io::Capabilities;
-use crate::mem::device::{Blocks, Event, Streams};
-use crate::mem::pinned::{self, Pool, Share, Ticket};
-use crate::mem::{Buffers, Rest, to_fill};
+use crate::mem::device::{DeviceBlocks, Event, Streams};
+use crate::mem::pinned::{self, Pool, QueueTicket, Share};
+use crate::mem::{Buffers, SliceRemainder, as_uninit};
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// The route to one device: its streams and its staging buffers.
@@ -37,7 +37,7 @@ pub struct StagedDevice<'d> {
 /// Device memory for the tensors of a load, as a target.
 pub struct DeviceTarget<'d> {
     /// The blocks of memory.
-    pub memory: &'d Blocks,
+    pub memory: &'d DeviceBlocks,
     /// The layout of each block.
     pub blocks: &'d [BlockLayout],
     /// The location of each tensor's data.
@@ -55,7 +55,7 @@ impl<'d> DeviceTarget<'d> {
     fn buffers(&self) -> u64 {
         let of_each = self.devices.iter().map(|device| {
             let most = device.pool.limit();
-            device.share.as_ref().map_or(most, |share| most.min(share.most()))
+            device.share.as_ref().map_or(most, |share| most.min(share.max_buffers()))
         });
         of_each.min().unwrap_or(0) as u64
     }
@@ -105,7 +105,7 @@ impl<'d> DeviceTarget<'d> {
 impl<'d> Target for DeviceTarget<'d> {
     type BatchPlan = ();
     type QueueTicket<'t>
-        = Ticket<'d>
+        = QueueTicket<'d>
     where
         Self: 't;
     type Lease<'t>
@@ -144,7 +144,7 @@ impl<'d> Target for DeviceTarget<'d> {
         let longest = self.devices.iter().map(|device| device.pool.buffer_len()).max();
         let (buffer, devices) = (longest.unwrap_or(1) as u64, self.devices.len() as u64);
         let most = self.devices.iter().map(|device| device.pool.limit() as u64).sum();
-        let staging = Some((buffer, devices * pinned::fewest(buffer), most));
+        let staging = Some((buffer, devices * pinned::min_buffers(buffer), most));
         LoadNeeds { readers, reader: source.reader_memory, gathers: 0, staging }
     }
 
@@ -161,7 +161,7 @@ impl<'d> Target for DeviceTarget<'d> {
     /// than copying.
     fn expect_bytes(&mut self, total: u64) {
         let buffer = self.buffer_len() as u64;
-        let most = (total.div_ceil(buffer) + 1).max(pinned::fewest(buffer));
+        let most = (total.div_ceil(buffer) + 1).max(pinned::min_buffers(buffer));
         let Ok(most) = usize::try_from(most) else { return };
         for device in &mut self.devices {
             if device.share.is_none() && most < device.pool.limit() {
@@ -200,14 +200,14 @@ impl<'d> Target for DeviceTarget<'d> {
         self.devices.get(device)?.streams.device().node()
     }
 
-    fn enqueue(&self, batch: &Batch) -> Result<Ticket<'d>> {
+    fn enqueue(&self, batch: &Batch) -> Result<QueueTicket<'d>> {
         let device = self.device_for(batch)?;
-        Ok(device.pool.enter(device.share.as_ref()))
+        Ok(device.pool.enqueue(device.share.as_ref()))
     }
 
     fn acquire<'t>(
         &'t self,
-        ticket: Ticket<'d>,
+        ticket: QueueTicket<'d>,
         batch: Batch,
         (): (),
         idle: &dyn Fn() -> Result<bool>,
@@ -220,7 +220,7 @@ impl<'d> Target for DeviceTarget<'d> {
         let overhead = staging.staged.iter().filter(|staged| staged.buffer.is_none());
         let overhead = overhead.map(|staged| staged.len).sum();
         let overhead = zeroed(overhead, || "headers of tensors".to_owned())?;
-        let lease = ticket.lease_or(staging.buffers, streams.device(), idle, cancel)?;
+        let lease = ticket.lease_with_idle_work(staging.buffers, streams.device(), idle, cancel)?;
         Ok(StagedBatch { staging, streams, lease, overhead })
     }
 
@@ -254,11 +254,11 @@ impl<'d> Target for DeviceTarget<'d> {
         for event in previous_uses {
             // An event that has passed costs later batches no driver call.
             if !event.passed()? {
-                event.hold_back(stream.handle())?;
+                event.delay_stream(stream.handle())?;
             }
         }
         lease.upload_batch(stream, &uploads)?;
-        let copy_event = match lease.begun() {
+        let copy_event = match lease.record_end() {
             Ok(copy_event) => copy_event,
             Err(_) => {
                 stream.finish()?;
@@ -286,7 +286,7 @@ pub struct StagedBatch<'d> {
     staging: StagingPlan,
     /// The streams of its device.
     streams: &'d Streams,
-    lease: pinned::Lease<'d>,
+    lease: pinned::StagingLease<'d>,
     /// Memory for bytes that are not copied to the device.
     overhead: Box<[u8]>,
 }
@@ -295,8 +295,9 @@ impl StagedBatch<'_> {
     /// Returns the memory of all staged bytes, in order.
     pub(super) fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
         let bug = || Error::Bug("staged bytes without memory".to_owned());
-        let mut buffers: Vec<Rest<'_>> = self.lease.buffers().into_iter().map(Rest::of).collect();
-        let (mut overhead, mut passed) = (Rest::of(&mut self.overhead), 0);
+        let mut buffers: Vec<SliceRemainder<'_>> =
+            self.lease.buffers().into_iter().map(SliceRemainder::new).collect();
+        let (mut overhead, mut passed) = (SliceRemainder::new(&mut self.overhead), 0);
         let mut memory = Vec::with_capacity(self.staging.staged.len());
         for staged in &self.staging.staged {
             memory.push(match staged.buffer {
@@ -316,7 +317,7 @@ impl StagedBatch<'_> {
 impl BatchMemory for StagedBatch<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
         let mut buffers = Buffers::default();
-        self.memory()?.into_iter().for_each(|bytes| buffers.push(to_fill(bytes)));
+        self.memory()?.into_iter().for_each(|bytes| buffers.push(as_uninit(bytes)));
         read(0, &mut buffers)
     }
 
@@ -334,7 +335,7 @@ impl BatchMemory for StagedBatch<'_> {
 
 /// Bytes in a staging buffer, which is not reused as long as this value lives.
 pub struct StagedBytes<'d> {
-    lease: Arc<pinned::Lease<'d>>,
+    lease: Arc<pinned::StagingLease<'d>>,
     staged: StagedSegment,
 }
 

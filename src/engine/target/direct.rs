@@ -10,7 +10,7 @@ use crate::engine::plan::{BlockLocation, Extent};
 use crate::error::{Error, Result};
 use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
-use crate::mem::device::{Blocks, DeviceFile, DeviceMemory, Streams};
+use crate::mem::device::{DeviceBlocks, DeviceFile, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
@@ -22,7 +22,7 @@ const STILL_USED: Duration = Duration::from_micros(100);
 /// Files that the device reads, and the memory that it reads them into.
 pub struct DirectStorage<'d> {
     files: Vec<Box<dyn DeviceFile>>,
-    memory: &'d Blocks,
+    memory: &'d DeviceBlocks,
     locations: &'d [BlockLocation],
     failed: AtomicBool,
 }
@@ -33,7 +33,7 @@ impl<'d> DirectStorage<'d> {
     pub fn open(
         sources: &[&dyn ReadAt],
         extents: &[Extent],
-        (memory, locations): (&'d Blocks, &'d [BlockLocation]),
+        (memory, locations): (&'d DeviceBlocks, &'d [BlockLocation]),
         streams: &Streams,
         pool: &Pool,
         counters: &Counters,
@@ -87,12 +87,12 @@ impl<'d> DirectStorage<'d> {
             return Ok(false);
         }
         let (block, offset) = self.location(tensor, 0, cancel)?;
-        let mut lease = pool.enter(None).lease(1, streams.device(), cancel)?;
+        let mut lease = pool.enqueue(None).lease(1, streams.device(), cancel)?;
         lease.download(streams.next()?, (0, 0, len), block, offset)?;
         lease.wait(cancel)?;
         let mut plain = vec![0; len];
         let what = || "tensors".to_owned();
-        let mut buffers = Buffers::of(&mut plain);
+        let mut buffers = Buffers::from_slice(&mut plain);
         read_exact_at(source, extent.data_offset, &mut buffers, &what, cancel)?;
         Ok(lease.buffers().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
     }

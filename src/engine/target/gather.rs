@@ -198,7 +198,7 @@ pub struct GatherBatch<'a> {
 
 impl BatchMemory for GatherBatch<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
-        read(0, &mut Buffers::of(self.scratch.bytes()))
+        read(0, &mut Buffers::from_slice(self.scratch.bytes()))
     }
 
     fn chunks(&mut self) -> Result<Vec<SegmentBytes<'_>>> {

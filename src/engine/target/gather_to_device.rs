@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::fallible::push;
 use crate::io::Capabilities;
 use crate::mem::Buffers;
-use crate::mem::pinned::Ticket;
+use crate::mem::pinned::QueueTicket;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// A range of a tensor that is read for a slice of it. The engine treats it as a tensor of its own.
@@ -50,7 +50,7 @@ impl<'d> DeviceGatherTarget<'d> {
 impl<'d> Target for DeviceGatherTarget<'d> {
     type BatchPlan = ();
     type QueueTicket<'t>
-        = Ticket<'d>
+        = QueueTicket<'d>
     where
         Self: 't;
     type Lease<'t>
@@ -106,13 +106,13 @@ impl<'d> Target for DeviceGatherTarget<'d> {
         self.to.node(device)
     }
 
-    fn enqueue(&self, batch: &Batch) -> Result<Ticket<'d>> {
+    fn enqueue(&self, batch: &Batch) -> Result<QueueTicket<'d>> {
         self.to.enqueue(batch)
     }
 
     fn acquire<'t>(
         &'t self,
-        ticket: Ticket<'d>,
+        ticket: QueueTicket<'d>,
         batch: Batch,
         (): (),
         idle: &dyn Fn() -> Result<bool>,
@@ -161,7 +161,7 @@ pub struct DeviceGatherBatch<'d> {
 
 impl BatchMemory for DeviceGatherBatch<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
-        read(0, &mut Buffers::of(self.scratch.bytes()))?;
+        read(0, &mut Buffers::from_slice(self.scratch.bytes()))?;
         let bug = || Error::Bug("a slice beyond its staging buffers".to_owned());
         let bytes = self.scratch.bytes();
         let mut memory = self.staged.memory()?.into_iter();

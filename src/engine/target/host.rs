@@ -10,7 +10,7 @@ use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room, zeroed};
 use crate::io::Capabilities;
-use crate::mem::{Buffers, Lent, filled};
+use crate::mem::{BufferToFill, Buffers, fill_all};
 
 /// Minimum bytes of a batch; fewer are not worth one.
 const MIN_BATCH: u64 = 1 << 20;
@@ -302,19 +302,20 @@ fn fill(
     let mut lent = with_room(runs.len(), PLAN)?;
     for run in &mut *runs {
         match std::mem::replace(&mut run.memory, RunMemory::Overhead(0)) {
-            RunMemory::Empty(bytes) => lent.push(Lent::Kept(bytes)),
+            RunMemory::Empty(bytes) => lent.push(BufferToFill::Returned(bytes)),
             RunMemory::Full(_) => return Err(Error::Bug("read twice".to_owned())),
             RunMemory::Overhead(len) => {
                 let cut = std::mem::take(overhead).split_at_mut_checked(len);
                 let cut = cut.ok_or_else(|| Error::Bug("a header without memory".to_owned()))?;
                 *overhead = cut.1;
                 run.memory = RunMemory::Overhead(len);
-                lent.push(Lent::Passing(cut.0));
+                lent.push(BufferToFill::Inspected(cut.0));
             }
         }
     }
-    let is_destination = listed(lent.iter().map(|lent| matches!(lent, Lent::Kept(_))), PLAN)?;
-    let mut full = filled(lent, read)?.into_iter();
+    let is_destination =
+        listed(lent.iter().map(|lent| matches!(lent, BufferToFill::Returned(_))), PLAN)?;
+    let mut full = fill_all(lent, read)?.into_iter();
     for (run, _) in
         runs.iter_mut().zip(is_destination).filter(|(_, is_destination)| *is_destination)
     {

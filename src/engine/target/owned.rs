@@ -11,7 +11,7 @@ use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{push, with_room, zeroed};
 use crate::io::Capabilities;
-use crate::mem::{Buffers, HostBuffer, Piece, Unfilled, to_fill};
+use crate::mem::{BufferPiece, Buffers, HostBuffer, UnfilledBuffer, as_uninit};
 use crate::sys::sync::Mutex;
 
 /// The position of an extent's data in the memory of its tensor.
@@ -27,13 +27,13 @@ pub struct ExtentLocation {
 
 /// Memory of tensors that are being filled.
 #[derive(Default)]
-pub struct TensorBuffers(Mutex<HashMap<usize, Unfilled>>);
+pub struct TensorBuffers(Mutex<HashMap<usize, UnfilledBuffer>>);
 
 impl TensorBuffers {
     /// Takes the memory of a complete tensor; an empty buffer for a tensor without bytes.
     pub fn take(&self, tensor: usize) -> Result<HostBuffer> {
         let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&tensor);
-        taken.map_or_else(|| Ok(HostBuffer::empty()), Unfilled::filled)
+        taken.map_or_else(|| Ok(HostBuffer::empty()), UnfilledBuffer::finish)
     }
 }
 
@@ -53,7 +53,7 @@ impl<'p> PerTensorTarget<'p> {
         PerTensorTarget { locations, lens, store }
     }
 
-    fn piece(&self, extent: usize, start: u64, len: u64) -> Result<Piece> {
+    fn piece(&self, extent: usize, start: u64, len: u64) -> Result<BufferPiece> {
         let bug = || Error::Bug(format!("extent {extent} without memory"));
         let location = self.locations.get(extent).ok_or_else(bug)?;
         let size = |n: u64| usize::try_from(n).map_err(|_| bug());
@@ -62,7 +62,7 @@ impl<'p> PerTensorTarget<'p> {
             std::collections::hash_map::Entry::Occupied(existing) => existing.into_mut(),
             std::collections::hash_map::Entry::Vacant(new) => {
                 let len = self.lens.get(location.tensor).copied().ok_or_else(bug)?;
-                new.insert(Unfilled::new(size(len)?, size(location.file_position)?)?)
+                new.insert(UnfilledBuffer::new(size(len)?, size(location.file_position)?)?)
             }
         };
         tensor.piece(size(location.offset + start)?, size(len)?)
@@ -71,7 +71,7 @@ impl<'p> PerTensorTarget<'p> {
 
 impl Target for PerTensorTarget<'_> {
     /// For each segment, its memory; None for headers and gaps.
-    type BatchPlan = Vec<Option<Piece>>;
+    type BatchPlan = Vec<Option<BufferPiece>>;
     type QueueTicket<'t>
         = ()
     where
@@ -80,7 +80,7 @@ impl Target for PerTensorTarget<'_> {
         = PerTensorBatch
     where
         Self: 't;
-    type Bytes = Piece;
+    type Bytes = BufferPiece;
 
     /// Batches have the length that suits the source. The order of tensors matters more than that
     /// all readers end at the same time.
@@ -102,11 +102,11 @@ impl Target for PerTensorTarget<'_> {
         true
     }
 
-    fn plan(&mut self, _batch: &Batch) -> Result<Vec<Option<Piece>>> {
+    fn plan(&mut self, _batch: &Batch) -> Result<Vec<Option<BufferPiece>>> {
         Ok(Vec::new())
     }
 
-    fn prepare(&self, job: &mut [(Batch, Vec<Option<Piece>>)]) -> Result<()> {
+    fn prepare(&self, job: &mut [(Batch, Vec<Option<BufferPiece>>)]) -> Result<()> {
         for (batch, pieces) in job {
             *pieces = with_room(batch.segments.len(), PLAN)?;
             for segment in &batch.segments {
@@ -129,7 +129,7 @@ impl Target for PerTensorTarget<'_> {
         &self,
         _turn: (),
         batch: Batch,
-        pieces: Vec<Option<Piece>>,
+        pieces: Vec<Option<BufferPiece>>,
         _idle: &dyn Fn() -> Result<bool>,
         _cancel: &dyn Cancel,
     ) -> Result<PerTensorBatch> {
@@ -146,10 +146,10 @@ impl Target for PerTensorTarget<'_> {
         lease: PerTensorBatch,
         keep: bool,
         _cancel: &dyn Cancel,
-    ) -> Result<CommittedBatch<Piece>> {
+    ) -> Result<CommittedBatch<BufferPiece>> {
         let mut bytes = Vec::new();
         for piece in lease.pieces.into_iter().filter(|_| keep) {
-            let piece = piece.map_or_else(|| Unfilled::new(0, 0)?.piece(0, 0), Ok)?;
+            let piece = piece.map_or_else(|| UnfilledBuffer::new(0, 0)?.piece(0, 0), Ok)?;
             push(&mut bytes, piece, PLAN)?;
         }
         Ok(CommittedBatch::in_host(bytes))
@@ -159,7 +159,7 @@ impl Target for PerTensorTarget<'_> {
 /// Memory for one batch.
 pub struct PerTensorBatch {
     segments: Vec<Segment>,
-    pieces: Vec<Option<Piece>>,
+    pieces: Vec<Option<BufferPiece>>,
     overhead: Box<[u8]>,
 }
 
@@ -189,7 +189,7 @@ impl PerTensorBatch {
 impl BatchMemory for PerTensorBatch {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
         let mut buffers = Buffers::default();
-        self.memory()?.into_iter().for_each(|chunk| buffers.push(to_fill(chunk.bytes)));
+        self.memory()?.into_iter().for_each(|chunk| buffers.push(as_uninit(chunk.bytes)));
         read(0, &mut buffers)
     }
 

@@ -9,8 +9,8 @@ use super::{TICK, WorkerRange, run_adapting};
 use crate::cancel::{Cancel as _, Never, POLL};
 use crate::engine::plan::WorkQueue;
 use crate::error::Error;
-use crate::mem::Progress as _;
-use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+use crate::mem::ArrivalObserver as _;
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 fn any_range() -> WorkerRange {
     let max = thread_rng().gen_range(1..=4);
@@ -20,7 +20,7 @@ fn any_range() -> WorkerRange {
 /// The number of workers adapts to the model's clock, by which any wait may take long.
 #[test]
 fn each_piece_of_work_is_done_once_while_workers_come_and_go() {
-    check(Rules { patience: TICK, refusals: true }, || {
+    check_model(ModelRules { longest_timeout: TICK, spawn_may_fail: true }, || {
         const PIECES: usize = 8;
         let range = any_range();
         let queue =
@@ -51,7 +51,7 @@ fn each_piece_of_work_is_done_once_while_workers_come_and_go() {
 /// No wait of a worker or of the calling thread times out, so a lost wake-up shows as a deadlock.
 #[test]
 fn fixed_number_of_workers_does_all_work_and_ends() {
-    check(Rules { patience: Duration::ZERO, refusals: true }, || {
+    check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: true }, || {
         let queue = WorkQueue::new((0..3).collect(), 2).unwrap();
         let done = AtomicUsize::new(0);
         let outcome = run_adapting(WorkerRange::fixed(3), &Never, |_, number| {
@@ -68,7 +68,7 @@ fn fixed_number_of_workers_does_all_work_and_ends() {
 
 #[test]
 fn callers_error_takes_precedence_over_the_first_of_a_worker() {
-    check(Rules { patience: POLL, refusals: true }, || {
+    check_model(ModelRules { longest_timeout: POLL, spawn_may_fail: true }, || {
         let range = any_range();
         let interrupts = thread_rng().gen_range(0..8);
         let (asked, interrupted) = (AtomicUsize::new(0), AtomicBool::new(false));

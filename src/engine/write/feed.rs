@@ -15,7 +15,7 @@ use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
 use crate::fallible::{collected, listed};
-use crate::mem::device::{OnDevice, StreamsByDevice};
+use crate::mem::device::{DeviceBytes, StreamsByDevice};
 use crate::mem::pinned::Share;
 
 /// Carries out the jobs of one save, on any thread.
@@ -115,7 +115,7 @@ impl<'p> Feeder<'_, 'p> {
         self.task.write_chunks(listed(chunks, PLAN)?, control)
     }
 
-    fn on_device(&self, tensor: usize) -> Result<&'p OnDevice> {
+    fn on_device(&self, tensor: usize) -> Result<&'p DeviceBytes> {
         let item = self.task.item(tensor)?;
         match &item.data {
             TensorData::Device(bytes) => Ok(bytes),

@@ -61,8 +61,8 @@ pub fn write_tensors(
     let sha = options.hashes == Some(Hashes::All);
     let bounded = shares.parts < u64::MAX;
     let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
-    let interleaved = if sha { wanted.min(sink.places()) } else { 1 };
-    let part_len = sink.kept().1;
+    let interleaved = if sha { wanted.min(sink.max_positions()) } else { 1 };
+    let part_len = sink.retained_memory().1;
     let sends = part_len > 0;
     let batch_len = batch_len(sends, options.encryption.is_some());
     let jobs = plan_jobs(items, interleaved, buffer_len()?, batch_len)?;
@@ -132,7 +132,7 @@ fn thread_count(
     // of such sequences at a time.
     if items.iter().any(|item| matches!(item.data, TensorData::Deferred(_) | TensorData::Device(_)))
     {
-        wanted = wanted.min(sink.places().max(1));
+        wanted = wanted.min(sink.max_positions().max(1));
     }
     Ok((wanted, shares))
 }
@@ -146,7 +146,7 @@ fn shares(
     wanted: usize,
 ) -> Result<SaveShares> {
     let memory = options.memory.or_environment()?;
-    let (retained, part) = sink.kept();
+    let (retained, part) = sink.retained_memory();
     let deferred_len = items.iter().filter(|item| matches!(item.data, TensorData::Deferred(_)));
     let deferred_len = deferred_len.map(|item| item.entry.data_len).max().unwrap_or(0);
     let copies = items.iter().any(|item| matches!(item.data, TensorData::Bytes(_)));
@@ -165,7 +165,7 @@ fn shares(
         staging: staging.map(|(len, most)| (len as u64, most as u64)),
     })?;
     if memory.bytes().is_some() {
-        sink.limit_parts(shares.parts);
+        sink.limit_retained_parts(shares.parts);
     }
     Ok(shares)
 }

@@ -222,7 +222,7 @@ impl<'p> SaveTask<'p> {
 
     /// Lets the sink send its complete parts.
     pub fn send_complete_parts(&self, control: &Control<'_>) -> Result<()> {
-        self.counters.time(Stage::Write, || self.sink.settle(control))
+        self.counters.time(Stage::Write, || self.sink.finish_deferred_writes(control))
     }
 }
 

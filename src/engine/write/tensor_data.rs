@@ -2,7 +2,7 @@
 //! memory.
 
 use crate::error::Result;
-use crate::mem::device::OnDevice;
+use crate::mem::device::DeviceBytes;
 
 /// A contiguous copy of a tensor in host memory, made for the save.
 pub type HostCopy = Box<dyn AsRef<[u8]> + Send + Sync>;
@@ -14,7 +14,7 @@ pub enum TensorData<'a> {
     /// In memory, in row-major order.
     Bytes(&'a [u8]),
     /// On a device, in row-major order; downloaded into staging memory chunk by chunk.
-    Device(OnDevice),
+    Device(DeviceBytes),
     /// Elsewhere, or in another order. The tensor is copied into memory when it is its turn, so
     /// that each thread holds only one copy at a time.
     Deferred(Box<dyn Fn() -> Result<HostCopy> + Send + Sync + 'a>),

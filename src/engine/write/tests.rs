@@ -20,8 +20,8 @@ use crate::format::tensors::header::Hashes;
 use crate::format::tensors::layout::{UnplacedTensor, place};
 use crate::io::WriteAt;
 use crate::io::local::FileSink;
-use crate::mem::device::fake::{FakeDevice, Faults};
-use crate::mem::device::{Consumer, Device, DeviceMemory, OnDevice};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::{Consumer, Device, DeviceBytes, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
 
@@ -108,7 +108,7 @@ fn tensor_data<'t>(
             // SAFETY: the fake device's memory is host memory; the data outlive the save, which
             // only reads them.
             let memory = unsafe { DeviceMemory::new(address, data.len()) };
-            TensorData::Device(OnDevice {
+            TensorData::Device(DeviceBytes {
                 device: Arc::clone(device),
                 consumer: Consumer(0),
                 memory,
@@ -164,7 +164,7 @@ fn written(
 fn every_data_source_gives_the_same_file_with_minimum_buffers() {
     let folder = tempfile::tempdir().unwrap();
     for (hashes, seed) in [(Hashes::All, 1), (Hashes::Crc32, 2)] {
-        let device: Arc<dyn Device> = FakeDevice::new(seed, Faults::default());
+        let device: Arc<dyn Device> = FakeDevice::new(seed, InjectedFaults::default());
         Pool::of(&device).unwrap().set_limit(0);
         let tensors = &tensors(hashes);
         let live_copies = Arc::default();

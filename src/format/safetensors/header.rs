@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 
 use super::{LENGTH_LEN, METADATA};
-use crate::error::{Brief, Malformed, Result};
+use crate::error::{Malformed, Result, Shortened};
 use crate::fallible::{listed, with_room};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
@@ -31,8 +31,8 @@ pub struct SafetensorsHeader {
 pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<SafetensorsHeader> {
     const WHAT: &str = "a safetensors header";
     let at = base.saturating_add(LENGTH_LEN);
-    let malformed = |what: String| Malformed::new(at, what).of(uri);
-    let failed = |what: &str| malformed(format!("the safetensors header: {}", Brief(what)));
+    let malformed = |what: String| Malformed::new(at, what).in_file(uri);
+    let failed = |what: &str| malformed(format!("the safetensors header: {}", Shortened(what)));
     let text = std::str::from_utf8(json).map_err(|e| failed(&format!("it is not UTF-8: {e}")))?;
     // An upper bound of the number of tensors: each has at least the colon after its name.
     let most = json.iter().filter(|&&byte| byte == b':').count();
@@ -124,7 +124,7 @@ impl<'de: 'j, 'j> Deserialize<'de> for TensorFields<'j> {
                     if twice {
                         return Err(de::Error::custom(format!(
                             "duplicate field `{}`",
-                            Brief(&key)
+                            Shortened(&key)
                         )));
                     }
                 }
@@ -167,7 +167,7 @@ impl TensorFields<'_> {
     /// Type and shape in torch, where one element may hold several of the values here.
     fn of_torch(&self) -> Result<(DType, Box<[u64]>), String> {
         let (dtype, values) = DType::from_safetensors(&self.dtype)
-            .ok_or_else(|| format!("unknown dtype `{}`", Brief(&self.dtype)))?;
+            .ok_or_else(|| format!("unknown dtype `{}`", Shortened(&self.dtype)))?;
         let mut shape = self.shape.0.clone();
         if values > 1 {
             let last = shape.last_mut().filter(|last| last.is_multiple_of(values));
@@ -259,7 +259,7 @@ impl<'de> Deserialize<'de> for StringMap {
                 let mut pairs = BTreeMap::new();
                 while let Some((name, value)) = map.next_entry::<String, String>()? {
                     if pairs.contains_key(&name) {
-                        let what = format!("`{}` comes twice", Brief(&name));
+                        let what = format!("`{}` comes twice", Shortened(&name));
                         return Err(de::Error::custom(what));
                     }
                     pairs.insert(name, value);

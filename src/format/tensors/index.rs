@@ -141,7 +141,7 @@ pub fn parse(
 ) -> Result<ParsedIndex> {
     let mut cursor = Cursor::new(block, base, "tensor index");
     if prologue.count == 0 || block.is_empty() {
-        return Err(cursor.error("Tensor index in the file is empty").of(uri));
+        return Err(cursor.error("Tensor index in the file is empty").in_file(uri));
     }
     let most = block.len() / MIN_ENTRY_LEN;
     let count =
@@ -152,7 +152,7 @@ pub fn parse(
                     block.len(),
                     prologue.count
                 ))
-                .of(uri)
+                .in_file(uri)
         })?;
     let mut entries = with_room(count, "an index")?;
     // Names and shapes are allocated one by one, and a failure of that could not be reported as an
@@ -163,8 +163,8 @@ pub fn parse(
         let at = cursor.offset();
         let entry = parse_entry(&mut cursor, prologue)
             .and_then(|entry| check_entry(entry, at, prologue.version))
-            .map_err(|e| e.of(uri))?;
-        names.insert(&entry.name, number).map_err(|what| Malformed::new(at, what).of(uri))?;
+            .map_err(|e| e.in_file(uri))?;
+        names.insert(&entry.name, number).map_err(|what| Malformed::new(at, what).in_file(uri))?;
         entries.push(entry);
     }
     check_extents(&entries, base.saturating_add(prologue.index_len), file_len, uri)?;
@@ -293,7 +293,8 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
     let mut end = first;
     for entry in order {
         let malformed = |what: String| {
-            Malformed::new(entry.header_offset, format!("tensor `{}`: {what}", entry.name)).of(uri)
+            Malformed::new(entry.header_offset, format!("tensor `{}`: {what}", entry.name))
+                .in_file(uri)
         };
         if entry.header_offset < end {
             return Err(malformed(format!(

@@ -11,7 +11,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::error::{Brief, Error, Malformed, Result};
+use crate::error::{Error, Malformed, Result, Shortened};
 use crate::fallible::{more_room, owned, push};
 use crate::format::bytes::Cursor;
 
@@ -41,7 +41,7 @@ pub fn encode(pairs: &[(String, String)], uri: &str) -> Result<Vec<u8>> {
     }
     for (name, value) in pairs {
         if !names.insert(name) {
-            return Err(refused(format!("metadata have `{}` twice", Brief(name))));
+            return Err(refused(format!("metadata have `{}` twice", Shortened(name))));
         }
         for text in [name, value] {
             // Too long a text makes the sum too long, which is refused below.
@@ -94,7 +94,7 @@ fn parse(mut cursor: Cursor<'_>) -> Result<Vec<(String, String)>, Malformed> {
         let at = cursor.offset();
         let (name, value) = (text(&mut cursor, "name")?, text(&mut cursor, "value")?);
         if !names.insert(name) {
-            let what = format!("`{}` comes twice in the metadata", Brief(name));
+            let what = format!("`{}` comes twice in the metadata", Shortened(name));
             return Err(Malformed::new(at, what));
         }
         if pairs.len() == MAX_PAIRS {

@@ -9,8 +9,8 @@ use super::*;
 use crate::api::load::load_counted;
 use crate::codec::hash::Verify;
 use crate::io::{Capabilities, ReadAt};
-use crate::mem::device::fake::{FakeDevice, Faults};
-use crate::mem::device::{Blocks, Consumer, Device};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::{Consumer, Device, DeviceBlocks};
 use crate::mem::pinned::Pool;
 
 /// Number of the tensor, rows and columns.
@@ -114,7 +114,7 @@ fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -
     let numbers: Vec<usize> = (0..file.entries().len()).collect();
     let planned = DeviceLoad::new(file, &numbers, &[], apart).unwrap();
     let mut memory = TestMemory::new(&planned.block_lens().unwrap());
-    let device: Arc<dyn Device> = FakeDevice::new(seed, Faults::default());
+    let device: Arc<dyn Device> = FakeDevice::new(seed, InjectedFaults::default());
     let pool = Pool::new(4 << 20, 8, 16);
     let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
     let to = Destination {
@@ -125,7 +125,7 @@ fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -
     let (_, streams) =
         planned.run(&to, options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();
     Streams::hand_over_all(streams).unwrap();
-    memory.blocks = Blocks::new(0).unwrap();
+    memory.blocks = DeviceBlocks::new(0).unwrap();
     let places = planned.locations().unwrap();
     let bytes = places.iter().zip(file.entries()).map(|(place, entry)| {
         let start = memory.starts[place.block] + place.offset as usize;

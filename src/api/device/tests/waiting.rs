@@ -12,7 +12,7 @@ fn short_load_pins_at_most_its_bytes_and_one_buffer() {
         let opened = TensorFile::from_source(source, 0, &Never).unwrap();
         let planned = DeviceLoad::new(&opened, &[0], &[], false).unwrap();
         let memory = TestMemory::new(&planned.block_lens().unwrap());
-        let device: Arc<dyn Device> = FakeDevice::new(3, Faults::default());
+        let device: Arc<dyn Device> = FakeDevice::new(3, InjectedFaults::default());
         let pool = Pool::new(LEN, 64, 16);
         let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
         let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
@@ -44,7 +44,7 @@ fn hashes_and_staging_buffers_never_deadlock() {
             pipe: false,
             selection: (0..NEIGHBOURS.len()).collect(),
             devices,
-            faults: Faults::default(),
+            faults: InjectedFaults::default(),
             interrupted: false,
             flipped: None,
         };
