@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt as _;
 use std::time::Instant;
 
 use memmap2::{Advice, MmapOptions};
-use tensorizer::crypt::{Key, PIECE_LEN, Pieces, seal};
+use tensorizer::crypt::{EncryptedPieces, Key, PIECE_LEN, seal};
 use tensorizer::format::tensors::crypt_info::Cipher;
 
 fn main() {
@@ -58,10 +58,10 @@ fn decrypt(size: u64, key: &Key, nonce: [u8; 24]) -> (f64, u64) {
                 let macs =
                     blocks.iter_mut().zip(0..).map(|(b, n)| seal(b, &nonce, n, key)).collect();
                 let cipher = Cipher::Parallel { piece_len: PIECE_LEN, nonce, macs };
-                let pieces = Pieces::of(&cipher, count * PIECE_LEN).unwrap();
+                let pieces = EncryptedPieces::of(&cipher, count * PIECE_LEN).unwrap();
                 let start = Instant::now();
                 for (block, number) in blocks.iter_mut().zip(0..) {
-                    assert!(pieces.open(number, block, key));
+                    assert!(pieces.decrypt(number, block, key));
                 }
                 seconds += start.elapsed().as_secs_f64();
             }

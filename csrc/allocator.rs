@@ -3,30 +3,30 @@
 
 use cxx::UniquePtr;
 use tensorizer::Allocate;
-use tensorizer::device::{Consumer, DeviceMemory, Index};
+use tensorizer::device::{Consumer, DeviceIndex, DeviceMemory};
 use tensorizer::error::{Error, Result};
 
-use crate::torch::{self, Blocks, thrown};
+use crate::torch::{self, TorchBlocks, thrown};
 
 /// Blocks of a device's memory, from torch's allocator.
 pub struct TorchAllocator {
-    device: Index,
-    blocks: UniquePtr<Blocks>,
+    device: DeviceIndex,
+    blocks: UniquePtr<TorchBlocks>,
 }
 
 impl TorchAllocator {
     /// Makes a list without blocks.
-    pub fn new(device: Index) -> Self {
+    pub fn new(device: DeviceIndex) -> Self {
         TorchAllocator { device, blocks: torch::new_blocks(device) }
     }
 
     /// Returns the blocks, which then belong to the caller.
-    pub fn into_blocks(self) -> UniquePtr<Blocks> {
+    pub fn into_blocks(self) -> UniquePtr<TorchBlocks> {
         self.blocks
     }
 
     /// Takes blocks out, given by number, for use on the device's current stream.
-    pub fn take(&mut self, blocks: &[usize]) -> Result<UniquePtr<Blocks>> {
+    pub fn take(&mut self, blocks: &[usize]) -> Result<UniquePtr<TorchBlocks>> {
         self.blocks.pin_mut().take(blocks).map_err(thrown)
     }
 }

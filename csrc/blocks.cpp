@@ -10,9 +10,9 @@
 
 namespace tensorizer {
 
-Blocks::Blocks(c10::Device device) : device_(device) {}
+TorchBlocks::TorchBlocks(c10::Device device) : device_(device) {}
 
-void Blocks::add(rust::Slice<const std::uint64_t> lens) {
+void TorchBlocks::add(rust::Slice<const std::uint64_t> lens) {
   // Sets the device once for all blocks; at::empty would look it up several times for each.
   const c10::OptionalDeviceGuard guard(device_.is_cpu() ? std::nullopt : std::optional(device_));
   // The allocator that torch uses now; a program may have replaced it.
@@ -32,12 +32,12 @@ void Blocks::add(rust::Slice<const std::uint64_t> lens) {
   for (auto& block : added) blocks_.push_back(std::move(block));
 }
 
-std::size_t Blocks::address(std::size_t at) const {
+std::size_t TorchBlocks::address(std::size_t at) const {
   return reinterpret_cast<std::size_t>(blocks_.at(at).storage.data());
 }
 
-std::unique_ptr<Blocks> Blocks::take(rust::Slice<const std::size_t> numbers) {
-  auto taken = std::make_unique<Blocks>(device_);
+std::unique_ptr<TorchBlocks> TorchBlocks::take(rust::Slice<const std::size_t> numbers) {
+  auto taken = std::make_unique<TorchBlocks>(device_);
   taken->blocks_.reserve(numbers.size());
   const auto stream = stream_of(device_);
   for (const auto number : numbers) {
@@ -53,8 +53,8 @@ std::unique_ptr<Blocks> Blocks::take(rust::Slice<const std::size_t> numbers) {
   return taken;
 }
 
-std::unique_ptr<Blocks> new_blocks(std::int16_t device) {
-  return std::make_unique<Blocks>(
+std::unique_ptr<TorchBlocks> new_blocks(std::int16_t device) {
+  return std::make_unique<TorchBlocks>(
       device < 0 ? at::Device(at::kCPU)
                  : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
 }

@@ -13,9 +13,9 @@ namespace tensorizer {
 
 // Uninitialised blocks of one device's memory, from torch's allocator. Each is a storage, which
 // tensors can share.
-class Blocks {
+class TorchBlocks {
  public:
-  explicit Blocks(c10::Device device);
+  explicit TorchBlocks(c10::Device device);
 
   // Adds blocks of so many bytes each, for this thread's current stream.
   void add(rust::Slice<const std::uint64_t> lens);
@@ -24,7 +24,7 @@ class Blocks {
   std::size_t address(std::size_t at) const;
 
   // Takes blocks out, for use on this thread's current stream.
-  std::unique_ptr<Blocks> take(rust::Slice<const std::size_t> numbers);
+  std::unique_ptr<TorchBlocks> take(rust::Slice<const std::size_t> numbers);
 
   const c10::Device& device() const noexcept { return device_; }
   const c10::Storage& storage(std::size_t at) const { return blocks_.at(at).storage; }
@@ -41,6 +41,6 @@ class Blocks {
 };
 
 // Makes an empty list of blocks of a device, given by its number.
-std::unique_ptr<Blocks> new_blocks(std::int16_t device);
+std::unique_ptr<TorchBlocks> new_blocks(std::int16_t device);
 
 }  // namespace tensorizer

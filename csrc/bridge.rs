@@ -9,7 +9,7 @@ use crate::operators::{
     op_describe, op_iterate, op_iterate_close, op_iterate_next, op_load, op_load_all,
     op_load_checked, op_load_into, op_names, op_save, reaches,
 };
-use crate::tensor::{HostMemory, Loaded};
+use crate::tensor::{LoadedTensors, TorchHostMemory};
 
 #[cxx::bridge(namespace = "tensorizer")]
 mod ffi {
@@ -18,34 +18,35 @@ mod ffi {
 
         type OpOptions = crate::torch::OpOptions;
         type TensorList = crate::torch::TensorList;
-        type Blocks = crate::torch::Blocks;
+        type TorchBlocks = crate::torch::TorchBlocks;
     }
 
     extern "Rust" {
-        type HostMemory;
-        fn data(self: &HostMemory) -> *mut u8;
-        fn size(self: &HostMemory) -> usize;
+        type TorchHostMemory;
+        fn data(self: &TorchHostMemory) -> *mut u8;
+        fn size(self: &TorchHostMemory) -> usize;
 
-        type Loaded;
-        fn size(self: &Loaded) -> usize;
-        fn name(self: &Loaded, at: usize) -> &str;
-        fn dtype(self: &Loaded, at: usize) -> i8;
-        fn shape(self: &Loaded, at: usize) -> &[i64];
-        fn take(self: &mut Loaded, at: usize) -> Box<HostMemory>;
-        fn block(self: &Loaded, at: usize) -> i64;
-        fn device(self: &Loaded, at: usize) -> usize;
-        fn offset(self: &Loaded, at: usize) -> u64;
-        fn devices(self: &Loaded) -> usize;
-        fn take_blocks(self: &mut Loaded, device: usize) -> UniquePtr<Blocks>;
+        type LoadedTensors;
+        fn size(self: &LoadedTensors) -> usize;
+        fn name(self: &LoadedTensors, at: usize) -> &str;
+        fn dtype(self: &LoadedTensors, at: usize) -> i8;
+        fn shape(self: &LoadedTensors, at: usize) -> &[i64];
+        fn take(self: &mut LoadedTensors, at: usize) -> Box<TorchHostMemory>;
+        fn block(self: &LoadedTensors, at: usize) -> i64;
+        fn device(self: &LoadedTensors, at: usize) -> usize;
+        fn offset(self: &LoadedTensors, at: usize) -> u64;
+        fn devices(self: &LoadedTensors) -> usize;
+        fn take_blocks(self: &mut LoadedTensors, device: usize) -> UniquePtr<TorchBlocks>;
 
-        fn op_load_all(uri: &str, options: OpOptions) -> Result<Box<Loaded>>;
-        fn op_load(uri: &str, names: Vec<String>, options: OpOptions) -> Result<Box<Loaded>>;
+        fn op_load_all(uri: &str, options: OpOptions) -> Result<Box<LoadedTensors>>;
+        fn op_load(uri: &str, names: Vec<String>, options: OpOptions)
+        -> Result<Box<LoadedTensors>>;
         fn op_load_checked(
             uri: &str,
             names: Vec<String>,
             expected: Vec<String>,
             options: OpOptions,
-        ) -> Result<Box<Loaded>>;
+        ) -> Result<Box<LoadedTensors>>;
         fn op_load_into(
             uri: &str,
             names: Vec<String>,
@@ -63,18 +64,18 @@ mod ffi {
             ready: bool,
             options: OpOptions,
         ) -> Result<i64>;
-        fn op_iterate_next(iterator: i64) -> Result<Box<Loaded>>;
+        fn op_iterate_next(iterator: i64) -> Result<Box<LoadedTensors>>;
         fn op_iterate_close(iterator: i64) -> Result<()>;
         fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>)
         -> Result<()>;
 
         fn exchange_lend(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()>;
-        fn exchange_take(handle: i64) -> Result<Box<Loaded>>;
+        fn exchange_take(handle: i64) -> Result<Box<LoadedTensors>>;
     }
 
     #[cfg(feature = "tch")]
     unsafe extern "C++" {
-        fn new_tensors(loaded: &mut Loaded) -> Result<Vec<usize>>;
+        fn new_tensors(loaded: &mut LoadedTensors) -> Result<Vec<usize>>;
     }
 }
 

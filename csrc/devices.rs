@@ -3,58 +3,58 @@
 use std::sync::Arc;
 
 use tensorizer::cancel::Cancel;
-use tensorizer::codec::KeptHeader;
-use tensorizer::device::{self, Blocks, Consumer, Device, Index, Streams};
+use tensorizer::codec::CompactHeader;
+use tensorizer::device::{self, Consumer, Device, DeviceBlocks, DeviceIndex, Streams};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
 use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::Counters;
-use tensorizer::{Destination, DeviceLoad, LoadOptions, OneDevice};
+use tensorizer::{Destination, DestinationDevice, DeviceLoad, LoadOptions};
 
 use crate::torch::{self, thrown};
 
 /// A subset of the tensors of a call.
-pub struct Part {
+pub struct TensorSubset {
     /// Their places in the selection.
-    pub at: Vec<usize>,
+    pub positions: Vec<usize>,
     /// Their numbers in the file.
     pub numbers: Vec<usize>,
 }
 
-impl Part {
+impl TensorSubset {
     /// Returns the tensors of a selection for which a condition holds. `of_each` has one value for each.
     pub fn of<T>(selection: &[usize], of_each: &[T], holds: impl Fn(&T) -> bool) -> Self {
         let chosen = selection.iter().zip(of_each).enumerate().filter(|(_, (_, one))| holds(one));
-        let (at, numbers) = chosen.map(|(at, (&number, _))| (at, number)).unzip();
-        Part { at, numbers }
+        let (positions, numbers) = chosen.map(|(at, (&number, _))| (at, number)).unzip();
+        TensorSubset { positions, numbers }
     }
 }
 
 /// The devices of a call that the core can reach, in the order in which they were asked for.
 #[derive(Default)]
-pub struct Devices {
+pub struct CallDevices {
     /// The devices that were found.
-    pub found: Vec<Found>,
-    /// The place in `found` of each device that was asked for; None for host memory.
-    known: Vec<(Index, Option<usize>)>,
+    pub devices: Vec<CallDevice>,
+    /// The place in `devices` of each device that was asked for; None for host memory.
+    known: Vec<(DeviceIndex, Option<usize>)>,
 }
 
 /// A device, and the stream on which its memory is used.
-pub struct Found {
+pub struct CallDevice {
     /// Its number.
-    pub index: Index,
+    pub index: DeviceIndex,
     /// The device.
     pub device: Arc<dyn Device>,
     /// The stream.
     pub consumer: Consumer,
 }
 
-impl Devices {
-    /// Returns the place of a device in `found`; None for host memory. `unreached` decides what to
+impl CallDevices {
+    /// Returns the place of a device in `devices`; None for host memory. `unreached` decides what to
     /// do if the device cannot be reached.
     pub fn place(
         &mut self,
-        index: Index,
+        index: DeviceIndex,
         unreached: impl FnOnce(Error) -> Result<Option<Arc<dyn Device>>>,
     ) -> Result<Option<usize>> {
         if let Some((_, place)) = self.known.iter().find(|(known, _)| *known == index) {
@@ -66,8 +66,8 @@ impl Devices {
                 let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
                 // Fails here, before memory is taken, if the stream is being captured into a graph.
                 drop(Arc::clone(&device).stream(consumer)?);
-                self.found.push(Found { index, device, consumer });
-                Some(self.found.len() - 1)
+                self.devices.push(CallDevice { index, device, consumer });
+                Some(self.devices.len() - 1)
             }
         };
         self.known.push((index, place));
@@ -76,19 +76,19 @@ impl Devices {
 
     /// Returns the names of the devices.
     pub fn names(&self) -> Vec<String> {
-        self.found.iter().map(|found| found.device.name().to_owned()).collect()
+        self.devices.iter().map(|device| device.device.name().to_owned()).collect()
     }
 
     /// Runs a planned load. Copies may be under way until the streams are handed over or dropped.
     pub fn run(
         &self,
         planned: &DeviceLoad<'_>,
-        memory: &Blocks,
+        memory: &DeviceBlocks,
         (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
         allocate: &mut dyn FnMut() -> Result<bool>,
-    ) -> Result<(Vec<KeptHeader>, Vec<Streams>)> {
-        let devices = self.found.iter().map(|Found { device, consumer, .. }| {
-            Ok(OneDevice { device, consumer: *consumer, pool: Pool::of(device)? })
+    ) -> Result<(Vec<CompactHeader>, Vec<Streams>)> {
+        let devices = self.devices.iter().map(|CallDevice { device, consumer, .. }| {
+            Ok(DestinationDevice { device, consumer: *consumer, pool: Pool::of(device)? })
         });
         let devices = devices.collect::<Result<Vec<_>>>()?;
         let to = Destination { devices: &devices, memory, direct_storage: GDS.value()? != 0 };
@@ -97,7 +97,7 @@ impl Devices {
 }
 
 /// Puts a value into a slot of a list.
-pub fn put<T>(slots: &mut [Option<T>], at: usize, value: T) {
+pub fn set_slot<T>(slots: &mut [Option<T>], at: usize, value: T) {
     if let Some(slot) = slots.get_mut(at) {
         *slot = Some(value);
     }

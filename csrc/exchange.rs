@@ -6,17 +6,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use cxx::UniquePtr;
-use tensorizer::Brief;
+use tensorizer::ForkSafeMutex;
 use tensorizer::error::{Error, Result};
 
 use crate::guard::guard;
-use crate::tensor::Loaded;
+use crate::tensor::LoadedTensors;
 use crate::torch::{TensorList, thrown};
 
 /// Tensors that Python lent for the length of a call.
-pub struct Lent(UniquePtr<TensorList>);
+pub struct LentTensors(UniquePtr<TensorList>);
 
-impl Lent {
+impl LentTensors {
     /// Returns the tensors.
     pub fn list(&self) -> Result<&TensorList> {
         self.0.as_ref().ok_or_else(|| Error::Bug("no tensors were lent".to_owned()))
@@ -29,17 +29,17 @@ impl Lent {
 }
 
 static NEXT: AtomicI64 = AtomicI64::new(1);
-static LENT: Brief<Option<HashMap<i64, Lent>>> = Brief::new(None);
-static LOADED: Brief<Option<HashMap<i64, Loaded>>> = Brief::new(None);
+static LENT: ForkSafeMutex<Option<HashMap<i64, LentTensors>>> = ForkSafeMutex::new(None);
+static LOADED: ForkSafeMutex<Option<HashMap<i64, LoadedTensors>>> = ForkSafeMutex::new(None);
 
 /// A number under which tensors are exchanged. Dropping it drops tensors that were not fetched, so
 /// that a call which fails half-way leaves nothing behind.
-pub struct Handle(i64);
+pub struct ExchangeHandle(i64);
 
-impl Handle {
+impl ExchangeHandle {
     /// Returns a handle with a new number.
     pub fn reserve() -> Self {
-        Handle(NEXT.fetch_add(1, Ordering::Relaxed))
+        ExchangeHandle(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
     /// The number.
@@ -48,14 +48,14 @@ impl Handle {
     }
 }
 
-impl Drop for Handle {
+impl Drop for ExchangeHandle {
     fn drop(&mut self) {
         drop(remove(&LENT, self.0));
         drop(remove(&LOADED, self.0));
     }
 }
 
-fn put<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64, value: T) {
+fn put<T>(table: &ForkSafeMutex<Option<HashMap<i64, T>>>, number: i64, value: T) {
     let mut table = table.lock();
     let earlier = table.get_or_insert_default().insert(number, value);
     // Dropped after the lock is released: dropping tensors may run other code.
@@ -63,7 +63,7 @@ fn put<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64, value: T) {
     drop(earlier);
 }
 
-fn remove<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
+fn remove<T>(table: &ForkSafeMutex<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
     let mut table = table.lock();
     table.as_mut().and_then(|table| table.remove(&number)).ok_or_else(|| {
         Error::InvalidArgument(format!(
@@ -75,24 +75,24 @@ fn remove<T>(table: &Brief<Option<HashMap<i64, T>>>, number: i64) -> Result<T> {
 /// Called by torch: keeps tensors under a handle's number until [`borrow`] fetches them.
 pub fn exchange_lend(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()> {
     guard(|| {
-        put(&LENT, handle, Lent(tensors));
+        put(&LENT, handle, LentTensors(tensors));
         Ok(())
     })
 }
 
 /// Called by the Python classes: returns the tensors that torch has lent.
-pub fn borrow(handle: &Handle) -> Result<Arc<Lent>> {
+pub fn borrow(handle: &ExchangeHandle) -> Result<Arc<LentTensors>> {
     remove(&LENT, handle.0).map(Arc::new)
 }
 
 /// Called by the Python classes: keeps loaded tensors until torch takes them.
-pub fn offer(loaded: Loaded) -> Handle {
-    let handle = Handle::reserve();
+pub fn offer(loaded: LoadedTensors) -> ExchangeHandle {
+    let handle = ExchangeHandle::reserve();
     put(&LOADED, handle.0, loaded);
     handle
 }
 
 /// Called by torch: returns the tensors that were loaded.
-pub fn exchange_take(handle: i64) -> Result<Box<Loaded>> {
+pub fn exchange_take(handle: i64) -> Result<Box<LoadedTensors>> {
     guard(|| remove(&LOADED, handle).map(Box::new))
 }

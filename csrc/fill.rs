@@ -5,13 +5,13 @@ use std::mem::MaybeUninit;
 
 use tensorizer::TensorFile;
 use tensorizer::cancel::Cancel;
-use tensorizer::codec::KeptHeader;
-use tensorizer::device::{Blocks, CPU, DeviceMemory, Index, Streams};
+use tensorizer::codec::CompactHeader;
+use tensorizer::device::{CPU, DeviceBlocks, DeviceIndex, DeviceMemory, Streams};
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::Counters;
 use tensorizer::{DeviceLoad, LoadOptions, load_into_uninit};
 
-use crate::devices::{Devices, Part, put};
+use crate::devices::{CallDevices, TensorSubset, set_slot};
 use crate::tensor::{expect_like, refused};
 use crate::torch::{self, thrown};
 
@@ -27,10 +27,10 @@ pub unsafe fn load_into_tensors(
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
+) -> Result<Vec<CompactHeader>> {
     let found = ToFill::check(file, selection, out)?;
-    let mut headers: Vec<Option<KeptHeader>> = selection.iter().map(|_| None).collect();
-    let mut devices = Devices::default();
+    let mut headers: Vec<Option<CompactHeader>> = selection.iter().map(|_| None).collect();
+    let mut devices = CallDevices::default();
     let mut of_each = Vec::with_capacity(found.len());
     for tensor in &found {
         let place = devices.place(tensor.device, Err)?;
@@ -39,8 +39,8 @@ pub unsafe fn load_into_tensors(
         }
         of_each.push(place);
     }
-    let on_devices = Part::of(selection, &of_each, |place| place.is_some());
-    let in_host = Part::of(selection, &of_each, |place| place.is_none());
+    let on_devices = TensorSubset::of(selection, &of_each, |place| place.is_some());
+    let in_host = TensorSubset::of(selection, &of_each, |place| place.is_none());
     // Dropping the streams waits for copies: after an error, too, all copies have ended when this returns.
     let mut streams: Vec<Streams> = Vec::new();
     if !on_devices.numbers.is_empty() {
@@ -50,8 +50,8 @@ pub unsafe fn load_into_tensors(
         let filled = unsafe { fill_on_devices(file, tensors, &devices, options, counters, cancel) };
         let filled_headers;
         (filled_headers, streams) = filled?;
-        for (&at, header) in on_devices.at.iter().zip(filled_headers) {
-            put(&mut headers, at, header);
+        for (&at, header) in on_devices.positions.iter().zip(filled_headers) {
+            set_slot(&mut headers, at, header);
         }
         for tensor in found.iter().zip(&of_each).filter(|(one, of)| one.meta && of.is_some()) {
             out.fill_zero(tensor.0.at).map_err(thrown)?;
@@ -60,13 +60,13 @@ pub unsafe fn load_into_tensors(
     let mut names = devices.names();
     if !in_host.numbers.is_empty() {
         names.insert(0, "cpu".to_owned());
-        let memory = in_host.at.iter().filter_map(|&at| found.get(at));
+        let memory = in_host.positions.iter().filter_map(|&at| found.get(at));
         // SAFETY: the caller promises that no other code uses the tensors during the call. These
         // are in host memory; `check` has found that each is contiguous and that no two overlap.
         let memory = memory.map(|tensor| unsafe { tensor.memory() }).collect();
         let filled = load_into_uninit(file, &in_host.numbers, memory, options, counters, cancel)?;
-        for (&at, header) in in_host.at.iter().zip(filled) {
-            put(&mut headers, at, header);
+        for (&at, header) in in_host.positions.iter().zip(filled) {
+            set_slot(&mut headers, at, header);
         }
     }
     Streams::hand_over_all(streams).map_err(|error| error.with_file("loading", file.uri()))?;
@@ -83,11 +83,11 @@ pub unsafe fn load_into_tensors(
 unsafe fn fill_on_devices<'t>(
     file: &TensorFile,
     tensors: impl Iterator<Item = (&'t ToFill, usize)>,
-    devices: &Devices,
+    devices: &CallDevices,
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<(Vec<KeptHeader>, Vec<Streams>)> {
+) -> Result<(Vec<CompactHeader>, Vec<Streams>)> {
     let (mut numbers, mut of, mut blocks) = (Vec::new(), Vec::new(), Vec::new());
     for (tensor, device) in tensors {
         let len = if tensor.meta { 0 } else { tensor.len };
@@ -97,9 +97,9 @@ unsafe fn fill_on_devices<'t>(
         // `check` has found that it is contiguous.
         blocks.push(unsafe { DeviceMemory::new(tensor.address, len) });
     }
-    let of = if devices.found.len() > 1 { of } else { Vec::new() };
+    let of = if devices.devices.len() > 1 { of } else { Vec::new() };
     let planned = DeviceLoad::into_blocks(file, &numbers, of)?;
-    let blocks = Blocks::of(blocks)?;
+    let blocks = DeviceBlocks::from_memory(blocks)?;
     let run = devices.run(&planned, &blocks, (options, counters, cancel), &mut || Ok(false));
     run.map_err(|error| error.with_file("loading", file.uri()))
 }
@@ -108,7 +108,7 @@ unsafe fn fill_on_devices<'t>(
 struct ToFill {
     at: usize,
     number: usize,
-    device: Index,
+    device: DeviceIndex,
     address: usize,
     len: usize,
     /// True if the file has no data of the tensor, which becomes zeros.
@@ -149,7 +149,7 @@ impl ToFill {
                 meta,
             });
         }
-        let mut ranges: Vec<(Index, usize, usize)> = found
+        let mut ranges: Vec<(DeviceIndex, usize, usize)> = found
             .iter()
             .filter(|tensor| tensor.len > 0)
             .map(|tensor| (tensor.device, tensor.address, tensor.len))

@@ -6,34 +6,34 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tensorizer::cancel::Cancel;
-use tensorizer::device::{self, Index};
+use tensorizer::device::{self, DeviceIndex};
 use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
 use tensorizer::mem::pinned::Pool;
 use tensorizer::{
-    Allocate, Brief, Closer, Inherited, IterateOptions, Memory, TensorFile, TensorIterator,
-    ToDevice,
+    Allocate, Closer, DropInOwner, ForkSafeMutex, IterateOptions, IteratorDevice, ReadyMemory,
+    TensorFile, TensorIterator,
 };
 
 use crate::allocator::TorchAllocator;
 use crate::load::check_type;
-use crate::tensor::{Loaded, Place};
+use crate::tensor::{LoadedTensors, TensorPlace};
 
 /// Tensors of a file one by one.
-pub struct Tensors {
+pub struct TorchTensors {
     tensors: TensorIterator,
     file: TensorFile,
     /// The source of device memory; None for host memory. A forked child process does not touch it.
-    allocator: Inherited<Option<TorchAllocator>>,
+    allocator: DropInOwner<Option<TorchAllocator>>,
 }
 
-impl Tensors {
+impl TorchTensors {
     /// Begins to load tensors, given by number. If the core cannot reach the device, they come to
     /// host memory, and torch has to copy them.
     pub fn new(
         file: &TensorFile,
         numbers: &[usize],
-        device: Index,
+        device: DeviceIndex,
         options: &IterateOptions,
     ) -> Result<Self> {
         for &number in numbers {
@@ -47,18 +47,18 @@ impl Tensors {
                 // Fails here, before memory is taken, if the stream is being captured into a graph.
                 drop(Arc::clone(&found).stream(consumer)?);
                 let (pool, direct_storage) = (Pool::of(&found)?, GDS.value()? != 0);
-                Some(ToDevice { device: found, consumer, pool, direct_storage })
+                Some(IteratorDevice { device: found, consumer, pool, direct_storage })
             }
             _ => None,
         };
         let allocate = allocator.as_mut().map(|allocator| allocator as &mut dyn Allocate);
         let tensors = TensorIterator::new(file, numbers, to, options, allocate)
             .map_err(|error| error.with_file("loading", file.uri()))?;
-        Ok(Tensors { tensors, file: file.again(), allocator: Inherited::new(allocator) })
+        Ok(TorchTensors { tensors, file: file.duplicate(), allocator: DropInOwner::new(allocator) })
     }
 
     /// Waits for the next tensors: one, or several small ones; none at the end. Also returns their numbers.
-    pub fn next(&mut self, cancel: &dyn Cancel) -> Result<(Loaded, Vec<usize>)> {
+    pub fn next(&mut self, cancel: &dyn Cancel) -> Result<(LoadedTensors, Vec<usize>)> {
         let allocate = self.allocator.as_mut().map(|allocator| allocator as &mut dyn Allocate);
         let landed = self.tensors.next(allocate, cancel);
         let landed = landed.map_err(|error| error.with_file("loading", self.file.uri()))?;
@@ -66,11 +66,11 @@ impl Tensors {
         let (mut places, mut taken) = (Vec::with_capacity(landed.len()), Vec::new());
         for tensor in landed {
             places.push(match tensor.memory {
-                Memory::Host(buffer) => Place::Host(buffer),
-                Memory::Zeros => Place::Zeros(0),
-                Memory::Block(block) => {
+                ReadyMemory::Host(buffer) => TensorPlace::Host(buffer),
+                ReadyMemory::Zeros => TensorPlace::Zeros(0),
+                ReadyMemory::Block(block) => {
                     taken.push(block);
-                    Place::Block(0, taken.len() - 1, 0)
+                    TensorPlace::Block(0, taken.len() - 1, 0)
                 }
             });
         }
@@ -78,7 +78,7 @@ impl Tensors {
             Some(allocator) => vec![allocator.take(&taken)?],
             None => Vec::new(),
         };
-        Ok((Loaded::new(&self.file, &numbers, places, blocks), numbers))
+        Ok((LoadedTensors::new(&self.file, &numbers, places, blocks), numbers))
     }
 
     /// Returns a handle that ends the load from another thread.
@@ -88,25 +88,26 @@ impl Tensors {
 }
 
 /// The open iterators of the operators, by number.
-static OPEN: Brief<Option<HashMap<i64, Arc<Open>>>> = Brief::new(None);
+static OPEN_ITERATORS: ForkSafeMutex<Option<HashMap<i64, Arc<OpenIterator>>>> =
+    ForkSafeMutex::new(None);
 static NEXT: AtomicI64 = AtomicI64::new(1);
 
-struct Open {
-    tensors: Mutex<Tensors>,
+struct OpenIterator {
+    tensors: Mutex<TorchTensors>,
     closer: Closer,
 }
 
 /// Keeps an iterator for the operators. Returns its number.
-pub fn keep(tensors: Tensors) -> i64 {
+pub fn register(tensors: TorchTensors) -> i64 {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let open = Open { closer: tensors.closer(), tensors: Mutex::new(tensors) };
-    OPEN.lock().get_or_insert_default().insert(number, Arc::new(open));
+    let open = OpenIterator { closer: tensors.closer(), tensors: Mutex::new(tensors) };
+    OPEN_ITERATORS.lock().get_or_insert_default().insert(number, Arc::new(open));
     number
 }
 
 /// Returns the next tensors of an iterator; none at the end, which also closes it.
-pub fn next(number: i64, cancel: &dyn Cancel) -> Result<Loaded> {
-    let open = OPEN.lock().as_ref().and_then(|open| open.get(&number).map(Arc::clone));
+pub fn next(number: i64, cancel: &dyn Cancel) -> Result<LoadedTensors> {
+    let open = OPEN_ITERATORS.lock().as_ref().and_then(|open| open.get(&number).map(Arc::clone));
     let open = open.ok_or_else(|| {
         Error::InvalidArgument(format!("no iterator {number}: it was closed, or has ended"))
     })?;
@@ -123,8 +124,8 @@ pub fn next(number: i64, cancel: &dyn Cancel) -> Result<Loaded> {
     taken.map(|(loaded, _)| loaded)
 }
 
-fn remove(number: i64) -> Option<Arc<Open>> {
-    OPEN.lock().as_mut().and_then(|open| open.remove(&number))
+fn remove(number: i64) -> Option<Arc<OpenIterator>> {
+    OPEN_ITERATORS.lock().as_mut().and_then(|open| open.remove(&number))
 }
 
 /// Ends the load of an iterator, and removes it. Closing again does nothing.

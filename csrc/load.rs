@@ -5,39 +5,39 @@ use std::sync::Arc;
 use cxx::UniquePtr;
 use tensorizer::TensorFile;
 use tensorizer::cancel::Cancel;
-use tensorizer::codec::KeptHeader;
-use tensorizer::device::{Block, Blocks, Index, Streams};
+use tensorizer::codec::CompactHeader;
+use tensorizer::device::{DeviceBlock, DeviceBlocks, DeviceIndex, Streams};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::stats::Counters;
 use tensorizer::{Allocate as _, DeviceLoad, LoadOptions, load_counted};
 
 use crate::allocator::TorchAllocator;
-use crate::devices::{Devices, Found, Part, put};
-use crate::tensor::{Loaded, Place};
+use crate::devices::{CallDevice, CallDevices, TensorSubset, set_slot};
+use crate::tensor::{LoadedTensors, TensorPlace};
 use crate::torch;
 
 /// The destination of new tensors.
 #[derive(Clone, Copy)]
-pub struct Where<'d> {
+pub struct LoadDestination<'d> {
     /// The device of each tensor, or of all of them.
-    pub devices: &'d [Index],
+    pub devices: &'d [DeviceIndex],
     /// True if each tensor on a device has memory of its own, instead of a part of a block.
     pub apart: bool,
 }
 
-impl Where<'_> {
+impl LoadDestination<'_> {
     /// Finds the devices, and for each tensor the place of its device among them; None for host memory.
     fn find(
         &self,
         file: &TensorFile,
         selection: &[usize],
         counters: &Counters,
-    ) -> Result<(Devices, Vec<Option<usize>>)> {
+    ) -> Result<(CallDevices, Vec<Option<usize>>)> {
         if self.devices.len() != 1 && self.devices.len() != selection.len() {
             return Err(Error::Bug("a list of other devices than tensors".to_owned()));
         }
-        let mut devices = Devices::default();
+        let mut devices = CallDevices::default();
         let mut found = Vec::with_capacity(selection.len());
         for (&number, &device) in selection.iter().zip(self.devices.iter().cycle()) {
             check_type(file.entry(number)?)?;
@@ -58,14 +58,15 @@ impl Where<'_> {
 pub fn load_tensors(
     file: &TensorFile,
     selection: &[usize],
-    to: Where<'_>,
+    to: LoadDestination<'_>,
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<(Loaded, Vec<KeptHeader>)> {
+) -> Result<(LoadedTensors, Vec<CompactHeader>)> {
     let (devices, found) = to.find(file, selection, counters)?;
-    let in_host = Part::of(selection, &found, |found| found.is_none());
-    let mut places: Vec<Option<(Place, KeptHeader)>> = selection.iter().map(|_| None).collect();
+    let in_host = TensorSubset::of(selection, &found, |found| found.is_none());
+    let mut places: Vec<Option<(TensorPlace, CompactHeader)>> =
+        selection.iter().map(|_| None).collect();
     // Local values are dropped in reverse order: copies end before the memory that they use is freed.
     let mut blocks = Vec::new();
     let mut streams = Vec::new();
@@ -74,14 +75,14 @@ pub fn load_tensors(
         let loaded = load_on_devices(file, selection, to, (options, counters, cancel))?;
         (streams, blocks) = (loaded.streams, loaded.blocks);
         for (at, place) in loaded.tensors {
-            put(&mut places, at, place);
+            set_slot(&mut places, at, place);
         }
     }
     // Called also if no tensor is asked for: the hash of the whole file is compared then, too.
     if !in_host.numbers.is_empty() || selection.is_empty() {
         let loaded = load_counted(file, &in_host.numbers, options, counters, cancel)?;
-        for (&at, tensor) in in_host.at.iter().zip(loaded) {
-            put(&mut places, at, (Place::Host(tensor.memory), tensor.header));
+        for (&at, tensor) in in_host.positions.iter().zip(loaded) {
+            set_slot(&mut places, at, (TensorPlace::Host(tensor.memory), tensor.header));
         }
     }
     Streams::hand_over_all(streams).map_err(|error| error.with_file("loading", file.uri()))?;
@@ -93,7 +94,7 @@ pub fn load_tensors(
     let missing = || Error::Bug("a tensor that was not loaded".to_owned());
     let loaded = places.into_iter().map(|place| place.ok_or_else(missing));
     let (places, headers) = loaded.collect::<Result<Vec<_>>>()?.into_iter().unzip();
-    Ok((Loaded::new(file, selection, places, blocks), headers))
+    Ok((LoadedTensors::new(file, selection, places, blocks), headers))
 }
 
 /// Tensors on devices. Copies may be under way until the streams are handed over or dropped.
@@ -102,7 +103,7 @@ struct OnDevices<T> {
     // Dropped before the blocks: copies end before the memory that they use is freed.
     streams: Vec<Streams>,
     /// The blocks of each device.
-    blocks: Vec<UniquePtr<torch::Blocks>>,
+    blocks: Vec<UniquePtr<torch::TorchBlocks>>,
 }
 
 /// Loads those tensors of a selection that go to devices into new blocks. Returns each tensor with
@@ -110,24 +111,24 @@ struct OnDevices<T> {
 fn load_on_devices(
     file: &TensorFile,
     selection: &[usize],
-    (devices, found, apart): (&Devices, &[Option<usize>], bool),
+    (devices, found, apart): (&CallDevices, &[Option<usize>], bool),
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
-) -> Result<OnDevices<(usize, (Place, KeptHeader))>> {
-    let part = Part::of(selection, found, |found| found.is_some());
+) -> Result<OnDevices<(usize, (TensorPlace, CompactHeader))>> {
+    let part = TensorSubset::of(selection, found, |found| found.is_some());
     let of: Vec<usize> = found.iter().copied().flatten().collect();
-    let one_device = devices.found.len() <= 1;
+    let one_device = devices.devices.len() <= 1;
     let of_several = if one_device { &[][..] } else { &of };
     let planned = DeviceLoad::new(file, &part.numbers, of_several, apart)?;
-    let starts = block_starts(planned.block_devices(), devices.found.len());
+    let starts = block_starts(planned.block_devices(), devices.devices.len());
     let OnDevices { tensors: headers, blocks, streams } =
         into_new_blocks(file, &planned, &starts, devices, (options, counters, cancel))?;
-    let mut loaded = Vec::with_capacity(part.at.len());
-    let tensors = part.at.iter().zip(&part.numbers).zip(of.iter().zip(planned.places()?));
+    let mut loaded = Vec::with_capacity(part.positions.len());
+    let tensors = part.positions.iter().zip(&part.numbers).zip(of.iter().zip(planned.locations()?));
     for (((&at, &number), (&device, place)), header) in tensors.zip(headers) {
         let start = starts.get(device).copied().unwrap_or(0);
         let place = match file.entry(number)?.is_meta() {
-            true => Place::Zeros(device),
-            false => Place::Block(device, place.block - start, place.offset),
+            true => TensorPlace::Zeros(device),
+            false => TensorPlace::Block(device, place.block - start, place.offset),
         };
         loaded.push((at, (place, header)));
     }
@@ -144,13 +145,13 @@ fn into_new_blocks(
     file: &TensorFile,
     planned: &DeviceLoad<'_>,
     starts: &[usize],
-    devices: &Devices,
+    devices: &CallDevices,
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
-) -> Result<OnDevices<KeptHeader>> {
+) -> Result<OnDevices<CompactHeader>> {
     let lens = planned.block_lens()?;
-    let blocks = Blocks::new(lens.len())?;
+    let blocks = DeviceBlocks::new(lens.len())?;
     let mut allocations: Vec<Allocation<'_>> = Vec::new();
-    for (at, found) in devices.found.iter().enumerate() {
+    for (at, found) in devices.devices.iter().enumerate() {
         let start = starts.get(at).copied().unwrap_or(0);
         let end = starts.get(at + 1).copied().unwrap_or(lens.len());
         allocations.push(Allocation::new(found, start, lens.get(start..end).unwrap_or(&[])));
@@ -176,7 +177,7 @@ fn into_new_blocks(
 
 /// The allocation of the blocks of one device.
 struct Allocation<'d> {
-    found: &'d Found,
+    device: &'d CallDevice,
     /// The number of the first block.
     start: usize,
     /// Bytes of each block.
@@ -187,9 +188,9 @@ struct Allocation<'d> {
 }
 
 impl<'d> Allocation<'d> {
-    fn new(found: &'d Found, start: usize, lens: &'d [u64]) -> Self {
-        let allocator = TorchAllocator::new(found.index);
-        Allocation { found, start, lens, done: 0, allocator }
+    fn new(device: &'d CallDevice, start: usize, lens: &'d [u64]) -> Self {
+        let allocator = TorchAllocator::new(device.index);
+        Allocation { device, start, lens, done: 0, allocator }
     }
 
     fn is_done(&self) -> bool {
@@ -197,14 +198,14 @@ impl<'d> Allocation<'d> {
     }
 
     /// Allocates the next blocks.
-    fn step(&mut self, blocks: &Blocks) -> Result<()> {
-        let end = self.done + together(self.lens.get(self.done..).unwrap_or(&[]));
+    fn step(&mut self, blocks: &DeviceBlocks) -> Result<()> {
+        let end = self.done + blocks_at_once(self.lens.get(self.done..).unwrap_or(&[]));
         let lens = self.lens.get(self.done..end).unwrap_or(&[]);
         let memory = self.allocator.allocate(self.done, lens)?;
         // Work that was queued on the stream before may still use the memory.
-        let after = Some(Arc::clone(&self.found.device).mark(self.found.consumer)?);
+        let after = Some(Arc::clone(&self.device.device).mark(self.device.consumer)?);
         for (at, memory) in (self.start + self.done..).zip(memory) {
-            blocks.put(at, Block { memory, after: after.clone() })?;
+            blocks.insert(at, DeviceBlock { memory, after: after.clone() })?;
         }
         self.done = end;
         Ok(())
@@ -213,16 +214,16 @@ impl<'d> Allocation<'d> {
 
 /// Refuses tensors of dtypes that torch does not have.
 pub(crate) fn check_type(entry: &Entry) -> Result<()> {
-    if entry.dtype.is_of_torch() {
+    if entry.dtype.is_in_torch() {
         return Ok(());
     }
-    let known = entry.dtype.safetensors().map_or(entry.dtype.name(), |(name, _)| name);
-    Err(Error::Unsupported(format!("tensor `{}`: torch has no dtype for {known}", entry.name)))
+    let dtype_name = entry.dtype.safetensors().map_or(entry.dtype.name(), |(name, _)| name);
+    Err(Error::Unsupported(format!("tensor `{}`: torch has no dtype for {dtype_name}", entry.name)))
 }
 
 /// Returns how many of the first blocks to allocate together. Not all: the first reads need not
 /// wait for the last block.
-fn together(lens: &[u64]) -> usize {
+fn blocks_at_once(lens: &[u64]) -> usize {
     const LEN: u64 = 256 << 20;
     const MOST: usize = 1024;
     let mut bytes = 0u64;

@@ -6,8 +6,8 @@ use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
-use tensorizer::device::{self, CPU, Index};
-use tensorizer::environment::{Guard, within};
+use tensorizer::device::{self, CPU, DeviceIndex};
+use tensorizer::environment::{Guard, run_guarded};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
 use tensorizer::io::{OpenOptions, uri::create};
@@ -17,9 +17,9 @@ use zeroize::Zeroizing;
 
 use crate::fill::load_into_tensors;
 use crate::guard::guard;
-use crate::iterate::{self, Tensors};
-use crate::load::{Where, load_tensors};
-use crate::tensor::{Loaded, to_save};
+use crate::iterate::{self, TorchTensors};
+use crate::load::{LoadDestination, load_tensors};
+use crate::tensor::{LoadedTensors, to_save};
 use crate::torch::{OpOptions, TensorList};
 
 /// Called at intervals during every operator; an error ends it. The Python module sets it to check
@@ -42,7 +42,7 @@ pub fn set_unlocked(hook: Guard) {
 
 /// Runs the body of an operator in the wrapper that was set; a panic becomes an error.
 fn operator<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    within(UNLOCKED.get(), || guard(body))
+    run_guarded(UNLOCKED.get(), || guard(body))
 }
 
 fn interrupt() -> Result<()> {
@@ -82,18 +82,22 @@ fn open(uri: &str, options: &mut OpOptions) -> Result<TensorFile> {
 
 /// Loads all tensors of a file.
 #[cfg(feature = "tch")]
-pub fn load_all(file: &TensorFile, device: Index) -> Result<Loaded> {
+pub fn load_all(file: &TensorFile, device: DeviceIndex) -> Result<LoadedTensors> {
     let all: Vec<usize> = (0..file.entries().len()).collect();
     loaded(file, &all, device, LoadOptions::default())
 }
 
 /// Loads the named tensors of a file.
 #[cfg(feature = "tch")]
-pub fn load_some<S: AsRef<str>>(file: &TensorFile, names: &[S], device: Index) -> Result<Loaded> {
+pub fn load_some<S: AsRef<str>>(
+    file: &TensorFile,
+    names: &[S],
+    device: DeviceIndex,
+) -> Result<LoadedTensors> {
     loaded(file, &file.select(names)?, device, LoadOptions::default())
 }
 
-pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<Loaded>> {
+pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<LoadedTensors>> {
     operator(|| {
         let file = open(uri, &mut options)?;
         let all: Vec<usize> = (0..file.entries().len()).collect();
@@ -101,7 +105,11 @@ pub fn op_load_all(uri: &str, mut options: OpOptions) -> Result<Box<Loaded>> {
     })
 }
 
-pub fn op_load(uri: &str, names: Vec<String>, mut options: OpOptions) -> Result<Box<Loaded>> {
+pub fn op_load(
+    uri: &str,
+    names: Vec<String>,
+    mut options: OpOptions,
+) -> Result<Box<LoadedTensors>> {
     operator(|| {
         let file = open(uri, &mut options)?;
         loaded(&file, &file.select(&names)?, options.device, options.into()).map(Box::new)
@@ -126,7 +134,7 @@ pub fn op_load_checked(
     names: Vec<String>,
     expected: Vec<String>,
     mut options: OpOptions,
-) -> Result<Box<Loaded>> {
+) -> Result<Box<LoadedTensors>> {
     operator(|| {
         if names.len() != expected.len() {
             let (names, expected) = (names.len(), expected.len());
@@ -147,7 +155,7 @@ pub fn op_load_checked(
             }
         }
         // Tensors that a graph gets from an operator may not share memory.
-        let destination = Where { devices: &[options.device], apart: true };
+        let destination = LoadDestination { devices: &[options.device], apart: true };
         let options = options.into();
         let counters = Counters::default();
         let loaded = load_tensors(&file, &selection, destination, &options, &counters, &interrupt)?;
@@ -158,10 +166,10 @@ pub fn op_load_checked(
 fn loaded(
     file: &TensorFile,
     selection: &[usize],
-    device: Index,
+    device: DeviceIndex,
     options: LoadOptions,
-) -> Result<Loaded> {
-    let destination = Where { devices: &[device], apart: false };
+) -> Result<LoadedTensors> {
+    let destination = LoadDestination { devices: &[device], apart: false };
     Ok(load_tensors(file, selection, destination, &options, &Counters::default(), &interrupt)?.0)
 }
 
@@ -197,12 +205,12 @@ pub fn op_iterate(
         let order = if ready { Order::Ready } else { Order::File };
         let device = options.device;
         let options = IterateOptions { load: options.into(), buffer_bytes, order, complete: false };
-        Ok(iterate::keep(Tensors::new(&file, &numbers, device, &options)?))
+        Ok(iterate::register(TorchTensors::new(&file, &numbers, device, &options)?))
     })
 }
 
 /// Returns the next tensors of an iterator; none at the end.
-pub fn op_iterate_next(iterator: i64) -> Result<Box<Loaded>> {
+pub fn op_iterate_next(iterator: i64) -> Result<Box<LoadedTensors>> {
     operator(|| iterate::next(iterator, &interrupt).map(Box::new))
 }
 
@@ -215,7 +223,7 @@ pub fn op_iterate_close(iterator: i64) -> Result<()> {
 }
 
 /// True if the core itself can fill and read memory of a device, without a copy by torch.
-pub fn reaches(device: Index) -> bool {
+pub fn reaches(device: DeviceIndex) -> bool {
     device == CPU || device::find(device).is_ok_and(|found| found.is_some())
 }
 

@@ -8,13 +8,13 @@ use std::path::Path;
 use cxx::UniquePtr;
 use tch::{Device, Tensor};
 use tensorizer::TensorFile;
-use tensorizer::device::{CPU, Index};
+use tensorizer::device::{CPU, DeviceIndex};
 use tensorizer::error::{Error, Result};
 use tensorizer::{SaveOptions, save as save_tensors};
 
 use crate::bridge::new_tensors;
 use crate::operators::{load_all, load_some};
-use crate::tensor::{Loaded, to_save};
+use crate::tensor::{LoadedTensors, to_save};
 use crate::torch::{self, TensorList, thrown};
 
 /// Returns the address of the `at::Tensor` that a `tch::Tensor` holds.
@@ -29,7 +29,7 @@ fn list<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Result<UniquePtr<Tenso
     unsafe { torch::list_tensors(&addresses) }.map_err(thrown)
 }
 
-fn take(mut loaded: Loaded, device: Device) -> Result<Vec<(String, Tensor)>> {
+fn take(mut loaded: LoadedTensors, device: Device) -> Result<Vec<(String, Tensor)>> {
     let names: Vec<String> = (0..loaded.size()).map(|at| loaded.name(at).to_owned()).collect();
     let tensors = new_tensors(&mut loaded).map_err(thrown)?.into_iter().map(|address| {
         // SAFETY: a new `at::Tensor` on the heap, which nothing else owns.
@@ -42,9 +42,9 @@ fn take(mut loaded: Loaded, device: Device) -> Result<Vec<(String, Tensor)>> {
 }
 
 /// Returns the core's number of a device. Tensors for devices that it does not know come to the CPU first.
-fn index(device: Device) -> Index {
+fn index(device: Device) -> DeviceIndex {
     match device {
-        Device::Cuda(index) => Index::try_from(index).unwrap_or(CPU),
+        Device::Cuda(index) => DeviceIndex::try_from(index).unwrap_or(CPU),
         _ => CPU,
     }
 }

@@ -69,7 +69,8 @@ class OnStream {
   std::optional<c10::Stream> before_;
 };
 
-at::Tensor wrap(Loaded& loaded, const std::vector<std::unique_ptr<Blocks>>& all, std::size_t at) {
+at::Tensor wrap(LoadedTensors& loaded, const std::vector<std::unique_ptr<TorchBlocks>>& all,
+                std::size_t at) {
   const auto shape = loaded.shape(at);
   const auto dtype = static_cast<at::ScalarType>(loaded.dtype(at));
   const auto block = loaded.block(at);
@@ -89,10 +90,12 @@ at::Tensor wrap(Loaded& loaded, const std::vector<std::unique_ptr<Blocks>>& all,
     return in_storage(zeros.storage(), 0, dtype, sizes);
   }
   // The tensor's storage owns the buffer and frees it, on any thread, without the GIL.
-  HostMemory* owner = loaded.take(at).into_raw();
+  TorchHostMemory* owner = loaded.take(at).into_raw();
   c10::DataPtr data(
       owner->data(), owner,
-      [](void* buffer) { rust::Box<HostMemory>::from_raw(static_cast<HostMemory*>(buffer)); },
+      [](void* buffer) {
+        rust::Box<TorchHostMemory>::from_raw(static_cast<TorchHostMemory*>(buffer));
+      },
       at::kCPU);
   c10::Storage storage(c10::Storage::use_byte_size_t(), owner->size(), std::move(data));
   return in_storage(std::move(storage), 0, dtype, at::IntArrayRef(shape.data(), shape.size()));
@@ -216,10 +219,10 @@ std::unique_ptr<TensorList> TensorList::host_copy(std::size_t at, std::int64_t s
   return std::make_unique<TensorList>(std::vector<at::Tensor>{std::move(copy)});
 }
 
-std::vector<at::Tensor> take_tensors(Loaded& loaded) {
+std::vector<at::Tensor> take_tensors(LoadedTensors& loaded) {
   std::vector<at::Tensor> tensors;
   tensors.reserve(loaded.size());
-  std::vector<std::unique_ptr<Blocks>> blocks;
+  std::vector<std::unique_ptr<TorchBlocks>> blocks;
   for (std::size_t device = 0; device < loaded.devices(); ++device) {
     blocks.push_back(loaded.take_blocks(device));
   }
@@ -238,7 +241,7 @@ std::unique_ptr<TensorList> list_tensors(rust::Slice<const std::size_t> addresse
   return std::make_unique<TensorList>(std::move(tensors));
 }
 
-rust::Vec<std::size_t> new_tensors(Loaded& loaded) {
+rust::Vec<std::size_t> new_tensors(LoadedTensors& loaded) {
   rust::Vec<std::size_t> addresses;
   for (auto& tensor : take_tensors(loaded)) {
     addresses.push_back(reinterpret_cast<std::size_t>(new at::Tensor(std::move(tensor))));

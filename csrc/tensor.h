@@ -14,7 +14,7 @@
 namespace tensorizer {
 
 struct TensorInfo;
-struct Loaded;
+struct LoadedTensors;
 
 inline constexpr const char* kSubclassesRefused =
     "tensor subclasses that implement __torch_dispatch__ are not supported; save the plain tensors "
@@ -79,14 +79,14 @@ std::int64_t stream_of(const at::Device& device);
 std::size_t current_stream(std::int16_t device);
 
 // Takes the loaded tensors. Each owns its memory, or shares that of its block.
-std::vector<at::Tensor> take_tensors(Loaded& loaded);
+std::vector<at::Tensor> take_tensors(LoadedTensors& loaded);
 
 #ifdef TENSORIZER_TCH
 // Makes a list of the at::Tensors at these addresses.
 std::unique_ptr<TensorList> list_tensors(rust::Slice<const std::size_t> addresses);
 
 // Returns the addresses of new at::Tensors on the heap, which the caller owns.
-rust::Vec<std::size_t> new_tensors(Loaded& loaded);
+rust::Vec<std::size_t> new_tensors(LoadedTensors& loaded);
 #endif
 
 }  // namespace tensorizer

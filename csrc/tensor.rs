@@ -1,6 +1,6 @@
 //! Conversion between the core and torch: dtype, shape and bytes to a tensor and back.
 //!
-//! A loaded tensor owns its memory: the storage that C++ makes of a [`HostMemory`] drops it. A
+//! A loaded tensor owns its memory: the storage that C++ makes of a [`TorchHostMemory`] drops it. A
 //! tensor being saved is lent: the list that holds it outlives every use of its bytes. One of the
 //! few modules that may use `unsafe`.
 #![allow(unsafe_code)]
@@ -9,27 +9,27 @@ use std::sync::Arc;
 
 use cxx::UniquePtr;
 use tensorizer::TensorFile;
-use tensorizer::device::{self, CPU, Consumer, Device, DeviceMemory, Index, OnDevice};
+use tensorizer::device::{self, CPU, Consumer, Device, DeviceBytes, DeviceIndex, DeviceMemory};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::TensorKind;
 use tensorizer::format::catalog::Entry;
 use tensorizer::format::dtype::DType;
 use tensorizer::format::name::Name;
 use tensorizer::mem::HostBuffer;
-use tensorizer::{Data, HostCopy, SaveTensor};
+use tensorizer::{HostCopy, SaveTensor, TensorData};
 
-use crate::torch::{self, Blocks, TensorInfo, TensorList, thrown};
+use crate::torch::{self, TensorInfo, TensorList, TorchBlocks, thrown};
 
 /// Tensors that were loaded, before torch takes them.
-pub struct Loaded {
-    what: What,
-    places: Vec<Place>,
+pub struct LoadedTensors {
+    descriptions: Descriptions,
+    places: Vec<TensorPlace>,
     /// The memory blocks of each device.
-    blocks: Vec<UniquePtr<Blocks>>,
+    blocks: Vec<UniquePtr<TorchBlocks>>,
 }
 
 /// Names, dtypes and shapes.
-enum What {
+enum Descriptions {
     /// Names of entries in a file's index, by number.
     Entries(Arc<Vec<Entry>>, Vec<usize>),
     /// Lent tensors, which have no names.
@@ -37,7 +37,7 @@ enum What {
 }
 
 /// The memory of a loaded tensor.
-pub enum Place {
+pub enum TensorPlace {
     /// In host memory of its own.
     Host(HostBuffer),
     /// In the memory of a device: the device's place among the devices, the number of the block,
@@ -47,16 +47,17 @@ pub enum Place {
     Zeros(usize),
 }
 
-impl Loaded {
+impl LoadedTensors {
     /// Makes a list of the tensors with these numbers, each with its place.
     pub fn new(
         file: &TensorFile,
         numbers: &[usize],
-        places: Vec<Place>,
-        blocks: Vec<UniquePtr<Blocks>>,
+        places: Vec<TensorPlace>,
+        blocks: Vec<UniquePtr<TorchBlocks>>,
     ) -> Self {
-        let what = What::Entries(Arc::clone(file.shared_entries()), numbers.to_vec());
-        Loaded { what, places, blocks }
+        let descriptions =
+            Descriptions::Entries(Arc::clone(file.shared_entries()), numbers.to_vec());
+        LoadedTensors { descriptions, places, blocks }
     }
 
     /// Makes a list of copies of lent tensors in host memory, in their order and without names.
@@ -67,10 +68,10 @@ impl Loaded {
             let shape = shape.map_err(|_| Error::Bug("a negative dimension".to_owned()))?;
             Ok((dtype, shape))
         });
-        let what = What::Like(like.collect::<Result<_>>()?);
-        Ok(Loaded {
-            what,
-            places: memory.into_iter().map(Place::Host).collect(),
+        let descriptions = Descriptions::Like(like.collect::<Result<_>>()?);
+        Ok(LoadedTensors {
+            descriptions,
+            places: memory.into_iter().map(TensorPlace::Host).collect(),
             blocks: Vec::new(),
         })
     }
@@ -83,9 +84,9 @@ impl Loaded {
     }
 
     fn entry(&self, at: usize) -> Option<&Entry> {
-        match &self.what {
-            What::Entries(entries, numbers) => entries.get(*numbers.get(at)?),
-            What::Like(_) => None,
+        match &self.descriptions {
+            Descriptions::Entries(entries, numbers) => entries.get(*numbers.get(at)?),
+            Descriptions::Like(_) => None,
         }
     }
 
@@ -96,35 +97,35 @@ impl Loaded {
 
     /// Returns the dtype, as a `c10::ScalarType`.
     pub fn dtype(&self, at: usize) -> i8 {
-        match &self.what {
-            What::Entries(..) => self.entry(at).map_or(0, |entry| entry.dtype.code()),
-            What::Like(like) => like.get(at).map_or(0, |(dtype, _)| *dtype),
+        match &self.descriptions {
+            Descriptions::Entries(..) => self.entry(at).map_or(0, |entry| entry.dtype.code()),
+            Descriptions::Like(like) => like.get(at).map_or(0, |(dtype, _)| *dtype),
         }
     }
 
     /// Returns the dimensions.
     pub fn shape(&self, at: usize) -> &[i64] {
-        match &self.what {
-            What::Entries(..) => self.entry(at).map_or(&[0], Entry::signed_shape),
-            What::Like(like) => like.get(at).map_or(&[0], |(_, shape)| shape),
+        match &self.descriptions {
+            Descriptions::Entries(..) => self.entry(at).map_or(&[0], Entry::signed_shape),
+            Descriptions::Like(like) => like.get(at).map_or(&[0], |(_, shape)| shape),
         }
     }
 
     /// Takes a tensor's host memory; empty if it was taken before, or if the tensor has none.
-    pub fn take(&mut self, at: usize) -> Box<HostMemory> {
+    pub fn take(&mut self, at: usize) -> Box<TorchHostMemory> {
         let none = HostBuffer::empty();
         let taken = match self.places.get_mut(at) {
-            Some(Place::Host(memory)) => std::mem::replace(memory, none),
+            Some(TensorPlace::Host(memory)) => std::mem::replace(memory, none),
             _ => none,
         };
-        Box::new(HostMemory(taken))
+        Box::new(TorchHostMemory(taken))
     }
 
     /// Returns the number of a tensor's block; -1 for host memory, -2 for zeros that are to be made.
     pub fn block(&self, at: usize) -> i64 {
         match self.places.get(at) {
-            Some(Place::Block(_, block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
-            Some(Place::Zeros(_)) => -2,
+            Some(TensorPlace::Block(_, block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
+            Some(TensorPlace::Zeros(_)) => -2,
             _ => -1,
         }
     }
@@ -132,7 +133,7 @@ impl Loaded {
     /// Returns the place of a tensor's device among the devices.
     pub fn device(&self, at: usize) -> usize {
         match self.places.get(at) {
-            Some(Place::Block(device, ..) | Place::Zeros(device)) => *device,
+            Some(TensorPlace::Block(device, ..) | TensorPlace::Zeros(device)) => *device,
             _ => 0,
         }
     }
@@ -140,7 +141,7 @@ impl Loaded {
     /// Returns the position of a tensor's first byte in its block.
     pub fn offset(&self, at: usize) -> u64 {
         match self.places.get(at) {
-            Some(Place::Block(_, _, offset)) => *offset,
+            Some(TensorPlace::Block(_, _, offset)) => *offset,
             _ => 0,
         }
     }
@@ -151,16 +152,16 @@ impl Loaded {
     }
 
     /// Takes the blocks of a device; null if they were taken before, or if there are none.
-    pub fn take_blocks(&mut self, device: usize) -> UniquePtr<Blocks> {
+    pub fn take_blocks(&mut self, device: usize) -> UniquePtr<TorchBlocks> {
         let blocks = self.blocks.get_mut(device);
         blocks.map_or_else(UniquePtr::null, |blocks| std::mem::replace(blocks, UniquePtr::null()))
     }
 }
 
 /// Host memory that is handed to torch.
-pub struct HostMemory(HostBuffer);
+pub struct TorchHostMemory(HostBuffer);
 
-impl HostMemory {
+impl TorchHostMemory {
     /// Returns the address of the bytes; valid as long as this value lives.
     pub fn data(&self) -> *mut u8 {
         self.0.as_ptr()
@@ -181,7 +182,7 @@ pub fn to_save<'t>(names: &[String], tensors: &'t TensorList) -> Result<Vec<Save
             tensors.size()
         )));
     }
-    let mut devices = Devices::default();
+    let mut devices = LentDevices::default();
     names
         .iter()
         .enumerate()
@@ -204,12 +205,12 @@ pub fn one_to_save<'t>(
     module_index: u16,
     tensors: &'t TensorList,
     at: usize,
-    devices: &mut Devices,
+    devices: &mut LentDevices,
 ) -> Result<SaveTensor<'t>> {
     let info = tensors.info(at).map_err(|e| refused(&name, &e))?;
     let dtype = DType::from_code(info.dtype).ok_or_else(|| {
         Error::Unsupported(format!(
-            "tensor `{name}`: its dtype (torch ScalarType {}) cannot be stored in a file",
+            "tensor `{name}`: its dtype (torchScalarType {}) cannot be stored in a file",
             info.dtype
         ))
     })?;
@@ -220,14 +221,14 @@ pub fn one_to_save<'t>(
 
 /// The devices of lent tensors, each with the stream that uses its memory. Each is looked up once per call.
 #[derive(Default)]
-pub struct Devices(Vec<(Index, Option<Used>)>);
+pub struct LentDevices(Vec<(DeviceIndex, Option<DeviceStream>)>);
 
-type Used = (Arc<dyn Device>, Consumer);
+type DeviceStream = (Arc<dyn Device>, Consumer);
 
-impl Devices {
+impl LentDevices {
     /// Returns a device with its current stream; None for host memory, and for devices that the
     /// core cannot reach, whose tensors torch has to copy.
-    fn find(&mut self, index: Index) -> Result<Option<Used>> {
+    fn find(&mut self, index: DeviceIndex) -> Result<Option<DeviceStream>> {
         if let Some((_, known)) = self.0.iter().find(|(known, _)| *known == index) {
             return Ok(known.clone());
         }
@@ -245,10 +246,10 @@ pub fn data_of<'t>(
     tensors: &'t TensorList,
     at: usize,
     info: &TensorInfo,
-    devices: &mut Devices,
-) -> Result<Data<'t>> {
+    devices: &mut LentDevices,
+) -> Result<TensorData<'t>> {
     if info.meta {
-        return Ok(Data::Meta);
+        return Ok(TensorData::Meta);
     }
     let found = if info.ready { devices.find(info.device)? } else { None };
     if let Some((device, consumer)) = found {
@@ -257,13 +258,13 @@ pub fn data_of<'t>(
         // SAFETY: these are the tensor's own bytes, which the list keeps alive. They are only read,
         // and all copies have ended when the call for which the tensor was lent returns.
         let memory = unsafe { DeviceMemory::new(tensors.address(at).map_err(thrown)?, len) };
-        return Ok(Data::Device(OnDevice { device, consumer, memory }));
+        return Ok(TensorData::Device(DeviceBytes { device, consumer, memory }));
     }
     if info.ready && info.device == CPU {
-        return Ok(Data::Bytes(tensors.bytes(at).map_err(thrown)?));
+        return Ok(TensorData::Bytes(tensors.bytes(at).map_err(thrown)?));
     }
     let stream = tensors.stream(at).map_err(thrown)?;
-    Ok(Data::Deferred(Box::new(move || {
+    Ok(TensorData::Deferred(Box::new(move || {
         let copy = HostTensor(tensors.host_copy(at, stream).map_err(thrown)?);
         copy.bytes()?;
         Ok(Box::new(copy) as HostCopy)
@@ -271,11 +272,11 @@ pub fn data_of<'t>(
 }
 
 /// Returns the device memory of lent tensors, all of which are in row-major order on devices.
-pub fn all_on_devices(tensors: &TensorList) -> Result<Vec<OnDevice>> {
-    let mut devices = Devices::default();
+pub fn all_on_devices(tensors: &TensorList) -> Result<Vec<DeviceBytes>> {
+    let mut devices = LentDevices::default();
     (0..tensors.size())
         .map(|at| match data_of(tensors, at, &tensors.info(at).map_err(thrown)?, &mut devices)? {
-            Data::Device(bytes) => Ok(bytes),
+            TensorData::Device(bytes) => Ok(bytes),
             _ => Err(Error::Bug("a snapshot of a tensor that is on no device".to_owned())),
         })
         .collect()

@@ -47,15 +47,15 @@ mod ffi {
         fn host_copy(self: &TensorList, at: usize, stream: i64) -> Result<UniquePtr<TensorList>>;
 
         /// Uninitialised blocks of a device's memory.
-        type Blocks;
+        type TorchBlocks;
         /// Makes an empty list of blocks.
-        fn new_blocks(device: i16) -> UniquePtr<Blocks>;
+        fn new_blocks(device: i16) -> UniquePtr<TorchBlocks>;
         /// Adds blocks of so many bytes each.
-        fn add(self: Pin<&mut Blocks>, lens: &[u64]) -> Result<()>;
+        fn add(self: Pin<&mut TorchBlocks>, lens: &[u64]) -> Result<()>;
         #[cxx_name = "address"]
-        fn block_address(self: &Blocks, at: usize) -> Result<usize>;
+        fn block_address(self: &TorchBlocks, at: usize) -> Result<usize>;
         /// Takes blocks out, for the current stream of their device.
-        fn take(self: Pin<&mut Blocks>, numbers: &[usize]) -> Result<UniquePtr<Blocks>>;
+        fn take(self: Pin<&mut TorchBlocks>, numbers: &[usize]) -> Result<UniquePtr<TorchBlocks>>;
         /// Returns the driver's handle of this thread's current stream of a device.
         fn current_stream(device: i16) -> Result<usize>;
         fn address(self: &TensorList, at: usize) -> Result<usize>;
@@ -81,7 +81,7 @@ mod ffi {
 pub use ffi::*;
 
 // SAFETY: holds storages, whose reference counts are atomic, and only its owner changes it.
-unsafe impl Send for Blocks {}
+unsafe impl Send for TorchBlocks {}
 
 // SAFETY: a list of `at::Tensor`s that is never changed after it was made. Their reference counts
 // are atomic, and the methods of the bridge only read the tensors or make new ones.

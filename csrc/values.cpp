@@ -66,7 +66,7 @@ std::int16_t number(const OptionalDevice& device) {
   return device ? std::max(device_number(*device), kCpu) : kCpu;
 }
 
-std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device) {
+std::vector<at::Tensor> place(LoadedTensors& loaded, const OptionalDevice& device) {
   auto tensors = take_tensors(loaded);
   if (device) {
     const c10::NoGradGuard no_grad;

@@ -42,7 +42,7 @@ OptionalDevice resolved(OptionalDevice device);
 std::int16_t number(const OptionalDevice& device);
 
 // Takes the loaded tensors, and copies those to the given device that are not there.
-std::vector<at::Tensor> place(Loaded& loaded, const OptionalDevice& device);
+std::vector<at::Tensor> place(LoadedTensors& loaded, const OptionalDevice& device);
 
 // True if torch traces the calls of this thread. A tracer takes tensor subclasses apart by itself.
 bool traced();

@@ -18,7 +18,7 @@ use crate::sys::sync::{Mutex, thread};
 pub const POLL: Duration = Duration::from_millis(50);
 
 /// Poll interval while waiting for a lock.
-const TURN: Duration = Duration::from_millis(10);
+const LOCK_POLL: Duration = Duration::from_millis(10);
 
 /// Decides if a call is to go on.
 pub trait Cancel: Sync {
@@ -44,25 +44,30 @@ impl Cancel for Never {
 
 /// Sleeps, and checks for cancellation meanwhile.
 pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
-    let begun = clock::now();
-    while let Some(left) = time.checked_sub(clock::since(begun)).filter(|left| !left.is_zero()) {
+    let start = clock::now();
+    while let Some(remaining) =
+        time.checked_sub(clock::since(start)).filter(|remaining| !remaining.is_zero())
+    {
         cancel.check()?;
-        clock::sleep(left.min(POLL));
+        clock::sleep(remaining.min(POLL));
     }
     cancel.check()
 }
 
 /// A per-process lock for one-time work: one thread does it while others wait. A forked child has its
 /// own lock, because no thread there would release the parent's.
-pub type Turns = PerProcess<std::sync::Mutex<()>>;
+pub type ProcessLock = PerProcess<std::sync::Mutex<()>>;
 
 /// Waits for the lock of one-time work.
-pub fn turn<'t>(turns: &'t Turns, cancel: &dyn Cancel) -> Result<std::sync::MutexGuard<'t, ()>> {
-    lock(turns.get(), cancel)
+pub fn lock_process<'t>(
+    lock: &'t ProcessLock,
+    cancel: &dyn Cancel,
+) -> Result<std::sync::MutexGuard<'t, ()>> {
+    lock_mutex(lock.get(), cancel)
 }
 
 /// Waits for a mutex that other threads may hold for long.
-pub fn lock<'m, T>(
+pub fn lock_mutex<'m, T>(
     mutex: &'m std::sync::Mutex<T>,
     cancel: &dyn Cancel,
 ) -> Result<std::sync::MutexGuard<'m, T>> {
@@ -70,7 +75,7 @@ pub fn lock<'m, T>(
         match mutex.try_lock() {
             Ok(held) => return Ok(held),
             Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => sleep(TURN, cancel)?,
+            Err(TryLockError::WouldBlock) => sleep(LOCK_POLL, cancel)?,
         }
     }
 }
@@ -78,15 +83,15 @@ pub fn lock<'m, T>(
 /// Work that is done once. A thread that needs it while another does it waits, and does it if that
 /// fails.
 #[derive(Default)]
-pub struct Once {
+pub struct RetryableOnce {
     done: AtomicBool,
-    turns: Turns,
+    lock: ProcessLock,
 }
 
-impl Once {
+impl RetryableOnce {
     /// Does the work, unless it was done before.
     pub fn run(&self, cancel: &dyn Cancel, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        let _turn = turn(&self.turns, cancel)?;
+        let _lock = lock_process(&self.lock, cancel)?;
         if !self.done.load(Ordering::Relaxed) {
             work()?;
             self.done.store(true, Ordering::Relaxed);
@@ -98,17 +103,17 @@ impl Once {
 /// Runs work that cannot be stopped, such as a sync to a disk that hangs, on a thread of its own. If
 /// the call is cancelled before the work ends, that thread is left behind, with all that was moved into
 /// it.
-pub fn detached<T: Send + 'static>(
+pub fn run_detached<T: Send + 'static>(
     cancel: &dyn Cancel,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T> {
     let (send, receive) = sync_channel(1);
     let work = Arc::new(Mutex::new(Some(work)));
     let take = |work: &Mutex<Option<_>>| work.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let theirs = Arc::clone(&work);
+    let work_of_thread = Arc::clone(&work);
     let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(move || {
-        if let Some(work) = take(&theirs) {
-            drop(theirs);
+        if let Some(work) = take(&work_of_thread) {
+            drop(work_of_thread);
             // Fails if the call was cancelled: then there is no receiver.
             let _ = send.send(work());
         }
@@ -145,7 +150,7 @@ mod tests {
     use super::*;
 
     /// Cancels the call at the check after this many.
-    fn after(times: u32) -> impl Cancel {
+    fn cancel_after(times: u32) -> impl Cancel {
         let asked = AtomicU32::new(0);
         move || match asked.fetch_add(1, Ordering::Relaxed) {
             asked if asked < times => Ok(()),
@@ -155,25 +160,26 @@ mod tests {
 
     #[test]
     fn a_cancelled_caller_does_not_wait_for_detached_work() {
-        assert_eq!(detached(&Never, || 7).unwrap(), 7);
-        let (begin, begun) = sync_channel::<()>(0);
-        let stuck = detached(&after(2), move || begun.recv());
+        assert_eq!(run_detached(&Never, || 7).unwrap(), 7);
+        let (end, may_end) = sync_channel::<()>(0);
+        let stuck = run_detached(&cancel_after(2), move || may_end.recv());
         assert!(matches!(stuck, Err(Error::Cancelled)));
         // The work is still running, and ends when it can.
-        begin.send(()).unwrap();
+        end.send(()).unwrap();
     }
 
     #[test]
-    fn a_panic_comes_back() {
-        let caught: Result<Result<()>, _> =
-            std::panic::catch_unwind(|| detached(&Never, || std::panic::panic_any("on purpose")));
+    fn a_panic_reaches_the_caller() {
+        let caught: Result<Result<()>, _> = std::panic::catch_unwind(|| {
+            run_detached(&Never, || std::panic::panic_any("on purpose"))
+        });
         assert!(caught.is_err());
     }
 
     #[test]
-    fn a_sleep_ends_early() {
+    fn a_cancelled_sleep_ends_early() {
         let long = Duration::from_secs(3600);
-        assert!(matches!(sleep(long, &after(3)), Err(Error::Cancelled)));
+        assert!(matches!(sleep(long, &cancel_after(3)), Err(Error::Cancelled)));
         sleep(Duration::ZERO, &Never).unwrap();
     }
 }

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Calls a function under a condition, such as that no thread changes the environment meanwhile.
 pub type Guard = fn(&mut dyn FnMut());
@@ -20,12 +20,12 @@ pub fn set_guard(guard: Guard) {
 }
 
 /// Runs code that reads the environment, within the guard.
-pub fn reading<T>(body: impl FnOnce() -> T) -> T {
-    within(GUARD.get(), body)
+pub fn read_guarded<T>(body: impl FnOnce() -> T) -> T {
+    run_guarded(GUARD.get(), body)
 }
 
 /// Runs code within a guard. Without a guard, or if the guard does not run it, it is run without one.
-pub fn within<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
+pub fn run_guarded<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
     let (mut body, mut result) = (Some(body), None);
     let mut run = || {
         if let Some(body) = body.take() {
@@ -43,8 +43,8 @@ pub fn within<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
 }
 
 /// An environment variable that holds a number. It is read once, at its first use.
-pub struct Variable {
-    known: Brief<Option<Known>>,
+pub struct NumberVariable {
+    parsed: ForkSafeMutex<Option<ParsedValue>>,
     /// Its name.
     pub name: &'static str,
     /// The value that holds if it is not set.
@@ -55,49 +55,49 @@ pub struct Variable {
 
 /// The parsed value of a variable.
 #[derive(Clone, Copy)]
-struct Known {
+struct ParsedValue {
     /// None if it is not a whole number.
-    whole: Option<u64>,
+    integer: Option<u64>,
     /// None if it is not a time in seconds.
     seconds: Option<Duration>,
 }
 
-impl Variable {
+impl NumberVariable {
     /// Its value, or its default if it is not set; an error if that is not a whole number.
     pub fn value(&self) -> Result<u64> {
-        self.known().whole.ok_or_else(|| self.must_be("a whole number"))
+        self.parsed().integer.ok_or_else(|| self.invalid("a whole number"))
     }
 
     /// Its value as a time in seconds, which may have a fraction.
     pub fn seconds(&self) -> Result<Duration> {
-        self.known().seconds.ok_or_else(|| self.must_be("a number of seconds"))
+        self.parsed().seconds.ok_or_else(|| self.invalid("a number of seconds"))
     }
 
-    fn known(&self) -> Known {
-        let before = *self.known.lock();
+    fn parsed(&self) -> ParsedValue {
+        let cached = *self.parsed.lock();
         // Read without the lock: the thread that holds the guard may be waiting for it.
         let read = || {
-            let text = reading(|| std::env::var_os(self.name));
+            let text = read_guarded(|| std::env::var_os(self.name));
             let text =
                 text.map_or_else(|| Some(self.default.to_string()), |t| t.into_string().ok());
             let text = text.as_deref().unwrap_or("").trim();
-            let whole = text.parse().ok();
+            let integer = text.parse().ok();
             let fraction = || Duration::try_from_secs_f64(text.parse().ok()?).ok();
-            Known { whole, seconds: whole.map(Duration::from_secs).or_else(fraction) }
+            ParsedValue { integer, seconds: integer.map(Duration::from_secs).or_else(fraction) }
         };
-        let known = before.unwrap_or_else(read);
-        *self.known.lock().get_or_insert(known)
+        let parsed = cached.unwrap_or_else(read);
+        *self.parsed.lock().get_or_insert(parsed)
     }
 
-    fn must_be(&self, what: &str) -> Error {
-        let Variable { name, meaning, .. } = self;
+    fn invalid(&self, what: &str) -> Error {
+        let NumberVariable { name, meaning, .. } = self;
         let what = format!("the environment variable {name} must be {what}: {meaning}");
         Error::InvalidArgument(what)
     }
 }
 
 /// An environment variable that holds a text, such as the name of a folder. It is read at each use.
-pub struct Text {
+pub struct TextVariable {
     /// Its name.
     pub name: &'static str,
     /// The default, as the documentation shows it.
@@ -106,26 +106,26 @@ pub struct Text {
     pub meaning: &'static str,
 }
 
-impl Text {
+impl TextVariable {
     /// Its value; None if it is not set, or empty.
     pub fn value(&self) -> Option<OsString> {
-        reading(|| std::env::var_os(self.name)).filter(|text| !text.is_empty())
+        read_guarded(|| std::env::var_os(self.name)).filter(|text| !text.is_empty())
     }
 
     /// This variable, or `other` if this one is not set.
-    pub fn or<'t>(&'t self, other: &'t Text) -> &'t Text {
+    pub fn or<'t>(&'t self, other: &'t TextVariable) -> &'t TextVariable {
         if self.value().is_some() { self } else { other }
     }
 
     /// Its value as a path, with the user's home folder in place of a leading `~`.
     pub fn path(&self) -> Option<PathBuf> {
-        below_home(self.value()?.into())
+        expand_home(self.value()?.into())
     }
 
     /// The same path, with the values of variables in place of `$NAME` and `${NAME}`.
     pub fn expanded(&self) -> Option<PathBuf> {
-        let path = below_home(self.value()?.into())?;
-        let value = |name: &str| reading(|| std::env::var(name)).ok();
+        let path = expand_home(self.value()?.into())?;
+        let value = |name: &str| read_guarded(|| std::env::var(name)).ok();
         let expanded = path.to_str().map(|text| PathBuf::from(expand(text, value)));
         Some(expanded.unwrap_or(path))
     }
@@ -137,7 +137,7 @@ impl Text {
     }
 }
 
-fn below_home(path: PathBuf) -> Option<PathBuf> {
+fn expand_home(path: PathBuf) -> Option<PathBuf> {
     match path.strip_prefix("~") {
         Ok(rest) => Some(home()?.join(rest)),
         Err(_) => Some(path),
@@ -166,18 +166,19 @@ fn expand(text: &str, value: impl Fn(&str) -> Option<String>) -> String {
 
 /// The user's home folder.
 pub fn home() -> Option<PathBuf> {
-    reading(|| std::env::var_os("HOME")).filter(|path| !path.is_empty()).map(PathBuf::from)
+    read_guarded(|| std::env::var_os("HOME")).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
 macro_rules! texts {
     ($($constant:ident = $name:literal, $default:literal, $meaning:literal;)+) => {
         $(
             #[doc = $meaning]
-            pub static $constant: Text = Text { name: $name, default: $default, meaning: $meaning };
+            pub static $constant: TextVariable =
+                TextVariable { name: $name, default: $default, meaning: $meaning };
         )+
 
         /// All of them. `docs/reference/environment.md` has the same table.
-        pub static TEXTS: &[&Text] = &[$(&$constant),+];
+        pub static TEXTS: &[&TextVariable] = &[$(&$constant),+];
     };
 }
 
@@ -203,20 +204,20 @@ texts! {
 }
 
 /// Makes all variables be read again at their next use, for tests.
-pub fn forget() {
+pub fn clear_cache() {
     #[cfg(any(test, feature = "stand-in"))]
     {
-        *FAKE_DEVICE.known.lock() = None;
+        *FAKE_DEVICE.parsed.lock() = None;
     }
     for variable in VARIABLES {
-        *variable.known.lock() = None;
+        *variable.parsed.lock() = None;
     }
 }
 
 /// A seed other than 0 sends loads to the CPU through the stand-in for CUDA.
 #[cfg(any(test, feature = "stand-in"))]
-pub static FAKE_DEVICE: Variable = Variable {
-    known: Brief::new(None),
+pub static FAKE_DEVICE: NumberVariable = NumberVariable {
+    parsed: ForkSafeMutex::new(None),
     name: "TENSORIZER_FAKE_DEVICE",
     default: 0,
     meaning: "the seed of the stand-in for CUDA",
@@ -224,7 +225,7 @@ pub static FAKE_DEVICE: Variable = Variable {
 
 /// A folder that stands in for `/sys`.
 #[cfg(any(test, feature = "stand-in"))]
-pub static FAKE_SYS: Text = Text {
+pub static FAKE_SYS: TextVariable = TextVariable {
     name: "TENSORIZER_FAKE_SYS",
     default: "`/sys`",
     meaning: "a folder that stands in for `/sys`",
@@ -234,12 +235,17 @@ macro_rules! variables {
     ($($constant:ident = $name:literal, $default:expr, $meaning:literal;)+) => {
         $(
             #[doc = $meaning]
-            pub static $constant: Variable =
-                Variable { known: Brief::new(None), name: $name, default: $default, meaning: $meaning };
+            pub static $constant: NumberVariable =
+                NumberVariable {
+                    parsed: ForkSafeMutex::new(None),
+                    name: $name,
+                    default: $default,
+                    meaning: $meaning,
+                };
         )+
 
         /// All of them. `docs/reference/environment.md` has the same table.
-        pub static VARIABLES: &[&Variable] = &[$(&$constant),+];
+        pub static VARIABLES: &[&NumberVariable] = &[$(&$constant),+];
     };
 }
 
@@ -280,7 +286,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_in_a_path() {
+    fn variables_in_a_path_are_expanded() {
         let value = |name: &str| (name == "A_1").then(|| "$v".to_owned());
         for (text, expected) in [
             ("/a/$A_1/b", "/a/$v/b"),
@@ -293,15 +299,15 @@ mod tests {
     }
 
     #[test]
-    fn the_document_has_the_table() {
+    fn the_document_lists_all_variables() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference/environment.md");
         let document = std::fs::read_to_string(path).unwrap();
-        let numbers = VARIABLES.iter().map(|Variable { name, default, meaning, .. }| {
+        let numbers = VARIABLES.iter().map(|NumberVariable { name, default, meaning, .. }| {
             format!("| `{name}` | {default} | {meaning} |")
         });
-        let texts = TEXTS
-            .iter()
-            .map(|Text { name, default, meaning }| format!("| `{name}` | {default} | {meaning} |"));
+        let texts = TEXTS.iter().map(|TextVariable { name, default, meaning }| {
+            format!("| `{name}` | {default} | {meaning} |")
+        });
         for line in numbers.chain(texts) {
             assert!(document.contains(&line), "{line}");
         }

@@ -215,9 +215,9 @@ impl Error {
 
 /// Text that a file or a server has chosen, in a message. Characters on which a terminal would act are
 /// escaped: control characters, and marks that are invisible or change the direction of text.
-pub struct Shown<'t>(pub &'t str);
+pub struct Escaped<'t>(pub &'t str);
 
-impl std::fmt::Display for Shown<'_> {
+impl std::fmt::Display for Escaped<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.0.chars().try_for_each(|letter| match letter {
             '\0'..='\x1f' | '\x7f'..='\u{9f}' => write!(f, "\\x{:02x}", u32::from(letter)),
@@ -233,16 +233,16 @@ impl std::fmt::Display for Shown<'_> {
 }
 
 /// Text that may be long, in a message. A long one is cut after its beginning, and its length added.
-pub struct Brief<'t>(pub &'t str);
+pub struct Shortened<'t>(pub &'t str);
 
-impl std::fmt::Display for Brief<'_> {
+impl std::fmt::Display for Shortened<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        const MOST: usize = 200;
-        match self.0.char_indices().nth(MOST) {
-            None => Shown(self.0).fmt(f),
+        const MAX_CHARACTERS: usize = 200;
+        match self.0.char_indices().nth(MAX_CHARACTERS) {
+            None => Escaped(self.0).fmt(f),
             Some((end, _)) => {
                 let (start, _) = self.0.split_at(end);
-                write!(f, "{}... ({} bytes)", Shown(start), self.0.len())
+                write!(f, "{}... ({} bytes)", Escaped(start), self.0.len())
             }
         }
     }
@@ -263,7 +263,7 @@ impl Malformed {
     }
 
     /// Adds the file.
-    pub fn of(self, uri: &str) -> Error {
+    pub fn in_file(self, uri: &str) -> Error {
         Error::Format { uri: uri.to_owned(), offset: self.offset, what: self.what }
     }
 }

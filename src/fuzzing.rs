@@ -2,11 +2,11 @@
 
 use reqwest::Response;
 
-use crate::io::http::response::{Range, first};
+use crate::io::http::response::{ByteRange, parse_first};
 
 /// Parses the first response to a request for bytes `start` to `end`. True if another response is
 /// accepted for the same range of the same file.
-pub fn is_taken(one: &Response, other: &Response, (start, end): (u64, u64)) -> bool {
-    let wanted = Range { start, end };
-    first(one, wanted).is_ok_and(|first| first.validators.check(other, wanted).is_ok())
+pub fn is_accepted(one: &Response, other: &Response, (start, end): (u64, u64)) -> bool {
+    let wanted = ByteRange { start, end };
+    parse_first(one, wanted).is_ok_and(|first| first.validators.check(other, wanted).is_ok())
 }

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! source → batch → codec → target → tensor        load
-//! tensor → origin → chunk → codec → sink          save
+//! tensor → data → chunk → codec → sink            save
 //! ```
 //!
 //! The layers, each of which uses those below it:
@@ -97,36 +97,38 @@ pub mod memory_limit;
 pub use half;
 
 #[doc(hidden)]
-pub use api::archive::Pickled;
+pub use api::archive::PickledTensor;
+pub use api::catalog_part::Opening;
 #[doc(hidden)]
 pub use api::device::DeviceLoad;
+pub use api::device_upload::{Destination, DestinationDevice};
 pub use api::file::TensorFile;
 #[doc(hidden)]
 pub use api::headers::read_headers;
 #[doc(hidden)]
-pub use api::iterate::{Allocate, Closer, Landed, Memory, TensorIterator, ToDevice};
+pub use api::iterate::{
+    Allocate, Closer, IteratorDevice, ReadyMemory, ReadyTensor, TensorIterator,
+};
 pub use api::iterate::{IterateOptions, Order, Tensors};
 pub use api::load::{load, load_into};
 #[doc(hidden)]
 pub use api::load::{load_counted, load_into_uninit};
 pub use api::load_options::LoadOptions;
-pub use api::part::Opening;
-pub use api::parts::ShardIndex;
 pub use api::save::{Writer, save, save_to};
-pub use api::save_options::{Pair, SaveOptions, SaveTensor};
+pub use api::save_options::{IdentitySource, SaveOptions, SaveTensor};
+pub use api::shard_index::ShardIndex;
 #[doc(hidden)]
 pub use api::snapshot::snapshot;
 pub use api::tensor::{Element, Tensor};
 pub use api::typed::write;
-pub use api::upload::{Destination, OneDevice};
 #[doc(hidden)]
 pub use api::verify::matches_header;
 pub use cancel::{Cancel, Never};
-pub use codec::KeptHeader;
+pub use codec::CompactHeader;
 #[doc(inline)]
 pub use codec::crypt;
 pub use codec::hash::Verify;
-pub use engine::write::{HostCopy, Origin as Data};
+pub use engine::write::{HostCopy, TensorData};
 pub use error::{Error, Result};
 pub use format::tensors::header::Hashes;
 pub use io::local::{FileSink, FileSource};
@@ -135,16 +137,16 @@ pub use io::{Capabilities, MemorySource, ReadAt, StreamSource, WriteAt};
 pub use mem::device;
 pub use mem::{Buffers, HostBuffer};
 pub use memory_limit::MemoryLimit;
-#[doc(hidden)]
-pub use sys::brief::Brief;
 pub use sys::cpu_count;
 #[doc(hidden)]
-pub use sys::process::{Inherited, Maker, PerProcess};
+pub use sys::fork_safe_mutex::ForkSafeMutex;
+#[doc(hidden)]
+pub use sys::process::{DropInOwner, OwnerProcess, PerProcess};
 
 /// Initialises a library while it is loaded, before there are threads. Otherwise the process might be
 /// forked while a thread does this at the first use.
 #[doc(hidden)]
 pub fn before_threads() {
-    sys::brief::heed_forks();
+    sys::fork_safe_mutex::install_fork_handlers();
     codec::crypt::start();
 }

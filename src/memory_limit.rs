@@ -17,7 +17,7 @@ const SHORTEST_WINDOW: u64 = 64 << 10;
 /// it waits for acknowledgements; with more there is memory for too few connections.
 const WINDOWS: u64 = 8;
 /// Minimum bytes of a reader for headers of tensors, and for unwanted bytes that it reads between them.
-const PASSING: u64 = 256 << 10;
+const MIN_OVERHEAD: u64 = 256 << 10;
 /// The share of a limit that staging buffers, parts of uploads or tensors may take where readers or
 /// writers need memory too: three quarters.
 const SHARE: (u64, u64) = (3, 4);
@@ -38,7 +38,7 @@ pub struct MemoryLimit {
     /// Bytes; None if the caller sets no limit.
     bytes: Option<u64>,
     /// Bytes of the original limit that are set aside for something else, and are not part of `bytes`.
-    beside: u64,
+    reserved: u64,
 }
 
 /// The memory that a load needs.
@@ -56,20 +56,20 @@ pub struct LoadNeeds {
 
 impl LoadNeeds {
     /// The minimum memory with which one reader can load.
-    pub fn least(&self) -> u64 {
-        let (buffer, fewest, _) = self.staging.unwrap_or((0, 0, 0));
-        self.each().saturating_add(fewest.saturating_mul(buffer))
+    pub fn minimum(&self) -> u64 {
+        let (buffer, min_buffers, _) = self.staging.unwrap_or((0, 0, 0));
+        self.each().saturating_add(min_buffers.saturating_mul(buffer))
     }
 
     fn each(&self) -> u64 {
-        self.reader.saturating_add(PASSING).saturating_add(self.gathers)
+        self.reader.saturating_add(MIN_OVERHEAD).saturating_add(self.gathers)
     }
 
     /// The same if a server sends ahead as much as the limit allows: at most two windows, which are a
     /// quarter of the limit.
-    pub fn least_ahead(&self) -> u64 {
-        let least = self.least();
-        least.saturating_add((least / 3 + 1).max(2 * SHORTEST_WINDOW))
+    pub fn minimum_with_read_ahead(&self) -> u64 {
+        let minimum = self.minimum();
+        minimum.saturating_add((minimum / 3 + 1).max(2 * SHORTEST_WINDOW))
     }
 }
 
@@ -79,7 +79,7 @@ pub struct LoadShares {
     /// Maximum number of readers.
     pub readers: usize,
     /// Maximum bytes of a batch that are headers or unwanted.
-    pub passing: u64,
+    pub overhead: u64,
     /// Maximum bytes of a batch to gather parts from.
     pub gathers: u64,
     /// Number of staging buffers.
@@ -99,7 +99,7 @@ pub struct SaveNeeds {
     /// True if copies wait for hashes.
     pub hashes: bool,
     /// Bytes that are retained until the end.
-    pub kept: u64,
+    pub retained: u64,
     /// Bytes of a part that is retained until it is sent; 0 without parts.
     pub part: u64,
     /// Bytes of a staging buffer, and the maximum number of these; None without a device.
@@ -109,16 +109,16 @@ pub struct SaveNeeds {
 impl SaveNeeds {
     /// The needs of a save of tensors in host memory, which are hashed.
     pub fn of_host(uploads: bool, encrypted: bool) -> Self {
-        let (kept, part) = if uploads { (PART_LEN, PART_LEN) } else { (0, 0) };
+        let (retained, part) = if uploads { (PART_LEN, PART_LEN) } else { (0, 0) };
         let thread = if uploads { CONNECTION } else { 0 };
         let copies = 1 + u64::from(encrypted);
-        SaveNeeds { threads: 1, thread, copies, hashes: true, kept, part, staging: None }
+        SaveNeeds { threads: 1, thread, copies, hashes: true, retained, part, staging: None }
     }
 
     /// The minimum memory with which one thread can save.
-    pub fn least(&self) -> u64 {
+    pub fn minimum(&self) -> u64 {
         let buffer = self.staging.map_or(0, |(buffer, _)| buffer);
-        let all = [self.each(), self.kept, self.part.saturating_mul(2), buffer];
+        let all = [self.each(), self.retained, self.part.saturating_mul(2), buffer];
         all.into_iter().fold(self.waiting(), u64::saturating_add)
     }
 
@@ -159,28 +159,28 @@ pub struct GroupShares {
 impl MemoryLimit {
     /// Creates a limit; None for that of the environment.
     pub fn of(bytes: Option<u64>) -> Self {
-        MemoryLimit { bytes, beside: 0 }
+        MemoryLimit { bytes, reserved: 0 }
     }
 
     /// Returns this limit, or that of the environment if the caller sets none.
-    pub fn known(self) -> Result<Self> {
+    pub fn or_environment(self) -> Result<Self> {
         let of_all = || -> Result<Option<u64>> {
             let all = Some(MEMORY_MB.value()?.saturating_mul(1 << 20)).filter(|&all| all > 0);
-            Ok(all.map(|all| all.saturating_sub(self.beside)))
+            Ok(all.map(|all| all.saturating_sub(self.reserved)))
         };
         let bytes = self.bytes.map_or_else(of_all, |bytes| Ok(Some(bytes)))?;
         Ok(MemoryLimit { bytes, ..self })
     }
 
-    /// Returns what remains of the limit if `beside` bytes of it are set aside for something else.
-    pub fn without(self, beside: u64) -> Self {
-        let bytes = self.bytes.map(|bytes| bytes.saturating_sub(beside));
-        MemoryLimit { bytes, beside: self.beside.saturating_add(beside) }
+    /// Returns what remains of the limit if `reserved` bytes of it are set aside for something else.
+    pub fn reserving(self, reserved: u64) -> Self {
+        let bytes = self.bytes.map(|bytes| bytes.saturating_sub(reserved));
+        MemoryLimit { bytes, reserved: self.reserved.saturating_add(reserved) }
     }
 
     /// Bytes of the limit that are set aside for something else.
-    pub fn beside(self) -> u64 {
-        self.beside
+    pub fn reserved(self) -> u64 {
+        self.reserved
     }
 
     /// Bytes; None if there is no limit.
@@ -201,12 +201,12 @@ impl MemoryLimit {
         Ok(wanted.min(bytes).max(largest))
     }
 
-    fn needs(self, least: u64, why: impl Fn() -> String) -> Result<()> {
+    fn needs(self, minimum: u64, why: impl Fn() -> String) -> Result<()> {
         match self.bytes {
-            Some(bytes) if bytes < least => Err(Error::InvalidArgument(format!(
+            Some(bytes) if bytes < minimum => Err(Error::InvalidArgument(format!(
                 "a memory limit of {} bytes is too small: at least {} are needed, as {}",
-                bytes.saturating_add(self.beside),
-                least.saturating_add(self.beside),
+                bytes.saturating_add(self.reserved),
+                minimum.saturating_add(self.reserved),
                 why()
             ))),
             _ => Ok(()),
@@ -216,44 +216,51 @@ impl MemoryLimit {
     /// Divides the limit among the readers of a load.
     pub fn load(self, needs: &LoadNeeds) -> Result<LoadShares> {
         let LoadNeeds { readers, gathers, staging, .. } = *needs;
-        let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
+        let (buffer, min_buffers, most) = staging.unwrap_or((0, 0, 0));
         let Some(bytes) = self.bytes else {
-            return Ok(LoadShares { readers, passing: u64::MAX, gathers: u64::MAX, staging: most });
+            return Ok(LoadShares {
+                readers,
+                overhead: u64::MAX,
+                gathers: u64::MAX,
+                staging: most,
+            });
         };
-        let (each, least) = (needs.each(), needs.least());
-        self.needs(least, || {
-            let staged = format!(", and {fewest} staging buffers of {buffer} bytes each");
+        let (each, minimum) = (needs.each(), needs.minimum());
+        self.needs(minimum, || {
+            let staged = format!(", and {min_buffers} staging buffers of {buffer} bytes each");
             let staged = if staging.is_some() { staged } else { String::new() };
             format!("one reader needs {each} bytes{staged}")
         })?;
         // Staging buffers leave enough for one reader.
         let staging = match buffer {
             0 => 0,
-            _ => (share(bytes).min(bytes - each) / buffer).clamp(fewest, most.max(fewest)),
+            _ => {
+                (share(bytes).min(bytes - each) / buffer).clamp(min_buffers, most.max(min_buffers))
+            }
         };
-        let left = bytes - staging.saturating_mul(buffer);
-        let fitting = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
+        let remaining = bytes - staging.saturating_mul(buffer);
+        let fitting = usize::try_from(remaining / each.max(1)).unwrap_or(usize::MAX);
         let readers = readers.clamp(1, fitting.max(1));
-        let more = left / readers as u64 - each;
-        let (passing, gathers) =
-            if gathers > 0 { (PASSING, gathers + more) } else { (PASSING + more, 0) };
-        Ok(LoadShares { readers, passing, gathers, staging })
+        let more = remaining / readers as u64 - each;
+        let (overhead, gathers) =
+            if gathers > 0 { (MIN_OVERHEAD, gathers + more) } else { (MIN_OVERHEAD + more, 0) };
+        Ok(LoadShares { readers, overhead, gathers, staging })
     }
 
     /// Divides the limit among the threads of a save.
     pub fn save(self, needs: &SaveNeeds) -> Result<SaveShares> {
-        let SaveNeeds { threads, hashes, kept, part, staging, .. } = *needs;
+        let SaveNeeds { threads, hashes, retained, part, staging, .. } = *needs;
         let (buffer, most) = staging.unwrap_or((0, 0));
         let Some(bytes) = self.bytes else {
             return Ok(SaveShares { threads, waiting: None, parts: u64::MAX, staging: most });
         };
         let (waiting, each) = (needs.waiting(), needs.each());
         // Two parts: one that is being filled, and one that waits for the header of its tensor.
-        let (parts, fewest) = (part.saturating_mul(2), u64::from(buffer > 0));
-        let (fixed, least) = (kept.saturating_add(waiting), needs.least());
-        self.needs(least, || {
+        let (parts, min_buffers) = (part.saturating_mul(2), u64::from(buffer > 0));
+        let (fixed, minimum) = (retained.saturating_add(waiting), needs.minimum());
+        self.needs(minimum, || {
             let parts = format!(
-                ", two parts of the upload {part} each and the beginning of the file {kept}"
+                ", two parts of the upload {part} each and the beginning of the file {retained}"
             );
             let parts = if part > 0 { parts } else { String::new() };
             let staged = format!(", a staging buffer {buffer}");
@@ -261,15 +268,15 @@ impl MemoryLimit {
             format!("one thread needs {each} bytes, the hashes {waiting}{parts}{staged}")
         })?;
         let free = bytes - fixed - each;
-        let of_parts = share(free).max(parts).min(free - fewest * buffer);
+        let of_parts = share(free).max(parts).min(free - min_buffers * buffer);
         let for_parts = if part > 0 { of_parts } else { 0 };
-        let left = free - for_parts;
+        let remaining = free - for_parts;
         let staging = match buffer {
             0 => 0,
-            _ => (share(left) / buffer).clamp(fewest, most.max(fewest)),
+            _ => (share(remaining) / buffer).clamp(min_buffers, most.max(min_buffers)),
         };
-        let left = left.saturating_sub(staging.saturating_mul(buffer));
-        let more = usize::try_from(left / each.max(1)).unwrap_or(usize::MAX);
+        let remaining = remaining.saturating_sub(staging.saturating_mul(buffer));
+        let more = usize::try_from(remaining / each.max(1)).unwrap_or(usize::MAX);
         // Each thread fills a part of its own, while as many other parts are being sent.
         let fitting = for_parts
             .checked_div(parts)
@@ -288,7 +295,7 @@ impl MemoryLimit {
             format!("a tensor of {largest} bytes is held, and a reader needs {reader}")
         })?;
         let tensors = wanted.min(bytes - reads).min(bytes - reader).max(largest);
-        Ok((tensors, self.without(tensors)))
+        Ok((tensors, self.reserving(tensors)))
     }
 
     /// Divides the limit between batches that a member of a group fetches for all members and reading.
@@ -308,25 +315,25 @@ impl MemoryLimit {
             return Ok(GroupShares { batch: most, at_once: reads, load: self });
         };
         let batches = reads.saturating_add(others);
-        let least = BATCH.max(whole);
+        let minimum = BATCH.max(whole);
         // Reading gets a quarter. If that is little, one batch is read at a time.
         let quarter = bytes - share(bytes);
         // Each batch that is being read takes its own bytes and those of its reader.
-        let beside = bytes.saturating_sub(least.saturating_mul(others));
-        let fitting = beside / least.saturating_add(reader).max(1);
+        let reserved = bytes.saturating_sub(minimum.saturating_mul(others));
+        let fitting = reserved / minimum.saturating_add(reader).max(1);
         let at_once = (quarter / READS.max(reader)).min(fitting).clamp(1, reads.max(1));
-        let fewest = least.saturating_mul(at_once.saturating_add(others));
+        let min_buffers = minimum.saturating_mul(at_once.saturating_add(others));
         let readers = reader.saturating_mul(at_once);
-        self.needs(fewest.saturating_add(readers), || {
+        self.needs(min_buffers.saturating_add(readers), || {
             let count = at_once + others;
-            format!("{count} batches of {least} bytes are in flight, and a reader needs {reader}")
+            format!("{count} batches of {minimum} bytes are in flight, and a reader needs {reader}")
         })?;
-        let batch = (share(bytes) / batches.max(1)).clamp(least, most.max(least));
+        let batch = (share(bytes) / batches.max(1)).clamp(minimum, most.max(minimum));
         let held = batch.saturating_mul(at_once.saturating_add(others));
-        let held = held.min(bytes - readers).max(fewest);
+        let held = held.min(bytes - readers).max(min_buffers);
         let batch = held / (at_once.saturating_add(others)).max(1);
         let each = (bytes - held) / at_once;
-        Ok(GroupShares { batch, at_once, load: self.without(bytes - each) })
+        Ok(GroupShares { batch, at_once, load: self.reserving(bytes - each) })
     }
 }
 

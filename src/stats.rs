@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// A stage of a call, for which the time of its threads is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,7 +64,7 @@ pub const PAGEABLE: &str =
 /// Counters of one call, shared by its threads.
 #[derive(Debug)]
 pub struct Counters {
-    begun: Instant,
+    started: Instant,
     nanos: [AtomicU64; Stage::ALL.len()],
     bytes: AtomicU64,
     threads: AtomicUsize,
@@ -78,7 +78,7 @@ pub struct Counters {
 impl Default for Counters {
     fn default() -> Self {
         Counters {
-            begun: Instant::now(),
+            started: Instant::now(),
             nanos: std::array::from_fn(|_| AtomicU64::new(0)),
             bytes: AtomicU64::new(0),
             threads: AtomicUsize::new(0),
@@ -94,15 +94,15 @@ impl Default for Counters {
 impl Counters {
     /// Runs work, and counts its time for a stage.
     pub fn time<T>(&self, stage: Stage, work: impl FnOnce() -> T) -> T {
-        let begun = Instant::now();
+        let started = Instant::now();
         let result = work();
-        self.since(stage, begun);
+        self.since(stage, started);
         result
     }
 
-    /// Counts the time since `begun` for a stage.
-    pub fn since(&self, stage: Stage, begun: Instant) {
-        let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    /// Counts the time since `started` for a stage.
+    pub fn since(&self, stage: Stage, started: Instant) {
+        let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         if let Some(sum) = self.nanos.get(stage as usize) {
             sum.fetch_add(nanos, Ordering::Relaxed);
         }
@@ -157,7 +157,7 @@ impl Counters {
             bytes: self.bytes.load(Ordering::Relaxed),
             threads: self.threads.load(Ordering::Relaxed),
             most_threads: self.most_threads.load(Ordering::Relaxed),
-            elapsed: self.begun.elapsed(),
+            elapsed: self.started.elapsed(),
             stages: std::array::from_fn(|at| {
                 let nanos = self.nanos.get(at).map_or(0, |sum| sum.load(Ordering::Relaxed));
                 Duration::from_nanos(nanos)
@@ -167,8 +167,8 @@ impl Counters {
             most_in_flight: self.most_in_flight.load(Ordering::Relaxed),
             fallbacks: self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         };
-        OWN.set(Some(report.clone()));
-        if recent.len() >= KEPT {
+        THREAD_REPORT.set(Some(report.clone()));
+        if recent.len() >= MAX_REPORTS {
             recent.pop_front();
         }
         recent.push_back(report);
@@ -211,26 +211,26 @@ pub struct Report {
 }
 
 /// The number of reports that are retained.
-pub const KEPT: usize = 256;
+pub const MAX_REPORTS: usize = 256;
 
-static RECENT: Brief<VecDeque<Report>> = Brief::new(VecDeque::new());
+static RECENT: ForkSafeMutex<VecDeque<Report>> = ForkSafeMutex::new(VecDeque::new());
 
 thread_local! {
-    static OWN: RefCell<Option<Report>> = const { RefCell::new(None) };
+    static THREAD_REPORT: RefCell<Option<Report>> = const { RefCell::new(None) };
 }
 
 /// The report of the last load or save of this process that has succeeded.
-pub fn last() -> Option<Report> {
+pub fn last_report() -> Option<Report> {
     RECENT.lock().back().cloned()
 }
 
-/// The reports of the calls after number `call`, in order; at most the last [`KEPT`].
-pub fn since(call: u64) -> Vec<Report> {
+/// The reports of the calls after number `call`, in order; at most the last [`MAX_REPORTS`].
+pub fn reports_since(call: u64) -> Vec<Report> {
     let recent = RECENT.lock();
     recent.iter().filter(|report| report.call > call).cloned().collect()
 }
 
 /// Returns the report of the last call on this thread, and removes it.
-pub fn take_own() -> Option<Report> {
-    OWN.take()
+pub fn take_thread_report() -> Option<Report> {
+    THREAD_REPORT.take()
 }

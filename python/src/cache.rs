@@ -12,13 +12,13 @@ use crate::gil;
 
 /// The address of a file, its bytes, the bytes of it that are cached, and the time of its last
 /// opening, in seconds since 1970.
-type Row = (String, u64, u64, f64);
+type CacheRow = (String, u64, u64, f64);
 
 fn rows(
     py: Python<'_>,
     folder: Option<PathBuf>,
     found: fn(&Cache) -> Result<Vec<CachedFile>>,
-) -> Answer<Vec<Row>> {
+) -> Answer<Vec<CacheRow>> {
     let found = gil::without(py, || {
         let cache = folder.map(Cache::at).transpose()?;
         let cache = cache.map_or_else(Cache::from_environment, |cache| Ok(Some(cache)))?;
@@ -31,7 +31,7 @@ fn rows(
     })?;
     let row = |cached: CachedFile| {
         let used = cached.used.duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
-        (cached.uri, cached.len, cached.here, used)
+        (cached.uri, cached.len, cached.present, used)
     };
     Ok(found.into_iter().map(row).collect())
 }
@@ -39,13 +39,13 @@ fn rows(
 /// Lists the files of a cache: of that in a folder, or of the one that the environment names.
 #[pyfunction]
 #[pyo3(signature = (folder = None))]
-pub fn cache_entries(py: Python<'_>, folder: Option<PathBuf>) -> Answer<Vec<Row>> {
+pub fn cache_entries(py: Python<'_>, folder: Option<PathBuf>) -> Answer<Vec<CacheRow>> {
     rows(py, folder, Cache::entries)
 }
 
 /// Removes files that no process is using, and returns them.
 #[pyfunction]
 #[pyo3(signature = (folder = None))]
-pub fn clear_cache(py: Python<'_>, folder: Option<PathBuf>) -> Answer<Vec<Row>> {
+pub fn clear_cache(py: Python<'_>, folder: Option<PathBuf>) -> Answer<Vec<CacheRow>> {
     rows(py, folder, Cache::clear)
 }

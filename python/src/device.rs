@@ -5,12 +5,12 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorizer::device::{Index, find};
+use tensorizer::device::{DeviceIndex, find};
 use tensorizer::error::Result;
 use tensorizer::mem::pinned::Pool;
-use tensorizer::stats::{Report, Stage, last, since};
+use tensorizer::stats::{Report, Stage, last_report, reports_since};
 use tensorizer_torch::exchange::{borrow, offer};
-use tensorizer_torch::tensor::{Loaded, all_on_devices};
+use tensorizer_torch::tensor::{LoadedTensors, all_on_devices};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -19,20 +19,20 @@ use crate::signals;
 
 /// True if loads to a device go through staging memory into its own.
 #[pyfunction]
-pub fn staged(device: Index) -> bool {
+pub fn staged(device: DeviceIndex) -> bool {
     find(device).is_ok_and(|found| found.is_some())
 }
 
 /// Returns the report of the last load or save that has succeeded; None before the first.
 #[pyfunction]
 pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
-    last().map(|report| shown(py, report)).transpose()
+    last_report().map(|report| shown(py, report)).transpose()
 }
 
 /// Returns the reports of the calls after the one with this number.
 #[pyfunction]
 pub fn stats_since(py: Python<'_>, call: u64) -> Answer<Vec<Bound<'_, PyDict>>> {
-    since(call).into_iter().map(|report| shown(py, report)).collect()
+    reports_since(call).into_iter().map(|report| shown(py, report)).collect()
 }
 
 fn shown(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {
@@ -94,7 +94,7 @@ pub fn snapshot(py: Python<'_>, handle: &Handle) -> Answer<Handle> {
         let lent = borrow(&handle.0)?;
         let tensors = lent.list()?;
         let memory = tensorizer::snapshot(&all_on_devices(tensors)?, &signals)?;
-        Ok(Handle(offer(Loaded::copies(tensors, memory)?)))
+        Ok(Handle(offer(LoadedTensors::copies(tensors, memory)?)))
     })?)
 }
 

@@ -7,7 +7,7 @@ use pyo3::exceptions as builtin;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 use tensorizer::error::Error;
-use tensorizer::io::uri::meant;
+use tensorizer::io::uri::path_hint;
 
 /// The result of a method. An error of the core becomes its Python exception on the way out.
 pub type Answer<T> = std::result::Result<T, Raised>;
@@ -38,21 +38,21 @@ impl From<Error> for Raised {
             Error::Irreplaceable { uri, error, .. } => {
                 builtin::PyPermissionError::new_err((error.raw_os_error(), text, uri))
             }
-            Error::Truncated { .. } => own("TruncatedError", (text,)),
-            Error::Format { .. } => own("FormatError", (text,)),
-            Error::Version { found, .. } => own("InvalidVersionError", (text, found)),
+            Error::Truncated { .. } => package_error("TruncatedError", (text,)),
+            Error::Format { .. } => package_error("FormatError", (text,)),
+            Error::Version { found, .. } => package_error("InvalidVersionError", (text, found)),
             Error::TensorNotFound { .. } => builtin::PyKeyError::new_err(text),
             Error::HashMismatch { .. } | Error::NoHash { .. } | Error::NoHashes { .. } => {
-                own("HashMismatchError", (text,))
+                package_error("HashMismatchError", (text,))
             }
-            Error::FileHashMismatch { .. } => own("DamagedFileError", (text,)),
-            Error::Crypt(_) => own("CryptographyError", (text,)),
+            Error::FileHashMismatch { .. } => package_error("DamagedFileError", (text,)),
+            Error::Crypt(_) => package_error("CryptographyError", (text,)),
             Error::OutOfMemory { .. } => builtin::PyMemoryError::new_err(text),
-            Error::Device { .. } => own("DeviceError", (text,)),
-            Error::DeviceMemory { .. } => own("DeviceMemoryError", (text,)),
+            Error::Device { .. } => package_error("DeviceError", (text,)),
+            Error::DeviceMemory { .. } => package_error("DeviceMemoryError", (text,)),
             Error::Unsupported(_) => builtin::PyNotImplementedError::new_err(text),
             Error::InvalidArgument(_) => builtin::PyValueError::new_err(text),
-            Error::Closed(_) => own("ClosedError", (text,)),
+            Error::Closed(_) => package_error("ClosedError", (text,)),
             Error::Cancelled => builtin::PyKeyboardInterrupt::new_err(()),
             Error::Caller(cause) => match cause.downcast::<PyErr>() {
                 Ok(error) => *error,
@@ -64,7 +64,7 @@ impl From<Error> for Raised {
 }
 
 /// Makes an exception of one of this package's classes.
-fn own(class: &str, arguments: impl PyErrArguments + 'static) -> PyErr {
+fn package_error(class: &str, arguments: impl PyErrArguments + 'static) -> PyErr {
     Python::attach(|py| {
         let found = py.import("tensorizer._errors").and_then(|module| module.getattr(class));
         match found.and_then(|class| Ok(class.cast_into::<PyType>()?)) {
@@ -84,7 +84,7 @@ fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
         (Some(code), _) => {
             let message = io::Error::from_raw_os_error(code).to_string();
             let message = message.split(" (os error").next().unwrap_or(&message);
-            let hint = if error.kind() == io::ErrorKind::NotFound { meant(uri) } else { None };
+            let hint = if error.kind() == io::ErrorKind::NotFound { path_hint(uri) } else { None };
             let message = hint.map_or(message.to_owned(), |hint| format!("{message}{hint}"));
             builtin::PyOSError::new_err((code, message, uri.to_owned()))
         }

@@ -26,7 +26,7 @@ const REQUEST_LEN: usize = 1 << 20;
 /// and the transfer at it belong together.
 pub struct PyFile {
     object: Py<PyAny>,
-    turn: PerProcess<Mutex<()>>,
+    call_lock: PerProcess<Mutex<()>>,
     uri: String,
     len: Option<u64>,
 }
@@ -38,12 +38,12 @@ fn raised(error: PyErr) -> io::Error {
 impl PyFile {
     /// Wraps an object. `len` is its size, if it can seek.
     pub fn new(object: Py<PyAny>, uri: String, len: Option<u64>) -> Self {
-        PyFile { object, turn: PerProcess::new(), uri, len }
+        PyFile { object, call_lock: PerProcess::new(), uri, len }
     }
 
     /// Reads once; 0 at the end.
     fn read_some(&self, py: Python<'_>, buffers: &mut Buffers<'_>) -> io::Result<usize> {
-        let wanted = buffers.left_in_one().min(REQUEST_LEN);
+        let wanted = buffers.remaining_in_range().min(REQUEST_LEN);
         if wanted == 0 {
             return Ok(0);
         }
@@ -67,14 +67,14 @@ impl PyFile {
         if bytes.len() > wanted {
             return Err(io::Error::other("the file object returned more bytes than asked for"));
         }
-        Ok(buffers.put(bytes))
+        Ok(buffers.fill_from(bytes))
     }
 
     fn locked<T>(&self, body: impl FnOnce(Python<'_>) -> io::Result<T>) -> io::Result<T> {
         let done = gil::with(|py| {
             // Waits for the lock without the GIL, which the thread that holds the lock may need.
-            let turn = self.turn.get().lock_py_attached(py);
-            let _turn = turn.unwrap_or_else(std::sync::PoisonError::into_inner);
+            let call_lock = self.call_lock.get().lock_py_attached(py);
+            let _guard = call_lock.unwrap_or_else(std::sync::PoisonError::into_inner);
             body(py)
         });
         done.map_err(io::Error::other)?
@@ -129,7 +129,7 @@ impl WriteAt for PyFile {
         1
     }
 
-    fn shows_early(&self) -> bool {
+    fn is_visible_early(&self) -> bool {
         true
     }
 
@@ -162,7 +162,7 @@ impl WriteAt for PyFile {
 
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let what = || "bytes written before".to_owned();
-        tensorizer::io::read_exact_at(self, offset, &mut Buffers::of(buffer), &what, &Never)
+        tensorizer::io::read_exact_at(self, offset, &mut Buffers::from_slice(buffer), &what, &Never)
     }
 
     fn publish(&mut self, len: u64, _cancel: &dyn Cancel) -> Result<()> {

@@ -17,7 +17,7 @@ use tensorizer_torch::guard::guard;
 
 /// The interval at which a thread checks for signals: a check takes the GIL, which other threads
 /// may hold for long.
-const LOOK: Duration = Duration::from_millis(50);
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The interpreter's main thread, which is the one that ends it.
 static MAIN: OnceLock<libc::pthread_t> = OnceLock::new();
@@ -111,9 +111,9 @@ pub fn with<T>(body: impl FnOnce(Python<'_>) -> T) -> Result<T> {
 /// Checks for signals, so that Ctrl-C ends a call. Long work calls it at intervals.
 pub fn signals() -> Result<()> {
     thread_local! {
-        static LOOKED: Cell<Option<Instant>> = const { Cell::new(None) };
+        static LAST_CHECK: Cell<Option<Instant>> = const { Cell::new(None) };
     }
-    if LOOKED.get().is_some_and(|looked| looked.elapsed() < LOOK) {
+    if LAST_CHECK.get().is_some_and(|last_check| last_check.elapsed() < SIGNAL_INTERVAL) {
         return Ok(());
     }
     let found = match with(|py| py.check_signals()) {
@@ -121,7 +121,7 @@ pub fn signals() -> Result<()> {
         // The thread that ends the interpreter also finishes files that were never closed: it goes on.
         Err(_) => Ok(()),
     };
-    LOOKED.set(Some(Instant::now()));
+    LAST_CHECK.set(Some(Instant::now()));
     found
 }
 

@@ -5,13 +5,13 @@ use tensorizer_torch::exchange;
 
 /// A number for the operators `_lend` and `_take`. Dropping it drops tensors that were not fetched.
 #[pyclass(frozen, module = "tensorizer._C")]
-pub struct Handle(pub exchange::Handle);
+pub struct Handle(pub exchange::ExchangeHandle);
 
 #[pymethods]
 impl Handle {
     #[new]
     fn new() -> Self {
-        Handle(exchange::Handle::reserve())
+        Handle(exchange::ExchangeHandle::reserve())
     }
 
     #[getter]

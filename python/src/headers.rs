@@ -2,38 +2,38 @@
 
 use std::sync::Arc;
 
-use tensorizer::codec::KeptHeader;
+use tensorizer::codec::CompactHeader;
 use tensorizer::error::{Error, Result};
-use tensorizer::{Brief, TensorFile, matches_header, read_headers};
-use tensorizer_torch::exchange::Lent;
-use tensorizer_torch::tensor::{Devices, one_to_save};
+use tensorizer::{ForkSafeMutex, TensorFile, matches_header, read_headers};
+use tensorizer_torch::exchange::LentTensors;
+use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 use crate::signals;
 
 /// Headers by the numbers of their tensors.
 #[derive(Default)]
-pub struct Headers(Brief<Vec<Option<Arc<KeptHeader>>>>);
+pub struct HeaderCache(ForkSafeMutex<Vec<Option<Arc<CompactHeader>>>>);
 
-impl Headers {
+impl HeaderCache {
     /// Returns the header of a tensor, if it was read.
-    pub fn known(&self, number: usize) -> Option<Arc<KeptHeader>> {
+    pub fn get(&self, number: usize) -> Option<Arc<CompactHeader>> {
         self.0.lock().get(number).cloned().flatten()
     }
 
     /// Returns those of some numbers whose headers were not read.
     pub fn missing(&self, numbers: &[usize]) -> Vec<usize> {
-        let missing = |&number: &usize| self.known(number).is_none();
+        let missing = |&number: &usize| self.get(number).is_none();
         numbers.iter().copied().filter(missing).collect()
     }
 
     /// Keeps the headers of some tensors.
-    pub fn keep(&self, numbers: &[usize], headers: Vec<KeptHeader>) {
-        let mut known = self.0.lock();
+    pub fn insert(&self, numbers: &[usize], headers: Vec<CompactHeader>) {
+        let mut headers_by_number = self.0.lock();
         for (&number, header) in numbers.iter().zip(headers) {
-            if known.len() <= number {
-                known.resize_with(number + 1, || None);
+            if headers_by_number.len() <= number {
+                headers_by_number.resize_with(number + 1, || None);
             }
-            if let Some(slot) = known.get_mut(number) {
+            if let Some(slot) = headers_by_number.get_mut(number) {
                 *slot = Some(Arc::new(header));
             }
         }
@@ -43,20 +43,20 @@ impl Headers {
 /// Compares the bytes, types and shapes of tensors with those of a file.
 pub fn matching(
     file: &TensorFile,
-    headers: &Headers,
-    lent: &Lent,
+    headers: &HeaderCache,
+    lent: &LentTensors,
     numbers: &[usize],
 ) -> Result<Vec<bool>> {
     file.check_hashes()?;
     let missing = headers.missing(numbers);
-    headers.keep(&missing, read_headers(file, &missing, &signals)?);
-    let (tensors, mut devices) = (lent.list()?, Devices::default());
+    headers.insert(&missing, read_headers(file, &missing, &signals)?);
+    let (tensors, mut devices) = (lent.list()?, LentDevices::default());
     let mut out = Vec::with_capacity(numbers.len());
     for (at, &number) in numbers.iter().enumerate() {
         let entry = file.entry(number)?;
         let name = entry.name.clone();
         let tensor = one_to_save(name, entry.kind, 0, tensors, at, &mut devices)?;
-        let header = headers.known(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
+        let header = headers.get(number).ok_or_else(|| Error::Bug("no header".to_owned()))?;
         let same = tensor.dtype == entry.dtype && tensor.shape == *entry.shape;
         out.push(same && matches_header(&tensor.data, &header, entry, file.uri(), &signals)?);
     }

@@ -6,14 +6,14 @@ use pyo3::types::PyBytes;
 use tensorizer::io::{CachedHead, CachedHeads};
 
 /// Address, length of the file, `ETag`, `Last-Modified`, headers of the response, first bytes.
-type Head<B> = (String, u64, Option<String>, Option<String>, Vec<(String, String)>, B);
+type HeadTuple<B> = (String, u64, Option<String>, Option<String>, Vec<(String, String)>, B);
 /// A head that Python passes in.
-pub type Given = Head<PyBackedBytes>;
+pub type HeadFromPython = HeadTuple<PyBackedBytes>;
 /// A head that Python gets.
-pub type Shown<'py> = Head<Bound<'py, PyBytes>>;
+pub type HeadForPython<'py> = HeadTuple<Bound<'py, PyBytes>>;
 
 /// Converts heads from Python for the core.
-pub fn known(heads: impl Iterator<Item = Given>) -> CachedHeads {
+pub fn cached_heads(heads: impl Iterator<Item = HeadFromPython>) -> CachedHeads {
     let heads = heads.map(|(uri, len, tag, modified, headers, first)| {
         let first: &[u8] = &first;
         CachedHead { uri, len, tag, modified, headers, first: first.into() }
@@ -22,7 +22,7 @@ pub fn known(heads: impl Iterator<Item = Given>) -> CachedHeads {
 }
 
 /// Converts heads of the core for Python.
-pub fn for_python<'py>(py: Python<'py>, heads: &[CachedHead]) -> Vec<Shown<'py>> {
+pub fn for_python<'py>(py: Python<'py>, heads: &[CachedHead]) -> Vec<HeadForPython<'py>> {
     let heads = heads.iter().map(|head| {
         let CachedHead { uri, len, tag, modified, headers, first } = head.clone();
         (uri, len, tag, modified, headers, PyBytes::new(py, &first))

@@ -6,27 +6,27 @@ use pyo3::prelude::*;
 use tensorizer::Closer;
 use tensorizer::error::{Error, Result};
 use tensorizer_torch::exchange::offer;
-use tensorizer_torch::iterate::Tensors;
+use tensorizer_torch::iterate::TorchTensors;
 
 use crate::errors::Answer;
 use crate::gil;
 use crate::handle::Handle;
-use crate::watch::Loads;
+use crate::watch::LoadState;
 
 /// Tensors of a file one by one, while the next are being read.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct TensorIterator {
     /// None once it was closed.
-    tensors: Mutex<Option<Tensors>>,
+    tensors: Mutex<Option<TorchTensors>>,
     closer: Closer,
     /// State that is shared with other loads of the file.
-    loads: Arc<Loads>,
+    loads: Arc<LoadState>,
     uri: String,
 }
 
 impl TensorIterator {
     /// Wraps an iterator whose load has begun.
-    pub fn new(tensors: Tensors, loads: Arc<Loads>, uri: &str) -> Self {
+    pub fn new(tensors: TorchTensors, loads: Arc<LoadState>, uri: &str) -> Self {
         let closer = tensors.closer();
         TensorIterator { tensors: Mutex::new(Some(tensors)), closer, loads, uri: uri.to_owned() }
     }
@@ -35,7 +35,7 @@ impl TensorIterator {
         let closed = || Error::Closed("the iterator is closed".to_owned());
         let mut held = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
         let tensors = held.as_mut().ok_or_else(closed)?;
-        let cancel = || self.loads.go_on(&self.uri, self.closer.moved());
+        let cancel = || self.loads.report_and_check(&self.uri, self.closer.moved());
         let (loaded, numbers) = tensors.next(&cancel)?;
         self.loads.watch.tick(self.closer.moved())?;
         if numbers.is_empty() {

@@ -2,7 +2,6 @@
 
 mod cache;
 mod crypt;
-mod cuts;
 mod device;
 mod errors;
 mod file;
@@ -19,6 +18,7 @@ mod pickled;
 mod reader;
 mod shards;
 mod sink;
+mod slicing;
 mod source;
 mod text;
 mod verification;
@@ -36,7 +36,7 @@ use crate::gil::signals;
 /// Makes the variables `TENSORIZER_*` be read again, for tests.
 #[pyfunction]
 fn forget_environment() {
-    environment::forget();
+    environment::clear_cache();
 }
 
 #[pymodule(name = "_C")]
@@ -58,8 +58,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("KINDS", PyTuple::new(module.py(), TensorKind::ALL.map(TensorKind::name))?)?;
     module.add_function(wrap_pyfunction!(text::convert_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
-    module.add_function(wrap_pyfunction!(cuts::indexed, module)?)?;
-    module.add_function(wrap_pyfunction!(cuts::shards, module)?)?;
+    module.add_function(wrap_pyfunction!(slicing::indexed, module)?)?;
+    module.add_function(wrap_pyfunction!(slicing::shards, module)?)?;
     module.add_function(wrap_pyfunction!(namespaces::holders, module)?)?;
     module.add_function(wrap_pyfunction!(open::local_path, module)?)?;
     module.add_function(wrap_pyfunction!(open::model_files, module)?)?;

@@ -19,9 +19,9 @@ pub fn shares_of_tensors(
     reader: u64,
     kept: u64,
 ) -> Answer<(u64, u64)> {
-    let limit = MemoryLimit::of(limit).without(kept).known()?;
+    let limit = MemoryLimit::of(limit).reserving(kept).or_environment()?;
     let (tensors, rest) = limit.tensors(wanted, largest, reader)?;
-    Ok((tensors, rest.beside()))
+    Ok((tensors, rest.reserved()))
 }
 
 /// Divides a limit for a member of a group. `most`: bytes of a batch at most; `reads`: batches that
@@ -37,20 +37,21 @@ pub fn shares_of_group(
     whole: u64,
     reader: u64,
 ) -> Answer<(u64, u64, u64)> {
-    let shares = MemoryLimit::of(limit).known()?.group(most, reads, others, whole, reader)?;
-    Ok((shares.batch, shares.at_once, shares.load.beside()))
+    let shares =
+        MemoryLimit::of(limit).or_environment()?.group(most, reads, others, whole, reader)?;
+    Ok((shares.batch, shares.at_once, shares.load.reserved()))
 }
 
 /// Returns the bytes of a limit, or of that of the environment; None for no limit.
 #[pyfunction]
 pub fn known_limit(limit: Option<u64>) -> Answer<Option<u64>> {
-    Ok(MemoryLimit::of(limit).known()?.bytes())
+    Ok(MemoryLimit::of(limit).or_environment()?.bytes())
 }
 
 /// Returns the minimum memory of a save that writes tensors from host memory and hashes them.
 #[pyfunction]
 pub fn least_of_save(uploads: bool, encrypted: bool) -> u64 {
-    SaveNeeds::of_host(uploads, encrypted).least()
+    SaveNeeds::of_host(uploads, encrypted).minimum()
 }
 
 /// Makes the loads of this process measure, or not, how long the system takes to provide new memory.

@@ -99,14 +99,14 @@ pub fn described<'e, 'py>(
     py: Python<'py>,
     entries: impl Iterator<Item = &'e Entry>,
 ) -> PyResult<Vec<Bound<'py, PyTuple>>> {
-    let mut known: HashMap<(&str, &[u64]), Bound<'py, PyTuple>> = HashMap::new();
+    let mut interned: HashMap<(&str, &[u64]), Bound<'py, PyTuple>> = HashMap::new();
     let described = entries.map(|entry| {
         let (dtype, shape) = (entry.dtype.name(), &*entry.shape);
-        if let Some(found) = known.get(&(dtype, shape)) {
+        if let Some(found) = interned.get(&(dtype, shape)) {
             return Ok(found.clone());
         }
         let made = (PyString::intern(py, dtype), PyTuple::new(py, shape)?).into_pyobject(py)?;
-        known.insert((dtype, shape), made.clone());
+        interned.insert((dtype, shape), made.clone());
         Ok(made)
     });
     described.collect()

@@ -19,16 +19,16 @@ use tensorizer::io::{MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options, Stream
 use crate::errors::{Answer, Raised};
 use crate::file::{PyFile, duplicate};
 use crate::gil;
-use crate::heads::{Given, known};
+use crate::heads::{HeadFromPython, cached_heads};
 use crate::signals;
 use crate::sink::Sink;
 use crate::source::Source;
 
 /// The options of a call: `OpenOptions` of `_C.pyi`.
 #[derive(Default)]
-pub struct Options<'py>(Option<Bound<'py, PyDict>>);
+pub struct CallOptions<'py>(Option<Bound<'py, PyDict>>);
 
-impl<'py> Options<'py> {
+impl<'py> CallOptions<'py> {
     fn get<T: for<'a> FromPyObject<'a, 'py>>(&self, name: &str) -> PyResult<Option<T>> {
         let found = self.0.as_ref().map(|options| options.get_item(name)).transpose()?.flatten();
         let found = found.filter(|found| !found.is_none());
@@ -43,7 +43,7 @@ impl<'py> Options<'py> {
     }
 
     fn trust(&self) -> PyResult<Option<Trust>> {
-        let path = self.get::<PathBuf>("certificates")?.map(Trust::argument);
+        let path = self.get::<PathBuf>("certificates")?.map(Trust::from_argument);
         let any = self.get::<bool>("trust_all")?.unwrap_or(false);
         Ok(if any { Some(Trust::Anything) } else { path })
     }
@@ -65,7 +65,7 @@ impl<'py> Options<'py> {
     fn resolved(&self) -> Answer<OpenOptions> {
         let mut found = OpenOptions::from_environment().map_err(Raised::from)?;
         found.s3 = self.s3()?;
-        found.heads = known(self.get::<Vec<Given>>("heads")?.into_iter().flatten());
+        found.heads = cached_heads(self.get::<Vec<HeadFromPython>>("heads")?.into_iter().flatten());
         if let Some(trust) = self.trust()? {
             found.transport.trust = trust;
         }
@@ -88,7 +88,7 @@ pub fn open(
     file: &Bound<'_, PyAny>,
     options: Option<Bound<'_, PyDict>>,
 ) -> Answer<Source> {
-    let options = Options(options);
+    let options = CallOptions(options);
     let uri = options.get::<String>("uri")?;
     let uri = || uri.clone().unwrap_or_else(|| "<file>".to_owned());
     let base = options.get("base")?.unwrap_or(0);
@@ -113,7 +113,7 @@ pub fn open(
             }
             uri::open(&address, &options, &signals)
         })?;
-        if options.cache.is_some() && opened.response_head().is_some() && !Cache::can_keep(&*opened)
+        if options.cache.is_some() && opened.response_head().is_some() && !Cache::accepts(&*opened)
         {
             warn_of_no_tag(py, opened.uri())?;
         }
@@ -164,7 +164,7 @@ fn warn_of_no_tag(py: Python<'_>, uri: &str) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (address, options = None))]
 pub fn create(py: Python<'_>, address: String, options: Option<Bound<'_, PyDict>>) -> Answer<Sink> {
-    let options = Options(options).resolved()?;
+    let options = CallOptions(options).resolved()?;
     Ok(Sink::new(gil::without(py, || uri::create_object(&address, &options, &signals))?))
 }
 

@@ -3,19 +3,19 @@
 use pyo3::prelude::*;
 use tensorizer::error::Error;
 use tensorizer::format::dtype::DType;
-use tensorizer::{Pickled, TensorFile};
+use tensorizer::{PickledTensor, TensorFile};
 
 use crate::errors::Answer;
 use crate::names::name_from_python;
 
 /// A tensor of a pickle, as `Reader::tensors` takes it.
-pub type PickledTensor<'py> = (Bound<'py, PyAny>, String, Vec<u64>, Option<(usize, u64)>, bool);
+pub type PickledTuple<'py> = (Bound<'py, PyAny>, String, Vec<u64>, Option<(usize, u64)>, bool);
 
 /// Returns the file with these tensors.
 pub fn pickled(
     file: &TensorFile,
     py: Python<'_>,
-    tensors: Vec<PickledTensor<'_>>,
+    tensors: Vec<PickledTuple<'_>>,
 ) -> Answer<TensorFile> {
     let uri = file.uri();
     let tensors = tensors.into_iter().map(|(name, dtype, shape, storage, strided)| {
@@ -28,7 +28,7 @@ pub fn pickled(
                 format!("`{uri}`: tensor `{name}` has the dtype torch.{dtype}, which is unknown");
             Error::Unsupported(what)
         })?;
-        Ok(Pickled { name, dtype, shape: shape.into(), storage, strided })
+        Ok(PickledTensor { name, dtype, shape: shape.into(), storage, strided })
     });
     Ok(file.pickled(tensors.collect::<Answer<_>>()?)?)
 }

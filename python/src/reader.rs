@@ -9,40 +9,40 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 use tensorizer::TensorFile;
-use tensorizer::codec::KeptHeader;
+use tensorizer::codec::CompactHeader;
 use tensorizer::error::Result;
 use tensorizer::format::catalog::{Entry, data_len};
 use tensorizer::{IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load, read_headers};
 use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::fill::load_into_tensors;
-use tensorizer_torch::iterate::Tensors;
-use tensorizer_torch::load::{Where, load_tensors};
+use tensorizer_torch::iterate::TorchTensors;
+use tensorizer_torch::load::{LoadDestination, load_tensors};
 
 use crate::crypt::Decryption;
 use crate::errors::{Answer, Raised};
 use crate::gil;
 use crate::handle::Handle;
-use crate::headers::{Headers, matching};
-use crate::heads::{Shown, for_python};
+use crate::headers::{HeaderCache, matching};
+use crate::heads::{HeadForPython, for_python};
 use crate::iterator::TensorIterator;
 use crate::names::{described, name_from_python, name_to_python, plain_name, stored, top_level};
-use crate::pickled::{PickledTensor, pickled};
+use crate::pickled::{PickledTuple, pickled};
 use crate::signals;
 use crate::source::Source;
-use crate::watch::Loads;
+use crate::watch::LoadState;
 
 /// An open file. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Reader {
     pub file: TensorFile,
-    headers: Headers,
+    headers: HeaderCache,
     /// The state that its loads share with those of its slices.
-    loads: Arc<Loads>,
+    loads: Arc<LoadState>,
 }
 
 impl Reader {
     pub fn new(file: TensorFile) -> Self {
-        Reader { file, headers: Headers::default(), loads: Arc::default() }
+        Reader { file, headers: HeaderCache::default(), loads: Arc::default() }
     }
 
     /// Returns a reader of the same file with other tensors.
@@ -51,9 +51,9 @@ impl Reader {
     }
 
     /// Keeps headers, and returns their module indices.
-    fn keep_all(&self, numbers: &[usize], headers: Vec<KeptHeader>) -> Vec<u16> {
+    fn keep_all(&self, numbers: &[usize], headers: Vec<CompactHeader>) -> Vec<u16> {
         let modules = headers.iter().map(|header| header.module_index).collect();
-        self.headers.keep(numbers, headers);
+        self.headers.insert(numbers, headers);
         modules
     }
 
@@ -91,7 +91,7 @@ impl Reader {
     }
 
     /// Returns cached heads, with which other processes open its files without a request.
-    fn heads<'py>(&self, py: Python<'py>) -> Vec<Shown<'py>> {
+    fn heads<'py>(&self, py: Python<'py>) -> Vec<HeadForPython<'py>> {
         for_python(py, self.file.heads())
     }
 
@@ -119,7 +119,7 @@ impl Reader {
     /// Limits the memory of its loads to `limit` bytes, less the bytes `beside` that the caller uses.
     #[pyo3(signature = (limit, beside = 0))]
     fn limit_memory(&self, limit: Option<u64>, beside: u64) {
-        self.loads.set_memory(MemoryLimit::of(limit).without(beside));
+        self.loads.set_memory(MemoryLimit::of(limit).reserving(beside));
     }
 
     /// Makes its loads read files through the page cache even if they are not in it: other
@@ -130,7 +130,7 @@ impl Reader {
 
     /// Returns the minimum memory of a load: of `parts` of tensors, or with staging buffers.
     fn least(&self, parts: bool, staged: bool) -> Answer<u64> {
-        Ok(self.file.least(parts, staged)?)
+        Ok(self.file.minimum_memory(parts, staged)?)
     }
 
     /// Ends loads that are under way on other threads, and refuses new ones.
@@ -199,7 +199,7 @@ impl Reader {
     /// Returns the same files with the tensors of a pickle, which lie in their records. Each has
     /// name, dtype without `torch.`, shape, `(record, position in it)` or None for the `meta`
     /// device, and whether it has strides, so that this cannot load it.
-    fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTensor<'py>>) -> Answer<Self> {
+    fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTuple<'py>>) -> Answer<Self> {
         Ok(self.of_same(pickled(&self.file, py, tensors)?))
     }
 
@@ -212,7 +212,7 @@ impl Reader {
 
     /// Returns the number of each tensor's file, if only an index of shards names the tensors.
     fn promised(&self) -> BTreeMap<String, usize> {
-        self.file.promised().clone()
+        self.file.indexed_files().clone()
     }
 
     /// The metadata of the file; an error if they are damaged.
@@ -234,7 +234,7 @@ impl Reader {
     /// The identity by which the other half of a saved object knows this file.
     #[getter]
     fn pair_id(&self) -> Option<Cow<'static, [u8]>> {
-        self.file.pair_id().map(|id| id.to_vec().into())
+        self.file.identity().map(|id| id.to_vec().into())
     }
 
     #[getter]
@@ -386,7 +386,7 @@ impl Reader {
         let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let options = self.loads.options(readers, verify, map);
             let devices = devices.as_deref().unwrap_or(std::slice::from_ref(&device));
-            let destination = Where { devices, apart };
+            let destination = LoadDestination { devices, apart };
             load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
         })?;
         Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))
@@ -411,7 +411,8 @@ impl Reader {
         let order = if ready { Order::Ready } else { Order::File };
         let load = self.loads.options(readers, verify, false);
         let options = IterateOptions { load, buffer_bytes, order, complete };
-        let tensors = gil::without(py, || Tensors::new(&self.file, &numbers, device, &options))?;
+        let tensors =
+            gil::without(py, || TorchTensors::new(&self.file, &numbers, device, &options))?;
         Ok(TensorIterator::new(tensors, Arc::clone(&self.loads), self.file.uri()))
     }
 

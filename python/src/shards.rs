@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use tensorizer::error::{Error, Result};
-use tensorizer::{Brief, Opening, ShardIndex as Index};
+use tensorizer::{ForkSafeMutex, Opening, ShardIndex as Index};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -16,7 +16,7 @@ use crate::source::Source;
 /// An index that was read. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct ShardIndex {
-    index: Brief<Option<Arc<Index>>>,
+    index: ForkSafeMutex<Option<Arc<Index>>>,
     uri: String,
 }
 
@@ -39,7 +39,7 @@ impl ShardIndex {
         let index = gil::without(py, || Index::of_source(source, base, &signals))?;
         Ok(index.map(|index| ShardIndex {
             uri: index.uri().to_owned(),
-            index: Brief::new(Some(Arc::new(index))),
+            index: ForkSafeMutex::new(Some(Arc::new(index))),
         }))
     }
 

@@ -11,7 +11,7 @@ use tensorizer::engine::workers;
 use tensorizer::error::{Error, Result};
 use tensorizer::io::local::FileSink;
 use tensorizer::io::object::UploadSink;
-use tensorizer::io::{Unclosed, WriteAt, write_all_at};
+use tensorizer::io::{UnclosedOutcome, WriteAt, write_all_at};
 
 use crate::errors::Answer;
 use crate::gil;
@@ -21,12 +21,12 @@ use crate::signals;
 const CHUNK_LEN: usize = 8 << 20;
 
 /// Returns whether a file that was never closed exists, and its path if it did not get its own name.
-pub fn place(of: Unclosed) -> (bool, Option<OsString>) {
-    match of {
-        Unclosed::InPlace => (true, None),
+pub fn unclosed_place(outcome: UnclosedOutcome) -> (bool, Option<OsString>) {
+    match outcome {
+        UnclosedOutcome::InPlace => (true, None),
         // Not as a `Path`: that may not work while the interpreter ends.
-        Unclosed::Beside(path) => (true, Some(path.into_os_string())),
-        Unclosed::GivenUp => (false, None),
+        UnclosedOutcome::OtherName(path) => (true, Some(path.into_os_string())),
+        UnclosedOutcome::Aborted => (false, None),
     }
 }
 
@@ -74,7 +74,7 @@ impl Sink {
                 while let Some((start, chunk)) = next().filter(|_| !control.stopped()) {
                     let mut buffers = [std::io::IoSlice::new(chunk)];
                     write_all_at(&sink, offset + start as u64, &mut buffers, control)?;
-                    sink.settle(control)?;
+                    sink.finish_deferred_writes(control)?;
                 }
                 Ok(())
             })
@@ -89,7 +89,7 @@ impl Sink {
     /// Abandons the object.
     fn abandon(&self, py: Python<'_>) -> Answer<()> {
         let sink = self.shared()?;
-        Ok(gil::without(py, || sink.abandon(&signals))?)
+        Ok(gil::without(py, || sink.abort(&signals))?)
     }
 
     /// The address.
@@ -130,7 +130,7 @@ impl PathSink {
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Answer<(bool, Option<OsString>)> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
-        Ok(place(gil::without(py, || sink.publish_unclosed(len, &signals))?))
+        Ok(unclosed_place(gil::without(py, || sink.publish_unclosed(len, &signals))?))
     }
 
     /// Abandons the file.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tensorizer::Brief;
+use tensorizer::ForkSafeMutex;
 use tensorizer::error::{Error, Result};
 use tensorizer::io::ReadAt;
 use tensorizer::mem::Buffers;
@@ -19,7 +19,7 @@ const STEP: usize = 8 << 20;
 /// An open source. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Source {
-    source: Brief<Option<Arc<dyn ReadAt>>>,
+    source: ForkSafeMutex<Option<Arc<dyn ReadAt>>>,
     uri: String,
     /// Position of the file's first byte.
     base: u64,
@@ -27,7 +27,7 @@ pub struct Source {
 
 impl Source {
     pub fn new(source: Arc<dyn ReadAt>, base: u64) -> Self {
-        Source { uri: source.uri().to_owned(), source: Brief::new(Some(source)), base }
+        Source { uri: source.uri().to_owned(), source: ForkSafeMutex::new(Some(source)), base }
     }
 
     /// Position of the file's first byte.
@@ -50,8 +50,8 @@ impl Source {
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
         let source = self.shared()?;
         let bytes = gil::without(py, || -> Result<_> {
-            let known = source.capabilities().len.unwrap_or(u64::MAX).saturating_sub(offset);
-            let len = len.min(usize::try_from(known).unwrap_or(len));
+            let available = source.capabilities().len.unwrap_or(u64::MAX).saturating_sub(offset);
+            let len = len.min(usize::try_from(available).unwrap_or(len));
             let mut bytes = Vec::new();
             let mut done = 0;
             while done < len {
@@ -68,7 +68,7 @@ impl Source {
                 }
                 let rest = bytes.split_at_mut(done).1;
                 let at = offset.saturating_add(done as u64);
-                match source.read_at(at, &mut Buffers::of(rest), &signals)? {
+                match source.read_at(at, &mut Buffers::from_slice(rest), &signals)? {
                     0 => break,
                     read => done += read,
                 }

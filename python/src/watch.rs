@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
-use tensorizer::stats::{Counters, Report, take_own};
-use tensorizer::{Brief, LoadOptions, MemoryLimit};
+use tensorizer::stats::{Counters, Report, take_thread_report};
+use tensorizer::{ForkSafeMutex, LoadOptions, MemoryLimit};
 
 use crate::errors::Answer;
 use crate::verification::verification;
@@ -19,47 +19,47 @@ use crate::{gil, signals};
 #[derive(Default)]
 pub struct Watch {
     /// The callable. It takes the bytes of tensor data that all calls have moved.
-    tell: OnceLock<Py<PyAny>>,
+    callback: OnceLock<Py<PyAny>>,
     /// Bytes of the calls that have ended.
-    before: AtomicU64,
-    told: AtomicU64,
+    ended_bytes: AtomicU64,
+    reported: AtomicU64,
 }
 
 impl Watch {
     /// Sets the callable that is told from now on; only the first one counts.
-    pub fn set(&self, tell: Py<PyAny>) {
-        let _ = self.tell.set(tell);
+    pub fn set(&self, callback: Py<PyAny>) {
+        let _ = self.callback.set(callback);
     }
 
     /// Reports what a running call has moved, on the thread that checks for signals. An exception
     /// of the callable ends the call.
     pub fn tick(&self, moved: u64) -> Result<()> {
-        let Some(tell) = self.tell.get() else { return Ok(()) };
-        let sum = self.before.load(Ordering::Relaxed).saturating_add(moved);
-        if self.told.fetch_max(sum, Ordering::Relaxed) >= sum {
+        let Some(callback) = self.callback.get() else { return Ok(()) };
+        let sum = self.ended_bytes.load(Ordering::Relaxed).saturating_add(moved);
+        if self.reported.fetch_max(sum, Ordering::Relaxed) >= sum {
             return Ok(());
         }
-        let told = gil::with(|py| tell.call1(py, (sum,)).map(drop))?;
-        told.map_err(|e| Error::Caller(Box::new(e)))
+        let reported = gil::with(|py| callback.call1(py, (sum,)).map(drop))?;
+        reported.map_err(|e| Error::Caller(Box::new(e)))
     }
 
     /// Adds what an ended call has moved, and reports the sum.
     pub fn end(&self, moved: u64) -> Result<()> {
-        self.before.fetch_add(moved, Ordering::Relaxed);
+        self.ended_bytes.fetch_add(moved, Ordering::Relaxed);
         self.tick(0)
     }
 }
 
 /// The state that all loads of a file share.
 #[derive(Default)]
-pub struct Loads {
+pub struct LoadState {
     stopped: AtomicBool,
     pub watch: Watch,
-    memory: Brief<MemoryLimit>,
+    memory: ForkSafeMutex<MemoryLimit>,
     shares_cache: AtomicBool,
 }
 
-impl Loads {
+impl LoadState {
     /// Ends loads that are under way, and refuses new ones.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
@@ -84,7 +84,7 @@ impl Loads {
     }
 
     /// Reports the bytes that a load has moved. Returns an error if the load is to end.
-    pub fn go_on(&self, uri: &str, moved: u64) -> Result<()> {
+    pub fn report_and_check(&self, uri: &str, moved: u64) -> Result<()> {
         if self.stopped.load(Ordering::Relaxed) {
             return Err(Error::Closed(format!("the load of `{uri}` was stopped before its end")));
         }
@@ -101,8 +101,8 @@ impl Loads {
     ) -> Answer<T> {
         let counters = Counters::default();
         let loaded = gil::without(py, || {
-            let go_on = || self.go_on(uri, counters.moved());
-            let loaded = load(&counters, &go_on)?;
+            let report_and_check = || self.report_and_check(uri, counters.moved());
+            let loaded = load(&counters, &report_and_check)?;
             self.watch.end(counters.moved())?;
             Ok(loaded)
         })?;
@@ -116,7 +116,7 @@ const INFO: u8 = 20;
 /// Logs the load or save that has ended on this thread.
 pub fn log(py: Python<'_>) -> PyResult<()> {
     static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let Some(report) = take_own() else { return Ok(()) };
+    let Some(report) = take_thread_report() else { return Ok(()) };
     let logger = LOGGER.get_or_try_init(py, || {
         let logging = py.import("logging")?;
         logging.call_method1("getLogger", ("tensorizer",)).map(Bound::unbind)
@@ -131,12 +131,12 @@ pub fn log(py: Python<'_>) -> PyResult<()> {
 fn line(report: &Report) -> String {
     let Report { what, uri, device, tensors, bytes, threads, elapsed, reading, fallbacks, .. } =
         report;
-    let (what, way) = if *what == "save" { ("saved", "from") } else { ("loaded", "to") };
+    let (what, direction) = if *what == "save" { ("saved", "from") } else { ("loaded", "to") };
     let seconds = elapsed.as_secs_f64();
     #[allow(clippy::cast_precision_loss)] // Only for a log message.
     let rate = *bytes as f64 / seconds.max(1e-9) / 1e9;
     let mut line = format!(
-        "{what} {tensors} tensors, {bytes} bytes in {seconds:.3} s ({rate:.2} GB/s) {way} {device}, \
+        "{what} {tensors} tensors, {bytes} bytes in {seconds:.3} s ({rate:.2} GB/s) {direction} {device}, \
          {threads} threads: {uri}"
     );
     if !reading.is_empty() {

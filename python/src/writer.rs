@@ -15,9 +15,9 @@ use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Hashes;
 use tensorizer::io::WriteAt;
 use tensorizer::io::local::FileSink;
-use tensorizer::{Maker, MemoryLimit, Pair, SaveOptions, SaveTensor};
-use tensorizer_torch::exchange::{Lent, borrow};
-use tensorizer_torch::tensor::{Devices, one_to_save};
+use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor};
+use tensorizer_torch::exchange::{LentTensors, borrow};
+use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 use crate::crypt::Encryption;
 use crate::errors::Answer;
@@ -26,14 +26,14 @@ use crate::gil;
 use crate::handle::Handle;
 use crate::names::name_from_python;
 use crate::signals;
-use crate::sink::{Sink, place};
+use crate::sink::{Sink, unclosed_place};
 use crate::watch::{Watch, log};
 
 /// A file under construction. Calls run one at a time.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Writer {
     inner: Mutex<tensorizer::Writer>,
-    maker: Maker,
+    owner: OwnerProcess,
     uri: String,
     progress: Arc<AtomicU64>,
     watch: Watch,
@@ -42,7 +42,7 @@ pub struct Writer {
 /// The options of a new file, as Python passes them.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-struct Given {
+struct WriterArguments {
     alignment: u64,
     threads: Option<usize>,
     hashes: String,
@@ -53,7 +53,7 @@ struct Given {
     kept: u64,
 }
 
-impl Given {
+impl WriterArguments {
     fn options(self) -> Result<SaveOptions> {
         let hashes = match self.hashes.as_str() {
             "all" => Hashes::All,
@@ -64,16 +64,17 @@ impl Given {
             }
         };
         let encryption = self.encryption.map(|encryption| Arc::clone(&encryption.get().0));
-        let Given { alignment, threads, metadata, clear_metadata, memory, kept, .. } = self;
+        let WriterArguments { alignment, threads, metadata, clear_metadata, memory, kept, .. } =
+            self;
         Ok(SaveOptions {
             alignment,
             threads,
             hashes,
             encryption,
-            pair: None,
+            identity: None,
             metadata,
             clear_metadata,
-            memory: MemoryLimit::of(memory).without(kept),
+            memory: MemoryLimit::of(memory).reserving(kept),
         })
     }
 }
@@ -92,12 +93,12 @@ impl Drop for Writer {
 }
 
 impl Writer {
-    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: Given) -> Answer<Self> {
+    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: WriterArguments) -> Answer<Self> {
         let options = given.options()?;
         let inner = tensorizer::Writer::new(sink?, base, options)?;
         Ok(Writer {
             progress: inner.progress(),
-            maker: Maker::this(),
+            owner: OwnerProcess::current(),
             uri: inner.uri().to_owned(),
             inner: Mutex::new(inner),
             watch: Watch::default(),
@@ -112,7 +113,7 @@ impl Writer {
         let mut inner = match self.inner.try_lock() {
             // In a forked child, the thread that holds the lock does not exist: that is an error here.
             Err(TryLockError::WouldBlock) => {
-                self.maker.check(&self.uri)?;
+                self.owner.check(&self.uri)?;
                 self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
             }
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -144,14 +145,14 @@ impl Writer {
 #[pymethods]
 impl Writer {
     #[staticmethod]
-    fn to_path(path: OsString, given: Given) -> Answer<Self> {
+    fn to_path(path: OsString, given: WriterArguments) -> Answer<Self> {
         let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
         Self::new(sink, 0, given)
     }
 
     /// Writes through a duplicate of the descriptor, from `base` on.
     #[staticmethod]
-    fn to_fd(descriptor: c_int, uri: String, base: u64, given: Given) -> Answer<Self> {
+    fn to_fd(descriptor: c_int, uri: String, base: u64, given: WriterArguments) -> Answer<Self> {
         let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.and_then(|file| Ok(Box::new(FileSink::from_file(file, uri)?) as _));
         Self::new(sink, base, given)
@@ -159,13 +160,18 @@ impl Writer {
 
     /// Writes to a server, from `base` on.
     #[staticmethod]
-    fn to_sink(sink: &Sink, base: u64, given: Given) -> Answer<Self> {
+    fn to_sink(sink: &Sink, base: u64, given: WriterArguments) -> Answer<Self> {
         Self::new(sink.shared().map(|sink| Box::new(sink) as _), base, given)
     }
 
     /// Writes to a Python object that can seek, from `base` on.
     #[staticmethod]
-    fn to_object(object: Py<PyAny>, uri: String, base: u64, given: Given) -> Answer<Self> {
+    fn to_object(
+        object: Py<PyAny>,
+        uri: String,
+        base: u64,
+        given: WriterArguments,
+    ) -> Answer<Self> {
         Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, given)
     }
 
@@ -194,14 +200,14 @@ impl Writer {
     /// Gives the file an identity: that of the file of which it is a copy, or one of its own.
     #[pyo3(signature = (given))]
     fn set_pair(&self, py: Python<'_>, given: Option<[u8; 16]>) -> Answer<()> {
-        let pair = given.map_or(Pair::FromContent, Pair::Given);
-        self.with(py, |writer| writer.set_pair(pair))
+        let source = given.map_or(IdentitySource::FromContent, IdentitySource::Given);
+        self.with(py, |writer| writer.set_identity(source))
     }
 
     /// The file's identity, of the tensors written so far.
     #[getter]
     fn pair_id(&self, py: Python<'_>) -> Answer<Option<Cow<'static, [u8]>>> {
-        self.with(py, |writer| Ok(writer.pair_id().map(|id| id.to_vec().into())))
+        self.with(py, |writer| Ok(writer.identity().map(|id| id.to_vec().into())))
     }
 
     /// Writes lent tensors. Names are `str` or tuples of `str` and `int`.
@@ -244,7 +250,7 @@ impl Writer {
     /// Ends a file that was never closed; another file that has its name stays. Returns whether it
     /// exists, and its path if it did not get its own name.
     fn finish_unclosed(&self, py: Python<'_>) -> Answer<(bool, Option<OsString>)> {
-        Ok(place(self.with(py, |writer| writer.finish_unclosed(&signals))?))
+        Ok(unclosed_place(self.with(py, |writer| writer.finish_unclosed(&signals))?))
     }
 
     /// True if a write has failed half-way, so that the file can only be abandoned.
@@ -270,13 +276,13 @@ impl Writer {
 
 /// Describes lent tensors, to be saved.
 fn to_save(
-    lent: &Lent,
+    lent: &LentTensors,
     names: Vec<Name>,
     kinds: Vec<u8>,
     modules: Vec<u16>,
 ) -> Result<Vec<SaveTensor<'_>>> {
     let tensors = lent.list()?;
-    let mut devices = Devices::default();
+    let mut devices = LentDevices::default();
     let items = names.into_iter().zip(kinds).zip(modules).enumerate();
     let items = items.map(|(at, ((name, kind), module_index))| {
         let kind = TensorKind::from_u8(kind)

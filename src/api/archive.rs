@@ -2,13 +2,13 @@
 
 use std::sync::{Arc, OnceLock};
 
+use super::catalog_part::{CatalogPart, Opening, malformed, read_growing};
 use super::file::TensorFile;
-use super::part::{Opening, Part, malformed, read_growing};
 use crate::cancel::Cancel;
 use crate::codec::hash::{Digests, Verify};
 use crate::engine::plan::Extent;
-use crate::engine::read::{Begun, Codec, Reading, read};
-use crate::engine::target::host::Host;
+use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
+use crate::engine::target::host::HostTarget;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed};
 use crate::format::TensorKind;
@@ -31,7 +31,7 @@ pub fn read_archive(
     base: u64,
     (file, at_once): (usize, usize),
     opening: &Opening<'_>,
-) -> Result<Part> {
+) -> Result<CatalogPart> {
     let uri = source.uri();
     if !opening.storages {
         return Err(Error::Unsupported(format!(
@@ -73,7 +73,7 @@ pub fn read_archive(
     });
     let entries = collected(entries, LISTS)?;
     let format = Format::TorchZip;
-    Ok(Part { source, format, head: None, entries, metadata: None })
+    Ok(CatalogPart { source, format, head: None, entries, metadata: None })
 }
 
 fn bytes_dtype() -> Result<DType> {
@@ -81,14 +81,14 @@ fn bytes_dtype() -> Result<DType> {
 }
 
 /// Records, and the position of the directory behind the last of them.
-type Records = (Vec<Record>, u64);
+type ArchiveRecords = (Vec<Record>, u64);
 
 fn read_directory(
     source: &dyn ReadAt,
     base: u64,
     size: u64,
     cancel: &dyn Cancel,
-) -> Result<Records> {
+) -> Result<ArchiveRecords> {
     let what = "the directory of the zip archive";
     let some = |start: u64, len: u64| {
         let mut bytes = Vec::new();
@@ -98,7 +98,7 @@ fn read_directory(
     let uri = source.uri();
     let tail_at = size.saturating_sub(TAIL_LEN);
     let tail = some(tail_at, size.min(TAIL_LEN))?;
-    let found = torch_zip::find_directory(&tail, size, base).map_err(|e| e.of(uri))?;
+    let found = torch_zip::find_directory(&tail, size, base).map_err(|e| e.in_file(uri))?;
     let in_tail = found.start.checked_sub(tail_at).and_then(|from| {
         let (from, len) = (usize::try_from(from).ok()?, usize::try_from(found.len).ok()?);
         tail.get(from..from.checked_add(len)?)
@@ -107,14 +107,14 @@ fn read_directory(
         Some(bytes) => torch_zip::records(bytes, &found, base),
         None => torch_zip::records(&some(found.start, found.len)?, &found, base),
     };
-    Ok((records.map_err(|e| e.of(uri))?, found.start))
+    Ok((records.map_err(|e| e.in_file(uri))?, found.start))
 }
 
 /// Reads the local headers of records, and returns the positions of their data.
 fn read_headers(
     source: &dyn ReadAt,
     base: u64,
-    records: &Records,
+    records: &ArchiveRecords,
     readers: Option<usize>,
     cancel: &dyn Cancel,
 ) -> Result<Vec<u64>> {
@@ -126,7 +126,7 @@ fn read_headers(
     let extents = listed(extents, LISTS)?;
     let found = listed(extents.iter().map(|_| OnceLock::new()), LISTS)?;
     let headers = LocalHeaders { uri: source.uri(), base, records, found: &found };
-    let reading = Reading {
+    let reading = ReadRequest {
         files: &[source],
         extents: &extents,
         codec: &headers,
@@ -137,7 +137,7 @@ fn read_headers(
         shares_cache: false,
         receiver: None,
     };
-    read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
+    read(&reading, &mut HostTarget::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
     let positions = found.into_iter().map(|found| {
         let at =
             found.into_inner().ok_or_else(|| Error::Bug("a header was not read".to_owned()))?;
@@ -150,19 +150,19 @@ fn read_headers(
 struct LocalHeaders<'r> {
     uri: &'r str,
     base: u64,
-    records: &'r Records,
+    records: &'r ArchiveRecords,
     found: &'r [OnceLock<u64>],
 }
 
 impl Codec for LocalHeaders<'_> {
-    fn header(&self, number: usize, raw: &[u8], _cancel: &dyn Cancel) -> Result<Begun> {
+    fn header(&self, number: usize, raw: &[u8], _cancel: &dyn Cancel) -> Result<HeaderInfo> {
         let bug = || Error::Bug(format!("no record {number}"));
         let (records, directory) = self.records;
         let record = records.get(number).ok_or_else(bug)?;
         let end = records.get(number + 1).map_or(*directory, |next| next.header_at);
-        let at = record.data_at(raw, end, self.base).map_err(|e| e.of(self.uri))?;
+        let at = record.data_at(raw, end, self.base).map_err(|e| e.in_file(self.uri))?;
         self.found.get(number).ok_or_else(bug)?.get_or_init(|| at);
-        Ok(Begun { covered: Vec::new(), in_chunks: true })
+        Ok(HeaderInfo { covered: Vec::new(), in_chunks: true })
     }
 
     fn decrypt(&self, _: usize, _: u64, _: &mut [u8], _: &dyn Cancel) -> Result<bool> {
@@ -176,7 +176,7 @@ impl Codec for LocalHeaders<'_> {
 
 /// A tensor that a pickle names.
 #[doc(hidden)]
-pub struct Pickled {
+pub struct PickledTensor {
     /// Its name.
     pub name: Name,
     /// Its element type.
@@ -194,7 +194,7 @@ impl TensorFile {
     /// Returns the same files with tensors that lie in their storages, in the order given. Tensors
     /// may share bytes.
     #[doc(hidden)]
-    pub fn pickled(&self, tensors: Vec<Pickled>) -> Result<Self> {
+    pub fn pickled(&self, tensors: Vec<PickledTensor>) -> Result<Self> {
         let entries = tensors.into_iter().map(|tensor| self.pickled_entry(tensor));
         self.with_entries(collected(entries, LISTS)?).map_err(|error| match error {
             Error::InvalidArgument(what) => malformed(self.uri(), what),
@@ -202,8 +202,8 @@ impl TensorFile {
         })
     }
 
-    fn pickled_entry(&self, tensor: Pickled) -> Result<Entry> {
-        let Pickled { name, dtype, shape, storage, strided } = tensor;
+    fn pickled_entry(&self, tensor: PickledTensor) -> Result<Entry> {
+        let PickledTensor { name, dtype, shape, storage, strided } = tensor;
         let fail = |what: String| malformed(self.uri(), format!("tensor `{name}`: {what}"));
         if shape.len() > MAX_DIMS {
             let count = shape.len();

@@ -5,34 +5,34 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::cancel::{Cancel, Once};
+use crate::cancel::{Cancel, RetryableOnce};
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
-use crate::format::tensors::pair::PairId;
+use crate::format::tensors::identity::FileIdentity;
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
-use crate::format::tensors::{behind, index, metadata};
+use crate::format::tensors::{index, metadata, trailer};
 use crate::io::{CachedHead, ClosedSource, ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::sys;
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// An open file or checkpoint: its tensors, and the sources of their bytes.
 pub struct TensorFile {
     uri: String,
-    sources: Brief<Arc<[Arc<dyn ReadAt>]>>,
+    sources: ForkSafeMutex<Arc<[Arc<dyn ReadAt>]>>,
     catalog: Arc<Catalog>,
     /// The state of a `.tensors` file; None for other formats.
-    own: Option<Arc<Own>>,
+    tensors_state: Option<Arc<TensorsFileState>>,
     heads: Arc<[CachedHead]>,
     /// Done once the bytes match the checksums of the hub, or need not.
-    proven: Arc<Once>,
+    hub_verification: Arc<RetryableOnce>,
 }
 
 /// The state that only `.tensors` files have.
-pub(super) struct Own {
+pub(super) struct TensorsFileState {
     /// The position of the file's first byte in its source.
     pub base: u64,
     /// The prologue, which is the first bytes of the file.
@@ -40,10 +40,10 @@ pub(super) struct Own {
     /// Prologue and index as they are in the file, if it has a manifest (a seal).
     pub head: Option<Vec<u8>>,
     /// The identity by which the other half of a saved object knows it.
-    pub pair_id: Option<PairId>,
+    pub identity: Option<FileIdentity>,
     pub decryption: OnceLock<Arc<DecryptionOptions>>,
     /// The tags that headers must have, by stored name. Set once the manifest was verified.
-    pub sealed: OnceLock<(Manifest, HashMap<String, HeaderTag>)>,
+    pub verified_manifest: OnceLock<(Manifest, HashMap<String, HeaderTag>)>,
     pub key_fits: AtomicBool,
 }
 
@@ -52,12 +52,20 @@ impl TensorFile {
         uri: String,
         sources: Vec<Arc<dyn ReadAt>>,
         catalog: Catalog,
-        own: Option<Own>,
+        tensors_state: Option<TensorsFileState>,
         heads: Vec<CachedHead>,
     ) -> Self {
-        let (own, heads, proven) = (own.map(Arc::new), heads.into(), Arc::default());
+        let (tensors_state, heads, hub_verification) =
+            (tensors_state.map(Arc::new), heads.into(), Arc::default());
         let catalog = Arc::new(catalog);
-        TensorFile { uri, sources: Brief::new(sources.into()), catalog, own, heads, proven }
+        TensorFile {
+            uri,
+            sources: ForkSafeMutex::new(sources.into()),
+            catalog,
+            tensors_state,
+            heads,
+            hub_verification,
+        }
     }
 
     /// Returns the same file with other tensors.
@@ -87,21 +95,21 @@ impl TensorFile {
             entries: Arc::new(entries),
             names,
             metadata: Arc::clone(&self.catalog.metadata),
-            promised: BTreeMap::new(),
+            indexed_files: BTreeMap::new(),
         };
-        TensorFile { catalog: Arc::new(catalog), ..self.again() }
+        TensorFile { catalog: Arc::new(catalog), ..self.duplicate() }
     }
 
     /// Returns the same file once more. It stays open when this one is closed.
     #[doc(hidden)]
-    pub fn again(&self) -> Self {
+    pub fn duplicate(&self) -> Self {
         TensorFile {
             uri: self.uri.clone(),
-            sources: Brief::new(self.sources()),
+            sources: ForkSafeMutex::new(self.sources()),
             catalog: Arc::clone(&self.catalog),
-            own: self.own.clone(),
+            tensors_state: self.tensors_state.clone(),
             heads: Arc::clone(&self.heads),
-            proven: Arc::clone(&self.proven),
+            hub_verification: Arc::clone(&self.hub_verification),
         }
     }
 
@@ -113,62 +121,66 @@ impl TensorFile {
     /// The bytes of a head are all that come before the tensors. Archives of `torch.save` have
     /// their directory at their end: their heads have only the few bytes that tell the format.
     ///
-    /// [`Opening::keeps_heads`]: super::part::Opening::keeps_heads
+    /// [`Opening::keeps_heads`]: super::catalog_part::Opening::keeps_heads
     #[doc(hidden)]
     pub fn heads(&self) -> &[CachedHead] {
         &self.heads
     }
 
     /// The state of the comparison of its bytes with the checksums of its hub.
-    pub(super) fn proven(&self) -> &Once {
-        &self.proven
+    pub(super) fn hub_verification(&self) -> &RetryableOnce {
+        &self.hub_verification
     }
 
     /// Returns prologue and index as they are in the file, if it has a manifest.
-    pub(super) fn sealed_head(&self) -> Option<(&[u8], &[u8])> {
-        self.own.as_ref()?.head.as_ref()?.split_at_checked(PROLOGUE_LEN)
+    pub(super) fn head_with_manifest(&self) -> Option<(&[u8], &[u8])> {
+        self.tensors_state.as_ref()?.head.as_ref()?.split_at_checked(PROLOGUE_LEN)
     }
 
     /// Remembers the verified manifest, and the tag of each header.
-    pub(super) fn set_sealed(&self, manifest: Manifest, digests: Vec<HeaderTag>) -> Result<()> {
+    pub(super) fn set_verified_manifest(
+        &self,
+        manifest: Manifest,
+        digests: Vec<HeaderTag>,
+    ) -> Result<()> {
         let mut by_name = HashMap::new();
         let count = digests.len();
         by_name.try_reserve(count).map_err(|_| out_of_memory(count as u64, LISTS))?;
         let names = self.entries().iter().map(|entry| entry.name.stored().to_owned());
         by_name.extend(names.zip(digests));
         // Kept, because headers are read again with their data: a server may send different ones then.
-        if let Some(own) = &self.own {
-            own.sealed.get_or_init(|| (manifest, by_name));
+        if let Some(tensors_state) = &self.tensors_state {
+            tensors_state.verified_manifest.get_or_init(|| (manifest, by_name));
         }
         Ok(())
     }
 
     /// Makes loads decrypt with these options. Returns false if options were set before.
     pub(super) fn set_decryption(&self, options: Arc<DecryptionOptions>) -> bool {
-        self.own.as_ref().is_some_and(|own| own.decryption.set(options).is_ok())
+        self.tensors_state.as_ref().is_some_and(|state| state.decryption.set(options).is_ok())
     }
 
     /// Refuses a header that differs from the one that the manifest covers.
     pub(super) fn check_header(&self, entry: &Entry, raw: &[u8]) -> Result<()> {
-        let sealed = self.own.as_ref().and_then(|own| own.sealed.get());
+        let sealed = self.tensors_state.as_ref().and_then(|state| state.verified_manifest.get());
         let Some((manifest, digests)) = sealed else { return Ok(()) };
         let expected = digests.get(entry.name.stored());
-        if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.unsealed()) }
+        if expected == Some(&manifest.digest(raw)) { Ok(()) } else { Err(self.manifest_mismatch()) }
     }
 
     /// True if data were decrypted with the key before.
     pub(super) fn key_fits(&self) -> bool {
-        self.own.as_ref().is_some_and(|own| own.key_fits.load(Ordering::Relaxed))
+        self.tensors_state.as_ref().is_some_and(|state| state.key_fits.load(Ordering::Relaxed))
     }
 
     /// Remembers that the key is right.
     pub(super) fn set_key_fits(&self) {
-        if let Some(own) = &self.own {
-            own.key_fits.store(true, Ordering::Relaxed);
+        if let Some(tensors_state) = &self.tensors_state {
+            tensors_state.key_fits.store(true, Ordering::Relaxed);
         }
     }
 
-    pub(super) fn unsealed(&self) -> Error {
+    pub(super) fn manifest_mismatch(&self) -> Error {
         Error::Crypt(format!(
             "the manifest of `{}` does not match: wrong key, or names, shapes, order, hashes or \
              tags were changed",
@@ -178,12 +190,12 @@ impl TensorFile {
 
     /// Returns the options with which loads decrypt; None if they do not.
     pub fn decryption(&self) -> Option<&DecryptionOptions> {
-        self.own.as_ref()?.decryption.get().map(Arc::as_ref)
+        self.tensors_state.as_ref()?.decryption.get().map(Arc::as_ref)
     }
 
     /// The identity by which the other half of a saved object knows this file.
-    pub fn pair_id(&self) -> Option<PairId> {
-        self.own.as_ref()?.pair_id
+    pub fn identity(&self) -> Option<FileIdentity> {
+        self.tensors_state.as_ref()?.identity
     }
 
     /// The path or address.
@@ -229,20 +241,20 @@ impl TensorFile {
     pub fn metadata(&self) -> Result<Option<&[(String, String)]>> {
         match &*self.catalog.metadata {
             Ok(pairs) => Ok(pairs.as_deref()),
-            Err(damage) => Err(damage.clone().of(&self.uri)),
+            Err(damage) => Err(damage.clone().in_file(&self.uri)),
         }
     }
 
     /// Returns the number of each tensor's file, as the index of shards says. Filled only where the
     /// entries are storages, which the index does not name.
     #[doc(hidden)]
-    pub fn promised(&self) -> &BTreeMap<String, usize> {
-        &self.catalog.promised
+    pub fn indexed_files(&self) -> &BTreeMap<String, usize> {
+        &self.catalog.indexed_files
     }
 
     /// Returns the prologue, which is the first bytes of a `.tensors` file; None for other formats.
     pub fn prologue(&self) -> Option<&Prologue> {
-        self.own.as_ref().map(|own| &own.prologue)
+        self.tensors_state.as_ref().map(|state| &state.prologue)
     }
 
     /// True if the data of its tensors are encrypted.
@@ -267,21 +279,23 @@ impl TensorFile {
     /// same positions. Other tensors become gaps.
     #[doc(hidden)]
     pub fn head_of(&self, numbers: &[usize]) -> Result<Vec<u8>> {
-        let Some(own) = &self.own else {
+        let Some(tensors_state) = &self.tensors_state else {
             let format = self.format().name();
             return Err(Error::Unsupported(format!(
                 "`{}` is a {format} file: expected a .tensors file, of which parts can be copied",
                 self.uri
             )));
         };
-        if own.base != 0 {
+        if tensors_state.base != 0 {
             return Err(Error::Unsupported(format!(
-                "cannot copy parts of `{}`: it begins at byte {} of a larger file, and not at its \
+                "cannot copy parts of `{}` : it begins at byte {} of a larger file, and not at its \
                  first byte",
-                self.uri, own.base
+                self.uri, tensors_state.base
             )));
         }
-        if let Some(head) = own.head.as_ref().filter(|_| numbers.len() == self.entries().len()) {
+        if let Some(head) =
+            tensors_state.head.as_ref().filter(|_| numbers.len() == self.entries().len())
+        {
             // Unchanged, so that its manifest stays valid.
             return Ok(head.clone());
         }
@@ -292,16 +306,16 @@ impl TensorFile {
                 .iter()
                 .fold(0, |sum: u64, entry| sum.saturating_add(entry.data_len)),
             count: entries.len() as u64,
-            ..own.prologue
+            ..tensors_state.prologue
         };
         let tagged = prologue.versioned_entries;
         let mut block = index::encode(&entries, tagged, prologue.index_len)?;
         let used: usize = entries.iter().map(|entry| entry.encoded_len(tagged)).sum();
         // The identity is that of all tensors: a part of the file has none.
-        let pair_id = own.pair_id.filter(|_| numbers.len() == self.entries().len());
+        let identity = tensors_state.identity.filter(|_| numbers.len() == self.entries().len());
         let pairs = self.metadata()?.unwrap_or(&[]);
         let metadata = metadata::encode(pairs, self.uri())?;
-        behind::put(block.get_mut(used..).unwrap_or(&mut []), &metadata, pair_id)?;
+        trailer::write(block.get_mut(used..).unwrap_or(&mut []), &metadata, identity)?;
         listed(prologue.encode().into_iter().chain(block), "a head")
     }
 
@@ -309,7 +323,7 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn raw(&self, offset: u64, buffer: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
         let what = || "a copy of the file".to_owned();
-        read_exact_at(&*self.source(0)?, offset, &mut Buffers::of(buffer), &what, cancel)
+        read_exact_at(&*self.source(0)?, offset, &mut Buffers::from_slice(buffer), &what, cancel)
     }
 
     /// Returns a function that makes the kernel begin to read bytes of one tensor's data, from its
@@ -325,7 +339,7 @@ impl TensorFile {
         let cold = |file: Arc<File>| {
             samples
                 .iter()
-                .any(|&place| sys::is_cached(&file, at.saturating_add(place)) == Some(false))
+                .any(|&place| sys::is_in_page_cache(&file, at.saturating_add(place)) == Some(false))
         };
         if len == 0 || !source.file().is_some_and(cold) {
             return Ok(None);
@@ -369,7 +383,7 @@ impl TensorFile {
                 let name = name.as_ref();
                 let number = self.find(name).ok_or_else(|| Error::TensorNotFound {
                     uri: self.uri().to_owned(),
-                    name: Shown(name.trim_start_matches('\u{1e}')).to_string(),
+                    name: Escaped(name.trim_start_matches('\u{1e}')).to_string(),
                 })?;
                 if seen.insert(number) {
                     Ok(number)

@@ -5,8 +5,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use super::archive::read_archive;
-use super::file::{Own, TensorFile};
-use super::part::{Opening, Part, malformed, read_growing, read_up_to};
+use super::catalog_part::{CatalogPart, Opening, malformed, read_growing, read_up_to};
+use super::file::{TensorFile, TensorsFileState};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
@@ -14,27 +14,27 @@ use crate::fallible::{append, listed, zeroed};
 use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
-use crate::format::tensors::behind::{self, Behind};
-use crate::format::tensors::index::{self, Index, Start};
+use crate::format::tensors::index::{self, IndexValidator, ParsedIndex};
 use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
+use crate::format::tensors::trailer::{self, IndexTrailer};
 use crate::format::torch_zip;
 use crate::io::{PrefixedSource, ReadAt};
 
 /// A source whose first bytes were read.
-pub struct Head {
+pub struct FileHead {
     source: Arc<dyn ReadAt>,
     base: u64,
     /// As many as there are, up to the length of a prologue.
     bytes: Vec<u8>,
 }
 
-impl Head {
+impl FileHead {
     /// Reads the first bytes of a file that begins at `base`.
     pub fn read(source: Arc<dyn ReadAt>, base: u64, cancel: &dyn Cancel) -> Result<Self> {
         let mut bytes = vec![0; PROLOGUE_LEN];
         let available = read_up_to(&*source, base, &mut bytes, cancel)?;
         bytes.truncate(available);
-        Ok(Head { source, base, bytes })
+        Ok(FileHead { source, base, bytes })
     }
 
     /// Returns the first bytes.
@@ -53,7 +53,7 @@ impl Head {
     }
 
     /// Reads the whole file, which may not be longer than `most`.
-    pub fn whole(&self, most: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
+    pub fn read_all(&self, most: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let too_long = |found: String| {
             let what = format!("expected {what} of at most {most} bytes, found {found}");
             Error::Format { uri: self.source.uri().to_owned(), offset: self.base, what }
@@ -63,7 +63,7 @@ impl Head {
             return if len > most {
                 Err(too_long(len.to_string()))
             } else {
-                self.first(len, what, cancel)
+                self.read_first(len, what, cancel)
             };
         }
         let mut bytes = self.bytes.clone();
@@ -80,7 +80,7 @@ impl Head {
     }
 
     /// Returns the first `len` bytes of the file; reads those that are missing.
-    fn first(&self, len: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
+    fn read_first(&self, len: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let mut bytes = self.bytes.clone();
         bytes.truncate(usize::try_from(len).unwrap_or(usize::MAX));
         let at = self.base.saturating_add(bytes.len() as u64);
@@ -90,7 +90,7 @@ impl Head {
 
     /// Opens a single file.
     pub fn open(self, opening: &Opening<'_>) -> Result<TensorFile> {
-        if !safetensors::begins(&self.bytes) && !torch_zip::begins(&self.bytes) {
+        if !safetensors::recognises(&self.bytes) && !torch_zip::recognises(&self.bytes) {
             return self.open_tensors(opening);
         }
         let uri = self.source.uri().to_owned();
@@ -99,25 +99,29 @@ impl Head {
         for (number, entry) in part.entries.iter().enumerate() {
             names.insert(&entry.name, number).map_err(|what| malformed(&uri, what))?;
         }
-        let Part { source, format, head, entries, metadata } = part;
+        let CatalogPart { source, format, head, entries, metadata } = part;
         let heads = head.into_iter().collect();
-        let (entries, promised) = (Arc::new(entries), BTreeMap::new());
+        let (entries, indexed_files) = (Arc::new(entries), BTreeMap::new());
         let metadata = Arc::new(Ok(metadata));
-        let catalog = Catalog { format, entries, names, metadata, promised };
+        let catalog = Catalog { format, entries, names, metadata, indexed_files };
         Ok(TensorFile::new(uri, vec![source], catalog, None, heads))
     }
 
     /// Reads the catalog of the file, as number `file` of several, of which `at_once` are opened at once.
-    pub fn part(self, (file, at_once): (usize, usize), opening: &Opening<'_>) -> Result<Part> {
-        if torch_zip::begins(&self.bytes) {
+    pub fn part(
+        self,
+        (file, at_once): (usize, usize),
+        opening: &Opening<'_>,
+    ) -> Result<CatalogPart> {
+        if torch_zip::recognises(&self.bytes) {
             // The cached head has only the bytes that tell the format: the directory is at the end
             // of the file, and is requested again.
-            let head = opening.known(&*self.source, self.base, &self.bytes, &[]);
+            let head = opening.cached_head(&*self.source, self.base, &self.bytes, &[]);
             let part = read_archive(self.source, self.base, (file, at_once), opening)?;
-            return Ok(Part { head, ..part });
+            return Ok(CatalogPart { head, ..part });
         }
         let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
-        if !safetensors::begins(&self.bytes) {
+        if !safetensors::recognises(&self.bytes) {
             let start = self.bytes.split_at(self.bytes.len().min(8)).0;
             let found = looks_like(&self.bytes).map(str::to_owned);
             let found = found.unwrap_or_else(|| {
@@ -128,7 +132,7 @@ impl Head {
             );
             return Err(malformed(uri, what));
         }
-        let len = safetensors::header_len(&self.bytes, base).map_err(|e| e.of(uri))?;
+        let len = safetensors::header_len(&self.bytes, base).map_err(|e| e.in_file(uri))?;
         let data_at = base.saturating_add(LENGTH_LEN).saturating_add(len);
         let traits = self.source.capabilities();
         if let Some(size) = traits.len.filter(|&size| size < data_at) {
@@ -136,7 +140,8 @@ impl Head {
             let uri = uri.to_owned();
             return Err(Error::Truncated { uri, what, start: base, end: data_at, size });
         }
-        let start = self.first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
+        let start =
+            self.read_first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
         let json = start.split_at_checked(size_of::<u64>()).map_or(&[][..], |(_, json)| json);
         let found = safetensors::parse(json, base, file, uri)?;
         if let Some(size) = traits.len.filter(|&size| size < found.end) {
@@ -152,7 +157,7 @@ impl Head {
         }
         // The cached head has at least the bytes that tell the format, even if the header is shorter.
         let rest = start.get(self.bytes.len()..).unwrap_or(&[]);
-        let head = opening.known(&*self.source, base, &self.bytes, rest);
+        let head = opening.cached_head(&*self.source, base, &self.bytes, rest);
         let passed = traits.len.is_none() && start.len() < self.bytes.len();
         let source = if passed {
             // The source is read front to back only, and some of its data were read already.
@@ -161,11 +166,11 @@ impl Head {
             self.source
         };
         let format = Format::Safetensors;
-        Ok(Part { source, format, head, entries: found.entries, metadata: found.metadata })
+        Ok(CatalogPart { source, format, head, entries: found.entries, metadata: found.metadata })
     }
 
     fn open_tensors(self, opening: &Opening<'_>) -> Result<TensorFile> {
-        let (Head { source, base, bytes }, cancel) = (self, opening.cancel);
+        let (FileHead { source, base, bytes }, cancel) = (self, opening.cancel);
         let uri = &source.uri().to_owned();
         let file_len = source.capabilities().len;
         let prologue = Prologue::parse(&bytes, base, uri)?;
@@ -190,29 +195,30 @@ impl Head {
             return Err(Error::Format { uri: uri.clone(), offset: index_at, what });
         }
         let block = read_index(&*source, index_at, &prologue, cancel)?;
-        let Index { entries, names, len } =
+        let ParsedIndex { entries, names, len } =
             index::parse(&block, index_at, &prologue, file_len, uri)?;
         // A manifest covers prologue and index, which are kept to verify it.
         let sealed = Manifest::is_in(&block);
         let unsealed = block.len().saturating_sub(if sealed { MANIFEST_LEN } else { 0 });
         let space = block.get(len..unsealed).unwrap_or(&[]);
-        let Behind { pair_id, metadata } = behind::find(space, index_at.saturating_add(len as u64));
-        let heads = opening.known(&*source, base, &bytes, &block).into_iter().collect();
-        let own = Own {
+        let IndexTrailer { identity, metadata } =
+            trailer::find(space, index_at.saturating_add(len as u64));
+        let heads = opening.cached_head(&*source, base, &bytes, &block).into_iter().collect();
+        let tensors_state = TensorsFileState {
             base,
             prologue,
             head: sealed
                 .then(|| listed(bytes.into_iter().chain(block), "a manifest"))
                 .transpose()?,
-            pair_id,
+            identity,
             decryption: OnceLock::new(),
-            sealed: OnceLock::new(),
+            verified_manifest: OnceLock::new(),
             key_fits: AtomicBool::new(false),
         };
         let metadata = metadata.map(|pairs| (!pairs.is_empty()).then_some(pairs));
         let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Arc::new(metadata));
-        let catalog = Catalog { format, entries, names, metadata, promised: BTreeMap::new() };
-        Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(own), heads))
+        let catalog = Catalog { format, entries, names, metadata, indexed_files: BTreeMap::new() };
+        Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(tensors_state), heads))
     }
 }
 
@@ -227,7 +233,7 @@ fn read_index(
     const FIRST: u64 = 1 << 20;
     let (uri, len) = (source.uri(), prologue.index_len);
     let mut block = Vec::new();
-    let mut start = Start::default();
+    let mut start = IndexValidator::default();
     let mut until = if source.capabilities().len.is_some() { len } else { FIRST.min(len) };
     loop {
         let from = at.saturating_add(block.len() as u64);
@@ -235,7 +241,7 @@ fn read_index(
         if until == len {
             return Ok(block);
         }
-        start.read(&block, at, prologue).map_err(|e| e.of(uri))?;
+        start.read(&block, at, prologue).map_err(|e| e.in_file(uri))?;
         until = until.saturating_mul(2).min(len);
     }
 }

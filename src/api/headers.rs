@@ -5,48 +5,52 @@ use std::sync::OnceLock;
 use super::file::TensorFile;
 use super::selection::Selection;
 use crate::cancel::Cancel;
-use crate::codec::KeptHeader;
+use crate::codec::CompactHeader;
 use crate::codec::crypt::PIECE_LEN;
-use crate::codec::decrypt::{Decryptor, cipher, refused};
+use crate::codec::decrypt::{Decryptor, cipher, decryption_failed};
 use crate::codec::hash::{Digests, Verify};
-use crate::engine::read::{Begun, Codec, Reading, read};
-use crate::engine::target::host::Host;
+use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
+use crate::engine::target::host::HostTarget;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, zeroed};
 use crate::format::catalog::Entry;
-use crate::format::tensors::header::Header;
-use crate::io::{ReadAt, borrowed, read_exact_at};
+use crate::format::tensors::header::TensorHeader;
+use crate::io::{ReadAt, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
 /// A callback for whole headers, each with the place of its tensor in the caller's order. They come
 /// in any order.
-pub type See<'s> = &'s (dyn Fn(usize, &Header<'_>) -> Result<()> + Sync);
+pub type HeaderCallback<'s> = &'s (dyn Fn(usize, &TensorHeader<'_>) -> Result<()> + Sync);
 
 /// The codec of a `.tensors` file, for the tensors of one call.
-pub struct Headers<'s> {
+pub struct HeaderCodec<'s> {
     selection: &'s Selection<'s>,
     verify: Verify,
     decryptor: Option<Decryptor<'s>>,
-    kept: Vec<OnceLock<KeptHeader>>,
-    see: See<'s>,
+    compact_headers: Vec<OnceLock<CompactHeader>>,
+    on_header: HeaderCallback<'s>,
 }
 
-impl<'s> Headers<'s> {
-    /// Makes the codec of a load. `see` is called with each header.
-    pub fn new(selection: &'s Selection<'s>, verify: Verify, see: See<'s>) -> Result<Self> {
+impl<'s> HeaderCodec<'s> {
+    /// Makes the codec of a load. `on_header` is called with each header.
+    pub fn new(
+        selection: &'s Selection<'s>,
+        verify: Verify,
+        on_header: HeaderCallback<'s>,
+    ) -> Result<Self> {
         let file = selection.file;
         let decryptor = file
             .decryption()
             .map(|options| Decryptor::new(options, file.uri(), &selection.entries))
             .transpose()?;
-        let kept = selection.entries.iter().map(|entry| match entry.header_offset {
-            at if at == entry.data_offset => OnceLock::from(KeptHeader::none()),
+        let compact_headers = selection.entries.iter().map(|entry| match entry.header_offset {
+            at if at == entry.data_offset => OnceLock::from(CompactHeader::none()),
             _ => OnceLock::new(),
         });
-        let kept = listed(kept, LISTS)?;
-        Ok(Headers { selection, verify, decryptor, kept, see })
+        let compact_headers = listed(compact_headers, LISTS)?;
+        Ok(HeaderCodec { selection, verify, decryptor, compact_headers, on_header })
     }
 
     /// True if data are decrypted.
@@ -59,50 +63,60 @@ impl<'s> Headers<'s> {
         entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    fn kept(&self, tensor: usize) -> Result<&KeptHeader> {
-        let kept = self.kept.get(tensor).and_then(OnceLock::get);
-        kept.ok_or_else(|| Error::Bug(format!("no header {tensor}")))
+    fn compact_header(&self, tensor: usize) -> Result<&CompactHeader> {
+        let compact = self.compact_headers.get(tensor).and_then(OnceLock::get);
+        compact.ok_or_else(|| Error::Bug(format!("no header {tensor}")))
     }
 
     /// Decrypts and verifies all data of a tensor whose header has come.
-    pub fn whole(&self, tensor: usize, bytes: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
+    pub fn decrypt_and_verify(
+        &self,
+        tensor: usize,
+        bytes: &mut [u8],
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
         if let Some(decryptor) = &self.decryptor {
-            decryptor.whole(tensor, bytes, cancel)?;
+            decryptor.decrypt_whole(tensor, bytes, cancel)?;
         }
         if self.verify == Verify::Nothing {
             return Ok(());
         }
-        let mut hash = self.kept(tensor)?.begin();
+        let mut hash = self.compact_header(tensor)?.start_hash();
         hash.update_large(bytes, cancel)?;
         self.compare(tensor, &hash.finish())
     }
 
     /// Returns the retained part of each header, in the caller's order.
-    pub fn into_kept(self) -> Result<Vec<KeptHeader>> {
-        let kept = self.kept.into_iter().zip(&self.selection.entries).map(|(kept, entry)| {
-            let kept = kept.into_inner();
-            kept.ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
-        });
-        self.selection.restore(collected(kept, LISTS)?)
+    pub fn into_headers(self) -> Result<Vec<CompactHeader>> {
+        let compact = self.compact_headers.into_iter().zip(&self.selection.entries).map(
+            |(compact, entry)| {
+                let compact = compact.into_inner();
+                compact.ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
+            },
+        );
+        self.selection.to_caller_order(collected(compact, LISTS)?)
     }
 }
 
-impl Codec for Headers<'_> {
-    fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun> {
+impl Codec for HeaderCodec<'_> {
+    fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<HeaderInfo> {
         let (file, entry) = (self.selection.file, self.entry(tensor)?);
         file.check_header(entry, raw)?;
-        let header =
-            Header::parse(raw, entry, file.is_encrypted()).map_err(|e| e.of(file.uri()))?;
+        let header = TensorHeader::parse(raw, entry, file.is_encrypted())
+            .map_err(|e| e.in_file(file.uri()))?;
         let place = self.selection.order().get(tensor);
-        (self.see)(*place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?, &header)?;
+        (self.on_header)(
+            *place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?,
+            &header,
+        )?;
         let in_chunks = match &self.decryptor {
-            Some(decryptor) => decryptor.header(tensor, &header, cancel)?,
+            Some(decryptor) => decryptor.add_header(tensor, &header, cancel)?,
             None => true,
         };
-        let (kept, covered) = KeptHeader::of(&header, self.verify != Verify::Nothing);
-        let slot = self.kept.get(tensor);
-        slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| kept);
-        Ok(Begun { covered, in_chunks })
+        let (compact, covered) = CompactHeader::of(&header, self.verify != Verify::Nothing);
+        let slot = self.compact_headers.get(tensor);
+        slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| compact);
+        Ok(HeaderInfo { covered, in_chunks })
     }
 
     fn decrypt(
@@ -113,14 +127,14 @@ impl Codec for Headers<'_> {
         cancel: &dyn Cancel,
     ) -> Result<bool> {
         match &self.decryptor {
-            Some(decryptor) => decryptor.chunk(tensor, start, bytes, cancel),
+            Some(decryptor) => decryptor.decrypt_chunk(tensor, start, bytes, cancel),
             None => Ok(true),
         }
     }
 
     fn compare(&self, tensor: usize, digests: &Digests) -> Result<()> {
         let entry = self.entry(tensor)?;
-        self.kept(tensor)?.verify(digests, entry, self.selection.file.uri(), self.verify)
+        self.compact_header(tensor)?.verify(digests, entry, self.selection.file.uri(), self.verify)
     }
 }
 
@@ -129,25 +143,25 @@ pub fn read_headers(
     file: &TensorFile,
     numbers: &[usize],
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
-    see_headers(file, numbers, cancel, &|_, _| Ok(()))
+) -> Result<Vec<CompactHeader>> {
+    visit_headers(file, numbers, cancel, &|_, _| Ok(()))
 }
 
-/// Reads headers as [`read_headers`] does, and passes each to `see` as a whole while it is in memory.
-pub fn see_headers(
+/// Reads headers as [`read_headers`] does, and passes each to `on_header` as a whole while it is in memory.
+pub fn visit_headers(
     file: &TensorFile,
     numbers: &[usize],
     cancel: &dyn Cancel,
-    see: See<'_>,
-) -> Result<Vec<KeptHeader>> {
+    on_header: HeaderCallback<'_>,
+) -> Result<Vec<CompactHeader>> {
     let selection = Selection::new(file, numbers)?;
     let mut extents = selection.extents()?;
     extents.iter_mut().for_each(|extent| extent.data_len = 0);
     let sources = file.sources();
-    file.with_sound_copies(cancel, || {
-        let headers = Headers::new(&selection, Verify::Nothing, see)?;
-        let reading = Reading {
-            files: &borrowed(&sources),
+    file.with_intact_copies(cancel, || {
+        let headers = HeaderCodec::new(&selection, Verify::Nothing, on_header)?;
+        let reading = ReadRequest {
+            files: &as_refs(&sources),
             extents: &extents,
             codec: &headers,
             verify: Verify::Nothing,
@@ -157,8 +171,8 @@ pub fn see_headers(
             shares_cache: false,
             receiver: None,
         };
-        read(&reading, &mut Host::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
-        headers.into_kept()
+        read(&reading, &mut HostTarget::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
+        headers.into_headers()
     })
 }
 
@@ -178,9 +192,9 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let sealed = sealed.filter(|entry| entry.data_len > 0 && entry.whole.is_none());
     let Some(entry) = sealed.min_by_key(|entry| entry.data_len) else { return Ok(()) };
     let uri = file.uri();
-    let raw = some(&*source, entry.header_offset, entry.data_offset, cancel)?;
+    let raw = read_range(&*source, entry.header_offset, entry.data_offset, cancel)?;
     file.check_header(entry, &raw)?;
-    let header = Header::parse(&raw, entry, true).map_err(|e| e.of(uri))?;
+    let header = TensorHeader::parse(&raw, entry, true).map_err(|e| e.in_file(uri))?;
     let Some((pieces, key)) = cipher(&header, entry, options, uri, cancel)? else { return Ok(()) };
     let (_, _, end) = pieces.piece(0);
     if end > PIECE_LEN {
@@ -188,18 +202,18 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
         return Ok(());
     }
     let mut bytes =
-        some(&*source, entry.data_offset, entry.data_offset.saturating_add(end), cancel)?;
-    if !pieces.open(0, &mut bytes, &key) {
-        return Err(refused(entry, uri));
+        read_range(&*source, entry.data_offset, entry.data_offset.saturating_add(end), cancel)?;
+    if !pieces.decrypt(0, &mut bytes, &key) {
+        return Err(decryption_failed(entry, uri));
     }
     file.set_key_fits();
     Ok(())
 }
 
-fn some(source: &dyn ReadAt, start: u64, end: u64, cancel: &dyn Cancel) -> Result<Box<[u8]>> {
+fn read_range(source: &dyn ReadAt, start: u64, end: u64, cancel: &dyn Cancel) -> Result<Box<[u8]>> {
     let len = usize::try_from(end.saturating_sub(start)).unwrap_or(usize::MAX);
     let what = || "tensors".to_owned();
     let mut bytes = zeroed(len, what)?;
-    read_exact_at(source, start, &mut Buffers::of(&mut bytes), &what, cancel)?;
+    read_exact_at(source, start, &mut Buffers::from_slice(&mut bytes), &what, cancel)?;
     Ok(bytes)
 }

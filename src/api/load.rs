@@ -5,23 +5,23 @@ use std::mem::MaybeUninit;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::file::TensorFile;
-use super::headers::{Headers, try_key};
+use super::headers::{HeaderCodec, try_key};
 use super::load_options::LoadOptions;
 use super::selection::Selection;
 use super::slices::load_slices;
-use super::small::load_small;
+use super::small_tensor::load_small;
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
-use crate::codec::KeptHeader;
-use crate::engine::plan::{Extent, Large, Layout};
-use crate::engine::read::{Reading, read};
-use crate::engine::target::host::{Host, Image, Span};
+use crate::codec::CompactHeader;
+use crate::engine::plan::{Extent, LargeTensors, MemoryLayout};
+use crate::engine::read::{ReadRequest, read};
+use crate::engine::target::host::{FileImage, HostTarget, ImageMemory};
 use crate::engine::workers;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, out_of_memory, push, repeated, with_room};
 use crate::format::catalog::{Entry, Format};
-use crate::io::borrowed;
-use crate::mem::{Arena, HostBuffer, Rest, to_fill, zero_filled};
+use crate::io::as_refs;
+use crate::mem::{Arena, HostBuffer, SliceRemainder, as_uninit, zero_fill};
 use crate::stats::{Counters, Stage};
 
 /// The alignment from which tensors in a mapped file are used in place, or that of their element
@@ -52,14 +52,14 @@ pub fn load_counted(
 ) -> Result<Vec<Tensor>> {
     let selection = Selection::new(file, numbers)?;
     selection.check()?;
-    let verify = file.prove(options, cancel)?;
+    let verify = file.verify_hub_checksums(options, cancel)?;
     let sliced = selection.is_sliced();
     let options = &LoadOptions { map: options.map && !sliced, verify, ..*options };
     let load = || match load_small(file, numbers, options, counters, cancel)? {
         Some(loaded) => Ok(loaded),
         None => load_selected(&selection, numbers, options, counters, cancel),
     };
-    file.with_sound_copies(cancel, load)
+    file.with_intact_copies(cancel, load)
 }
 
 /// Loads tensors that were checked before.
@@ -71,15 +71,15 @@ fn load_selected(
     cancel: &dyn Cancel,
 ) -> Result<Vec<Tensor>> {
     let (file, sliced) = (selection.file, selection.is_sliced());
-    let mut memory = Memory::new(selection, options)?;
+    let mut memory = LoadMemory::new(selection, options)?;
     let headers = if sliced {
-        let bytes = listed(memory.bytes()?.into_iter().map(to_fill), LISTS)?;
+        let bytes = listed(memory.bytes()?.into_iter().map(as_uninit), LISTS)?;
         load_slices(selection, bytes, options, counters, cancel, &load_counted)?;
         no_headers(selection)?
     } else {
         memory.load(selection, options, counters, cancel)?
     };
-    let buffers = selection.restore(memory.freeze()?)?;
+    let buffers = selection.to_caller_order(memory.freeze()?)?;
     let loaded = numbers.iter().zip(headers).zip(buffers);
     let tensor = |((&number, header), memory)| {
         let entries = Arc::clone(file.shared_entries());
@@ -96,8 +96,8 @@ pub fn load_into(
     destinations: Vec<&mut [u8]>,
     options: &LoadOptions,
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
-    let destinations = listed(destinations.into_iter().map(to_fill), LISTS)?;
+) -> Result<Vec<CompactHeader>> {
+    let destinations = listed(destinations.into_iter().map(as_uninit), LISTS)?;
     load_into_uninit(file, numbers, destinations, options, &Counters::default(), cancel)
 }
 
@@ -110,7 +110,7 @@ pub fn load_into_uninit(
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
+) -> Result<Vec<CompactHeader>> {
     let selection = Selection::new(file, numbers)?;
     selection.check()?;
     if numbers.len() != destinations.len() {
@@ -120,7 +120,7 @@ pub fn load_into_uninit(
             destinations.len()
         )));
     }
-    let mut destinations = selection.sort(destinations)?;
+    let mut destinations = selection.to_file_order(destinations)?;
     for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.memory_len() != Some(destination.len() as u64) {
             return Err(Error::InvalidArgument(format!(
@@ -133,14 +133,14 @@ pub fn load_into_uninit(
             )));
         }
     }
-    let verify = file.prove(options, cancel)?;
+    let verify = file.verify_hub_checksums(options, cancel)?;
     let options = &LoadOptions { map: false, verify, ..*options };
     for (entry, destination) in selection.entries.iter().zip(&mut destinations) {
         if entry.is_meta() {
             destination.fill(MaybeUninit::new(0));
         }
     }
-    file.with_sound_copies(cancel, || {
+    file.with_intact_copies(cancel, || {
         let lent = destinations.iter_mut().map(|bytes| &mut **bytes);
         fill(&selection, listed(lent, LISTS)?, options, counters, cancel)
     })
@@ -153,22 +153,23 @@ fn fill(
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<Vec<KeptHeader>> {
+) -> Result<Vec<CompactHeader>> {
     if selection.is_sliced() {
         load_slices(selection, destinations, options, counters, cancel, &load_counted)?;
         return no_headers(selection);
     }
     if selection.file.decryption().is_none() {
-        let target = Host::new(destinations, Vec::new());
-        return run(selection, target, options, counters, cancel)?.0.into_kept();
+        let target = HostTarget::new(destinations, Vec::new());
+        return read_to_host(selection, target, options, counters, cancel)?.0.into_headers();
     }
-    let mut bytes = listed(destinations.into_iter().map(zero_filled), LISTS)?;
-    let lent = listed(bytes.iter_mut().map(|bytes| to_fill(bytes)), LISTS)?;
-    let loaded = run(selection, Host::new(lent, Vec::new()), options, counters, cancel);
-    let loaded = loaded.and_then(|(headers, left)| {
+    let mut bytes = listed(destinations.into_iter().map(zero_fill), LISTS)?;
+    let lent = listed(bytes.iter_mut().map(|bytes| as_uninit(bytes)), LISTS)?;
+    let loaded =
+        read_to_host(selection, HostTarget::new(lent, Vec::new()), options, counters, cancel);
+    let loaded = loaded.and_then(|(headers, undecrypted)| {
         let bytes = listed(bytes.iter_mut().map(|bytes| &mut **bytes), LISTS)?;
-        whole(&headers, &left, bytes, counters, cancel)?;
-        headers.into_kept()
+        decrypt_wholes(&headers, &undecrypted, bytes, counters, cancel)?;
+        headers.into_headers()
     });
     if loaded.is_err() {
         // Data that could not be authenticated are wiped.
@@ -178,23 +179,23 @@ fn fill(
 }
 
 /// Returns empty headers, one for each tensor: slices are loaded without headers.
-pub fn no_headers(selection: &Selection<'_>) -> Result<Vec<KeptHeader>> {
-    listed(selection.entries.iter().map(|_| KeptHeader::none()), LISTS)
+pub fn no_headers(selection: &Selection<'_>) -> Result<Vec<CompactHeader>> {
+    listed(selection.entries.iter().map(|_| CompactHeader::none()), LISTS)
 }
 
 /// Reads to host memory. Returns the tensors that are still to be decrypted as a whole.
-fn run<'s>(
+fn read_to_host<'s>(
     selection: &'s Selection<'s>,
-    mut target: Host<'_>,
+    mut target: HostTarget<'_>,
     options: &LoadOptions,
     counters: &Counters,
     cancel: &dyn Cancel,
-) -> Result<(Headers<'s>, Vec<usize>)> {
+) -> Result<(HeaderCodec<'s>, Vec<usize>)> {
     try_key(selection, cancel)?;
-    let headers = Headers::new(selection, options.verify, &|_, _| Ok(()))?;
+    let headers = HeaderCodec::new(selection, options.verify, &|_, _| Ok(()))?;
     let sources = selection.file.sources();
-    let reading = Reading {
-        files: &borrowed(&sources),
+    let reading = ReadRequest {
+        files: &as_refs(&sources),
         extents: &selection.extents()?,
         codec: &headers,
         verify: options.verify,
@@ -204,20 +205,20 @@ fn run<'s>(
         shares_cache: options.shares_cache,
         receiver: None,
     };
-    let left = read(&reading, &mut target, counters, cancel)?;
-    Ok((headers, left))
+    let undecrypted = read(&reading, &mut target, counters, cancel)?;
+    Ok((headers, undecrypted))
 }
 
 /// Decrypts tensors, each as a whole, several at once.
-fn whole(
-    headers: &Headers<'_>,
-    left: &[usize],
+fn decrypt_wholes(
+    headers: &HeaderCodec<'_>,
+    undecrypted: &[usize],
     bytes: Vec<&mut [u8]>,
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<()> {
     let queue = bytes.into_iter().enumerate();
-    let queue = queue.filter(|(tensor, _)| left.binary_search(tensor).is_ok());
+    let queue = queue.filter(|(tensor, _)| undecrypted.binary_search(tensor).is_ok());
     let queue = listed(queue, LISTS)?;
     let threads = crate::cpu_count().min(queue.len());
     let queue = Mutex::new(queue);
@@ -225,7 +226,7 @@ fn whole(
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
             let Some((tensor, bytes)) = next else { break };
-            counters.time(Stage::Decrypt, || headers.whole(tensor, bytes, control))?;
+            counters.time(Stage::Decrypt, || headers.decrypt_and_verify(tensor, bytes, control))?;
             counters.bytes(bytes.len() as u64);
         }
         Ok(())
@@ -233,23 +234,23 @@ fn whole(
 }
 
 /// Host memory for the tensors of a load, in the order of the file.
-struct Memory {
+struct LoadMemory {
     blocks: Vec<Arena>,
-    layout: Layout,
+    layout: MemoryLayout,
     /// Mappings of the beginnings of files in which tensors are used in place, by file number.
     mappings: BTreeMap<usize, Arena>,
-    tensors: Vec<Spot>,
+    tensors: Vec<TensorLocation>,
 }
 
 /// The location of a tensor's bytes.
-enum Spot {
+enum TensorLocation {
     /// In a block.
     Block { block: usize, at: usize, len: usize },
     /// In the mapping of its file, which also has its header.
     Mapped { file: usize, header: usize, at: usize, len: usize },
 }
 
-impl Memory {
+impl LoadMemory {
     fn new(selection: &Selection<'_>, options: &LoadOptions) -> Result<Self> {
         let file = selection.file;
         let too_large = || out_of_memory(u64::MAX, format!("the tensors of `{}`", file.uri()));
@@ -261,24 +262,28 @@ impl Memory {
         {
             own.push((extent, entry.memory_len().ok_or_else(too_large)?));
         }
-        let layout = Layout::new(&own, Large::Together).ok_or_else(too_large)?;
+        let layout = MemoryLayout::new(&own, LargeTensors::OneBlock).ok_or_else(too_large)?;
         let size = |n: u64| usize::try_from(n).map_err(|_| too_large());
         let blocks = layout.blocks.iter().map(|block| Arena::new(size(block.len)?));
         let blocks = collected(blocks, LISTS)?;
-        let mut places = layout.places.iter().zip(&own);
+        let mut places = layout.locations.iter().zip(&own);
         let tensors = selection.entries.iter().zip(&in_place).map(|(entry, in_place)| {
             if *in_place {
                 let header = size(entry.header_offset)?;
                 let (at, len) = (size(entry.data_offset)?, size(entry.data_len)?);
-                return Ok(Spot::Mapped { file: entry.file, header, at, len });
+                return Ok(TensorLocation::Mapped { file: entry.file, header, at, len });
             }
             let (place, (_, len)) =
                 places.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
-            Ok(Spot::Block { block: place.block, at: size(place.offset)?, len: size(*len)? })
+            Ok(TensorLocation::Block {
+                block: place.block,
+                at: size(place.offset)?,
+                len: size(*len)?,
+            })
         });
         let tensors = collected(tensors, LISTS)?;
         let mappings = map_tensors(file, &selection.entries, &in_place)?;
-        Ok(Memory { blocks, layout, mappings, tensors })
+        Ok(LoadMemory { blocks, layout, mappings, tensors })
     }
 
     fn load(
@@ -287,31 +292,33 @@ impl Memory {
         options: &LoadOptions,
         counters: &Counters,
         cancel: &dyn Cancel,
-    ) -> Result<Vec<KeptHeader>> {
-        let (headers, left) = run(selection, self.target()?, options, counters, cancel)?;
-        if !left.is_empty() {
-            whole(&headers, &left, self.bytes()?, counters, cancel)?;
+    ) -> Result<Vec<CompactHeader>> {
+        let (headers, undecrypted) =
+            read_to_host(selection, self.target()?, options, counters, cancel)?;
+        if !undecrypted.is_empty() {
+            decrypt_wholes(&headers, &undecrypted, self.bytes()?, counters, cancel)?;
         }
-        headers.into_kept()
+        headers.into_headers()
     }
 
     /// Returns the bytes of each tensor; none for those that are mapped.
     fn bytes(&mut self) -> Result<Vec<&mut [u8]>> {
-        let blocks = self.blocks.iter_mut().map(|block| Some(Rest::of(block.bytes_mut())));
-        cut(&self.tensors, listed(blocks, LISTS)?)
+        let blocks =
+            self.blocks.iter_mut().map(|block| Some(SliceRemainder::new(block.bytes_mut())));
+        split_blocks(&self.tensors, listed(blocks, LISTS)?)
     }
 
     /// Returns all memory as a target for the engine.
-    fn target(&mut self) -> Result<Host<'_>> {
+    fn target(&mut self) -> Result<HostTarget<'_>> {
         let bug = || Error::Bug("an image beyond its block".to_owned());
         let mut images = Vec::new();
         for (&number, mapping) in &mut self.mappings {
-            let mut rest = Rest::of(mapping.bytes_mut());
-            for spot in &self.tensors {
-                let Spot::Mapped { file, header, at, len } = *spot else { continue };
+            let mut rest = SliceRemainder::new(mapping.bytes_mut());
+            for location in &self.tensors {
+                let TensorLocation::Mapped { file, header, at, len } = *location else { continue };
                 if file == number {
-                    let memory = Span::Mapped(rest.cut(header, at + len - header)?);
-                    push(&mut images, Image { file, position: header as u64, memory }, LISTS)?;
+                    let memory = ImageMemory::Mapped(rest.cut(header, at + len - header)?);
+                    push(&mut images, FileImage { file, position: header as u64, memory }, LISTS)?;
                 }
             }
         }
@@ -319,30 +326,30 @@ impl Memory {
         for (arena, block) in self.blocks.iter_mut().zip(&self.layout.blocks) {
             let bytes = arena.bytes_mut();
             let Some(span) = block.image else {
-                blocks.push(Some(Rest::of(bytes)));
+                blocks.push(Some(SliceRemainder::new(bytes)));
                 continue;
             };
             let skip = usize::try_from(span.skip).map_err(|_| bug())?;
             let bytes = bytes.get_mut(skip..).ok_or_else(bug)?;
-            let memory = Span::Empty(to_fill(bytes));
-            push(&mut images, Image { file: span.file, position: span.start, memory }, LISTS)?;
+            let memory = ImageMemory::Empty(as_uninit(bytes));
+            push(&mut images, FileImage { file: span.file, position: span.start, memory }, LISTS)?;
             blocks.push(None);
         }
         images.sort_unstable_by_key(|image| (image.file, image.position));
-        let tensors = cut(&self.tensors, blocks)?;
-        Ok(Host::new(listed(tensors.into_iter().map(to_fill), LISTS)?, images))
+        let tensors = split_blocks(&self.tensors, blocks)?;
+        Ok(HostTarget::new(listed(tensors.into_iter().map(as_uninit), LISTS)?, images))
     }
 
     /// Turns the memory into the buffers that tensors own from now on.
     fn freeze(self) -> Result<Vec<HostBuffer>> {
         let mut ranges = listed(self.blocks.iter().map(|_| Vec::new()), LISTS)?;
         let mut mapped: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
-        for spot in &self.tensors {
-            match *spot {
-                Spot::Mapped { file, at, len, .. } => {
+        for location in &self.tensors {
+            match *location {
+                TensorLocation::Mapped { file, at, len, .. } => {
                     push(mapped.entry(file).or_default(), (at, len), LISTS)?;
                 }
-                Spot::Block { block, at, len } => {
+                TensorLocation::Block { block, at, len } => {
                     let ranges = ranges.get_mut(block);
                     let ranges = ranges.ok_or_else(|| Error::Bug("no block".to_owned()))?;
                     push(ranges, (at, len), LISTS)?;
@@ -357,10 +364,14 @@ impl Memory {
             Ok((file, mapping.freeze(ranges)?.into_iter()))
         });
         let mut mappings = mappings.collect::<Result<BTreeMap<_, _>>>()?;
-        let buffers = self.tensors.iter().map(|spot| {
-            let buffer = match spot {
-                Spot::Mapped { file, .. } => mappings.get_mut(file).and_then(Iterator::next),
-                Spot::Block { block, .. } => blocks.get_mut(*block).and_then(Iterator::next),
+        let buffers = self.tensors.iter().map(|location| {
+            let buffer = match location {
+                TensorLocation::Mapped { file, .. } => {
+                    mappings.get_mut(file).and_then(Iterator::next)
+                }
+                TensorLocation::Block { block, .. } => {
+                    blocks.get_mut(*block).and_then(Iterator::next)
+                }
             };
             buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))
         });
@@ -369,9 +380,12 @@ impl Memory {
 }
 
 /// Returns the bytes of each tensor in the given blocks; none for tensors that are elsewhere.
-fn cut<'a>(tensors: &[Spot], mut blocks: Vec<Option<Rest<'a>>>) -> Result<Vec<&'a mut [u8]>> {
-    let bytes = tensors.iter().map(|spot| {
-        let Spot::Block { block, at, len } = *spot else { return Ok(&mut [][..]) };
+fn split_blocks<'a>(
+    tensors: &[TensorLocation],
+    mut blocks: Vec<Option<SliceRemainder<'a>>>,
+) -> Result<Vec<&'a mut [u8]>> {
+    let bytes = tensors.iter().map(|location| {
+        let TensorLocation::Block { block, at, len } = *location else { return Ok(&mut [][..]) };
         let rest = blocks.get_mut(block).and_then(Option::as_mut);
         rest.map_or(Ok(&mut [][..]), |rest| rest.cut(at, len))
     });

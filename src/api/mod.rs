@@ -1,30 +1,30 @@
 //! The interface for programs: opens a file, loads from it, saves to one.
 
 pub mod archive;
-mod copies;
+mod cached_head;
+pub mod catalog_part;
 pub mod device;
+pub mod device_upload;
 pub mod file;
 mod head;
 pub mod headers;
+mod hub_checksum;
 pub mod iterate;
-mod known;
-mod least;
 pub mod load;
 pub mod load_options;
+mod local_copies;
+mod minimum_memory;
 mod open;
-pub mod part;
-pub mod parts;
-mod proven;
 pub mod save;
 pub mod save_options;
 mod save_safetensors;
 mod selection;
+pub mod shard_index;
 pub mod slice_rules;
 pub mod slices;
-mod small;
+mod small_tensor;
 pub mod snapshot;
 pub mod tensor;
 pub mod typed;
 mod unlock;
-pub mod upload;
 pub mod verify;

@@ -4,24 +4,26 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use crate::api::save_options::{Pair, SaveOptions, SaveTensor};
+use crate::api::save_options::{IdentitySource, SaveOptions, SaveTensor};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::codec::hash::sha256;
-use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
+use crate::engine::write::{TensorData, WriteOptions, WriteTensor, write_tensors};
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, listed, more_room, with_room};
 use crate::format::catalog::Entry;
 use crate::format::name_tree::NameTree;
+use crate::format::tensors::identity::FileIdentity;
 use crate::format::tensors::index::{self, end_of_index};
-use crate::format::tensors::layout::{FileLayout, MIN_INDEX_LEN, Placed, index_len_for, place};
-use crate::format::tensors::pair::PairId;
+use crate::format::tensors::layout::{
+    FileLayout, MIN_INDEX_LEN, UnplacedTensor, index_len_for, place,
+};
 use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
 };
-use crate::format::tensors::{behind, metadata};
-use crate::io::{Unclosed, WriteAt, write_all_at};
-use crate::sys::process::Maker;
+use crate::format::tensors::{metadata, trailer};
+use crate::io::{UnclosedOutcome, WriteAt, write_all_at};
+use crate::sys::process::OwnerProcess;
 
 /// Largest alignment: a huge page, beyond which padding would only waste space.
 const MAX_ALIGNMENT: u64 = 2 << 20;
@@ -33,14 +35,14 @@ const ENTRIES_LEN: u64 = MIN_INDEX_LEN / 2;
 
 /// An index with a manifest or an identity is written again once the number of tensors has grown by
 /// one part in so many.
-const SHOWN_GROWTH: usize = 8;
+const VISIBLE_GROWTH: usize = 8;
 
 /// A file under construction: a `.tensors` file, unless [`Writer::write_safetensors`] is called.
 ///
 /// If the sink makes bytes visible early, it holds a complete file after each [`Writer::write`]. That
 /// has all tensors written so far or, with a manifest or an identity, at least eight ninths of them.
 pub struct Writer {
-    maker: Maker,
+    owner: OwnerProcess,
     sink: Option<Box<dyn WriteAt>>,
     uri: String,
     pub(super) base: u64,
@@ -54,19 +56,19 @@ pub struct Writer {
     /// The encoded metadata, which are written behind the entries of the index.
     metadata: Vec<u8>,
     index_len: u64,
-    shown: Shown,
+    visible_index: VisibleIndex,
     pub(super) end: u64,
     version: u32,
     pub(super) tensor_bytes: u64,
     pub(super) progress: Arc<AtomicU64>,
     pub(super) failed: bool,
     /// True for a file of another format, which is written as a whole and has no index at its end.
-    pub(super) foreign: bool,
+    pub(super) other_format: bool,
 }
 
 /// The index that was written last, in a file whose bytes are visible early.
 #[derive(Clone, Copy, Default)]
-struct Shown {
+struct VisibleIndex {
     entries: usize,
     /// Bytes of these entries.
     entries_len: u64,
@@ -88,14 +90,14 @@ impl Writer {
         let pairs = options.metadata.as_deref().unwrap_or(&[]);
         if encrypted && !pairs.is_empty() && !options.clear_metadata {
             return Err(Error::InvalidArgument(format!(
-                "`{}`: the metadata of an encrypted file are not encrypted, and only a manifest \
+                "`{}`: the metadata of an encrypted file are not encrypted, and only a manifest\
                  authenticates them: leave them out, or pass clear_metadata=True",
                 sink.uri()
             )));
         }
         let metadata = metadata::encode(pairs, sink.uri())?;
         Ok(Writer {
-            maker: Maker::this(),
+            owner: OwnerProcess::current(),
             uri: sink.uri().to_owned(),
             sink: Some(sink),
             base,
@@ -106,13 +108,13 @@ impl Writer {
             names: NameTree::default(),
             metadata,
             index_len: 0,
-            shown: Shown::default(),
+            visible_index: VisibleIndex::default(),
             end: 0,
             version: if encrypted { VERSION_ENCRYPTED } else { VERSION_PLAIN },
             tensor_bytes: 0,
             progress: Arc::default(),
             failed: false,
-            foreign: false,
+            other_format: false,
         })
     }
 
@@ -133,25 +135,27 @@ impl Writer {
     }
 
     /// Gives the file an identity. Nothing may have been written yet.
-    pub fn set_pair(&mut self, pair: Pair) -> Result<()> {
+    pub fn set_identity(&mut self, identity: IdentitySource) -> Result<()> {
         if self.index_len > 0 {
             return Err(Error::InvalidArgument(format!("`{}` has tensors already", self.uri)));
         }
-        self.options.pair = Some(pair);
+        self.options.identity = Some(identity);
         Ok(())
     }
 
     /// Returns the file's identity, of the tensors written so far.
-    pub fn pair_id(&self) -> Option<PairId> {
-        match self.options.pair? {
-            Pair::Given(id) => Some(id),
-            Pair::FromContent => sha256(self.digests.as_flattened()).first_chunk().copied(),
+    pub fn identity(&self) -> Option<FileIdentity> {
+        match self.options.identity? {
+            IdentitySource::Given(id) => Some(id),
+            IdentitySource::FromContent => {
+                sha256(self.digests.as_flattened()).first_chunk().copied()
+            }
         }
     }
 
     /// Returns the position after the last byte of the file, its end mark included.
     pub fn end(&self) -> u64 {
-        if self.foreign { self.end } else { self.end + END_MARK.len() as u64 }
+        if self.other_format { self.end } else { self.end + END_MARK.len() as u64 }
     }
 
     /// Writes tensors after those written before.
@@ -159,8 +163,8 @@ impl Writer {
     /// Names are checked before anything is written. If writing fails half-way, the writer can
     /// only be dropped.
     pub fn write(&mut self, tensors: Vec<SaveTensor<'_>>, cancel: &dyn Cancel) -> Result<()> {
-        self.usable()?;
-        if self.foreign {
+        self.check_usable()?;
+        if self.other_format {
             return Err(Error::InvalidArgument(format!(
                 "`{}` is a safetensors file and has been written already: all its tensors go into \
                  one call",
@@ -173,8 +177,8 @@ impl Writer {
         let mut sources = with_room(tensors.len(), LISTS)?;
         for tensor in tensors {
             let SaveTensor { name, kind, module_index, dtype, shape, data } = tensor;
-            let meta = matches!(data, Origin::Meta);
-            placed.push(Placed { name, kind, dtype, shape, meta });
+            let meta = matches!(data, TensorData::Meta);
+            placed.push(UnplacedTensor { name, kind, dtype, shape, meta });
             sources.push((module_index, data));
         }
         more_room(&mut self.entries, placed.len(), LISTS)?;
@@ -185,14 +189,14 @@ impl Writer {
         sink.reserve(head, layout.end + END_MARK.len() as u64)?;
         let items = layout.entries.iter().zip(sources);
         let items = listed(
-            items.map(|(entry, (module_index, origin))| Item { entry, module_index, origin }),
+            items.map(|(entry, (module_index, data))| WriteTensor { entry, module_index, data }),
             LISTS,
         )?;
         let options = WriteOptions {
             threads: self.options.threads,
             hashes: Some(self.options.hashes),
             encryption: self.options.encryption.as_deref(),
-            named: self.options.pair.is_some(),
+            needs_digests: self.options.identity.is_some(),
             memory: self.options.memory,
         };
         let digests = write_tensors(sink, &items, &options, &self.progress, cancel)?;
@@ -203,8 +207,8 @@ impl Writer {
         self.end = layout.end;
         self.entries_len += encoded_lens(&layout.entries, false);
         self.entries.extend(layout.entries);
-        if self.sink()?.shows_early() {
-            self.show(cancel)?;
+        if self.sink()?.is_visible_early() {
+            self.make_index_visible(cancel)?;
         }
         self.failed = false;
         Ok(())
@@ -217,8 +221,8 @@ impl Writer {
 
     /// Ends a file that the caller has not finished. If another file has its name, that one stays:
     /// see [`WriteAt::publish_unclosed`]. Returns the outcome.
-    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<Unclosed> {
-        let mut place = Unclosed::GivenUp;
+    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
+        let mut place = UnclosedOutcome::Aborted;
         self.end_with(cancel, |sink, len| {
             place = sink.publish_unclosed(len, cancel)?;
             Ok(())
@@ -234,15 +238,15 @@ impl Writer {
         if self.sink.is_none() {
             return Ok(());
         }
-        self.usable()?;
-        if !self.foreign && self.entries.is_empty() {
+        self.check_usable()?;
+        if !self.other_format && self.entries.is_empty() {
             self.abandon();
             let why = "a .tensors file has at least one tensor, and a file that existed is \
                        unchanged";
             return Err(Error::InvalidArgument(format!("no tensors for `{}`: {why}", self.uri)));
         }
         self.failed = true;
-        if !self.foreign {
+        if !self.other_format {
             self.write_index(cancel)?;
         }
         let end = self.end();
@@ -263,8 +267,8 @@ impl Writer {
         self.sink = None;
     }
 
-    pub(super) fn usable(&self) -> Result<()> {
-        self.maker.check(&self.uri)?;
+    pub(super) fn check_usable(&self) -> Result<()> {
+        self.owner.check(&self.uri)?;
         if self.failed {
             return Err(Error::Closed(format!("an earlier write to `{}` failed", self.uri)));
         }
@@ -291,7 +295,7 @@ impl Writer {
     }
 
     /// Places tensors behind the earlier ones, after making room in the index.
-    fn lay_out(&mut self, placed: Vec<Placed>, cancel: &dyn Cancel) -> Result<FileLayout> {
+    fn lay_out(&mut self, placed: Vec<UnplacedTensor>, cancel: &dyn Cancel) -> Result<FileLayout> {
         let SaveOptions { alignment, hashes, .. } = self.options;
         let encryption = self.options.encryption.as_deref();
         let encrypted = encryption.map(|options| options.derivation.is_some());
@@ -304,10 +308,10 @@ impl Writer {
             encrypted,
         )?;
         let tagged = self.version.max(trial.version) >= VERSION_LONG;
-        let used = self.used(tagged) + encoded_lens(&trial.entries, tagged);
+        let used = self.encoded_entries_len(tagged) + encoded_lens(&trial.entries, tagged);
         if self.index_len == 0 {
             self.reserve_index(self.index_len_for(used))?;
-        } else if used + self.behind_len() > self.index_len {
+        } else if used + self.trailer_len() > self.index_len {
             // Twice what is needed, so that many small calls do not move the data many times.
             self.move_data(self.index_len_for(used.saturating_mul(2)), cancel)?;
         }
@@ -336,43 +340,43 @@ impl Writer {
     }
 
     /// Returns the bytes at the end of the index block that a manifest takes.
-    fn seal_len(&self) -> usize {
+    fn manifest_len(&self) -> usize {
         let encryption = self.options.encryption.as_deref();
         if encryption.is_some_and(|options| options.manifest) { MANIFEST_LEN } else { 0 }
     }
 
     /// Returns the bytes at the end of the index block that are not entries.
-    fn behind_len(&self) -> u64 {
-        (behind::len(&self.metadata, self.options.pair.is_some()) + self.seal_len()) as u64
+    fn trailer_len(&self) -> u64 {
+        (trailer::len(&self.metadata, self.options.identity.is_some()) + self.manifest_len()) as u64
     }
 
     /// Returns the bytes to reserve for an index whose entries have `used` bytes. Metadata leave
     /// room for later entries.
     fn index_len_for(&self, used: u64) -> u64 {
-        index_len_for(used.max(ENTRIES_LEN) + self.behind_len())
+        index_len_for(used.max(ENTRIES_LEN) + self.trailer_len())
     }
 
     /// Returns the bytes of all entries in the index.
-    fn used(&self, tagged: bool) -> u64 {
+    fn encoded_entries_len(&self, tagged: bool) -> u64 {
         let tags = if tagged { self.entries.len() as u64 * index::TAG_LEN } else { 0 };
         self.entries_len + tags
     }
 
     /// True if entries of the index have tags.
-    fn tagged(&self) -> bool {
+    fn has_tags(&self) -> bool {
         self.version >= VERSION_LONG
     }
 
     /// Makes written tensors visible in the file. New entries are added to the index in the file. It is
     /// written anew only if its length or form has changed, or if it has a manifest or an identity.
-    fn show(&mut self, cancel: &dyn Cancel) -> Result<()> {
-        let Shown { entries, entries_len, tagged, index_len } = self.shown;
-        let whole = self.seal_len() > 0 || self.options.pair.is_some();
+    fn make_index_visible(&mut self, cancel: &dyn Cancel) -> Result<()> {
+        let VisibleIndex { entries, entries_len, tagged, index_len } = self.visible_index;
+        let rewrites_index = self.manifest_len() > 0 || self.options.identity.is_some();
         let new = self.entries.get(entries..).unwrap_or(&[]);
-        if index_len != self.index_len || tagged != self.tagged() {
+        if index_len != self.index_len || tagged != self.has_tags() {
             self.write_index(cancel)?;
-        } else if whole {
-            if new.len() <= entries / SHOWN_GROWTH {
+        } else if rewrites_index {
+            if new.len() <= entries / VISIBLE_GROWTH {
                 return Ok(());
             }
             self.write_index(cancel)?;
@@ -384,9 +388,10 @@ impl Writer {
             write_all_at(sink, at, &mut [IoSlice::new(&added)], cancel)?;
             write_all_at(sink, self.base, &mut [IoSlice::new(&self.prologue())], cancel)?;
         }
-        let (entries, tagged) = (self.entries.len(), self.tagged());
-        let entries_len = self.used(tagged);
-        self.shown = Shown { entries, entries_len, tagged, index_len: self.index_len };
+        let (entries, tagged) = (self.entries.len(), self.has_tags());
+        let entries_len = self.encoded_entries_len(tagged);
+        self.visible_index =
+            VisibleIndex { entries, entries_len, tagged, index_len: self.index_len };
         Ok(())
     }
 
@@ -394,7 +399,7 @@ impl Writer {
         let prologue = Prologue {
             version: self.version,
             encrypted: self.options.encryption.is_some(),
-            versioned_entries: self.tagged(),
+            versioned_entries: self.has_tags(),
             tensor_bytes: self.tensor_bytes,
             count: self.entries.len() as u64,
             index_len: self.index_len,
@@ -406,12 +411,12 @@ impl Writer {
     fn write_index(&self, cancel: &dyn Cancel) -> Result<()> {
         let sink = self.sink()?;
         let encryption = self.options.encryption.as_deref();
-        let mut block = index::encode(&self.entries, self.tagged(), self.index_len)?;
+        let mut block = index::encode(&self.entries, self.has_tags(), self.index_len)?;
         let start = self.prologue();
-        let used = usize::try_from(self.used(self.tagged())).unwrap_or(usize::MAX);
-        let unsealed = block.len().saturating_sub(self.seal_len());
+        let used = usize::try_from(self.encoded_entries_len(self.has_tags())).unwrap_or(usize::MAX);
+        let unsealed = block.len().saturating_sub(self.manifest_len());
         let space = block.get_mut(used..unsealed).unwrap_or(&mut []);
-        behind::put(space, &self.metadata, self.pair_id())?;
+        trailer::write(space, &self.metadata, self.identity())?;
         if let Some(options) = encryption.filter(|options| options.manifest) {
             Manifest::new(&options.key)?.seal(&start, &mut block, &self.digests)?;
         }

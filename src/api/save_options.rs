@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use crate::codec::crypt::EncryptionOptions;
-use crate::engine::write::Origin;
+use crate::engine::write::TensorData;
 use crate::format::TensorKind;
 use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::tensors::header::Hashes;
-use crate::format::tensors::pair::PairId;
+use crate::format::tensors::identity::FileIdentity;
 use crate::memory_limit::MemoryLimit;
 
 /// A tensor to be written.
@@ -24,7 +24,7 @@ pub struct SaveTensor<'a> {
     /// Its dimensions.
     pub shape: Vec<u64>,
     /// Its bytes.
-    pub data: Origin<'a>,
+    pub data: TensorData<'a>,
 }
 
 /// Options of a save.
@@ -40,7 +40,7 @@ pub struct SaveOptions {
     /// If set, the tensors' data are encrypted.
     pub encryption: Option<Arc<EncryptionOptions>>,
     /// If set, the file gets an identity, by which the other half of a saved object knows it.
-    pub pair: Option<Pair>,
+    pub identity: Option<IdentitySource>,
     /// Metadata of the file, as names and values: no name twice, and at most 100,000,000 bytes. A
     /// safetensors file distinguishes an empty list from none.
     pub metadata: Option<Vec<(String, String)>>,
@@ -53,11 +53,11 @@ pub struct SaveOptions {
 
 /// The source of a file's identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pair {
+pub enum IdentitySource {
     /// From the tensors in it.
     FromContent,
     /// From the file of which this is a copy.
-    Given(PairId),
+    Given(FileIdentity),
 }
 
 impl Default for SaveOptions {
@@ -67,7 +67,7 @@ impl Default for SaveOptions {
             threads: None,
             hashes: Hashes::All,
             encryption: None,
-            pair: None,
+            identity: None,
             metadata: None,
             clear_metadata: false,
             memory: MemoryLimit::default(),

@@ -5,10 +5,10 @@ use std::io::IoSlice;
 use super::save::Writer;
 use super::save_options::SaveTensor;
 use crate::cancel::Cancel;
-use crate::engine::write::{Item, Origin, WriteOptions, write_tensors};
+use crate::engine::write::{TensorData, WriteOptions, WriteTensor, write_tensors};
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed};
-use crate::format::safetensors::{Layout, Placed};
+use crate::format::safetensors::{SafetensorsLayout, SafetensorsTensor};
 use crate::io::write_all_at;
 
 impl Writer {
@@ -19,8 +19,8 @@ impl Writer {
         tensors: Vec<SaveTensor<'_>>,
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        self.usable()?;
-        if self.foreign || !self.entries.is_empty() {
+        self.check_usable()?;
+        if self.other_format || !self.entries.is_empty() {
             let what = format!(
                 "`{}` has tensors already: all tensors of a safetensors file go into one call",
                 self.uri()
@@ -32,32 +32,32 @@ impl Writer {
             return Err(Error::InvalidArgument(what));
         }
         let placed = tensors.iter().map(|tensor| {
-            if matches!(tensor.data, Origin::Meta) {
+            if matches!(tensor.data, TensorData::Meta) {
                 let what =
                     format!("tensor `{}` is on the meta device, and has no data", tensor.name);
                 return Err(Error::InvalidArgument(what));
             }
             let (name, dtype) = (tensor.name.clone(), tensor.dtype);
-            Ok(Placed { name, dtype, shape: tensor.shape.clone() })
+            Ok(SafetensorsTensor { name, dtype, shape: tensor.shape.clone() })
         });
         let placed = collected(placed, LISTS)?;
         let metadata = self.options.metadata.as_deref();
-        let layout = Layout::new(placed, metadata, self.base)?;
+        let layout = SafetensorsLayout::new(placed, metadata, self.base)?;
         self.failed = true;
-        self.foreign = true;
+        self.other_format = true;
         self.end = layout.end;
         let mut sources = listed(tensors.into_iter().map(|tensor| Some(tensor.data)), LISTS)?;
         let items = layout.entries.iter().zip(&layout.order).map(|(entry, &number)| {
-            let origin = sources.get_mut(number).and_then(Option::take);
-            let origin = origin.ok_or_else(|| Error::Bug(format!("no tensor {number}")))?;
-            Ok(Item { entry, module_index: 0, origin })
+            let data = sources.get_mut(number).and_then(Option::take);
+            let data = data.ok_or_else(|| Error::Bug(format!("no tensor {number}")))?;
+            Ok(WriteTensor { entry, module_index: 0, data })
         });
         let items = collected(items, LISTS)?;
         let options = WriteOptions {
             threads: self.options.threads,
             hashes: None,
             encryption: None,
-            named: false,
+            needs_digests: false,
             memory: self.options.memory,
         };
         let sink = self.sink()?;

@@ -91,7 +91,7 @@ impl<'f> Selection<'f> {
     }
 
     /// Reorders one value for each tensor from the order of the file to the caller's order.
-    pub fn restore<T>(&self, sorted: Vec<T>) -> Result<Vec<T>> {
+    pub fn to_caller_order<T>(&self, sorted: Vec<T>) -> Result<Vec<T>> {
         let mut restored = listed(sorted.iter().map(|_| None), LISTS)?;
         for (thing, &at) in sorted.into_iter().zip(&self.order) {
             if let Some(slot) = restored.get_mut(at) {
@@ -104,10 +104,10 @@ impl<'f> Selection<'f> {
     }
 
     /// Reorders one value for each tensor from the caller's order to the order of the file.
-    pub fn sort<T>(&self, given: Vec<T>) -> Result<Vec<T>> {
-        let mut given = listed(given.into_iter().map(Some), LISTS)?;
-        let mut out = with_room(given.len(), LISTS)?;
-        out.extend(self.order.iter().filter_map(|&at| given.get_mut(at)?.take()));
+    pub fn to_file_order<T>(&self, values: Vec<T>) -> Result<Vec<T>> {
+        let mut values = listed(values.into_iter().map(Some), LISTS)?;
+        let mut out = with_room(values.len(), LISTS)?;
+        out.extend(self.order.iter().filter_map(|&at| values.get_mut(at)?.take()));
         Ok(out)
     }
 }

@@ -4,20 +4,20 @@ use std::ops::Range;
 
 use super::load_options::LoadOptions;
 use super::selection::Selection;
-use crate::engine::cold::{self, Cached};
-use crate::engine::plan::Runs;
+use crate::engine::page_cache::{self, PageCacheResidency};
+use crate::engine::plan::SliceRanges;
 use crate::error::Result;
-use crate::io::{Capabilities, borrowed};
+use crate::io::{Capabilities, as_refs};
 
 /// Shorter ranges are read with the bytes between them: the plan of a longer one is small compared
 /// with its bytes.
 const SHORT: u64 = 16 << 10;
 /// About how many bytes are planned and read together: a file may claim any number of them.
-pub const ROUND_LEN: u64 = 16 << 30;
+pub const MAX_GROUP_LEN: u64 = 16 << 30;
 
 /// Rules for the contiguous ranges of the slices of a load.
 #[derive(Clone, Copy)]
-pub struct RunRules {
+pub struct RangeRules {
     /// Shorter ranges are read with the bytes between them, if these are no more than `gap`.
     long: u64,
     /// Bytes between two ranges that are cheaper to read than to skip.
@@ -25,34 +25,42 @@ pub struct RunRules {
     seekable: bool,
 }
 
-impl RunRules {
+impl RangeRules {
     /// The rules for slices of a file.
     pub fn of(selection: &Selection<'_>, options: &LoadOptions) -> Result<Self> {
         let sources = selection.file.sources();
-        let files = borrowed(&sources);
+        let files = as_refs(&sources);
         let seekable = selection.file.is_seekable();
-        if cold::may_read_directly(&files, options.memory.known()?, options.shares_cache)?
-            && cold::cached(&files, &selection.extents()?) == Cached::Little
+        if page_cache::may_read_directly(
+            &files,
+            options.memory.or_environment()?,
+            options.shares_cache,
+        )? && page_cache::sample_residency(&files, &selection.extents()?)
+            == PageCacheResidency::Little
         {
-            return Ok(RunRules { long: cold::DIRECT_GAP, gap: cold::DIRECT_GAP, seekable });
+            return Ok(RangeRules {
+                long: page_cache::DIRECT_GAP,
+                gap: page_cache::DIRECT_GAP,
+                seekable,
+            });
         }
-        let gap = Capabilities::of_all(&files).map_or(0, |traits| traits.merge_gap);
+        let gap = Capabilities::combined(&files).map_or(0, |traits| traits.merge_gap);
         // A stream is read from front to back, so that the bytes between ranges come in any case.
-        Ok(RunRules { long: SHORT, gap: if seekable { gap } else { u64::MAX }, seekable })
+        Ok(RangeRules { long: SHORT, gap: if seekable { gap } else { u64::MAX }, seekable })
     }
 
     /// True if each range is read by itself, straight to its destination.
-    pub fn are_long(&self, runs: &Runs) -> bool {
-        let between = runs.gap().is_none_or(|gap| gap > self.gap);
-        self.seekable && runs.run() >= if between { SHORT } else { self.long }
+    pub fn are_long(&self, ranges: &SliceRanges) -> bool {
+        let between = ranges.gap().is_none_or(|gap| gap > self.gap);
+        self.seekable && ranges.range_len() >= if between { SHORT } else { self.long }
     }
 
     /// Returns the ranges of a tensor that are read to gather short ones from, in rising order.
-    pub fn spans<'r>(&self, runs: &'r Runs) -> impl Iterator<Item = Range<u64>> + use<'r> {
-        let spans = runs.spans(self.gap).filter(|_| runs.total() > 0);
-        spans.flat_map(|Range { start, end }| {
-            let len = usize::try_from(ROUND_LEN).unwrap_or(usize::MAX);
-            let cut = move |from: u64| from..end.min(from.saturating_add(ROUND_LEN));
+    pub fn reads<'r>(&self, ranges: &'r SliceRanges) -> impl Iterator<Item = Range<u64>> + use<'r> {
+        let reads = ranges.coalesced(self.gap).filter(|_| ranges.total() > 0);
+        reads.flat_map(|Range { start, end }| {
+            let len = usize::try_from(MAX_GROUP_LEN).unwrap_or(usize::MAX);
+            let cut = move |from: u64| from..end.min(from.saturating_add(MAX_GROUP_LEN));
             (start..end).step_by(len).map(cut)
         })
     }

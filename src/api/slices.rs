@@ -1,6 +1,6 @@
 //! Loads of slices, which read only the bytes of the slices.
 //!
-//! Long contiguous ranges (runs) are read straight to their destination. Short ones are read with
+//! Long contiguous ranges are read straight to their destination. Short ones are read with
 //! the bytes between them, and so are pieces of encryption, which are decrypted as a whole. A
 //! tensor whose hashes are to be verified is read as a whole, and then cut.
 
@@ -10,34 +10,34 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::file::TensorFile;
-use super::headers::see_headers;
+use super::headers::visit_headers;
 use super::load_options::LoadOptions;
 use super::selection::Selection;
-use super::slice_rules::{ROUND_LEN, RunRules};
+use super::slice_rules::{MAX_GROUP_LEN, RangeRules};
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, PIECE_LEN};
 use crate::codec::decrypt::Decryptor;
 use crate::codec::hash::{Digests, Verify};
-use crate::engine::plan::{Extent, Runs};
-use crate::engine::read::{Begun, Codec, Reading, read};
-use crate::engine::target::gather::{Gather, Span};
-use crate::engine::target::host::Host;
+use crate::engine::plan::{Extent, SliceRanges};
+use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
+use crate::engine::target::gather::{CoalescedRead, GatherTarget};
+use crate::engine::target::host::HostTarget;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, push};
-use crate::format::catalog::{Entry, Whole};
-use crate::io::{ReadAt, borrowed};
+use crate::format::catalog::{Entry, WholeTensor};
+use crate::io::{ReadAt, as_refs};
 use crate::stats::Counters;
 
 /// The most bytes of whole tensors that are held while slices are cut from them.
-pub const HELD: u64 = 256 << 20;
+pub const MAX_HELD: u64 = 256 << 20;
 
 /// The function that loads whole tensors.
 pub type LoadWhole<'l> =
     &'l dyn Fn(&TensorFile, &[usize], &LoadOptions, &Counters, &dyn Cancel) -> Result<Vec<Tensor>>;
 
 /// The most ranges that are planned and read together.
-pub const ROUND: usize = 64 << 10;
+pub const MAX_RANGES: usize = 64 << 10;
 
 /// A slice: a range of indices for each dimension.
 pub type Slice = Box<[Range<u64>]>;
@@ -60,15 +60,15 @@ impl TensorFile {
             let Some(slice) = slice else { return Ok(entry.clone()) };
             let shape: Box<[u64]> =
                 slice.iter().map(|range| range.end.saturating_sub(range.start)).collect();
-            if Runs::new(entry.dtype.size(), &entry.shape, &slice).is_none()
+            if SliceRanges::new(entry.dtype.size(), &entry.shape, &slice).is_none()
                 || entry.whole.is_some()
             {
                 return Err(Error::InvalidArgument(format!(
-                    "invalid slice {slice:?} of tensor `{}`, whose shape is {:?}",
+                    "invalid slice{slice:?} of tensor `{}`, whose shape is {:?}",
                     entry.name, entry.shape
                 )));
             }
-            let whole = Some(Arc::new(Whole { shape: entry.shape.clone(), slice }));
+            let whole = Some(Arc::new(WholeTensor { shape: entry.shape.clone(), slice }));
             Ok(Entry { shape, whole, ..entry.clone() })
         });
         self.with_parts(collected(entries, LISTS)?)
@@ -76,13 +76,13 @@ impl TensorFile {
 }
 
 /// Returns the contiguous ranges of an entry that is a slice; none if the tensor has no data.
-pub fn runs_of(entry: &Entry) -> Result<Runs> {
-    let runs = match &entry.whole {
-        Some(_) if entry.is_meta() => Runs::new(1, &[0], std::slice::from_ref(&(0..0))),
-        Some(whole) => Runs::new(entry.dtype.size(), &whole.shape, &whole.slice),
+pub fn ranges_of(entry: &Entry) -> Result<SliceRanges> {
+    let ranges = match &entry.whole {
+        Some(_) if entry.is_meta() => SliceRanges::new(1, &[0], std::slice::from_ref(&(0..0))),
+        Some(whole) => SliceRanges::new(entry.dtype.size(), &whole.shape, &whole.slice),
         None => None,
     };
-    runs.ok_or_else(|| Error::Bug(format!("the slice of `{}`", entry.name)))
+    ranges.ok_or_else(|| Error::Bug(format!("the slice of `{}`", entry.name)))
 }
 
 /// Loads slices, in the order of the file, each into memory of its length.
@@ -101,20 +101,20 @@ pub fn load_slices(
             *to = &mut [];
         }
     }
-    let runs = collected(selection.entries.iter().map(|entry| runs_of(entry)), LISTS)?;
-    let load = SliceLoad { selection, runs: &runs, options, counters, cancel, load_whole };
+    let ranges = collected(selection.entries.iter().map(|entry| ranges_of(entry)), LISTS)?;
+    let load = SliceLoad { selection, ranges: &ranges, options, counters, cancel, load_whole };
     let verified = options.verify != Verify::Nothing;
     match file.decryption() {
         None if !verified => load.read_plain(destinations),
         Some(key) if !verified && file.is_seekable() => load.gather_decrypted(key, destinations),
-        _ => load.cut_wholes(destinations),
+        _ => load.cut_from_wholes(destinations),
     }
 }
 
 /// A load of slices, each with the contiguous ranges of its bytes.
 struct SliceLoad<'s> {
     selection: &'s Selection<'s>,
-    runs: &'s [Runs],
+    ranges: &'s [SliceRanges],
     options: &'s LoadOptions,
     counters: &'s Counters,
     cancel: &'s dyn Cancel,
@@ -124,38 +124,38 @@ struct SliceLoad<'s> {
 impl SliceLoad<'_> {
     /// Reads long ranges straight to their destination, and short ones with the bytes between them.
     fn read_plain(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
-        let SliceLoad { selection, runs, options, counters, cancel, .. } = *self;
+        let SliceLoad { selection, ranges, options, counters, cancel, .. } = *self;
         let file = selection.file;
         let sources = file.sources();
-        let files = borrowed(&sources);
-        let rules = RunRules::of(selection, options)?;
-        let mut round = Round::default();
-        let read_round = |round: Round<'_>| {
+        let files = as_refs(&sources);
+        let rules = RangeRules::of(selection, options)?;
+        let mut group = RangeGroup::default();
+        let read_group = |group: RangeGroup<'_>| {
             cancel.check()?;
-            round.read(&files, options, counters, cancel)
+            group.read(&files, options, counters, cancel)
         };
-        for ((entry, runs), mut rest) in selection.entries.iter().zip(runs).zip(destinations) {
-            if rules.are_long(runs) {
-                for start in runs.starts() {
-                    round.direct.push(extent(entry, &(start..start + runs.run())));
-                    round.to_direct.push(cut(&mut rest, runs.run())?);
-                    if round.is_full() {
-                        read_round(std::mem::take(&mut round))?;
+        for ((entry, ranges), mut rest) in selection.entries.iter().zip(ranges).zip(destinations) {
+            if rules.are_long(ranges) {
+                for start in ranges.starts() {
+                    group.direct.push(extent(entry, &(start..start + ranges.range_len())));
+                    group.direct_memory.push(cut(&mut rest, ranges.range_len())?);
+                    if group.is_full() {
+                        read_group(std::mem::take(&mut group))?;
                     }
                 }
                 continue;
             }
-            for Range { start, end } in rules.spans(runs) {
-                let to = cut(&mut rest, runs.before(end) - runs.before(start))?;
-                round.gathered.push(extent(entry, &(start..end)));
-                round.spans.push(Span { start, runs, to });
-                round.len += end - start;
-                if round.is_full() {
-                    read_round(std::mem::take(&mut round))?;
+            for Range { start, end } in rules.reads(ranges) {
+                let to = cut(&mut rest, ranges.before(end) - ranges.before(start))?;
+                group.gathered.push(extent(entry, &(start..end)));
+                group.reads.push(CoalescedRead { start, ranges, to });
+                group.len += end - start;
+                if group.is_full() {
+                    read_group(std::mem::take(&mut group))?;
                 }
             }
         }
-        read_round(round)
+        read_group(group)
     }
 
     /// Reads whole pieces of encryption, and copies the wanted bytes from them.
@@ -164,37 +164,37 @@ impl SliceLoad<'_> {
         decryption: &DecryptionOptions,
         destinations: Vec<&mut [MaybeUninit<u8>]>,
     ) -> Result<()> {
-        let SliceLoad { selection, runs, options, counters, cancel, .. } = *self;
+        let SliceLoad { selection, ranges, options, counters, cancel, .. } = *self;
         let file = selection.file;
         let decryptor = Decryptor::new(decryption, file.uri(), &selection.entries)?;
         let wholes = wholes(selection)?;
         let numbers = listed(0..wholes.entries().len(), LISTS)?;
         let in_chunks = AtomicBool::new(true);
-        see_headers(&wholes, &numbers, cancel, &|tensor, header| {
-            if !decryptor.header(tensor, header, cancel)? {
+        visit_headers(&wholes, &numbers, cancel, &|tensor, header| {
+            if !decryptor.add_header(tensor, header, cancel)? {
                 in_chunks.store(false, Ordering::Relaxed);
             }
             Ok(())
         })?;
         if !in_chunks.into_inner() {
-            return self.cut_wholes(destinations);
+            return self.cut_from_wholes(destinations);
         }
-        let (mut extents, mut spans, mut of) = (Vec::new(), Vec::new(), Vec::new());
-        for (tensor, ((entry, runs), mut rest)) in
-            selection.entries.iter().zip(runs).zip(destinations).enumerate()
+        let (mut extents, mut reads, mut tensor_of_read) = (Vec::new(), Vec::new(), Vec::new());
+        for (tensor, ((entry, ranges), mut rest)) in
+            selection.entries.iter().zip(ranges).zip(destinations).enumerate()
         {
-            for span in whole_pieces(runs.spans(PIECE_LEN), entry.data_len)? {
-                let to = cut(&mut rest, runs.before(span.end) - runs.before(span.start))?;
-                push(&mut extents, extent(entry, &span), LISTS)?;
-                push(&mut of, (tensor, span.start), LISTS)?;
-                push(&mut spans, Span { start: span.start, runs, to }, LISTS)?;
+            for range in whole_pieces(ranges.coalesced(PIECE_LEN), entry.data_len)? {
+                let to = cut(&mut rest, ranges.before(range.end) - ranges.before(range.start))?;
+                push(&mut extents, extent(entry, &range), LISTS)?;
+                push(&mut tensor_of_read, (tensor, range.start), LISTS)?;
+                push(&mut reads, CoalescedRead { start: range.start, ranges, to }, LISTS)?;
             }
         }
         let sources = file.sources();
-        let reading = Reading {
-            files: &borrowed(&sources),
+        let reading = ReadRequest {
+            files: &as_refs(&sources),
             extents: &extents,
-            codec: &Sealed { decryptor: &decryptor, spans: &of },
+            codec: &EncryptedPiecesCodec { decryptor: &decryptor, reads: &tensor_of_read },
             verify: Verify::Nothing,
             decrypts: true,
             readers: options.readers,
@@ -202,16 +202,19 @@ impl SliceLoad<'_> {
             shares_cache: options.shares_cache,
             receiver: None,
         };
-        read(&reading, &mut Gather::new(spans), counters, cancel).map(drop)
+        read(&reading, &mut GatherTarget::new(reads), counters, cancel).map(drop)
     }
 
     /// Loads whole tensors, some at a time, and cuts the slices from them.
-    fn cut_wholes(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
-        let SliceLoad { selection, runs, options, counters, cancel, load_whole } = *self;
+    fn cut_from_wholes(&self, destinations: Vec<&mut [MaybeUninit<u8>]>) -> Result<()> {
+        let SliceLoad { selection, ranges, options, counters, cancel, load_whole } = *self;
         let wholes = wholes(selection)?;
-        let largest = wholes.entries().iter().map(held_len).max().unwrap_or(0);
-        let (most, memory) =
-            options.memory.known()?.tensors(HELD, largest, wholes.least(false, false)?)?;
+        let largest = wholes.entries().iter().map(whole_tensor_len).max().unwrap_or(0);
+        let (most, memory) = options.memory.or_environment()?.tensors(
+            MAX_HELD,
+            largest,
+            wholes.minimum_memory(false, false)?,
+        )?;
         let options = LoadOptions { map: false, memory, ..*options };
         // Slices of one tensor follow each other: it is loaded once.
         let tensor_of =
@@ -223,26 +226,26 @@ impl SliceLoad<'_> {
                 Some((_, count, _)) if before.map(tensor_of) == Some(tensor_of(entry)) => {
                     *count += 1
                 }
-                _ => push(&mut counts, (at, 1, held_len(entry)), LISTS)?,
+                _ => push(&mut counts, (at, 1, whole_tensor_len(entry)), LISTS)?,
             }
         }
-        let mut wanted = runs.iter().zip(destinations);
-        let mut left = counts.as_slice();
-        while !left.is_empty() {
+        let mut wanted = ranges.iter().zip(destinations);
+        let mut remaining = counts.as_slice();
+        while !remaining.is_empty() {
             let mut held = 0;
-            let more = left.iter().take_while(|(_, _, len)| {
+            let more = remaining.iter().take_while(|(_, _, len)| {
                 held += len;
                 held <= most
             });
-            let (now, later) = left.split_at(more.count().max(1));
+            let (now, later) = remaining.split_at(more.count().max(1));
             let numbers = listed(now.iter().map(|&(number, _, _)| number), LISTS)?;
             let loaded = load_whole(&wholes, &numbers, &options, counters, cancel)?;
             for (tensor, &(_, count, _)) in loaded.iter().zip(now) {
-                for (runs, to) in wanted.by_ref().take(count) {
-                    cut_one(tensor, runs, to)?;
+                for (ranges, to) in wanted.by_ref().take(count) {
+                    cut_slice(tensor, ranges, to)?;
                 }
             }
-            left = later;
+            remaining = later;
         }
         Ok(())
     }
@@ -250,18 +253,18 @@ impl SliceLoad<'_> {
 
 /// Ranges that are planned and read together. A slice may have more of them than there is memory for plans.
 #[derive(Default)]
-struct Round<'r> {
+struct RangeGroup<'r> {
     direct: Vec<Extent>,
-    to_direct: Vec<&'r mut [MaybeUninit<u8>]>,
+    direct_memory: Vec<&'r mut [MaybeUninit<u8>]>,
     gathered: Vec<Extent>,
-    spans: Vec<Span<'r>>,
+    reads: Vec<CoalescedRead<'r>>,
     /// Bytes of the ranges that are gathered from.
     len: u64,
 }
 
-impl Round<'_> {
+impl RangeGroup<'_> {
     fn is_full(&self) -> bool {
-        self.direct.len() + self.gathered.len() >= ROUND || self.len >= ROUND_LEN
+        self.direct.len() + self.gathered.len() >= MAX_RANGES || self.len >= MAX_GROUP_LEN
     }
 
     fn read(
@@ -271,10 +274,10 @@ impl Round<'_> {
         counters: &Counters,
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        let reading = |extents| Reading {
+        let reading = |extents| ReadRequest {
             files,
             extents,
-            codec: &Plain,
+            codec: &PlainCodec,
             verify: Verify::Nothing,
             decrypts: false,
             readers: options.readers,
@@ -283,11 +286,11 @@ impl Round<'_> {
             receiver: None,
         };
         if !self.direct.is_empty() {
-            let mut target = Host::new(self.to_direct, Vec::new());
+            let mut target = HostTarget::new(self.direct_memory, Vec::new());
             read(&reading(&self.direct), &mut target, counters, cancel)?;
         }
         if !self.gathered.is_empty() {
-            read(&reading(&self.gathered), &mut Gather::new(self.spans), counters, cancel)?;
+            read(&reading(&self.gathered), &mut GatherTarget::new(self.reads), counters, cancel)?;
         }
         Ok(())
     }
@@ -309,19 +312,22 @@ pub fn are_plain(file: &TensorFile, verify: Verify) -> bool {
 
 /// Returns the contiguous ranges of a slice that are read straight to their destination, each as an
 /// extent and its position in the slice. None if they have to be gathered.
-pub fn direct_runs(
+pub fn direct_ranges(
     file: &TensorFile,
     entry: &Entry,
     verify: Verify,
-    rules: &RunRules,
+    rules: &RangeRules,
 ) -> Result<Option<Vec<(Extent, u64)>>> {
-    let runs = runs_of(entry)?;
-    let few = runs.total().checked_div(runs.run()).is_some_and(|count| count <= ROUND as u64);
-    if !are_plain(file, verify) || !rules.are_long(&runs) || !few {
+    let ranges = ranges_of(entry)?;
+    let few = ranges
+        .total()
+        .checked_div(ranges.range_len())
+        .is_some_and(|count| count <= MAX_RANGES as u64);
+    if !are_plain(file, verify) || !rules.are_long(&ranges) || !few {
         return Ok(None);
     }
-    let places = (0..).step_by(usize::try_from(runs.run()).unwrap_or(usize::MAX));
-    let extents = runs.starts().map(|start| extent(entry, &(start..start + runs.run())));
+    let places = (0..).step_by(usize::try_from(ranges.range_len()).unwrap_or(usize::MAX));
+    let extents = ranges.starts().map(|start| extent(entry, &(start..start + ranges.range_len())));
     Ok(Some(listed(extents.zip(places), LISTS)?))
 }
 
@@ -333,11 +339,11 @@ pub fn extent(entry: &Entry, range: &Range<u64>) -> Extent {
 }
 
 /// Extends ranges to whole pieces of encryption. Neighbours become one.
-fn whole_pieces(spans: impl Iterator<Item = Range<u64>>, data_len: u64) -> Result<Vec<Range<u64>>> {
+fn whole_pieces(reads: impl Iterator<Item = Range<u64>>, data_len: u64) -> Result<Vec<Range<u64>>> {
     let mut pieces: Vec<Range<u64>> = Vec::new();
-    for span in spans {
-        let start = span.start - span.start % PIECE_LEN;
-        let end = span.end.next_multiple_of(PIECE_LEN).min(data_len);
+    for read in reads {
+        let start = read.start - read.start % PIECE_LEN;
+        let end = read.end.next_multiple_of(PIECE_LEN).min(data_len);
         match pieces.last_mut().filter(|last| start <= last.end) {
             Some(last) => last.end = end,
             None => push(&mut pieces, start..end, LISTS)?,
@@ -356,14 +362,18 @@ fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
 }
 
 /// Returns the bytes of memory of a tensor that is held as a whole.
-pub fn held_len(entry: &Entry) -> u64 {
+pub fn whole_tensor_len(entry: &Entry) -> u64 {
     entry.data_len.max(entry.loaded_len())
 }
 
 /// Copies a slice from a loaded tensor.
-fn cut_one(tensor: &Tensor, runs: &Runs, mut rest: &mut [MaybeUninit<u8>]) -> Result<()> {
+fn cut_slice(
+    tensor: &Tensor,
+    ranges: &SliceRanges,
+    mut rest: &mut [MaybeUninit<u8>],
+) -> Result<()> {
     let bug = || Error::Bug("a slice beyond its tensor".to_owned());
-    for (at, len) in runs.within(&(0..u64::MAX)) {
+    for (at, len) in ranges.within(&(0..u64::MAX)) {
         let now = cut(&mut rest, len)?;
         let bytes = usize::try_from(at).ok().and_then(|at| tensor.bytes().get(at..));
         let bytes = bytes.and_then(|bytes| bytes.get(..now.len())).ok_or_else(bug)?;
@@ -375,10 +385,10 @@ fn cut_one(tensor: &Tensor, runs: &Runs, mut rest: &mut [MaybeUninit<u8>]) -> Re
 }
 
 /// A codec for bytes that are only read: they have no headers, and are neither decrypted nor verified.
-pub struct Plain;
+pub struct PlainCodec;
 
-impl Codec for Plain {
-    fn header(&self, tensor: usize, _raw: &[u8], _cancel: &dyn Cancel) -> Result<Begun> {
+impl Codec for PlainCodec {
+    fn header(&self, tensor: usize, _raw: &[u8], _cancel: &dyn Cancel) -> Result<HeaderInfo> {
         Err(Error::Bug(format!("a header of {tensor}, which has none")))
     }
 
@@ -392,27 +402,27 @@ impl Codec for Plain {
 }
 
 /// A codec for pieces of encryption of tensors whose headers were read before.
-struct Sealed<'s> {
+struct EncryptedPiecesCodec<'s> {
     decryptor: &'s Decryptor<'s>,
-    /// The tensor of each span, and the position of the span in it.
-    spans: &'s [(usize, u64)],
+    /// The tensor of each read, and the position of the read in it.
+    reads: &'s [(usize, u64)],
 }
 
-impl Codec for Sealed<'_> {
-    fn header(&self, span: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun> {
-        Plain.header(span, raw, cancel)
+impl Codec for EncryptedPiecesCodec<'_> {
+    fn header(&self, read: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<HeaderInfo> {
+        PlainCodec.header(read, raw, cancel)
     }
 
     fn decrypt(
         &self,
-        span: usize,
+        read: usize,
         start: u64,
         bytes: &mut [u8],
         cancel: &dyn Cancel,
     ) -> Result<bool> {
-        let found = self.spans.get(span);
-        let &(tensor, first) = found.ok_or_else(|| Error::Bug(format!("no span {span}")))?;
-        self.decryptor.chunk(tensor, first + start, bytes, cancel)
+        let found = self.reads.get(read);
+        let &(tensor, first) = found.ok_or_else(|| Error::Bug(format!("no span {read}")))?;
+        self.decryptor.decrypt_chunk(tensor, first + start, bytes, cancel)
     }
 
     fn compare(&self, _: usize, _: &Digests) -> Result<()> {

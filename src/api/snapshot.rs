@@ -7,8 +7,8 @@ use crate::engine::download::Downloader;
 use crate::engine::plan::pack;
 use crate::engine::workers;
 use crate::error::{Error, Result};
-use crate::mem::device::{OnDevice, StreamsByDevice};
-use crate::mem::{Arena, HostBuffer, Rest};
+use crate::mem::device::{DeviceBytes, StreamsByDevice};
+use crate::mem::{Arena, HostBuffer, SliceRemainder};
 use crate::stats::Counters;
 
 /// Bytes of a job: large enough to keep several staging buffers busy, and small compared with a model.
@@ -16,15 +16,17 @@ const JOB_LEN: usize = 64 << 20;
 
 /// Copies device memory to host memory, after the work that is queued on the consumers' streams.
 /// All copies have ended when it returns.
-pub fn snapshot(sources: &[OnDevice], cancel: &dyn Cancel) -> Result<Vec<HostBuffer>> {
+pub fn snapshot(sources: &[DeviceBytes], cancel: &dyn Cancel) -> Result<Vec<HostBuffer>> {
     let lens = sources.iter().map(|bytes| Some(bytes.memory.size() as u64));
     let (places, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
     let mut arena = Arena::new(len)?;
     let mut jobs = Vec::new();
-    let mut rest = Rest::of(arena.bytes_mut());
+    let mut rest = SliceRemainder::new(arena.bytes_mut());
     for (source, &(start, len)) in sources.iter().zip(&places) {
-        let mine = rest.cut(start, len)?;
-        jobs.extend((0..).step_by(JOB_LEN).zip(mine.chunks_mut(JOB_LEN)).map(|job| (source, job)));
+        let destination = rest.cut(start, len)?;
+        jobs.extend(
+            (0..).step_by(JOB_LEN).zip(destination.chunks_mut(JOB_LEN)).map(|job| (source, job)),
+        );
     }
     let streams = StreamsByDevice::open(sources.iter())?;
     let threads = crate::cpu_count().min(jobs.len());

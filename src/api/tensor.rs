@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytemuck::{Pod, PodCastError};
 use half::{bf16, f16};
 
-use crate::codec::KeptHeader;
+use crate::codec::CompactHeader;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
@@ -45,7 +45,7 @@ pub(super) fn dtype_of<T: Element>() -> Result<DType> {
 pub struct Tensor {
     pub(super) number: usize,
     /// Its header, which agrees with the index.
-    pub header: KeptHeader,
+    pub header: CompactHeader,
     /// Its bytes, in row-major order.
     pub memory: HostBuffer,
     pub(super) entries: Arc<Vec<Entry>>,
@@ -85,7 +85,7 @@ impl Tensor {
 
     /// Returns its elements in row-major order; an error if they are of another type.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
-        expect::<T>(self.name(), self.dtype())?;
+        check_element_type::<T>(self.name(), self.dtype())?;
         match bytemuck::try_cast_slice(self.bytes()) {
             // The address of an empty tensor need not be aligned.
             Err(PodCastError::TargetAlignmentGreaterAndInputNotAligned)
@@ -99,7 +99,7 @@ impl Tensor {
 }
 
 /// Refuses an element type that differs from the one found.
-pub(super) fn expect<T: Element>(name: &Name, found: DType) -> Result<()> {
+pub(super) fn check_element_type<T: Element>(name: &Name, found: DType) -> Result<()> {
     if found.name() == T::NAME {
         return Ok(());
     }

@@ -7,9 +7,9 @@ use super::load::{load, load_into};
 use super::load_options::LoadOptions;
 use super::save::save;
 use super::save_options::{SaveOptions, SaveTensor};
-use super::tensor::{Element, Tensor, dtype_of, expect};
+use super::tensor::{Element, Tensor, check_element_type, dtype_of};
 use crate::cancel::Never;
-use crate::engine::write::Origin;
+use crate::engine::write::TensorData;
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
 use crate::format::dtype::DType;
@@ -33,7 +33,7 @@ impl TensorFile {
         let selection = self.select(&[name])?;
         for &number in &selection {
             let entry = self.entry(number)?;
-            expect::<T>(&entry.name, entry.dtype)?;
+            check_element_type::<T>(&entry.name, entry.dtype)?;
         }
         let bytes = bytemuck::cast_slice_mut(out);
         load_into(self, &selection, vec![bytes], &LoadOptions::default(), &Never).map(drop)
@@ -64,7 +64,7 @@ impl<'a> SaveTensor<'a> {
             module_index: 0,
             dtype,
             shape: shape.to_vec(),
-            data: Origin::Bytes(bytes),
+            data: TensorData::Bytes(bytes),
         })
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::file::TensorFile;
-use super::headers::see_headers;
+use super::headers::visit_headers;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result};
@@ -22,16 +22,16 @@ impl TensorFile {
         if !self.is_encrypted() {
             return Err(Error::Crypt(format!("`{}` is not encrypted", self.uri())));
         }
-        options.opened(self.uri());
-        self.check_seal(&options, cancel)?;
+        options.reset_derivations(self.uri());
+        self.check_manifest(&options, cancel)?;
         if self.set_decryption(options) {
             return Ok(());
         }
         Err(Error::InvalidArgument(format!("`{}` has a key already", self.uri())))
     }
 
-    fn check_seal(&self, options: &DecryptionOptions, cancel: &dyn Cancel) -> Result<()> {
-        let Some((prologue, index)) = self.sealed_head() else {
+    fn check_manifest(&self, options: &DecryptionOptions, cancel: &dyn Cancel) -> Result<()> {
+        let Some((prologue, index)) = self.head_with_manifest() else {
             if options.require_manifest {
                 return Err(Error::Crypt(format!(
                     "`{}` has no manifest, so that its names, shapes and order may have been changed",
@@ -51,10 +51,14 @@ impl TensorFile {
         if options.needs_derivation() {
             let Some(number) = self.entries().iter().position(|entry| entry.data_len > 0) else {
                 // No data are encrypted, so that no header says how the key is derived.
-                return if options.require_manifest { Err(self.unsealed()) } else { Ok(()) };
+                return if options.require_manifest {
+                    Err(self.manifest_mismatch())
+                } else {
+                    Ok(())
+                };
             };
             let found = OnceLock::new();
-            see_headers(self, &[number], cancel, &|_, header| {
+            visit_headers(self, &[number], cancel, &|_, header| {
                 found.get_or_init(|| header.crypt_info.as_ref()?.key_derivation.clone());
                 Ok(())
             })?;
@@ -63,7 +67,7 @@ impl TensorFile {
         let manifest = Manifest::new(&options.key(derivation.as_ref(), self.uri(), cancel)?)?;
         let numbers = listed(0..self.entries().len(), LISTS)?;
         let digests = Mutex::new(repeated(None, numbers.len(), LISTS)?);
-        see_headers(self, &numbers, cancel, &|number, header| {
+        visit_headers(self, &numbers, cancel, &|number, header| {
             let digest = manifest.digest(header.raw);
             let mut digests = digests.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(slot) = digests.get_mut(number) {
@@ -76,8 +80,8 @@ impl TensorFile {
         let digests = digests.into_iter().map(|digest| digest.ok_or_else(missing));
         let digests: Vec<HeaderTag> = collected(digests, LISTS)?;
         if !manifest.verifies(prologue, index, &digests)? {
-            return Err(self.unsealed());
+            return Err(self.manifest_mismatch());
         }
-        self.set_sealed(manifest, digests)
+        self.set_verified_manifest(manifest, digests)
     }
 }

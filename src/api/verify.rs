@@ -1,10 +1,10 @@
 //! Comparison of tensors with the headers of their file.
 
 use crate::cancel::Cancel;
-use crate::codec::KeptHeader;
+use crate::codec::CompactHeader;
 use crate::codec::hash::Verify;
 use crate::engine::download::Downloader;
-use crate::engine::write::Origin;
+use crate::engine::write::TensorData;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 use crate::mem::device::Streams;
@@ -12,19 +12,19 @@ use crate::stats::Counters;
 
 /// True if a tensor, in host memory or on a device, has the hashes of a header.
 pub fn matches_header(
-    origin: &Origin<'_>,
-    header: &KeptHeader,
+    data: &TensorData<'_>,
+    header: &CompactHeader,
     entry: &Entry,
     uri: &str,
     cancel: &dyn Cancel,
 ) -> Result<bool> {
-    let mut hash = header.begin();
-    match origin {
+    let mut hash = header.start_hash();
+    match data {
         // A tensor that was saved from the meta device has no data that were hashed; loaded, it is zeros.
         _ if entry.is_meta() => {}
-        Origin::Meta => return Ok(false),
-        Origin::Bytes(bytes) => hash.update_large(bytes, cancel)?,
-        Origin::Device(bytes) => {
+        TensorData::Meta => return Ok(false),
+        TensorData::Bytes(bytes) => hash.update_large(bytes, cancel)?,
+        TensorData::Device(bytes) => {
             let streams = Streams::open(&bytes.device, bytes.consumer)?;
             let counters = Counters::default();
             let download =
@@ -35,7 +35,9 @@ pub fn matches_header(
                 Ok(())
             })?;
         }
-        Origin::Deferred(bring) => hash.update_large((*bring()?).as_ref(), cancel)?,
+        TensorData::Deferred(copy_to_host) => {
+            hash.update_large((*copy_to_host()?).as_ref(), cancel)?
+        }
     }
     match header.verify(&hash.finish(), entry, uri, Verify::All) {
         Ok(()) => Ok(true),

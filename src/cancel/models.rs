@@ -5,12 +5,12 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
-use crate::sys::sync::{Rng as _, Rules, check, thread_rng};
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread_rng};
 
 #[test]
 fn detached_work_runs_at_most_once_even_if_cancelled() {
-    for patience in [Duration::ZERO, POLL] {
-        check(Rules { patience, refusals: true }, || {
+    for longest_timeout in [Duration::ZERO, POLL] {
+        check_model(ModelRules { longest_timeout, spawn_may_fail: true }, || {
             let (done, asked) = (Arc::new(AtomicU32::new(0)), AtomicU32::new(0));
             let gives_up_after = thread_rng().gen_range(0..4);
             let cancel = || match asked.fetch_add(1, Ordering::Relaxed) {
@@ -18,7 +18,7 @@ fn detached_work_runs_at_most_once_even_if_cancelled() {
                 _ => Err(Error::Cancelled),
             };
             let count = Arc::clone(&done);
-            let outcome = detached(&cancel, move || {
+            let outcome = run_detached(&cancel, move || {
                 thread::yield_now();
                 count.fetch_add(1, Ordering::Relaxed)
             });

@@ -7,11 +7,11 @@ use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crate::cancel::Cancel;
-use crate::codec::crypt::{DecryptionOptions, Key, PIECE_LEN, Pieces};
+use crate::codec::crypt::{DecryptionOptions, EncryptedPieces, Key, PIECE_LEN};
 use crate::error::{Error, Result};
 use crate::fallible::listed;
 use crate::format::catalog::Entry;
-use crate::format::tensors::header::Header;
+use crate::format::tensors::header::TensorHeader;
 
 /// Interval of checks for cancellation while a thread waits for a header that another thread reads.
 const IDLE: Duration = Duration::from_millis(20);
@@ -22,18 +22,18 @@ pub struct Decryptor<'o> {
     uri: &'o str,
     entries: &'o [&'o Entry],
     /// Set when the header of the tensor is there; None for tensors without data.
-    ciphers: Vec<OnceLock<Option<(Pieces, Key)>>>,
-    came: (Mutex<()>, Condvar),
+    ciphers: Vec<OnceLock<Option<(EncryptedPieces, Key)>>>,
+    header_arrived: (Mutex<()>, Condvar),
 }
 
 /// Returns the pieces and the key of a tensor's data; None if it has no data.
 pub fn cipher(
-    header: &Header<'_>,
+    header: &TensorHeader<'_>,
     entry: &Entry,
     options: &DecryptionOptions,
     uri: &str,
     cancel: &dyn Cancel,
-) -> Result<Option<(Pieces, Key)>> {
+) -> Result<Option<(EncryptedPieces, Key)>> {
     if entry.data_len == 0 {
         return Ok(None);
     }
@@ -44,7 +44,7 @@ pub fn cipher(
     let cipher = info.and_then(|info| info.cipher.as_ref());
     let cipher =
         cipher.ok_or_else(|| fail("its header has no encryption parameters".to_owned()))?;
-    let pieces = Pieces::of(cipher, entry.data_len).map_err(fail)?;
+    let pieces = EncryptedPieces::of(cipher, entry.data_len).map_err(fail)?;
     let derivation = info.and_then(|info| info.key_derivation.as_ref());
     Ok(Some((pieces, options.key(derivation, uri, cancel)?)))
 }
@@ -57,8 +57,8 @@ impl<'o> Decryptor<'o> {
         entries: &'o [&'o Entry],
     ) -> Result<Self> {
         let ciphers = listed(entries.iter().map(|_| OnceLock::new()), "keys of tensors")?;
-        let came = (Mutex::new(()), Condvar::new());
-        Ok(Decryptor { options, uri, entries, ciphers, came })
+        let header_arrived = (Mutex::new(()), Condvar::new());
+        Ok(Decryptor { options, uri, entries, ciphers, header_arrived })
     }
 
     fn entry(&self, tensor: usize) -> Result<&'o Entry> {
@@ -67,41 +67,54 @@ impl<'o> Decryptor<'o> {
     }
 
     /// Takes the header of a tensor. Returns false if the tensor's data cannot be decrypted in chunks.
-    pub fn header(&self, tensor: usize, header: &Header<'_>, cancel: &dyn Cancel) -> Result<bool> {
+    pub fn add_header(
+        &self,
+        tensor: usize,
+        header: &TensorHeader<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<bool> {
         let found = cipher(header, self.entry(tensor)?, self.options, self.uri, cancel)?;
         let in_chunks = found.as_ref().is_none_or(|(pieces, _)| pieces.fit(PIECE_LEN));
-        let place = self.ciphers.get(tensor);
-        place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| found);
-        let _came = self.came.0.lock().unwrap_or_else(PoisonError::into_inner);
-        self.came.1.notify_all();
+        let slot = self.ciphers.get(tensor);
+        slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| found);
+        let _guard = self.header_arrived.0.lock().unwrap_or_else(PoisonError::into_inner);
+        self.header_arrived.1.notify_all();
         Ok(in_chunks)
     }
 
     /// Waits for the header of a tensor, and returns the pieces and the key of its data.
-    fn wait(&self, tensor: usize, cancel: &dyn Cancel) -> Result<Option<&(Pieces, Key)>> {
-        let place = self.ciphers.get(tensor);
-        let place = place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
-        let (lock, came) = &self.came;
-        while place.get().is_none() {
+    fn wait_for_header(
+        &self,
+        tensor: usize,
+        cancel: &dyn Cancel,
+    ) -> Result<Option<&(EncryptedPieces, Key)>> {
+        let slot = self.ciphers.get(tensor);
+        let slot = slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
+        let (lock, header_arrived) = &self.header_arrived;
+        while slot.get().is_none() {
             cancel.check()?;
             let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
-            if place.get().is_none() {
-                drop(came.wait_timeout(guard, IDLE).unwrap_or_else(PoisonError::into_inner));
+            if slot.get().is_none() {
+                drop(
+                    header_arrived
+                        .wait_timeout(guard, IDLE)
+                        .unwrap_or_else(PoisonError::into_inner),
+                );
             }
         }
-        Ok(place.get().and_then(Option::as_ref))
+        Ok(slot.get().and_then(Option::as_ref))
     }
 
     /// Decrypts data from `start` on in place, once the tensor's header is there. Returns false if the
     /// tensor cannot be decrypted in chunks: then its data stay as they are.
-    pub fn chunk(
+    pub fn decrypt_chunk(
         &self,
         tensor: usize,
         start: u64,
         bytes: &mut [u8],
         cancel: &dyn Cancel,
     ) -> Result<bool> {
-        let Some((pieces, key)) = self.wait(tensor, cancel)? else { return Ok(true) };
+        let Some((pieces, key)) = self.wait_for_header(tensor, cancel)? else { return Ok(true) };
         if !pieces.fit(PIECE_LEN) {
             return Ok(false);
         }
@@ -111,27 +124,32 @@ impl<'o> Decryptor<'o> {
             let len = usize::try_from(piece_end - at).unwrap_or(usize::MAX);
             let cut = rest.split_at_mut_checked(len).filter(|_| at == piece_start);
             let (now, later) = cut.ok_or_else(|| Error::Bug("part of a piece".to_owned()))?;
-            self.check(tensor, pieces.open(number, now, key))?;
+            self.check(tensor, pieces.decrypt(number, now, key))?;
             (at, rest) = (piece_end, later);
         }
         Ok(true)
     }
 
     /// Decrypts all data of a tensor, once its header is there.
-    pub fn whole(&self, tensor: usize, bytes: &mut [u8], cancel: &dyn Cancel) -> Result<()> {
-        match self.wait(tensor, cancel)? {
-            Some((pieces, key)) => self.check(tensor, pieces.open_all(bytes, key)),
+    pub fn decrypt_whole(
+        &self,
+        tensor: usize,
+        bytes: &mut [u8],
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
+        match self.wait_for_header(tensor, cancel)? {
+            Some((pieces, key)) => self.check(tensor, pieces.decrypt_all(bytes, key)),
             None => Ok(()),
         }
     }
 
     fn check(&self, tensor: usize, opened: bool) -> Result<()> {
-        if opened { Ok(()) } else { Err(refused(self.entry(tensor)?, self.uri)) }
+        if opened { Ok(()) } else { Err(decryption_failed(self.entry(tensor)?, self.uri)) }
     }
 }
 
 /// The error for a tag that does not match.
-pub fn refused(entry: &Entry, uri: &str) -> Error {
+pub fn decryption_failed(entry: &Entry, uri: &str) -> Error {
     Error::Crypt(format!(
         "Tensor decryption failed: `{}` of `{uri}`: wrong key, or the data were changed",
         entry.name
@@ -148,7 +166,7 @@ mod tests {
     use crate::format::dtype::DType;
     use crate::format::name::Name;
     use crate::format::tensors::crypt_info;
-    use crate::format::tensors::header::{Draft, Hashes};
+    use crate::format::tensors::header::{Hashes, HeaderDraft};
     use proptest::prelude::*;
 
     fn bytes_entry(len: u64, block_len: u64) -> Entry {
@@ -189,16 +207,16 @@ mod tests {
                 .collect();
             let block = crypt_info::encode(None, piece_len, &nonce, &macs).unwrap();
             let entry = bytes_entry(len as u64, block.len() as u64);
-            let draft = Draft::new(&entry, 0, Hashes::All, block.len()).unwrap();
+            let draft = HeaderDraft::new(&entry, 0, Hashes::All, block.len()).unwrap();
             let raw = draft.finish(0, &[0; 32], &block);
-            let header = Header::parse(&raw, &entry, true).unwrap();
+            let header = TensorHeader::parse(&raw, &entry, true).unwrap();
             if let Some(at) = damage {
                 sealed[at % len] ^= 1;
             }
             let options = DecryptionOptions::new(Secret::Key(key));
             let entries = [&entry];
             let decryptor = Decryptor::new(&options, "f", &entries).unwrap();
-            let in_chunks = decryptor.header(0, &header, &Never).unwrap();
+            let in_chunks = decryptor.add_header(0, &header, &Never).unwrap();
             let fits = (2 << 20) % piece_len == 0 || len <= 2 << 20;
             prop_assert_eq!(in_chunks, fits);
             let mut outcome = Ok(());
@@ -207,13 +225,13 @@ mod tests {
                 chunks.reverse();
             }
             for (start, chunk) in chunks {
-                match decryptor.chunk(0, start, chunk, &Never) {
+                match decryptor.decrypt_chunk(0, start, chunk, &Never) {
                     Ok(done) => prop_assert_eq!(done, in_chunks),
                     Err(error) => outcome = Err(error),
                 }
             }
             if !in_chunks {
-                outcome = decryptor.whole(0, &mut sealed, &Never);
+                outcome = decryptor.decrypt_whole(0, &mut sealed, &Never);
             }
             match damage {
                 Some(_) => prop_assert!(matches!(outcome, Err(Error::Crypt(_)))),

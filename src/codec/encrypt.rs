@@ -8,14 +8,14 @@ use crate::fallible::{repeated, with_room};
 use crate::format::tensors::crypt_info::{self, MAC_LEN};
 
 /// A tensor's nonce, and the tags of its pieces.
-pub struct Seal<'p> {
+pub struct Encryptor<'p> {
     options: &'p EncryptionOptions,
     nonce: [u8; NONCE_LEN],
     macs: Mutex<Vec<[u8; MAC_LEN]>>,
     encoded_len: usize,
 }
 
-impl<'p> Seal<'p> {
+impl<'p> Encryptor<'p> {
     /// Creates a nonce, and room for the tags of `data_len` bytes of data.
     pub fn new(data_len: u64, options: &'p EncryptionOptions) -> Result<Self> {
         let count = usize::try_from(data_len.div_ceil(PIECE_LEN));
@@ -24,21 +24,21 @@ impl<'p> Seal<'p> {
         let encoded_len =
             usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes of tags")))?;
         let macs = Mutex::new(repeated([0; MAC_LEN], count, "tags of encrypted pieces")?);
-        Ok(Seal { options, nonce: crypt::random()?, macs, encoded_len })
+        Ok(Encryptor { options, nonce: crypt::random()?, macs, encoded_len })
     }
 
     /// Returns an encrypted copy of data, which begin at a multiple of the length of pieces.
-    pub fn seal(&self, start: u64, data: &[u8]) -> Result<Vec<u8>> {
+    pub fn encrypt(&self, start: u64, data: &[u8]) -> Result<Vec<u8>> {
         let step = usize::try_from(PIECE_LEN).unwrap_or(usize::MAX);
-        let mut sealed = with_room(data.len(), "an encrypted copy")?;
-        sealed.extend_from_slice(data);
-        for (number, piece) in (start / PIECE_LEN..).zip(sealed.chunks_mut(step)) {
+        let mut encrypted = with_room(data.len(), "an encrypted copy")?;
+        encrypted.extend_from_slice(data);
+        for (number, piece) in (start / PIECE_LEN..).zip(encrypted.chunks_mut(step)) {
             let mac = crypt::seal(piece, &self.nonce, number, &self.options.key);
             let mut macs = self.macs.lock().unwrap_or_else(PoisonError::into_inner);
             let slot = usize::try_from(number).ok().and_then(|number| macs.get_mut(number));
             *slot.ok_or_else(|| Error::Bug(format!("no tag {number}")))? = mac;
         }
-        Ok(sealed)
+        Ok(encrypted)
     }
 
     /// Bytes of the encryption block in the header.

@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_at_once_are_as_one_by_one() {
+    fn digest_all_equals_digests_one_by_one() {
         let data: Vec<Vec<u8>> = [0usize, 1, 500, 64, 10_000, 3, 70_000, 63, 0]
             .iter()
             .map(|&len| (0..len).map(|i| (i * 37 + len) as u8).collect())

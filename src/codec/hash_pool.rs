@@ -28,50 +28,50 @@ const IDLE: Duration = Duration::from_millis(20);
 /// The tensors of one call that are hashed piece by piece. Pieces are retained until they are hashed.
 pub struct HashPool<B> {
     /// None for tensors that are not hashed here, of which there may be many.
-    states: Vec<Option<Box<Mutex<State<B>>>>>,
-    queue: Mutex<Queue>,
+    states: Vec<Option<Box<Mutex<TensorHashes<B>>>>>,
+    queue: Mutex<ReadyQueue>,
     changed: Condvar,
     sha: bool,
 }
 
-struct Queue {
+struct ReadyQueue {
     ready: VecDeque<usize>,
     unfinished: usize,
     idle: usize,
 }
 
 /// The hashes of one tensor, and its pieces that are not hashed yet.
-struct State<B> {
+struct TensorHashes<B> {
     data_len: u64,
     /// None until the header is there, and while a thread is hashing.
-    work: Option<Work<B>>,
+    work: Option<HashWork<B>>,
     crc: crc32fast::Hasher,
     /// Pieces that wait for their turn, by position in the data.
-    waiting: BTreeMap<u64, Piece<B>>,
+    waiting: BTreeMap<u64, DataPiece<B>>,
     /// Position after the pieces that were taken from `waiting`.
     next: u64,
 }
 
 /// A piece of a tensor's data.
-struct Piece<B> {
+struct DataPiece<B> {
     len: u64,
     crc: crc32fast::Hasher,
     /// The bytes, if SHA-256 still needs them.
     bytes: Option<B>,
 }
 /// The next bytes of one or two tensors, taken by a thread that will hash them.
-pub struct Taken<B>(Vec<(usize, Work<B>)>);
+pub struct HashBatch<B>(Vec<(usize, HashWork<B>)>);
 
-struct Work<B> {
+struct HashWork<B> {
     sha: Sha256,
     piece: Option<B>,
     /// Bytes of the piece that are hashed.
     done: usize,
 }
 
-impl<B: AsRef<[u8]>> Work<B> {
+impl<B: AsRef<[u8]>> HashWork<B> {
     /// Bytes of the piece that are not hashed yet.
-    fn left(&self) -> usize {
+    fn remaining(&self) -> usize {
         self.piece.as_ref().map_or(0, |piece| piece.as_ref().len() - self.done)
     }
 
@@ -100,7 +100,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         let states = data_lens.map(|data_len| {
             let data_len = data_len?;
             unfinished += 1;
-            Some(Box::new(Mutex::new(State {
+            Some(Box::new(Mutex::new(TensorHashes {
                 data_len,
                 work: None,
                 crc: crc32fast::Hasher::new(),
@@ -109,16 +109,16 @@ impl<B: AsRef<[u8]>> HashPool<B> {
             })))
         });
         let states = listed(states, "hashes of tensors")?;
-        let queue = Mutex::new(Queue { ready: VecDeque::new(), unfinished, idle: 0 });
+        let queue = Mutex::new(ReadyQueue { ready: VecDeque::new(), unfinished, idle: 0 });
         Ok(HashPool { states, queue, changed: Condvar::new(), sha })
     }
 
-    fn state(&self, tensor: usize) -> Option<&Mutex<State<B>>> {
+    fn state(&self, tensor: usize) -> Option<&Mutex<TensorHashes<B>>> {
         self.states.get(tensor)?.as_deref()
     }
 
     /// Bytes of a tensor that are retained until it is their turn to be hashed.
-    pub fn waiting(&self, tensor: usize) -> u64 {
+    pub fn retained_len(&self, tensor: usize) -> u64 {
         let Some(state) = self.state(tensor) else { return 0 };
         let state = locked(state);
         state.waiting.values().filter(|piece| piece.bytes.is_some()).map(|piece| piece.len).sum()
@@ -133,7 +133,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         if self.sha {
             sha.update(bytes);
         }
-        self.park(tensor, Work { sha, piece: None, done: 0 }, &mut state);
+        self.requeue(tensor, HashWork { sha, piece: None, done: 0 }, &mut state);
     }
 
     /// Takes a piece of data that begins at `start`.
@@ -145,17 +145,17 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         let len = piece.as_ref().len() as u64;
         // Without SHA-256 the bytes are freed now: other threads may be waiting for the memory.
         let bytes = self.sha.then_some(piece);
-        state.waiting.insert(start, Piece { len, crc, bytes });
+        state.waiting.insert(start, DataPiece { len, crc, bytes });
         if start == state.next
-            && let Some(work) = state.work.take_if(|work| work.left() == 0)
+            && let Some(work) = state.work.take_if(|work| work.remaining() == 0)
         {
-            self.park(tensor, work, &mut state);
+            self.requeue(tensor, work, &mut state);
         }
     }
 
     /// Puts work back. Queues the tensor if it has bytes to hash, or if all of its bytes are hashed.
-    fn park(&self, tensor: usize, mut work: Work<B>, state: &mut State<B>) {
-        if work.left() == 0 {
+    fn requeue(&self, tensor: usize, mut work: HashWork<B>, state: &mut TensorHashes<B>) {
+        if work.remaining() == 0 {
             work.piece = None;
             while let Some(piece) = state.waiting.remove(&state.next) {
                 state.crc.combine(&piece.crc);
@@ -165,7 +165,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                     break;
                 }
             }
-            if work.left() == 0 && state.next < state.data_len {
+            if work.remaining() == 0 && state.next < state.data_len {
                 state.work = Some(work);
                 return;
             }
@@ -175,7 +175,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         self.changed.notify_one();
     }
 
-    fn work(&self, tensor: usize) -> Option<(usize, Work<B>)> {
+    fn work(&self, tensor: usize) -> Option<(usize, HashWork<B>)> {
         Some((tensor, locked(self.state(tensor)?).work.take()?))
     }
 
@@ -196,7 +196,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         &self,
         more_to_move: impl Fn() -> bool,
         stopped: impl Fn() -> bool,
-    ) -> Option<Taken<B>> {
+    ) -> Option<HashBatch<B>> {
         let mut queue = locked(&self.queue);
         let mut more = more_to_move();
         while queue.ready.len() < if more { 2 } else { 1 } {
@@ -212,29 +212,29 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         // Near the end it is faster to leave the second stream to an idle thread than to hash both
         // here.
         let pair = more || queue.ready.len() > queue.idle + 1;
-        Some(self.taken(queue, pair))
+        Some(self.take_batch(queue, pair))
     }
 
     /// Takes what is ready, without waiting; None if nothing is.
-    pub fn take_ready(&self) -> Option<Taken<B>> {
+    pub fn take_ready(&self) -> Option<HashBatch<B>> {
         let queue = locked(&self.queue);
-        (!queue.ready.is_empty()).then(|| self.taken(queue, true))
+        (!queue.ready.is_empty()).then(|| self.take_batch(queue, true))
     }
 
-    fn taken(&self, mut queue: MutexGuard<'_, Queue>, pair: bool) -> Taken<B> {
+    fn take_batch(&self, mut queue: MutexGuard<'_, ReadyQueue>, pair: bool) -> HashBatch<B> {
         let first = queue.ready.pop_front();
         let second = if pair { queue.ready.pop_front() } else { None };
         drop(queue);
         let tensors = first.into_iter().chain(second);
-        Taken(tensors.filter_map(|tensor| self.work(tensor)).collect())
+        HashBatch(tensors.filter_map(|tensor| self.work(tensor)).collect())
     }
 
     /// Hashes what was taken, and calls `complete` for each tensor that is finished.
-    pub fn hash(&self, taken: Taken<B>, mut complete: impl FnMut(usize, Digests)) {
-        let Taken(mut works) = taken;
+    pub fn hash(&self, batch: HashBatch<B>, mut complete: impl FnMut(usize, Digests)) {
+        let HashBatch(mut works) = batch;
         match works.as_mut_slice() {
             [(_, a), (_, b)] => {
-                let len = a.left().min(b.left()).min(QUANTUM);
+                let len = a.remaining().min(b.remaining()).min(QUANTUM);
                 let [(sha_a, now_a), (sha_b, now_b)] = [a.next(len), b.next(len)];
                 let [left_a, left_b] = Sha256::update_pair([sha_a, sha_b], [now_a, now_b]);
                 sha_a.update(left_a);
@@ -250,7 +250,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         for (tensor, work) in works {
             let Some(state) = self.state(tensor) else { continue };
             let mut state = locked(state);
-            if work.left() == 0 && state.next == state.data_len {
+            if work.remaining() == 0 && state.next == state.data_len {
                 let crc = state.crc.clone().finalize();
                 drop(state);
                 // The bytes are freed before the threads that may wait for their memory are notified
@@ -260,7 +260,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                 locked(&self.queue).unfinished -= 1;
                 self.changed.notify_all();
             } else {
-                self.park(tensor, work, &mut state);
+                self.requeue(tensor, work, &mut state);
             }
         }
     }

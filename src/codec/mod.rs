@@ -1,13 +1,13 @@
 //! Processing of bytes between file and memory: encryption, decryption and hashing.
 
+mod compact_header;
 pub mod crypt;
 pub mod decrypt;
 pub mod encrypt;
 pub mod hash;
 mod hash_pool;
-mod kept;
 pub mod sha256;
 mod sha256_pair;
 
-pub use hash_pool::{HashPool, Taken};
-pub use kept::KeptHeader;
+pub use compact_header::CompactHeader;
+pub use hash_pool::{HashBatch, HashPool};

@@ -44,7 +44,7 @@ mod x86 {
     ];
 
     /// A state in the order of the instructions: words A B E F and C D G H.
-    type Halves = (__m128i, __m128i);
+    type StateHalves = (__m128i, __m128i);
 
     #[target_feature(enable = "sha,sse4.1,ssse3")]
     pub fn compress(states: [&mut [u32; 8]; 2], blocks: [&[[u8; 64]]; 2]) {
@@ -78,7 +78,7 @@ mod x86 {
 
     #[inline]
     #[target_feature(enable = "sha,sse4.1,ssse3")]
-    fn rounds((abef, cdgh): Halves, message: __m128i) -> Halves {
+    fn rounds((abef, cdgh): StateHalves, message: __m128i) -> StateHalves {
         let cdgh = _mm_sha256rnds2_epu32(cdgh, abef, message);
         let abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(message, 0x0e));
         (abef, cdgh)
@@ -124,7 +124,7 @@ mod x86 {
 
     #[inline]
     #[target_feature(enable = "sha,sse4.1,ssse3")]
-    fn unpack(state: &[u32; 8]) -> Halves {
+    fn unpack(state: &[u32; 8]) -> StateHalves {
         let [a, b, c, d, e, f, g, h] = *state;
         let cdab = load(&[b, a, d, c]);
         let efgh = load(&[h, g, f, e]);
@@ -133,7 +133,7 @@ mod x86 {
 
     #[inline]
     #[target_feature(enable = "sha,sse4.1,ssse3")]
-    fn pack((abef, cdgh): Halves) -> [u32; 8] {
+    fn pack((abef, cdgh): StateHalves) -> [u32; 8] {
         let (mut low, mut high) = ([0u32; 4], [0u32; 4]);
         // SAFETY: each writes the sixteen bytes of its array; no alignment is needed.
         unsafe {

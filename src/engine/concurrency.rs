@@ -14,16 +14,16 @@ const WINDOW: Duration = Duration::from_millis(50);
 const ARRIVALS: u64 = 4;
 /// The longest wait for the first bytes of new workers; then the rate is measured without them. A
 /// call that would end within this time gets no more workers.
-const SETTLE: Duration = Duration::from_millis(200);
+const SETTLING_TIME: Duration = Duration::from_millis(200);
 /// Minimum growth of the rate, in percent, that justifies doubling the workers. It exceeds the
 /// usual variation between two windows.
 const GAIN: u64 = 15;
 /// CPU load of a window, in percent of all cores, from which on no workers are added.
 const BUSY: u64 = 85;
 /// Time until more workers are tried again. It doubles each time.
-const REST: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_secs(1);
 
-/// The state of a call at one moment. All but `running` and `heard` only grow.
+/// The state of a call at one moment. All but `running` and `receiving` only grow.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Sample {
     /// Time since the call began.
@@ -37,12 +37,12 @@ pub struct Sample {
     /// Workers that run now.
     pub running: usize,
     /// Running workers that have received bytes.
-    pub heard: usize,
+    pub receiving: usize,
 }
 
 /// A number of workers, and the rate that they achieved in bytes per second.
 #[derive(Debug, Clone, Copy)]
-struct Level {
+struct Measurement {
     workers: usize,
     rate: u64,
 }
@@ -63,38 +63,38 @@ enum Phase {
 #[derive(Debug)]
 pub struct ConcurrencyController {
     wanted: usize,
-    most: usize,
+    max_workers: usize,
     cores: usize,
     /// Bytes of the call; `u64::MAX` if unknown.
     total: u64,
     phase: Phase,
     /// The previous level, with half as many workers, while more are tried.
-    before: Option<Level>,
-    rest: Duration,
+    before: Option<Measurement>,
+    pause: Duration,
 }
 
 impl ConcurrencyController {
-    /// Creates a controller that begins with `first` workers, of at most `most`, on `cores` CPUs.
-    pub fn new(first: usize, most: usize, cores: usize) -> Self {
-        let most = most.max(1);
+    /// Creates a controller that begins with `first` workers, of at most `max_workers`, on `cores` CPUs.
+    pub fn new(first: usize, max_workers: usize, cores: usize) -> Self {
+        let max_workers = max_workers.max(1);
         ConcurrencyController {
-            wanted: first.clamp(1, most),
-            most,
+            wanted: first.clamp(1, max_workers),
+            max_workers,
             cores: cores.max(1),
             total: u64::MAX,
             phase: Phase::Silent(Duration::ZERO),
             before: None,
-            rest: REST,
+            pause: PAUSE,
         }
     }
 
     /// Sets the bytes of the call, if they are known.
-    pub fn of_bytes(self, total: Option<u64>) -> Self {
+    pub fn with_total_bytes(self, total: Option<u64>) -> Self {
         ConcurrencyController { total: total.unwrap_or(u64::MAX), ..self }
     }
 
     /// Takes a sample, and returns the number of workers that are wanted.
-    pub fn look(&mut self, now: &Sample) -> usize {
+    pub fn update(&mut self, now: &Sample) -> usize {
         match self.phase {
             Phase::Silent(since) if now.bytes == 0 => {
                 if now.at.saturating_sub(since) >= SILENCE {
@@ -104,8 +104,8 @@ impl ConcurrencyController {
             }
             Phase::Silent(_) => self.phase = Phase::Settling(now.at),
             Phase::Settling(since) => {
-                let complete = now.running == self.wanted && now.heard >= now.running;
-                if complete || now.at.saturating_sub(since) >= SETTLE {
+                let complete = now.running == self.wanted && now.receiving >= now.running;
+                if complete || now.at.saturating_sub(since) >= SETTLING_TIME {
                     self.phase = Phase::Measuring(*now);
                 }
             }
@@ -113,8 +113,8 @@ impl ConcurrencyController {
                 let time = now.at.saturating_sub(from.at);
                 let arrivals = now.arrivals.saturating_sub(from.arrivals);
                 let enough = ARRIVALS.saturating_mul(self.wanted as u64);
-                if time >= WINDOW && (arrivals >= enough || time >= SETTLE) {
-                    self.judge(&from, now, time);
+                if time >= WINDOW && (arrivals >= enough || time >= SETTLING_TIME) {
+                    self.adjust(&from, now, time);
                 }
             }
             Phase::Resting(until) if now.at >= until => self.phase = Phase::Measuring(*now),
@@ -124,7 +124,7 @@ impl ConcurrencyController {
     }
 
     /// Doubles, keeps or restores the number of workers, depending on the rate of a window.
-    fn judge(&mut self, from: &Sample, now: &Sample, time: Duration) {
+    fn adjust(&mut self, from: &Sample, now: &Sample, time: Duration) {
         let bytes = u128::from(now.bytes.saturating_sub(from.bytes));
         let rate = bytes * 1_000_000 / time.as_micros().max(1);
         let rate = u64::try_from(rate).unwrap_or(u64::MAX);
@@ -135,26 +135,26 @@ impl ConcurrencyController {
             && u128::from(rate) * 100 < u128::from(before.rate) * u128::from(100 + GAIN)
         {
             self.wanted = before.workers;
-            return self.rest(now.at);
+            return self.pause(now.at);
         }
         // If the call ends soon, more workers would not bring much.
-        let left = u128::from(self.total.saturating_sub(now.bytes));
-        let ending = left * 1_000_000 < u128::from(rate) * SETTLE.as_micros();
-        if busy || ending || self.wanted == self.most {
-            return self.rest(now.at);
+        let remaining = u128::from(self.total.saturating_sub(now.bytes));
+        let ending = remaining * 1_000_000 < u128::from(rate) * SETTLING_TIME.as_micros();
+        if busy || ending || self.wanted == self.max_workers {
+            return self.pause(now.at);
         }
-        self.before = Some(Level { workers: self.wanted, rate });
+        self.before = Some(Measurement { workers: self.wanted, rate });
         self.wanted = self.doubled();
         self.phase = Phase::Settling(now.at);
     }
 
-    fn rest(&mut self, now: Duration) {
-        self.phase = Phase::Resting(now.saturating_add(self.rest));
-        self.rest = self.rest.saturating_mul(2);
+    fn pause(&mut self, now: Duration) {
+        self.phase = Phase::Resting(now.saturating_add(self.pause));
+        self.pause = self.pause.saturating_mul(2);
     }
 
     fn doubled(&self) -> usize {
-        self.wanted.saturating_mul(2).min(self.most)
+        self.wanted.saturating_mul(2).min(self.max_workers)
     }
 }
 
@@ -166,109 +166,117 @@ mod tests {
 
     /// A source that answers after a while, and then delivers at a rate that depends on the number
     /// of workers.
-    struct World<R: Fn(usize) -> f64> {
+    struct SimulatedSource<R: Fn(usize) -> f64> {
         latency: Duration,
         rate: R,
         /// CPUs that are busy.
         busy: f64,
     }
 
-    impl<R: Fn(usize) -> f64> World<R> {
+    impl<R: Fn(usize) -> f64> SimulatedSource<R> {
         /// Returns the number of wanted workers, every 5 ms. Wanted workers start at once, and
         /// receive their first bytes after the latency.
         fn run(&self, controller: &mut ConcurrencyController, seconds: u64) -> Vec<usize> {
             let (tick, mut now) = (Duration::from_millis(5), Sample::default());
-            let (mut bytes, mut started, mut found) = (0.0, Vec::new(), Vec::new());
+            let (mut bytes, mut started, mut counts) = (0.0, Vec::new(), Vec::new());
             for _ in 0..seconds * 200 {
-                let wanted = controller.look(&now);
+                let wanted = controller.update(&now);
                 started.resize(wanted, now.at);
-                found.push(wanted);
+                counts.push(wanted);
                 now.at += tick;
                 now.running = wanted;
-                now.heard = started.iter().filter(|&&at| at + self.latency <= now.at).count();
-                bytes += (self.rate)(now.heard) * tick.as_secs_f64();
+                now.receiving = started.iter().filter(|&&at| at + self.latency <= now.at).count();
+                bytes += (self.rate)(now.receiving) * tick.as_secs_f64();
                 now.bytes = bytes as u64;
-                now.arrivals += 4 * now.heard as u64;
+                now.arrivals += 4 * now.receiving as u64;
                 now.cpu += tick.mul_f64(self.busy);
             }
-            found
+            counts
         }
     }
 
     /// Returns the most frequent number.
-    fn usual(found: &[usize]) -> usize {
-        let count = |number| found.iter().filter(|&&other| other == number).count();
-        found.iter().copied().max_by_key(|&number| count(number)).unwrap_or(0)
+    fn most_frequent(counts: &[usize]) -> usize {
+        let count = |number| counts.iter().filter(|&&other| other == number).count();
+        counts.iter().copied().max_by_key(|&number| count(number)).unwrap_or(0)
     }
 
     #[test]
     fn a_call_that_is_about_to_end_gets_no_more_workers() {
         // 10 MB/s per worker: after the first window, half a second is left, or a tenth of a
         // second.
-        let world = World { latency: Duration::ZERO, rate: |n| n as f64 * 1e7, busy: 0.0 };
-        for (total, most) in [(20_000_000, 8), (6_000_000, 4)] {
-            let mut controller = ConcurrencyController::new(4, 64, 2).of_bytes(Some(total));
-            assert_eq!(world.run(&mut controller, 1).into_iter().take(40).max(), Some(most));
+        let source =
+            SimulatedSource { latency: Duration::ZERO, rate: |n| n as f64 * 1e7, busy: 0.0 };
+        for (total, max_workers) in [(20_000_000, 8), (6_000_000, 4)] {
+            let mut controller = ConcurrencyController::new(4, 64, 2).with_total_bytes(Some(total));
+            assert_eq!(
+                source.run(&mut controller, 1).into_iter().take(40).max(),
+                Some(max_workers)
+            );
         }
     }
 
     #[test]
-    fn a_distant_server_has_many_before_it_answers() {
-        let world =
-            World { latency: Duration::from_millis(50), rate: |n| n as f64 * 1e8, busy: 0.3 };
-        let found = world.run(&mut ConcurrencyController::new(4, 64, 2), 2);
-        assert_eq!(found.get(7), Some(&32), "{found:?}");
-        assert_eq!(found.last(), Some(&64));
+    fn high_latency_doubles_workers_before_the_first_byte() {
+        let source = SimulatedSource {
+            latency: Duration::from_millis(50),
+            rate: |n| n as f64 * 1e8,
+            busy: 0.3,
+        };
+        let counts = source.run(&mut ConcurrencyController::new(4, 64, 2), 2);
+        assert_eq!(counts.get(7), Some(&32), "{counts:?}");
+        assert_eq!(counts.last(), Some(&64));
     }
 
     #[test]
-    fn busy_cpus_get_no_more() {
-        let world = World { latency: Duration::ZERO, rate: |n| n as f64 * 1e9, busy: 1.9 };
-        let found = world.run(&mut ConcurrencyController::new(2, 64, 2), 5);
-        assert!(found.iter().all(|&wanted| wanted == 2), "{found:?}");
+    fn busy_cpus_get_no_more_workers() {
+        let source =
+            SimulatedSource { latency: Duration::ZERO, rate: |n| n as f64 * 1e9, busy: 1.9 };
+        let counts = source.run(&mut ConcurrencyController::new(2, 64, 2), 5);
+        assert!(counts.iter().all(|&wanted| wanted == 2), "{counts:?}");
         // On a machine with more cores, two busy workers leave room for others.
-        let found = world.run(&mut ConcurrencyController::new(2, 64, 16), 5);
-        assert_eq!(found.last(), Some(&64));
+        let counts = source.run(&mut ConcurrencyController::new(2, 64, 16), 5);
+        assert_eq!(counts.last(), Some(&64));
     }
 
     #[test]
-    fn threads_that_do_not_help_are_retired_and_tried_ever_less_often() {
+    fn unhelpful_workers_are_retired_and_retried_less_often() {
         for rate in [|_: usize| 1e9, |n: usize| 4e9 / n as f64] {
-            let world = World { latency: Duration::ZERO, rate, busy: 0.5 };
-            let found = world.run(&mut ConcurrencyController::new(4, 64, 2), 30);
-            assert!(found.iter().all(|wanted| [4, 8].contains(wanted)), "{found:?}");
-            let more = found.iter().filter(|&&wanted| wanted == 8).count();
-            assert!(more * 20 < found.len(), "{more} of {}", found.len());
+            let source = SimulatedSource { latency: Duration::ZERO, rate, busy: 0.5 };
+            let counts = source.run(&mut ConcurrencyController::new(4, 64, 2), 30);
+            assert!(counts.iter().all(|wanted| [4, 8].contains(wanted)), "{counts:?}");
+            let more = counts.iter().filter(|&&wanted| wanted == 8).count();
+            assert!(more * 20 < counts.len(), "{more} of {}", counts.len());
         }
     }
 
     proptest! {
         #[test]
-        fn it_stays_where_twice_as_many_bring_no_more(limit in 4usize..200, latency in 0u64..10) {
+        fn workers_stop_growing_where_doubling_stops_helping(limit in 4usize..200, latency in 0u64..10) {
             let latency = Duration::from_millis(latency);
-            let world = World { latency, rate: |n| n.min(limit) as f64 * 1e8, busy: 0.3 };
-            let number = usual(&world.run(&mut ConcurrencyController::new(4, 64, 2), 10));
+            let source = SimulatedSource { latency, rate: |n| n.min(limit) as f64 * 1e8, busy: 0.3 };
+            let number = most_frequent(&source.run(&mut ConcurrencyController::new(4, 64, 2), 10));
             prop_assert!(number == 64 || number * 115 >= limit * 100, "{number}");
             prop_assert!(number == 4 || number / 2 * 115 <= limit * 100, "{number}");
         }
 
         #[test]
-        fn whatever_is_seen_the_number_is_in_its_bounds(
+        fn worker_count_stays_within_its_bounds(
             first in 0usize..100,
-            most in 0usize..100,
+            max_workers in 0usize..100,
             samples in proptest::collection::vec(any::<[u32; 6]>(), 0..200),
         ) {
-            let mut controller = ConcurrencyController::new(first, most, 0);
+            let mut controller = ConcurrencyController::new(first, max_workers, 0);
             let mut now = Sample::default();
-            for [at, bytes, arrivals, cpu, running, heard] in samples {
+            for [at, bytes, arrivals, cpu, running, receiving] in samples {
                 now.at += Duration::from_micros(u64::from(at >> 8));
                 now.bytes += u64::from(bytes);
                 now.arrivals += u64::from(arrivals >> 24);
                 now.cpu += Duration::from_micros(u64::from(cpu >> 8));
                 now.running = running as usize % 128;
-                now.heard = heard as usize % 128;
-                let wanted = controller.look(&now);
-                prop_assert!((1..=most.max(1)).contains(&wanted));
+                now.receiving = receiving as usize % 128;
+                let wanted = controller.update(&now);
+                prop_assert!((1..=max_workers.max(1)).contains(&wanted));
             }
         }
     }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::mem::device::{Device, OnDevice, Stream};
-use crate::mem::pinned::{Filled, Lease, Pool, Share};
+use crate::mem::device::{Device, DeviceBytes, Stream};
+use crate::mem::pinned::{DownloadedBytes, Pool, Share, StagingLease};
 use crate::stats::{Counters, Stage};
 
 /// Downloads for one call.
@@ -28,21 +28,22 @@ impl Downloader<'_> {
     /// free.
     pub fn each_chunk(
         &self,
-        from: &OnDevice,
+        from: &DeviceBytes,
         range: Range<usize>,
         stream: &Arc<dyn Stream>,
-        mut each: impl FnMut(u64, Filled<'static>) -> Result<()>,
+        mut each: impl FnMut(u64, DownloadedBytes<'static>) -> Result<()>,
     ) -> Result<()> {
         let pool = Pool::of(&from.device)?;
         let (end, step) = (range.end, pool.buffer_len());
-        let begin = |mut lease: Lease<'static>, at: usize| -> Result<Lease<'static>> {
-            let now = step.min(end - at);
-            self.counters
-                .time(Stage::Copy, || lease.download(stream, (0, 0, now), &from.memory, at))?;
-            lease.begun()?;
-            Ok(lease)
-        };
-        let mut next: Option<Lease<'static>> = None;
+        let begin =
+            |mut lease: StagingLease<'static>, at: usize| -> Result<StagingLease<'static>> {
+                let now = step.min(end - at);
+                self.counters
+                    .time(Stage::Copy, || lease.download(stream, (0, 0, now), &from.memory, at))?;
+                lease.record_end()?;
+                Ok(lease)
+            };
+        let mut next: Option<StagingLease<'static>> = None;
         for at in range.step_by(step) {
             let lease = match next.take() {
                 Some(lease) => lease,
@@ -56,7 +57,8 @@ impl Downloader<'_> {
                 next = Some(begin(more, at + step)?);
             }
             let len = step.min(end - at);
-            let filled = self.counters.time(Stage::Copy, || lease.filled(len, self.cancel))?;
+            let filled =
+                self.counters.time(Stage::Copy, || lease.into_downloaded(len, self.cancel))?;
             each(at as u64, filled)?;
         }
         Ok(())
@@ -64,11 +66,11 @@ impl Downloader<'_> {
 
     /// Downloads tensors of one device that fit together into one staging buffer. Returns the bytes
     /// of the buffer, and the aligned range of each tensor in them.
-    pub fn together(
+    pub fn download_group(
         &self,
-        all: &[&OnDevice],
+        all: &[&DeviceBytes],
         stream: &Arc<dyn Stream>,
-    ) -> Result<(Filled<'static>, Vec<Range<usize>>)> {
+    ) -> Result<(DownloadedBytes<'static>, Vec<Range<usize>>)> {
         let first = all.first().ok_or_else(|| Error::Bug("nothing to download".to_owned()))?;
         let mut lease = self.lease(&first.device)?;
         let mut ranges = Vec::with_capacity(all.len());
@@ -83,17 +85,17 @@ impl Downloader<'_> {
                 end = start + len;
                 ranges.push(start..end);
             }
-            lease.filled(end, self.cancel)
+            lease.into_downloaded(end, self.cancel)
         })?;
         Ok((filled, ranges))
     }
 
-    fn lease(&self, device: &Arc<dyn Device>) -> Result<Lease<'static>> {
+    fn lease(&self, device: &Arc<dyn Device>) -> Result<StagingLease<'static>> {
         let pool = Pool::of(device)?;
         if let Some(lease) = pool.try_lease(1, self.share) {
             return Ok(lease);
         }
         (self.before_waiting)()?;
-        self.counters.time(Stage::Memory, || pool.enter(self.share).lease(1, device, self.cancel))
+        self.counters.time(Stage::Memory, || pool.enqueue(self.share).lease(1, device, self.cancel))
     }
 }

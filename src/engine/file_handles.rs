@@ -1,12 +1,12 @@
 //! The file handles of one reader.
 
-use super::cold::DirectReads;
+use super::page_cache::DirectReads;
 use crate::error::{Error, Result};
 use crate::io::ReadAt;
 
 /// The kind of file handles that a reader uses.
 #[derive(Clone, Copy)]
-pub enum Access<'r> {
+pub enum HandleKind<'r> {
     /// Handles that all readers share.
     Shared,
     /// Handles of the reader's own, where those are faster.
@@ -18,26 +18,26 @@ pub enum Access<'r> {
 /// Handles of a reader to the files of a load.
 pub struct FileHandles<'r> {
     files: &'r [&'r dyn ReadAt],
-    access: Access<'r>,
+    handle_kind: HandleKind<'r>,
     /// The file that was read last, and the reader's own handle to it, if there is one.
     open: Option<(usize, Option<Box<dyn ReadAt>>)>,
 }
 
 impl<'r> FileHandles<'r> {
     /// Creates the handles; a file is opened when it is first read.
-    pub fn new(files: &'r [&'r dyn ReadAt], access: Access<'r>) -> Self {
-        FileHandles { files, access, open: None }
+    pub fn new(files: &'r [&'r dyn ReadAt], handle_kind: HandleKind<'r>) -> Self {
+        FileHandles { files, handle_kind, open: None }
     }
 
     /// Returns the handle to a file.
-    pub fn of(&mut self, file: usize) -> Result<&dyn ReadAt> {
+    pub fn handle(&mut self, file: usize) -> Result<&dyn ReadAt> {
         let shared = self.files.get(file).copied();
         let shared = shared.ok_or_else(|| Error::Bug(format!("no file {file}")))?;
         if self.open.as_ref().is_none_or(|(open, _)| *open != file) {
-            let own = match self.access {
-                Access::Shared => return Ok(shared),
-                Access::Own => shared.own_handle(),
-                Access::Direct(reads) => reads.open(shared).or_else(|| shared.own_handle()),
+            let own = match self.handle_kind {
+                HandleKind::Shared => return Ok(shared),
+                HandleKind::Own => shared.own_handle(),
+                HandleKind::Direct(reads) => reads.open(shared).or_else(|| shared.own_handle()),
             };
             self.open = Some((file, own));
         }

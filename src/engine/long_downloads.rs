@@ -8,9 +8,9 @@ use std::time::{Duration, SystemTime};
 
 use crate::engine::concurrency::{ConcurrencyController, Sample};
 use crate::engine::plan::{Extent, partition};
-use crate::engine::target::{Target, host::Host};
+use crate::engine::target::{Target, host::HostTarget};
 use crate::engine::workers::WorkerRange;
-use crate::io::auth::good_until;
+use crate::io::auth::renew_at;
 use crate::io::http;
 use crate::io::object::s3::signed_until;
 use crate::io::transport::{HTTP2_WINDOW, TransportOptions};
@@ -20,7 +20,7 @@ const TICK: Duration = Duration::from_millis(5);
 /// Time until a response begins.
 const LATENCY: Duration = Duration::from_millis(30);
 /// Bytes a second of one connection to S3.
-const OF_ONE: f64 = 1e8;
+const CONNECTION_RATE: f64 = 1e8;
 
 /// The tensors of a model of 70 billion parameters: some of a GB, most between 16 MB and 500 MB, and
 /// norms between them.
@@ -44,31 +44,38 @@ fn model() -> Vec<Extent> {
 /// Counts signed URLs and requested credentials. Both are renewed when they are due.
 struct Signing {
     credentials_hold: Option<Duration>,
-    begun: SystemTime,
+    started: SystemTime,
     /// The time until which the signed URL is used, and the expiry of its credentials.
     address: Option<(SystemTime, Option<SystemTime>)>,
     /// The time until which the credentials are used, and their expiry.
     credentials: Option<(SystemTime, SystemTime)>,
     signed: usize,
-    asked: usize,
+    credential_requests: usize,
 }
 
 impl Signing {
     fn new(credentials_hold: Option<u64>) -> Self {
         let credentials_hold = credentials_hold.map(Duration::from_secs);
-        let (begun, address, credentials) = (SystemTime::UNIX_EPOCH, None, None);
-        Signing { credentials_hold, begun, address, credentials, signed: 0, asked: 0 }
+        let (started, address, credentials) = (SystemTime::UNIX_EPOCH, None, None);
+        Signing {
+            credentials_hold,
+            started,
+            address,
+            credentials,
+            signed: 0,
+            credential_requests: 0,
+        }
     }
 
     /// Begins a request, at a time after the first one.
     fn request(&mut self, at: Duration) {
-        let now = self.begun + at;
+        let now = self.started + at;
         if self.address.is_none_or(|(until, _)| now >= until) {
             self.signed += 1;
             let expiry = self.credentials_hold.map(|hold| {
                 if self.credentials.is_none_or(|(until, _)| now >= until) {
-                    self.asked += 1;
-                    self.credentials = Some((good_until(now, now + hold), now + hold));
+                    self.credential_requests += 1;
+                    self.credentials = Some((renew_at(now, now + hold), now + hold));
                 }
                 self.credentials.unwrap().1
             });
@@ -82,37 +89,37 @@ impl Signing {
 
 /// Figures of a simulated download.
 #[derive(Debug)]
-struct Took {
+struct DownloadFigures {
     seconds: f64,
     requests: usize,
     /// The maximum number of connections, and the number at most times.
-    most: usize,
+    max: usize,
     usual: usize,
     /// Bytes of the longest request.
     longest: u64,
 }
 
-fn download(line: f64, signing: &mut Signing) -> Took {
+fn download(bandwidth: f64, signing: &mut Signing) -> DownloadFigures {
     let extents = model();
     let total = extents.iter().map(|extent| extent.end() - extent.header_offset).sum();
     let options =
         TransportOptions { connections: None, ..TransportOptions::from_environment().unwrap() };
-    let traits = http::capabilities(Some(extents.last().unwrap().end()), &options);
-    let range = WorkerRange::of(&traits, None);
-    let limits = Host::new(Vec::new(), Vec::new()).limits(&traits, range, total, false);
+    let capabilities = http::capabilities(Some(extents.last().unwrap().end()), &options);
+    let range = WorkerRange::of(&capabilities, None);
+    let limits = HostTarget::new(Vec::new(), Vec::new()).limits(&capabilities, range, total, false);
     let batches = partition(&extents, &limits).unwrap();
     assert_eq!(batches.iter().map(|batch| batch.len()).sum::<u64>(), total);
 
-    let mut controller = ConcurrencyController::new(range.first, range.most, 16);
+    let mut controller = ConcurrencyController::new(range.initial, range.max, 16);
     let (mut now, mut bytes) = (Sample::default(), 0.0);
-    let mut counts = vec![0usize; range.most + 1];
+    let mut counts = vec![0usize; range.max + 1];
     let mut queue = batches.iter().map(|batch| batch.len());
     // For each connection, the time at which its response begins and the bytes that are left of it.
     let mut running: Vec<(Duration, f64)> = Vec::new();
     let mut requests = 0;
     loop {
-        let wanted = controller.look(&now);
-        running.retain(|&(_, left)| left > 0.0);
+        let wanted = controller.update(&now);
+        running.retain(|&(_, remaining)| remaining > 0.0);
         while running.len() < wanted {
             let Some(len) = queue.next() else { break };
             signing.request(now.at);
@@ -125,52 +132,52 @@ fn download(line: f64, signing: &mut Signing) -> Took {
         *counts.get_mut(running.len()).unwrap() += 1;
         now.at += TICK;
         let answered = running.iter().filter(|(from, _)| *from <= now.at).count();
-        let share = (line / answered.max(1) as f64).min(OF_ONE) * TICK.as_secs_f64();
-        for (_, left) in running.iter_mut().filter(|(from, _)| *from <= now.at) {
-            bytes += left.min(share);
-            *left -= share;
+        let share = (bandwidth / answered.max(1) as f64).min(CONNECTION_RATE) * TICK.as_secs_f64();
+        for (_, remaining) in running.iter_mut().filter(|(from, _)| *from <= now.at) {
+            bytes += remaining.min(share);
+            *remaining -= share;
         }
-        (now.bytes, now.running, now.heard) = (bytes as u64, running.len(), answered);
+        (now.bytes, now.running, now.receiving) = (bytes as u64, running.len(), answered);
         now.arrivals += 4 * answered as u64;
         now.cpu += TICK;
     }
-    Took {
+    DownloadFigures {
         seconds: now.at.as_secs_f64(),
         requests,
-        most: counts.iter().rposition(|&count| count > 0).unwrap(),
+        max: counts.iter().rposition(|&count| count > 0).unwrap(),
         usual: (0..counts.len()).max_by_key(|&at| counts.get(at)).unwrap(),
         longest: batches.iter().map(|batch| batch.len()).max().unwrap(),
     }
 }
 
 #[test]
-fn at_100_mb_a_second_and_at_3_gb() {
+fn download_of_140_gb_keeps_its_bounds() {
     // A line that one connection fills keeps the 16 connections that were opened before the first
     // response.
-    for (line, usual) in [(1e8, 16), (3e9, 32)] {
+    for (bandwidth, usual) in [(1e8, 16), (3e9, 32)] {
         // Credentials of a role, for an hour; the shortest possible ones; permanent ones.
         for hold in [Some(3600), Some(900), None] {
             let mut signing = Signing::new(hold);
-            let took = download(line, &mut signing);
-            let ideal = 140e9 / line;
-            assert!(took.seconds < 1.1 * ideal, "{took:?}");
-            assert_eq!(took.usual, usual, "{took:?}");
-            assert!(took.most <= 32, "{took:?}");
+            let figures = download(bandwidth, &mut signing);
+            let ideal = 140e9 / bandwidth;
+            assert!(figures.seconds < 1.1 * ideal, "{figures:?}");
+            assert_eq!(figures.usual, usual, "{figures:?}");
+            assert!(figures.max <= 32, "{figures:?}");
             // Requests of 64 MiB, shorter at the end. Bytes go straight from a connection into
             // their tensors, so other memory is needed only for the HTTP/2 windows.
-            assert!((2000..2400).contains(&took.requests), "{took:?}");
-            assert!(took.longest <= 66 << 20, "{took:?}");
-            assert!(took.most as u64 * u64::from(HTTP2_WINDOW) <= 512 << 20);
+            assert!((2000..2400).contains(&figures.requests), "{figures:?}");
+            assert!(figures.longest <= 66 << 20, "{figures:?}");
+            assert!(figures.max as u64 * u64::from(HTTP2_WINDOW) <= 512 << 20);
             // The slow download takes 1400 s, longer than the shortest credentials (900 s).
-            let renewed = usize::from(line < 1e9 && hold == Some(900));
-            assert_eq!(signing.signed, 1 + renewed, "{line} {hold:?}");
-            assert_eq!(signing.asked, if hold.is_some() { 1 + renewed } else { 0 });
+            let renewed = usize::from(bandwidth < 1e9 && hold == Some(900));
+            assert_eq!(signing.signed, 1 + renewed, "{bandwidth} {hold:?}");
+            assert_eq!(signing.credential_requests, if hold.is_some() { 1 + renewed } else { 0 });
         }
     }
 }
 
 #[test]
-fn over_a_slow_line() {
+fn expired_urls_are_renewed_on_a_slow_connection() {
     // 1 MB/s takes 39 hours, so even URLs that are valid for a day expire.
     for (hold, renewals) in [(Some(3600), 41), (Some(900), 160), (None, 1)] {
         let mut signing = Signing::new(hold);

@@ -1,18 +1,18 @@
 //! The read engine and the write engine, which move bytes between sources, memory and sinks. Both
 //! are independent of the file format.
 
-pub mod cold;
+pub mod completion;
 pub mod concurrency;
 pub mod download;
 mod file_handles;
-pub mod landing;
 #[cfg(all(test, feature = "s3"))]
 mod long_downloads;
-mod order;
+pub mod page_cache;
 pub mod plan;
 pub mod read;
+mod read_jobs;
+mod read_request;
 mod read_task;
-mod reading;
 mod sources;
 pub mod target;
 pub mod worker_range;

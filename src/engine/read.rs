@@ -3,15 +3,15 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use super::file_handles::{Access, FileHandles};
-use super::landing::Landing;
-use super::order::{LARGE, jobs};
-use super::plan::{Batch, Extent, Limits, PLAN, WorkQueue, partition_by_device};
+use super::completion::CompletionTracker;
+use super::file_handles::{FileHandles, HandleKind};
+use super::plan::{Batch, BatchLimits, Extent, PLAN, WorkQueue, partition_by_device};
+use super::read_jobs::{LARGE, plan_jobs};
+pub use super::read_request::{Codec, HeaderInfo, ReadRequest};
 use super::read_task::ReadTask;
-pub use super::reading::{Begun, Codec, Reading};
-use super::sources::{Sources, access};
+use super::sources::{Sources, handle_kind};
 use super::target::Target;
-use super::worker_range;
+use super::worker_range::{self, fit_readers};
 use super::workers::{self, Control, WorkerRange};
 use crate::cancel::Cancel;
 use crate::codec::HashPool;
@@ -39,86 +39,90 @@ const SHORTEST_BATCH: u64 = 64 << 10;
 /// Reads all extents into the target. Returns the tensors whose data could not be decrypted in
 /// chunks; these were neither decrypted nor verified.
 pub fn read<T: Target>(
-    what: &Reading<'_>,
+    request: &ReadRequest<'_>,
     target: &mut T,
     counters: &Counters,
     cancel: &dyn Cancel,
 ) -> Result<Vec<usize>> {
-    read_while(what, target, counters, cancel, &mut || Ok(false))
+    read_while(request, target, counters, cancel, &mut || Ok(false))
 }
 
 /// Reads like [`read`]. While the readers work, the calling thread calls `meanwhile` until it
 /// returns false.
 pub fn read_while<T: Target>(
-    what: &Reading<'_>,
+    request: &ReadRequest<'_>,
     target: &mut T,
     counters: &Counters,
     cancel: &dyn Cancel,
     meanwhile: &mut dyn FnMut() -> Result<bool>,
 ) -> Result<Vec<usize>> {
-    let begun = Instant::now();
-    let memory = worker_range::limit(what.memory, what.files)?;
-    let total = total(what)?;
-    let Some(sources) = Sources::of(what, total, memory)? else {
+    let started = Instant::now();
+    let memory = worker_range::limit(request.memory, request.files)?;
+    let total = total(request)?;
+    let Some(sources) = Sources::examine(request, total, memory)? else {
         while meanwhile()? {}
         return Ok(Vec::new());
     };
     if sources.are_local() && target.direct().is_none() {
         counters.reading("page cache");
     }
-    let traits = sources.traits;
-    let range = worker_range::range(&traits, sources.cached, what.readers)?;
-    let (range, passing) = worker_range::share(memory, range, &traits, what.decrypts, target)?;
-    target.expect(total);
-    let limits = target.limits(&traits, range, total, what.decrypts);
+    let capabilities = sources.capabilities;
+    let range = worker_range::range(&capabilities, sources.residency, request.readers)?;
+    let (range, overhead) = fit_readers(memory, range, &capabilities, request.decrypts, target)?;
+    target.expect_bytes(total);
+    let limits = target.limits(&capabilities, range, total, request.decrypts);
     let block = if sources.direct { DISK_BLOCK as u64 } else { 1 };
-    let mut limits = bounded(Limits { passing, block, ..limits }, what);
-    let step = if target.takes_steps() { step(what, &sources) } else { u64::MAX };
+    let mut limits = limited_by_receiver(BatchLimits { overhead, block, ..limits }, request);
+    let step = if target.reads_in_steps() { step(request, &sources) } else { u64::MAX };
     // Tensors up to this length come in one chunk, and are hashed at once.
-    let whole = hash::SMALL.min(limits.len).min(target.unit());
-    let sha = what.verify == Verify::All;
+    let max_single_chunk = hash::SMALL.min(limits.len).min(target.unit());
+    let sha = request.verify == Verify::All;
     // Tensors that are handed out while others are read come in file order.
-    let in_order = what.receiver.is_some();
-    let room = target.room(&traits, range).filter(|_| sha && !in_order);
-    if room.is_some() {
-        limits.apart = LARGE;
+    let in_order = request.receiver.is_some();
+    let max_unhashed = target.max_unhashed(&capabilities, range).filter(|_| sha && !in_order);
+    if max_unhashed.is_some() {
+        limits.separate_len = LARGE;
     }
-    let large_first = begins_with_large(what, &traits, target);
-    let batches = batches(what, target, &limits)?;
-    let jobs = jobs(what.extents, batches, target, (step, whole), large_first)?;
-    let most = if is_inline(what, &traits, total) { 1 } else { jobs.len() };
-    let range = WorkerRange { bytes: Some(total), ..range.at_most(most) };
+    let large_first = begins_with_large(request, &capabilities, target);
+    let batches = batches(request, target, &limits)?;
+    let jobs = plan_jobs(request.extents, batches, target, (step, max_single_chunk), large_first)?;
+    let max_readers = if is_inline(request, &capabilities, total) { 1 } else { jobs.len() };
+    let range = WorkerRange { bytes: Some(total), ..range.limited_to(max_readers) };
     // SHA-256, decryption and a receiver depend on the order of reads: then readers share a queue.
-    let any_order = !sha && !what.decrypts && !in_order;
+    let any_order = !sha && !request.decrypts && !in_order;
     let affinity = affinity(target, range);
-    let own = any_order && range.most > 1 && sources.are_local() && affinity.node(0).is_none();
+    let own_share = any_order && range.max > 1 && sources.are_local() && affinity.node(0).is_none();
     let task = ReadTask {
-        what,
+        request,
         target: &*target,
         counters,
-        whole,
-        room,
-        hashes: pool(what, whole)?,
-        left: listed(what.extents.iter().map(|_| AtomicBool::new(false)), PLAN)?,
-        queue: WorkQueue::new(jobs, if own { range.first } else { 1 })?,
-        turn: Mutex::new(()),
-        landing: landing(what)?,
+        max_single_chunk,
+        max_unhashed,
+        hashes: pool(request, max_single_chunk)?,
+        undecrypted: listed(request.extents.iter().map(|_| AtomicBool::new(false)), PLAN)?,
+        queue: WorkQueue::new(jobs, if own_share { range.initial } else { 1 })?,
+        dispatch_lock: Mutex::new(()),
+        completion: completion(request)?,
         affinity,
     };
-    counters.since(Stage::Plan, begun);
-    let reads = sources.direct_reads(range.most, counters);
-    carry_out(&task, range, access(reads.as_ref(), range.most), cancel, meanwhile)
+    counters.since(Stage::Plan, started);
+    let reads = sources.direct_reads(range.max, counters);
+    carry_out(&task, range, handle_kind(reads.as_ref(), range.max), cancel, meanwhile)
 }
 
 /// Cuts the extents into batches, each for one device.
-fn batches<T: Target>(what: &Reading<'_>, target: &T, limits: &Limits) -> Result<Vec<Batch>> {
+fn batches<T: Target>(
+    request: &ReadRequest<'_>,
+    target: &T,
+    limits: &BatchLimits,
+) -> Result<Vec<Batch>> {
     let device_of = |tensor| target.device_of(tensor);
-    partition_by_device(what.extents, limits, (target.devices(), &device_of))
+    partition_by_device(request.extents, limits, (target.devices(), &device_of))
 }
 
 /// Returns the CPUs of the readers. A single reader runs on the calling thread, which is not bound.
 fn affinity<T: Target>(target: &T, range: WorkerRange) -> Affinity {
-    let devices = if range.most > 1 { target.devices() } else { 0 };
+    let devices = if range.max > 1 { target.devices() } else { 0 };
     Affinity::of((0..devices).map(|device| target.node(device)))
 }
 
@@ -127,69 +131,82 @@ fn affinity<T: Target>(target: &T, range: WorkerRange) -> Affinity {
 fn carry_out<T: Target>(
     task: &ReadTask<'_, T>,
     range: WorkerRange,
-    access: Access<'_>,
+    handle_kind: HandleKind<'_>,
     cancel: &dyn Cancel,
     meanwhile: &mut dyn FnMut() -> Result<bool>,
 ) -> Result<Vec<usize>> {
     let started = AtomicUsize::new(1);
     let work = |control: &Control<'_>, number: usize| {
         started.fetch_max(number + 1, Ordering::Relaxed);
-        let handles = FileHandles::new(task.what.files, access);
+        let handles = FileHandles::new(task.request.files, handle_kind);
         task.work(number, handles, control)
     };
     workers::run_while(range, cancel, work, meanwhile)?;
-    task.counters.threads(started.into_inner().min(range.most), range.most);
-    let left = task.left.iter().enumerate().filter(|(_, left)| left.load(Ordering::Relaxed));
-    Ok(left.map(|(tensor, _)| tensor).collect())
+    task.counters.threads(started.into_inner().min(range.max), range.max);
+    let undecrypted = task
+        .undecrypted
+        .iter()
+        .enumerate()
+        .filter(|(_, undecrypted)| undecrypted.load(Ordering::Relaxed));
+    Ok(undecrypted.map(|(tensor, _)| tensor).collect())
 }
 
 /// Shortens batches if tensors are handed out while others are read, so that several batches fit
 /// into the read-ahead.
-fn bounded(limits: Limits, what: &Reading<'_>) -> Limits {
-    let Some((receiver, _)) = what.receiver else { return limits };
-    let most = receiver.batch_len();
-    let len = limits.len.min(most.max(SHORTEST_BATCH));
-    Limits { len, apart: limits.apart.min(most), tapers: false, ..limits }
+fn limited_by_receiver(limits: BatchLimits, request: &ReadRequest<'_>) -> BatchLimits {
+    let Some((receiver, _)) = request.receiver else { return limits };
+    let max_len = receiver.batch_len();
+    let len = limits.len.min(max_len.max(SHORTEST_BATCH));
+    BatchLimits { len, separate_len: limits.separate_len.min(max_len), tapers: false, ..limits }
 }
 
-/// Returns what hands out tensors as they land, if the call has a receiver.
-fn landing<'r>(what: &Reading<'r>) -> Result<Option<Landing<'r>>> {
-    let new = |(receiver, tensors)| Landing::new(receiver, tensors, what.extents, what.verify);
-    what.receiver.map(new).transpose()
+/// Returns what hands out tensors as they are complete, if the call has a receiver.
+fn completion<'r>(request: &ReadRequest<'r>) -> Result<Option<CompletionTracker<'r>>> {
+    let new = |(receiver, tensors)| {
+        CompletionTracker::new(receiver, tensors, request.extents, request.verify)
+    };
+    request.receiver.map(new).transpose()
 }
 
 /// Returns the bytes of all headers and data.
-fn total(what: &Reading<'_>) -> Result<u64> {
+fn total(request: &ReadRequest<'_>) -> Result<u64> {
     let header_len = |extent: &Extent| extent.data_offset.saturating_sub(extent.header_offset);
-    if what.verify != Verify::Nothing && what.extents.iter().any(|extent| header_len(extent) == 0) {
+    if request.verify != Verify::Nothing
+        && request.extents.iter().any(|extent| header_len(extent) == 0)
+    {
         return Err(Error::Bug("hashes of a format that has none".to_owned()));
     }
-    let lens = what.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
+    let lens =
+        request.extents.iter().map(|extent| extent.data_len.saturating_add(header_len(extent)));
     Ok(lens.fold(0, u64::saturating_add))
 }
 
 /// True if large tensors are read first. Their bytes may then wait long for their hash, so nothing
 /// else may wait for these bytes. No reader may need their memory, and no header that is read later
 /// may be needed to decrypt them.
-fn begins_with_large<T: Target>(what: &Reading<'_>, source: &Capabilities, target: &T) -> bool {
-    let any_order = !what.decrypts && what.receiver.is_none();
-    what.verify == Verify::All && source.max_readers > 1 && any_order && target.takes_steps()
+fn begins_with_large<T: Target>(
+    request: &ReadRequest<'_>,
+    source: &Capabilities,
+    target: &T,
+) -> bool {
+    let any_order = !request.decrypts && request.receiver.is_none();
+    request.verify == Verify::All && source.max_readers > 1 && any_order && target.reads_in_steps()
 }
 
 /// True if the calling thread reads everything. Never from servers: their latency exceeds the time
 /// of the transfer, so requests must overlap however few the bytes.
-fn is_inline(what: &Reading<'_>, source: &Capabilities, total: u64) -> bool {
-    let hashed = what.decrypts || what.verify != Verify::Nothing;
-    let most = if hashed { INLINE_HASHED } else { INLINE_LEN };
-    total < most && !source.has_long_requests()
+fn is_inline(request: &ReadRequest<'_>, source: &Capabilities, total: u64) -> bool {
+    let hashed = request.decrypts || request.verify != Verify::Nothing;
+    let max_bytes = if hashed { INLINE_HASHED } else { INLINE_LEN };
+    total < max_bytes && !source.has_long_requests()
 }
 
 /// Returns the bytes of one read step.
-fn step(what: &Reading<'_>, sources: &Sources) -> u64 {
-    match (what.decrypts, what.verify) {
+fn step(request: &ReadRequest<'_>, sources: &Sources) -> u64 {
+    match (request.decrypts, request.verify) {
         // Long requests are not cut, as each request costs a round trip. Nor are direct reads:
         // those of one batch run at the same time.
-        _ if sources.traits.has_long_requests() || sources.direct => u64::MAX,
+        _ if sources.capabilities.has_long_requests() || sources.direct => u64::MAX,
         (true, _) => PIECE_LEN,
         (false, Verify::Nothing) => u64::MAX,
         (false, _) => STEP,
@@ -197,10 +214,10 @@ fn step(what: &Reading<'_>, sources: &Sources) -> u64 {
 }
 
 /// Returns the hash pool for tensors that come in more than one chunk.
-fn pool<B: AsRef<[u8]>>(what: &Reading<'_>, whole: u64) -> Result<HashPool<B>> {
-    let lens = what.extents.iter().map(|extent| {
-        let pooled = what.verify != Verify::Nothing && extent.data_len > whole;
+fn pool<B: AsRef<[u8]>>(request: &ReadRequest<'_>, max_single_chunk: u64) -> Result<HashPool<B>> {
+    let lens = request.extents.iter().map(|extent| {
+        let pooled = request.verify != Verify::Nothing && extent.data_len > max_single_chunk;
         pooled.then_some(extent.data_len)
     });
-    HashPool::new(lens, what.verify == Verify::All)
+    HashPool::new(lens, request.verify == Verify::All)
 }

@@ -1,8 +1,8 @@
 //! The sources of a load: their capabilities, and direct reads of files that are not in the page cache.
 
-use super::cold::{self, Cached, DirectReads};
-use super::file_handles::Access;
-use super::reading::Reading;
+use super::file_handles::HandleKind;
+use super::page_cache::{self, DirectReads, PageCacheResidency};
+use super::read_request::ReadRequest;
 use crate::error::Result;
 use crate::io::Capabilities;
 use crate::memory_limit::MemoryLimit;
@@ -15,30 +15,35 @@ const DIRECT_FROM: u64 = 4 << 20;
 /// The sources of one load.
 pub struct Sources {
     /// Their capabilities, including the memory of each reader.
-    pub traits: Capabilities,
+    pub capabilities: Capabilities,
     /// Their page-cache residency; None unless all are local files.
-    pub cached: Option<Cached>,
+    pub residency: Option<PageCacheResidency>,
     /// True if they are read with direct I/O, around the page cache.
     pub direct: bool,
 }
 
 impl Sources {
     /// Examines the sources of a load of `total` bytes. None if there are no sources.
-    pub fn of(what: &Reading<'_>, total: u64, memory: MemoryLimit) -> Result<Option<Self>> {
-        let Some(traits) = Capabilities::of_all(what.files) else { return Ok(None) };
-        let local = what.files.iter().all(|file| file.is_local());
-        let cached = local.then(|| cold::cached(what.files, what.extents));
-        let direct = cached == Some(Cached::Little)
+    pub fn examine(
+        request: &ReadRequest<'_>,
+        total: u64,
+        memory: MemoryLimit,
+    ) -> Result<Option<Self>> {
+        let Some(capabilities) = Capabilities::combined(request.files) else { return Ok(None) };
+        let local = request.files.iter().all(|file| file.is_local());
+        let residency = local.then(|| page_cache::sample_residency(request.files, request.extents));
+        let direct = residency == Some(PageCacheResidency::Little)
             && total >= DIRECT_FROM
-            && cold::may_read_directly(what.files, memory, what.shares_cache)?;
-        let more = if direct { cold::READER_MEMORY } else { 0 };
-        let traits = Capabilities { reader_memory: traits.reader_memory + more, ..traits };
-        Ok(Some(Sources { traits, cached, direct }))
+            && page_cache::may_read_directly(request.files, memory, request.shares_cache)?;
+        let more = if direct { page_cache::READER_MEMORY } else { 0 };
+        let capabilities =
+            Capabilities { reader_memory: capabilities.reader_memory + more, ..capabilities };
+        Ok(Some(Sources { capabilities, residency, direct }))
     }
 
     /// True if all are local files.
     pub fn are_local(&self) -> bool {
-        self.cached.is_some()
+        self.residency.is_some()
     }
 
     /// Returns the state for direct reads by `readers` readers, if direct I/O is used.
@@ -52,10 +57,10 @@ impl Sources {
 }
 
 /// Returns the kind of file handles that each of `readers` readers has.
-pub fn access<'r>(direct: Option<&'r DirectReads<'r>>, readers: usize) -> Access<'r> {
+pub fn handle_kind<'r>(direct: Option<&'r DirectReads<'r>>, readers: usize) -> HandleKind<'r> {
     match direct {
-        Some(reads) => Access::Direct(reads),
-        None if readers > 1 => Access::Own,
-        None => Access::Shared,
+        Some(reads) => HandleKind::Direct(reads),
+        None if readers > 1 => HandleKind::Own,
+        None => HandleKind::Shared,
     }
 }

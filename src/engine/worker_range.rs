@@ -1,6 +1,6 @@
 //! The number of readers of a load, and their share of the memory limit.
 
-use super::cold::Cached;
+use super::page_cache::PageCacheResidency;
 use super::target::Target;
 use super::workers::WorkerRange;
 use crate::environment::READERS;
@@ -9,33 +9,35 @@ use crate::io::{Capabilities, ReadAt};
 use crate::memory_limit::MemoryLimit;
 
 /// Returns the initial and the maximum number of readers. `wanted`: the number that the caller asks
-/// for. `cached`: the page-cache residency, if all files are local.
+/// for. `residency`: the page-cache residency, if all files are local.
 pub fn range(
-    traits: &Capabilities,
-    cached: Option<Cached>,
+    capabilities: &Capabilities,
+    residency: Option<PageCacheResidency>,
     wanted: Option<usize>,
 ) -> Result<WorkerRange> {
-    let of_files = || match (cached, READERS.value()?) {
+    let of_files = || match (residency, READERS.value()?) {
         (None, _) | (_, 0) => Ok(None),
         (_, number) => Ok(usize::try_from(number).ok()),
     };
-    let asked = wanted.map_or_else(of_files, |number| Ok(Some(number)))?;
-    let range = WorkerRange::of(traits, asked);
-    if range.first == range.most {
+    let wanted_or_environment = wanted.map_or_else(of_files, |number| Ok(Some(number)))?;
+    let range = WorkerRange::of(capabilities, wanted_or_environment);
+    if range.initial == range.max {
         return Ok(range);
     }
-    Ok(match cached {
+    Ok(match residency {
         // The page cache is not read faster by more readers than cores.
-        Some(Cached::All) => WorkerRange::fixed(crate::cpu_count().clamp(range.first, range.most)),
-        Some(Cached::Some) | None => range,
+        Some(PageCacheResidency::All) => {
+            WorkerRange::fixed(crate::cpu_count().clamp(range.initial, range.max))
+        }
+        Some(PageCacheResidency::Some) | None => range,
         // All readers are needed to keep a disk busy, from the first byte on.
-        Some(Cached::Little) => WorkerRange::fixed(range.most),
+        Some(PageCacheResidency::Little) => WorkerRange::fixed(range.max),
     })
 }
 
 /// Returns the memory limit of a load, and limits the receive windows of its sources accordingly.
 pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> {
-    let memory = memory.known()?;
+    let memory = memory.or_environment()?;
     if memory.bytes().is_some() {
         let window = memory.window(u64::MAX);
         files.iter().for_each(|source| source.limit_connection(window));
@@ -45,16 +47,16 @@ pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> 
 
 /// Returns the number of readers that fit into the memory limit, and the most bytes of headers and
 /// gaps in a batch. Passes the limit on to the target.
-pub fn share<T: Target>(
+pub fn fit_readers<T: Target>(
     memory: MemoryLimit,
     range: WorkerRange,
-    traits: &Capabilities,
+    capabilities: &Capabilities,
     decrypts: bool,
     target: &mut T,
 ) -> Result<(WorkerRange, u64)> {
-    let shares = memory.load(&target.needs(traits, range.most, decrypts))?;
+    let shares = memory.load(&target.needs(capabilities, range.max, decrypts))?;
     if memory.bytes().is_some() {
-        target.bound(&shares);
+        target.limit_memory(&shares);
     }
-    Ok((range.at_most(shares.readers), shares.passing))
+    Ok((range.limited_to(shares.readers), shares.overhead))
 }

@@ -11,7 +11,7 @@ use crate::cancel::{Cancel, POLL};
 use crate::engine::concurrency::{ConcurrencyController, Sample};
 use crate::error::{Error, Result};
 use crate::io::Capabilities;
-use crate::mem::Progress;
+use crate::mem::ArrivalObserver;
 use crate::sys::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sys::sync::thread::{self, ScopedJoinHandle, Thread};
 use crate::sys::sync::{Instant, Mutex, MutexGuard, cpu_time};
@@ -23,9 +23,9 @@ const TICK: Duration = Duration::from_millis(5);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerRange {
     /// Workers at the beginning of the call.
-    pub first: usize,
+    pub initial: usize,
     /// The most workers.
-    pub most: usize,
+    pub max: usize,
     /// Bytes that the workers move in total, if that is known.
     pub bytes: Option<u64>,
 }
@@ -33,18 +33,18 @@ pub struct WorkerRange {
 impl WorkerRange {
     /// A fixed number of workers.
     pub fn fixed(workers: usize) -> Self {
-        WorkerRange { first: workers, most: workers, bytes: None }
+        WorkerRange { initial: workers, max: workers, bytes: None }
     }
 
     /// The number that the caller has asked for, or else the range that suits the source. The
     /// source's `max_readers` limits both.
-    pub fn of(traits: &Capabilities, asked: Option<usize>) -> Self {
-        let allowed = |number: usize| number.clamp(1, traits.max_readers.max(1));
-        match asked {
+    pub fn of(capabilities: &Capabilities, requested: Option<usize>) -> Self {
+        let allowed = |number: usize| number.clamp(1, capabilities.max_readers.max(1));
+        match requested {
             Some(number) => WorkerRange::fixed(allowed(number)),
             None => WorkerRange {
-                first: allowed(traits.first_readers.min(traits.most_readers)),
-                most: allowed(traits.most_readers),
+                initial: allowed(capabilities.first_readers.min(capabilities.most_readers)),
+                max: allowed(capabilities.most_readers),
                 bytes: None,
             },
         }
@@ -54,25 +54,25 @@ impl WorkerRange {
     /// end. For an adaptive number it is half of the maximum. The maximum is seldom reached, and
     /// more shares mean shorter requests, which cost more.
     pub fn shares(self) -> usize {
-        if self.first < self.most { self.first.max(self.most / 2) } else { self.most }
+        if self.initial < self.max { self.initial.max(self.max / 2) } else { self.max }
     }
 
     /// The same range, with no more workers than pieces of work.
-    pub fn at_most(self, work: usize) -> Self {
-        WorkerRange { first: self.first.min(work), most: self.most.min(work), ..self }
+    pub fn limited_to(self, work: usize) -> Self {
+        WorkerRange { initial: self.initial.min(work), max: self.max.min(work), ..self }
     }
 }
 
 /// State that the workers of one call share.
-struct Shared<'c> {
+struct WorkerPool<'c> {
     stopped: AtomicBool,
     error: Mutex<Option<Error>>,
     caller: &'c dyn Cancel,
     /// True if the work runs on the calling thread.
     inline: AtomicBool,
-    count: Mutex<Count>,
+    count: Mutex<WorkerCount>,
     /// Running workers that have moved at least one byte.
-    heard: AtomicUsize,
+    receiving: AtomicUsize,
     /// True once a worker has found no more work.
     ending: AtomicBool,
     bytes: AtomicU64,
@@ -82,7 +82,7 @@ struct Shared<'c> {
 /// The running and the wanted number of workers, under one lock. A worker that saw an outdated
 /// `wanted` would retire just before another worker is started.
 #[derive(Debug, Clone, Copy)]
-struct Count {
+struct WorkerCount {
     /// Workers that have neither ended nor retired.
     running: usize,
     /// The number of workers that the concurrency controller wants.
@@ -92,10 +92,10 @@ struct Count {
 /// A worker's view of its call. It counts the bytes that the worker has moved, and tells it to
 /// stop, or to retire because there are too many workers.
 pub struct Control<'c> {
-    shared: &'c Shared<'c>,
-    heard: AtomicBool,
+    pool: &'c WorkerPool<'c>,
+    receiving: AtomicBool,
     /// Retired; no longer counted as running.
-    left: AtomicBool,
+    deregistered: AtomicBool,
 }
 
 impl Cancel for Control<'_> {
@@ -104,13 +104,13 @@ impl Cancel for Control<'_> {
     }
 }
 
-impl Progress for Control<'_> {
+impl ArrivalObserver for Control<'_> {
     fn arrived(&self, bytes: u64) {
         if bytes > 0 {
-            self.shared.bytes.fetch_add(bytes, Ordering::Relaxed);
-            self.shared.arrivals.fetch_add(1, Ordering::Relaxed);
-            if !self.heard.swap(true, Ordering::Relaxed) {
-                self.shared.heard.fetch_add(1, Ordering::Relaxed);
+            self.pool.bytes.fetch_add(bytes, Ordering::Relaxed);
+            self.pool.arrivals.fetch_add(1, Ordering::Relaxed);
+            if !self.receiving.swap(true, Ordering::Relaxed) {
+                self.pool.receiving.fetch_add(1, Ordering::Relaxed);
             }
         }
     }
@@ -119,52 +119,52 @@ impl Progress for Control<'_> {
 impl Control<'_> {
     /// True if the worker must take no more work.
     pub fn stopped(&self) -> bool {
-        self.shared.stopped()
+        self.pool.stopped()
     }
 
     /// True if the work runs on the calling thread.
     pub fn is_inline(&self) -> bool {
-        self.shared.inline.load(Ordering::Relaxed)
+        self.pool.inline.load(Ordering::Relaxed)
     }
 
     /// True if this worker must end now, between two pieces of work, because more workers did not
     /// help. It is then no longer counted as running. At least one worker is never retired.
     pub fn is_retired(&self) -> bool {
-        let mut count = self.shared.count();
-        let left = count.running > count.wanted.max(1);
-        if left {
+        let mut count = self.pool.count();
+        let retired = count.running > count.wanted.max(1);
+        if retired {
             count.running -= 1;
             drop(count);
-            self.leave();
+            self.deregister();
         }
-        left
+        retired
     }
 
     /// Marks this worker as gone, and no longer counts it among those that have moved bytes.
-    fn leave(&self) {
-        self.left.store(true, Ordering::Relaxed);
-        if self.heard.swap(true, Ordering::Relaxed) {
-            self.shared.heard.fetch_sub(1, Ordering::Relaxed);
+    fn deregister(&self) {
+        self.deregistered.store(true, Ordering::Relaxed);
+        if self.receiving.swap(true, Ordering::Relaxed) {
+            self.pool.receiving.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }
 
-impl<'c> Shared<'c> {
+impl<'c> WorkerPool<'c> {
     fn new(range: WorkerRange, caller: &'c dyn Cancel, inline: bool) -> Self {
-        Shared {
+        WorkerPool {
             stopped: AtomicBool::new(false),
             error: Mutex::new(None),
             caller,
             inline: AtomicBool::new(inline),
-            count: Mutex::new(Count { running: 0, wanted: range.first }),
-            heard: AtomicUsize::new(0),
+            count: Mutex::new(WorkerCount { running: 0, wanted: range.initial }),
+            receiving: AtomicUsize::new(0),
             ending: AtomicBool::new(false),
             bytes: AtomicU64::new(0),
             arrivals: AtomicU64::new(0),
         }
     }
 
-    fn count(&self) -> MutexGuard<'_, Count> {
+    fn count(&self) -> MutexGuard<'_, WorkerCount> {
         self.count.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -198,17 +198,21 @@ impl<'c> Shared<'c> {
     }
 
     fn control(&self) -> Control<'_> {
-        Control { shared: self, heard: AtomicBool::new(false), left: AtomicBool::new(false) }
+        Control {
+            pool: self,
+            receiving: AtomicBool::new(false),
+            deregistered: AtomicBool::new(false),
+        }
     }
 
-    fn sample(&self, begun: Instant) -> Sample {
+    fn sample(&self, started: Instant) -> Sample {
         Sample {
-            at: begun.elapsed(),
+            at: started.elapsed(),
             bytes: self.bytes.load(Ordering::Relaxed),
             arrivals: self.arrivals.load(Ordering::Relaxed),
             cpu: cpu_time(),
             running: self.count().running,
-            heard: self.heard.load(Ordering::Relaxed),
+            receiving: self.receiving.load(Ordering::Relaxed),
         }
     }
 }
@@ -248,68 +252,68 @@ pub fn run_while(
     work: impl Fn(&Control<'_>, usize) -> Result<()> + Sync,
     meanwhile: &mut dyn FnMut() -> Result<bool>,
 ) -> Result<()> {
-    let inline = range.most <= 1;
-    let shared = Shared::new(range, cancel, inline);
-    let attempt = |control: &Control<'_>, number: usize| {
-        work(control, number).unwrap_or_else(|error| shared.fail(error));
+    let inline = range.max <= 1;
+    let pool = WorkerPool::new(range, cancel, inline);
+    let run_worker = |control: &Control<'_>, number: usize| {
+        work(control, number).unwrap_or_else(|error| pool.fail(error));
     };
     if inline {
         while meanwhile()? {}
-        attempt(&shared.control(), 0);
-        return shared.outcome();
+        run_worker(&pool.control(), 0);
+        return pool.outcome();
     }
     let alive = AtomicUsize::new(0);
     let caller = thread::current();
-    let (of_all, attempt, alive, caller) = (&shared, &attempt, &alive, &caller);
+    let (pool_ref, run_worker, alive, caller) = (&pool, &run_worker, &alive, &caller);
     thread::scope(|scope| {
         let start = |number: usize| {
-            let control = of_all.control();
-            of_all.count().running += 1;
+            let control = pool_ref.control();
+            pool_ref.count().running += 1;
             alive.fetch_add(1, Ordering::Relaxed);
             let worker = move || {
                 // Dropped also when the work panics, so that the counts stay right.
                 let worker = Worker { control, alive, caller };
-                attempt(&worker.control, number);
+                run_worker(&worker.control, number);
             };
             let named = thread::Builder::new().name("tensorizer".to_owned());
             let started = named.spawn_scoped(scope, worker).ok();
             if started.is_none() {
-                shared.count().running -= 1;
+                pool.count().running -= 1;
                 alive.fetch_sub(1, Ordering::Relaxed);
             }
             started
         };
-        let mut handles: Vec<_> = (0..range.first.max(1)).map_while(start).collect();
-        let (mut watch, mut more) = (Watch::new(range, &shared), true);
+        let mut handles: Vec<_> = (0..range.initial.max(1)).map_while(start).collect();
+        let (mut supervisor, mut more) = (Supervisor::new(range, &pool), true);
         // If no thread could be started, the calling thread does the work.
         if handles.is_empty() {
-            shared.inline.store(true, Ordering::Relaxed);
-            while one_step(meanwhile, &shared) {}
-            attempt(&shared.control(), 0);
+            pool.inline.store(true, Ordering::Relaxed);
+            while run_meanwhile(meanwhile, &pool) {}
+            run_worker(&pool.control(), 0);
         }
         while alive.load(Ordering::Acquire) > 0 {
-            more = more && one_step(meanwhile, &shared);
+            more = more && run_meanwhile(meanwhile, &pool);
             if !more {
-                thread::park_timeout(watch.tick());
+                thread::park_timeout(supervisor.poll_interval());
             }
-            let missing = watch.missing();
-            let begun = handles.len();
-            handles.extend((begun..begun + missing).map_while(start));
-            watch.controller = watch.controller.filter(|_| handles.len() >= begun + missing);
+            let wanted = handles.len() + supervisor.workers_to_start();
+            handles.extend((handles.len()..wanted).map_while(start));
+            let all_started = handles.len() >= wanted;
+            supervisor.controller = supervisor.controller.filter(|_| all_started);
         }
         handles.into_iter().for_each(join);
-        while more && one_step(meanwhile, &shared) {}
+        while more && run_meanwhile(meanwhile, &pool) {}
     });
-    shared.outcome()
+    pool.outcome()
 }
 
 /// Calls `meanwhile` once. Returns true if it has more to do; false also after an error.
-fn one_step(meanwhile: &mut dyn FnMut() -> Result<bool>, shared: &Shared<'_>) -> bool {
-    if shared.stopped() {
+fn run_meanwhile(meanwhile: &mut dyn FnMut() -> Result<bool>, pool: &WorkerPool<'_>) -> bool {
+    if pool.stopped() {
         return false;
     }
     meanwhile().unwrap_or_else(|error| {
-        shared.fail(error);
+        pool.fail(error);
         false
     })
 }
@@ -332,15 +336,15 @@ struct Worker<'w, 'c> {
 
 impl Drop for Worker<'_, '_> {
     fn drop(&mut self) {
-        let shared = self.control.shared;
+        let pool = self.control.pool;
         // After a panic, other workers must not wait for the work that this one has left undone.
         if thread::panicking() {
-            shared.stopped.store(true, Ordering::Relaxed);
+            pool.stopped.store(true, Ordering::Relaxed);
         }
-        if !self.control.left.load(Ordering::Relaxed) {
-            shared.ending.store(true, Ordering::Relaxed);
-            shared.count().running -= 1;
-            self.control.leave();
+        if !self.control.deregistered.load(Ordering::Relaxed) {
+            pool.ending.store(true, Ordering::Relaxed);
+            pool.count().running -= 1;
+            self.control.deregister();
         }
         self.alive.fetch_sub(1, Ordering::Release);
         self.caller.unpark();
@@ -348,44 +352,44 @@ impl Drop for Worker<'_, '_> {
 }
 
 /// State of the calling thread while it waits for the workers.
-struct Watch<'s, 'c> {
-    shared: &'s Shared<'c>,
-    begun: Instant,
-    asked: Instant,
+struct Supervisor<'s, 'c> {
+    pool: &'s WorkerPool<'c>,
+    started: Instant,
+    last_check: Instant,
     /// None if the number of workers is fixed.
     controller: Option<ConcurrencyController>,
 }
 
-impl<'s, 'c> Watch<'s, 'c> {
-    fn new(range: WorkerRange, shared: &'s Shared<'c>) -> Self {
+impl<'s, 'c> Supervisor<'s, 'c> {
+    fn new(range: WorkerRange, pool: &'s WorkerPool<'c>) -> Self {
         let now = Instant::now();
-        let new = || ConcurrencyController::new(range.first, range.most, crate::cpu_count());
-        let controller = (range.first < range.most).then(|| new().of_bytes(range.bytes));
-        Watch { shared, begun: now, asked: now, controller }
+        let new = || ConcurrencyController::new(range.initial, range.max, crate::cpu_count());
+        let controller = (range.initial < range.max).then(|| new().with_total_bytes(range.bytes));
+        Supervisor { pool, started: now, last_check: now, controller }
     }
 
-    fn tick(&self) -> Duration {
+    fn poll_interval(&self) -> Duration {
         if self.controller.is_some() { TICK } else { POLL }
     }
 
     /// Checks for an interrupt, and returns the number of workers to start.
-    fn missing(&mut self) -> usize {
-        if self.shared.stopped() {
+    fn workers_to_start(&mut self) -> usize {
+        if self.pool.stopped() {
             return 0;
         }
-        if self.asked.elapsed() >= POLL {
-            self.asked = Instant::now();
-            if let Err(error) = self.shared.caller.check() {
-                self.shared.interrupt(error);
+        if self.last_check.elapsed() >= POLL {
+            self.last_check = Instant::now();
+            if let Err(error) = self.pool.caller.check() {
+                self.pool.interrupt(error);
                 return 0;
             }
         }
         // A worker that found no work shows that there is none for a new worker either.
-        let ending = self.shared.ending.load(Ordering::Relaxed);
+        let ending = self.pool.ending.load(Ordering::Relaxed);
         let Some(controller) = self.controller.as_mut().filter(|_| !ending) else { return 0 };
-        let sample = self.shared.sample(self.begun);
-        let wanted = controller.look(&sample);
-        let mut count = self.shared.count();
+        let sample = self.pool.sample(self.started);
+        let wanted = controller.update(&sample);
+        let mut count = self.pool.count();
         count.wanted = wanted;
         wanted.saturating_sub(count.running)
     }

@@ -29,13 +29,13 @@ impl<'a> Cursor<'a> {
     }
 
     /// Bytes not yet consumed.
-    pub fn rest(&self) -> &'a [u8] {
+    pub fn remaining(&self) -> &'a [u8] {
         self.bytes.split_at(self.position).1
     }
 
     /// The next `len` bytes.
     pub fn take(&mut self, len: usize, field: &str) -> Result<&'a [u8], Malformed> {
-        let rest = self.rest();
+        let rest = self.remaining();
         let taken = rest.get(..len).ok_or_else(|| {
             self.error(format!(
                 "the {} ends inside its {field}: expected {len} bytes, found {}",

@@ -63,7 +63,7 @@ pub struct Catalog {
     pub metadata: Arc<Metadata>,
     /// The file of each tensor, as an index of shards states it. Filled only where `entries` are
     /// storages and not yet the tensors; empty otherwise.
-    pub promised: BTreeMap<String, usize>,
+    pub indexed_files: BTreeMap<String, usize>,
 }
 
 /// One tensor.
@@ -90,7 +90,7 @@ pub struct Entry {
     pub data_len: u64,
     /// The whole tensor, if this is a slice of one. Then `shape` is that of the slice, and the other
     /// fields describe the whole.
-    pub whole: Option<Arc<Whole>>,
+    pub whole: Option<Arc<WholeTensor>>,
     /// True if its elements are not contiguous in row-major order (`torch.save`). Such a tensor is
     /// loaded from its storage by code that knows its strides.
     pub strided: bool,
@@ -98,7 +98,7 @@ pub struct Entry {
 
 /// The tensor of which a slice is loaded.
 #[derive(Debug)]
-pub struct Whole {
+pub struct WholeTensor {
     /// Its dimensions.
     pub shape: Box<[u64]>,
     /// The range of indices in each dimension.

@@ -3,21 +3,21 @@
 
 /// An element type that a file can hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct DType(&'static Row);
+pub struct DType(&'static DTypeRow);
 
 #[derive(Debug, PartialEq, Eq, Hash)]
-struct Row {
+struct DTypeRow {
     name: &'static str,
     code: i8,
     size: u8,
     /// The numpy string of plain types; opaque ones are stored as `V<size>` and their name.
     plain: Option<&'static str>,
     /// Its counterpart in safetensors, if there is one.
-    safetensors: Option<Safetensors>,
+    safetensors: Option<SafetensorsDType>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Safetensors {
+struct SafetensorsDType {
     name: &'static str,
     /// The number of safetensors values in one element here.
     values: u8,
@@ -25,27 +25,33 @@ struct Safetensors {
     rank: u8,
 }
 
-impl Row {
-    const fn in_safetensors(self, name: &'static str, rank: u8) -> Row {
+impl DTypeRow {
+    const fn in_safetensors(self, name: &'static str, rank: u8) -> DTypeRow {
         self.packed(name, 1, rank)
     }
 
-    const fn packed(self, name: &'static str, values: u8, rank: u8) -> Row {
-        let Row { name: own, code, size, plain, .. } = self;
-        Row { name: own, code, size, plain, safetensors: Some(Safetensors { name, values, rank }) }
+    const fn packed(self, name: &'static str, values: u8, rank: u8) -> DTypeRow {
+        let DTypeRow { name: own, code, size, plain, .. } = self;
+        DTypeRow {
+            name: own,
+            code,
+            size,
+            plain,
+            safetensors: Some(SafetensorsDType { name, values, rank }),
+        }
     }
 }
 
-const fn plain(name: &'static str, code: i8, size: u8, numpy: &'static str) -> Row {
-    Row { name, code, size, plain: Some(numpy), safetensors: None }
+const fn plain(name: &'static str, code: i8, size: u8, numpy: &'static str) -> DTypeRow {
+    DTypeRow { name, code, size, plain: Some(numpy), safetensors: None }
 }
 
-const fn opaque(name: &'static str, code: i8, size: u8) -> Row {
-    Row { name, code, size, plain: None, safetensors: None }
+const fn opaque(name: &'static str, code: i8, size: u8) -> DTypeRow {
+    DTypeRow { name, code, size, plain: None, safetensors: None }
 }
 
 /// `code` is the value of `c10::ScalarType`, which torch keeps stable because it serialises it.
-static TABLE: [Row; 41] = [
+static TABLE: [DTypeRow; 41] = [
     plain("uint8", 0, 1, "|u1").in_safetensors("U8", 4),
     plain("int8", 1, 1, "|i1").in_safetensors("I8", 5),
     plain("int16", 2, 2, "<i2").in_safetensors("I16", 11),
@@ -90,7 +96,7 @@ static TABLE: [Row; 41] = [
 ];
 
 /// Types of safetensors that torch lacks: four values in three bytes.
-static BEYOND_TORCH: [Row; 2] = [
+static BEYOND_TORCH: [DTypeRow; 2] = [
     opaque("float6_e2m3fn_x4", -1, 3).packed("F6_E2M3", 4, 2),
     opaque("float6_e3m2fn_x4", -2, 3).packed("F6_E3M2", 4, 3),
 ];
@@ -130,7 +136,7 @@ impl DType {
     }
 
     /// True if torch has this type.
-    pub fn is_of_torch(self) -> bool {
+    pub fn is_in_torch(self) -> bool {
         self.0.code >= 0
     }
 
@@ -167,7 +173,7 @@ impl DType {
 
     /// True if a file's string is the usual one of this type. False for its other spellings, and for
     /// opaque types: [`DType::parse`] reads those.
-    pub fn is_plainly(self, stored: &[u8]) -> bool {
+    pub fn is_usual_string(self, stored: &[u8]) -> bool {
         self.0.plain.is_some_and(|plain| plain.as_bytes() == stored)
     }
 
@@ -218,14 +224,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stored_strings_come_back() {
+    fn stored_dtype_strings_round_trip() {
         for dtype in DType::all() {
             assert_eq!(DType::parse(dtype.stored().as_bytes()), Ok(dtype));
         }
     }
 
     #[test]
-    fn spellings() {
+    fn other_spellings_of_plain_dtypes_are_parsed() {
         for text in ["<f4", "=f4", "f4"] {
             assert_eq!(DType::parse(text.as_bytes()).unwrap().name(), "float32");
         }

@@ -18,13 +18,13 @@ pub struct Scalar(pub Option<String>);
 
 impl<'de> Deserialize<'de> for Scalar {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_any(Any)
+        from.deserialize_any(ScalarVisitor)
     }
 }
 
-struct Any;
+struct ScalarVisitor;
 
-impl<'de> Visitor<'de> for Any {
+impl<'de> Visitor<'de> for ScalarVisitor {
     type Value = Scalar;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub use super::path::Component;
 pub(super) use super::path::MARK;
 use super::path::{Steps, encode, has_split_pair, is_encoded};
-use crate::error::Shown;
+use crate::error::Escaped;
 
 /// Longest name that the format can hold, in bytes.
 pub const MAX_NAME_LEN: usize = u16::MAX as usize;
@@ -141,7 +141,7 @@ impl Name {
 
 impl std::fmt::Display for Name {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        Shown(self.0.trim_start_matches(MARK)).fmt(f)
+        Escaped(self.0.trim_start_matches(MARK)).fmt(f)
     }
 }
 
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_come_back() {
+    fn name_paths_round_trip() {
         let surrogate = Component::Key([0xed, 0xa0, 0x80, b'x'].into());
         for path in [
             vec![Component::Index(0)],
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn refused() {
+    fn malformed_names_are_refused() {
         for text in [
             "",
             "\u{1e}",

@@ -23,7 +23,7 @@ const ROOT: &str = "\u{1e}[";
 /// Adds names one by one, and refuses those that do not form a tree with the earlier ones.
 #[derive(Default)]
 pub struct NameTree {
-    numbers: BTreeMap<Path, usize>,
+    numbers: BTreeMap<CanonicalPath, usize>,
     /// The number of names that are plain.
     plain: usize,
 }
@@ -33,7 +33,7 @@ impl NameTree {
     /// is not added.
     pub fn insert(&mut self, name: &Name, index: usize) -> Result<(), String> {
         let conflict = || format!("Conflicting tensor paths: {name} conflicts with another name");
-        let path = Path(name.canonical());
+        let path = CanonicalPath(name.canonical());
         let conflicts = if path.is_plain() {
             self.structured() > 0 && self.plain_conflicts(&path)
         } else {
@@ -53,7 +53,7 @@ impl NameTree {
 
     /// Removes a name.
     pub fn remove(&mut self, name: &Name) {
-        let path = Path(name.canonical());
+        let path = CanonicalPath(name.canonical());
         if self.numbers.remove(path.bytes()).is_some() {
             self.plain -= usize::from(path.is_plain());
         }
@@ -65,7 +65,7 @@ impl NameTree {
             return self.numbers.get(stored.as_bytes()).copied();
         }
         let name = Name::parse(stored.as_bytes()).ok()?;
-        self.numbers.get(Path(name.canonical()).bytes()).copied()
+        self.numbers.get(CanonicalPath(name.canonical()).bytes()).copied()
     }
 
     fn structured(&self) -> usize {
@@ -74,7 +74,7 @@ impl NameTree {
 
     /// True if a plain name conflicts with structured names: their top level has indices, or its own
     /// key has a subtree.
-    fn plain_conflicts(&self, path: &Path) -> bool {
+    fn plain_conflicts(&self, path: &CanonicalPath) -> bool {
         let first = self.from(ROOT.as_bytes()).filter(|path| !path.is_plain());
         if first.is_some_and(|path| path.get(ROOT.len()).is_some_and(u8::is_ascii_digit)) {
             return true;
@@ -84,7 +84,7 @@ impl NameTree {
         self.from(same.as_bytes()).is_some_and(|next| next.is_below(same.as_bytes()))
     }
 
-    fn structured_conflicts(&self, path: &Path, name: &Name) -> bool {
+    fn structured_conflicts(&self, path: &CanonicalPath, name: &Name) -> bool {
         if self.plain > 0 {
             match name.components().next() {
                 Some(Component::Key(key)) => {
@@ -106,16 +106,16 @@ impl NameTree {
     }
 
     /// The first path at or after these bytes.
-    fn from(&self, bytes: &[u8]) -> Option<&Path> {
+    fn from(&self, bytes: &[u8]) -> Option<&CanonicalPath> {
         let range = self.numbers.range::<[u8], _>((Bound::Included(bytes), Bound::Unbounded));
         range.map(|(path, _)| path).next()
     }
 }
 
 /// A name in its canonical form, ordered by its bytes without the closing bracket.
-struct Path(Arc<str>);
+struct CanonicalPath(Arc<str>);
 
-impl Path {
+impl CanonicalPath {
     fn is_plain(&self) -> bool {
         !self.0.starts_with(MARK)
     }
@@ -140,7 +140,7 @@ fn is_below(path: &[u8], other: &[u8]) -> bool {
 }
 
 /// True if, at the first step that differs, one path has a key and the other an index.
-fn kinds_differ(path: &[u8], other: &Path) -> bool {
+fn kinds_differ(path: &[u8], other: &CanonicalPath) -> bool {
     let common = path.iter().zip(other.bytes()).take_while(|(a, b)| a == b).count();
     let kinds = [path.get(common), other.get(common)].map(|next| match next {
         Some(b'"') => Some(false),
@@ -163,31 +163,31 @@ fn ends_in_string(beginning: &[u8]) -> bool {
     in_string
 }
 
-impl Borrow<[u8]> for Path {
+impl Borrow<[u8]> for CanonicalPath {
     fn borrow(&self) -> &[u8] {
         self.bytes()
     }
 }
 
-impl Ord for Path {
+impl Ord for CanonicalPath {
     fn cmp(&self, other: &Self) -> Ordering {
         self.bytes().cmp(other.bytes())
     }
 }
 
-impl PartialOrd for Path {
+impl PartialOrd for CanonicalPath {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Path {
+impl PartialEq for CanonicalPath {
     fn eq(&self, other: &Self) -> bool {
         self.bytes() == other.bytes()
     }
 }
 
-impl Eq for Path {}
+impl Eq for CanonicalPath {}
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn trees() {
+    fn names_must_form_a_tree() {
         let build = |names: &[&str]| {
             let mut tree = NameTree::default();
             names.iter().enumerate().try_for_each(|(i, n)| tree.insert(&name(n), i))
@@ -251,9 +251,9 @@ mod tests {
 
     /// The reference implementation: nested maps.
     #[derive(Default)]
-    struct Level(HashMap<Component, Level>);
+    struct NestedMap(HashMap<Component, NestedMap>);
 
-    fn fits(root: &Level, path: &[Component]) -> bool {
+    fn fits(root: &NestedMap, path: &[Component]) -> bool {
         let mut level = root;
         for (depth, step) in path.iter().enumerate() {
             let index = |step: &Component| matches!(step, Component::Index(_));
@@ -299,11 +299,11 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
         #[test]
-        fn nested_maps_agree(
+        fn nested_maps_give_the_same_answers(
             paths in prop::collection::vec(
                 (prop::collection::vec(step(), 1..4), any::<bool>(), 0..8u8), 1..12)
         ) {
-            let (mut tree, mut root) = (NameTree::default(), Level::default());
+            let (mut tree, mut root) = (NameTree::default(), NestedMap::default());
             let mut known: Vec<(Name, usize)> = Vec::new();
             for (number, (path, respell, remove)) in paths.into_iter().enumerate() {
                 let name = Name::from_path(path.clone()).unwrap();

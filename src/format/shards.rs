@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use super::json::Scalar;
-use super::safetensors::{self, Strings};
-use crate::error::{Brief, Error, Malformed};
+use super::safetensors::{self, StringMap};
+use crate::error::{Error, Malformed, Shortened};
 use crate::fallible::with_room;
 
 /// Maximum bytes of an index that is read, as for a safetensors header.
@@ -40,7 +40,7 @@ pub const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt"
 
 /// A parsed index.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Index {
+pub struct ShardMap {
     /// The names of the files, without duplicates and in sorted order.
     pub files: Vec<String>,
     /// The number of the file of each tensor.
@@ -63,17 +63,17 @@ pub fn is_index_name(name: &str, format: &str) -> bool {
 }
 
 /// True if a file with these first bytes may be an index.
-pub fn begins(bytes: &[u8]) -> bool {
+pub fn recognises(bytes: &[u8]) -> bool {
     // The length field of a safetensors file may look like the beginning of text.
-    bytes.trim_ascii_start().starts_with(b"{") && !safetensors::begins(bytes)
+    bytes.trim_ascii_start().starts_with(b"{") && !safetensors::recognises(bytes)
 }
 
 /// Reads an index.
-pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
+pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let malformed = |what: String| Malformed::new(0, format!("the index of shards: {what}"));
     let text = std::str::from_utf8(json).map_err(|e| malformed(format!("it is not UTF-8: {e}")))?;
-    let raw: Raw =
-        serde_json::from_str(text).map_err(|e| malformed(Brief(&e.to_string()).to_string()))?;
+    let raw: RawShardMap =
+        serde_json::from_str(text).map_err(|e| malformed(Shortened(&e.to_string()).to_string()))?;
     let mut names = BTreeSet::new();
     for file in raw.weight_map.0.values() {
         names.insert(file);
@@ -81,8 +81,8 @@ pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
     let short = |error: Error| malformed(error.to_string());
     let mut files = with_room(names.len(), "an index of shards").map_err(short)?;
     for name in names {
-        if let Some(what) = what_is_wrong_with(name) {
-            return Err(malformed(format!("the file name `{}` {what}", Brief(name))));
+        if let Some(what) = name_problem(name) {
+            return Err(malformed(format!("the file name `{}` {what}", Shortened(name))));
         }
         files.push(name.clone());
     }
@@ -96,12 +96,12 @@ pub fn parse(json: &[u8]) -> Result<Index, Malformed> {
     }
     let metadata = raw.metadata.into_iter().flatten();
     let metadata = metadata.filter_map(|(name, Scalar(value))| Some((name, value?)));
-    Ok(Index { metadata: metadata.collect(), files, tensors })
+    Ok(ShardMap { metadata: metadata.collect(), files, tensors })
 }
 
 /// Describes what is wrong with a shard's name; None if nothing is. Shards lie in the folder of their
 /// index, or below it.
-fn what_is_wrong_with(name: &str) -> Option<&'static str> {
+fn name_problem(name: &str) -> Option<&'static str> {
     let mut steps = name.split('/');
     if name.is_empty() {
         Some("is empty")
@@ -117,9 +117,9 @@ fn what_is_wrong_with(name: &str) -> Option<&'static str> {
 }
 
 #[derive(Deserialize)]
-struct Raw {
+struct RawShardMap {
     metadata: Option<BTreeMap<String, Scalar>>,
-    weight_map: Strings,
+    weight_map: StringMap,
 }
 
 #[cfg(test)]
@@ -130,21 +130,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_files() {
+    fn file_names_outside_the_folder_are_refused() {
         for good in ["a.safetensors", "a/b.safetensors", "a b", "ümlaut", "..a", "a..", "...", "~"]
         {
-            assert_eq!(what_is_wrong_with(good), None, "{good}");
+            assert_eq!(name_problem(good), None, "{good}");
         }
         for bad in [
             "", ".", "..", "/a", "a/", "a//b", "./a", "../a", "a/../b", "a/..", "C:a", "a\\b",
             "s3://b/k", "a?b", "a#b", "%2e", "a\0", ".\t./a", ".\n./a", "a\x1b", "a\u{85}",
         ] {
-            assert!(what_is_wrong_with(bad).is_some(), "{bad:?}");
+            assert!(name_problem(bad).is_some(), "{bad:?}");
         }
     }
 
     #[test]
-    fn names_of_indexes() {
+    fn index_names_are_recognised() {
         for name in [
             "model.safetensors.index.json",
             "model.safetensors.index.fp16.json",
@@ -169,25 +169,25 @@ mod tests {
     }
 
     #[test]
-    fn a_safetensors_file_is_none() {
+    fn safetensors_file_is_no_shard_index() {
         for len in [0x7b_u64, 0x0a7b, 0x7b20, 0x7b09, 0x7b_2020] {
             let mut bytes = len.to_le_bytes().to_vec();
             bytes.extend(br#"{"a":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}"#);
-            assert!(super::super::safetensors::begins(&bytes));
-            assert!(!begins(&bytes), "{len:#x}");
+            assert!(super::super::safetensors::recognises(&bytes));
+            assert!(!recognises(&bytes), "{len:#x}");
         }
         for json in [r#"{"weight_map":{"a":"b"}}"#, " \n{\n  \"metadata\": {}", "\t{\"a\": 1}"] {
-            assert!(begins(json.as_bytes()), "{json}");
+            assert!(recognises(json.as_bytes()), "{json}");
         }
     }
 
     proptest! {
         #[test]
-        fn every_tensor_has_its_file(
+        fn parsed_index_states_the_file_of_each_tensor(
             map in proptest::collection::btree_map(".{0,5}", "[a-c/.]{0,4}", 0..9),
         ) {
             let json = serde_json::json!({ "weight_map": map }).to_string();
-            let good = !map.is_empty() && map.values().all(|file| what_is_wrong_with(file).is_none());
+            let good = !map.is_empty() && map.values().all(|file| name_problem(file).is_none());
             let found = parse(json.as_bytes());
             prop_assert_eq!(found.is_ok(), good);
             if let Ok(index) = found {

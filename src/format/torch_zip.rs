@@ -9,7 +9,7 @@
 use std::collections::HashSet;
 
 use super::bytes::Cursor;
-use crate::error::{Brief, Malformed};
+use crate::error::{Malformed, Shortened};
 
 /// Bytes of a local header before the record's name.
 pub const LOCAL_LEN: u64 = 30;
@@ -37,7 +37,7 @@ const DESCRIBED: u16 = 1 << 3;
 const KNOWN_FLAGS: u16 = 0b110 | DESCRIBED | 1 << 11;
 
 /// True if a file with these first bytes may be such an archive.
-pub fn begins(bytes: &[u8]) -> bool {
+pub fn recognises(bytes: &[u8]) -> bool {
     bytes.starts_with(&LOCAL)
 }
 
@@ -77,13 +77,13 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
     })?;
     let end_at = size.saturating_sub(tail.len() as u64).saturating_add(at as u64);
     let (before, end) = tail.split_at(at);
-    let plain = End::plain(end, base.saturating_add(end_at))?;
-    let large = End::large(before, end_at, base)?;
+    let plain = EndRecord::plain(end, base.saturating_add(end_at))?;
+    let large = EndRecord::large(before, end_at, base)?;
     let several = plain.several || large.as_ref().is_some_and(|large| large.several);
     let (end, follows) = match large {
         Some(large) if !plain.is_short_for(&large) => {
             let what = format!(
-                "the end records of the zip archive contradict each other: {:?} and, as zip64, \
+                "the end records of the zip archive contradict each other: {:?} and , as zip64, \
                  {:?}",
                 plain.directory, large.directory
             );
@@ -131,13 +131,13 @@ fn end_of_archive(tail: &[u8]) -> Option<usize> {
 }
 
 /// The end record of an archive.
-struct End {
+struct EndRecord {
     directory: Directory,
     /// True if the archive claims to consist of several parts.
     several: bool,
 }
 
-impl End {
+impl EndRecord {
     /// Parses the end record that every archive has; `at` is its position.
     fn plain(bytes: &[u8], at: u64) -> Result<Self, Malformed> {
         let mut cursor = Cursor::new(bytes, at, "end of the zip archive");
@@ -146,7 +146,7 @@ impl End {
         let counts = [cursor.u16("records here")?, cursor.u16("records")?];
         let (len, start) = (cursor.u32("size")?.into(), cursor.u32("position")?.into());
         let several = disks != [0, 0] || counts[0] != counts[1];
-        Ok(End { directory: Directory { start, len, count: counts[1].into() }, several })
+        Ok(EndRecord { directory: Directory { start, len, count: counts[1].into() }, several })
     }
 
     /// Parses the zip64 end record, which lies with its locator before the plain one; None if there is
@@ -188,7 +188,7 @@ impl End {
         let counts = [cursor.u64("records here")?, cursor.u64("records")?];
         let (len, start) = (cursor.u64("size")?, cursor.u64("position")?);
         let several = parts != [0; 3] || disks > 1 || counts[0] != counts[1];
-        Ok(Some(End { directory: Directory { start, len, count: counts[1] }, several }))
+        Ok(Some(EndRecord { directory: Directory { start, len, count: counts[1] }, several }))
     }
 
     /// True if this plain end record agrees with the zip64 record `large`. The maximum of a field
@@ -207,9 +207,9 @@ impl End {
 pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Record>, Malformed> {
     let at = base.saturating_add(directory.start);
     let mut cursor = Cursor::new(bytes, at, "directory of the zip archive");
-    let mut raw: Vec<Central<'_>> = Vec::new();
-    while !cursor.rest().is_empty() {
-        raw.push(Central::read(&mut cursor)?);
+    let mut raw: Vec<CentralEntry<'_>> = Vec::new();
+    while !cursor.remaining().is_empty() {
+        raw.push(CentralEntry::read(&mut cursor)?);
     }
     if raw.len() as u64 != directory.count {
         let what = format!(
@@ -220,7 +220,7 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
         return Err(Malformed::new(at, what));
     }
     check_kind(&raw, at)?;
-    let mut records = raw.into_iter().map(Central::record).collect::<Result<Vec<_>, _>>()?;
+    let mut records = raw.into_iter().map(CentralEntry::record).collect::<Result<Vec<_>, _>>()?;
     records.sort_by_key(|record| record.header_at);
     let ends = records.iter().skip(1).map(|next| next.header_at).chain([directory.start]);
     for (record, end) in records.iter().zip(ends) {
@@ -232,15 +232,15 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
     if let Some(twice) = records.iter().find(|record| !names.insert(&record.name)) {
         return Err(Malformed::new(
             at,
-            format!("the zip archive has two records `{}`", Brief(&twice.name)),
+            format!("the zip archive has two records `{}` ", Shortened(&twice.name)),
         ));
     }
     Ok(records)
 }
 
 /// Refuses archives that were not written by `torch.save`.
-fn check_kind(raw: &[Central<'_>], at: u64) -> Result<(), Malformed> {
-    let folder = |central: &Central<'_>| central.name.iter().position(|&byte| byte == b'/');
+fn check_kind(raw: &[CentralEntry<'_>], at: u64) -> Result<(), Malformed> {
+    let folder = |central: &CentralEntry<'_>| central.name.iter().position(|&byte| byte == b'/');
     let first = raw.first().and_then(|first| first.name.get(..=folder(first)?));
     let has = |what: fn(&[u8]) -> bool| {
         raw.iter()
@@ -248,7 +248,7 @@ fn check_kind(raw: &[Central<'_>], at: u64) -> Result<(), Malformed> {
     };
     if has(|name| name == b"constants.pkl" || name.starts_with(b"code/")) {
         let what =
-            "a TorchScript archive, as torch.jit.save writes it: load it with torch.jit.load";
+            "a TorchScript archive, as torch.jit.save writes it: load it with torch.jit.load ";
         return Err(Malformed::new(at, what));
     }
     if !has(|name| name == b"data.pkl") {
@@ -258,13 +258,13 @@ fn check_kind(raw: &[Central<'_>], at: u64) -> Result<(), Malformed> {
     }
     let top = first.unwrap_or(b"");
     match raw.iter().find(|central| !central.name.starts_with(top)) {
-        Some(other) => Err(other.fail("is in another folder than the first record".to_owned())),
+        Some(other) => Err(other.fail("is in another folder than the firstrecord".to_owned())),
         None => Ok(()),
     }
 }
 
 /// An entry of a central directory before it is validated.
-struct Central<'b> {
+struct CentralEntry<'b> {
     position: u64,
     name: &'b [u8],
     flags: u16,
@@ -275,7 +275,7 @@ struct Central<'b> {
     header_at: u64,
 }
 
-impl<'b> Central<'b> {
+impl<'b> CentralEntry<'b> {
     fn read(cursor: &mut Cursor<'b>) -> Result<Self, Malformed> {
         let position = cursor.offset();
         if cursor.u32("signature")? != CENTRAL {
@@ -296,18 +296,18 @@ impl<'b> Central<'b> {
         let extra_at = cursor.offset();
         let extra = cursor.take(lens[1].into(), "extra fields")?;
         cursor.take(lens[2].into(), "comment")?;
-        let mut large = Large { cursor: extra64(extra, extra_at)? };
+        let mut large = Zip64Values { cursor: extra64(extra, extra_at)? };
         // The extra field has only those values that are set to their maximum here, in this order.
         let len = large.or(len, "size")?;
         let packed = large.or(packed, "size")?;
         let header_at = large.or(header_at, "position")?;
         let disk = if disk == u16::MAX { large.disk()? } else { disk.into() };
-        Ok(Central { position, name, flags, method, packed, len, disk, header_at })
+        Ok(CentralEntry { position, name, flags, method, packed, len, disk, header_at })
     }
 
     fn fail(&self, what: String) -> Malformed {
         let name = String::from_utf8_lossy(self.name);
-        Malformed::new(self.position, format!("record `{}`: it {what}", Brief(&name)))
+        Malformed::new(self.position, format!("record `{}`: it {what}", Shortened(&name)))
     }
 
     fn record(self) -> Result<Record, Malformed> {
@@ -343,11 +343,11 @@ impl<'b> Central<'b> {
 }
 
 /// The values of the zip64 extra field.
-struct Large<'b> {
+struct Zip64Values<'b> {
     cursor: Option<Cursor<'b>>,
 }
 
-impl Large<'_> {
+impl Zip64Values<'_> {
     /// Returns a value, or the next one of the extra field if this one is set to its maximum.
     fn or(&mut self, value: u32, what: &'static str) -> Result<u64, Malformed> {
         match &mut self.cursor {
@@ -364,7 +364,7 @@ impl Large<'_> {
 fn extra64(extra: &[u8], at: u64) -> Result<Option<Cursor<'_>>, Malformed> {
     let mut cursor = Cursor::new(extra, at, "extra fields of a record");
     // A remainder that is too short for a field is padding.
-    while cursor.rest().len() >= 4 {
+    while cursor.remaining().len() >= 4 {
         let (id, len) = (cursor.u16("number")?, cursor.u16("length")?);
         let from = cursor.offset();
         let field = cursor.take(len.into(), "field")?;
@@ -389,7 +389,7 @@ impl Record {
         let at = base.saturating_add(self.header_at);
         let what = format!(
             "record `{}` of {} bytes overlaps the next record, or the directory",
-            Brief(&self.name),
+            Shortened(&self.name),
             self.len
         );
         Malformed::new(at, what)
@@ -400,7 +400,7 @@ impl Record {
     pub fn data_at(&self, header: &[u8], end: u64, base: u64) -> Result<u64, Malformed> {
         let at = base.saturating_add(self.header_at);
         let differs = |what: &str| {
-            let name = Brief(&self.name);
+            let name = Shortened(&self.name);
             Malformed::new(
                 at,
                 format!("record `{name}`: {what} in its local header differs from the directory"),
@@ -412,7 +412,7 @@ impl Record {
         }
         cursor.take(2, "version")?;
         if cursor.u16("flags")? != self.flags {
-            return Err(differs("its flags"));
+            return Err(differs("its flags "));
         }
         if cursor.u16("method")? != 0 {
             return Err(differs("its method"));
@@ -427,7 +427,7 @@ impl Record {
             }
         }
         let (name_len, extra_len) = (cursor.u16("name")?, cursor.u16("extra fields")?);
-        if usize::from(name_len) != self.name.len() || cursor.rest() != self.name.as_bytes() {
+        if usize::from(name_len) != self.name.len() || cursor.remaining() != self.name.as_bytes() {
             return Err(differs("its name"));
         }
         let from = self.data_at_least().and_then(|from| from.checked_add(extra_len.into()));

@@ -28,16 +28,16 @@ impl ReadAt for ClosedSource {
         _buffers: &mut Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
-        Err(self.refusal())
+        Err(self.closed_error())
     }
 
     fn checksum(&self, _cancel: &dyn Cancel) -> Result<HubChecksum> {
-        Err(self.refusal())
+        Err(self.closed_error())
     }
 }
 
 impl ClosedSource {
-    fn refusal(&self) -> Error {
+    fn closed_error(&self) -> Error {
         Error::Closed(format!("I/O operation on closed file `{}`", self.uri))
     }
 }

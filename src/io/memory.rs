@@ -44,6 +44,6 @@ impl<B: AsRef<[u8]> + Send + Sync> ReadAt for MemorySource<B> {
     ) -> Result<usize> {
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
         // After the end there are no bytes.
-        Ok(buffers.put(self.bytes.as_ref().get(start..).unwrap_or(&[])))
+        Ok(buffers.fill_from(self.bytes.as_ref().get(start..).unwrap_or(&[])))
     }
 }

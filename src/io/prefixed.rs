@@ -9,29 +9,29 @@ use crate::mem::Buffers;
 
 /// The bytes that were read, and the source of the rest.
 pub struct PrefixedSource {
-    rest: Arc<dyn ReadAt>,
+    source: Arc<dyn ReadAt>,
     base: u64,
-    first: Vec<u8>,
+    prefix: Vec<u8>,
 }
 
 impl PrefixedSource {
-    /// `first` are the bytes from `base` on that `rest` has given already.
-    pub fn new(rest: Arc<dyn ReadAt>, base: u64, first: Vec<u8>) -> Self {
-        PrefixedSource { rest, base, first }
+    /// `prefix` are the bytes from `base` on that `source` has given already.
+    pub fn new(source: Arc<dyn ReadAt>, base: u64, prefix: Vec<u8>) -> Self {
+        PrefixedSource { source, base, prefix }
     }
 }
 
 impl ReadAt for PrefixedSource {
     fn uri(&self) -> &str {
-        self.rest.uri()
+        self.source.uri()
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.rest.capabilities()
+        self.source.capabilities()
     }
 
     fn limit_connection(&self, bytes: u64) {
-        self.rest.limit_connection(bytes);
+        self.source.limit_connection(bytes);
     }
 
     fn read_at(
@@ -41,13 +41,13 @@ impl ReadAt for PrefixedSource {
         cancel: &dyn Cancel,
     ) -> Result<usize> {
         let here = offset.checked_sub(self.base).and_then(|at| usize::try_from(at).ok());
-        match here.and_then(|at| self.first.get(at..)).filter(|here| !here.is_empty()) {
-            Some(here) => Ok(buffers.put(here)),
-            None => self.rest.read_at(offset, buffers, cancel),
+        match here.and_then(|at| self.prefix.get(at..)).filter(|here| !here.is_empty()) {
+            Some(here) => Ok(buffers.fill_from(here)),
+            None => self.source.read_at(offset, buffers, cancel),
         }
     }
 
     fn response_head(&self) -> Option<CachedHead> {
-        self.rest.response_head()
+        self.source.response_head()
     }
 }

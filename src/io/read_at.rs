@@ -49,7 +49,7 @@ impl Capabilities {
     }
 
     /// The capabilities of several sources that are read together; None for none.
-    pub fn of_all(sources: &[&dyn ReadAt]) -> Option<Self> {
+    pub fn combined(sources: &[&dyn ReadAt]) -> Option<Self> {
         let mut all = sources.iter().map(|source| source.capabilities());
         let first = all.next()?;
         Some(all.fold(first, |one, other| Capabilities {
@@ -149,7 +149,7 @@ pub trait LocalCopy {
 
     /// Reads from the server from now on. Returns the path if the copy was read until now. `remove`
     /// removes it, also in a later call.
-    fn distrust(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf>;
+    fn discard(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf>;
 }
 
 /// A copy that is not ours to remove, such as that of another program's cache.
@@ -158,13 +158,13 @@ impl LocalCopy for PathBuf {
         Some(self.clone())
     }
 
-    fn distrust(&self, _remove: bool, _cancel: &dyn Cancel) -> Option<PathBuf> {
+    fn discard(&self, _remove: bool, _cancel: &dyn Cancel) -> Option<PathBuf> {
         None
     }
 }
 
 /// References to sources that are read in one call.
-pub fn borrowed(sources: &[Arc<dyn ReadAt>]) -> Vec<&dyn ReadAt> {
+pub fn as_refs(sources: &[Arc<dyn ReadAt>]) -> Vec<&dyn ReadAt> {
     sources.iter().map(|source| &**source).collect()
 }
 
@@ -176,9 +176,9 @@ pub fn read_exact_at(
     what: &dyn Fn() -> String,
     cancel: &dyn Cancel,
 ) -> Result<()> {
-    let total = buffers.left();
-    while buffers.left() > 0 {
-        let at = offset.saturating_add((total - buffers.left()) as u64);
+    let total = buffers.remaining();
+    while buffers.remaining() > 0 {
+        let at = offset.saturating_add((total - buffers.remaining()) as u64);
         if source.read_at(at, buffers, cancel)? == 0 {
             return Err(Error::Truncated {
                 uri: source.uri().to_owned(),

@@ -10,7 +10,7 @@ use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
-use crate::sys::process::Maker;
+use crate::sys::process::OwnerProcess;
 
 /// Bytes that pass through a buffer at a time.
 const STEP: usize = 64 << 10;
@@ -33,13 +33,15 @@ pub trait Stream: Send {
 impl<R: Read + Send> Stream for R {
     fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
         // The buffers need not be initialised, and `read` of another type may look at them.
-        let mut bytes = vec![0; buffers.left().min(STEP)];
+        let mut bytes = vec![0; buffers.remaining().min(STEP)];
         loop {
             cancel.check().map_err(io::Error::other)?;
             match self.read(&mut bytes) {
                 // A signal that the caller may have handled.
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                other => return other.map(|read| buffers.put(bytes.get(..read).unwrap_or(&[]))),
+                other => {
+                    return other.map(|read| buffers.fill_from(bytes.get(..read).unwrap_or(&[])));
+                }
             }
         }
     }
@@ -48,7 +50,7 @@ impl<R: Read + Send> Stream for R {
 /// Serves reads at rising positions; bytes in between are read and dropped.
 pub struct StreamSource<S> {
     stream: Mutex<(S, u64)>,
-    maker: Maker,
+    owner: OwnerProcess,
     uri: String,
 }
 
@@ -62,15 +64,15 @@ impl<S: Stream> StreamSource<S> {
     pub fn new_at(stream: S, uri: impl Into<String>, position: u64) -> Self {
         StreamSource {
             stream: Mutex::new((stream, position)),
-            maker: Maker::this(),
+            owner: OwnerProcess::current(),
             uri: uri.into(),
         }
     }
 
     /// Locks the stream. A forked child does not wait for a thread of its parent.
     fn lock(&self, cancel: &dyn Cancel) -> Result<MutexGuard<'_, (S, u64)>> {
-        if self.maker.is_here() {
-            return cancel::lock(&self.stream, cancel);
+        if self.owner.is_current() {
+            return cancel::lock_mutex(&self.stream, cancel);
         }
         self.stream.try_lock().map_err(|_| {
             Error::Closed(format!(
@@ -81,7 +83,7 @@ impl<S: Stream> StreamSource<S> {
         })
     }
 
-    fn failed(&self, error: io::Error) -> Error {
+    fn read_error(&self, error: io::Error) -> Error {
         // The end of the call passes through the stream as its error.
         match error.downcast::<Error>() {
             Ok(error) => error,
@@ -117,13 +119,13 @@ impl<S: Stream> ReadAt for StreamSource<S> {
         while gap > 0 {
             let len = unwanted.len().min(usize::try_from(gap).unwrap_or(STEP));
             let step = &mut unwanted[..len];
-            let read = stream.read_next(&mut Buffers::of(step), cancel);
-            match read.map_err(|e| self.failed(e))? {
+            let read = stream.read_next(&mut Buffers::from_slice(step), cancel);
+            match read.map_err(|e| self.read_error(e))? {
                 0 => return Ok(0),
                 read => (gap, *position) = (gap - read as u64, *position + read as u64),
             }
         }
-        let read = stream.read_next(buffers, cancel).map_err(|e| self.failed(e))?;
+        let read = stream.read_next(buffers, cancel).map_err(|e| self.read_error(e))?;
         *position += read as u64;
         Ok(read)
     }
@@ -148,9 +150,9 @@ mod tests {
     use super::*;
 
     /// A stream that reports each read, and ends it when it is told to.
-    struct Silent(Sender<()>, Receiver<()>);
+    struct BlockingStream(Sender<()>, Receiver<()>);
 
-    impl Stream for Silent {
+    impl Stream for BlockingStream {
         fn read_next(&mut self, _: &mut Buffers<'_>, _: &dyn Cancel) -> io::Result<usize> {
             self.0.send(()).unwrap();
             self.1.recv().unwrap();
@@ -158,9 +160,9 @@ mod tests {
         }
     }
 
-    struct Cancelled;
+    struct AlwaysCancelled;
 
-    impl Cancel for Cancelled {
+    impl Cancel for AlwaysCancelled {
         fn check(&self) -> Result<()> {
             Err(Error::Closed("cancelled".to_owned()))
         }
@@ -170,13 +172,14 @@ mod tests {
     fn waiting_for_another_reader_can_be_cancelled() {
         let (begun, begins) = channel();
         let (end, ends) = channel();
-        let source = StreamSource::new(Silent(begun, ends), "pipe");
+        let source = StreamSource::new(BlockingStream(begun, ends), "pipe");
         std::thread::scope(|scope| {
-            let read =
-                |cancel: &dyn Cancel| source.read_at(0, &mut Buffers::of(&mut [0; 4]), cancel);
+            let read = |cancel: &dyn Cancel| {
+                source.read_at(0, &mut Buffers::from_slice(&mut [0; 4]), cancel)
+            };
             let other = scope.spawn(move || read(&crate::cancel::Never));
             begins.recv().unwrap();
-            assert!(read(&Cancelled).unwrap_err().to_string().contains("cancelled"));
+            assert!(read(&AlwaysCancelled).unwrap_err().to_string().contains("cancelled"));
             end.send(()).unwrap();
             assert_eq!(other.join().unwrap().unwrap(), 0);
         });

@@ -27,21 +27,21 @@ pub trait WriteAt: Send + Sync {
 
     /// Maximum number of positions at which the file is written in turns. From each one on, bytes come
     /// in order.
-    fn places(&self) -> usize {
+    fn max_positions(&self) -> usize {
         usize::MAX
     }
 
     /// True if other processes see written bytes before the file is published.
-    fn shows_early(&self) -> bool;
+    fn is_visible_early(&self) -> bool;
 
     /// Bytes of memory that are retained until the end, and bytes of each part that is retained until
     /// it is sent.
-    fn kept(&self) -> (u64, u64) {
+    fn retained_memory(&self) -> (u64, u64) {
         (0, 0)
     }
 
     /// Limits parts that are retained to so many bytes.
-    fn limit_parts(&self, _bytes: u64) {}
+    fn limit_retained_parts(&self, _bytes: u64) {}
 
     /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
     /// of the file's head and, where it shows early, of its end.
@@ -49,7 +49,7 @@ pub trait WriteAt: Send + Sync {
 
     /// Does remaining work of writes that takes long. Threads call it after their writes, when they
     /// hold nothing that other threads wait for.
-    fn settle(&self, _cancel: &dyn Cancel) -> Result<()> {
+    fn finish_deferred_writes(&self, _cancel: &dyn Cancel) -> Result<()> {
         Ok(())
     }
 
@@ -83,20 +83,20 @@ pub trait WriteAt: Send + Sync {
 
     /// The same for a file that its writer has forgotten, so that it may not be all that was to be
     /// written: what has the name already stays.
-    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
-        self.publish(len, cancel).map(|()| Unclosed::InPlace)
+    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
+        self.publish(len, cancel).map(|()| UnclosedOutcome::InPlace)
     }
 }
 
 /// The outcome of a file that its writer has forgotten.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Unclosed {
+pub enum UnclosedOutcome {
     /// It was finished where it was being written, as its name or in the caller's file.
     InPlace,
     /// Its name is that of another file, which stays: it was finished under this one.
-    Beside(PathBuf),
+    OtherName(PathBuf),
     /// It was given up: an object cannot be read before it is complete.
-    GivenUp,
+    Aborted,
 }
 
 /// Writes all of the buffers.

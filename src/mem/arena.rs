@@ -1,4 +1,5 @@
-//! Blocks of host memory, each for many tensors. One of the few doors to `unsafe`.
+//! Blocks of host memory, each for many tensors. `unsafe` is allowed in this file: it shares mapped
+//! memory among buffers.
 //!
 //! The first touch of new memory is an expensive part of a load: each page costs a page fault. A
 //! copy into untouched 4 KiB pages ran at a third of the speed of one into huge pages. So a load
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use memmap2::{Advice, MmapMut, MmapOptions};
 
 use super::DISK_BLOCK;
-use super::mapped::InUse;
+use super::mapped::MappedFileGuard;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, listed, repeated};
 
@@ -34,33 +35,33 @@ const MAPPED_FROM: usize = HUGE_PAGE;
 
 /// A block of memory under construction: exclusively owned until [`Arena::freeze`].
 pub struct Arena {
-    memory: Memory,
+    memory: ArenaMemory,
     start: usize,
     len: usize,
 }
 
-enum Memory {
+enum ArenaMemory {
     /// Small blocks. With a mapping for each, a process would soon exceed its limit of mappings.
-    Heap(Vec<Block>),
+    Heap(Vec<HeapUnit>),
     /// An anonymous mapping, or a private one of a file: writes to it do not reach the file.
-    Mapped(MmapMut, #[allow(dead_code)] Option<InUse>),
+    Mapped(MmapMut, #[allow(dead_code)] Option<MappedFileGuard>),
 }
 
 /// A unit of heap memory, aligned as tensors are.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Block([u8; ALIGNMENT]);
+struct HeapUnit([u8; ALIGNMENT]);
 
-impl Memory {
+impl ArenaMemory {
     fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
-            Memory::Heap(blocks) => {
+            ArenaMemory::Heap(blocks) => {
                 let len = size_of_val(blocks.as_slice());
                 // SAFETY: blocks are arrays of bytes without padding (their size is their
                 // alignment), all initialised, and borrowed exclusively through `self`.
                 unsafe { std::slice::from_raw_parts_mut(blocks.as_mut_ptr().cast::<u8>(), len) }
             }
-            Memory::Mapped(map, _) => map,
+            ArenaMemory::Mapped(map, _) => map,
         }
     }
 }
@@ -71,8 +72,8 @@ impl Arena {
         if len >= MAPPED_FROM {
             return Self::mapped(len);
         }
-        let blocks = repeated(Block([0; ALIGNMENT]), len.div_ceil(ALIGNMENT), "tensors")?;
-        Ok(Arena { memory: Memory::Heap(blocks), start: 0, len })
+        let blocks = repeated(HeapUnit([0; ALIGNMENT]), len.div_ceil(ALIGNMENT), "tensors")?;
+        Ok(Arena { memory: ArenaMemory::Heap(blocks), start: 0, len })
     }
 
     /// Allocates `len` zeroed bytes in a mapping of their own, however few. Only such a block can
@@ -90,7 +91,7 @@ impl Arena {
         if huge && !cfg!(miri) {
             let _ = map.advise_range(Advice::HugePage, start, len - len % HUGE_PAGE);
         }
-        Ok(Arena { memory: Memory::Mapped(map, None), start, len })
+        Ok(Arena { memory: ArenaMemory::Mapped(map, None), start, len })
     }
 
     /// Maps the first `len` bytes of a file privately. The file must not shrink: touching bytes
@@ -107,14 +108,14 @@ impl Arena {
         // a mapping, and the bytes are only ever treated as plain numbers.
         let map = unsafe { MmapOptions::new().len(len).no_reserve_swap().map_copy(file) }
             .map_err(|e| Error::io("mapping", uri, e))?;
-        let in_use = InUse::note(file).map_err(|e| Error::io("examining", uri, e))?;
-        Ok(Arena { memory: Memory::Mapped(map, Some(in_use)), start: 0, len })
+        let in_use = MappedFileGuard::mark(file).map_err(|e| Error::io("examining", uri, e))?;
+        Ok(Arena { memory: ArenaMemory::Mapped(map, Some(in_use)), start: 0, len })
     }
 
     /// Leaves the block out of forked processes. They have nothing at its addresses, so none of
     /// them may use it or free it. Blocks without a mapping of their own are inherited.
     pub fn leave_out_of_forks(&self) {
-        if let Memory::Mapped(map, _) = &self.memory {
+        if let ArenaMemory::Mapped(map, _) = &self.memory {
             // If the kernel refuses, a child inherits the pages copy-on-write, which costs memory
             // only.
             let _ = map.advise(Advice::DontFork);
@@ -153,7 +154,7 @@ impl Arena {
             end = offset + size;
         }
         let base = NonNull::from(self.bytes_mut()).cast::<u8>();
-        let owner = Arc::new(Owner(self.memory));
+        let owner = Arc::new(MemoryOwner(self.memory));
         let buffers = ranges.iter().map(|&(offset, len)| HostBuffer {
             // SAFETY: `offset` lies within the block that `base` begins, as checked above.
             start: unsafe { base.add(offset) },
@@ -165,13 +166,13 @@ impl Arena {
 }
 
 /// Keeps the memory alive; its bytes are not accessed through this.
-struct Owner(#[allow(dead_code)] Memory);
+struct MemoryOwner(#[allow(dead_code)] ArenaMemory);
 
 /// Bytes that one tensor owns. Dropping it takes no lock and may happen on any thread.
 pub struct HostBuffer {
     start: NonNull<u8>,
     len: usize,
-    owner: Option<Arc<Owner>>,
+    owner: Option<Arc<MemoryOwner>>,
 }
 
 // SAFETY: the range is exclusive to this value (checked when it was made), and the mapping that
@@ -218,13 +219,13 @@ impl HostBuffer {
 }
 
 /// A buffer whose pieces are being filled by several threads.
-pub struct Unfilled {
+pub struct UnfilledBuffer {
     buffer: HostBuffer,
     /// The lowest position at which the next piece may begin.
     next: usize,
 }
 
-impl Unfilled {
+impl UnfilledBuffer {
     /// Allocates `len` zeroed bytes for data at `position` of a file. They get the same offset
     /// within a disk block as in the file, if that is aligned for tensors. Direct reads can then go
     /// straight there.
@@ -234,21 +235,21 @@ impl Unfilled {
         let mut whole = Arena::new(len.saturating_add(skip))?.freeze(&[(skip, len)])?;
         let buffer =
             whole.pop().ok_or_else(|| Error::Bug("a block without a buffer".to_owned()))?;
-        Ok(Unfilled { buffer, next: 0 })
+        Ok(UnfilledBuffer { buffer, next: 0 })
     }
 
     /// Takes the piece of `len` bytes at `at`. Pieces are taken in rising order and do not overlap.
-    pub fn piece(&mut self, at: usize, len: usize) -> Result<Piece> {
+    pub fn piece(&mut self, at: usize, len: usize) -> Result<BufferPiece> {
         let end = at.checked_add(len).filter(|&end| at >= self.next && end <= self.buffer.len);
         let bug = || Error::Bug(format!("a piece of {len} bytes at {at} of a buffer"));
         self.next = end.ok_or_else(bug)?;
         // SAFETY: within the buffer, as checked above.
         let start = unsafe { self.buffer.start.add(at) };
-        Ok(Piece { start, len, owner: self.buffer.owner.clone() })
+        Ok(BufferPiece { start, len, owner: self.buffer.owner.clone() })
     }
 
     /// Returns the buffer; an error unless all pieces were dropped.
-    pub fn filled(mut self) -> Result<HostBuffer> {
+    pub fn finish(mut self) -> Result<HostBuffer> {
         let in_use = self.buffer.owner.as_mut().is_some_and(|owner| Arc::get_mut(owner).is_none());
         if in_use {
             return Err(Error::Bug("a buffer of which pieces are in use".to_owned()));
@@ -258,19 +259,19 @@ impl Unfilled {
 }
 
 /// A part of a buffer that is being filled; nothing else reads or writes its bytes.
-pub struct Piece {
+pub struct BufferPiece {
     start: NonNull<u8>,
     len: usize,
-    owner: Option<Arc<Owner>>,
+    owner: Option<Arc<MemoryOwner>>,
 }
 
-// SAFETY: the range is exclusive to this value until it is dropped (`Unfilled::piece` gives out
-// each byte once, and `Unfilled::filled` fails before the drop); `owner` keeps the memory.
-unsafe impl Send for Piece {}
+// SAFETY: the range is exclusive to this value until it is dropped (`UnfilledBuffer::piece` gives out
+// each byte once, and `UnfilledBuffer::finish` fails before the drop); `owner` keeps the memory.
+unsafe impl Send for BufferPiece {}
 // SAFETY: shared access only reads.
-unsafe impl Sync for Piece {}
+unsafe impl Sync for BufferPiece {}
 
-impl Piece {
+impl BufferPiece {
     /// Returns the bytes, to be written to.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         debug_assert!(self.owner.is_some(), "memory that nothing keeps");
@@ -279,7 +280,7 @@ impl Piece {
     }
 }
 
-impl AsRef<[u8]> for Piece {
+impl AsRef<[u8]> for BufferPiece {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
@@ -289,7 +290,7 @@ impl AsRef<[u8]> for Piece {
 impl Drop for HostBuffer {
     fn drop(&mut self) {
         let is_mapped =
-            self.owner.as_ref().is_some_and(|owner| matches!(owner.0, Memory::Mapped(..)));
+            self.owner.as_ref().is_some_and(|owner| matches!(owner.0, ArenaMemory::Mapped(..)));
         if self.len < RELEASE_FROM || !is_mapped {
             return;
         }
@@ -314,12 +315,12 @@ mod tests {
     fn short_blocks_come_from_the_heap_unless_they_are_to_be_mapped() {
         let page = crate::sys::page_size();
         for len in [1, page, MAPPED_FROM - 1] {
-            assert!(matches!(Arena::new(len).unwrap().memory, Memory::Heap(_)));
+            assert!(matches!(Arena::new(len).unwrap().memory, ArenaMemory::Heap(_)));
             let mut mapped = Arena::mapped(len).unwrap();
-            assert!(matches!(mapped.memory, Memory::Mapped(..)));
+            assert!(matches!(mapped.memory, ArenaMemory::Mapped(..)));
             assert!(mapped.bytes_mut().as_ptr().addr().is_multiple_of(page));
         }
-        assert!(matches!(Arena::new(MAPPED_FROM).unwrap().memory, Memory::Mapped(..)));
+        assert!(matches!(Arena::new(MAPPED_FROM).unwrap().memory, ArenaMemory::Mapped(..)));
     }
 
     #[test]
@@ -336,17 +337,17 @@ mod tests {
 
     #[test]
     fn pieces_are_disjoint_and_keep_their_buffer_from_being_used() {
-        let mut unfilled = Unfilled::new(100, 5000).unwrap();
+        let mut unfilled = UnfilledBuffer::new(100, 5000).unwrap();
         let (mut first, mut last) =
             (unfilled.piece(0, 30).unwrap(), unfilled.piece(50, 50).unwrap());
         assert!(unfilled.piece(99, 1).is_err() && unfilled.piece(100, 1).is_err());
         first.bytes_mut().fill(1);
         last.bytes_mut().fill(2);
         drop(last);
-        assert!(unfilled.filled().is_err());
-        let mut unfilled = Unfilled::new(3, 0).unwrap();
+        assert!(unfilled.finish().is_err());
+        let mut unfilled = UnfilledBuffer::new(3, 0).unwrap();
         unfilled.piece(1, 2).unwrap().bytes_mut().fill(7);
-        let filled = unfilled.filled().unwrap();
+        let filled = unfilled.finish().unwrap();
         assert_eq!(
             (filled.bytes(), filled.copied().unwrap().bytes()),
             (&[0, 7, 7][..], &[0, 7, 7][..])

@@ -8,33 +8,33 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Device and inode numbers of a file.
-type Identity = (u64, u64);
+type DeviceAndInode = (u64, u64);
 
 /// The number of mappings of each file.
-static MAPPED: Brief<Option<HashMap<Identity, usize>>> = Brief::new(None);
+static MAPPED: ForkSafeMutex<Option<HashMap<DeviceAndInode, usize>>> = ForkSafeMutex::new(None);
 
-fn identity(file: &File) -> io::Result<Identity> {
+fn identity(file: &File) -> io::Result<DeviceAndInode> {
     let metadata = file.metadata()?;
     Ok((metadata.dev(), metadata.ino()))
 }
 
 /// Marks a file as mapped as long as this value lives.
-pub struct InUse(Identity);
+pub struct MappedFileGuard(DeviceAndInode);
 
-impl InUse {
+impl MappedFileGuard {
     /// Marks a file as mapped.
-    pub fn note(file: &File) -> io::Result<Self> {
+    pub fn mark(file: &File) -> io::Result<Self> {
         let identity = identity(file)?;
         let mut mapped = MAPPED.lock();
         *mapped.get_or_insert_default().entry(identity).or_default() += 1;
-        Ok(InUse(identity))
+        Ok(MappedFileGuard(identity))
     }
 }
 
-impl Drop for InUse {
+impl Drop for MappedFileGuard {
     fn drop(&mut self) {
         let mut mapped = MAPPED.lock();
         if let Some(mapped) = mapped.as_mut()
@@ -61,10 +61,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_in_use_until_its_last_mapping_goes() {
+    fn a_file_counts_as_mapped_until_its_last_mapping_is_dropped() {
         let file = tempfile::tempfile().unwrap();
         let other = tempfile::tempfile().unwrap();
-        let (one, two) = (InUse::note(&file).unwrap(), InUse::note(&file).unwrap());
+        let (one, two) =
+            (MappedFileGuard::mark(&file).unwrap(), MappedFileGuard::mark(&file).unwrap());
         drop(one);
         assert!(is_mapped(&file).unwrap());
         assert!(!is_mapped(&other).unwrap());

@@ -6,12 +6,12 @@ pub mod device;
 pub mod mapped;
 pub mod numa;
 pub mod pinned;
-mod rest;
+mod slice_remainder;
 
-pub(crate) use crate::sys::to_fill;
-pub use crate::sys::{Buffers, Filled, Lent, Progress, filled, zero_filled};
-pub use arena::{ALIGNMENT, Arena, HUGE_PAGE, HostBuffer, Piece, Unfilled};
-pub use rest::Rest;
+pub(crate) use crate::sys::as_uninit;
+pub use crate::sys::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all, zero_fill};
+pub use arena::{ALIGNMENT, Arena, BufferPiece, HUGE_PAGE, HostBuffer, UnfilledBuffer};
+pub use slice_remainder::SliceRemainder;
 
 /// Largest block of common disks. Positions and lengths of direct reads are multiples of it, and so
 /// are the ranges of files in the cache.

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use crate::sys::numa::{allowed_cpus, prefer, stay_on};
+use crate::sys::numa::{allowed_cpus, bind_thread_to, prefer_node};
 
 /// Returns the root of sysfs.
 fn root() -> PathBuf {
@@ -25,9 +25,9 @@ pub fn node_of_pci(id: &str) -> Option<usize> {
 }
 
 /// Lets memory come from a node if that is possible, otherwise from any.
-pub fn place(memory: &mut [u8], node: Option<usize>) {
+pub fn place_on_node(memory: &mut [u8], node: Option<usize>) {
     if let Some(node) = node {
-        let _ = prefer(memory, node);
+        let _ = prefer_node(memory, node);
     }
 }
 
@@ -44,15 +44,15 @@ pub struct Affinity {
 impl Affinity {
     /// Returns the affinity for devices on these nodes.
     pub fn of(nodes: impl Iterator<Item = Option<usize>>) -> Self {
-        let mut known: Vec<usize> = nodes.flatten().collect();
-        known.sort_unstable();
-        known.dedup();
-        let allowed = if known.is_empty() {
+        let mut device_nodes: Vec<usize> = nodes.flatten().collect();
+        device_nodes.sort_unstable();
+        device_nodes.dedup();
+        let allowed = if device_nodes.is_empty() {
             Vec::new()
         } else {
             allowed_cpus().unwrap_or_else(|_| Vec::new())
         };
-        let nodes = known.into_iter().map(|node| {
+        let nodes = device_nodes.into_iter().map(|node| {
             let cpus = cpus_of(node).into_iter().filter(|cpu| allowed.contains(cpu));
             (node, cpus.collect())
         });
@@ -72,16 +72,16 @@ impl Affinity {
     fn cpus(&self, reader: usize) -> &[usize] {
         let Some(turn) = reader.checked_rem(self.nodes.len()) else { return &[] };
         let Some((_, cpus)) = self.nodes.get(turn) else { return &[] };
-        let is_among = reader / self.nodes.len() < cpus.len();
-        if is_among && cpus.len() < self.allowed { cpus } else { &[] }
+        let has_own_cpu = reader / self.nodes.len() < cpus.len();
+        if has_own_cpu && cpus.len() < self.allowed { cpus } else { &[] }
     }
 
     /// Binds this thread to the CPUs of its node. It must be a reader thread, which ends with its
     /// call.
-    pub fn settle(&self, reader: usize) {
+    pub fn bind_thread(&self, reader: usize) {
         let cpus = self.cpus(reader);
         if !cpus.is_empty() {
-            let _ = stay_on(cpus);
+            let _ = bind_thread_to(cpus);
         }
     }
 }
@@ -89,11 +89,11 @@ impl Affinity {
 /// Returns the CPUs of a node; none if that is not known.
 fn cpus_of(node: usize) -> Vec<usize> {
     let path = root().join("devices/system/node").join(format!("node{node}")).join("cpulist");
-    fs::read_to_string(path).map_or_else(|_| Vec::new(), |list| parsed(&list))
+    fs::read_to_string(path).map_or_else(|_| Vec::new(), |list| parse_cpu_list(&list))
 }
 
 /// Parses a list of CPUs such as `0-3,8`. Malformed parts are ignored.
-fn parsed(list: &str) -> Vec<usize> {
+fn parse_cpu_list(list: &str) -> Vec<usize> {
     /// The highest CPU number that is accepted; no kernel has more CPUs.
     const MOST: usize = 1 << 16;
     let mut cpus = Vec::new();
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_of_cpus() {
+    fn cpu_lists_are_parsed() {
         for (list, cpus) in [
             ("0-3,8\n", vec![0, 1, 2, 3, 8]),
             ("5", vec![5]),
@@ -119,9 +119,9 @@ mod tests {
             ("\n", vec![]),
             ("3-1,x,7-,2", vec![2]),
         ] {
-            assert_eq!(parsed(list), cpus, "{list:?}");
+            assert_eq!(parse_cpu_list(list), cpus, "{list:?}");
         }
-        assert_eq!(parsed("0-18446744073709551615").len(), (1 << 16) + 1);
+        assert_eq!(parse_cpu_list("0-18446744073709551615").len(), (1 << 16) + 1);
     }
 
     #[test]

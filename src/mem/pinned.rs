@@ -9,7 +9,7 @@
 
 mod buffers;
 mod lease;
-mod returns;
+mod return_estimator;
 mod share;
 
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-pub use lease::{Filled, Lease};
+pub use lease::{DownloadedBytes, StagingLease};
 pub use share::Share;
 
 use crate::cancel::Cancel;
@@ -27,7 +27,7 @@ use crate::error::Result;
 use crate::mem::device::Device;
 use crate::sys::process::PerProcess;
 use crate::sys::sync::{Mutex, MutexGuard, thread};
-use buffers::{Buffer, Inner, State, Waiter};
+use buffers::{PoolBuffers, PoolState, PoolWaiter, StagingBuffer};
 
 /// Bytes that are allocated and pinned together. With this size, readers that allocate at the same
 /// time get their memory soonest; it is far below the size that drivers refuse to pin at once.
@@ -35,10 +35,10 @@ const SLAB: usize = 32 << 20;
 /// Minimum number of buffers of a pool: one batch may need this many at once.
 pub const MIN_BUFFERS: usize = 4;
 /// Poll interval of a reader that waits for other readers, to notice that its call was cancelled.
-const IDLE: Duration = Duration::from_millis(20);
+const QUEUE_POLL: Duration = Duration::from_millis(20);
 
 /// Returns the minimum number of buffers of a length with which a load makes progress.
-pub fn fewest(buffer_len: u64) -> u64 {
+pub fn min_buffers(buffer_len: u64) -> u64 {
     if buffer_len >= 2 * PIECE_LEN { 2 } else { MIN_BUFFERS as u64 }
 }
 
@@ -46,17 +46,17 @@ pub fn fewest(buffer_len: u64) -> u64 {
 /// Another device's copies may depend on work that follows this load, so waiting for its buffers
 /// could deadlock.
 pub struct Pool {
-    inner: Inner,
+    inner: PoolBuffers,
     /// Number of buffers that are allocated and pinned together.
     slab: usize,
     /// Number of buffers in flight that saturates the bus. From then on a thread waits for a
     /// buffer, instead of allocating more memory.
-    plenty: usize,
+    saturating: usize,
 }
 
 /// A position in the queue for buffers. Tickets are served in order, except that calls which have
 /// used up their share are passed over.
-pub struct Ticket<'p> {
+pub struct QueueTicket<'p> {
     pool: &'p Pool,
     number: u64,
     /// The call's limit; None if it has none.
@@ -64,15 +64,15 @@ pub struct Ticket<'p> {
 }
 
 impl Pool {
-    /// Creates a pool of at most `limit` buffers. `plenty` of them in flight saturate the bus.
-    pub fn new(buffer_len: usize, limit: usize, plenty: usize) -> Self {
+    /// Creates a pool of at most `limit` buffers. `saturating` of them in flight saturate the bus.
+    pub fn new(buffer_len: usize, limit: usize, saturating: usize) -> Self {
         let slab = (SLAB / buffer_len.max(1)).clamp(1, 8);
-        Pool { inner: Inner::new(buffer_len, limit), slab, plenty: plenty.max(1) }
+        Pool { inner: PoolBuffers::new(buffer_len, limit), slab, saturating: saturating.max(1) }
     }
 
     /// Returns the pool of a device, which lives as long as the process.
     pub fn of(device: &Arc<dyn Device>) -> Result<&'static Pool> {
-        let (len, limit, plenty) = (buffer_len()?, limit()?, IN_FLIGHT_MB.value()?);
+        let (len, limit, saturating) = (buffer_len()?, limit()?, IN_FLIGHT_MB.value()?);
         let mut pools = POOLS.get().lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, pool)) = pools.iter().find(|(name, _)| name == device.name()) {
             return Ok(pool);
@@ -80,7 +80,7 @@ impl Pool {
         let pool: &Pool = Box::leak(Box::new(Pool::new(
             len,
             buffers_of(limit, len),
-            buffers_of(plenty.saturating_mul(1 << 20), len),
+            buffers_of(saturating.saturating_mul(1 << 20), len),
         )));
         pools.push((device.name().to_owned(), pool));
         Ok(pool)
@@ -100,7 +100,7 @@ impl Pool {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PoolState> {
         self.inner.state()
     }
 
@@ -122,7 +122,7 @@ impl Pool {
 
     /// Returns the bytes of host memory that the pool has.
     pub fn size(&self) -> usize {
-        self.state().made * self.inner.len
+        self.state().allocated * self.inner.len
     }
 
     /// True if some memory could not be pinned, so that copies are slower.
@@ -139,38 +139,42 @@ impl Pool {
         for buffer in &state.free {
             *idle.entry(buffer.slab.base()).or_default() += 1;
         }
-        let whole = |buffer: &Buffer| {
+        let whole = |buffer: &StagingBuffer| {
             idle.get(&buffer.slab.base()) == Some(&Arc::strong_count(&buffer.slab))
         };
-        let (unused, kept): (Vec<Buffer>, Vec<Buffer>) =
+        let (unused, in_use): (Vec<StagingBuffer>, Vec<StagingBuffer>) =
             std::mem::take(&mut state.free).into_iter().partition(whole);
-        state.free = kept;
-        state.made -= unused.len();
-        state.pageable = state.pageable && state.made > 0;
+        state.free = in_use;
+        state.allocated -= unused.len();
+        state.pageable = state.pageable && state.allocated > 0;
         drop(state);
         unused.len() * self.inner.len
     }
 
     /// Takes a position in the queue. `share`: the limit of the call, if it has one.
-    pub fn enter(&self, share: Option<&Arc<Share>>) -> Ticket<'_> {
+    pub fn enqueue(&self, share: Option<&Arc<Share>>) -> QueueTicket<'_> {
         let mut state = self.state();
         state.last_ticket += 1;
         let number = state.last_ticket;
         let (thread, share) = (thread::current(), share.cloned());
-        state.waiting.push_back(Waiter { number, thread, share: share.clone(), buffers: 1 });
-        Ticket { pool: self, number, share }
+        state.waiting.push_back(PoolWaiter { number, thread, share: share.clone(), buffers: 1 });
+        QueueTicket { pool: self, number, share }
     }
 
     /// Takes buffers without waiting. None if too few are free, if the call's share is used up, or
     /// if other threads are ahead in the queue.
-    pub fn try_lease(&self, buffers: usize, share: Option<&Arc<Share>>) -> Option<Lease<'_>> {
+    pub fn try_lease(
+        &self,
+        buffers: usize,
+        share: Option<&Arc<Share>>,
+    ) -> Option<StagingLease<'_>> {
         let mut state = self.state();
         let waits = state.ahead(None, share) > 0 || state.reap().is_err();
-        if waits || share.is_some_and(|share| !share.has(buffers)) {
+        if waits || share.is_some_and(|share| !share.allows(buffers)) {
             return None;
         }
         let taken = state.take(buffers)?;
-        Some(Lease::new(&self.inner, taken, share.map(|share| share.hold(buffers))))
+        Some(StagingLease::new(&self.inner, taken, share.map(|share| share.reserve(buffers))))
     }
 
     /// Allocates more buffers; false if the limit is reached. A single request for more than the
@@ -185,34 +189,34 @@ impl Pool {
         let count = {
             let mut state = self.state();
             // A call with a small share allocates no more than that.
-            let most = share.map_or(usize::MAX, |share| share.left().max(buffers));
-            let there = state.free.len() + state.coming;
-            let count = state.limit.max(buffers).saturating_sub(state.made).min(self.slab);
-            let count = count.min(most.saturating_sub(there));
-            state.made += count;
-            state.coming += count;
+            let most = share.map_or(usize::MAX, |share| share.remaining().max(buffers));
+            let available = state.free.len() + state.being_allocated;
+            let count = state.limit.max(buffers).saturating_sub(state.allocated).min(self.slab);
+            let count = count.min(most.saturating_sub(available));
+            state.allocated += count;
+            state.being_allocated += count;
             count
         };
         if count == 0 {
             return Ok(false);
         }
-        let made = self.inner.slab(count, device);
+        let allocated = self.inner.slab(count, device);
         let mut state = self.state();
-        state.coming -= count;
-        let outcome = match made {
+        state.being_allocated -= count;
+        let outcome = match allocated {
             Ok(buffers) => {
                 state.pageable |= buffers.iter().any(|buffer| !buffer.slab.is_pinned());
                 state.free.extend(buffers);
                 Ok(true)
             }
             Err(error) => {
-                state.made -= count;
+                state.allocated -= count;
                 // If fewer buffers than allowed fit into memory but they suffice, the call goes on
                 // with those.
-                if state.made >= buffers { Ok(false) } else { Err(error) }
+                if state.allocated >= buffers { Ok(false) } else { Err(error) }
             }
         };
-        state.wake_first();
+        state.wake_next();
         outcome
     }
 }
@@ -246,7 +250,7 @@ fn buffers_of(bytes: u64, len: usize) -> usize {
     usize::try_from(bytes / len.max(1) as u64).unwrap_or(usize::MAX).max(MIN_BUFFERS)
 }
 
-impl<'p> Ticket<'p> {
+impl<'p> QueueTicket<'p> {
     /// Waits for buffers.
     ///
     /// The calling thread must not hold a lease whose return a ticket ahead of it needs: that would
@@ -256,19 +260,19 @@ impl<'p> Ticket<'p> {
         buffers: usize,
         device: &Arc<dyn Device>,
         cancel: &dyn Cancel,
-    ) -> Result<Lease<'p>> {
-        self.lease_or(buffers, device, &|| Ok(false), cancel)
+    ) -> Result<StagingLease<'p>> {
+        self.lease_with_idle_work(buffers, device, &|| Ok(false), cancel)
     }
 
-    /// Waits like [`Ticket::lease`], and meanwhile calls `idle`, which returns true if it found
+    /// Waits like [`QueueTicket::lease`], and meanwhile calls `idle`, which returns true if it found
     /// something to do.
-    pub fn lease_or(
+    pub fn lease_with_idle_work(
         self,
         buffers: usize,
         device: &Arc<dyn Device>,
         idle: &dyn Fn() -> Result<bool>,
         cancel: &dyn Cancel,
-    ) -> Result<Lease<'p>> {
+    ) -> Result<StagingLease<'p>> {
         let (pool, share) = (self.pool, self.share.as_ref());
         let mut state = pool.state();
         if let Some(own) = state.waiting.iter_mut().find(|waiter| waiter.number == self.number) {
@@ -280,9 +284,9 @@ impl<'p> Ticket<'p> {
                 let mut state = pool.state();
                 let ahead = state.ahead(Some(self.number), share);
                 // Free buffers first: checking those in flight costs driver calls.
-                let has = || share.is_none_or(|share| share.has(buffers));
+                let has = || share.is_none_or(|share| share.allows(buffers));
                 let lacks = state.free.len() < buffers || !has();
-                if ahead == 0 && lacks && !state.returns.is_early() {
+                if ahead == 0 && lacks && !state.return_estimator.is_early() {
                     state.reap_on(device)?;
                 }
                 let has = has();
@@ -290,15 +294,19 @@ impl<'p> Ticket<'p> {
                     && has
                     && let Some(taken) = state.take(buffers)
                 {
-                    let held = share.map(|share| share.hold(buffers));
-                    return Ok(Lease::new(&pool.inner, taken, held));
+                    let held = share.map(|share| share.reserve(buffers));
+                    return Ok(StagingLease::new(&pool.inner, taken, held));
                 }
                 let under_way: usize = state.in_flight.iter().map(|f| f.buffers.len()).sum();
                 // All readers that need memory pin it at the same time. Buffers that are being
                 // pinned are subtracted from the demand once, whichever reader began to pin them.
-                let there = state.free.len() + state.coming;
-                let wanted = there < state.wanted() && under_way < pool.plenty;
-                let rest = if ahead > 0 || under_way == 0 { IDLE } else { state.returns.rest() };
+                let available = state.free.len() + state.being_allocated;
+                let wanted = available < state.demand() && under_way < pool.saturating;
+                let rest = if ahead > 0 || under_way == 0 {
+                    QUEUE_POLL
+                } else {
+                    state.return_estimator.poll_delay()
+                };
                 drop(state);
                 if has && wanted && pool.grow(buffers, share.map(Arc::as_ref), device)? {
                     continue;
@@ -313,11 +321,11 @@ impl<'p> Ticket<'p> {
     }
 }
 
-impl Drop for Ticket<'_> {
+impl Drop for QueueTicket<'_> {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.waiting.retain(|waiter| waiter.number != self.number);
-        state.wake_first();
+        state.wake_next();
     }
 }
 

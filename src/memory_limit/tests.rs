@@ -17,45 +17,45 @@ fn named(error: &Error) -> u64 {
 
 proptest! {
     #[test]
-    fn a_load_takes_no_more(
+    fn load_shares_stay_within_the_limit(
         bytes in 0u64..1 << 36,
         readers in 1usize..300,
         reader in 0u64..40 << 20,
         gathers in prop_oneof![Just(0u64), 1u64..8 << 20],
-        staging in prop_oneof![Just(None), ((20u32..27), 1u64..5, 1u64..500).prop_map(|(len, fewest, most)| Some((1u64 << len, fewest, most.max(fewest))))],
+        staging in prop_oneof![Just(None), ((20u32..27), 1u64..5, 1u64..500).prop_map(|(len, min_buffers, most)| Some((1u64 << len, min_buffers, most.max(min_buffers))))],
     ) {
         let needs = LoadNeeds { readers, reader, gathers, staging };
         match of(bytes).load(&needs) {
             Ok(shares) => {
                 prop_assert!((1..=readers).contains(&shares.readers));
-                prop_assert!(shares.passing >= PASSING && shares.gathers >= gathers);
-                let (buffer, fewest, most) = staging.unwrap_or((0, 0, 0));
-                prop_assert!((fewest..=most).contains(&shares.staging));
-                let each = reader + shares.passing + shares.gathers;
+                prop_assert!(shares.overhead >= MIN_OVERHEAD && shares.gathers >= gathers);
+                let (buffer, min_buffers, most) = staging.unwrap_or((0, 0, 0));
+                prop_assert!((min_buffers..=most).contains(&shares.staging));
+                let each = reader + shares.overhead + shares.gathers;
                 let all = each * shares.readers as u64 + shares.staging * buffer;
                 prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
             }
             Err(error) => {
-                let least = named(&error);
-                prop_assert!(least > bytes);
-                prop_assert!(of(least).load(&needs).is_ok());
-                prop_assert!(of(least - 1).load(&needs).is_err());
+                let minimum = named(&error);
+                prop_assert!(minimum > bytes);
+                prop_assert!(of(minimum).load(&needs).is_ok());
+                prop_assert!(of(minimum - 1).load(&needs).is_err());
             }
         }
     }
 
     #[test]
-    fn a_save_takes_no_more(
+    fn save_shares_stay_within_the_limit(
         bytes in 0u64..1 << 36,
         threads in 1usize..300,
         thread in 0u64..40 << 20,
         copies in 0u64..3,
         hashes in any::<bool>(),
-        kept in 0u64..16 << 20,
+        retained in 0u64..16 << 20,
         part in prop_oneof![Just(0u64), 5u64 << 20..100 << 20],
         staging in prop_oneof![Just(None), ((20u32..27), 1u64..500).prop_map(|(len, most)| Some((1u64 << len, most)))],
     ) {
-        let needs = SaveNeeds { threads, thread, copies, hashes, kept, part, staging };
+        let needs = SaveNeeds { threads, thread, copies, hashes, retained, part, staging };
         match of(bytes).save(&needs) {
             Ok(shares) => {
                 prop_assert!((1..=threads).contains(&shares.threads));
@@ -66,21 +66,21 @@ proptest! {
                 let each = thread + copies * COPIED;
                 let all = each * shares.threads as u64
                     + shares.waiting.unwrap_or(0)
-                    + kept
+                    + retained
                     + shares.parts
                     + shares.staging * buffer;
                 prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
             }
             Err(error) => {
-                let least = named(&error);
-                prop_assert!(least > bytes);
-                prop_assert!(of(least).save(&needs).is_ok());
+                let minimum = named(&error);
+                prop_assert!(minimum > bytes);
+                prop_assert!(of(minimum).save(&needs).is_ok());
             }
         }
     }
 
     #[test]
-    fn tensors_and_groups_take_no_more(
+    fn tensor_and_group_shares_stay_within_the_limit(
         bytes in 0u64..1 << 36,
         wanted in 0u64..1 << 32,
         largest in 0u64..1 << 30,
@@ -106,26 +106,26 @@ proptest! {
                 prop_assert!(shares.load.bytes.unwrap() >= reader, "{shares:?}");
             }
             Err(error) => {
-                let least = named(&error);
-                prop_assert!(least > bytes);
-                prop_assert!(of(least).group(most, reads, others, largest, reader).is_ok());
+                let minimum = named(&error);
+                prop_assert!(minimum > bytes);
+                prop_assert!(of(minimum).group(most, reads, others, largest, reader).is_ok());
             }
         }
     }
 }
 
 #[test]
-fn without_a_limit_all_is_as_it_was() {
+fn no_limit_leaves_all_shares_unlimited() {
     let none = MemoryLimit::default();
     let needs = LoadNeeds { readers: 32, reader: 1, gathers: 1, staging: Some((1, 2, 64)) };
     let shares = none.load(&needs).unwrap();
-    assert_eq!((shares.readers, shares.staging, shares.passing), (32, 64, u64::MAX));
+    assert_eq!((shares.readers, shares.staging, shares.overhead), (32, 64, u64::MAX));
     assert_eq!(none.window(16 << 20), 16 << 20);
     assert_eq!(none.tensors(1 << 30, 1 << 40, 1).unwrap(), (1 << 30, none));
 }
 
 #[test]
-fn an_error_names_the_limit_that_was_given() {
-    let error = of(3 << 20).without(1 << 20).held(1, 5 << 20).unwrap_err().to_string();
+fn error_states_the_original_limit() {
+    let error = of(3 << 20).reserving(1 << 20).held(1, 5 << 20).unwrap_err().to_string();
     assert!(error.contains("limit of 3145728 bytes") && error.contains("least 6291456"));
 }

@@ -1,4 +1,5 @@
-//! Buffers that are read into, initialised or not. One of the few modules with `unsafe` code.
+//! Buffers that are read into, initialised or not. `unsafe` is allowed in this file: it writes to
+//! uninitialised memory.
 #![allow(unsafe_code)]
 
 use std::io::IoSlice;
@@ -15,7 +16,7 @@ const PAGE: usize = 4096;
 
 /// An observer of the bytes that arrive while buffers are filled. Without it, a long request would show
 /// its speed only at its end.
-pub trait Progress: Sync {
+pub trait ArrivalObserver: Sync {
     /// Some bytes have arrived.
     fn arrived(&self, bytes: u64);
 }
@@ -27,40 +28,42 @@ pub struct Buffers<'a> {
     /// Start and length of each part that is not filled yet.
     ranges: Vec<libc::iovec>,
     /// The index of the first range that is not full.
-    at: usize,
-    left: usize,
+    current: usize,
+    remaining: usize,
     /// Counts the bytes written, for the code that lent the memory.
     written: Option<&'a AtomicUsize>,
-    progress: Option<&'a dyn Progress>,
-    lent: PhantomData<&'a mut [MaybeUninit<u8>]>,
+    observer: Option<&'a dyn ArrivalObserver>,
+    memory: PhantomData<&'a mut [MaybeUninit<u8>]>,
 }
 
 impl<'a> Buffers<'a> {
     /// Wraps one buffer.
-    pub fn of(bytes: &'a mut [u8]) -> Self {
+    pub fn from_slice(bytes: &'a mut [u8]) -> Self {
         let mut buffers = Buffers::default();
         let range = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
         buffers.add(range);
         buffers
     }
 
-    /// Runs `body`, and has `progress` observe the bytes that arrive while it fills the buffers.
-    pub fn observed<T>(
+    /// Runs `body`, and has `observer` observe the bytes that arrive while it fills the buffers.
+    pub fn with_observer<T>(
         &mut self,
-        progress: &dyn Progress,
+        observer: &dyn ArrivalObserver,
         body: impl FnOnce(&mut Buffers<'_>) -> T,
     ) -> T {
         let (ranges, written) = (std::mem::take(&mut self.ranges), self.written);
-        let (at, left, lent) = (self.at, self.left, PhantomData);
-        let mut seen = Buffers { ranges, at, left, written, progress: Some(progress), lent };
-        let result = body(&mut seen);
-        (self.ranges, self.at, self.left) = (seen.ranges, seen.at, seen.left);
+        let (current, remaining, memory) = (self.current, self.remaining, PhantomData);
+        let mut observed =
+            Buffers { ranges, current, remaining, written, observer: Some(observer), memory };
+        let result = body(&mut observed);
+        (self.ranges, self.current, self.remaining) =
+            (observed.ranges, observed.current, observed.remaining);
         result
     }
 
     /// Writes to each page that is not filled yet, so that the system allocates it.
-    pub fn touch(&mut self) {
-        for range in self.ranges.get(self.at..).unwrap_or(&[]) {
+    pub fn prefault(&mut self) {
+        for range in self.ranges.get(self.current..).unwrap_or(&[]) {
             let start: *mut u8 = range.iov_base.cast();
             for at in (0..range.iov_len).step_by(PAGE) {
                 // SAFETY: within a range that was lent to be written to, and is not filled yet. The
@@ -72,8 +75,8 @@ impl<'a> Buffers<'a> {
 
     /// Tells the observer that bytes have arrived from the source.
     pub fn arrived(&self, bytes: u64) {
-        if let Some(progress) = self.progress {
-            progress.arrived(bytes);
+        if let Some(observer) = self.observer {
+            observer.arrived(bytes);
         }
     }
 
@@ -83,7 +86,7 @@ impl<'a> Buffers<'a> {
     }
 
     fn add(&mut self, range: libc::iovec) {
-        self.left += range.iov_len;
+        self.remaining += range.iov_len;
         match self.ranges.last_mut() {
             Some(last) if last.iov_base.addr() + last.iov_len == range.iov_base.addr() => {
                 // Both are lent, whether or not they are of one allocation. The pointer of the first
@@ -100,19 +103,19 @@ impl<'a> Buffers<'a> {
     }
 
     /// Bytes that are still to be filled.
-    pub fn left(&self) -> usize {
-        self.left
+    pub fn remaining(&self) -> usize {
+        self.remaining
     }
 
     /// Bytes of the current range that are still to be filled.
-    pub fn left_in_one(&self) -> usize {
-        self.ranges.get(self.at).map_or(0, |range| range.iov_len)
+    pub fn remaining_in_range(&self) -> usize {
+        self.ranges.get(self.current).map_or(0, |range| range.iov_len)
     }
 
     /// Copies as many of the bytes as there is room for, and returns their number.
-    pub fn put(&mut self, bytes: &[u8]) -> usize {
+    pub fn fill_from(&mut self, bytes: &[u8]) -> usize {
         let mut done = 0;
-        while let (Some(range), Some(rest)) = (self.ranges.get(self.at), bytes.get(done..)) {
+        while let (Some(range), Some(rest)) = (self.ranges.get(self.current), bytes.get(done..)) {
             let len = range.iov_len.min(rest.len());
             if len == 0 {
                 break;
@@ -134,25 +137,25 @@ impl<'a> Buffers<'a> {
         &mut self,
         len: usize,
         (before, behind): (&mut [u8], &mut [u8]),
-        arrived: impl Fn(&Filled<'_>, bool) + Sync,
+        arrived: impl Fn(&FilledPart<'_>, bool) + Sync,
         fill: impl FnOnce(&mut Buffers<'_>) -> Result<(), E>,
     ) -> Result<usize, E> {
         let written = AtomicUsize::new(0);
         let mut part = Buffers { written: Some(&written), ..Buffers::default() };
         let first = before.len();
-        part.push(to_fill(before));
+        part.push(as_uninit(before));
         let mut left = len;
-        for range in self.ranges.get(self.at..).unwrap_or(&[]) {
+        for range in self.ranges.get(self.current..).unwrap_or(&[]) {
             let iov_len = range.iov_len.min(left);
             left -= iov_len;
             part.add(libc::iovec { iov_len, ..*range });
         }
-        part.push(to_fill(behind));
+        part.push(as_uninit(behind));
         let piece = |range: &libc::iovec| (range.iov_base.expose_provenance(), range.iov_len);
         let pieces = part.ranges.iter().map(piece).collect();
-        let filled = Filled { pieces, written: &written };
-        let progress = Tee { filled: &filled, arrived: &arrived, outer: self.progress };
-        let outcome = fill(&mut Buffers { progress: Some(&progress), ..part });
+        let filled = FilledPart { pieces, written: &written };
+        let observer = Tee { filled: &filled, arrived: &arrived, outer: self.observer };
+        let outcome = fill(&mut Buffers { observer: Some(&observer), ..part });
         arrived(&filled, true);
         outcome?;
         let filled = written.load(Ordering::Acquire).saturating_sub(first).min(len - left);
@@ -162,8 +165,8 @@ impl<'a> Buffers<'a> {
 
     /// The destination of the next bytes, for system calls: at most `most` ranges.
     pub fn ranges(&mut self, most: usize) -> &[libc::iovec] {
-        let end = self.ranges.len().min(self.at.saturating_add(most));
-        self.ranges.get(self.at..end).unwrap_or(&[])
+        let end = self.ranges.len().min(self.current.saturating_add(most));
+        self.ranges.get(self.current..end).unwrap_or(&[])
     }
 
     /// Records that other code, such as a system call, has written the next `len` bytes.
@@ -175,12 +178,12 @@ impl<'a> Buffers<'a> {
     }
 
     fn advance_by(&mut self, mut len: usize) {
-        let len_written = len.min(self.left);
-        self.left -= len_written;
+        let len_written = len.min(self.remaining);
+        self.remaining -= len_written;
         if let Some(written) = self.written {
             written.fetch_add(len_written, Ordering::Release);
         }
-        while let Some(range) = self.ranges.get_mut(self.at) {
+        while let Some(range) = self.ranges.get_mut(self.current) {
             if len < range.iov_len {
                 range.iov_base = range.iov_base.wrapping_byte_add(len);
                 range.iov_len -= len;
@@ -188,19 +191,19 @@ impl<'a> Buffers<'a> {
             }
             len -= range.iov_len;
             range.iov_len = 0;
-            self.at += 1;
+            self.current += 1;
         }
     }
 }
 
 /// The observer of the part of buffers that [`Buffers::tee`] has filled.
 struct Tee<'t, F> {
-    filled: &'t Filled<'t>,
+    filled: &'t FilledPart<'t>,
     arrived: &'t F,
-    outer: Option<&'t dyn Progress>,
+    outer: Option<&'t dyn ArrivalObserver>,
 }
 
-impl<F: Fn(&Filled<'_>, bool) + Sync> Progress for Tee<'_, F> {
+impl<F: Fn(&FilledPart<'_>, bool) + Sync> ArrivalObserver for Tee<'_, F> {
     fn arrived(&self, bytes: u64) {
         if let Some(outer) = self.outer {
             outer.arrived(bytes);
@@ -210,13 +213,13 @@ impl<F: Fn(&Filled<'_>, bool) + Sync> Progress for Tee<'_, F> {
 }
 
 /// The bytes that [`Buffers::tee`] has filled so far.
-pub struct Filled<'f> {
+pub struct FilledPart<'f> {
     /// Address and length of each range, as they were before anything was filled.
     pieces: Vec<(usize, usize)>,
     written: &'f AtomicUsize,
 }
 
-impl Filled<'_> {
+impl FilledPart<'_> {
     /// The number of bytes that are filled.
     pub fn count(&self) -> usize {
         self.written.load(Ordering::Acquire)
@@ -232,7 +235,7 @@ impl Filled<'_> {
             if from < to {
                 let start = std::ptr::with_exposed_provenance::<u8>(address + (from - at));
                 // SAFETY: these bytes are lent exclusively until `tee` returns, and this does not
-                // outlive that. They were written: only `put` and `advance`, whose caller promises it,
+                // outlive that. They were written: only `fill_from` and `advance`, whose caller promises it,
                 // raise the count, in the order of the pieces. No code writes to them again.
                 found.push(IoSlice::new(unsafe { std::slice::from_raw_parts(start, to - from) }));
             }
@@ -243,17 +246,17 @@ impl Filled<'_> {
 }
 
 /// Memory that is lent to be filled.
-pub enum Lent<'a, 's> {
+pub enum BufferToFill<'a, 's> {
     /// Its bytes are returned once they are filled.
-    Kept(&'a mut [MaybeUninit<u8>]),
+    Returned(&'a mut [MaybeUninit<u8>]),
     /// The lender itself looks at its bytes.
-    Passing(&'s mut [u8]),
+    Inspected(&'s mut [u8]),
 }
 
-/// Has `fill` fill memory front to back, and returns the bytes of each [`Lent::Kept`]. `fill` either
+/// Has `fill` fill memory front to back, and returns the bytes of each [`BufferToFill::Returned`]. `fill` either
 /// fills all of it or fails.
-pub fn filled<'a>(
-    mut memory: Vec<Lent<'a, '_>>,
+pub fn fill_all<'a>(
+    mut memory: Vec<BufferToFill<'a, '_>>,
     fill: impl FnOnce(&mut Buffers<'_>) -> error::Result<()>,
 ) -> error::Result<Vec<&'a mut [u8]>> {
     const WHAT: &str = "a list of buffers";
@@ -262,36 +265,38 @@ pub fn filled<'a>(
     more_room(&mut buffers.ranges, memory.len(), WHAT)?;
     for lent in &mut memory {
         match lent {
-            Lent::Kept(bytes) => buffers.push(bytes),
-            Lent::Passing(bytes) => buffers.push(to_fill(bytes)),
+            BufferToFill::Returned(bytes) => buffers.push(bytes),
+            BufferToFill::Inspected(bytes) => buffers.push(as_uninit(bytes)),
         }
     }
-    let total = buffers.left();
+    let total = buffers.remaining();
     fill(&mut buffers)?;
     if written.into_inner() != total {
         return Err(error::Error::Bug("a batch was not filled".to_owned()));
     }
     let mut out = with_room(memory.len(), WHAT)?;
-    let kept = memory.into_iter().filter_map(|lent| match lent {
-        // SAFETY: all bytes were written, each once and in order: only `put` and `advance`, whose
-        // caller promises it, raise the count, to which no other code has access.
-        Lent::Kept(bytes) => Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) }),
-        Lent::Passing(_) => None,
+    let returned = memory.into_iter().filter_map(|lent| match lent {
+        BufferToFill::Returned(bytes) => {
+            // SAFETY: all bytes were written, each once and in order: only `fill_from` and `advance`,
+            // whose caller promises it, raise the count, to which no other code has access.
+            Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) })
+        }
+        BufferToFill::Inspected(_) => None,
     });
-    out.extend(kept);
+    out.extend(returned);
     Ok(out)
 }
 
 /// Zeroes memory and returns it as bytes.
-pub fn zero_filled(memory: &mut [MaybeUninit<u8>]) -> &mut [u8] {
+pub fn zero_fill(memory: &mut [MaybeUninit<u8>]) -> &mut [u8] {
     memory.fill(MaybeUninit::new(0));
     // SAFETY: initialised by the line above.
     unsafe { &mut *(std::ptr::from_mut(memory) as *mut [u8]) }
 }
 
 /// The same bytes, as memory to be filled.
-pub(crate) fn to_fill(bytes: &mut [u8]) -> &mut [MaybeUninit<u8>] {
-    // SAFETY: the layout is the same. `Buffers` and `filled`, for which it is, write initialised bytes
+pub(crate) fn as_uninit(bytes: &mut [u8]) -> &mut [MaybeUninit<u8>] {
+    // SAFETY: the layout is the same. `Buffers` and `fill_all`, for which it is, write initialised bytes
     // only.
     unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
 }
@@ -307,13 +312,14 @@ mod tests {
         let (one, two) = memory.split_at_mut(4);
         let (_, two) = two.split_at_mut(1);
         let put = |buffers: &mut Buffers<'_>| {
-            assert_eq!((buffers.left(), buffers.left_in_one()), (9, 4));
-            assert_eq!(buffers.put(b"ab"), 2);
+            assert_eq!((buffers.remaining(), buffers.remaining_in_range()), (9, 4));
+            assert_eq!(buffers.fill_from(b"ab"), 2);
             assert_eq!(buffers.ranges(8).len(), 2);
-            assert_eq!(buffers.put(b"cdefghijk"), 7);
+            assert_eq!(buffers.fill_from(b"cdefghijk"), 7);
             Ok(())
         };
-        let bytes = filled(vec![Lent::Kept(one), Lent::Kept(two)], put).unwrap();
+        let bytes =
+            fill_all(vec![BufferToFill::Returned(one), BufferToFill::Returned(two)], put).unwrap();
         assert_eq!(bytes, [&b"abcd"[..], b"efghi"]);
     }
 
@@ -324,30 +330,30 @@ mod tests {
     #[test]
     fn a_part_shows_what_it_was_filled_with() {
         let (mut one, mut two) = (*b"....", *b"......");
-        let mut buffers = Buffers::of(&mut one);
-        buffers.push(to_fill(&mut two));
-        assert_eq!(buffers.put(b"a"), 1);
+        let mut buffers = Buffers::from_slice(&mut one);
+        buffers.push(as_uninit(&mut two));
+        assert_eq!(buffers.fill_from(b"a"), 1);
         let (mut before, mut behind) = ([0; 2], [0; 2]);
-        let seen = std::sync::Mutex::new(Vec::new());
-        let arrived = |filled: &Filled<'_>, _| {
+        let observed = std::sync::Mutex::new(Vec::new());
+        let arrived = |filled: &FilledPart<'_>, _| {
             let from = |at: usize| joined(&filled.bytes(at..9));
-            seen.lock().unwrap().push((filled.count(), from(1), from(5), from(8)));
+            observed.lock().unwrap().push((filled.count(), from(1), from(5), from(8)));
         };
         let filled = buffers.tee(5, (&mut before, &mut behind), arrived, |part| {
-            assert_eq!(part.left(), 9);
+            assert_eq!(part.remaining(), 9);
             part.arrived(0);
-            assert_eq!(part.put(b"<<bcde"), 6);
+            assert_eq!(part.fill_from(b"<<bcde"), 6);
             part.arrived(6);
-            assert_eq!(part.put(b"f>"), 2);
+            assert_eq!(part.fill_from(b"f>"), 2);
             Ok::<_, ()>(())
         });
         assert_eq!(filled, Ok(5));
         let of = |count, one: &[u8], five: &[u8]| (count, one.to_vec(), five.to_vec(), Vec::new());
         let last = || of(8, b"<bcdef>", b"ef>");
         let expected = [of(0, b"", b""), of(6, b"<bcde", b"e"), last()];
-        assert_eq!(seen.into_inner().unwrap(), expected);
+        assert_eq!(observed.into_inner().unwrap(), expected);
         assert_eq!(buffers.tee(9, (&mut [], &mut []), |_, _| {}, |_| Err(())), Err(()));
-        assert_eq!((buffers.put(b"ghijkl"), buffers.left()), (4, 0));
+        assert_eq!((buffers.fill_from(b"ghijkl"), buffers.remaining()), (4, 0));
         assert_eq!((&one, &two), (b"abcd", b"efghij"));
     }
 
@@ -355,10 +361,10 @@ mod tests {
     fn partly_filled_memory_is_not_returned() {
         let mut memory = [MaybeUninit::uninit(); 4];
         let some = |buffers: &mut Buffers<'_>| {
-            buffers.put(b"abc");
+            buffers.fill_from(b"abc");
             Ok(())
         };
-        let short = filled(vec![Lent::Kept(&mut memory)], some).unwrap_err();
+        let short = fill_all(vec![BufferToFill::Returned(&mut memory)], some).unwrap_err();
         assert!(matches!(short, error::Error::Bug(_)));
     }
 
@@ -366,10 +372,10 @@ mod tests {
     fn adjacent_buffers_are_one() {
         let mut memory = *b"abcdef";
         let (one, two) = memory.split_at_mut(3);
-        let mut buffers = Buffers::of(one);
-        buffers.push(to_fill(two));
-        assert_eq!(buffers.left_in_one(), 6);
-        assert_eq!((buffers.put(b"ABCDEF"), buffers.left()), (6, 0));
+        let mut buffers = Buffers::from_slice(one);
+        buffers.push(as_uninit(two));
+        assert_eq!(buffers.remaining_in_range(), 6);
+        assert_eq!((buffers.fill_from(b"ABCDEF"), buffers.remaining()), (6, 0));
         assert_eq!(memory, *b"ABCDEF");
     }
 }

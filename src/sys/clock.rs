@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 /// The current time on the monotonic clock.
 pub fn now() -> Instant {
     let now = Instant::now();
-    now.checked_add(later()).unwrap_or(now)
+    now.checked_add(lead()).unwrap_or(now)
 }
 
 /// The current date and time.
 #[cfg(feature = "http")]
 pub fn date() -> SystemTime {
     let now = SystemTime::now();
-    now.checked_add(later()).unwrap_or(now)
+    now.checked_add(lead()).unwrap_or(now)
 }
 
 /// The time that has passed since a moment.
@@ -23,17 +23,17 @@ pub fn since(then: Instant) -> Duration {
 }
 
 #[cfg(not(test))]
-fn later() -> Duration {
+fn lead() -> Duration {
     Duration::ZERO
 }
 
 #[cfg(not(test))]
 pub use std::thread::sleep;
 
-#[cfg(test)]
-pub use simulated::{later, sleep};
 #[cfg(all(test, any(feature = "clouds", feature = "s3")))]
-pub use simulated::{pass, simulate};
+pub use simulated::{advance, simulate};
+#[cfg(test)]
+pub use simulated::{lead, sleep};
 
 #[cfg(test)]
 mod simulated {
@@ -42,26 +42,26 @@ mod simulated {
 
     thread_local! {
         /// The lead of this thread's clock over the real one, if its time is simulated.
-        static LATER: Cell<Option<Duration>> = const { Cell::new(None) };
+        static LEAD: Cell<Option<Duration>> = const { Cell::new(None) };
     }
 
-    pub fn later() -> Duration {
-        LATER.get().unwrap_or(Duration::ZERO)
+    pub fn lead() -> Duration {
+        LEAD.get().unwrap_or(Duration::ZERO)
     }
 
-    /// Simulates the time of this thread: from now on [`pass`] and [`sleep`] advance its clock at once.
+    /// Simulates the time of this thread: from now on [`advance`] and [`sleep`] advance its clock at once.
     #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn simulate() {
-        LATER.set(Some(later()));
+        LEAD.set(Some(lead()));
     }
 
-    pub fn pass(time: Duration) {
-        LATER.set(LATER.get().map(|later| later + time));
+    pub fn advance(time: Duration) {
+        LEAD.set(LEAD.get().map(|lead| lead + time));
     }
 
     pub fn sleep(time: Duration) {
-        match LATER.get() {
-            Some(_) => pass(time),
+        match LEAD.get() {
+            Some(_) => advance(time),
             None => std::thread::sleep(time),
         }
     }

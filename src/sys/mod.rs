@@ -1,13 +1,14 @@
-//! System calls that the standard library does not offer. One of the few modules with `unsafe` code.
+//! System calls that the standard library does not offer. `unsafe` is allowed in this file: it makes
+//! system calls.
 #![allow(unsafe_code)]
 
 mod attributes;
-pub mod brief;
 mod buffers;
-mod claims;
 pub mod clock;
+pub mod fork_safe_mutex;
 pub mod numa;
 pub mod process;
+mod range_locks;
 pub mod sync;
 
 use std::ffi::{CString, c_int};
@@ -21,9 +22,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub use attributes::{attribute, attribute_names, set_attribute};
-pub(crate) use buffers::to_fill;
-pub use buffers::{Buffers, Filled, Lent, Progress, filled, zero_filled};
-pub use claims::{Claimed, claim, release, share, space, take, user};
+pub(crate) use buffers::as_uninit;
+pub use buffers::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all, zero_fill};
+pub use range_locks::{
+    RangeLockAttempt, disk_space, effective_user_id, try_lock_exclusive, try_lock_range,
+    try_lock_shared, unlock_range,
+};
 
 /// The maximum number of buffers in one vectored call (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;
@@ -100,14 +104,14 @@ pub fn wait_readable(file: &File, at_most: Duration) -> io::Result<bool> {
 
 /// Opens a path for reading. A named pipe is opened at once, with or without a writer: see
 /// [`wait_readable`].
-pub fn open_at_once(path: &Path) -> io::Result<File> {
+pub fn open_nonblocking(path: &Path) -> io::Result<File> {
     use std::os::unix::fs::OpenOptionsExt as _;
     File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
 /// True if the byte at a position is in the page cache; None if the kernel does not say.
-pub fn is_cached(file: &File, offset: u64) -> Option<bool> {
-    if let Some(cached) = in_page_cache(file, offset) {
+pub fn is_in_page_cache(file: &File, offset: u64) -> Option<bool> {
+    if let Some(cached) = cachestat(file, offset) {
         return Some(cached);
     }
     // Older kernels: a read that may not block. It may make the kernel read ahead.
@@ -121,7 +125,7 @@ pub fn is_cached(file: &File, offset: u64) -> Option<bool> {
 }
 
 /// The answer of `cachestat(2)`, which Linux has since 6.5; None without it.
-fn in_page_cache(file: &File, offset: u64) -> Option<bool> {
+fn cachestat(file: &File, offset: u64) -> Option<bool> {
     /// The number of the call, the same on all architectures.
     const CACHESTAT: libc::c_long = 451;
     // Structures of the kernel: a range, and five counts of pages. The first counts those in the cache.
@@ -162,7 +166,7 @@ pub fn reopen(file: &File) -> Option<File> {
 /// Identifies the content of a file at one moment: other content has another stamp.
 #[cfg(any(feature = "http", feature = "redis"))]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Stamp {
+pub struct FileStamp {
     len: u64,
     inode: u64,
     modified: (i64, i64),
@@ -172,10 +176,10 @@ pub struct Stamp {
 
 /// The stamp of the file that a path names; None if there is none.
 #[cfg(any(feature = "http", feature = "redis"))]
-pub fn stamp(path: &Path) -> Option<Stamp> {
+pub fn file_stamp(path: &Path) -> Option<FileStamp> {
     use std::os::unix::fs::MetadataExt as _;
     let found = std::fs::metadata(path).ok()?;
-    Some(Stamp {
+    Some(FileStamp {
         len: found.len(),
         inode: found.ino(),
         modified: (found.mtime(), found.mtime_nsec()),
@@ -246,7 +250,7 @@ pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
 
 /// Takes the exclusive `flock` of an open file description, which all duplicates of its descriptor
 /// share. Does not wait: false if another holds it. An error if locks do not work.
-pub fn try_lock(file: &File) -> io::Result<bool> {
+pub fn try_flock(file: &File) -> io::Result<bool> {
     loop {
         // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
         if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
@@ -262,7 +266,7 @@ pub fn try_lock(file: &File) -> io::Result<bool> {
 }
 
 /// Releases that lock, if it was held.
-pub fn unlock(file: &File) {
+pub fn release_flock(file: &File) {
     // SAFETY: takes numbers only; the descriptor is open for the borrow of `file`.
     let _ = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) };
 }
@@ -341,14 +345,14 @@ pub fn page_size() -> usize {
 /// The number of cores that this process may use, within the quota of its control group. It is cached:
 /// finding out takes some system calls and files, and each load of each tensor needs it.
 pub fn cpu_count() -> usize {
-    static KNOWN: AtomicUsize = AtomicUsize::new(0);
-    match KNOWN.load(Ordering::Relaxed) {
+    static CACHED: AtomicUsize = AtomicUsize::new(0);
+    match CACHED.load(Ordering::Relaxed) {
         0 => {
             let found = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-            KNOWN.store(found, Ordering::Relaxed);
+            CACHED.store(found, Ordering::Relaxed);
             found
         }
-        known => known,
+        cached => cached,
     }
 }
 
@@ -356,7 +360,7 @@ pub fn cpu_count() -> usize {
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 mod tests {
     #[test]
-    fn the_number_of_cores_is_asked_for_once() {
+    fn the_number_of_cores_is_cached() {
         let first = super::cpu_count();
         let again = std::thread::spawn(|| {
             let one = [1usize; 1];

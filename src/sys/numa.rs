@@ -1,11 +1,11 @@
-//! Memory and threads near a NUMA node. One of the few modules with `unsafe` code.
+//! Memory and threads near a NUMA node. `unsafe` is allowed in this file: it makes system calls.
 #![allow(unsafe_code)]
 
 use std::io;
 use std::mem::MaybeUninit;
 
 /// `MPOL_PREFERRED` of `linux/mempolicy.h`: use this node while it has memory, then others.
-const PREFERRED: libc::c_long = 1;
+const MPOL_PREFERRED: libc::c_long = 1;
 /// Bits of a word of a mask of nodes.
 const WORD: usize = libc::c_ulong::BITS as usize;
 /// Words of a mask of nodes: 1,024 are as many as a kernel can have.
@@ -17,7 +17,7 @@ const MOST_CPUS: usize = libc::CPU_SETSIZE as usize;
 ///
 /// # Errors
 /// There is no such node, or the kernel has no support for NUMA.
-pub fn prefer(memory: &mut [u8], node: usize) -> io::Result<()> {
+pub fn prefer_node(memory: &mut [u8], node: usize) -> io::Result<()> {
     let mut mask: [libc::c_ulong; WORDS] = [0; WORDS];
     match mask.get_mut(node / WORD) {
         Some(word) => *word |= 1 << (node % WORD),
@@ -37,7 +37,7 @@ pub fn prefer(memory: &mut [u8], node: usize) -> io::Result<()> {
             libc::SYS_mbind,
             start,
             end - start,
-            PREFERRED,
+            MPOL_PREFERRED,
             mask.as_ptr(),
             WORDS * WORD,
             0,
@@ -48,7 +48,7 @@ pub fn prefer(memory: &mut [u8], node: usize) -> io::Result<()> {
 
 /// The preferred node of the pages at an address, if there is one.
 #[cfg(test)]
-pub fn preferred(memory: &[u8]) -> io::Result<Option<usize>> {
+pub fn preferred_node(memory: &[u8]) -> io::Result<Option<usize>> {
     /// `MPOL_F_ADDR`: the policy of an address, not of the thread.
     const OF_ADDRESS: libc::c_long = 2;
     let (mut mode, mut mask): (libc::c_int, [libc::c_ulong; WORDS]) = (0, [0; WORDS]);
@@ -69,7 +69,7 @@ pub fn preferred(memory: &[u8]) -> io::Result<Option<usize>> {
     let has =
         |node: &usize| mask.get(node / WORD).is_some_and(|word| word >> (node % WORD) & 1 == 1);
     let mut nodes = (0..WORDS * WORD).filter(has);
-    Ok(nodes.next().filter(|_| libc::c_long::from(mode) == PREFERRED))
+    Ok(nodes.next().filter(|_| libc::c_long::from(mode) == MPOL_PREFERRED))
 }
 
 /// The numbers of the CPUs on which this thread may run.
@@ -94,7 +94,7 @@ pub fn allowed_cpus() -> io::Result<Vec<usize>> {
 ///
 /// # Errors
 /// It may run on none of them.
-pub fn stay_on(cpus: &[usize]) -> io::Result<()> {
+pub fn bind_thread_to(cpus: &[usize]) -> io::Result<()> {
     let mut set = MaybeUninit::<libc::cpu_set_t>::zeroed();
     // SAFETY: all bits zero are an empty set; each number is less than the number of its bits.
     let code = unsafe {
@@ -115,24 +115,24 @@ mod tests {
     fn memory_prefers_a_node() {
         let mut map = memmap2::MmapMut::map_anon(1 << 20).unwrap();
         // Kernels without NUMA, and sandboxes, lack these calls.
-        if let Ok(before) = preferred(&map) {
+        if let Ok(before) = preferred_node(&map) {
             assert_eq!(before, None);
-            prefer(&mut map, 0).unwrap();
-            assert_eq!(preferred(&map).unwrap(), Some(0));
+            prefer_node(&mut map, 0).unwrap();
+            assert_eq!(preferred_node(&map).unwrap(), Some(0));
         }
-        assert!(prefer(&mut map, 5000).is_err());
-        assert!(prefer(map.get_mut(1..9).unwrap(), 0).is_ok(), "not one whole page");
+        assert!(prefer_node(&mut map, 5000).is_err());
+        assert!(prefer_node(map.get_mut(1..9).unwrap(), 0).is_ok(), "not one whole page");
     }
 
     #[test]
-    fn a_thread_stays_where_it_is_put() {
-        let stay = || {
+    fn a_bound_thread_runs_on_its_cpus_only() {
+        let bind_to_last_cpu = || {
             let before = allowed_cpus().unwrap();
             let last = before.last().copied().unwrap();
-            stay_on(&[last]).unwrap();
+            bind_thread_to(&[last]).unwrap();
             assert_eq!(allowed_cpus().unwrap(), [last]);
-            assert!(stay_on(&[]).is_err());
+            assert!(bind_thread_to(&[]).is_err());
         };
-        std::thread::scope(|scope| scope.spawn(stay).join().unwrap());
+        std::thread::scope(|scope| scope.spawn(bind_to_last_cpu).join().unwrap());
     }
 }

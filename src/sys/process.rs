@@ -1,5 +1,5 @@
-//! Values that a forked child inherits, and must not release a second time. One of the few modules with
-//! `unsafe` code.
+//! Values that a forked child inherits, and must not release a second time. `unsafe` is allowed in this
+//! file: it drops values through raw pointers.
 #![allow(unsafe_code)]
 
 use std::mem::ManuallyDrop;
@@ -9,22 +9,22 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// The id of the process that owns something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Maker(u32);
+pub struct OwnerProcess(u32);
 
-impl Maker {
+impl OwnerProcess {
     /// The id of this process.
-    pub fn this() -> Self {
-        Maker(std::process::id())
+    pub fn current() -> Self {
+        OwnerProcess(std::process::id())
     }
 
     /// True if this process is the owner, and not a forked child of it.
-    pub fn is_here(self) -> bool {
-        self == Self::this()
+    pub fn is_current(self) -> bool {
+        self == Self::current()
     }
 
     /// Refuses an operation that only the owner may do.
     pub fn check(self, uri: &str) -> crate::error::Result<()> {
-        if self.is_here() {
+        if self.is_current() {
             return Ok(());
         }
         Err(crate::error::Error::Closed(format!(
@@ -37,24 +37,24 @@ impl Maker {
 }
 
 /// A value that is dropped only in its owner, the process that made it. Forked children leave it alone.
-pub struct Inherited<T> {
+pub struct DropInOwner<T> {
     value: ManuallyDrop<T>,
-    maker: Maker,
+    owner: OwnerProcess,
 }
 
-impl<T> Inherited<T> {
+impl<T> DropInOwner<T> {
     /// Wraps a value that this process owns.
     pub fn new(value: T) -> Self {
-        Inherited { value: ManuallyDrop::new(value), maker: Maker::this() }
+        DropInOwner { value: ManuallyDrop::new(value), owner: OwnerProcess::current() }
     }
 
     /// The process that made it.
-    pub fn maker(&self) -> Maker {
-        self.maker
+    pub fn owner(&self) -> OwnerProcess {
+        self.owner
     }
 }
 
-impl<T> Deref for Inherited<T> {
+impl<T> Deref for DropInOwner<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -62,15 +62,15 @@ impl<T> Deref for Inherited<T> {
     }
 }
 
-impl<T> DerefMut for Inherited<T> {
+impl<T> DerefMut for DropInOwner<T> {
     fn deref_mut(&mut self) -> &mut T {
         &mut self.value
     }
 }
 
-impl<T> Drop for Inherited<T> {
+impl<T> Drop for DropInOwner<T> {
     fn drop(&mut self) {
-        if self.maker.is_here() {
+        if self.owner.is_current() {
             // SAFETY: dropped nowhere else, and not used after this.
             unsafe { ManuallyDrop::drop(&mut self.value) };
         }
@@ -79,7 +79,7 @@ impl<T> Drop for Inherited<T> {
 
 /// A value that each process has for itself. A forked child begins with a new one: the parent's locks
 /// may have been held at the fork, and would never be released. An inherited value is never dropped.
-pub struct PerProcess<T>(AtomicPtr<Made<T>>);
+pub struct PerProcess<T>(AtomicPtr<ProcessValue<T>>);
 
 impl<T: Default + Send + Sync> Default for PerProcess<T> {
     fn default() -> Self {
@@ -87,8 +87,8 @@ impl<T: Default + Send + Sync> Default for PerProcess<T> {
     }
 }
 
-struct Made<T> {
-    maker: Maker,
+struct ProcessValue<T> {
+    owner: OwnerProcess,
     value: T,
 }
 
@@ -100,17 +100,17 @@ impl<T: Default + Send + Sync> PerProcess<T> {
 
     /// The value of this process.
     pub fn get(&self) -> &T {
-        let known = self.0.load(Ordering::Acquire);
+        let loaded = self.0.load(Ordering::Acquire);
         // SAFETY: null, or from a box that is freed only with `self`; it is shared, and never changed.
-        if let Some(made) = unsafe { known.as_ref() }
-            && made.maker.is_here()
+        if let Some(stored) = unsafe { loaded.as_ref() }
+            && stored.owner.is_current()
         {
-            return &made.value;
+            return &stored.value;
         }
-        let new = Box::new(Made { maker: Maker::this(), value: T::default() });
+        let new = Box::new(ProcessValue { owner: OwnerProcess::current(), value: T::default() });
         let new = Box::into_raw(new);
-        let set = self.0.compare_exchange(known, new, Ordering::AcqRel, Ordering::Acquire);
-        let made = match set {
+        let set = self.0.compare_exchange(loaded, new, Ordering::AcqRel, Ordering::Acquire);
+        let stored = match set {
             Ok(_) => new,
             Err(other) => {
                 // SAFETY: from the box above, which no other thread has seen.
@@ -119,18 +119,18 @@ impl<T: Default + Send + Sync> PerProcess<T> {
             }
         };
         // SAFETY: as above; not null. `other` was made by another thread of this process after this
-        // thread had loaded `known`: a process has only one thread when it begins.
-        unsafe { &(*made).value }
+        // thread had loaded `loaded`: a process has only one thread when it begins.
+        unsafe { &(*stored).value }
     }
 }
 
 impl<T> Drop for PerProcess<T> {
     fn drop(&mut self) {
-        let made = *self.0.get_mut();
+        let stored = *self.0.get_mut();
         // SAFETY: null, or from a box that `get` has put there.
-        if unsafe { made.as_ref() }.is_some_and(|made| made.maker.is_here()) {
+        if unsafe { stored.as_ref() }.is_some_and(|stored| stored.owner.is_current()) {
             // SAFETY: as above; only `self` leads to the box, and it is borrowed exclusively here.
-            drop(unsafe { Box::from_raw(made) });
+            drop(unsafe { Box::from_raw(stored) });
         }
     }
 }

@@ -9,8 +9,8 @@ use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, PIECE_LEN, Se
 use tensorizer::format::tensors::crypt_info::KeyDerivation;
 use tensorizer::io::{Capabilities, MemorySource, ReadAt};
 use tensorizer::{
-    Cancel, Data, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, load,
-    load_into, save,
+    Cancel, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorData, TensorFile, Verify,
+    load, load_into, save,
 };
 
 fn key(byte: u8) -> Key {
@@ -40,7 +40,7 @@ fn write(path: &Path, encryption: EncryptionOptions, deferred: bool) {
             let mut tensor = SaveTensor::new(name, &[data.len() as u64], data.as_slice()).unwrap();
             if deferred {
                 let data = data.clone();
-                tensor.data = Data::Deferred(Box::new(move || Ok(Box::new(data.clone()))));
+                tensor.data = TensorData::Deferred(Box::new(move || Ok(Box::new(data.clone()))));
             }
             tensor
         })

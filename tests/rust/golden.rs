@@ -9,7 +9,7 @@ use tensorizer::crypt::{DecryptionOptions, Key, Secret};
 use tensorizer::format::catalog::Entry;
 use tensorizer::format::name::Component;
 use tensorizer::format::tensors::crypt_info::{Cipher, CryptInfo};
-use tensorizer::format::tensors::header::Header;
+use tensorizer::format::tensors::header::TensorHeader;
 use tensorizer::io::{MemorySource, ReadAt, read_exact_at};
 use tensorizer::{Error, LoadOptions, Never, TensorFile, Verify, load};
 
@@ -187,7 +187,7 @@ fn check_encrypted(file: &TensorFile, expected: &Value, name: &str) {
     for (entry, tensor) in file.entries().iter().zip(expected["tensors"].as_array().unwrap()) {
         let len = (entry.data_offset - entry.header_offset) as usize;
         let mut raw = vec![0; len].into_boxed_slice();
-        let mut buffers = tensorizer::mem::Buffers::of(&mut raw);
+        let mut buffers = tensorizer::mem::Buffers::from_slice(&mut raw);
         read_exact_at(
             &*file.source(0).unwrap(),
             entry.header_offset,
@@ -196,7 +196,7 @@ fn check_encrypted(file: &TensorFile, expected: &Value, name: &str) {
             &Never,
         )
         .unwrap();
-        let header = Header::parse(&raw, entry, true).unwrap();
+        let header = TensorHeader::parse(&raw, entry, true).unwrap();
         let info = header.crypt_info.as_ref().unwrap();
         assert_eq!(info.cipher.is_some(), entry.data_len > 0, "{name}: {info}");
         check_crypt(info, &tensor["crypt"], name);
@@ -371,7 +371,7 @@ fn every_bit_of_encryption_counts() {
         let file = open(sound.clone(), 0, name).unwrap();
         let entry = file.entries()[0].clone();
         let raw = &sound[entry.header_offset as usize..entry.data_offset as usize];
-        let header = Header::parse(raw, &entry, true).unwrap();
+        let header = TensorHeader::parse(raw, &entry, true).unwrap();
         let block = header.covered().len() - 8;
         let start = entry.header_offset as usize + block;
         let (mut refused, mut bits) = (0, 0);

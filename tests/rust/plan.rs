@@ -3,7 +3,8 @@
 
 use proptest::prelude::*;
 use tensorizer::engine::plan::{
-    Extent, Large, Layout, Limits, Place, Segment, SegmentKind, pack, partition, stage,
+    BatchLimits, BlockLocation, Extent, LargeTensors, MemoryLayout, Segment, SegmentKind, pack,
+    partition, plan_staging,
 };
 
 prop_compose! {
@@ -29,12 +30,12 @@ proptest! {
         max_pieces in 3usize..50,
         unit in prop_oneof![Just(1u64), 1u64..5000],
         tapers in any::<bool>(),
-        apart in prop_oneof![Just(u64::MAX), 1u64..50_000],
-        passing in prop_oneof![Just(u64::MAX), 1u64..5000],
+        separate_len in prop_oneof![Just(u64::MAX), 1u64..50_000],
+        overhead in prop_oneof![Just(u64::MAX), 1u64..5000],
         block in prop_oneof![Just(1u64), Just(512u64)],
     ) {
         let limits =
-            Limits { len: part_len, tapers, merge_gap, segments: max_pieces, unit, block, apart, passing };
+            BatchLimits { len: part_len, tapers, merge_gap, segments: max_pieces, unit, block, separate_len, overhead };
         let parts = partition(&extents, &limits).unwrap();
         let mut end = 0;
         let mut headers = Vec::new();
@@ -70,11 +71,11 @@ proptest! {
                 SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
                 SegmentKind::Gap => None,
             }).collect();
-            let large = tensors.iter().find(|&&tensor| extents[tensor].data_len >= apart);
+            let large = tensors.iter().find(|&&tensor| extents[tensor].data_len >= separate_len);
             prop_assert!(large.is_none_or(|large| tensors.iter().all(|tensor| tensor == large)));
             let no_data = |piece: &&Segment| !matches!(piece.kind, SegmentKind::Data { .. });
             let passes: u64 = part.segments.iter().filter(no_data).map(|piece| piece.len).sum();
-            prop_assert!(passes <= passing || tensors.iter().all(|tensor| tensor == &tensors[0]));
+            prop_assert!(passes <= overhead || tensors.iter().all(|tensor| tensor == &tensors[0]));
         }
         prop_assert_eq!(headers, (0..extents.len()).collect::<Vec<_>>());
         for (extent, covered) in extents.iter().zip(data) {
@@ -130,11 +131,11 @@ proptest! {
         aligned in any::<bool>(),
         batch_len in 1u64..50_000,
         buffer_len in 64usize..20_000,
-        large in prop_oneof![Just(Large::Apart), Just(Large::Together)],
+        large in prop_oneof![Just(LargeTensors::OwnBlocks), Just(LargeTensors::OneBlock)],
     ) {
         let extents = if aligned { aligned_to_64(extents) } else { extents };
         let lens: Vec<(Extent, u64)> = extents.iter().map(|e| (*e, e.data_len)).collect();
-        let layout = Layout::new(&lens, large).unwrap();
+        let layout = MemoryLayout::new(&lens, large).unwrap();
         let unit = buffer_len / 2;
         let mut there: Vec<Vec<Option<(usize, u64)>>> =
             layout.blocks.iter().map(|block| vec![None; block.len as usize]).collect();
@@ -142,17 +143,17 @@ proptest! {
             let place = |segment: &Segment, position: u64| Ok(match segment.kind {
                 SegmentKind::Gap => None,
                 SegmentKind::Header { tensor } => {
-                    let block = layout.places[tensor].block;
+                    let block = layout.locations[tensor].block;
                     let fits = segment.len <= buffer_len as u64;
                     let found = layout.blocks[block].find(0, position, segment.len);
-                    found.filter(|_| fits).map(|offset| Place { block, offset })
+                    found.filter(|_| fits).map(|offset| BlockLocation { block, offset })
                 }
                 SegmentKind::Data { tensor, start } => {
-                    let Place { block, offset } = layout.places[tensor];
-                    Some(Place { block, offset: offset + start })
+                    let BlockLocation { block, offset } = layout.locations[tensor];
+                    Some(BlockLocation { block, offset: offset + start })
                 }
             });
-            let staging = stage(&batch, buffer_len, unit, place).unwrap();
+            let staging = plan_staging(&batch, buffer_len, unit, place).unwrap();
             let total: usize = staging.staged.iter().map(|staged| staged.len).sum();
             prop_assert_eq!(total as u64, batch.len());
             let mut buffers = vec![vec![None; buffer_len]; staging.buffers];
@@ -182,7 +183,7 @@ proptest! {
                 }
             }
         }
-        for (tensor, (place, extent)) in layout.places.iter().zip(&extents).enumerate() {
+        for (tensor, (place, extent)) in layout.locations.iter().zip(&extents).enumerate() {
             prop_assert!(place.offset % 64 == 0);
             let mine = &there[place.block][place.offset as usize..][..extent.data_len as usize];
             for (byte, found) in mine.iter().enumerate() {
@@ -196,7 +197,7 @@ proptest! {
     fn nothing_large_is_kept_alive_by_something_small(
         lens in prop::collection::vec(prop_oneof![0u64..5000, 900_000u64..1_200_000], 0..300),
         gap in prop_oneof![Just(0u64), Just(8192)],
-        large in prop_oneof![Just(Large::Apart), Just(Large::Together)],
+        large in prop_oneof![Just(LargeTensors::OwnBlocks), Just(LargeTensors::OneBlock)],
     ) {
         let mut end = 1000u64;
         let tensors: Vec<(Extent, u64)> = lens.iter().map(|&len| {
@@ -205,26 +206,26 @@ proptest! {
             end = data_offset + len;
             (Extent { file: 0, header_offset, data_offset, data_len: len }, len)
         }).collect();
-        let layout = Layout::new(&tensors, large).unwrap();
-        prop_assert_eq!(layout.places.len(), lens.len());
+        let layout = MemoryLayout::new(&tensors, large).unwrap();
+        prop_assert_eq!(layout.locations.len(), lens.len());
         for (number, block) in layout.blocks.iter().enumerate() {
-            let inside: Vec<u64> = layout.places.iter().zip(&lens)
+            let inside: Vec<u64> = layout.locations.iter().zip(&lens)
                 .filter(|(place, _)| place.block == number).map(|(_, len)| *len).collect();
             let small = inside.iter().filter(|&&len| len < 1 << 20).count();
             prop_assert!(small == 0 || small == inside.len());
             prop_assert!(small == 0 || block.len <= 64 << 20);
             prop_assert!(block.image.is_none() || (gap == 0 && inside.len() > 1));
-            prop_assert!(small > 0 || large == Large::Together || inside.len() == 1);
+            prop_assert!(small > 0 || large == LargeTensors::OneBlock || inside.len() == 1);
         }
         // In host memory, bytes lie in blocks as in those of the disk, so that direct reads can go there.
-        let together = |_: &_| large == Large::Together;
-        for (place, (extent, len)) in layout.places.iter().zip(&tensors).filter(together) {
+        let together = |_: &_| large == LargeTensors::OneBlock;
+        for (place, (extent, len)) in layout.locations.iter().zip(&tensors).filter(together) {
             let block = layout.blocks[place.block];
             if *len >= 1 << 20 || (block.image.is_some() && block.len > (1 << 20) + 4096) {
                 prop_assert_eq!(place.offset % 4096, extent.data_offset % 4096);
             }
         }
-        for ((place, len), (extent, _)) in layout.places.iter().zip(&lens).zip(&tensors) {
+        for ((place, len), (extent, _)) in layout.locations.iter().zip(&lens).zip(&tensors) {
             let block = layout.blocks[place.block];
             prop_assert!(place.offset % 64 == 0 && place.offset + len <= block.len);
             if block.image.is_some() {
@@ -260,16 +261,16 @@ proptest! {
     }
 }
 
-fn limits(len: u64, merge_gap: u64) -> Limits {
-    Limits {
+fn limits(len: u64, merge_gap: u64) -> BatchLimits {
+    BatchLimits {
         len,
         tapers: false,
         merge_gap,
         segments: 1000,
         unit: 1,
         block: 1,
-        apart: u64::MAX,
-        passing: u64::MAX,
+        separate_len: u64::MAX,
+        overhead: u64::MAX,
     }
 }
 

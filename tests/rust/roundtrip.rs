@@ -12,8 +12,8 @@ use tensorizer::format::name::Name;
 use tensorizer::io::local::{FileSink, FileSource};
 use tensorizer::io::{MemorySource, ReadAt, StreamSource, WriteAt};
 use tensorizer::{
-    Cancel, Data, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorFile, Verify, Writer,
-    load, load_into,
+    Cancel, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorData, TensorFile, Verify,
+    Writer, load, load_into,
 };
 
 use crate::support::golden;
@@ -37,7 +37,11 @@ fn rewrite(bytes: &[u8], calls: usize, alignment: u64) -> Vec<u8> {
             module_index: tensor.header.module_index,
             dtype: entry.dtype,
             shape: entry.shape.to_vec(),
-            data: if entry.is_meta() { Data::Meta } else { Data::Bytes(tensor.memory.bytes()) },
+            data: if entry.is_meta() {
+                TensorData::Meta
+            } else {
+                TensorData::Bytes(tensor.memory.bytes())
+            },
         })
         .collect();
     let folder = tempfile::tempdir().unwrap();
@@ -86,7 +90,7 @@ fn tensor<'a>(name: &str, data: &'a [u8]) -> SaveTensor<'a> {
         module_index: 0,
         dtype: DType::from_name("uint8").unwrap(),
         shape: vec![data.len() as u64],
-        data: Data::Bytes(data),
+        data: TensorData::Bytes(data),
     }
 }
 
@@ -275,7 +279,7 @@ impl ReadAt for Scripted {
         let end = self.bytes.len().min(self.shrink_to as usize);
         let start = (offset as usize).min(end);
         let len = self.step.min(end - start);
-        Ok(buffers.put(&self.bytes[start..start + len]))
+        Ok(buffers.fill_from(&self.bytes[start..start + len]))
     }
 }
 

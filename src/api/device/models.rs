@@ -15,10 +15,10 @@ use crate::codec::hash::Verify;
 use crate::error::Error;
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
-use crate::mem::device::fake::{FakeDevice, Faults};
-use crate::mem::device::{Blocks, Consumer, Device, DeviceMemory};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::{Consumer, Device, DeviceBlocks, DeviceMemory};
 use crate::mem::pinned::Pool;
-use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 /// Bytes of a staging buffer.
 const LEN: usize = 256;
@@ -26,9 +26,9 @@ const LEN: usize = 256;
 const LENS: [usize; 5] = [40, 900, 0, 300, 100];
 
 /// A file like that of a server, from which more readers may read faster.
-struct Distant(&'static [u8]);
+struct ServerLikeSource(&'static [u8]);
 
-impl ReadAt for Distant {
+impl ReadAt for ServerLikeSource {
     fn uri(&self) -> &str {
         "file"
     }
@@ -53,7 +53,7 @@ impl ReadAt for Distant {
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
         thread::sleep(Duration::from_millis(1));
-        let read = buffers.put(&self.0[usize::try_from(offset).unwrap()..]);
+        let read = buffers.fill_from(&self.0[usize::try_from(offset).unwrap()..]);
         buffers.arrived(read as u64);
         Ok(read)
     }
@@ -80,7 +80,7 @@ fn file() -> &'static [u8] {
 }
 
 fn load(interrupted: bool) {
-    let opened = TensorFile::from_source(Arc::new(Distant(file())), 0, &Never).unwrap();
+    let opened = TensorFile::from_source(Arc::new(ServerLikeSource(file())), 0, &Never).unwrap();
     let numbers: Vec<usize> = (0..LENS.len()).collect();
     let planned = DeviceLoad::new(&opened, &numbers, &[], true).unwrap();
     let mut memory: Vec<Vec<u8>> = planned
@@ -93,10 +93,10 @@ fn load(interrupted: bool) {
     let block = |block: &mut Vec<u8>| unsafe {
         DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len())
     };
-    let blocks = Blocks::of(memory.iter_mut().map(block).collect()).unwrap();
-    let device: Arc<dyn Device> = FakeDevice::new(7, Faults::default());
+    let blocks = DeviceBlocks::from_memory(memory.iter_mut().map(block).collect()).unwrap();
+    let device: Arc<dyn Device> = FakeDevice::new(7, InjectedFaults::default());
     let pool = Pool::new(LEN, 4, 2);
-    let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+    let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
     let to = Destination { devices: &one, memory: &blocks, direct_storage: false };
     // A thread that waits for a hash polls for cancellation. Locks of models never wake a thread
     // for a poll, so that a load that may be cancelled verifies nothing here.
@@ -115,17 +115,23 @@ fn load(interrupted: bool) {
         outcome => assert_eq!(outcome.unwrap().len(), LENS.len()),
     }
     drop(blocks);
-    for (number, place) in planned.places().unwrap().into_iter().enumerate() {
+    for (number, place) in planned.locations().unwrap().into_iter().enumerate() {
         assert_eq!(memory[place.block], tensor(number), "tensor {number}");
     }
 }
 
 #[test]
-fn every_tensor_is_loaded_whole() {
-    check(Rules { patience: Duration::from_millis(5), refusals: true }, || load(false));
+fn every_tensor_is_loaded_completely() {
+    check_model(
+        ModelRules { longest_timeout: Duration::from_millis(5), spawn_may_fail: true },
+        || load(false),
+    );
 }
 
 #[test]
-fn a_load_that_is_given_up_gives_everything_back() {
-    check(Rules { patience: Duration::from_millis(50), refusals: false }, || load(true));
+fn cancelled_load_returns_all_staging_memory() {
+    check_model(
+        ModelRules { longest_timeout: Duration::from_millis(50), spawn_may_fail: false },
+        || load(true),
+    );
 }

@@ -20,8 +20,8 @@ use crate::error::Error;
 use crate::io::local::FileSource;
 use crate::io::{ReadAt, StreamSource};
 use crate::mem::Buffers;
-use crate::mem::device::fake::{FakeDevice, Faults};
-use crate::mem::device::{Blocks, Consumer, Device, DeviceMemory};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::{Consumer, Device, DeviceBlocks, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
 
@@ -42,15 +42,15 @@ impl Random {
 }
 
 /// Memory of the stand-in, one block after another.
-struct Memory {
+struct TestMemory {
     bytes: Vec<u8>,
     starts: Vec<usize>,
-    blocks: Blocks,
+    blocks: DeviceBlocks,
     /// Blocks that are allocated during the load.
     later: VecDeque<(usize, DeviceMemory)>,
 }
 
-impl Memory {
+impl TestMemory {
     fn new(lens: &[u64]) -> Self {
         let total = lens.iter().sum::<u64>() as usize;
         let mut bytes = vec![0xEE; total];
@@ -63,27 +63,32 @@ impl Memory {
             blocks.push(unsafe { DeviceMemory::new(base + at, *len as usize) });
             at += *len as usize;
         }
-        Memory { bytes, starts, blocks: Blocks::of(blocks).unwrap(), later: VecDeque::new() }
+        TestMemory {
+            bytes,
+            starts,
+            blocks: DeviceBlocks::from_memory(blocks).unwrap(),
+            later: VecDeque::new(),
+        }
     }
 
     /// Makes memory whose blocks are allocated only when the load asks for them.
     fn late(lens: &[u64]) -> Self {
         let mut memory = Self::new(lens);
-        let blocks = std::mem::replace(&mut memory.blocks, Blocks::new(lens.len()).unwrap());
+        let blocks = std::mem::replace(&mut memory.blocks, DeviceBlocks::new(lens.len()).unwrap());
         memory.later = blocks.into_memory().into_iter().enumerate().collect();
         memory
     }
 }
 
 /// Allocates the next block.
-fn allocate(blocks: &Blocks, later: &mut VecDeque<(usize, DeviceMemory)>) -> Result<bool> {
+fn allocate(blocks: &DeviceBlocks, later: &mut VecDeque<(usize, DeviceMemory)>) -> Result<bool> {
     if let Some((at, memory)) = later.pop_front() {
-        blocks.put(at, crate::mem::device::Block { memory, after: None })?;
+        blocks.insert(at, crate::mem::device::DeviceBlock { memory, after: None })?;
     }
     Ok(!later.is_empty())
 }
 
-struct Files {
+struct SavedFile {
     _folder: tempfile::TempDir,
     plain: Vec<u8>,
     path: std::path::PathBuf,
@@ -91,7 +96,7 @@ struct Files {
 }
 
 /// Saves a file of tensors with these lengths.
-fn file(lens: &[usize], options: SaveOptions) -> Files {
+fn file(lens: &[usize], options: SaveOptions) -> SavedFile {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let tensors: Vec<Vec<u8>> = lens
@@ -103,12 +108,12 @@ fn file(lens: &[usize], options: SaveOptions) -> Files {
         SaveTensor::new(&format!("t{n}"), &[bytes.len() as u64], bytes.as_slice()).unwrap()
     });
     save(&path, saved.collect(), options, &|| Ok(())).unwrap();
-    Files { plain: std::fs::read(&path).unwrap(), _folder: folder, path, tensors }
+    SavedFile { plain: std::fs::read(&path).unwrap(), _folder: folder, path, tensors }
 }
 
 /// The settings of one load.
 #[derive(Debug)]
-struct Schedule {
+struct LoadSchedule {
     seed: u64,
     units: usize,
     buffer_len: usize,
@@ -123,12 +128,12 @@ struct Schedule {
     /// The number of devices that share the tensors.
     devices: usize,
     /// Faults of the first device.
-    faults: Faults,
+    faults: InjectedFaults,
     interrupted: bool,
     flipped: Option<usize>,
 }
 
-impl Schedule {
+impl LoadSchedule {
     /// Returns the device of each tensor; none if there is one device.
     fn device_of(&self) -> Vec<usize> {
         let of = |number: &usize| (number * 5 + self.seed as usize / 7) % self.devices;
@@ -138,15 +143,15 @@ impl Schedule {
     /// Makes the devices.
     fn fakes(&self) -> Vec<Arc<FakeDevice>> {
         let faults = |at| {
-            let faults = if at == 0 { self.faults } else { Faults::default() };
-            Faults { node: self.seed.is_multiple_of(2).then_some(at), ..faults }
+            let faults = if at == 0 { self.faults } else { InjectedFaults::default() };
+            InjectedFaults { node: self.seed.is_multiple_of(2).then_some(at), ..faults }
         };
         (0..self.devices).map(|at| FakeDevice::new(self.seed + at as u64, faults(at))).collect()
     }
 }
 
 /// Opens the file of a schedule.
-fn opened(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<TensorFile> {
+fn opened(files: &SavedFile, schedule: &LoadSchedule, key: Option<Key>) -> Result<TensorFile> {
     let mut bytes = files.plain.clone();
     if let Some(at) = schedule.flipped {
         let last = bytes.len() - 9;
@@ -168,25 +173,25 @@ fn opened(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<Tensor
     }
 }
 
-fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
+fn load(files: &SavedFile, schedule: &LoadSchedule, key: Option<Key>) -> Result<()> {
     let encrypted = key.is_some();
     let file = opened(files, schedule, key)?;
     let device_of = schedule.device_of();
     let planned = DeviceLoad::new(&file, &schedule.selection, &device_of, schedule.apart)?;
     let lens = planned.block_lens().unwrap();
-    let mut memory = if schedule.late { Memory::late(&lens) } else { Memory::new(&lens) };
+    let mut memory = if schedule.late { TestMemory::late(&lens) } else { TestMemory::new(&lens) };
     let fakes = schedule.fakes();
     let devices: Vec<Arc<dyn Device>> =
         fakes.iter().map(|fake| Arc::clone(fake) as Arc<dyn Device>).collect();
     let pools: Vec<Pool> =
         fakes.iter().map(|_| Pool::new(schedule.buffer_len, schedule.units, 16)).collect();
-    let Memory { blocks, later, .. } = &mut memory;
+    let TestMemory { blocks, later, .. } = &mut memory;
     let blocks = &*blocks;
     let mut allocate = || allocate(blocks, later);
-    let devices: Vec<OneDevice<'_>> = devices
+    let devices: Vec<DestinationDevice<'_>> = devices
         .iter()
         .zip(&pools)
-        .map(|(device, pool)| OneDevice { device, consumer: Consumer(0), pool })
+        .map(|(device, pool)| DestinationDevice { device, consumer: Consumer(0), pool })
         .collect();
     let direct_storage = schedule.direct_storage;
     let to = Destination { devices: &devices, memory: blocks, direct_storage };
@@ -223,13 +228,18 @@ fn load(files: &Files, schedule: &Schedule, key: Option<Key>) -> Result<()> {
         }
     }
     assert_eq!(outcome?.len(), schedule.selection.len());
-    memory.blocks = Blocks::new(0).unwrap();
-    check(files, schedule, &memory, &planned.places().unwrap());
+    memory.blocks = DeviceBlocks::new(0).unwrap();
+    check(files, schedule, &memory, &planned.locations().unwrap());
     Ok(())
 }
 
 /// Compares what was loaded with what was saved.
-fn check(files: &Files, schedule: &Schedule, memory: &Memory, places: &[Place]) {
+fn check(
+    files: &SavedFile,
+    schedule: &LoadSchedule,
+    memory: &TestMemory,
+    places: &[BlockLocation],
+) {
     for (&number, place) in schedule.selection.iter().zip(places) {
         let start = memory.starts[place.block] + place.offset as usize;
         let expected = &files.tensors[number];
@@ -239,7 +249,7 @@ fn check(files: &Files, schedule: &Schedule, memory: &Memory, places: &[Place]) 
 }
 
 #[test]
-fn a_thousand_random_schedules() {
+fn random_schedules_load_the_right_bytes_or_report_the_fault() {
     let lens = [
         [7000usize, 0, 1, 300, 64, 90_000, 4096, 1000],
         [20, 20, 20, 20, 20, 20, 20, 20],
@@ -255,7 +265,7 @@ fn a_thousand_random_schedules() {
         selection.retain(|_| !random.one_in(5));
         let fault = if random.one_in(3) { random.below(6) } else { 6 };
         let nth = Some(1 + random.below(12));
-        let schedule = Schedule {
+        let schedule = LoadSchedule {
             seed,
             units: 4 + random.below(12) as usize,
             buffer_len: if large { 256 << 10 } else { 64 << random.below(8) },
@@ -265,7 +275,7 @@ fn a_thousand_random_schedules() {
             late: random.one_in(2),
             direct_storage: random.one_in(4),
             pipe: random.one_in(4),
-            faults: Faults {
+            faults: InjectedFaults {
                 copy: nth.filter(|_| fault == 0),
                 event: nth.filter(|_| fault == 1),
                 lost: nth.filter(|_| fault == 2),
@@ -298,21 +308,21 @@ fn a_thousand_random_schedules() {
 }
 
 /// A source that notes how many copies were under way while it was read.
-struct Noting {
+struct RecordingSource {
     file: FileSource,
     fake: Arc<FakeDevice>,
     most: AtomicUsize,
     offsets: Mutex<Vec<u64>>,
 }
 
-impl Noting {
+impl RecordingSource {
     fn new(file: FileSource, fake: &Arc<FakeDevice>) -> Self {
         let (most, offsets) = (AtomicUsize::new(0), Mutex::default());
-        Noting { file, fake: Arc::clone(fake), most, offsets }
+        RecordingSource { file, fake: Arc::clone(fake), most, offsets }
     }
 }
 
-impl ReadAt for Noting {
+impl ReadAt for RecordingSource {
     fn uri(&self) -> &str {
         self.file.uri()
     }
@@ -334,21 +344,21 @@ impl ReadAt for Noting {
 }
 
 #[test]
-fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
+fn reads_overlap_copies_and_small_tensors_share_copies() {
     let lens = vec![500; 2000];
     let files = file(&lens, SaveOptions::default());
-    let fake = FakeDevice::new(9, Faults::default());
+    let fake = FakeDevice::new(9, InjectedFaults::default());
     let device: Arc<dyn Device> = fake.clone();
     let source = FileSource::open(&files.path).unwrap();
-    let noting = Arc::new(Noting::new(source, &fake));
+    let noting = Arc::new(RecordingSource::new(source, &fake));
     let opened =
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let all: Vec<usize> = (0..2000).collect();
     let planned = DeviceLoad::new(&opened, &all, &[], false).unwrap();
     assert_eq!(planned.block_lens().unwrap().len(), 1, "an image");
-    let memory = Memory::new(&planned.block_lens().unwrap());
+    let memory = TestMemory::new(&planned.block_lens().unwrap());
     let pool = Pool::new(64 << 10, 8, 16);
-    let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+    let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
     let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
     let (options, counters) = (LoadOptions::default(), Counters::default());
     let (_, streams) =
@@ -359,17 +369,17 @@ fn parts_are_read_while_others_are_copied_and_small_tensors_share_copies() {
 }
 
 #[test]
-fn while_a_large_tensor_waits_for_its_hash_others_are_read() {
+fn other_tensors_are_read_while_a_large_one_waits_for_its_hash() {
     let files = file(&[4 << 20, 4 << 20, 100], SaveOptions::default());
-    let fake = FakeDevice::new(3, Faults::default());
+    let fake = FakeDevice::new(3, InjectedFaults::default());
     let device: Arc<dyn Device> = fake.clone();
-    let noting = Arc::new(Noting::new(FileSource::open(&files.path).unwrap(), &fake));
+    let noting = Arc::new(RecordingSource::new(FileSource::open(&files.path).unwrap(), &fake));
     let opened =
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let planned = DeviceLoad::new(&opened, &[0, 1, 2], &[], false).unwrap();
-    let memory = Memory::new(&planned.block_lens().unwrap());
+    let memory = TestMemory::new(&planned.block_lens().unwrap());
     let pool = Pool::new(256 << 10, 8, 16);
-    let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+    let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
     let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
     let options = LoadOptions { readers: Some(1), verify: Verify::All, ..LoadOptions::default() };
     noting.offsets.lock().unwrap().clear();
@@ -389,7 +399,7 @@ fn encrypted_files_are_decrypted_in_staging_memory() {
     let options = SaveOptions { encryption: Some(Arc::new(encryption)), ..SaveOptions::default() };
     let files = file(&[5 << 20, 100, 0, 3_000_001, 17], options);
     for seed in 1..=20u64 {
-        let schedule = |flipped| Schedule {
+        let schedule = |flipped| LoadSchedule {
             seed,
             units: 4 + (seed % 3) as usize,
             buffer_len: 4 << 20,
@@ -401,7 +411,7 @@ fn encrypted_files_are_decrypted_in_staging_memory() {
             pipe: false,
             selection: vec![0, 1, 2, 3, 4],
             devices: 1 + (seed % 4) as usize,
-            faults: Faults::default(),
+            faults: InjectedFaults::default(),
             interrupted: false,
             flipped,
         };

@@ -3,13 +3,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::iterator::{Landed, TensorIterator};
+use super::iterator::{ReadyTensor, TensorIterator};
 use super::options::IterateOptions;
-use super::window::Memory;
+use super::window::ReadyMemory;
 use crate::api::file::TensorFile;
 use crate::api::tensor::Tensor;
 use crate::cancel::Never;
-use crate::codec::KeptHeader;
+use crate::codec::CompactHeader;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 
@@ -37,11 +37,11 @@ impl TensorFile {
 
 impl Tensors {
     fn wait(&mut self) -> Result<()> {
-        for Landed { number, memory } in self.tensors.next(None, &Never)? {
-            let Memory::Host(memory) = memory else {
+        for ReadyTensor { number, memory } in self.tensors.next(None, &Never)? {
+            let ReadyMemory::Host(memory) = memory else {
                 return Err(Error::Bug("a tensor that is not in host memory".to_owned()));
             };
-            let (header, entries) = (KeptHeader::none(), Arc::clone(&self.entries));
+            let (header, entries) = (CompactHeader::none(), Arc::clone(&self.entries));
             self.ready.push_back(Tensor { number, header, memory, entries });
         }
         self.ended = self.ready.is_empty();

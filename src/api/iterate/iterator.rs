@@ -4,21 +4,21 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use super::load;
 use super::options::IterateOptions;
-use super::run;
-use super::shared::{Shared, ToDevice};
-use super::window::{Item, Memory, Taken, Window};
+use super::shared::{IteratorDevice, IteratorState};
+use super::window::{NextTensors, ReadyMemory, WaitingTensor, Window};
 use crate::api::file::TensorFile;
 use crate::api::load_options::LoadOptions;
 use crate::api::selection::Selection;
-use crate::api::slices::held_len;
+use crate::api::slices::whole_tensor_len;
 use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed};
-use crate::mem::device::{Block, Blocks, Consumer, DeviceMemory, Event, Streams};
+use crate::mem::device::{Consumer, DeviceBlock, DeviceBlocks, DeviceMemory, Event, Streams};
 use crate::stats::Counters;
-use crate::sys::process::Inherited;
+use crate::sys::process::DropInOwner;
 
 /// Allocates memory of a device, on the caller's thread.
 pub trait Allocate {
@@ -30,19 +30,19 @@ pub trait Allocate {
 }
 
 /// A tensor that is handed out to the caller.
-pub struct Landed {
+pub struct ReadyTensor {
     /// Its number in the file.
     pub number: usize,
     /// Its bytes. Those on a device are for work that is queued on the current stream from now on.
-    pub memory: Memory,
+    pub memory: ReadyMemory,
 }
 
 /// Tensors of a file, one by one. Dropping it ends the load, and waits for reads and copies.
 pub struct TensorIterator {
-    shared: Inherited<Arc<Shared>>,
-    thread: Inherited<Option<JoinHandle<()>>>,
+    shared: DropInOwner<Arc<IteratorState>>,
+    thread: DropInOwner<Option<JoinHandle<()>>>,
     /// The event that the caller's stream waits for already, and that stream.
-    waits: Inherited<Option<(Consumer, Arc<dyn Event>)>>,
+    awaited: DropInOwner<Option<(Consumer, Arc<dyn Event>)>>,
 }
 
 impl TensorIterator {
@@ -51,7 +51,7 @@ impl TensorIterator {
     pub fn new(
         file: &TensorFile,
         numbers: &[usize],
-        device: Option<ToDevice>,
+        device: Option<IteratorDevice>,
         options: &IterateOptions,
         allocate: Option<&mut dyn Allocate>,
     ) -> Result<Self> {
@@ -65,13 +65,13 @@ impl TensorIterator {
             })
         });
         let lens = collected(lens, LISTS)?;
-        let (budget, load) = shares(&selection, &lens, on_device, options)?;
-        let blocks = Blocks::new(if on_device { lens.len() } else { 0 })?;
+        let (budget, load) = memory_shares(&selection, &lens, on_device, options)?;
+        let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 })?;
         // Tensors without data become zeros when they are handed out, and have no block of bytes.
         let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let block_lens = listed(block_lens.filter(|_| on_device), LISTS)?;
-        let shared = Arc::new(Shared {
-            file: file.again(),
+        let shared = Arc::new(IteratorState {
+            file: file.duplicate(),
             numbers: selection.numbers().to_vec(),
             options: load,
             complete: options.complete,
@@ -84,17 +84,18 @@ impl TensorIterator {
             Some((to, _)) => Some(Streams::open(&to.device, to.consumer)?),
             None => None,
         };
-        let theirs = Arc::clone(&shared);
+        let shared_with_thread = Arc::clone(&shared);
         let work = move || {
             let panicked = || Err(Error::Bug("a load has panicked".to_owned()));
-            let run = std::panic::AssertUnwindSafe(|| run::run(&theirs, streams.as_ref()));
+            let run =
+                std::panic::AssertUnwindSafe(|| load::run(&shared_with_thread, streams.as_ref()));
             let outcome = std::panic::catch_unwind(run).unwrap_or_else(|_| panicked());
-            theirs.window.end(outcome);
+            shared_with_thread.window.end(outcome);
         };
         let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(work);
         let thread = thread.map_err(|e| Error::io("starting a thread for", file.uri(), e))?;
-        let (shared, thread) = (Inherited::new(shared), Inherited::new(Some(thread)));
-        let iterator = TensorIterator { shared, thread, waits: Inherited::new(None) };
+        let (shared, thread) = (DropInOwner::new(shared), DropInOwner::new(Some(thread)));
+        let iterator = TensorIterator { shared, thread, awaited: DropInOwner::new(None) };
         if let Some(allocate) = allocate {
             iterator.allocate(allocate)?;
         }
@@ -107,7 +108,7 @@ impl TensorIterator {
         &mut self,
         mut allocate: Option<&mut dyn Allocate>,
         cancel: &dyn Cancel,
-    ) -> Result<Vec<Landed>> {
+    ) -> Result<Vec<ReadyTensor>> {
         if let (Some(allocate), Some((to, _))) = (allocate.as_deref_mut(), &self.shared.device) {
             // Fails if the stream is being captured into a graph, of which a load cannot be a part.
             to.device.check_consumer(allocate.consumer()?)?;
@@ -118,12 +119,12 @@ impl TensorIterator {
                 self.allocate(allocate)?;
             }
             match self.shared.window.take(POLL)? {
-                Taken::Items(items) => {
+                NextTensors::Items(items) => {
                     let consumer = allocate.map(|allocate| allocate.consumer()).transpose()?;
                     return self.handed_out(items, consumer, cancel);
                 }
-                Taken::Nothing => {}
-                Taken::End => {
+                NextTensors::Nothing => {}
+                NextTensors::End => {
                     self.finish();
                     return Ok(Vec::new());
                 }
@@ -134,31 +135,31 @@ impl TensorIterator {
     /// Hands tensors out: waits for their copies, or makes the caller's stream wait for them.
     fn handed_out(
         &mut self,
-        items: Vec<Item>,
+        items: Vec<WaitingTensor>,
         consumer: Option<Consumer>,
         cancel: &dyn Cancel,
-    ) -> Result<Vec<Landed>> {
+    ) -> Result<Vec<ReadyTensor>> {
         let shared = &**self.shared;
         let device = shared.device.as_ref().map(|(to, _)| &to.device);
         let _entered = device.map(|device| device.enter()).transpose()?;
-        let landed = items.into_iter().map(|Item { tensor, memory, marks }| {
-            for mark in marks {
+        let landed = items.into_iter().map(|WaitingTensor { tensor, memory, copy_events }| {
+            for copy_event in copy_events {
                 let Some(consumer) = consumer else { continue };
-                let known = self.waits.as_ref().is_some_and(|(stream, known)| {
-                    *stream == consumer && Arc::ptr_eq(known, &mark)
+                let already_awaited = self.awaited.as_ref().is_some_and(|(stream, known)| {
+                    *stream == consumer && Arc::ptr_eq(known, &copy_event)
                 });
-                if !known {
+                if !already_awaited {
                     if shared.complete {
-                        wait(&*mark, cancel)?;
+                        wait(&*copy_event, cancel)?;
                     } else {
-                        mark.hold_back(consumer.0)?;
+                        copy_event.delay_stream(consumer.0)?;
                     }
-                    *self.waits = Some((consumer, mark));
+                    *self.awaited = Some((consumer, copy_event));
                 }
             }
             let number = shared.numbers.get(tensor).copied();
             let number = number.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
-            Ok(Landed { number, memory })
+            Ok(ReadyTensor { number, memory })
         });
         collected(landed, LISTS)
     }
@@ -170,13 +171,13 @@ impl TensorIterator {
         while let Some(tensors) = window.to_allocate() {
             let lens = self.shared.block_lens.get(tensors.clone()).unwrap_or(&[]);
             let memory = match allocate.allocate(tensors.start, lens) {
-                Err(Error::DeviceMemory { .. }) if window.refused(lens.len()) => continue,
+                Err(Error::DeviceMemory { .. }) if window.allocation_failed(lens.len()) => continue,
                 allocated => allocated?,
             };
             // Work that was queued on the stream before may still use the memory.
             let after = Some(Arc::clone(&to.device).mark(allocate.consumer()?)?);
             for (tensor, memory) in tensors.clone().zip(memory) {
-                blocks.put(tensor, Block { memory, after: after.clone() })?;
+                blocks.insert(tensor, DeviceBlock { memory, after: after.clone() })?;
             }
             window.allocated(tensors.len());
         }
@@ -185,7 +186,7 @@ impl TensorIterator {
 
     /// Returns a handle that ends the load from another thread.
     pub fn closer(&self) -> Closer {
-        Closer(Inherited::new(Arc::clone(&self.shared)))
+        Closer(DropInOwner::new(Arc::clone(&self.shared)))
     }
 
     /// Ends the load, and waits for its reads and copies. Closing again does nothing.
@@ -222,17 +223,17 @@ impl TensorIterator {
 /// Waits until everything before an event has ended. The first sleep takes 50 µs, and each later
 /// one twice as long as the one before, up to 2 ms.
 fn wait(event: &dyn Event, cancel: &dyn Cancel) -> Result<()> {
-    let mut rest = Duration::from_micros(50);
+    let mut pause = Duration::from_micros(50);
     while !event.passed()? {
-        cancel::sleep(rest, cancel)?;
-        rest = (rest * 2).min(Duration::from_millis(2));
+        cancel::sleep(pause, cancel)?;
+        pause = (pause * 2).min(Duration::from_millis(2));
     }
     Ok(())
 }
 
 /// Divides the memory limit. Returns the bytes that are read ahead, and the options of the load,
 /// which has the rest of the limit.
-fn shares(
+fn memory_shares(
     selection: &Selection<'_>,
     lens: &[u64],
     on_device: bool,
@@ -240,25 +241,25 @@ fn shares(
 ) -> Result<(u64, LoadOptions)> {
     let file = selection.file;
     // Slices that are cut from whole tensors in host memory need memory for the whole tensor.
-    let whole = options.load.verify != Verify::Nothing || file.decryption().is_some();
+    let needs_whole = options.load.verify != Verify::Nothing || file.decryption().is_some();
     let sliced = selection.entries.iter().filter(|entry| entry.whole.is_some());
-    let sliced = sliced.filter(|_| whole || !file.is_seekable());
-    let held = sliced.map(|entry| held_len(entry)).max().unwrap_or(0);
-    let least = file.least(selection.is_sliced(), on_device)?.saturating_add(held);
+    let sliced = sliced.filter(|_| needs_whole || !file.is_seekable());
+    let held = sliced.map(|entry| whole_tensor_len(entry)).max().unwrap_or(0);
+    let least = file.minimum_memory(selection.is_sliced(), on_device)?.saturating_add(held);
     let largest = lens.iter().copied().max().unwrap_or(0);
-    let limit = options.load.memory.known()?;
+    let limit = options.load.memory.or_environment()?;
     let (budget, memory) = limit.tensors(options.buffer_bytes, largest, least)?;
     Ok((budget, LoadOptions { memory, map: false, ..options.load }))
 }
 
 /// Ends the load of an iterator from another thread.
-pub struct Closer(Inherited<Arc<Shared>>);
+pub struct Closer(DropInOwner<Arc<IteratorState>>);
 
 impl Closer {
     /// Ends the load, and calls that wait for tensors. Does not wait for the load to end.
     pub fn close(&self) {
         // In a forked child, the lock may have been held at the time of the fork.
-        if self.0.maker().is_here() {
+        if self.0.owner().is_current() {
             self.0.window.close();
         }
     }
@@ -270,10 +271,10 @@ impl Closer {
 
     /// Refuses calls in a forked child: the load runs in the parent process.
     pub fn check_process(&self) -> Result<()> {
-        if self.0.maker().is_here() {
+        if self.0.owner().is_current() {
             return Ok(());
         }
-        let what = "this iterator was made before a fork(), by the parent process: make one in \
+        let what = "this iterator was made before a fork(), by the parent process : make one in \
                     this process";
         Err(Error::Closed(what.to_owned()))
     }
@@ -283,7 +284,7 @@ impl Drop for TensorIterator {
     fn drop(&mut self) {
         // A forked child has no thread to wait for, and the lock may have been held at the time of
         // the fork.
-        if self.shared.maker().is_here() {
+        if self.shared.owner().is_current() {
             self.close();
         }
     }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use super::window::Window;
 use crate::api::file::TensorFile;
 use crate::api::load_options::LoadOptions;
-use crate::mem::device::{Blocks, Consumer, Device};
+use crate::mem::device::{Consumer, Device, DeviceBlocks};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
 /// A device to which tensors go.
-pub struct ToDevice {
+pub struct IteratorDevice {
     /// The device.
     pub device: Arc<dyn Device>,
     /// The stream that is current when the iterator is made.
@@ -22,7 +22,7 @@ pub struct ToDevice {
 }
 
 /// State that the caller and the thread of the load share.
-pub struct Shared {
+pub struct IteratorState {
     /// The file.
     pub file: TensorFile,
     /// Numbers of the tensors, in the order of their data in the file.
@@ -34,7 +34,7 @@ pub struct Shared {
     /// Tensors that wait for the caller.
     pub window: Window,
     /// The device that tensors go to, and their memory there; None for host memory.
-    pub device: Option<(ToDevice, Blocks)>,
+    pub device: Option<(IteratorDevice, DeviceBlocks)>,
     /// Bytes of the block of each tensor on the device.
     pub block_lens: Vec<u64>,
     /// Counters of the work done.

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::io::local::FileSource;
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
-use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
@@ -61,7 +61,7 @@ impl Allocate for HostBlocks {
         }
         let memory = lens.iter().map(|&len| {
             let mut block = vec![0xEE; len as usize];
-            // SAFETY: the block's bytes do not move, and are not touched until it has landed.
+            // SAFETY: the block's bytes do not move, and are not touched until it was delivered.
             let memory =
                 unsafe { DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len()) };
             self.held += block.len();
@@ -80,7 +80,7 @@ impl Allocate for HostBlocks {
 
 /// The settings of one iterator.
 #[derive(Debug, Clone, Copy)]
-struct Schedule {
+struct IteratorSchedule {
     seed: u64,
     device: bool,
     budget: u64,
@@ -89,14 +89,14 @@ struct Schedule {
     verify: Verify,
     readers: Option<usize>,
     refused_from: Option<usize>,
-    faults: Faults,
+    faults: InjectedFaults,
     /// Bytes of a staging buffer.
     buffer_len: usize,
 }
 
-impl Schedule {
+impl IteratorSchedule {
     fn of(seed: u64) -> Self {
-        Schedule {
+        IteratorSchedule {
             seed,
             device: seed % 2 == 1,
             budget: [1, 100_000, 3 << 20, 1 << 30][(seed / 2 % 4) as usize],
@@ -105,7 +105,7 @@ impl Schedule {
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][(seed / 3 % 3) as usize],
             readers: [None, Some(1), Some(3)][(seed / 5 % 3) as usize],
             refused_from: seed.is_multiple_of(7).then_some((seed % 9) as usize),
-            faults: Faults::default(),
+            faults: InjectedFaults::default(),
             buffer_len: 256 << 10,
         }
     }
@@ -114,7 +114,7 @@ impl Schedule {
     fn run(&self, file: &TensorFile) -> Result<Vec<usize>> {
         let device: Arc<dyn Device> = FakeDevice::new(self.seed + 1, self.faults);
         let pool: &'static Pool = Box::leak(Box::new(Pool::new(self.buffer_len, 8, 16)));
-        let to = ToDevice {
+        let to = IteratorDevice {
             device,
             consumer: Consumer(0),
             pool,
@@ -145,15 +145,15 @@ impl Schedule {
             if landed.is_empty() {
                 break;
             }
-            for Landed { number, memory } in landed {
+            for ReadyTensor { number, memory } in landed {
                 let expected = tensor(number);
                 let bytes = match &memory {
-                    Memory::Host(buffer) => buffer.bytes().to_vec(),
-                    Memory::Block(at) => {
+                    ReadyMemory::Host(buffer) => buffer.bytes().to_vec(),
+                    ReadyMemory::Block(at) => {
                         blocks.held -= blocks.blocks[*at].len();
                         std::mem::take(&mut blocks.blocks[*at])
                     }
-                    Memory::Zeros => Vec::new(),
+                    ReadyMemory::Zeros => Vec::new(),
                 };
                 assert!(bytes == expected, "tensor {number}: {self:?}");
                 found.push(number);
@@ -167,12 +167,12 @@ impl Schedule {
 }
 
 #[test]
-fn every_tensor_lands_once_within_the_budget() {
+fn every_tensor_is_delivered_once_within_the_budget() {
     let folder = tempfile::tempdir().unwrap();
     let file = TensorFile::open(&saved(folder.path(), SaveOptions::default())).unwrap();
     let all: Vec<usize> = (0..LENS.len()).collect();
     for seed in 0..120 {
-        let schedule = Schedule::of(seed);
+        let schedule = IteratorSchedule::of(seed);
         let mut found = schedule.run(&file).unwrap_or_else(|error| panic!("{error}: {schedule:?}"));
         if schedule.order == Order::Ready {
             found.sort_unstable();
@@ -182,7 +182,7 @@ fn every_tensor_lands_once_within_the_budget() {
 }
 
 #[test]
-fn encrypted_tensors_land_decrypted() {
+fn encrypted_tensors_are_delivered_decrypted() {
     let key = || Key::new(&[5; 32]).unwrap();
     let encryption = EncryptionOptions { key: key(), derivation: None, manifest: false };
     let options = SaveOptions { encryption: Some(Arc::new(encryption)), ..SaveOptions::default() };
@@ -193,14 +193,14 @@ fn encrypted_tensors_land_decrypted() {
         let options = Arc::new(DecryptionOptions::new(Secret::Key(key())));
         let file = file.decrypt(options, &Never).unwrap();
         // A buffer has room for two pieces of encryption.
-        let schedule = Schedule { buffer_len: 4 << 20, ..Schedule::of(seed) };
+        let schedule = IteratorSchedule { buffer_len: 4 << 20, ..IteratorSchedule::of(seed) };
         let found = schedule.run(&file).unwrap_or_else(|error| panic!("{error}: {schedule:?}"));
         assert_eq!(found.len(), LENS.len());
     }
 }
 
 #[test]
-fn damage_is_an_error_and_nothing_damaged_lands() {
+fn damage_is_an_error_and_damaged_tensors_are_not_delivered() {
     let folder = tempfile::tempdir().unwrap();
     let path = saved(folder.path(), SaveOptions::default());
     let mut bytes = std::fs::read(&path).unwrap();
@@ -209,7 +209,7 @@ fn damage_is_an_error_and_nothing_damaged_lands() {
     std::fs::write(&path, bytes).unwrap();
     let file = TensorFile::open(&path).unwrap();
     for seed in 0..60 {
-        let schedule = Schedule::of(seed);
+        let schedule = IteratorSchedule::of(seed);
         if schedule.verify != Verify::Nothing {
             let outcome = schedule.run(&file);
             assert!(matches!(outcome, Err(Error::HashMismatch { .. })), "{schedule:?}");
@@ -224,11 +224,11 @@ fn faults_of_a_device_are_errors() {
     for seed in (1..80).step_by(2) {
         let nth = Some(1 + seed % 7);
         let faults = match seed % 3 {
-            0 => Faults { copy: nth, ..Faults::default() },
-            1 => Faults { lost: nth, ..Faults::default() },
-            _ => Faults { event: nth, ..Faults::default() },
+            0 => InjectedFaults { copy: nth, ..InjectedFaults::default() },
+            1 => InjectedFaults { lost: nth, ..InjectedFaults::default() },
+            _ => InjectedFaults { event: nth, ..InjectedFaults::default() },
         };
-        let schedule = Schedule { faults, ..Schedule::of(seed) };
+        let schedule = IteratorSchedule { faults, ..IteratorSchedule::of(seed) };
         match schedule.run(&file) {
             Ok(found) => assert_eq!(found.len(), LENS.len()),
             Err(Error::Device { .. }) => {}
@@ -264,14 +264,14 @@ fn closing_ends_the_load_and_calls_that_wait() {
 }
 
 /// A file that withholds some bytes until the rest was handed out.
-struct Withheld {
+struct BlockedSource {
     file: FileSource,
     /// Reads that include this position have to wait.
     position: u64,
     let_go: Arc<AtomicBool>,
 }
 
-impl ReadAt for Withheld {
+impl ReadAt for BlockedSource {
     fn uri(&self) -> &str {
         self.file.uri()
     }
@@ -286,11 +286,11 @@ impl ReadAt for Withheld {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let end = offset + buffers.left() as u64;
-        let begun = Instant::now();
+        let end = offset + buffers.remaining() as u64;
+        let started = Instant::now();
         while (offset..end).contains(&self.position)
             && !self.let_go.load(Ordering::Relaxed)
-            && begun.elapsed() < Duration::from_secs(20)
+            && started.elapsed() < Duration::from_secs(20)
         {
             cancel.check()?;
             thread::sleep(Duration::from_millis(1));
@@ -300,7 +300,7 @@ impl ReadAt for Withheld {
 }
 
 #[test]
-fn slices_that_are_brought_together_hold_up_no_other_tensors() {
+fn gathered_slices_do_not_delay_other_tensors() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let values = vec![7u8; 3000 * 300];
@@ -309,7 +309,7 @@ fn slices_that_are_brought_together_hold_up_no_other_tensors() {
     save(&path, named.into(), SaveOptions::default(), &Never).unwrap();
     let entry = TensorFile::open(&path).unwrap().entry(0).unwrap().clone();
     let let_go = Arc::new(AtomicBool::new(false));
-    let source = Withheld {
+    let source = BlockedSource {
         file: FileSource::open(&path).unwrap(),
         position: entry.data_offset + entry.data_len / 2,
         let_go: Arc::clone(&let_go),

@@ -1,4 +1,4 @@
-//! The window between readers and the caller. It holds tensors that have landed, and bounds the
+//! The window between readers and the caller. It holds tensors that were delivered, and bounds the
 //! bytes that are read ahead.
 
 use std::collections::{HashMap, VecDeque};
@@ -6,7 +6,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::options::Order;
-use crate::engine::landing::Marks;
+use crate::engine::completion::CopyEvents;
 use crate::engine::plan::SMALL;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, push, repeated};
@@ -14,16 +14,16 @@ use crate::mem::HostBuffer;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// The part of the bytes read ahead that one batch or one group may have, so that several are in flight.
-const PART: u64 = 8;
+const BATCH_FRACTION: u64 = 8;
 /// Small tensors are handed out together: at most so many, with at most this part of the bytes read ahead.
-const TOGETHER: usize = 1024;
-const TOGETHER_PART: u64 = 16;
+const MAX_TOGETHER: usize = 1024;
+const TOGETHER_FRACTION: u64 = 16;
 /// The most blocks that are allocated together, and the most bytes of them.
 const BLOCKS: usize = 256;
 const BLOCKS_LEN: u64 = 64 << 20;
 
 /// The memory of a tensor.
-pub enum Memory {
+pub enum ReadyMemory {
     /// In host memory of its own.
     Host(HostBuffer),
     /// In a block of a device that was allocated for it. The block has the number of the tensor.
@@ -33,13 +33,13 @@ pub enum Memory {
 }
 
 /// A tensor that waits for the caller, by its place in the order of the file.
-pub struct Item {
+pub struct WaitingTensor {
     /// Its place.
     pub tensor: usize,
     /// Its bytes.
-    pub memory: Memory,
+    pub memory: ReadyMemory,
     /// Events after which the bytes have arrived.
-    pub marks: Marks,
+    pub copy_events: CopyEvents,
 }
 
 /// The tensors between those that are still to be read and those that the caller has taken. Tensors
@@ -50,16 +50,16 @@ pub struct Window {
     order: Order,
     /// True if the caller allocates memory before tensors may be read.
     allocates: bool,
-    state: Mutex<State>,
+    state: Mutex<WindowState>,
     /// Notified when more tensors may be read.
     room: Condvar,
     /// Notified when more tensors may be taken.
-    landed: Condvar,
+    available: Condvar,
 }
 
 /// A half of a load that asks for room. Each asks for tensors in rising order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Asker {
+pub enum Requester {
     /// Readers, which read tensors straight to their destination.
     Readers,
     /// Groups of tensors, which are loaded by way of host memory.
@@ -68,28 +68,28 @@ pub enum Asker {
 
 /// Tensors that can only come together: from `first` on, up to `end`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Needed {
+struct PendingBatch {
     first: usize,
     end: usize,
 }
 
 #[derive(Default)]
-struct State {
+struct WindowState {
     budget: u64,
     /// The number of tensors, from the first one on, that were granted memory.
     granted: usize,
     /// The tensors that each asker waits for: those of its next batch.
-    needed: [Needed; 2],
+    pending: [PendingBatch; 2],
     /// Bytes of tensors that are granted and not taken.
     outstanding: u64,
     /// All tensors before this one were taken.
-    all_taken_to: usize,
+    all_taken_before: usize,
     /// Tensors that were read, by place.
-    waiting: HashMap<usize, Item>,
-    /// Their places, in the order in which they landed.
+    waiting: HashMap<usize, WaitingTensor>,
+    /// Their places, in the order in which they were delivered.
     queue: VecDeque<usize>,
-    /// Tensors that have landed, taken ones included.
-    has_landed: Vec<bool>,
+    /// Tensors that were delivered, taken ones included.
+    delivered: Vec<bool>,
     /// Tensors that the caller has taken.
     has_taken: Vec<bool>,
     /// The place of the next tensor in the order of the file.
@@ -97,18 +97,19 @@ struct State {
     taken: usize,
     /// Bytes of several tensors that the caller got together. They count as outstanding until the
     /// next call.
-    handed: u64,
+    handed_out_bytes: u64,
     ended: Option<Result<()>>,
     closed: bool,
 }
 
-impl State {
+impl WindowState {
     /// True if a batch waits for memory, and the caller has taken all tensors before it. Its
     /// tensors can only come together, so that they have to be granted beyond the budget.
     fn is_starved(&self) -> bool {
-        let starves =
-            |needed: &Needed| self.granted < needed.end && self.all_taken_to >= needed.first;
-        self.needed.iter().any(starves)
+        let starves = |pending: &PendingBatch| {
+            self.granted < pending.end && self.all_taken_before >= pending.first
+        };
+        self.pending.iter().any(starves)
     }
 
     fn has_taken(&self, tensor: usize) -> bool {
@@ -120,16 +121,16 @@ impl State {
         if let Some(taken) = self.has_taken.get_mut(tensor) {
             *taken = true;
         }
-        while self.has_taken.get(self.all_taken_to).is_some_and(|taken| *taken) {
-            self.all_taken_to += 1;
+        while self.has_taken.get(self.all_taken_before).is_some_and(|taken| *taken) {
+            self.all_taken_before += 1;
         }
     }
 }
 
 /// The result of waiting for tensors.
-pub enum Taken {
+pub enum NextTensors {
     /// Tensors that were taken.
-    Items(Vec<Item>),
+    Items(Vec<WaitingTensor>),
     /// None came within the time, or memory may be allocated now.
     Nothing,
     /// All tensors were taken.
@@ -140,13 +141,14 @@ impl Window {
     /// Makes a window for tensors of these lengths.
     pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Result<Self> {
         let none = repeated(false, lens.len(), LISTS)?;
-        let (has_landed, has_taken) = (none.clone(), none);
-        let state = State { budget: budget.max(1), has_landed, has_taken, ..State::default() };
-        let (room, landed) = (Condvar::new(), Condvar::new());
-        Ok(Window { lens, order, allocates, state: Mutex::new(state), room, landed })
+        let (delivered, has_taken) = (none.clone(), none);
+        let state =
+            WindowState { budget: budget.max(1), delivered, has_taken, ..WindowState::default() };
+        let (room, available) = (Condvar::new(), Condvar::new());
+        Ok(Window { lens, order, allocates, state: Mutex::new(state), room, available })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, WindowState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -160,19 +162,19 @@ impl Window {
     }
 
     /// Returns the most bytes of a batch, or of a group of tensors that are read together.
-    pub fn part(&self) -> u64 {
-        (self.state().budget / PART).max(1)
+    pub fn max_batch_len(&self) -> u64 {
+        (self.state().budget / BATCH_FRACTION).max(1)
     }
 
     /// True if memory for the next tensor may be taken.
-    fn has_room(&self, state: &State) -> bool {
+    fn has_room(&self, state: &WindowState) -> bool {
         let Some(len) = self.lens.get(state.granted) else { return false };
         let fits = state.outstanding.saturating_add(*len) <= state.budget;
         // A tensor that is larger than the budget comes alone.
         fits || state.outstanding == 0 || state.is_starved()
     }
 
-    fn grant(&self, state: &mut State) {
+    fn grant(&self, state: &mut WindowState) {
         // A tensor of which nothing is read may be taken before it is granted, and does not count then.
         if !state.has_taken(state.granted) {
             state.outstanding = state.outstanding.saturating_add(self.len(state.granted));
@@ -181,14 +183,14 @@ impl Window {
     }
 
     /// True if these tensors, of which parts are in one batch, may be read now.
-    pub fn admits(&self, asker: Asker, first: usize, last: usize) -> bool {
+    pub fn admits(&self, requester: Requester, first: usize, last: usize) -> bool {
         let mut state = self.state();
-        let needed = Needed { first, end: last + 1 };
-        if let Some(known) = state.needed.get_mut(asker as usize)
-            && std::mem::replace(known, needed) != needed
+        let pending = PendingBatch { first, end: last + 1 };
+        if let Some(known) = state.pending.get_mut(requester as usize)
+            && std::mem::replace(known, pending) != pending
             && self.allocates
         {
-            self.landed.notify_all();
+            self.available.notify_all();
         }
         while !self.allocates && state.granted <= last && self.has_room(&state) {
             self.grant(&mut state);
@@ -197,9 +199,9 @@ impl Window {
     }
 
     /// Waits until more tensors may be admitted, or the time is over.
-    pub fn wait_for_room(&self, asker: Asker, time: Duration) {
+    pub fn wait_for_room(&self, requester: Requester, time: Duration) {
         let state = self.state();
-        let end = state.needed.get(asker as usize).map_or(0, |needed| needed.end);
+        let end = state.pending.get(requester as usize).map_or(0, |pending| pending.end);
         let ready = state.granted >= end || (!self.allocates && self.has_room(&state));
         if !ready && !state.closed {
             drop(self.room.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
@@ -207,12 +209,17 @@ impl Window {
     }
 
     /// Hands a tensor to the caller.
-    pub fn land(&self, tensor: usize, memory: Memory, marks: Marks) -> Result<()> {
-        self.land_together(vec![Item { tensor, memory, marks }])
+    pub fn deliver(
+        &self,
+        tensor: usize,
+        memory: ReadyMemory,
+        copy_events: CopyEvents,
+    ) -> Result<()> {
+        self.deliver_all(vec![WaitingTensor { tensor, memory, copy_events }])
     }
 
     /// Hands tensors to the caller, which finds all of them when it wakes.
-    pub fn land_together(&self, items: Vec<Item>) -> Result<()> {
+    pub fn deliver_all(&self, items: Vec<WaitingTensor>) -> Result<()> {
         let mut state = self.state();
         if state.closed {
             // The iterator was closed: these tensors are dropped.
@@ -221,8 +228,8 @@ impl Window {
         let mut wanted = self.order == Order::Ready;
         for item in items {
             let tensor = item.tensor;
-            let landed = state.has_landed.get_mut(tensor);
-            if landed.is_none_or(|landed| std::mem::replace(landed, true)) {
+            let delivered = state.delivered.get_mut(tensor);
+            if delivered.is_none_or(|delivered| std::mem::replace(delivered, true)) {
                 return Err(Error::Bug(format!("tensor {tensor} has landed twice")));
             }
             state.waiting.insert(tensor, item);
@@ -231,30 +238,30 @@ impl Window {
         }
         drop(state);
         if wanted {
-            self.landed.notify_all();
+            self.available.notify_all();
         }
         Ok(())
     }
 
-    /// Returns the places of all tensors that have not landed.
-    pub fn missing(&self) -> Vec<usize> {
+    /// Returns the places of all tensors that were not delivered.
+    pub fn undelivered(&self) -> Vec<usize> {
         let state = self.state();
-        let landed = state.has_landed.iter().enumerate();
-        landed.filter(|(_, landed)| !**landed).map(|(tensor, _)| tensor).collect()
+        let delivered = state.delivered.iter().enumerate();
+        delivered.filter(|(_, delivered)| !**delivered).map(|(tensor, _)| tensor).collect()
     }
 
-    fn release(&self, state: &mut State, bytes: u64) {
+    fn release(&self, state: &mut WindowState, bytes: u64) {
         state.outstanding = state.outstanding.saturating_sub(bytes);
         self.room.notify_all();
         if self.allocates {
-            self.landed.notify_all();
+            self.available.notify_all();
         }
     }
 
     /// Notes that everything has been read, or the error that ended the load.
     pub fn end(&self, outcome: Result<()>) {
         self.state().ended = Some(outcome);
-        self.landed.notify_all();
+        self.available.notify_all();
         self.room.notify_all();
     }
 
@@ -265,7 +272,7 @@ impl Window {
         let waiting = std::mem::take(&mut state.waiting);
         drop(state);
         drop(waiting);
-        self.landed.notify_all();
+        self.available.notify_all();
         self.room.notify_all();
     }
 
@@ -285,7 +292,7 @@ impl Window {
     /// Notes that memory for so many tensors could not be allocated: from now on, no more is read
     /// ahead than now. Returns false if the load has to fail: there is not enough memory for one
     /// tensor, and none will be freed.
-    pub fn refused(&self, count: usize) -> bool {
+    pub fn allocation_failed(&self, count: usize) -> bool {
         let mut state = self.state();
         state.budget = state.outstanding.max(1);
         count > 1 || (state.outstanding > 0 && !state.is_starved())
@@ -310,23 +317,23 @@ impl Window {
         Some(start..end)
     }
 
-    /// Takes the next tensor, and small ones behind it that have landed too. Tensors that an
+    /// Takes the next tensor, and small ones behind it that were delivered too. Tensors that an
     /// earlier call took no longer count against the budget.
-    pub fn take(&self, time: Duration) -> Result<Taken> {
+    pub fn take(&self, time: Duration) -> Result<NextTensors> {
         let mut state = self.state();
-        let handed = std::mem::take(&mut state.handed);
-        if handed > 0 {
-            self.release(&mut state, handed);
+        let handed_out_bytes = std::mem::take(&mut state.handed_out_bytes);
+        if handed_out_bytes > 0 {
+            self.release(&mut state, handed_out_bytes);
         }
         if state.closed {
             return Err(Error::Closed("the iterator is closed".to_owned()));
         }
-        let items = self.take_landed(&mut state)?;
+        let items = self.take_delivered(&mut state)?;
         if !items.is_empty() {
-            return Ok(Taken::Items(items));
+            return Ok(NextTensors::Items(items));
         }
         if state.taken == self.lens.len() {
-            return Ok(Taken::End);
+            return Ok(NextTensors::End);
         }
         match state.ended.take() {
             Some(Err(error)) => {
@@ -337,15 +344,15 @@ impl Window {
             None => {}
         }
         if !(self.allocates && self.has_room(&state)) {
-            drop(self.landed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
+            drop(self.available.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
         }
-        Ok(Taken::Nothing)
+        Ok(NextTensors::Nothing)
     }
 
-    fn take_landed(&self, state: &mut State) -> Result<Vec<Item>> {
-        let most = state.budget / TOGETHER_PART;
+    fn take_delivered(&self, state: &mut WindowState) -> Result<Vec<WaitingTensor>> {
+        let most = state.budget / TOGETHER_FRACTION;
         let (mut items, mut bytes) = (Vec::new(), 0u64);
-        while items.len() < TOGETHER {
+        while items.len() < MAX_TOGETHER {
             let next = match self.order {
                 Order::File => Some(state.next),
                 Order::Ready => state.queue.front().copied(),
@@ -374,7 +381,7 @@ impl Window {
             }
         }
         if items.len() > 1 {
-            state.handed = bytes;
+            state.handed_out_bytes = bytes;
         } else if bytes > 0 {
             self.release(state, bytes);
         }

@@ -9,9 +9,9 @@ use super::sodium::{self, KEY_LEN, Page};
 
 /// A key of XSalsa20-Poly1305. Clones share the memory.
 #[derive(Clone)]
-pub struct Key(Arc<Locked>);
+pub struct Key(Arc<LockedPage>);
 
-struct Locked(Box<Page>);
+struct LockedPage(Box<Page>);
 
 impl Key {
     /// A key of 32 bytes; None for any other number.
@@ -23,7 +23,7 @@ impl Key {
         sodium::lock(&mut page);
         // Copied straight into the locked page, so that no other copy is left.
         page.0.copy_from_slice(bytes);
-        Some(Key(Arc::new(Locked(page))))
+        Some(Key(Arc::new(LockedPage(page))))
     }
 
     /// The bytes.
@@ -38,7 +38,7 @@ impl Key {
     }
 }
 
-impl Drop for Locked {
+impl Drop for LockedPage {
     fn drop(&mut self) {
         sodium::unlock_and_wipe(&mut self.0);
     }
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_left_out_of_core_dumps() {
+    fn keys_are_excluded_from_core_dumps() {
         let keys: Vec<Key> = (0..3).map(|byte| Key::new(&[byte; 32]).unwrap()).collect();
         let flags = |key: &Key| flags_at(key.bytes().as_ptr().addr());
         for key in &keys {

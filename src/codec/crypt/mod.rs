@@ -26,14 +26,14 @@ const MIN_PIECE_LEN: u64 = 1024;
 
 /// The pieces in which the data of one tensor are encrypted, with their nonces and tags.
 #[derive(Debug, Clone)]
-pub struct Pieces {
+pub struct EncryptedPieces {
     data_len: u64,
     piece_len: u64,
     nonce: [u8; NONCE_LEN],
     macs: Vec<[u8; MAC_LEN]>,
 }
 
-impl Pieces {
+impl EncryptedPieces {
     /// Takes the pieces from a header's description of the data; the error says what is wrong with it.
     pub fn of(cipher: &Cipher, data_len: u64) -> std::result::Result<Self, String> {
         let (piece_len, nonce, macs) = match cipher {
@@ -57,7 +57,7 @@ impl Pieces {
                 macs.len()
             ));
         }
-        Ok(Pieces { data_len, piece_len: piece_len.max(1), nonce, macs })
+        Ok(EncryptedPieces { data_len, piece_len: piece_len.max(1), nonce, macs })
     }
 
     /// The number of the piece that contains a byte, and the start and end of that piece.
@@ -74,7 +74,7 @@ impl Pieces {
 
     /// Decrypts one whole piece in place; false if its tag does not match.
     #[must_use]
-    pub fn open(&self, number: u64, bytes: &mut [u8], key: &Key) -> bool {
+    pub fn decrypt(&self, number: u64, bytes: &mut [u8], key: &Key) -> bool {
         let Some(mac) = usize::try_from(number).ok().and_then(|at| self.macs.get(at)) else {
             return false;
         };
@@ -83,9 +83,9 @@ impl Pieces {
 
     /// Decrypts all pieces in place; false if a tag does not match.
     #[must_use]
-    pub fn open_all(&self, bytes: &mut [u8], key: &Key) -> bool {
+    pub fn decrypt_all(&self, bytes: &mut [u8], key: &Key) -> bool {
         let step = usize::try_from(self.piece_len).unwrap_or(usize::MAX);
-        bytes.chunks_mut(step).zip(0..).all(|(piece, number)| self.open(number, piece, key))
+        bytes.chunks_mut(step).zip(0..).all(|(piece, number)| self.decrypt(number, piece, key))
     }
 }
 

@@ -7,10 +7,10 @@ use zeroize::Zeroizing;
 
 use super::sodium::KEY_LEN;
 use super::{Key, sodium};
-use crate::cancel::{self, Cancel, Turns, detached};
+use crate::cancel::{self, Cancel, ProcessLock, run_detached};
 use crate::error::{Error, Result};
 use crate::format::tensors::crypt_info::KeyDerivation;
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Minimum number of passes of Argon2id, as in libsodium.
 pub const MIN_OPSLIMIT: u64 = 1;
@@ -58,23 +58,23 @@ pub struct DecryptionOptions {
     /// True to refuse a file without a manifest, whose names, shapes, order and tags are not
     /// authenticated.
     pub require_manifest: bool,
-    derived: Brief<Vec<(KeyDerivation, Key)>>,
+    derived: ForkSafeMutex<Vec<(KeyDerivation, Key)>>,
     /// Held while a key is derived, so that each key is derived once.
-    deriving: Turns,
+    deriving: ProcessLock,
     /// The derivations that each file has asked for, by its path or address.
-    asked: Brief<HashMap<String, Asked>>,
+    derivation_costs: ForkSafeMutex<HashMap<String, DerivationCost>>,
 }
 
 /// The derivations that a file has asked for so far.
 
 #[derive(Clone, Copy)]
-struct Asked {
+struct DerivationCost {
     keys: usize,
     work: u128,
 }
 
-impl Asked {
-    const NOTHING: Self = Asked { keys: 0, work: 0 };
+impl DerivationCost {
+    const NOTHING: Self = DerivationCost { keys: 0, work: 0 };
 }
 
 impl DecryptionOptions {
@@ -86,9 +86,9 @@ impl DecryptionOptions {
             max_memlimit: USUAL_MEMLIMIT,
             max_work: USUAL_WORK,
             require_manifest: false,
-            derived: Brief::default(),
-            deriving: Turns::new(),
-            asked: Brief::default(),
+            derived: ForkSafeMutex::default(),
+            deriving: ProcessLock::new(),
+            derivation_costs: ForkSafeMutex::default(),
         }
     }
 
@@ -104,8 +104,8 @@ impl DecryptionOptions {
 
     /// Resets the count of a file that is opened: derivations of an earlier file with this name do not
     /// count.
-    pub fn opened(&self, uri: &str) {
-        self.asked.lock().remove(uri);
+    pub fn reset_derivations(&self, uri: &str) {
+        self.derivation_costs.lock().remove(uri);
     }
 
     /// True if keys can only be derived: the secret is a passphrase.
@@ -153,14 +153,15 @@ impl DecryptionOptions {
             }
             (Secret::Passphrase(source), Some(derivation)) => (source, derivation),
         };
-        let _turn = cancel::turn(&self.deriving, cancel)?;
-        let known =
+        let _lock = cancel::lock_process(&self.deriving, cancel)?;
+        let cached =
             |(known, key): &(KeyDerivation, Key)| (known == derivation).then(|| key.clone());
-        if let Some(key) = self.derived.lock().iter().find_map(known) {
+        if let Some(key) = self.derived.lock().iter().find_map(cached) {
             return Ok(key);
         }
         self.check_limits(derivation, uri)?;
-        let Asked { keys, work } = self.asked.lock().get(uri).copied().unwrap_or(Asked::NOTHING);
+        let DerivationCost { keys, work } =
+            self.derivation_costs.lock().get(uri).copied().unwrap_or(DerivationCost::NOTHING);
         let work = work + u128::from(derivation.opslimit) * u128::from(derivation.memlimit);
         if keys >= MAX_KEYS {
             return Err(Error::Crypt(format!(
@@ -176,14 +177,16 @@ impl DecryptionOptions {
             )));
         }
         let key = derive(source, derivation, cancel)?;
-        self.asked.lock().insert(uri.to_owned(), Asked { keys: keys + 1, work });
+        self.derivation_costs
+            .lock()
+            .insert(uri.to_owned(), DerivationCost { keys: keys + 1, work });
         self.derived.lock().push((derivation.clone(), key.clone()));
         Ok(key)
     }
 }
 
 /// Lets one derivation run at a time: each takes as much memory as its file asks for.
-static DERIVING: Turns = Turns::new();
+static DERIVING: ProcessLock = ProcessLock::new();
 
 /// Derives a key from a passphrase. A derivation that runs cannot be stopped: if the call is cancelled,
 /// its thread is left to finish, and the next derivation waits for it.
@@ -196,11 +199,11 @@ pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) ->
     let memlimit = usize::try_from(derivation.memlimit).map_err(|_| out_of_memory())?;
     let (source, KeyDerivation { opslimit, salt, .. }) =
         (Zeroizing::new(source.to_vec()), derivation.clone());
-    let wanted = Arc::new(());
-    let asks = Arc::downgrade(&wanted);
-    let derived = detached(cancel, move || {
-        let _turn = DERIVING.get().lock().unwrap_or_else(PoisonError::into_inner);
-        asks.upgrade()?;
+    let caller = Arc::new(());
+    let caller_alive = Arc::downgrade(&caller);
+    let derived = run_detached(cancel, move || {
+        let _lock = DERIVING.get().lock().unwrap_or_else(PoisonError::into_inner);
+        caller_alive.upgrade()?;
         let mut out = Zeroizing::new([0; KEY_LEN]);
         sodium::derive(&mut out, &source, &salt, opslimit, memlimit).then_some(out)
     })?;
@@ -233,7 +236,7 @@ mod tests {
     use crate::cancel::Never;
 
     #[test]
-    fn the_keys_of_a_file_are_bounded_together() {
+    fn work_of_all_key_derivations_of_a_file_is_limited() {
         let mut options = DecryptionOptions::new(Secret::Passphrase(b"words".to_vec().into()));
         options.allow(Some(3), Some(1 << 20));
         let ask = |salt: u8, passes: u64, uri: &str| {
@@ -241,7 +244,7 @@ mod tests {
                 KeyDerivation { opslimit: passes, memlimit: 1 << 20, salt: [salt; 16] };
             options.key(Some(&derivation), uri, &Never)
         };
-        options.opened("file");
+        options.reset_derivations("file");
         ask(1, 2, "file").unwrap();
         // This key was derived before, so it costs nothing.
         ask(1, 2, "file").unwrap();
@@ -251,12 +254,12 @@ mod tests {
         ask(3, 1, "file").unwrap();
         assert!(ask(4, 1, "file").is_err());
         ask(4, 1, "another").unwrap();
-        options.opened("file");
+        options.reset_derivations("file");
         ask(5, 3, "file").unwrap();
     }
 
     #[test]
-    fn many_cheap_keys_are_too_many() {
+    fn number_of_derived_keys_per_file_is_limited() {
         let mut options = DecryptionOptions::new(Secret::Passphrase(b"words".to_vec().into()));
         options.allow(Some(1 << 20), Some(1 << 30));
         let ask = |salt: u8| {
@@ -270,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_derivation_is_left_behind() {
+    fn cancelled_derivation_returns_at_once() {
         let derivation = KeyDerivation { opslimit: 30, memlimit: 64 << 20, salt: [1; 16] };
         let given_up = derive(b"words", &derivation, &|| Err(Error::Cancelled));
         assert!(matches!(given_up, Err(Error::Cancelled)));

@@ -3,16 +3,16 @@
 
 use super::super::hash::digest;
 use super::*;
-use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 /// Bytes per piece.
 const PIECE: usize = 3;
 
 /// One job of a reader: to supply a tensor's header (None), or its data from a position on.
-type Job = (usize, Option<usize>);
+type FeedJob = (usize, Option<usize>);
 
-fn any_jobs(tensors: &[Vec<u8>]) -> Vec<Job> {
-    let mut jobs: Vec<Job> = Vec::new();
+fn any_jobs(tensors: &[Vec<u8>]) -> Vec<FeedJob> {
+    let mut jobs: Vec<FeedJob> = Vec::new();
     for (tensor, data) in tensors.iter().enumerate() {
         jobs.push((tensor, None));
         jobs.extend((0..data.len()).step_by(PIECE).map(|start| (tensor, Some(start))));
@@ -25,7 +25,7 @@ fn any_jobs(tensors: &[Vec<u8>]) -> Vec<Job> {
 
 #[test]
 fn every_tensor_is_hashed_once_and_all_readers_end() {
-    check(Rules { patience: Duration::ZERO, refusals: false }, || {
+    check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
         let tensors: Vec<Vec<u8>> = vec![vec![1; 7], Vec::new(), vec![2; 3], vec![3; 4]];
         // When its header comes, the last tensor turns out not to be hashed.
         let skipped = tensors.len() - 1;
@@ -61,7 +61,7 @@ fn every_tensor_is_hashed_once_and_all_readers_end() {
         for (tensor, found) in locked(&found).iter().enumerate() {
             let expected = (tensor != skipped).then(|| digest(b"header", &tensors[tensor], true));
             assert_eq!(*found, expected);
-            assert_eq!(pool.waiting(tensor), 0);
+            assert_eq!(pool.retained_len(tensor), 0);
         }
     });
 }

@@ -1,6 +1,6 @@
 //! Batches for several devices, in an order that keeps all devices busy.
 
-use super::partition::{Batch, Extent, Limits, PLAN, Segment, SegmentKind, partition};
+use super::partition::{Batch, BatchLimits, Extent, PLAN, Segment, SegmentKind, partition};
 use crate::error::{Error, Result};
 use crate::fallible::{listed, push};
 
@@ -8,7 +8,7 @@ use crate::fallible::{listed, push};
 /// next batch is always for the device with the smallest planned fraction of its bytes.
 pub fn partition_by_device(
     extents: &[Extent],
-    limits: &Limits,
+    limits: &BatchLimits,
     (devices, device_of): (usize, &dyn Fn(usize) -> usize),
 ) -> Result<Vec<Batch>> {
     if devices <= 1 {
@@ -56,15 +56,15 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const LIMITS: Limits = Limits {
+    const LIMITS: BatchLimits = BatchLimits {
         len: 1000,
         tapers: false,
         merge_gap: 100,
         segments: 100,
         unit: 1,
         block: 1,
-        apart: u64::MAX,
-        passing: u64::MAX,
+        separate_len: u64::MAX,
+        overhead: u64::MAX,
     };
 
     fn extents(lens: &[(u64, u64)]) -> Vec<Extent> {
@@ -124,7 +124,7 @@ mod tests {
         }
 
         #[test]
-        fn devices_get_their_bytes_side_by_side(
+        fn no_device_gets_a_batch_ahead_of_the_others(
             first in 20usize..60, second in 20usize..60, len in 500u64..1000,
         ) {
             // The first tensors of the file are for one device, and the last for the other.
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn one_device_has_the_batches_of_the_file() {
+    fn one_device_gets_the_plain_partition() {
         let extents = extents(&[(10, 400), (10, 400), (10, 400), (10, 5000)]);
         let batches = partition_by_device(&extents, &LIMITS, (1, &|_| 0)).unwrap();
         assert_eq!(batches, partition(&extents, &LIMITS).unwrap());

@@ -2,17 +2,17 @@
 //! functions over ranges, without I/O or a clock.
 
 mod by_device;
-mod image;
+mod memory_layout;
 mod pack;
 mod partition;
 mod queue;
-mod runs;
+mod slice_ranges;
 mod staging;
 
 pub use by_device::partition_by_device;
-pub use image::{Block, Large, Layout, Place, SMALL};
+pub use memory_layout::{BlockLayout, BlockLocation, LargeTensors, MemoryLayout, SMALL};
 pub use pack::{MemoryRange, pack};
-pub use partition::{Batch, Extent, Limits, PLAN, Segment, SegmentKind, partition};
+pub use partition::{Batch, BatchLimits, Extent, PLAN, Segment, SegmentKind, partition};
 pub use queue::{Next, WorkQueue};
-pub use runs::Runs;
-pub use staging::{Copy, Staged, Staging, stage};
+pub use slice_ranges::SliceRanges;
+pub use staging::{DeviceCopy, StagedSegment, StagingPlan, plan_staging};

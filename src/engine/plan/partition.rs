@@ -136,7 +136,7 @@ const CUT_LEN: u64 = 4 << 20;
 
 /// Limits on the batches of a plan.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct BatchLimits {
     /// Approximate bytes of a batch.
     pub len: u64,
     /// True if batches become shorter towards the end, so that all readers end at the same time,
@@ -153,52 +153,60 @@ pub struct Limits {
     /// the block that they share.
     pub block: u64,
     /// Tensors with at least this many bytes of data share no batch with others.
-    pub apart: u64,
+    pub separate_len: u64,
     /// Maximum bytes of headers and gaps in a batch of more than one tensor.
-    pub passing: u64,
+    pub overhead: u64,
 }
 
 /// Cuts extents into batches that cover every byte exactly once. A header is never cut, and shares
 /// a batch with the beginning of its data.
 ///
 /// Extents are in rising order of files and positions, and do not overlap.
-pub fn partition(extents: &[Extent], limits: &Limits) -> Result<Vec<Batch>> {
-    let mut making = Making::new(extents, limits);
+pub fn partition(extents: &[Extent], limits: &BatchLimits) -> Result<Vec<Batch>> {
+    let mut partitioner = Partitioner::new(extents, limits);
     for (tensor, extent) in extents.iter().enumerate() {
         if extent.end() <= extent.header_offset {
             continue;
         }
-        let apart = extent.data_len >= limits.apart;
-        if apart || !making.open.as_ref().is_some_and(|open| open.fits(extent, &making.limits)) {
-            making.close()?;
+        let apart = extent.data_len >= limits.separate_len;
+        if apart
+            || !partitioner
+                .open_batch
+                .as_ref()
+                .is_some_and(|open| open.fits(extent, &partitioner.limits))
+        {
+            partitioner.close()?;
         }
-        let open = making.open.get_or_insert_with(|| Open::at(extent.file, extent.header_offset));
+        let open = partitioner
+            .open_batch
+            .get_or_insert_with(|| OpenBatch::at(extent.file, extent.header_offset));
         open.push(SegmentKind::Gap, extent.header_offset.saturating_sub(open.end))?;
         let header_len = extent.data_offset.saturating_sub(extent.header_offset);
         open.push(SegmentKind::Header { tensor }, header_len)?;
         let mut start = 0;
         while start < extent.data_len {
             let position = extent.data_offset + start;
-            let open = making.open.get_or_insert_with(|| Open::at(extent.file, position));
-            let len = making.limits.cut(
-                making.most,
+            let open =
+                partitioner.open_batch.get_or_insert_with(|| OpenBatch::at(extent.file, position));
+            let len = partitioner.limits.cut_len(
+                partitioner.max_len,
                 open.len(),
                 extent.data_len,
                 extent.data_len - start,
             );
-            let len = making.limits.whole_blocks(position, len, extent.data_len - start);
+            let len = partitioner.limits.round_to_block(position, len, extent.data_len - start);
             open.push(SegmentKind::Data { tensor, start }, len)?;
             start += len;
             if start < extent.data_len {
-                making.close()?;
+                partitioner.close()?;
             }
         }
         if apart {
-            making.close()?;
+            partitioner.close()?;
         }
     }
-    making.close()?;
-    Ok(making.batches)
+    partitioner.close()?;
+    Ok(partitioner.batches)
 }
 
 /// A tapered batch has at least this fraction (1/8) of the usual length: a shorter request costs
@@ -208,36 +216,37 @@ const SHORTEST: u64 = 8;
 /// readers, all end at nearly the same time, even the one that began a long batch last.
 const SHARES: u64 = 32;
 
-struct Making {
+struct Partitioner {
     batches: Vec<Batch>,
-    open: Option<Open>,
+    open_batch: Option<OpenBatch>,
     /// The limits of the next batch.
-    limits: Limits,
+    limits: BatchLimits,
     /// Maximum bytes of a batch, and the bytes that are left for later batches.
-    most: u64,
-    left: u64,
+    max_len: u64,
+    remaining: u64,
 }
 
-impl Making {
-    fn new(extents: &[Extent], limits: &Limits) -> Self {
+impl Partitioner {
+    fn new(extents: &[Extent], limits: &BatchLimits) -> Self {
         let lens = extents.iter().map(|extent| extent.end().saturating_sub(extent.header_offset));
-        let (left, most) = (lens.fold(0, u64::saturating_add), limits.len.max(1));
-        let limits = Limits { len: most, unit: limits.unit.max(1), ..*limits };
-        let mut making = Making { batches: Vec::new(), open: None, limits, most, left };
-        making.taper();
-        making
+        let (remaining, max_len) = (lens.fold(0, u64::saturating_add), limits.len.max(1));
+        let limits = BatchLimits { len: max_len, unit: limits.unit.max(1), ..*limits };
+        let mut partitioner =
+            Partitioner { batches: Vec::new(), open_batch: None, limits, max_len, remaining };
+        partitioner.taper();
+        partitioner
     }
 
     fn taper(&mut self) {
         if self.limits.tapers {
-            let shortest = (self.most / SHORTEST).max(1);
-            self.limits.len = (self.left / SHARES).clamp(shortest, self.most);
+            let shortest = (self.max_len / SHORTEST).max(1);
+            self.limits.len = (self.remaining / SHARES).clamp(shortest, self.max_len);
         }
     }
 
     fn close(&mut self) -> Result<()> {
-        if let Some(Open { batch, end, .. }) = self.open.take() {
-            self.left = self.left.saturating_sub(end - batch.offset);
+        if let Some(OpenBatch { batch, end, .. }) = self.open_batch.take() {
+            self.remaining = self.remaining.saturating_sub(end - batch.offset);
             push(&mut self.batches, batch, PLAN)?;
             self.taper();
         }
@@ -245,36 +254,36 @@ impl Making {
     }
 }
 
-impl Limits {
+impl BatchLimits {
     /// Returns the bytes of data to add to a batch of `used` bytes. The tensor has `all` bytes, of
-    /// which `rest` are left. `most`: the value of `len` before it tapered.
-    fn cut(&self, most: u64, used: u64, all: u64, rest: u64) -> u64 {
+    /// which `rest` are left. `max_len`: the value of `len` before it tapered.
+    fn cut_len(&self, max_len: u64, used: u64, all: u64, rest: u64) -> u64 {
         let room = self.len.saturating_sub(used).max(self.len.div_ceil(16));
         let room = (room / self.unit).max(1).saturating_mul(self.unit);
         // The last cut must not leave a tiny rest, and short tensors stay whole.
-        let whole = all <= most && all < CUT_LEN;
-        if whole || rest <= room.saturating_add(self.len / 16) { rest } else { room }
+        let stays_whole = all <= max_len && all < CUT_LEN;
+        if stays_whole || rest <= room.saturating_add(self.len / 16) { rest } else { room }
     }
 
     /// Shortens `len` bytes at `position` so that they end at a block boundary. The last bytes of a
     /// tensor, and those within one block, stay as they are.
-    fn whole_blocks(&self, position: u64, len: u64, rest: u64) -> u64 {
+    fn round_to_block(&self, position: u64, len: u64, rest: u64) -> u64 {
         let over = position.saturating_add(len) % self.block.max(1);
         if self.unit == 1 && len < rest && over < len { len - over } else { len }
     }
 }
 
 /// A batch that more extents may be added to.
-struct Open {
+struct OpenBatch {
     batch: Batch,
     end: u64,
     /// Bytes of headers and gaps in it.
-    passing: u64,
+    overhead: u64,
 }
 
-impl Open {
+impl OpenBatch {
     fn at(file: usize, offset: u64) -> Self {
-        Open { batch: Batch { file, offset, segments: Vec::new() }, end: offset, passing: 0 }
+        OpenBatch { batch: Batch { file, offset, segments: Vec::new() }, end: offset, overhead: 0 }
     }
 
     fn len(&self) -> u64 {
@@ -286,23 +295,23 @@ impl Open {
             push(&mut self.batch.segments, Segment { kind, len }, PLAN)?;
             self.end += len;
             if !matches!(kind, SegmentKind::Data { .. }) {
-                self.passing = self.passing.saturating_add(len);
+                self.overhead = self.overhead.saturating_add(len);
             }
         }
         Ok(())
     }
 
     /// True if the next extent is added to this batch.
-    fn fits(&self, extent: &Extent, limits: &Limits) -> bool {
+    fn fits(&self, extent: &Extent, limits: &BatchLimits) -> bool {
         let Some(gap) = extent.header_offset.checked_sub(self.end) else { return false };
         let offset = self.batch.offset;
         // A long tensor fills the room that is left in a batch; a short one is not worth a cut.
         let room = limits.len.saturating_sub(extent.data_offset.saturating_sub(offset));
         let cut = extent.data_len >= CUT_LEN && room >= limits.len / 16;
-        let passing = extent.data_offset.saturating_sub(self.end);
+        let overhead = extent.data_offset.saturating_sub(self.end);
         extent.file == self.batch.file
             && gap <= limits.merge_gap
-            && self.passing.saturating_add(passing) <= limits.passing
+            && self.overhead.saturating_add(overhead) <= limits.overhead
             && self.batch.segments.len() + 3 <= limits.segments
             && (extent.end().saturating_sub(offset) <= limits.len
                 || self.len().saturating_mul(4) < limits.len

@@ -80,7 +80,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn readers_read_on_and_help_at_the_end() {
+    fn idle_readers_take_half_of_the_longest_share() {
         let shares = WorkQueue::new((0..10).collect(), 3).unwrap();
         assert_eq!(
             [0, 1, 2, 0].map(|reader| shares.next(reader, |_| false).unwrap()),
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn deferred_batches_come_when_there_are_no_others() {
+    fn deferred_work_comes_last() {
         let work = WorkQueue::new((0..6).collect(), 1).unwrap();
         let next = || work.next(0, |number| number % 2 == 0);
         let order: Vec<i32> = std::iter::from_fn(next).collect();
@@ -101,7 +101,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_is_done_once(total in 0usize..50, count in 0usize..9, order in proptest::collection::vec(0usize..20, 0..60)) {
+        fn all_work_is_handed_out_once(total in 0usize..50, count in 0usize..9, order in proptest::collection::vec(0usize..20, 0..60)) {
             let shares = WorkQueue::new((0..total).collect(), count).unwrap();
             let mut done: Vec<usize> = order.iter().filter_map(|&r| shares.next(r, |_| false)).collect();
             done.extend(std::iter::from_fn(|| shares.next(0, |_| false)));

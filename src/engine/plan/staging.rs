@@ -1,13 +1,13 @@
 //! Plans the staging of a batch: the positions of its bytes in staging buffers, and the copies from
 //! there to a device.
 
-use super::image::Place;
+use super::memory_layout::BlockLocation;
 use super::partition::{Batch, Segment, SegmentKind};
 use crate::error::{Error, Result};
 
 /// Bytes that stay together in one staging buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Staged {
+pub struct StagedSegment {
     /// The header, data or gap that they belong to.
     pub kind: SegmentKind,
     /// Index of the buffer; None for bytes that are not copied to the device.
@@ -20,7 +20,7 @@ pub struct Staged {
 
 /// Adjacent bytes of a buffer that go to adjacent bytes of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Copy {
+pub struct DeviceCopy {
     /// Index of the buffer.
     pub buffer: usize,
     /// Position within the buffer.
@@ -35,11 +35,11 @@ pub struct Copy {
 
 /// The staging plan of one batch.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Staging {
+pub struct StagingPlan {
     /// Its bytes, in order.
-    pub staged: Vec<Staged>,
+    pub staged: Vec<StagedSegment>,
     /// The copies to the device.
-    pub copies: Vec<Copy>,
+    pub copies: Vec<DeviceCopy>,
     /// Number of buffers that it needs.
     pub buffers: usize,
 }
@@ -53,25 +53,25 @@ const BLOCKS_FROM: usize = 64 << 10;
 const BLOCK: usize = crate::mem::DISK_BLOCK;
 
 /// Plans the staging of a batch. Data are cut only at multiples of `unit` bytes of their tensor;
-/// `unit` is at most `buffer_len`. `place` returns the destination of a segment at a position of
+/// `unit` is at most `buffer_len`. `locate` returns the destination of a segment at a position of
 /// the file, if it has one.
-pub fn stage(
+pub fn plan_staging(
     batch: &Batch,
     buffer_len: usize,
     unit: usize,
-    place: impl Fn(&Segment, u64) -> Result<Option<Place>>,
-) -> Result<Staging> {
+    locate: impl Fn(&Segment, u64) -> Result<Option<BlockLocation>>,
+) -> Result<StagingPlan> {
     let size = |n: u64| usize::try_from(n).map_err(|_| Error::Bug(format!("{n} bytes")));
-    let mut making = Making { staging: Staging::default(), buffer_len, end: 0 };
+    let mut builder = StagingBuilder { staging: StagingPlan::default(), buffer_len, end: 0 };
     let mut position = batch.offset;
     for segment in &batch.segments {
         let len = size(segment.len)?;
-        match place(segment, position)? {
+        match locate(segment, position)? {
             None => {
-                let staged = Staged { kind: segment.kind, buffer: None, at: 0, len };
-                making.staging.staged.push(staged);
+                let staged = StagedSegment { kind: segment.kind, buffer: None, at: 0, len };
+                builder.staging.staged.push(staged);
             }
-            Some(Place { block, offset }) => {
+            Some(BlockLocation { block, offset }) => {
                 let offset = size(offset)?;
                 let (start, unit) = match segment.kind {
                     SegmentKind::Data { start, .. } => (size(start)?, unit),
@@ -84,24 +84,30 @@ pub fn stage(
                     let now = (unit - (start + done) % unit).min(len - done);
                     let in_block = size((position + done as u64) % BLOCK as u64)?;
                     let like = (blocks && in_block + now <= buffer_len).then_some(in_block);
-                    making.add(segment.kind.later(done as u64), now, block, offset + done, like)?;
+                    builder.add(
+                        segment.kind.later(done as u64),
+                        now,
+                        block,
+                        offset + done,
+                        like,
+                    )?;
                     done += now;
                 }
             }
         }
         position += segment.len;
     }
-    Ok(making.staging)
+    Ok(builder.staging)
 }
 
-struct Making {
-    staging: Staging,
+struct StagingBuilder {
+    staging: StagingPlan,
     buffer_len: usize,
     /// Position after the last bytes in the last buffer.
     end: usize,
 }
 
-impl Making {
+impl StagingBuilder {
     /// Adds bytes that go to `offset` of `block`. `like`: the offset within a disk block that they
     /// must have in the buffer, if that matters.
     fn add(
@@ -121,7 +127,7 @@ impl Making {
             Some(like) => end + (like + BLOCK - end % BLOCK) % BLOCK,
             None => end.next_multiple_of(ALIGNMENT),
         };
-        let Staging { staged, copies, buffers } = &mut self.staging;
+        let StagingPlan { staged, copies, buffers } = &mut self.staging;
         let end = self.end;
         let gap = copies
             .last()
@@ -138,10 +144,10 @@ impl Making {
         }
         let (at, joined) = if fits { (at, gap.is_some()) } else { (next(0), false) };
         let buffer = *buffers - 1;
-        staged.push(Staged { kind, buffer: Some(buffer), at, len });
+        staged.push(StagedSegment { kind, buffer: Some(buffer), at, len });
         match copies.last_mut().filter(|_| joined) {
             Some(last) => last.len = at + len - last.at,
-            None => copies.push(Copy { buffer, at, len, block, offset }),
+            None => copies.push(DeviceCopy { buffer, at, len, block, offset }),
         }
         self.end = at + len;
         Ok(())

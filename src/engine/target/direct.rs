@@ -6,34 +6,34 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::cancel::{self, Cancel};
-use crate::engine::plan::{Extent, Place};
+use crate::engine::plan::{BlockLocation, Extent};
 use crate::error::{Error, Result};
 use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
-use crate::mem::device::{Blocks, DeviceFile, DeviceMemory, Streams};
+use crate::mem::device::{DeviceBlocks, DeviceFile, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
 /// Maximum bytes of the trial read, which the device and the host both do.
-const TRIED: usize = 1 << 20;
+const MAX_TRIAL_LEN: usize = 1 << 20;
 /// Poll interval while the previous user of the memory still uses it.
 const STILL_USED: Duration = Duration::from_micros(100);
 
 /// Files that the device reads, and the memory that it reads them into.
-pub struct Direct<'d> {
+pub struct DirectStorage<'d> {
     files: Vec<Box<dyn DeviceFile>>,
-    memory: &'d Blocks,
-    places: &'d [Place],
-    refused: AtomicBool,
+    memory: &'d DeviceBlocks,
+    locations: &'d [BlockLocation],
+    failed: AtomicBool,
 }
 
-impl<'d> Direct<'d> {
+impl<'d> DirectStorage<'d> {
     /// Opens the sources for the device. None if the device cannot read them, or if its trial read
     /// gave other bytes.
     pub fn open(
         sources: &[&dyn ReadAt],
         extents: &[Extent],
-        (memory, places): (&'d Blocks, &'d [Place]),
+        (memory, locations): (&'d DeviceBlocks, &'d [BlockLocation]),
         streams: &Streams,
         pool: &Pool,
         counters: &Counters,
@@ -50,9 +50,9 @@ impl<'d> Direct<'d> {
         // GPUDirect Storage is not ordered with streams, so earlier uses of the memory must have
         // ended.
         streams.finish()?;
-        let direct = Direct { files, memory, places, refused: AtomicBool::new(false) };
+        let direct = DirectStorage { files, memory, locations, failed: AtomicBool::new(false) };
         for (file, source) in sources.iter().enumerate() {
-            if !direct.gives_the_same((file, *source), extents, streams, pool, cancel)? {
+            if !direct.trial_read_matches((file, *source), extents, streams, pool, cancel)? {
                 counters.fallback(
                     "GPUDirect Storage is not used: it returned other bytes than a plain read",
                 );
@@ -66,7 +66,7 @@ impl<'d> Direct<'d> {
     /// Reads bytes of a file with the device and with a plain read, and returns true if they are
     /// the same. The device reads into the memory of the first tensor, which is allocated first and
     /// gets its own bytes later.
-    fn gives_the_same(
+    fn trial_read_matches(
         &self,
         (file, source): (usize, &dyn ReadAt),
         extents: &[Extent],
@@ -80,48 +80,48 @@ impl<'d> Direct<'d> {
         let Some(((tensor, first), extent)) = with_data().next().zip(largest) else {
             return Ok(true);
         };
-        let most = TRIED.min(pool.buffer_len());
+        let most = MAX_TRIAL_LEN.min(pool.buffer_len());
         let len = extent.data_len.min(first.data_len);
         let len = usize::try_from(len).unwrap_or(usize::MAX).min(most);
         if !self.read(file, (tensor, 0), len, extent.data_offset, cancel)? {
             return Ok(false);
         }
-        let (block, offset) = self.place(tensor, 0, cancel)?;
-        let mut lease = pool.enter(None).lease(1, streams.device(), cancel)?;
+        let (block, offset) = self.location(tensor, 0, cancel)?;
+        let mut lease = pool.enqueue(None).lease(1, streams.device(), cancel)?;
         lease.download(streams.next()?, (0, 0, len), block, offset)?;
         lease.wait(cancel)?;
         let mut plain = vec![0; len];
         let what = || "tensors".to_owned();
-        let mut buffers = Buffers::of(&mut plain);
+        let mut buffers = Buffers::from_slice(&mut plain);
         read_exact_at(source, extent.data_offset, &mut buffers, &what, cancel)?;
         Ok(lease.buffers().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
     }
 
     /// Returns the memory of a tensor's data from `start` on, once its previous use has ended.
-    fn place(
+    fn location(
         &self,
         tensor: usize,
         start: u64,
         cancel: &dyn Cancel,
     ) -> Result<(&'d DeviceMemory, usize)> {
         let bug = || Error::Bug("a tensor without a place".to_owned());
-        let place = self.places.get(tensor).ok_or_else(bug)?;
-        let block = self.memory.get(place.block, cancel)?;
+        let location = self.locations.get(tensor).ok_or_else(bug)?;
+        let block = self.memory.get(location.block, cancel)?;
         while let Some(after) = &block.after
             && !after.passed()?
         {
             cancel::sleep(STILL_USED, cancel)?;
         }
-        Ok((&block.memory, usize::try_from(place.offset + start).map_err(|_| bug())?))
+        Ok((&block.memory, usize::try_from(location.offset + start).map_err(|_| bug())?))
     }
 
     /// True unless a read has failed.
-    pub fn is_of_use(&self) -> bool {
-        !self.refused.load(Ordering::Relaxed)
+    pub fn is_usable(&self) -> bool {
+        !self.failed.load(Ordering::Relaxed)
     }
 
     /// Lets the device read bytes of a tensor from a position of a file. False if that fails: then
-    /// the host must read these bytes, and [`Direct::is_of_use`] is false from now on.
+    /// the host must read these bytes, and [`DirectStorage::is_usable`] is false from now on.
     pub fn read(
         &self,
         file: usize,
@@ -131,14 +131,14 @@ impl<'d> Direct<'d> {
         cancel: &dyn Cancel,
     ) -> Result<bool> {
         let file = self.files.get(file).ok_or_else(|| Error::Bug(format!("no file {file}")))?;
-        let (block, offset) = self.place(tensor, start, cancel)?;
+        let (block, offset) = self.location(tensor, start, cancel)?;
         let mut done = 0;
         while done < len {
             let at = position + done as u64;
             match block.read_from(&**file, offset + done, len - done, at) {
                 // A plain read will report the cause, such as the file's early end.
                 Ok(0) | Err(_) => {
-                    self.refused.store(true, Ordering::Relaxed);
+                    self.failed.store(true, Ordering::Relaxed);
                     return Ok(false);
                 }
                 Ok(read) => done += read.min(len - done),

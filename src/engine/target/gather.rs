@@ -7,10 +7,10 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::scratch::{Scratch, ScratchPool};
-use super::{Chunk, Committed, Lease, Target, batches_of};
+use super::{BatchMemory, CommittedBatch, SegmentBytes, Target, batch_limits};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
-use crate::engine::plan::{Batch, Limits, Runs, Segment, SegmentKind};
+use crate::engine::plan::{Batch, BatchLimits, Segment, SegmentKind, SliceRanges};
 use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::io::Capabilities;
@@ -18,63 +18,63 @@ use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// Maximum bytes of a batch; each reader has one batch in memory.
-pub const MOST: u64 = 16 << 20;
+pub const MAX_BATCH_LEN: u64 = 16 << 20;
 /// The smallest value of that maximum, in bytes.
-const LEAST: u64 = 1 << 20;
+const MIN_BATCH_LEN: u64 = 1 << 20;
 
 /// A batch may be this many times as long as planned.
-const LONGER: u64 = 2;
+const MAX_OVERSHOOT: u64 = 2;
 
 /// Returns the minimum memory that a reader needs for its batch.
-pub fn least(decrypts: bool) -> u64 {
-    LONGER * if decrypts { PIECE_LEN } else { LEAST }
+pub fn min_memory(decrypts: bool) -> u64 {
+    MAX_OVERSHOOT * if decrypts { PIECE_LEN } else { MIN_BATCH_LEN }
 }
 
 /// Returns the maximum bytes of a batch under a memory limit.
-pub fn most(shares: &LoadShares) -> u64 {
-    (shares.gathers / LONGER).min(MOST)
+pub fn max_batch_len(shares: &LoadShares) -> u64 {
+    (shares.gathers / MAX_OVERSHOOT).min(MAX_BATCH_LEN)
 }
 
-/// A range of a tensor that is read for the runs in it. The engine treats it as a tensor of its
-/// own.
-pub struct Span<'a> {
+/// A range of a tensor that is read for the contiguous ranges in it. The engine treats it as a
+/// tensor of its own.
+pub struct CoalescedRead<'a> {
     /// Position of its first byte in the tensor.
     pub start: u64,
     /// The wanted contiguous ranges of the tensor.
-    pub runs: &'a Runs,
+    pub ranges: &'a SliceRanges,
     /// Memory for the wanted bytes that are not planned yet.
     pub to: &'a mut [MaybeUninit<u8>],
 }
 
 /// Memory of slices, as a target.
-pub struct Gather<'a> {
-    spans: Vec<Span<'a>>,
+pub struct GatherTarget<'a> {
+    reads: Vec<CoalescedRead<'a>>,
     scratch: ScratchPool,
     /// Maximum bytes of a batch.
-    most: u64,
+    max_batch_len: u64,
 }
 
-impl<'a> Gather<'a> {
-    /// Creates the target for spans, in the order of the engine's tensor numbers.
-    pub fn new(spans: Vec<Span<'a>>) -> Self {
-        Gather { spans, scratch: ScratchPool::default(), most: MOST }
+impl<'a> GatherTarget<'a> {
+    /// Creates the target for reads, in the order of the engine's tensor numbers.
+    pub fn new(reads: Vec<CoalescedRead<'a>>) -> Self {
+        GatherTarget { reads, scratch: ScratchPool::default(), max_batch_len: MAX_BATCH_LEN }
     }
 }
 
 /// A range of a tensor in a batch, of which some bytes are wanted.
-pub struct Part<'a> {
+pub struct SliceInBatch<'a> {
     /// Position in the batch of the byte at `range.start` of the tensor.
     pub at: u64,
     /// The range.
     pub range: Range<u64>,
     /// The wanted contiguous ranges of the tensor.
-    pub runs: &'a Runs,
+    pub ranges: &'a SliceRanges,
 }
 
-impl Part<'_> {
+impl SliceInBatch<'_> {
     /// Returns the wanted bytes of the batch, in rising order.
     pub fn of<'b>(&self, batch: &'b [u8]) -> impl Iterator<Item = Result<&'b [u8]>> {
-        self.runs.within(&self.range).map(|(position, len)| {
+        self.ranges.within(&self.range).map(|(position, len)| {
             let bug = || Error::Bug("a run beyond its batch".to_owned());
             let from = usize::try_from(self.at + position - self.range.start).map_err(|_| bug())?;
             let len = usize::try_from(len).map_err(|_| bug())?;
@@ -84,19 +84,19 @@ impl Part<'_> {
 }
 
 /// Wanted bytes of a batch, and the memory that they are copied to.
-pub struct Wanted<'a> {
-    part: Part<'a>,
+pub struct SliceCopy<'a> {
+    part: SliceInBatch<'a>,
     to: &'a mut [MaybeUninit<u8>],
 }
 
-impl<'a> Target for Gather<'a> {
-    type Job = Vec<Wanted<'a>>;
-    type Turn<'t>
+impl<'a> Target for GatherTarget<'a> {
+    type BatchPlan = Vec<SliceCopy<'a>>;
+    type QueueTicket<'t>
         = ()
     where
         Self: 't;
     type Lease<'t>
-        = Gathered<'a>
+        = GatherBatch<'a>
     where
         Self: 't;
     type Bytes = &'static [u8];
@@ -107,45 +107,46 @@ impl<'a> Target for Gather<'a> {
         readers: WorkerRange,
         total: u64,
         decrypts: bool,
-    ) -> Limits {
-        let even = total.div_ceil(readers.most.max(1) as u64).max(LEAST);
-        batches_of(even.min(source.request_len).min(self.most), source, decrypts)
+    ) -> BatchLimits {
+        let even = total.div_ceil(readers.max.max(1) as u64).max(MIN_BATCH_LEN);
+        batch_limits(even.min(source.request_len).min(self.max_batch_len), source, decrypts)
     }
 
     fn needs(&self, source: &Capabilities, readers: usize, decrypts: bool) -> LoadNeeds {
-        let gathers = least(decrypts);
+        let gathers = min_memory(decrypts);
         LoadNeeds { readers, reader: source.reader_memory, gathers, staging: None }
     }
 
-    fn bound(&mut self, shares: &LoadShares) {
-        self.most = most(shares);
+    fn limit_memory(&mut self, shares: &LoadShares) {
+        self.max_batch_len = max_batch_len(shares);
     }
 
     fn unit(&self) -> u64 {
         u64::MAX
     }
 
-    fn plan(&mut self, batch: &Batch) -> Result<Vec<Wanted<'a>>> {
+    fn plan(&mut self, batch: &Batch) -> Result<Vec<SliceCopy<'a>>> {
         let bug = || Error::Bug("a span without memory".to_owned());
         let mut wanted = Vec::new();
         let mut at = 0;
         for segment in &batch.segments {
             if let SegmentKind::Data { tensor, start } = segment.kind {
-                let Span { start: first, runs, to } = self.spans.get_mut(tensor).ok_or_else(bug)?;
+                let CoalescedRead { start: first, ranges, to } =
+                    self.reads.get_mut(tensor).ok_or_else(bug)?;
                 let from = *first + start;
                 let range = from..from + segment.len;
-                let len = runs.before(range.end) - runs.before(range.start);
+                let len = ranges.before(range.end) - ranges.before(range.start);
                 let len = usize::try_from(len).map_err(|_| bug())?;
                 let (now, later) = std::mem::take(to).split_at_mut_checked(len).ok_or_else(bug)?;
                 *to = later;
-                wanted.push(Wanted { part: Part { at, range, runs }, to: now });
+                wanted.push(SliceCopy { part: SliceInBatch { at, range, ranges }, to: now });
             }
             at += segment.len;
         }
         Ok(wanted)
     }
 
-    fn enter(&self, _batch: &Batch) -> Result<()> {
+    fn enqueue(&self, _batch: &Batch) -> Result<()> {
         Ok(())
     }
 
@@ -153,25 +154,25 @@ impl<'a> Target for Gather<'a> {
         &'t self,
         _turn: (),
         batch: Batch,
-        wanted: Vec<Wanted<'a>>,
+        wanted: Vec<SliceCopy<'a>>,
         _idle: &dyn Fn() -> Result<bool>,
         _cancel: &dyn Cancel,
-    ) -> Result<Gathered<'a>> {
+    ) -> Result<GatherBatch<'a>> {
         let bug = |_| Error::Bug("a batch beyond memory".to_owned());
         let len = usize::try_from(batch.len()).map_err(bug)?;
-        let scratch = self.scratch.take(batch.offset, len)?;
-        Ok(Gathered { segments: batch.segments, wanted, scratch })
+        let scratch = self.scratch.acquire(batch.offset, len)?;
+        Ok(GatherBatch { segments: batch.segments, wanted, scratch })
     }
 
     fn commit(
         &self,
-        mut lease: Gathered<'a>,
+        mut lease: GatherBatch<'a>,
         _keep: bool,
         _cancel: &dyn Cancel,
-    ) -> Result<Committed<&'static [u8]>> {
+    ) -> Result<CommittedBatch<&'static [u8]>> {
         let bug = || Error::Bug("a run beyond its memory".to_owned());
         let all = lease.scratch.bytes();
-        for Wanted { part, to } in lease.wanted {
+        for SliceCopy { part, to } in lease.wanted {
             let mut rest = to;
             for bytes in part.of(all) {
                 let bytes = bytes?;
@@ -183,24 +184,24 @@ impl<'a> Target for Gather<'a> {
                 rest = later;
             }
         }
-        self.scratch.give_back(lease.scratch);
-        Ok(Committed::in_host(Vec::new()))
+        self.scratch.release(lease.scratch);
+        Ok(CommittedBatch::in_host(Vec::new()))
     }
 }
 
 /// Memory for one batch.
-pub struct Gathered<'a> {
+pub struct GatherBatch<'a> {
     segments: Vec<Segment>,
-    wanted: Vec<Wanted<'a>>,
+    wanted: Vec<SliceCopy<'a>>,
     scratch: Scratch,
 }
 
-impl Lease for Gathered<'_> {
+impl BatchMemory for GatherBatch<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
-        read(0, &mut Buffers::of(self.scratch.bytes()))
+        read(0, &mut Buffers::from_slice(self.scratch.bytes()))
     }
 
-    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
+    fn chunks(&mut self) -> Result<Vec<SegmentBytes<'_>>> {
         let mut rest = self.scratch.bytes();
         let mut chunks = Vec::with_capacity(self.segments.len());
         for segment in &self.segments {
@@ -208,7 +209,7 @@ impl Lease for Gathered<'_> {
             let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
             let (bytes, later) = cut.ok_or_else(|| Error::Bug("a short batch".to_owned()))?;
             rest = later;
-            chunks.push(Chunk { kind: segment.kind, bytes });
+            chunks.push(SegmentBytes { kind: segment.kind, bytes });
         }
         Ok(chunks)
     }

@@ -1,58 +1,63 @@
 //! Gathers slices in staging buffers on their way to a device, for slices whose contiguous ranges
 //! are short.
 
-use super::device::{Buffered, Kept, ToDevice};
-use super::gather::{self, Part};
+use super::device::{DeviceTarget, StagedBatch, StagedBytes};
+use super::gather::{self, SliceInBatch};
 use super::scratch::{Scratch, ScratchPool};
-use super::{Chunk, Committed, Lease, Target};
+use super::{BatchMemory, CommittedBatch, SegmentBytes, Target};
 use crate::cancel::Cancel;
-use crate::engine::plan::{Batch, Limits, PLAN, Runs, Segment, SegmentKind};
+use crate::engine::plan::{Batch, BatchLimits, PLAN, Segment, SegmentKind, SliceRanges};
 use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::push;
 use crate::io::Capabilities;
 use crate::mem::Buffers;
-use crate::mem::pinned::Ticket;
+use crate::mem::pinned::QueueTicket;
 use crate::memory_limit::{LoadNeeds, LoadShares};
 
 /// A range of a tensor that is read for a slice of it. The engine treats it as a tensor of its own.
 #[derive(Clone, Copy)]
-pub struct DeviceSpan<'a> {
+pub struct DeviceCoalescedRead<'a> {
     /// Position of its first byte in the tensor.
     pub start: u64,
     /// The contiguous ranges of the slice.
-    pub runs: &'a Runs,
+    pub ranges: &'a SliceRanges,
 }
 
 /// Device memory as a target for slices, whose contiguous ranges are copied without the bytes
 /// between them.
-pub struct GatherToDevice<'d> {
-    to: ToDevice<'d>,
-    spans: &'d [DeviceSpan<'d>],
+pub struct DeviceGatherTarget<'d> {
+    to: DeviceTarget<'d>,
+    reads: &'d [DeviceCoalescedRead<'d>],
     scratch: ScratchPool,
     /// Maximum bytes of a batch.
-    most: u64,
+    max_batch_len: u64,
 }
 
-impl<'d> GatherToDevice<'d> {
-    /// Creates the target for spans, in the order of the engine's tensor numbers. The locations of
+impl<'d> DeviceGatherTarget<'d> {
+    /// Creates the target for reads, in the order of the engine's tensor numbers. The locations of
     /// `to` are those of their slices.
-    pub fn new(to: ToDevice<'d>, spans: &'d [DeviceSpan<'d>]) -> Self {
-        GatherToDevice { to, spans, scratch: ScratchPool::default(), most: gather::MOST }
+    pub fn new(to: DeviceTarget<'d>, reads: &'d [DeviceCoalescedRead<'d>]) -> Self {
+        DeviceGatherTarget {
+            to,
+            reads,
+            scratch: ScratchPool::default(),
+            max_batch_len: gather::MAX_BATCH_LEN,
+        }
     }
 }
 
-impl<'d> Target for GatherToDevice<'d> {
-    type Job = ();
-    type Turn<'t>
-        = Ticket<'d>
+impl<'d> Target for DeviceGatherTarget<'d> {
+    type BatchPlan = ();
+    type QueueTicket<'t>
+        = QueueTicket<'d>
     where
         Self: 't;
     type Lease<'t>
-        = Gathered<'d>
+        = DeviceGatherBatch<'d>
     where
         Self: 't;
-    type Bytes = Kept<'d>;
+    type Bytes = StagedBytes<'d>;
 
     /// The limits of `to` suit here too: the wanted bytes of a batch are no more than the batch,
     /// and so fit into its staging buffers.
@@ -62,23 +67,23 @@ impl<'d> Target for GatherToDevice<'d> {
         readers: WorkerRange,
         total: u64,
         decrypts: bool,
-    ) -> Limits {
+    ) -> BatchLimits {
         let limits = self.to.limits(source, readers, total, decrypts);
-        Limits { len: limits.len.min(self.most), ..limits }
+        BatchLimits { len: limits.len.min(self.max_batch_len), ..limits }
     }
 
     fn needs(&self, source: &Capabilities, readers: usize, decrypts: bool) -> LoadNeeds {
-        let gathers = gather::least(decrypts);
+        let gathers = gather::min_memory(decrypts);
         LoadNeeds { gathers, ..self.to.needs(source, readers, decrypts) }
     }
 
-    fn bound(&mut self, shares: &LoadShares) {
-        self.to.bound(shares);
-        self.most = gather::most(shares);
+    fn limit_memory(&mut self, shares: &LoadShares) {
+        self.to.limit_memory(shares);
+        self.max_batch_len = gather::max_batch_len(shares);
     }
 
-    fn expect(&mut self, total: u64) {
-        self.to.expect(total);
+    fn expect_bytes(&mut self, total: u64) {
+        self.to.expect_bytes(total);
     }
 
     fn unit(&self) -> u64 {
@@ -101,64 +106,65 @@ impl<'d> Target for GatherToDevice<'d> {
         self.to.node(device)
     }
 
-    fn enter(&self, batch: &Batch) -> Result<Ticket<'d>> {
-        self.to.enter(batch)
+    fn enqueue(&self, batch: &Batch) -> Result<QueueTicket<'d>> {
+        self.to.enqueue(batch)
     }
 
     fn acquire<'t>(
         &'t self,
-        turn: Ticket<'d>,
+        ticket: QueueTicket<'d>,
         batch: Batch,
         (): (),
         idle: &dyn Fn() -> Result<bool>,
         cancel: &dyn Cancel,
-    ) -> Result<Gathered<'d>> {
+    ) -> Result<DeviceGatherBatch<'d>> {
         let bug = || Error::Bug("a span of no slice".to_owned());
         let (mut parts, mut gathered, mut at) = (Vec::new(), Vec::new(), 0);
         for segment in &batch.segments {
             if let SegmentKind::Data { tensor, start } = segment.kind {
-                let DeviceSpan { start: first, runs } = *self.spans.get(tensor).ok_or_else(bug)?;
+                let DeviceCoalescedRead { start: first, ranges } =
+                    *self.reads.get(tensor).ok_or_else(bug)?;
                 let range = first + start..first + start + segment.len;
-                let start = runs.before(range.start);
-                let len = runs.before(range.end) - start;
+                let start = ranges.before(range.start);
+                let len = ranges.before(range.end) - start;
                 if len > 0 {
                     let kind = SegmentKind::Data { tensor, start };
                     push(&mut gathered, Segment { kind, len }, PLAN)?;
-                    push(&mut parts, Part { at, range, runs }, PLAN)?;
+                    push(&mut parts, SliceInBatch { at, range, ranges }, PLAN)?;
                 }
             }
             at += segment.len;
         }
         let len = usize::try_from(at).map_err(|_| bug())?;
         let wanted = Batch { file: batch.file, offset: 0, segments: gathered };
-        let buffered = self.to.acquire(turn, wanted, (), idle, cancel)?;
-        Ok(Gathered { parts, buffered, scratch: self.scratch.take(batch.offset, len)? })
+        let staged = self.to.acquire(ticket, wanted, (), idle, cancel)?;
+        Ok(DeviceGatherBatch { parts, staged, scratch: self.scratch.acquire(batch.offset, len)? })
     }
 
     fn commit(
         &self,
-        lease: Gathered<'d>,
+        lease: DeviceGatherBatch<'d>,
         keep: bool,
         cancel: &dyn Cancel,
-    ) -> Result<Committed<Kept<'d>>> {
-        self.scratch.give_back(lease.scratch);
-        self.to.commit(lease.buffered, keep, cancel)
+    ) -> Result<CommittedBatch<StagedBytes<'d>>> {
+        self.scratch.release(lease.scratch);
+        self.to.commit(lease.staged, keep, cancel)
     }
 }
 
 /// Memory for one batch, and staging buffers for its wanted bytes.
-pub struct Gathered<'d> {
-    parts: Vec<Part<'d>>,
-    buffered: Buffered<'d>,
+pub struct DeviceGatherBatch<'d> {
+    parts: Vec<SliceInBatch<'d>>,
+    staged: StagedBatch<'d>,
     scratch: Scratch,
 }
 
-impl Lease for Gathered<'_> {
+impl BatchMemory for DeviceGatherBatch<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
-        read(0, &mut Buffers::of(self.scratch.bytes()))?;
+        read(0, &mut Buffers::from_slice(self.scratch.bytes()))?;
         let bug = || Error::Bug("a slice beyond its staging buffers".to_owned());
         let bytes = self.scratch.bytes();
-        let mut memory = self.buffered.memory()?.into_iter();
+        let mut memory = self.staged.memory()?.into_iter();
         let mut room: &mut [u8] = &mut [];
         for part in &self.parts {
             for found in part.of(bytes) {
@@ -179,7 +185,7 @@ impl Lease for Gathered<'_> {
     }
 
     /// Returns the wanted bytes; the others are in no chunk.
-    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
-        self.buffered.chunks()
+    fn chunks(&mut self) -> Result<Vec<SegmentBytes<'_>>> {
+        self.staged.chunks()
     }
 }

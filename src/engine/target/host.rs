@@ -2,78 +2,78 @@
 
 use std::mem::MaybeUninit;
 
-use super::{Chunk, Committed, Lease, Target, batches_of};
+use super::{BatchMemory, CommittedBatch, SegmentBytes, Target, batch_limits};
 use crate::cancel::Cancel;
 use crate::engine::plan::PLAN;
-use crate::engine::plan::{Batch, Limits, Segment, SegmentKind};
+use crate::engine::plan::{Batch, BatchLimits, Segment, SegmentKind};
 use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
 use crate::fallible::{listed, with_room, zeroed};
 use crate::io::Capabilities;
-use crate::mem::{Buffers, Lent, filled};
+use crate::mem::{BufferToFill, Buffers, fill_all};
 
 /// Minimum bytes of a batch; fewer are not worth one.
 const MIN_BATCH: u64 = 1 << 20;
 
 /// Memory for the tensors of a load.
-pub struct Host<'a> {
+pub struct HostTarget<'a> {
     /// For each tensor, the part of its memory that is not planned yet, unless it is in an image.
     tensors: Vec<&'a mut [MaybeUninit<u8>]>,
     /// The images, in the order of their files and positions.
-    images: Vec<Image<'a>>,
+    images: Vec<FileImage<'a>>,
 }
 
 /// Memory that is an image of a range of a file.
-pub struct Image<'a> {
+pub struct FileImage<'a> {
     /// Index of the file.
     pub file: usize,
     /// File position of its first byte that is not planned yet.
     pub position: u64,
     /// The memory from that position on.
-    pub memory: Span<'a>,
+    pub memory: ImageMemory<'a>,
 }
 
 /// Memory of an image.
-pub enum Span<'a> {
+pub enum ImageMemory<'a> {
     /// Memory to read into.
     Empty(&'a mut [MaybeUninit<u8>]),
     /// A mapping of the file, which needs no read.
     Mapped(&'a mut [u8]),
 }
 
-impl<'a> Span<'a> {
+impl<'a> ImageMemory<'a> {
     fn len(&self) -> usize {
         match self {
-            Span::Empty(bytes) => bytes.len(),
-            Span::Mapped(bytes) => bytes.len(),
+            ImageMemory::Empty(bytes) => bytes.len(),
+            ImageMemory::Mapped(bytes) => bytes.len(),
         }
     }
 
     /// Cuts off and returns the first `len` bytes; None if there are fewer.
     fn cut(&mut self, len: usize) -> Option<Self> {
         match self {
-            Span::Empty(bytes) => {
+            ImageMemory::Empty(bytes) => {
                 let (now, later) = std::mem::take(bytes).split_at_mut_checked(len)?;
                 *bytes = later;
-                Some(Span::Empty(now))
+                Some(ImageMemory::Empty(now))
             }
-            Span::Mapped(bytes) => {
+            ImageMemory::Mapped(bytes) => {
                 let (now, later) = std::mem::take(bytes).split_at_mut_checked(len)?;
                 *bytes = later;
-                Some(Span::Mapped(now))
+                Some(ImageMemory::Mapped(now))
             }
         }
     }
 }
 
-impl<'a> Image<'a> {
+impl<'a> FileImage<'a> {
     fn holds(&self, position: u64, len: u64) -> bool {
         let skip = position.checked_sub(self.position);
         skip.and_then(|skip| skip.checked_add(len))
             .is_some_and(|end| end <= self.memory.len() as u64)
     }
 
-    fn cut(&mut self, position: u64, len: u64) -> Option<Span<'a>> {
+    fn cut(&mut self, position: u64, len: u64) -> Option<ImageMemory<'a>> {
         let skip = usize::try_from(position.checked_sub(self.position)?).ok()?;
         self.memory.cut(skip)?;
         let span = self.memory.cut(usize::try_from(len).ok()?)?;
@@ -82,15 +82,15 @@ impl<'a> Image<'a> {
     }
 }
 
-impl<'a> Host<'a> {
+impl<'a> HostTarget<'a> {
     /// Creates the target. Slices of `tensors` are empty for those in an image; images are in the
     /// order of their files and positions.
-    pub fn new(tensors: Vec<&'a mut [MaybeUninit<u8>]>, images: Vec<Image<'a>>) -> Self {
-        Host { tensors, images }
+    pub fn new(tensors: Vec<&'a mut [MaybeUninit<u8>]>, images: Vec<FileImage<'a>>) -> Self {
+        HostTarget { tensors, images }
     }
 
     /// Returns the image that contains some bytes of a file, if one does.
-    fn image(&mut self, file: usize, position: u64, len: u64) -> Option<&mut Image<'a>> {
+    fn image_with(&mut self, file: usize, position: u64, len: u64) -> Option<&mut FileImage<'a>> {
         let after =
             self.images.partition_point(|image| (image.file, image.position) <= (file, position));
         let image = self.images.get_mut(after.checked_sub(1)?)?;
@@ -99,36 +99,36 @@ impl<'a> Host<'a> {
 }
 
 /// Adjacent segments with adjacent memory.
-pub struct Run<'a> {
+pub struct SegmentRun<'a> {
     segments: usize,
-    memory: Memory<'a>,
+    memory: RunMemory<'a>,
 }
 
-enum Memory<'a> {
+enum RunMemory<'a> {
     Empty(&'a mut [MaybeUninit<u8>]),
     Full(&'a mut [u8]),
     /// Memory of the lease, for headers and unwanted bytes.
-    Passing(usize),
+    Overhead(usize),
 }
 
-impl Memory<'_> {
+impl RunMemory<'_> {
     fn len(&self) -> usize {
         match self {
-            Memory::Empty(bytes) => bytes.len(),
-            Memory::Full(bytes) => bytes.len(),
-            Memory::Passing(len) => *len,
+            RunMemory::Empty(bytes) => bytes.len(),
+            RunMemory::Full(bytes) => bytes.len(),
+            RunMemory::Overhead(len) => *len,
         }
     }
 }
 
-impl<'a> Target for Host<'a> {
-    type Job = Vec<Run<'a>>;
-    type Turn<'t>
+impl<'a> Target for HostTarget<'a> {
+    type BatchPlan = Vec<SegmentRun<'a>>;
+    type QueueTicket<'t>
         = ()
     where
         Self: 't;
     type Lease<'t>
-        = HostLease<'a>
+        = HostBatch<'a>
     where
         Self: 't;
     type Bytes = &'a [u8];
@@ -141,34 +141,34 @@ impl<'a> Target for Host<'a> {
         readers: WorkerRange,
         total: u64,
         decrypts: bool,
-    ) -> Limits {
-        let stays = readers.first == readers.most;
-        let number = readers.most as u64;
+    ) -> BatchLimits {
+        let stays = readers.initial == readers.max;
+        let number = readers.max as u64;
         let rounds = total.div_ceil(number.saturating_mul(source.request_len)).max(1);
         let even = total.div_ceil(number.saturating_mul(rounds));
         // A batch ends where a tensor does, if that is near, and may so be shorter. A slightly
         // larger length keeps the number of batches.
         let even = even.saturating_add(even / 32).max(MIN_BATCH);
         let len = if stays { even } else { source.request_len };
-        Limits { tapers: !stays, ..batches_of(len, source, decrypts) }
+        BatchLimits { tapers: !stays, ..batch_limits(len, source, decrypts) }
     }
 
     fn unit(&self) -> u64 {
         u64::MAX
     }
 
-    fn takes_steps(&self) -> bool {
+    fn reads_in_steps(&self) -> bool {
         true
     }
 
-    fn plan(&mut self, batch: &Batch) -> Result<Vec<Run<'a>>> {
+    fn plan(&mut self, batch: &Batch) -> Result<Vec<SegmentRun<'a>>> {
         let bug = || Error::Bug("a batch without destinations".to_owned());
         let mut runs = with_room(batch.segments.len(), PLAN)?;
         let mut position = batch.offset;
         let mut segments = batch.segments.iter().peekable();
         while let Some(segment) = segments.next() {
             let (mut count, mut len) = (1, segment.len);
-            let memory = match (self.image(batch.file, position, len), segment.kind) {
+            let memory = match (self.image_with(batch.file, position, len), segment.kind) {
                 (Some(image), _) => {
                     while let Some(next) =
                         segments.next_if(|next| image.holds(position, len.saturating_add(next.len)))
@@ -176,8 +176,8 @@ impl<'a> Target for Host<'a> {
                         (count, len) = (count + 1, len + next.len);
                     }
                     match image.cut(position, len).ok_or_else(bug)? {
-                        Span::Empty(bytes) => Memory::Empty(bytes),
-                        Span::Mapped(bytes) => Memory::Full(bytes),
+                        ImageMemory::Empty(bytes) => RunMemory::Empty(bytes),
+                        ImageMemory::Mapped(bytes) => RunMemory::Full(bytes),
                     }
                 }
                 (None, SegmentKind::Data { tensor, .. }) => {
@@ -185,17 +185,17 @@ impl<'a> Target for Host<'a> {
                     let len = usize::try_from(len).map_err(|_| bug())?;
                     let cut = std::mem::take(rest).split_at_mut_checked(len).ok_or_else(bug)?;
                     *rest = cut.1;
-                    Memory::Empty(cut.0)
+                    RunMemory::Empty(cut.0)
                 }
-                (None, _) => Memory::Passing(usize::try_from(len).map_err(|_| bug())?),
+                (None, _) => RunMemory::Overhead(usize::try_from(len).map_err(|_| bug())?),
             };
-            runs.push(Run { segments: count, memory });
+            runs.push(SegmentRun { segments: count, memory });
             position += len;
         }
         Ok(runs)
     }
 
-    fn enter(&self, _batch: &Batch) -> Result<()> {
+    fn enqueue(&self, _batch: &Batch) -> Result<()> {
         Ok(())
     }
 
@@ -203,33 +203,33 @@ impl<'a> Target for Host<'a> {
         &'t self,
         _turn: (),
         batch: Batch,
-        runs: Vec<Run<'a>>,
+        runs: Vec<SegmentRun<'a>>,
         _idle: &dyn Fn() -> Result<bool>,
         _cancel: &dyn Cancel,
-    ) -> Result<HostLease<'a>> {
-        let passing = runs.iter().map(|run| match run.memory {
-            Memory::Passing(len) => len,
+    ) -> Result<HostBatch<'a>> {
+        let overhead = runs.iter().map(|run| match run.memory {
+            RunMemory::Overhead(len) => len,
             _ => 0,
         });
-        let passing = zeroed(passing.sum(), || "headers of tensors".to_owned())?;
-        Ok(HostLease { segments: batch.segments, runs, passing })
+        let overhead = zeroed(overhead.sum(), || "headers of tensors".to_owned())?;
+        Ok(HostBatch { segments: batch.segments, runs, overhead })
     }
 
     fn commit(
         &self,
-        lease: HostLease<'a>,
+        lease: HostBatch<'a>,
         keep: bool,
         _cancel: &dyn Cancel,
-    ) -> Result<Committed<&'a [u8]>> {
+    ) -> Result<CommittedBatch<&'a [u8]>> {
         if !keep {
-            return Ok(Committed::in_host(Vec::new()));
+            return Ok(CommittedBatch::in_host(Vec::new()));
         }
         let mut bytes: Vec<&'a [u8]> = with_room(lease.segments.len(), PLAN)?;
         let mut segments = lease.segments.iter();
         for run in lease.runs {
             let mut rest: &'a [u8] = match run.memory {
-                Memory::Full(bytes) => bytes,
-                Memory::Empty(_) | Memory::Passing(_) => &[],
+                RunMemory::Full(bytes) => bytes,
+                RunMemory::Empty(_) | RunMemory::Overhead(_) => &[],
             };
             for segment in segments.by_ref().take(run.segments) {
                 let len = usize::try_from(segment.len).unwrap_or(usize::MAX).min(rest.len());
@@ -238,46 +238,46 @@ impl<'a> Target for Host<'a> {
                 rest = later;
             }
         }
-        Ok(Committed::in_host(bytes))
+        Ok(CommittedBatch::in_host(bytes))
     }
 }
 
 /// Memory for one batch.
-pub struct HostLease<'a> {
+pub struct HostBatch<'a> {
     segments: Vec<Segment>,
-    runs: Vec<Run<'a>>,
-    passing: Box<[u8]>,
+    runs: Vec<SegmentRun<'a>>,
+    overhead: Box<[u8]>,
 }
 
-impl Lease for HostLease<'_> {
+impl BatchMemory for HostBatch<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
-        let mut passing = &mut *self.passing;
+        let mut overhead = &mut *self.overhead;
         let mut position = 0;
         // Mapped runs need no read; the others between two of them are filled with one read.
-        let is_full = |run: &Run<'_>| matches!(run.memory, Memory::Full(_));
+        let is_full = |run: &SegmentRun<'_>| matches!(run.memory, RunMemory::Full(_));
         for runs in self.runs.chunk_by_mut(|a, b| is_full(a) == is_full(b)) {
             let len: u64 = runs.iter().map(|run| run.memory.len() as u64).sum();
             if !runs.first().is_some_and(is_full) {
-                fill(runs, &mut passing, |buffers| read(position, buffers))?;
+                fill(runs, &mut overhead, |buffers| read(position, buffers))?;
             }
             position += len;
         }
         Ok(())
     }
 
-    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>> {
+    fn chunks(&mut self) -> Result<Vec<SegmentBytes<'_>>> {
         let bug = || Error::Bug("a chunk without memory".to_owned());
-        let mut passing = &mut *self.passing;
+        let mut overhead = &mut *self.overhead;
         let mut chunks = with_room(self.segments.len(), PLAN)?;
         let mut segments = self.segments.iter();
         for run in &mut self.runs {
             let mut rest: &mut [u8] = match &mut run.memory {
-                Memory::Full(bytes) => bytes,
-                Memory::Empty(_) => return Err(bug()),
-                Memory::Passing(len) => {
-                    let cut = std::mem::take(&mut passing).split_at_mut_checked(*len);
+                RunMemory::Full(bytes) => bytes,
+                RunMemory::Empty(_) => return Err(bug()),
+                RunMemory::Overhead(len) => {
+                    let cut = std::mem::take(&mut overhead).split_at_mut_checked(*len);
                     let (now, later) = cut.ok_or_else(bug)?;
-                    passing = later;
+                    overhead = later;
                     now
                 }
             };
@@ -286,37 +286,40 @@ impl Lease for HostLease<'_> {
                 let cut = std::mem::take(&mut rest).split_at_mut_checked(len);
                 let (bytes, later) = cut.ok_or_else(bug)?;
                 rest = later;
-                chunks.push(Chunk { kind: segment.kind, bytes });
+                chunks.push(SegmentBytes { kind: segment.kind, bytes });
             }
         }
         Ok(chunks)
     }
 }
 
-/// Fills adjacent runs with one read. Headers and unwanted bytes go into memory of `passing`.
+/// Fills adjacent runs with one read. Headers and unwanted bytes go into memory of `overhead`.
 fn fill(
-    runs: &mut [Run<'_>],
-    passing: &mut &mut [u8],
+    runs: &mut [SegmentRun<'_>],
+    overhead: &mut &mut [u8],
     read: impl FnOnce(&mut Buffers<'_>) -> Result<()>,
 ) -> Result<()> {
     let mut lent = with_room(runs.len(), PLAN)?;
     for run in &mut *runs {
-        match std::mem::replace(&mut run.memory, Memory::Passing(0)) {
-            Memory::Empty(bytes) => lent.push(Lent::Kept(bytes)),
-            Memory::Full(_) => return Err(Error::Bug("read twice".to_owned())),
-            Memory::Passing(len) => {
-                let cut = std::mem::take(passing).split_at_mut_checked(len);
+        match std::mem::replace(&mut run.memory, RunMemory::Overhead(0)) {
+            RunMemory::Empty(bytes) => lent.push(BufferToFill::Returned(bytes)),
+            RunMemory::Full(_) => return Err(Error::Bug("read twice".to_owned())),
+            RunMemory::Overhead(len) => {
+                let cut = std::mem::take(overhead).split_at_mut_checked(len);
                 let cut = cut.ok_or_else(|| Error::Bug("a header without memory".to_owned()))?;
-                *passing = cut.1;
-                run.memory = Memory::Passing(len);
-                lent.push(Lent::Passing(cut.0));
+                *overhead = cut.1;
+                run.memory = RunMemory::Overhead(len);
+                lent.push(BufferToFill::Inspected(cut.0));
             }
         }
     }
-    let kept = listed(lent.iter().map(|lent| matches!(lent, Lent::Kept(_))), PLAN)?;
-    let mut full = filled(lent, read)?.into_iter();
-    for (run, _) in runs.iter_mut().zip(kept).filter(|(_, kept)| *kept) {
-        run.memory = Memory::Full(full.next().unwrap_or(&mut []));
+    let is_destination =
+        listed(lent.iter().map(|lent| matches!(lent, BufferToFill::Returned(_))), PLAN)?;
+    let mut full = fill_all(lent, read)?.into_iter();
+    for (run, _) in
+        runs.iter_mut().zip(is_destination).filter(|(_, is_destination)| *is_destination)
+    {
+        run.memory = RunMemory::Full(full.next().unwrap_or(&mut []));
     }
     Ok(())
 }

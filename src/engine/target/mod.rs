@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
-use crate::engine::plan::{Batch, Limits, SegmentKind};
+use crate::engine::plan::{Batch, BatchLimits, SegmentKind};
 use crate::engine::workers::WorkerRange;
 use crate::error::Result;
 use crate::io::Capabilities;
@@ -24,13 +24,13 @@ use crate::memory_limit::{LoadNeeds, LoadShares};
 /// The destination of a load, which provides memory for its batches.
 pub trait Target: Sync {
     /// The plan of a batch.
-    type Job: Send;
+    type BatchPlan: Send;
     /// A position in the queue for memory.
-    type Turn<'t>
+    type QueueTicket<'t>
     where
         Self: 't;
     /// Memory for one batch.
-    type Lease<'t>: Lease
+    type Lease<'t>: BatchMemory
     where
         Self: 't;
     /// Bytes that are valid as long as this value lives.
@@ -44,7 +44,7 @@ pub trait Target: Sync {
         readers: WorkerRange,
         total: u64,
         decrypts: bool,
-    ) -> Limits;
+    ) -> BatchLimits;
 
     /// Returns the memory that the load needs besides its tensors, with at most `readers` readers
     /// of such a source.
@@ -53,22 +53,22 @@ pub trait Target: Sync {
     }
 
     /// Limits its memory to these shares.
-    fn bound(&mut self, _shares: &LoadShares) {}
+    fn limit_memory(&mut self, _shares: &LoadShares) {}
 
     /// Limits its memory to that which a load of `_total` bytes needs.
-    fn expect(&mut self, _total: u64) {}
+    fn expect_bytes(&mut self, _total: u64) {}
 
     /// Returns the unit of cuts: within a batch, data are cut only at multiples of this many bytes.
     fn unit(&self) -> u64;
 
     /// True if batches are read in shorter steps, so that hashes find their bytes in the CPU's cache.
-    fn takes_steps(&self) -> bool {
+    fn reads_in_steps(&self) -> bool {
         false
     }
 
     /// Returns the bytes of one tensor that may wait for their hash before readers prefer other
     /// tensors. None if they wait in the tensors' own memory.
-    fn room(&self, _source: &Capabilities, _readers: WorkerRange) -> Option<u64> {
+    fn max_unhashed(&self, _source: &Capabilities, _readers: WorkerRange) -> Option<u64> {
         None
     }
 
@@ -89,23 +89,23 @@ pub trait Target: Sync {
     }
 
     /// Plans a batch. Batches for one device come in the order of their files and positions.
-    fn plan(&mut self, batch: &Batch) -> Result<Self::Job>;
+    fn plan(&mut self, batch: &Batch) -> Result<Self::BatchPlan>;
 
     /// Allocates memory for batches that are read next, unless [`Target::plan`] has done so. Called
     /// in the order of the work queue, by one thread at a time.
-    fn prepare(&self, _job: &mut [(Batch, Self::Job)]) -> Result<()> {
+    fn prepare(&self, _job: &mut [(Batch, Self::BatchPlan)]) -> Result<()> {
         Ok(())
     }
 
     /// Takes a position in the queue for the memory of a batch.
-    fn enter(&self, batch: &Batch) -> Result<Self::Turn<'_>>;
+    fn enqueue(&self, batch: &Batch) -> Result<Self::QueueTicket<'_>>;
 
     /// Waits for memory. Meanwhile it calls `idle`, which returns true if it found something to do.
     fn acquire<'t>(
         &'t self,
-        turn: Self::Turn<'t>,
+        ticket: Self::QueueTicket<'t>,
         batch: Batch,
-        job: Self::Job,
+        job: Self::BatchPlan,
         idle: &dyn Fn() -> Result<bool>,
         cancel: &dyn Cancel,
     ) -> Result<Self::Lease<'t>>;
@@ -120,26 +120,26 @@ pub trait Target: Sync {
         lease: Self::Lease<'_>,
         keep: bool,
         cancel: &dyn Cancel,
-    ) -> Result<Committed<Self::Bytes>>;
+    ) -> Result<CommittedBatch<Self::Bytes>>;
 
     /// Returns the files that the device reads itself, without host memory, if it does.
-    fn direct(&self) -> Option<&direct::Direct<'_>> {
+    fn direct(&self) -> Option<&direct::DirectStorage<'_>> {
         None
     }
 }
 
 /// A batch that has reached its destination, or is on its way to a device.
-pub struct Committed<B> {
-    /// The bytes of its chunks, if they are kept.
+pub struct CommittedBatch<B> {
+    /// The bytes of its chunks, if they are retained.
     pub bytes: Vec<B>,
     /// The event after which the bytes are on their device; None for host memory.
-    pub mark: Option<Arc<dyn Event>>,
+    pub copy_event: Option<Arc<dyn Event>>,
 }
 
-impl<B> Committed<B> {
+impl<B> CommittedBatch<B> {
     /// A batch in host memory.
     fn in_host(bytes: Vec<B>) -> Self {
-        Committed { bytes, mark: None }
+        CommittedBatch { bytes, copy_event: None }
     }
 }
 
@@ -147,30 +147,30 @@ impl<B> Committed<B> {
 const MAX_SEGMENTS: usize = 64 << 10;
 
 /// Returns limits for batches of `len` bytes, without what depends on the target.
-fn batches_of(len: u64, source: &Capabilities, decrypts: bool) -> Limits {
-    Limits {
+fn batch_limits(len: u64, source: &Capabilities, decrypts: bool) -> BatchLimits {
+    BatchLimits {
         len,
         tapers: false,
         merge_gap: source.merge_gap,
         segments: MAX_SEGMENTS,
         unit: if decrypts { PIECE_LEN } else { 1 },
         block: 1,
-        apart: u64::MAX,
-        passing: u64::MAX,
+        separate_len: u64::MAX,
+        overhead: u64::MAX,
     }
 }
 
 /// Memory for one batch.
-pub trait Lease {
+pub trait BatchMemory {
     /// Fills the memory. `read` fills buffers with the bytes from a position of the batch on.
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()>;
 
     /// Returns the bytes of the batch, in order and without gaps, once they are there.
-    fn chunks(&mut self) -> Result<Vec<Chunk<'_>>>;
+    fn chunks(&mut self) -> Result<Vec<SegmentBytes<'_>>>;
 }
 
 /// Bytes of a segment, or of part of one.
-pub struct Chunk<'l> {
+pub struct SegmentBytes<'l> {
     /// The header, data or gap that they belong to.
     pub kind: SegmentKind,
     /// The bytes.

@@ -12,30 +12,30 @@ pub struct ScratchPool(Mutex<Vec<Arena>>);
 impl ScratchPool {
     /// Takes memory for `len` bytes from a file position on. They have the same offset within a
     /// disk block as in the file, so that direct reads can go straight there.
-    pub fn take(&self, position: u64, len: usize) -> Result<Scratch> {
+    pub fn acquire(&self, position: u64, len: usize) -> Result<Scratch> {
         let bug = |_| Error::Bug(format!("position {position} in a block"));
         let start = usize::try_from(position % DISK_BLOCK as u64).map_err(bug)?;
         // Direct reads into huge pages take less time.
         let wanted = len.saturating_add(DISK_BLOCK);
         let unit = if wanted > HUGE_PAGE / 2 { HUGE_PAGE } else { DISK_BLOCK };
         let wanted = wanted.checked_next_multiple_of(unit).unwrap_or(wanted);
-        let known = {
+        let reusable = {
             let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             let found = free.iter().position(|memory| memory.len() >= wanted);
-            let known = found.map(|at| free.swap_remove(at));
-            if known.is_none() {
+            let reusable = found.map(|at| free.swap_remove(at));
+            if reusable.is_none() {
                 // The new, longer piece replaces it, so that there are never more pieces than
                 // readers.
                 drop(free.pop());
             }
-            known
+            reusable
         };
-        let memory = known.map_or_else(|| Arena::new(wanted), Ok)?;
+        let memory = reusable.map_or_else(|| Arena::new(wanted), Ok)?;
         Ok(Scratch { memory, start, len })
     }
 
     /// Returns memory to the pool.
-    pub fn give_back(&self, scratch: Scratch) {
+    pub fn release(&self, scratch: Scratch) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(scratch.memory);
     }
 }
@@ -61,22 +61,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn longer_memory_takes_the_place_of_shorter() {
+    fn longer_scratch_memory_replaces_shorter() {
         let pool = ScratchPool::default();
         for blocks in 1..20 {
-            let mut scratch = pool.take(5000, blocks * DISK_BLOCK).unwrap();
+            let mut scratch = pool.acquire(5000, blocks * DISK_BLOCK).unwrap();
             assert_eq!(scratch.bytes().len(), blocks * DISK_BLOCK);
-            pool.give_back(scratch);
+            pool.release(scratch);
             let lens: Vec<usize> = pool.0.lock().unwrap().iter().map(Arena::len).collect();
             assert_eq!(lens, [(blocks + 1) * DISK_BLOCK]);
         }
-        pool.take(0, 3).unwrap();
+        pool.acquire(0, 3).unwrap();
         assert!(pool.0.lock().unwrap().is_empty(), "the longest serves for less");
     }
 
     #[test]
-    fn bytes_lie_as_in_the_file() {
-        let mut scratch = ScratchPool::default().take(4096 * 7 + 100, 3 << 20).unwrap();
+    fn scratch_keeps_the_offset_within_a_disk_block() {
+        let mut scratch = ScratchPool::default().acquire(4096 * 7 + 100, 3 << 20).unwrap();
         assert_eq!(scratch.bytes().as_ptr().addr() % DISK_BLOCK, 100);
     }
 }

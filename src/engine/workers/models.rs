@@ -9,22 +9,23 @@ use super::{TICK, WorkerRange, run_adapting};
 use crate::cancel::{Cancel as _, Never, POLL};
 use crate::engine::plan::WorkQueue;
 use crate::error::Error;
-use crate::mem::Progress as _;
-use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+use crate::mem::ArrivalObserver as _;
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
-fn any_crew() -> WorkerRange {
-    let most = thread_rng().gen_range(1..=4);
-    WorkerRange { first: thread_rng().gen_range(1..=most.min(2)), most, bytes: None }
+fn any_range() -> WorkerRange {
+    let max = thread_rng().gen_range(1..=4);
+    WorkerRange { initial: thread_rng().gen_range(1..=max.min(2)), max, bytes: None }
 }
 
 /// The number of workers adapts to the model's clock, by which any wait may take long.
 #[test]
-fn each_piece_of_work_is_done_once_by_however_many() {
-    check(Rules { patience: TICK, refusals: true }, || {
+fn each_piece_of_work_is_done_once_while_workers_come_and_go() {
+    check_model(ModelRules { longest_timeout: TICK, spawn_may_fail: true }, || {
         const PIECES: usize = 8;
-        let range = any_crew();
+        let range = any_range();
         let queue =
-            WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=range.first)).unwrap();
+            WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=range.initial))
+                .unwrap();
         let done = [const { AtomicUsize::new(0) }; PIECES];
         let (there, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let outcome = run_adapting(range, &Never, |control, number| {
@@ -32,7 +33,7 @@ fn each_piece_of_work_is_done_once_by_however_many() {
             while !control.stopped() && !control.is_retired() {
                 let Some(piece) = queue.next(number, |_| false) else { break };
                 let now = at_work.fetch_add(1, Ordering::Relaxed);
-                assert!(now < range.most, "{now} others of {range:?}");
+                assert!(now < range.max, "{now} others of {range:?}");
                 thread::sleep(Duration::from_millis(1));
                 control.arrived(1000);
                 done[piece].fetch_add(1, Ordering::Relaxed);
@@ -49,8 +50,8 @@ fn each_piece_of_work_is_done_once_by_however_many() {
 
 /// No wait of a worker or of the calling thread times out, so a lost wake-up shows as a deadlock.
 #[test]
-fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
-    check(Rules { patience: Duration::ZERO, refusals: true }, || {
+fn fixed_number_of_workers_does_all_work_and_ends() {
+    check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: true }, || {
         let queue = WorkQueue::new((0..3).collect(), 2).unwrap();
         let done = AtomicUsize::new(0);
         let outcome = run_adapting(WorkerRange::fixed(3), &Never, |_, number| {
@@ -66,9 +67,9 @@ fn a_crew_that_stays_as_it_is_does_all_work_and_ends() {
 }
 
 #[test]
-fn the_first_error_ends_all_and_the_callers_own_comes_before_it() {
-    check(Rules { patience: POLL, refusals: true }, || {
-        let range = any_crew();
+fn callers_error_takes_precedence_over_the_first_of_a_worker() {
+    check_model(ModelRules { longest_timeout: POLL, spawn_may_fail: true }, || {
+        let range = any_range();
         let interrupts = thread_rng().gen_range(0..8);
         let (asked, interrupted) = (AtomicUsize::new(0), AtomicBool::new(false));
         let cancel = || {

@@ -5,83 +5,83 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::copies::Copy;
+use super::copy_pool::PooledCopy;
 
 /// The fraction (1/2) of a batch that may wait to be hashed, for each thread. Beyond that, threads
 /// hash before they write more. Hashing and writing take about the same time.
-const WAITING: u64 = 2;
+const BACKLOG_DIVISOR: u64 = 2;
 
 /// A part of a tensor's data.
-pub struct Chunk<'c> {
+pub struct TensorChunk<'c> {
     /// Index of the tensor.
     pub tensor: usize,
     /// Position within the data.
     pub start: u64,
     /// The bytes, before encryption.
-    pub bytes: Bytes<'c>,
+    pub bytes: ChunkBytes<'c>,
 }
 
 /// Bytes that do not change any more.
-pub enum Bytes<'c> {
+pub enum ChunkBytes<'c> {
     /// A copy of memory that the caller may change.
-    Copied(Copy<'c>),
+    Copied(PooledCopy<'c>),
     /// A range of shared memory, which is released with its last chunk.
     Shared(Arc<dyn AsRef<[u8]> + Send + Sync>, Range<usize>),
 }
 
-impl AsRef<[u8]> for Bytes<'_> {
+impl AsRef<[u8]> for ChunkBytes<'_> {
     fn as_ref(&self) -> &[u8] {
         match self {
-            Bytes::Copied(copy) => copy.as_ref(),
+            ChunkBytes::Copied(copy) => copy.as_ref(),
             // The creator of the range has checked it.
-            Bytes::Shared(all, range) => (**all).as_ref().get(range.clone()).unwrap_or(&[]),
+            ChunkBytes::Shared(all, range) => (**all).as_ref().get(range.clone()).unwrap_or(&[]),
         }
     }
 }
 
 /// The number of bytes that wait to be hashed.
-pub struct Backlog {
+pub struct HashBacklog {
     waiting: AtomicUsize,
-    enough: usize,
+    limit: usize,
 }
 
-impl Backlog {
+impl HashBacklog {
     /// Creates the backlog of a number of threads, of at most `most` bytes. Unless `most` is less,
     /// two batches may wait, so that one is ready when another has been hashed.
     pub fn new(threads: usize, batch_len: u64, most: Option<u64>) -> Self {
         let least = batch_len.saturating_mul(2);
-        let usual = (batch_len / WAITING).saturating_mul(threads as u64).max(least);
+        let usual = (batch_len / BACKLOG_DIVISOR).saturating_mul(threads as u64).max(least);
         let usual = usize::try_from(usual).unwrap_or(usize::MAX);
         let most = most.and_then(|bytes| usize::try_from(bytes).ok());
-        let enough = most.map_or(usual, |most| most.min(usual));
-        Backlog { waiting: AtomicUsize::new(0), enough }
+        let limit = most.map_or(usual, |most| most.min(usual));
+        HashBacklog { waiting: AtomicUsize::new(0), limit }
     }
 
     /// True if so many bytes wait that threads must hash before they write more.
-    pub fn is_enough(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) >= self.enough
+    pub fn is_full(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) >= self.limit
     }
 
     /// Counts bytes as waiting until they are dropped.
-    pub fn add<'c>(&'c self, bytes: Bytes<'c>) -> Waiting<'c> {
+    pub fn add<'c>(&'c self, bytes: ChunkBytes<'c>) -> UnhashedBytes<'c> {
         self.waiting.fetch_add(bytes.as_ref().len(), Ordering::Relaxed);
-        Waiting { bytes, backlog: self }
+        UnhashedBytes { bytes, backlog: self }
     }
 }
 
 /// Bytes that were written and wait to be hashed.
-pub struct Waiting<'c> {
-    bytes: Bytes<'c>,
-    backlog: &'c Backlog,
+pub struct UnhashedBytes<'c> {
+    bytes: ChunkBytes<'c>,
+    backlog: &'c HashBacklog,
 }
 
-impl AsRef<[u8]> for Waiting<'_> {
+impl AsRef<[u8]> for UnhashedBytes<'_> {
     fn as_ref(&self) -> &[u8] {
         self.bytes.as_ref()
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for UnhashedBytes<'_> {
     fn drop(&mut self) {
         self.backlog.waiting.fetch_sub(self.bytes.as_ref().len(), Ordering::Relaxed);
     }

@@ -3,27 +3,27 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::chunk::{Bytes, Chunk};
-use super::copies::{Copies, CopyTurns};
-use super::item::Item;
-use super::jobs::{BATCH_LEN, Job, Span, batches};
-use super::origin::{HostCopy, Origin};
-use super::pass::Pass;
+use super::chunk::{ChunkBytes, TensorChunk};
+use super::copy_pool::{CopyPool, CopySlots};
+use super::save_task::SaveTask;
+use super::tensor_data::{HostCopy, TensorData};
+use super::write_jobs::{BATCH_LEN, DataRange, WriteJob, batches};
+use super::write_tensor::WriteTensor;
 use crate::cancel::Cancel;
 use crate::engine::download::Downloader;
 use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
 use crate::fallible::{collected, listed};
-use crate::mem::device::{OnDevice, StreamsByDevice};
+use crate::mem::device::{DeviceBytes, StreamsByDevice};
 use crate::mem::pinned::Share;
 
 /// Carries out the jobs of one save, on any thread.
 pub struct Feeder<'f, 'p> {
-    pub pass: &'f Pass<'p>,
-    pub copies: &'p Copies,
+    pub task: &'f SaveTask<'p>,
+    pub copies: &'p CopyPool,
     /// Limits the concurrent copies of an upload; None if threads do not wait for a server.
-    pub turns: Option<&'f CopyTurns>,
+    pub copy_slots: Option<&'f CopySlots>,
     pub streams: &'f StreamsByDevice,
     /// The call's limit on staging buffers; None if it has none.
     pub share: Option<&'f Arc<Share>>,
@@ -31,68 +31,70 @@ pub struct Feeder<'f, 'p> {
 
 impl<'p> Feeder<'_, 'p> {
     /// Hashes, encrypts and writes the bytes of one job.
-    pub fn feed(&self, job: Job, control: &Control<'_>) -> Result<()> {
+    pub fn feed(&self, job: WriteJob, control: &Control<'_>) -> Result<()> {
         match job {
-            Job::Memory(spans) => self.memory(&spans, control)?,
-            Job::Deferred(tensor) => self.deferred(tensor, control)?,
-            Job::Device(tensor) => self.device(tensor, control)?,
-            Job::DeviceGroup(tensors) => self.device_group(tensors, control)?,
+            WriteJob::Memory(spans) => self.memory(&spans, control)?,
+            WriteJob::Deferred(tensor) => self.deferred(tensor, control)?,
+            WriteJob::Device(tensor) => self.device(tensor, control)?,
+            WriteJob::DeviceGroup(tensors) => self.device_group(tensors, control)?,
         }
-        self.pass.settle(control)
+        self.task.send_complete_parts(control)
     }
 
-    fn memory(&self, spans: &[Span], control: &Control<'_>) -> Result<()> {
-        let _turn = self.turns.map(|turns| turns.next(control)).transpose()?;
-        let chunks = spans.iter().map(|&Span { tensor, start, len }| {
-            let item = self.pass.item(tensor)?;
-            let bytes = match &item.origin {
-                Origin::Bytes(bytes) => *bytes,
+    fn memory(&self, spans: &[DataRange], control: &Control<'_>) -> Result<()> {
+        let _slot = self.copy_slots.map(|slots| slots.acquire(control)).transpose()?;
+        let chunks = spans.iter().map(|&DataRange { tensor, start, len }| {
+            let item = self.task.item(tensor)?;
+            let bytes = match &item.data {
+                TensorData::Bytes(bytes) => *bytes,
                 _ => &[],
             };
             let range = range(item, start, len)?;
             let bytes = bytes.get(range).ok_or_else(|| changed(item))?;
-            Ok(Chunk { tensor, start, bytes: Bytes::Copied(self.copies.of(bytes)?) })
+            Ok(TensorChunk { tensor, start, bytes: ChunkBytes::Copied(self.copies.copy(bytes)?) })
         });
-        self.pass.put(collected(chunks, PLAN)?, control)
+        self.task.write_chunks(collected(chunks, PLAN)?, control)
     }
 
     /// Copies a tensor into memory, and writes it. Each thread holds one such copy at most, so it
     /// hashes until its copy is released.
     fn deferred(&self, tensor: usize, control: &Control<'_>) -> Result<()> {
-        let item = self.pass.item(tensor)?;
-        let Origin::Deferred(bring) = &item.origin else {
+        let item = self.task.item(tensor)?;
+        let TensorData::Deferred(copy_to_host) = &item.data else {
             return Err(Error::Bug(format!("tensor `{}` is not deferred", item.entry.name)));
         };
-        let copy: HostCopy = bring()?;
+        let copy: HostCopy = copy_to_host()?;
         let copy: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::from(copy);
         if (*copy).as_ref().len() as u64 != item.entry.data_len {
             return Err(changed(item));
         }
-        for spans in batches(self.pass.items, tensor..tensor + 1, BATCH_LEN)? {
-            self.pass.hash_backlog(control)?;
-            let chunks = spans.iter().map(|&Span { start, len, .. }| {
-                let bytes = Bytes::Shared(Arc::clone(&copy), range(item, start, len)?);
-                Ok(Chunk { tensor, start, bytes })
+        for spans in batches(self.task.items, tensor..tensor + 1, BATCH_LEN)? {
+            self.task.hash_backlog(control)?;
+            let chunks = spans.iter().map(|&DataRange { start, len, .. }| {
+                let bytes = ChunkBytes::Shared(Arc::clone(&copy), range(item, start, len)?);
+                Ok(TensorChunk { tensor, start, bytes })
             });
-            self.pass.put(collected(chunks, PLAN)?, control)?;
-            self.pass.settle(control)?;
+            self.task.write_chunks(collected(chunks, PLAN)?, control)?;
+            self.task.send_complete_parts(control)?;
         }
-        let let_go = || Arc::strong_count(&copy) == 1;
-        while !let_go() && self.pass.hash(&let_go, control)? {}
+        let released = || Arc::strong_count(&copy) == 1;
+        while !released() && self.task.hash(&released, control)? {}
         control.check()
     }
 
     fn device(&self, tensor: usize, control: &Control<'_>) -> Result<()> {
         let from = self.on_device(tensor)?;
         let stream = self.streams.next(from)?;
-        let hash = || self.pass.hash_all_ready(control).and_then(|()| self.pass.settle(control));
+        let hash = || {
+            self.task.hash_all_ready(control).and_then(|()| self.task.send_complete_parts(control))
+        };
         let all = 0..from.memory.size();
         self.downloader(&hash, control).each_chunk(from, all, stream, |start, chunk| {
             let len = chunk.as_ref().len();
-            let bytes = Bytes::Shared(Arc::new(chunk), 0..len);
-            self.pass.put(vec![Chunk { tensor, start, bytes }], control)?;
-            self.pass.settle(control)?;
-            self.pass.hash_backlog(control)
+            let bytes = ChunkBytes::Shared(Arc::new(chunk), 0..len);
+            self.task.write_chunks(vec![TensorChunk { tensor, start, bytes }], control)?;
+            self.task.send_complete_parts(control)?;
+            self.task.hash_backlog(control)
         })
     }
 
@@ -101,20 +103,22 @@ impl<'p> Feeder<'_, 'p> {
         let from = collected(from, PLAN)?;
         let Some(first) = from.first() else { return Ok(()) };
         let stream = self.streams.next(first)?;
-        let hash = || self.pass.hash_all_ready(control).and_then(|()| self.pass.settle(control));
-        let (all, ranges) = self.downloader(&hash, control).together(&from, stream)?;
+        let hash = || {
+            self.task.hash_all_ready(control).and_then(|()| self.task.send_complete_parts(control))
+        };
+        let (all, ranges) = self.downloader(&hash, control).download_group(&from, stream)?;
         let all: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(all);
         let chunks = tensors.zip(ranges).map(|(tensor, range)| {
-            let bytes = Bytes::Shared(Arc::clone(&all), range);
-            Chunk { tensor, start: 0, bytes }
+            let bytes = ChunkBytes::Shared(Arc::clone(&all), range);
+            TensorChunk { tensor, start: 0, bytes }
         });
-        self.pass.put(listed(chunks, PLAN)?, control)
+        self.task.write_chunks(listed(chunks, PLAN)?, control)
     }
 
-    fn on_device(&self, tensor: usize) -> Result<&'p OnDevice> {
-        let item = self.pass.item(tensor)?;
-        match &item.origin {
-            Origin::Device(bytes) => Ok(bytes),
+    fn on_device(&self, tensor: usize) -> Result<&'p DeviceBytes> {
+        let item = self.task.item(tensor)?;
+        match &item.data {
+            TensorData::Device(bytes) => Ok(bytes),
             _ => Err(Error::Bug(format!("tensor `{}` is on no device", item.entry.name))),
         }
     }
@@ -124,17 +128,17 @@ impl<'p> Feeder<'_, 'p> {
         before_waiting: &'d dyn Fn() -> Result<()>,
         control: &'d Control<'_>,
     ) -> Downloader<'d> {
-        let (counters, share) = (&self.pass.counters, self.share);
+        let (counters, share) = (&self.task.counters, self.share);
         Downloader { counters, cancel: control, before_waiting, share }
     }
 }
 
-fn range(item: &Item<'_>, start: u64, len: u64) -> Result<Range<usize>> {
+fn range(item: &WriteTensor<'_>, start: u64, len: u64) -> Result<Range<usize>> {
     let start = usize::try_from(start).ok();
     let end = start.zip(usize::try_from(len).ok()).and_then(|(start, len)| start.checked_add(len));
     start.zip(end).map(|(start, end)| start..end).ok_or_else(|| changed(item))
 }
 
-fn changed(item: &Item<'_>) -> Error {
+fn changed(item: &WriteTensor<'_>) -> Error {
     Error::Bug(format!("tensor `{}` changed its size", item.entry.name))
 }

@@ -2,16 +2,16 @@
 //! encrypts and writes them.
 
 mod chunk;
-mod copies;
+mod copy_pool;
 mod feed;
-mod item;
-mod jobs;
-mod origin;
-mod pass;
 mod run;
+mod save_task;
+mod tensor_data;
 #[cfg(test)]
 mod tests;
+mod write_jobs;
+mod write_tensor;
 
-pub use item::Item;
-pub use origin::{HostCopy, Origin};
 pub use run::{WriteOptions, write_tensors};
+pub use tensor_data::{HostCopy, TensorData};
+pub use write_tensor::WriteTensor;

@@ -3,17 +3,17 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, PoisonError};
 
-use super::chunk::Backlog;
-use super::copies::{Copies, CopyTurns};
+use super::chunk::HashBacklog;
+use super::copy_pool::{CopyPool, CopySlots};
 use super::feed::Feeder;
-use super::item::Item;
-use super::jobs::{BATCH_LEN, Job, UPLOAD_BATCH_LEN, jobs};
-use super::origin::Origin;
-use super::pass::Pass;
+use super::save_task::SaveTask;
+use super::tensor_data::TensorData;
+use super::write_jobs::{BATCH_LEN, UPLOAD_BATCH_LEN, WriteJob, plan_jobs};
+use super::write_tensor::WriteTensor;
 use crate::cancel::Cancel;
 use crate::codec::HashPool;
 use crate::codec::crypt::{EncryptionOptions, Manifest, PIECE_LEN};
-use crate::codec::encrypt::Seal;
+use crate::codec::encrypt::Encryptor;
 use crate::engine::workers;
 use crate::error::Result;
 use crate::fallible::{collected, repeated};
@@ -40,7 +40,7 @@ pub struct WriteOptions<'o> {
     /// Encryption of the tensors' data, if they are encrypted.
     pub encryption: Option<&'o EncryptionOptions>,
     /// True if digests of the headers are needed for the file's identity.
-    pub named: bool,
+    pub needs_digests: bool,
     /// The limit on memory in use besides that of the tensors.
     pub memory: MemoryLimit,
 }
@@ -51,35 +51,36 @@ pub struct WriteOptions<'o> {
 /// file; otherwise zeros.
 pub fn write_tensors(
     sink: &dyn WriteAt,
-    items: &[Item<'_>],
+    items: &[WriteTensor<'_>],
     options: &WriteOptions<'_>,
     progress: &AtomicU64,
     cancel: &dyn Cancel,
 ) -> Result<Vec<[u8; 32]>> {
-    items.iter().try_for_each(Item::check)?;
-    let (wanted, shares) = wanted(sink, items, options)?;
+    items.iter().try_for_each(WriteTensor::check)?;
+    let (wanted, shares) = thread_count(sink, items, options)?;
     let sha = options.hashes == Some(Hashes::All);
     let bounded = shares.parts < u64::MAX;
     let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
-    let in_turns = if sha { wanted.min(sink.places()) } else { 1 };
-    let part_len = sink.kept().1;
+    let interleaved = if sha { wanted.min(sink.max_positions()) } else { 1 };
+    let part_len = sink.retained_memory().1;
     let sends = part_len > 0;
     let batch_len = batch_len(sends, options.encryption.is_some());
-    let jobs = jobs(items, in_turns, buffer_len()?, batch_len)?;
+    let jobs = plan_jobs(items, interleaved, buffer_len()?, batch_len)?;
     let total: u64 = items.iter().map(|item| item.entry.data_len).sum();
     let useful = if total < INLINE_LEN { 0 } else { wanted.min(useful_threads(&jobs, sha)) };
     let (threads, copying) =
-        if sends { of_upload(useful, wanted, total / part_len) } else { (useful, useful) };
-    let (copies, backlog) = (Copies::default(), Backlog::new(copying, batch_len, shares.waiting));
+        if sends { upload_threads(useful, wanted, total / part_len) } else { (useful, useful) };
+    let (copies, backlog) =
+        (CopyPool::default(), HashBacklog::new(copying, batch_len, shares.waiting));
     let manifest = options.encryption.filter(|options| options.manifest);
-    let pass = Pass {
+    let task = SaveTask {
         sink,
         items,
-        seals: seals(items, options)?,
+        encryptors: encryptors(items, options)?,
         manifest: manifest.map(|options| Manifest::new(&options.key)).transpose()?,
-        named: options.named,
+        needs_digests: options.needs_digests,
         hashes: options.hashes,
-        pool: pool(items, options.hashes)?,
+        hash_pool: hash_pool(items, options.hashes)?,
         backlog: &backlog,
         sends,
         digests: Mutex::new(repeated([0; 32], items.len(), "digests of headers")?),
@@ -87,25 +88,25 @@ pub fn write_tensors(
         counters: Counters::default(),
     };
     let streams = streams_of(items)?;
-    let turns = sends.then(|| CopyTurns::new(copying));
-    let (turns, share) = (turns.as_ref(), share.as_ref());
-    let feeder = Feeder { pass: &pass, copies: &copies, turns, streams: &streams, share };
+    let copy_slots = sends.then(|| CopySlots::new(copying));
+    let (copy_slots, share) = (copy_slots.as_ref(), share.as_ref());
+    let feeder = Feeder { task: &task, copies: &copies, copy_slots, streams: &streams, share };
     let queue = Mutex::new(jobs.into_iter());
     workers::run(threads, cancel, |control| {
         while !control.stopped() {
-            pass.hash_backlog(control)?;
+            task.hash_backlog(control)?;
             let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             match job {
                 Some(job) => feeder.feed(job, control)?,
-                None if pass.hash(&|| false, control)? => {}
+                None if task.hash(&|| false, control)? => {}
                 None => break,
             }
         }
         Ok(())
     })
     .map_err(|error| error.with_file("saving", sink.uri()))?;
-    report(&pass, &streams, threads);
-    Ok(std::mem::take(&mut pass.digests.lock().unwrap_or_else(PoisonError::into_inner)))
+    report(&task, &streams, threads);
+    Ok(std::mem::take(&mut task.digests.lock().unwrap_or_else(PoisonError::into_inner)))
 }
 
 /// The length of a batch. An upload copies it into a part, encrypted in whole pieces.
@@ -118,9 +119,9 @@ fn batch_len(sends: bool, encrypts: bool) -> u64 {
 }
 
 /// Returns the maximum number of threads, and their shares of the memory limit.
-fn wanted(
+fn thread_count(
     sink: &dyn WriteAt,
-    items: &[Item<'_>],
+    items: &[WriteTensor<'_>],
     options: &WriteOptions<'_>,
 ) -> Result<(usize, SaveShares)> {
     let most = sink.max_writers().max(1);
@@ -129,8 +130,9 @@ fn wanted(
     let mut wanted = shares.threads.min(sink.max_writers().max(1));
     // Such a tensor is written front to back by one thread, and the sink accepts a limited number
     // of such sequences at a time.
-    if items.iter().any(|item| matches!(item.origin, Origin::Deferred(_) | Origin::Device(_))) {
-        wanted = wanted.min(sink.places().max(1));
+    if items.iter().any(|item| matches!(item.data, TensorData::Deferred(_) | TensorData::Device(_)))
+    {
+        wanted = wanted.min(sink.max_positions().max(1));
     }
     Ok((wanted, shares))
 }
@@ -139,81 +141,88 @@ fn wanted(
 /// the sink keeps.
 fn shares(
     sink: &dyn WriteAt,
-    items: &[Item<'_>],
+    items: &[WriteTensor<'_>],
     options: &WriteOptions<'_>,
     wanted: usize,
 ) -> Result<SaveShares> {
-    let memory = options.memory.known()?;
-    let (kept, part) = sink.kept();
-    let brought = items.iter().filter(|item| matches!(item.origin, Origin::Deferred(_)));
-    let brought = brought.map(|item| item.entry.data_len).max().unwrap_or(0);
-    let copies = items.iter().any(|item| matches!(item.origin, Origin::Bytes(_)));
-    let mut device = items.iter().filter_map(|item| match &item.origin {
-        Origin::Device(bytes) => Some(Pool::of(&bytes.device)),
+    let memory = options.memory.or_environment()?;
+    let (retained, part) = sink.retained_memory();
+    let deferred_len = items.iter().filter(|item| matches!(item.data, TensorData::Deferred(_)));
+    let deferred_len = deferred_len.map(|item| item.entry.data_len).max().unwrap_or(0);
+    let copies = items.iter().any(|item| matches!(item.data, TensorData::Bytes(_)));
+    let mut device = items.iter().filter_map(|item| match &item.data {
+        TensorData::Device(bytes) => Some(Pool::of(&bytes.device)),
         _ => None,
     });
     let staging = device.next().transpose()?.map(|pool| (pool.buffer_len(), pool.limit()));
     let shares = memory.save(&SaveNeeds {
         threads: wanted,
-        thread: brought.saturating_add(if part > 0 { CONNECTION } else { 0 }),
+        thread: deferred_len.saturating_add(if part > 0 { CONNECTION } else { 0 }),
         copies: u64::from(copies) + u64::from(options.encryption.is_some()),
         hashes: options.hashes == Some(Hashes::All),
-        kept,
+        retained,
         part,
         staging: staging.map(|(len, most)| (len as u64, most as u64)),
     })?;
     if memory.bytes().is_some() {
-        sink.limit_parts(shares.parts);
+        sink.limit_retained_parts(shares.parts);
     }
     Ok(shares)
 }
 
 /// Returns the encryption of each tensor, if there is one.
-fn seals<'o>(items: &[Item<'_>], options: &WriteOptions<'o>) -> Result<Vec<Option<Seal<'o>>>> {
-    let seal = |item: &Item<'_>| {
-        options.encryption.map(|options| Seal::new(item.entry.data_len, options)).transpose()
+fn encryptors<'o>(
+    items: &[WriteTensor<'_>],
+    options: &WriteOptions<'o>,
+) -> Result<Vec<Option<Encryptor<'o>>>> {
+    let encryptor = |item: &WriteTensor<'_>| {
+        options.encryption.map(|options| Encryptor::new(item.entry.data_len, options)).transpose()
     };
-    collected(items.iter().map(seal), "tags of encrypted pieces")
+    collected(items.iter().map(encryptor), "tags of encrypted pieces")
 }
 
 /// Returns the hash pool of the tensors that are written in several chunks; without headers it has
 /// none.
-fn pool<B: AsRef<[u8]>>(items: &[Item<'_>], hashes: Option<Hashes>) -> Result<HashPool<B>> {
-    let large =
-        |item: &Item<'_>| (hashes.is_some() && item.is_large()).then_some(item.entry.data_len);
+fn hash_pool<B: AsRef<[u8]>>(
+    items: &[WriteTensor<'_>],
+    hashes: Option<Hashes>,
+) -> Result<HashPool<B>> {
+    let large = |item: &WriteTensor<'_>| {
+        (hashes.is_some() && item.is_large()).then_some(item.entry.data_len)
+    };
     HashPool::new(items.iter().map(large), hashes == Some(Hashes::All))
 }
 
 /// Returns the number of threads that have something to do. Each job needs one thread; with
 /// SHA-256, another can hash the bytes of a job that is a single tensor.
-fn useful_threads(jobs: &[Job], sha: bool) -> usize {
-    let alone = |job: &&Job| sha && matches!(job, Job::Deferred(_) | Job::Device(_));
+fn useful_threads(jobs: &[WriteJob], sha: bool) -> usize {
+    let alone = |job: &&WriteJob| sha && matches!(job, WriteJob::Deferred(_) | WriteJob::Device(_));
     jobs.len() + jobs.iter().filter(alone).count()
 }
 
-fn streams_of(items: &[Item<'_>]) -> Result<StreamsByDevice> {
-    StreamsByDevice::open(items.iter().filter_map(|item| match &item.origin {
-        Origin::Device(bytes) => Some(bytes),
+fn streams_of(items: &[WriteTensor<'_>]) -> Result<StreamsByDevice> {
+    StreamsByDevice::open(items.iter().filter_map(|item| match &item.data {
+        TensorData::Device(bytes) => Some(bytes),
         _ => None,
     }))
 }
 
 /// Returns the number of threads of an upload of `parts` parts, and how many of them may copy at
 /// once. Further threads would have neither a part to send nor a turn to copy.
-fn of_upload(useful: usize, wanted: usize, parts: u64) -> (usize, usize) {
+fn upload_threads(useful: usize, wanted: usize, parts: u64) -> (usize, usize) {
     let copying = wanted.div_ceil(SENDING_FOR_ONE_COPYING);
     let parts = usize::try_from(parts).unwrap_or(usize::MAX);
     (useful.min(parts.saturating_add(copying)), copying)
 }
 
 /// Publishes the counters of the save.
-fn report(pass: &Pass<'_>, streams: &StreamsByDevice, threads: usize) {
+fn report(task: &SaveTask<'_>, streams: &StreamsByDevice, threads: usize) {
     let devices = streams.names();
     let device = if devices.is_empty() { "cpu" } else { &devices };
     if !devices.is_empty() && Pool::all().into_iter().any(Pool::is_pageable) {
-        pass.counters.fallback(PAGEABLE);
+        task.counters.fallback(PAGEABLE);
     }
-    pass.counters.threads(threads, threads);
-    pass.counters.bytes(pass.items.iter().map(|item| item.entry.data_len).sum());
-    pass.counters.publish("save", pass.sink.uri(), device, pass.items.len());
+    task.counters.threads(threads, threads);
+    task.counters.bytes(task.items.iter().map(|item| item.entry.data_len).sum());
+    task.counters.publish("save", task.sink.uri(), device, task.items.len());
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use super::{Item, Origin, WriteOptions, write_tensors};
+use super::{TensorData, WriteOptions, WriteTensor, write_tensors};
 use crate::cancel::Never;
 use crate::error::{Error, Result};
 use crate::format::TensorKind;
@@ -17,11 +17,11 @@ use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::tensors::header::Hashes;
-use crate::format::tensors::layout::{Placed, place};
+use crate::format::tensors::layout::{UnplacedTensor, place};
 use crate::io::WriteAt;
 use crate::io::local::FileSink;
-use crate::mem::device::fake::{FakeDevice, Faults};
-use crate::mem::device::{Consumer, Device, DeviceMemory, OnDevice};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::{Consumer, Device, DeviceBytes, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
 
@@ -30,40 +30,40 @@ const BUFFER_LEN: usize = 4 << 20;
 
 /// The origin of a tensor of the test.
 #[derive(Clone, Copy, PartialEq)]
-enum From {
+enum DataKind {
     Memory,
     Device,
     Deferred,
 }
 
 /// Tensors of all sizes: empty ones, those that are hashed at once, and those of several batches.
-const LENS: [(From, usize); 16] = [
-    (From::Memory, 3_000_000),
-    (From::Memory, 10),
-    (From::Device, 9 << 20),
-    (From::Device, 0),
-    (From::Device, 100),
-    (From::Device, 1_500_000),
-    (From::Device, BUFFER_LEN),
-    (From::Device, BUFFER_LEN + 1),
-    (From::Memory, 0),
-    (From::Memory, 20 << 20),
-    (From::Deferred, 5_000_000),
-    (From::Device, 23 << 20),
-    (From::Deferred, 0),
-    (From::Deferred, 70),
-    (From::Deferred, 17 << 20),
-    (From::Device, 13 << 20),
+const TENSORS: [(DataKind, usize); 16] = [
+    (DataKind::Memory, 3_000_000),
+    (DataKind::Memory, 10),
+    (DataKind::Device, 9 << 20),
+    (DataKind::Device, 0),
+    (DataKind::Device, 100),
+    (DataKind::Device, 1_500_000),
+    (DataKind::Device, BUFFER_LEN),
+    (DataKind::Device, BUFFER_LEN + 1),
+    (DataKind::Memory, 0),
+    (DataKind::Memory, 20 << 20),
+    (DataKind::Deferred, 5_000_000),
+    (DataKind::Device, 23 << 20),
+    (DataKind::Deferred, 0),
+    (DataKind::Deferred, 70),
+    (DataKind::Deferred, 17 << 20),
+    (DataKind::Device, 13 << 20),
 ];
 
-struct Tensors {
+struct TestTensors {
     entries: Vec<Entry>,
     end: u64,
     data: Vec<Vec<u8>>,
 }
 
-fn tensors(hashes: Hashes) -> Tensors {
-    let placed = LENS.iter().enumerate().map(|(n, &(_, len))| Placed {
+fn tensors(hashes: Hashes) -> TestTensors {
+    let placed = TENSORS.iter().enumerate().map(|(n, &(_, len))| UnplacedTensor {
         name: Name::from_key(&format!("t{n}")).unwrap(),
         kind: TensorKind::StateDict,
         dtype: DType::from_name("uint8").unwrap(),
@@ -71,50 +71,56 @@ fn tensors(hashes: Hashes) -> Tensors {
         meta: false,
     });
     let layout = place(placed.collect(), 0, 64, hashes, None).unwrap();
-    let data = LENS.iter().enumerate();
+    let data = TENSORS.iter().enumerate();
     let data =
         data.map(|(n, &(_, len))| (0..len).map(|i| (i * 31 + i / 255 + n * 7) as u8).collect());
-    Tensors { entries: layout.entries, end: layout.end, data: data.collect() }
+    TestTensors { entries: layout.entries, end: layout.end, data: data.collect() }
 }
 
 /// The number of copies that exist, and the maximum so far.
 #[derive(Default)]
-struct Live(AtomicUsize, AtomicUsize);
+struct LiveCopies(AtomicUsize, AtomicUsize);
 
-struct Held(Vec<u8>, Arc<Live>);
+struct CountedCopy(Vec<u8>, Arc<LiveCopies>);
 
-impl AsRef<[u8]> for Held {
+impl AsRef<[u8]> for CountedCopy {
     fn as_ref(&self) -> &[u8] {
         &self.0
     }
 }
 
-impl Drop for Held {
+impl Drop for CountedCopy {
     fn drop(&mut self) {
         self.1.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-fn origin<'t>(
-    from: From,
+fn tensor_data<'t>(
+    from: DataKind,
     data: &'t [u8],
     device: &Arc<dyn Device>,
-    live: &Arc<Live>,
-) -> Origin<'t> {
+    live_copies: &Arc<LiveCopies>,
+) -> TensorData<'t> {
     match from {
-        From::Memory => Origin::Bytes(data),
-        From::Device => {
+        DataKind::Memory => TensorData::Bytes(data),
+        DataKind::Device => {
             let address = data.as_ptr().expose_provenance();
             // SAFETY: the fake device's memory is host memory; the data outlive the save, which
             // only reads them.
             let memory = unsafe { DeviceMemory::new(address, data.len()) };
-            Origin::Device(OnDevice { device: Arc::clone(device), consumer: Consumer(0), memory })
+            TensorData::Device(DeviceBytes {
+                device: Arc::clone(device),
+                consumer: Consumer(0),
+                memory,
+            })
         }
-        From::Deferred => {
-            let live = Arc::clone(live);
-            Origin::Deferred(Box::new(move || {
-                live.1.fetch_max(live.0.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                Ok(Box::new(Held(data.to_vec(), Arc::clone(&live))))
+        DataKind::Deferred => {
+            let live_copies = Arc::clone(live_copies);
+            TensorData::Deferred(Box::new(move || {
+                live_copies
+                    .1
+                    .fetch_max(live_copies.0.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                Ok(Box::new(CountedCopy(data.to_vec(), Arc::clone(&live_copies))))
             }))
         }
     }
@@ -122,26 +128,26 @@ fn origin<'t>(
 
 /// Writes the tensors, each from the origin that `from` returns, and returns the bytes of the file.
 fn written(
-    tensors: &Tensors,
+    tensors: &TestTensors,
     path: &Path,
     hashes: Hashes,
     threads: usize,
-    (device, live): (&Arc<dyn Device>, &Arc<Live>),
-    from: impl Fn(From) -> From,
+    (device, live_copies): (&Arc<dyn Device>, &Arc<LiveCopies>),
+    from: impl Fn(DataKind) -> DataKind,
 ) -> Result<Vec<u8>> {
     let mut sink = FileSink::create(path)?;
-    let items = tensors.entries.iter().zip(&tensors.data).zip(LENS);
-    let items: Vec<Item<'_>> = items
+    let items = tensors.entries.iter().zip(&tensors.data).zip(TENSORS);
+    let items: Vec<WriteTensor<'_>> = items
         .map(|((entry, data), (is, _))| {
-            let origin = origin(from(is), data, device, live);
-            Item { entry, module_index: 0, origin }
+            let data = tensor_data(from(is), data, device, live_copies);
+            WriteTensor { entry, module_index: 0, data }
         })
         .collect();
     let options = WriteOptions {
         threads: Some(threads),
         hashes: Some(hashes),
         encryption: None,
-        named: false,
+        needs_digests: false,
         memory: MemoryLimit::default(),
     };
     let progress = AtomicU64::new(0);
@@ -155,25 +161,27 @@ fn written(
 /// Chunks that wait to be hashed hold staging buffers. Several saves must finish even with the
 /// minimum number of buffers.
 #[test]
-fn every_origin_gives_the_same_file_with_little_memory() {
+fn every_data_source_gives_the_same_file_with_minimum_buffers() {
     let folder = tempfile::tempdir().unwrap();
     for (hashes, seed) in [(Hashes::All, 1), (Hashes::Crc32, 2)] {
-        let device: Arc<dyn Device> = FakeDevice::new(seed, Faults::default());
+        let device: Arc<dyn Device> = FakeDevice::new(seed, InjectedFaults::default());
         Pool::of(&device).unwrap().set_limit(0);
         let tensors = &tensors(hashes);
-        let live = Arc::default();
+        let live_copies = Arc::default();
         let path = folder.path().join("memory");
-        let memory = |_| From::Memory;
-        let expected = &written(tensors, &path, hashes, 1, (&device, &live), memory).unwrap();
+        let memory = |_| DataKind::Memory;
+        let expected =
+            &written(tensors, &path, hashes, 1, (&device, &live_copies), memory).unwrap();
         std::thread::scope(|scope| {
             for (save, threads) in [1, 2, 3, 8].into_iter().enumerate() {
                 let (folder, device) = (&folder, &device);
                 scope.spawn(move || {
-                    let live: Arc<Live> = Arc::default();
+                    let live_copies: Arc<LiveCopies> = Arc::default();
                     let path = folder.path().join(save.to_string());
-                    let found = written(tensors, &path, hashes, threads, (device, &live), |is| is);
+                    let found =
+                        written(tensors, &path, hashes, threads, (device, &live_copies), |is| is);
                     assert!(found.unwrap() == *expected, "{threads} threads, {hashes:?}");
-                    let Live(now, most) = &*live;
+                    let LiveCopies(now, most) = &*live_copies;
                     assert_eq!(now.load(Ordering::SeqCst), 0);
                     assert!(most.load(Ordering::SeqCst) <= threads, "copies at once");
                 });

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 
 use super::{LENGTH_LEN, METADATA};
-use crate::error::{Brief, Malformed, Result};
+use crate::error::{Malformed, Result, Shortened};
 use crate::fallible::{listed, with_room};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
@@ -18,7 +18,7 @@ use crate::format::name::Name;
 
 /// A parsed header.
 #[derive(Debug, Default)]
-pub struct Header {
+pub struct SafetensorsHeader {
     /// Tensors, in the order of their data.
     pub entries: Vec<Entry>,
     /// Names and values; None if the header has no `__metadata__`.
@@ -28,17 +28,17 @@ pub struct Header {
 }
 
 /// Parses a header that lies at `base + 8` of `uri`; `file` is the number of that file.
-pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Header> {
+pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<SafetensorsHeader> {
     const WHAT: &str = "a safetensors header";
     let at = base.saturating_add(LENGTH_LEN);
-    let malformed = |what: String| Malformed::new(at, what).of(uri);
-    let failed = |what: &str| malformed(format!("the safetensors header: {}", Brief(what)));
+    let malformed = |what: String| Malformed::new(at, what).in_file(uri);
+    let failed = |what: &str| malformed(format!("the safetensors header: {}", Shortened(what)));
     let text = std::str::from_utf8(json).map_err(|e| failed(&format!("it is not UTF-8: {e}")))?;
     // An upper bound of the number of tensors: each has at least the colon after its name.
     let most = json.iter().filter(|&&byte| byte == b':').count();
-    let mut raw = Raw { tensors: with_room(most, WHAT)?, metadata: None };
+    let mut raw = UncheckedHeader { tensors: with_room(most, WHAT)?, metadata: None };
     let mut from = serde_json::Deserializer::from_str(text);
-    let read = from.deserialize_map(Keys(&mut raw)).and_then(|()| from.end());
+    let read = from.deserialize_map(HeaderVisitor(&mut raw)).and_then(|()| from.end());
     read.map_err(|e| failed(&e.to_string()))?;
     let data_at = at.saturating_add(json.len() as u64);
     let mut tensors = raw.tensors;
@@ -70,47 +70,53 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Header> {
     }
     let end = data_at.saturating_add(end);
     let metadata = raw.metadata.map(|pairs| listed(pairs, WHAT)).transpose()?;
-    Ok(Header { entries, metadata, end })
+    Ok(SafetensorsHeader { entries, metadata, end })
 }
 
 /// A header before it is validated.
-struct Raw<'j> {
+struct UncheckedHeader<'j> {
     /// Allocated beforehand, with room for all tensors.
-    tensors: Vec<(Cow<'j, str>, Info<'j>)>,
+    tensors: Vec<(Cow<'j, str>, TensorFields<'j>)>,
     metadata: Option<BTreeMap<String, String>>,
 }
 
 /// The fields of one tensor.
-struct Info<'j> {
+struct TensorFields<'j> {
     dtype: Cow<'j, str>,
     shape: Shape,
     data_offsets: (u64, u64),
 }
 
-impl<'de: 'j, 'j> Deserialize<'de> for Info<'j> {
+impl<'de: 'j, 'j> Deserialize<'de> for TensorFields<'j> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Fields;
-        impl<'de> Visitor<'de> for Fields {
-            type Value = Info<'de>;
+        struct FieldsVisitor;
+        impl<'de> Visitor<'de> for FieldsVisitor {
+            type Value = TensorFields<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("dtype, shape and data_offsets of a tensor")
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Info<'de>, A::Error> {
-                let short = |found| de::Error::invalid_length(found, &Fields);
-                Ok(Info {
-                    dtype: seq.next_element::<Text<'_>>()?.ok_or_else(|| short(0))?.0,
+            fn visit_seq<A: SeqAccess<'de>>(
+                self,
+                mut seq: A,
+            ) -> Result<TensorFields<'de>, A::Error> {
+                let short = |found| de::Error::invalid_length(found, &FieldsVisitor);
+                Ok(TensorFields {
+                    dtype: seq.next_element::<BorrowedText<'_>>()?.ok_or_else(|| short(0))?.0,
                     shape: seq.next_element()?.ok_or_else(|| short(1))?,
                     data_offsets: seq.next_element()?.ok_or_else(|| short(2))?,
                 })
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Info<'de>, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> Result<TensorFields<'de>, A::Error> {
                 let (mut dtype, mut shape, mut offsets) = (None, None, None);
-                while let Some(Text(key)) = map.next_key()? {
+                while let Some(BorrowedText(key)) = map.next_key()? {
                     let twice = match &*key {
-                        "dtype" => dtype.replace(map.next_value::<Text<'_>>()?.0).is_some(),
+                        "dtype" => dtype.replace(map.next_value::<BorrowedText<'_>>()?.0).is_some(),
                         "shape" => shape.replace(map.next_value::<Shape>()?).is_some(),
                         "data_offsets" => offsets.replace(map.next_value()?).is_some(),
                         _ => map.next_value::<Discarded>().map(|Discarded| false)?,
@@ -118,11 +124,11 @@ impl<'de: 'j, 'j> Deserialize<'de> for Info<'j> {
                     if twice {
                         return Err(de::Error::custom(format!(
                             "duplicate field `{}`",
-                            Brief(&key)
+                            Shortened(&key)
                         )));
                     }
                 }
-                Ok(Info {
+                Ok(TensorFields {
                     dtype: dtype.ok_or_else(|| de::Error::missing_field("dtype"))?,
                     shape: shape.ok_or_else(|| de::Error::missing_field("shape"))?,
                     data_offsets: offsets
@@ -131,11 +137,11 @@ impl<'de: 'j, 'j> Deserialize<'de> for Info<'j> {
             }
         }
         // An object, or a list of the fields in this order.
-        from.deserialize_struct("tensor", &["dtype", "shape", "data_offsets"], Fields)
+        from.deserialize_struct("tensor", &["dtype", "shape", "data_offsets"], FieldsVisitor)
     }
 }
 
-impl Info<'_> {
+impl TensorFields<'_> {
     /// Returns type and shape, and checks that the data begin at `end` and have the length that these
     /// need.
     fn placed(&self, end: u64) -> Result<(DType, Box<[u64]>), String> {
@@ -161,7 +167,7 @@ impl Info<'_> {
     /// Type and shape in torch, where one element may hold several of the values here.
     fn of_torch(&self) -> Result<(DType, Box<[u64]>), String> {
         let (dtype, values) = DType::from_safetensors(&self.dtype)
-            .ok_or_else(|| format!("unknown dtype `{}`", Brief(&self.dtype)))?;
+            .ok_or_else(|| format!("unknown dtype `{}`", Shortened(&self.dtype)))?;
         let mut shape = self.shape.0.clone();
         if values > 1 {
             let last = shape.last_mut().filter(|last| last.is_multiple_of(values));
@@ -181,8 +187,8 @@ struct Shape(Vec<u64>);
 
 impl<'de> Deserialize<'de> for Shape {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Dims;
-        impl<'de> Visitor<'de> for Dims {
+        struct DimsVisitor;
+        impl<'de> Visitor<'de> for DimsVisitor {
             type Value = Shape;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -200,14 +206,14 @@ impl<'de> Deserialize<'de> for Shape {
                 Ok(Shape(dims))
             }
         }
-        from.deserialize_seq(Dims)
+        from.deserialize_seq(DimsVisitor)
     }
 }
 
 /// Parses all members of a header.
-struct Keys<'r, 'j>(&'r mut Raw<'j>);
+struct HeaderVisitor<'r, 'j>(&'r mut UncheckedHeader<'j>);
 
-impl<'de: 'j, 'j> Visitor<'de> for Keys<'_, 'j> {
+impl<'de: 'j, 'j> Visitor<'de> for HeaderVisitor<'_, 'j> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -215,9 +221,9 @@ impl<'de: 'j, 'j> Visitor<'de> for Keys<'_, 'j> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let Keys(raw) = self;
+        let HeaderVisitor(raw) = self;
         let mut told = false;
-        while let Some(Text(key)) = map.next_key()? {
+        while let Some(BorrowedText(key)) = map.next_key()? {
             if key != METADATA {
                 // Duplicate names are found later, when the names of all tensors are put together.
                 raw.tensors.push((key, map.next_value()?));
@@ -226,7 +232,7 @@ impl<'de: 'j, 'j> Visitor<'de> for Keys<'_, 'j> {
             if std::mem::replace(&mut told, true) {
                 return Err(de::Error::duplicate_field(METADATA));
             }
-            raw.metadata = map.next_value::<Option<Strings>>()?.map(|s| s.0);
+            raw.metadata = map.next_value::<Option<StringMap>>()?.map(|s| s.0);
         }
         Ok(())
     }
@@ -234,34 +240,34 @@ impl<'de: 'j, 'j> Visitor<'de> for Keys<'_, 'j> {
 
 /// A string, borrowed from the input if it is written without escapes.
 #[derive(Deserialize)]
-struct Text<'j>(#[serde(borrow)] Cow<'j, str>);
+struct BorrowedText<'j>(#[serde(borrow)] Cow<'j, str>);
 
 /// Names and values; duplicate names are refused.
-pub(in crate::format) struct Strings(pub BTreeMap<String, String>);
+pub(in crate::format) struct StringMap(pub BTreeMap<String, String>);
 
-impl<'de> Deserialize<'de> for Strings {
+impl<'de> Deserialize<'de> for StringMap {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Pairs;
-        impl<'de> Visitor<'de> for Pairs {
-            type Value = Strings;
+        struct StringMapVisitor;
+        impl<'de> Visitor<'de> for StringMapVisitor {
+            type Value = StringMap;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("an object of strings")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Strings, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<StringMap, A::Error> {
                 let mut pairs = BTreeMap::new();
                 while let Some((name, value)) = map.next_entry::<String, String>()? {
                     if pairs.contains_key(&name) {
-                        let what = format!("`{}` comes twice", Brief(&name));
+                        let what = format!("`{}` comes twice", Shortened(&name));
                         return Err(de::Error::custom(what));
                     }
                     pairs.insert(name, value);
                 }
-                Ok(Strings(pairs))
+                Ok(StringMap(pairs))
             }
         }
-        from.deserialize_map(Pairs)
+        from.deserialize_map(StringMapVisitor)
     }
 }
 
@@ -294,7 +300,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tensors_lie_one_behind_another(
+        fn data_offsets_must_be_contiguous(
             tensors in proptest::collection::btree_map(
                 ".{0,6}",
                 (0..SOME.len(), proptest::collection::vec(0u64..5, 0..4)),

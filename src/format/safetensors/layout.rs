@@ -20,7 +20,7 @@ fn refused(what: String) -> Error {
 
 /// A tensor that is to be placed in a file.
 #[derive(Debug, Clone)]
-pub struct Placed {
+pub struct SafetensorsTensor {
     /// Its name, which is a plain string.
     pub name: Name,
     /// Its element type.
@@ -29,9 +29,9 @@ pub struct Placed {
     pub shape: Vec<u64>,
 }
 
-impl Placed {
+impl SafetensorsTensor {
     fn too_large(&self) -> Error {
-        let Placed { name, dtype, shape } = self;
+        let SafetensorsTensor { name, dtype, shape } = self;
         refused(format!("tensor `{name}`: shape {shape:?} of {dtype} is too large"))
     }
 
@@ -54,7 +54,7 @@ impl Placed {
 }
 
 /// Returns the tensors in the order of a file, with their names and their numbers in `tensors`.
-fn sorted(tensors: Vec<Placed>) -> Result<Vec<(String, usize, Placed)>> {
+fn sorted(tensors: Vec<SafetensorsTensor>) -> Result<Vec<(String, usize, SafetensorsTensor)>> {
     let mut sorted = with_room(tensors.len(), WHAT)?;
     for (number, tensor) in tensors.into_iter().enumerate() {
         let (name, dtype) = (&tensor.name, tensor.dtype);
@@ -76,7 +76,7 @@ fn sorted(tensors: Vec<Placed>) -> Result<Vec<(String, usize, Placed)>> {
 
 /// The layout of a file that is to be written.
 #[derive(Debug)]
-pub struct Layout {
+pub struct SafetensorsLayout {
     /// The length field and the header.
     pub head: Vec<u8>,
     /// The tensors, in the order of their data: larger elements first, then by name.
@@ -87,11 +87,11 @@ pub struct Layout {
     pub end: u64,
 }
 
-impl Layout {
+impl SafetensorsLayout {
     /// Lays out a file at position `base`, byte for byte as the safetensors library does, except that
     /// metadata are sorted by name. The error says what cannot be written.
     pub fn new(
-        tensors: Vec<Placed>,
+        tensors: Vec<SafetensorsTensor>,
         metadata: Option<&[(String, String)]>,
         base: u64,
     ) -> Result<Self> {
@@ -106,7 +106,7 @@ impl Layout {
             end = end.checked_add(len).ok_or_else(|| tensor.too_large())?;
             let one = format!("{}:{},", to_json(&key)?, tensor.described(start, end)?);
             push_str(&mut json, &one, WHAT)?;
-            let Placed { name, dtype, shape } = tensor;
+            let SafetensorsTensor { name, dtype, shape } = tensor;
             if !names.insert(key) {
                 return Err(refused(format!("tensor `{name}` is given twice")));
             }
@@ -135,7 +135,7 @@ impl Layout {
         if i64::try_from(end).is_err() {
             return Err(refused(format!("{end} bytes of tensors are too many for one file")));
         }
-        Ok(Layout { head, entries, order, end })
+        Ok(SafetensorsLayout { head, entries, order, end })
     }
 }
 

@@ -6,9 +6,9 @@
 mod header;
 mod layout;
 
-pub(super) use header::Strings;
-pub use header::{Header, parse};
-pub use layout::{Layout, Placed};
+pub(super) use header::StringMap;
+pub use header::{SafetensorsHeader, parse};
+pub use layout::{SafetensorsLayout, SafetensorsTensor};
 
 use crate::error::Malformed;
 
@@ -20,7 +20,7 @@ pub const MAX_HEADER_LEN: u64 = 100_000_000;
 const METADATA: &str = "__metadata__";
 
 /// True if a file with these first bytes is a safetensors file, whatever the length of its header.
-pub fn begins(bytes: &[u8]) -> bool {
+pub fn recognises(bytes: &[u8]) -> bool {
     // No header is as long as 2⁴⁰ bytes.
     matches!(bytes, [_, _, _, _, _, 0, 0, 0, b'{', ..])
 }

@@ -62,7 +62,7 @@ pub struct StoredHash {
 
 /// A tensor's header, as read.
 #[derive(Debug, Clone)]
-pub struct Header<'h> {
+pub struct TensorHeader<'h> {
     /// All bytes of the header.
     pub raw: &'h [u8],
     /// Number of the owning module in `named_modules()` order.
@@ -77,7 +77,7 @@ pub struct Header<'h> {
     crypt_at: Option<Range<usize>>,
 }
 
-impl<'h> Header<'h> {
+impl<'h> TensorHeader<'h> {
     /// Parses the header that the index describes. All that both of them state must agree.
     pub fn parse(raw: &'h [u8], entry: &Entry, encrypted: bool) -> Result<Self, Malformed> {
         let base = entry.header_offset;
@@ -108,7 +108,7 @@ impl<'h> Header<'h> {
         } else {
             (None, None)
         };
-        let rest = cursor.rest();
+        let rest = cursor.remaining();
         let data_len: [u8; 8] = *rest
             .last_chunk()
             .ok_or_else(|| cursor.error("the tensor header has no room for its data length"))?;
@@ -119,7 +119,7 @@ impl<'h> Header<'h> {
                 format!("data length {} in the index, {data_len} in the header", entry.data_len),
             ));
         }
-        Ok(Header { raw, module_index, kind, hashes, crypt_info, crypt_at })
+        Ok(TensorHeader { raw, module_index, kind, hashes, crypt_info, crypt_at })
     }
 
     /// The hashes of header and data: each with its algorithm, and the range of its value in the
@@ -198,7 +198,7 @@ fn check_dtype_and_shape(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), M
 /// even if they mean the same.
 fn is_of_entry(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<bool, Malformed> {
     let len = cursor.u8("dtype length")?;
-    if !entry.dtype.is_plainly(cursor.take(usize::from(len), "dtype")?)
+    if !entry.dtype.is_usual_string(cursor.take(usize::from(len), "dtype")?)
         || usize::from(cursor.u8("number of dimensions")?) != entry.shape.len()
     {
         return Ok(false);
@@ -237,10 +237,10 @@ fn check_hashes(cursor: &mut Cursor<'_>) -> Result<Range<usize>, Malformed> {
         }
         section.take(size, "hash value")?;
     }
-    if !section.rest().is_empty() {
+    if !section.remaining().is_empty() {
         return Err(section.error(format!(
             "the hash section has {} bytes after its last hash",
-            section.rest().len()
+            section.remaining().len()
         )));
     }
     Ok(start..from + section.position())
@@ -273,7 +273,7 @@ impl Hashes {
 
 /// A header that is to be written, with zeros in place of its hashes.
 #[derive(Debug)]
-pub struct Draft {
+pub struct HeaderDraft {
     /// The bytes that hashes cover.
     pub bytes: Vec<u8>,
     hashes: Vec<(Algorithm, usize)>,
@@ -294,7 +294,7 @@ pub fn encoded_len(name: &Name, dtype: DType, shape: &[u64], long: bool, hashes:
         + 8
 }
 
-impl Draft {
+impl HeaderDraft {
     /// Drafts the header of `entry`, padded with zeros to the length that the entry leaves for it.
     ///
     /// `crypt_len`: bytes to leave for the encryption block, which hashes do not cover.
@@ -330,7 +330,7 @@ impl Draft {
         out.resize(padded, 0);
         let data_len = i64::try_from(entry.data_len).map_err(|_| bug("data too long"))?;
         out.extend_from_slice(&data_len.to_le_bytes());
-        Ok(Draft { bytes: out, hashes, crypt_at })
+        Ok(HeaderDraft { bytes: out, hashes, crypt_at })
     }
 
     /// Fills in the hashes, and inserts the encryption block, which may be empty.

@@ -17,7 +17,7 @@ const TAG_LONG: u32 = 5;
 /// Bytes of the shortest possible entry: name, dtype and shape of nothing.
 const MIN_ENTRY_LEN: usize = 2 + 1 + 1 + 1 + 24;
 /// Minimum bytes that an entry allocates beside itself: a name, and its node in the tree of names.
-const MORE_FOR_ENTRY: usize = 64;
+const MIN_NAME_MEMORY: usize = 64;
 
 impl Entry {
     /// Appends the entry; `tagged` writes the version tag.
@@ -118,7 +118,7 @@ pub(super) fn parse_kind(cursor: &mut Cursor<'_>) -> Result<TensorKind, Malforme
 }
 
 /// A parsed index block.
-pub struct Index {
+pub struct ParsedIndex {
     /// The tensors, in the order of the index.
     pub entries: Vec<Entry>,
     /// The number of each entry, by name.
@@ -138,10 +138,10 @@ pub fn parse(
     prologue: &Prologue,
     file_len: Option<u64>,
     uri: &str,
-) -> Result<Index> {
+) -> Result<ParsedIndex> {
     let mut cursor = Cursor::new(block, base, "tensor index");
     if prologue.count == 0 || block.is_empty() {
-        return Err(cursor.error("Tensor index in the file is empty").of(uri));
+        return Err(cursor.error("Tensor index in the file is empty").in_file(uri));
     }
     let most = block.len() / MIN_ENTRY_LEN;
     let count =
@@ -152,23 +152,23 @@ pub fn parse(
                     block.len(),
                     prologue.count
                 ))
-                .of(uri)
+                .in_file(uri)
         })?;
     let mut entries = with_room(count, "an index")?;
     // Names and shapes are allocated one by one, and a failure of that could not be reported as an
     // error. So enough memory for all of them is requested once, before the first.
-    with_room::<[u8; MORE_FOR_ENTRY]>(count, "names and shapes of an index")?;
+    with_room::<[u8; MIN_NAME_MEMORY]>(count, "names and shapes of an index")?;
     let mut names = NameTree::default();
     for number in 0..count {
         let at = cursor.offset();
         let entry = parse_entry(&mut cursor, prologue)
             .and_then(|entry| check_entry(entry, at, prologue.version))
-            .map_err(|e| e.of(uri))?;
-        names.insert(&entry.name, number).map_err(|what| Malformed::new(at, what).of(uri))?;
+            .map_err(|e| e.in_file(uri))?;
+        names.insert(&entry.name, number).map_err(|what| Malformed::new(at, what).in_file(uri))?;
         entries.push(entry);
     }
     check_extents(&entries, base.saturating_add(prologue.index_len), file_len, uri)?;
-    Ok(Index { entries, names, len: cursor.position() })
+    Ok(ParsedIndex { entries, names, len: cursor.position() })
 }
 
 /// Maximum bytes of an index that is read: room for 60,000 names of full length, or for tens of
@@ -179,31 +179,31 @@ pub const MAX_LEN: u64 = 4 << 30;
 const LONGEST_ENTRY: usize = 4 + (2 + 0xffff) + 1 + (1 + 0xff) + (1 + 8 * MAX_DIMS) + 24;
 /// Maximum bytes after the entries that are read if the length of the file is unknown: metadata, and
 /// reserved space for more tensors.
-const MOST_BEHIND: u64 = 256 << 20;
+const MAX_TRAILER_LEN: u64 = 256 << 20;
 
 /// Progress of validating an index while its bytes arrive.
 #[derive(Default)]
-pub struct Start {
+pub struct IndexValidator {
     entries: u64,
     position: usize,
 }
 
-impl Start {
+impl IndexValidator {
     /// Validates further entries of a block that lies at `base` and is still arriving. Stops before an
     /// entry that may continue after the bytes that are there.
     pub fn read(&mut self, block: &[u8], base: u64, prologue: &Prologue) -> Result<(), Malformed> {
         let at = base.saturating_add(self.position as u64);
         let mut cursor = Cursor::new(block.get(self.position..).unwrap_or(&[]), at, "tensor index");
-        while self.entries < prologue.count && cursor.rest().len() >= LONGEST_ENTRY {
+        while self.entries < prologue.count && cursor.remaining().len() >= LONGEST_ENTRY {
             parse_entry(&mut cursor, prologue)?;
             self.entries += 1;
         }
         self.position += cursor.position();
-        let behind = prologue.index_len.saturating_sub(self.position as u64);
-        if self.entries == prologue.count && behind > MOST_BEHIND {
+        let trailer_len = prologue.index_len.saturating_sub(self.position as u64);
+        if self.entries == prologue.count && trailer_len > MAX_TRAILER_LEN {
             return Err(cursor.error(format!(
-                "expected at most {MOST_BEHIND} bytes behind the entries of an index that is read \
-                 front to back, found {behind}"
+                "expected at most {MAX_TRAILER_LEN} bytes behind the entries of an index that is read \
+                 front to back, found {trailer_len}"
             )));
         }
         Ok(())
@@ -293,7 +293,8 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
     let mut end = first;
     for entry in order {
         let malformed = |what: String| {
-            Malformed::new(entry.header_offset, format!("tensor `{}`: {what}", entry.name)).of(uri)
+            Malformed::new(entry.header_offset, format!("tensor `{}`: {what}", entry.name))
+                .in_file(uri)
         };
         if entry.header_offset < end {
             return Err(malformed(format!(

@@ -20,7 +20,7 @@ pub const MIN_INDEX_LEN: u64 = 256 << 10;
 
 /// A tensor that is to be placed in a file.
 #[derive(Debug, Clone)]
-pub struct Placed {
+pub struct UnplacedTensor {
     /// Its name.
     pub name: Name,
     /// Its role in the saved object.
@@ -50,7 +50,7 @@ pub struct FileLayout {
 /// `hashes`: those that headers hold. `encrypted`: None without encryption, otherwise true if keys are
 /// derived.
 pub fn place(
-    tensors: Vec<Placed>,
+    tensors: Vec<UnplacedTensor>,
     start: u64,
     alignment: u64,
     hashes: Hashes,
@@ -60,7 +60,7 @@ pub fn place(
     let mut layout =
         FileLayout { entries: with_room(tensors.len(), "an index")?, end: start, version: plain };
     for tensor in tensors {
-        let Placed { name, kind, dtype, shape, meta } = tensor;
+        let UnplacedTensor { name, kind, dtype, shape, meta } = tensor;
         let too_large = || {
             Error::InvalidArgument(format!(
                 "tensor `{name}`: shape {shape:?} of {dtype} is too large"

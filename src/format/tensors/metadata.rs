@@ -11,7 +11,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::error::{Brief, Error, Malformed, Result};
+use crate::error::{Error, Malformed, Result, Shortened};
 use crate::fallible::{more_room, owned, push};
 use crate::format::bytes::Cursor;
 
@@ -41,7 +41,7 @@ pub fn encode(pairs: &[(String, String)], uri: &str) -> Result<Vec<u8>> {
     }
     for (name, value) in pairs {
         if !names.insert(name) {
-            return Err(refused(format!("metadata have `{}` twice", Brief(name))));
+            return Err(refused(format!("metadata have `{}` twice", Shortened(name))));
         }
         for text in [name, value] {
             // Too long a text makes the sum too long, which is refused below.
@@ -90,11 +90,11 @@ pub fn find(space: &[u8], at: u64) -> Result<Vec<(String, String)>, Malformed> {
 
 fn parse(mut cursor: Cursor<'_>) -> Result<Vec<(String, String)>, Malformed> {
     let (mut pairs, mut names) = (Vec::new(), BTreeSet::new());
-    while !cursor.rest().is_empty() {
+    while !cursor.remaining().is_empty() {
         let at = cursor.offset();
         let (name, value) = (text(&mut cursor, "name")?, text(&mut cursor, "value")?);
         if !names.insert(name) {
-            let what = format!("`{}` comes twice in the metadata", Brief(name));
+            let what = format!("`{}` comes twice in the metadata", Shortened(name));
             return Err(Malformed::new(at, what));
         }
         if pairs.len() == MAX_PAIRS {
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn they_come_back_in_their_order() {
+    fn metadata_round_trip_in_order() {
         let pairs = [pair("z", "ü\n\0"), pair("", ""), pair("a", &"x".repeat(70_000))];
         let bytes = encode(&pairs, "f").unwrap();
         for free in [0, 1, 50] {
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_named_with_its_place() {
+    fn damage_is_reported_with_its_position() {
         let good = encode(&[pair("name", "value")], "f").unwrap();
         for at in 0..good.len() {
             let mut bad = good.clone();
@@ -201,7 +201,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_names_and_values_come_back(
+        fn any_metadata_round_trip(
             pairs in proptest::collection::btree_map(".{0,9}", ".{0,30}", 0..9),
             free in proptest::collection::vec(any::<u8>(), 0..40),
         ) {

@@ -7,11 +7,11 @@
 //! end       8 zero bytes
 //! ```
 
-pub mod behind;
 pub mod crypt_info;
 pub mod header;
+pub mod identity;
 pub mod index;
 pub mod layout;
 pub mod metadata;
-pub mod pair;
 pub mod prologue;
+pub mod trailer;

@@ -44,7 +44,7 @@ pub struct Prologue {
 impl Prologue {
     /// Parses the prologue from the first bytes of a file, which may be too few.
     pub fn parse(bytes: &[u8], base: u64, uri: &str) -> Result<Self> {
-        let malformed = |e: Malformed| e.of(uri);
+        let malformed = |e: Malformed| e.in_file(uri);
         let mut cursor = Cursor::new(bytes, base, "file prologue");
         if !bytes.starts_with(&MAGIC) {
             let found = match looks_like(bytes) {
@@ -59,7 +59,7 @@ impl Prologue {
                 .error(format!(
                     "Not a tensorizer file: expected it to begin with \"{expected}\", {found}"
                 ))
-                .of(uri));
+                .in_file(uri));
         }
         if bytes.len() < PROLOGUE_LEN {
             return Err(cursor
@@ -67,7 +67,7 @@ impl Prologue {
                     "File too small: expected at least {PROLOGUE_LEN} bytes, found {}",
                     bytes.len()
                 ))
-                .of(uri));
+                .in_file(uri));
         }
         cursor.take(MAGIC.len(), "magic").map_err(malformed)?;
         let version = cursor.u32("version").map_err(malformed)?;
@@ -77,7 +77,7 @@ impl Prologue {
         let flags_at = cursor.offset();
         let flags: [u8; 32] = cursor.fixed("feature flags").map_err(malformed)?;
         let (low, high) = (flags[0], &flags[1..]);
-        let flag_error = |what: String| Malformed::new(flags_at, what).of(uri);
+        let flag_error = |what: String| Malformed::new(flags_at, what).in_file(uri);
         if low & !(FLAG_ENCRYPTED | FLAG_VERSIONED) != 0 || high.iter().any(|&b| b != 0) {
             return Err(flag_error(format!("Unsupported feature flags: {flags:02x?}")));
         }

@@ -7,63 +7,63 @@ use object_store::client::{HttpRequest, HttpRequestBody};
 use reqwest::header::{AUTHORIZATION, HeaderValue};
 use reqwest::{Request, Url};
 
-use super::Credential;
+use super::CloudCredential;
 use crate::io::transport::Failure;
 
 /// The header with the version of Azure's API, for requests that are not signed.
 pub const AZURE_VERSION: (&str, &str) = ("x-ms-version", "2023-11-03");
 
-impl Credential {
+impl CloudCredential {
     /// Adds credentials to a request. Azure's keys sign all other headers.
     pub fn authorize(&self, account: &str, request: &mut Request) -> Result<(), Failure> {
         let credential = match self {
             #[cfg(feature = "s3")]
-            Credential::Aws(_) => {
+            CloudCredential::Aws(_) => {
                 let what = "AWS credentials cannot sign a request to another cloud";
                 return Err(Failure::permanent(ErrorKind::InvalidInput, what));
             }
             // A service account for emulators has no token.
-            Credential::Google(found) if found.bearer.is_empty() => return Ok(()),
-            Credential::Google(found) => {
-                let mut proof = token(&format!("Bearer {}", found.bearer))?;
-                proof.set_sensitive(true);
-                request.headers_mut().insert(AUTHORIZATION, proof);
+            CloudCredential::Google(found) if found.bearer.is_empty() => return Ok(()),
+            CloudCredential::Google(found) => {
+                let mut value = header_value(&format!("Bearer {}", found.bearer))?;
+                value.set_sensitive(true);
+                request.headers_mut().insert(AUTHORIZATION, value);
                 return Ok(());
             }
-            Credential::Azure(credential) => credential,
+            CloudCredential::Azure(credential) => credential,
         };
-        let odd = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
+        let malformed = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
         if let AzureCredential::BearerToken(bearer) = &**credential {
-            token(bearer)?;
+            header_value(bearer)?;
         }
-        let mut asked = HttpRequest::new(HttpRequestBody::empty());
-        *asked.method_mut() = request.method().clone();
-        *asked.uri_mut() = request
-            .url()
-            .as_str()
-            .parse()
-            .map_err(|_| odd("cannot sign a request: its address is invalid".to_owned()))?;
-        *asked.headers_mut() = request.headers().clone();
-        let signed = AzureAuthorizer::new(credential, account).try_authorize(&mut asked);
-        signed.map_err(|error| odd(format!("signing a request: {error}")))?;
-        if let Some(proof) = asked.headers_mut().get_mut(AUTHORIZATION) {
-            proof.set_sensitive(true);
+        let mut signed_request = HttpRequest::new(HttpRequestBody::empty());
+        *signed_request.method_mut() = request.method().clone();
+        *signed_request.uri_mut() =
+            request.url().as_str().parse().map_err(|_| {
+                malformed("cannot sign a request: its addressis invalid".to_owned())
+            })?;
+        *signed_request.headers_mut() = request.headers().clone();
+        let signed = AzureAuthorizer::new(credential, account).try_authorize(&mut signed_request);
+        signed.map_err(|error| malformed(format!("signing a request: {error}")))?;
+        if let Some(value) = signed_request.headers_mut().get_mut(AUTHORIZATION) {
+            value.set_sensitive(true);
         }
         // A shared access signature is in the address.
-        let url = Url::parse(&asked.uri().to_string()).map_err(|e| odd(e.to_string()))?;
+        let url =
+            Url::parse(&signed_request.uri().to_string()).map_err(|e| malformed(e.to_string()))?;
         *request.url_mut() = url;
-        *request.headers_mut() = std::mem::take(asked.headers_mut());
+        *request.headers_mut() = std::mem::take(signed_request.headers_mut());
         Ok(())
     }
 }
 
 /// A token as the value of a header.
-fn token(text: &str) -> Result<HeaderValue, Failure> {
-    let odd = |_| {
+fn header_value(text: &str) -> Result<HeaderValue, Failure> {
+    let malformed = |_| {
         Failure::permanent(
             ErrorKind::InvalidData,
             "the access token has characters that a header cannot hold",
         )
     };
-    HeaderValue::from_str(text).map_err(odd)
+    HeaderValue::from_str(text).map_err(malformed)
 }

@@ -23,60 +23,60 @@ use aws_sdk_s3::error::DisplayErrorContext;
 use aws_types::os_shim_internal::{Env, Fs};
 
 use super::cache::{
-    BuildChain, Chain, Credential, CredentialProvider, FoundCredential, Missing, Pending,
-    good_until,
+    BuildCredentialChain, CloudCredential, CredentialChain, CredentialFuture, CredentialProvider,
+    FoundCredential, MissingCredentials, renew_at,
 };
-use super::snapshot::{PerSnapshot, Snapshot, locked};
-use crate::environment::reading;
-use crate::error::{Error, Result, Shown};
+use super::snapshot::{PerSnapshot, Snapshot, lock_unpoisoned};
+use crate::environment::read_guarded;
+use crate::error::{Error, Escaped, Result};
 use crate::io::transport::{Failure, LazySdkClient, TransportOptions, Trust};
 use crate::sys::clock;
 
 /// Time for which a missing region of the machine is cached: finding out may take seconds.
-const ABSENCE: Duration = Duration::from_secs(60);
+const ABSENCE_CACHED_FOR: Duration = Duration::from_secs(60);
 /// Variables that name the profile: the SDK reads the first, boto3 both.
-const PROFILES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
+const PROFILE_VARIABLES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
 const ENVIRONMENT_CHANGED: &str = "credentials must be loaded again, but the environment variables \
                                    that configure them have changed";
 
 /// Credentials of S3.
 #[derive(Clone)]
-pub enum AwsKeys {
+pub enum AwsCredentialSource {
     /// Keys of the call, or of its `.s3cfg`.
-    Given(Credentials),
+    Fixed(Credentials),
     /// Credentials that AWS's chain finds.
     Chain(CredentialProvider),
 }
 
-impl fmt::Debug for AwsKeys {
+impl fmt::Debug for AwsCredentialSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The environment may hold secrets.
         f.write_str("AwsKeys")
     }
 }
 
-impl AwsKeys {
+impl AwsCredentialSource {
     /// The present credentials.
-    pub async fn get(&self) -> Result<Credentials, Missing> {
+    pub async fn get(&self) -> Result<Credentials, MissingCredentials> {
         match self {
-            AwsKeys::Given(credentials) => Ok(credentials.clone()),
-            AwsKeys::Chain(provider) => match provider.get().await? {
-                Credential::Aws(credentials) => Ok(credentials),
+            AwsCredentialSource::Fixed(credentials) => Ok(credentials.clone()),
+            AwsCredentialSource::Chain(provider) => match provider.get().await? {
+                CloudCredential::Aws(credentials) => Ok(credentials),
                 #[cfg(feature = "clouds")]
-                _ => Err(Missing::Absent),
+                _ => Err(MissingCredentials::Absent),
             },
         }
     }
 
     /// Forgets the credentials that were used at that time: a server has refused them.
-    pub fn refused(&self, used: Instant) {
-        if let AwsKeys::Chain(provider) = self {
-            provider.refused(used);
+    pub fn invalidate(&self, used: Instant) {
+        if let AwsCredentialSource::Chain(provider) = self {
+            provider.invalidate(used);
         }
     }
 }
 
-impl ProvideCredentials for AwsKeys {
+impl ProvideCredentials for AwsCredentialSource {
     fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
     where
         Self: 'a,
@@ -92,8 +92,8 @@ impl ProvideCredentials for AwsKeys {
 /// The profile that the environment names; None for the default one. The SDK would take an empty name
 /// for the name of a profile.
 pub fn profile() -> Option<String> {
-    reading(|| {
-        let values = PROFILES.map(|name| std::env::var(name).ok());
+    read_guarded(|| {
+        let values = PROFILE_VARIABLES.map(|name| std::env::var(name).ok());
         let named = values.iter().flatten().find(|name| !name.is_empty()).cloned();
         let is_empty = values.iter().flatten().next().is_some();
         named.or_else(|| is_empty.then(|| "default".to_owned()))
@@ -127,7 +127,7 @@ async fn profiles() -> Option<ProfileSet> {
 
 /// The certificates that the environment, or `ca_bundle` of the profile, names for AWS.
 pub async fn trust() -> Option<Trust> {
-    if let Some(trust) = Trust::of_variable("AWS_CA_BUNDLE") {
+    if let Some(trust) = Trust::from_variable("AWS_CA_BUNDLE") {
         return Some(trust);
     }
     let profiles = profiles().await?;
@@ -148,21 +148,21 @@ pub async fn check_profile(uri: &str) -> Result<()> {
         return Ok(());
     }
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    let variable = reading(|| PROFILES.into_iter().find(|name| is_set(name)));
+    let variable = read_guarded(|| PROFILE_VARIABLES.into_iter().find(|name| is_set(name)));
     let what = format!(
         "{} names the profile `{}`, which was not found: neither ~/.aws/config nor \
-         ~/.aws/credentials (or the files that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE \
+         ~/.aws/credentials(or the files that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE \
          name) has it",
         variable.unwrap_or("AWS_PROFILE"),
-        Shown(&profile)
+        Escaped(&profile)
     );
     Err(Error::io("opening", uri, std::io::Error::new(ErrorKind::PermissionDenied, what)))
 }
 
 /// The variables and files of AWS's chain.
 fn snapshot(region: String) -> Snapshot {
-    let counts = |name: &[u8]| name == b"HOME" || name.starts_with(b"AWS_");
-    Snapshot::take(region, counts, |snapshot| {
+    let is_relevant = |name: &[u8]| name == b"HOME" || name.starts_with(b"AWS_");
+    Snapshot::take(region, is_relevant, |snapshot| {
         let home = snapshot.variable("HOME").map(PathBuf::from);
         let file = |name: &str, usual: &str| {
             let named = snapshot.variable(name).map(PathBuf::from);
@@ -191,19 +191,19 @@ struct AwsChain {
     options: TransportOptions,
 }
 
-impl BuildChain for AwsChain {
-    fn build(&self, _answered: &Arc<AtomicBool>) -> Pending<'_, Arc<dyn Chain>> {
+impl BuildCredentialChain for AwsChain {
+    fn build(&self, _answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
         Box::pin(async {
             // It reads the present environment, which may name other credentials by now.
-            if !snapshot(String::new()).has_the_variables_of(&self.snapshot) {
-                return Err(Missing::Failed(Failure::permanent(
+            if !snapshot(String::new()).has_same_variables(&self.snapshot) {
+                return Err(MissingCredentials::Failed(Failure::permanent(
                     ErrorKind::PermissionDenied,
                     format!("finding credentials: {ENVIRONMENT_CHANGED}"),
                 )));
             }
             let settings = settings(self.region.clone(), &self.options).await;
-            let provider = settings.credentials_provider().ok_or(Missing::Absent)?;
-            Ok(Arc::new(AwsProvider(provider)) as Arc<dyn Chain>)
+            let provider = settings.credentials_provider().ok_or(MissingCredentials::Absent)?;
+            Ok(Arc::new(AwsProvider(provider)) as Arc<dyn CredentialChain>)
         })
     }
 }
@@ -211,30 +211,30 @@ impl BuildChain for AwsChain {
 /// A provider of the SDK as a chain.
 struct AwsProvider(SharedCredentialsProvider);
 
-impl Chain for AwsProvider {
-    fn get(&self) -> Pending<'_, FoundCredential> {
+impl CredentialChain for AwsProvider {
+    fn get(&self) -> CredentialFuture<'_, FoundCredential> {
         Box::pin(async {
-            let credentials = self.0.provide_credentials().await.map_err(missing)?;
+            let credentials = self.0.provide_credentials().await.map_err(missing_credentials)?;
             let expiry = credentials.expiry();
-            let good_until = expiry.map(|expiry| good_until(clock::date(), expiry));
-            Ok(FoundCredential { credential: Credential::Aws(credentials), expiry, good_until })
+            let renew_at = expiry.map(|expiry| renew_at(clock::date(), expiry));
+            Ok(FoundCredential { credential: CloudCredential::Aws(credentials), expiry, renew_at })
         })
     }
 }
 
-fn missing(error: CredentialsError) -> Missing {
+fn missing_credentials(error: CredentialsError) -> MissingCredentials {
     if is_absent(&error) {
-        return Missing::Absent;
+        return MissingCredentials::Absent;
     }
     let what = format!("finding credentials: {}", DisplayErrorContext(error));
-    Missing::Failed(Failure::transient(ErrorKind::PermissionDenied, what))
+    MissingCredentials::Failed(Failure::transient(ErrorKind::PermissionDenied, what))
 }
 
 /// True if nothing names credentials. Other clouds have another service in the place of AWS's metadata
 /// service, so that no or a strange answer from there means the same; a busy service does not.
 fn is_absent(error: &CredentialsError) -> bool {
-    let of_machine = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
-    match of_machine {
+    let of_metadata_service = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
+    match of_metadata_service {
         Some(ImdsError::ErrorResponse(answer)) => {
             let status = answer.response().status().as_u16();
             status < 500 && status != 429
@@ -255,47 +255,47 @@ static REGIONS: PerSnapshot<MachineRegion> = PerSnapshot::new();
 
 /// The region that the metadata service of this machine names.
 pub async fn machine_region(options: &TransportOptions) -> Option<String> {
-    let cached = REGIONS.of(&Arc::new(snapshot(String::new())));
+    let cached = REGIONS.get(&Arc::new(snapshot(String::new())));
     let _asking = cached.asking.lock().await;
-    let holds = |(region, since): &(Option<String>, Instant)| {
-        region.is_some() || clock::since(*since) < ABSENCE
+    let is_current = |(region, since): &(Option<String>, Instant)| {
+        region.is_some() || clock::since(*since) < ABSENCE_CACHED_FOR
     };
-    let before = locked(&cached.found).clone().filter(holds);
+    let before = lock_unpoisoned(&cached.found).clone().filter(is_current);
     if let Some((region, _)) = before {
         return region;
     }
     let config = ProviderConfig::default().with_http_client(LazySdkClient::new(options));
     let provider = ImdsRegionProvider::builder().configure(&config).build();
     let region = provider.region().await.map(|region| region.to_string());
-    locked(&cached.found).insert((region, clock::now())).0.clone()
+    lock_unpoisoned(&cached.found).insert((region, clock::now())).0.clone()
 }
 
-/// Has the chain of an environment find the credentials of a simulated day, for tests.
+/// Has the chain of an environment find the credentials of a simulated cloud, for tests.
 #[cfg(test)]
 pub fn simulate(
-    day: &Arc<crate::io::transport::simulated::Day>,
+    simulated_cloud: &Arc<crate::io::transport::simulated::SimulatedCloud>,
     region: &str,
     options: &TransportOptions,
 ) {
-    let found = SharedCredentialsProvider::new(OfDay(Arc::clone(day)));
+    let found = SharedCredentialsProvider::new(SimulatedAwsProvider(Arc::clone(simulated_cloud)));
     provider(region.to_owned(), options).use_chain(Arc::new(AwsProvider(found)));
 }
 
 #[cfg(test)]
 #[derive(Debug)]
-struct OfDay(Arc<crate::io::transport::simulated::Day>);
+struct SimulatedAwsProvider(Arc<crate::io::transport::simulated::SimulatedCloud>);
 
 #[cfg(test)]
-impl ProvideCredentials for OfDay {
+impl ProvideCredentials for SimulatedAwsProvider {
     fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
     where
         Self: 'a,
     {
-        let given = self.0.give().map(|(name, hold)| {
+        let issued = self.0.issue().map(|(name, hold)| {
             Credentials::new(name, "secret", None, clock::date().checked_add(hold), "day")
         });
-        let away = || CredentialsError::provider_error("no answer");
-        future::ProvideCredentials::ready(given.ok_or_else(away))
+        let unavailable = || CredentialsError::provider_error("no answer");
+        future::ProvideCredentials::ready(issued.ok_or_else(unavailable))
     }
 }
 
@@ -305,10 +305,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn absent_credentials_are_told_from_a_service_that_is_away() {
-        let away = missing(CredentialsError::provider_error("no answer"));
-        let Missing::Failed(failure) = away else { panic!("absent") };
+    fn absent_credentials_differ_from_an_unavailable_service() {
+        let unavailable = missing_credentials(CredentialsError::provider_error("no answer"));
+        let MissingCredentials::Failed(failure) = unavailable else { panic!("absent") };
         assert!(format!("{failure:?}").contains("transient: true"), "{failure:?}");
-        assert!(matches!(missing(CredentialsError::not_loaded("none")), Missing::Absent));
+        assert!(matches!(
+            missing_credentials(CredentialsError::not_loaded("none")),
+            MissingCredentials::Absent
+        ));
     }
 }

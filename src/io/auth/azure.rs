@@ -7,9 +7,9 @@ use std::sync::Arc;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use reqwest::header::HeaderValue;
 
-use super::azure_account::{Account, is_word};
-use super::cache::{Credential, CredentialProvider};
-use super::settings::{CloudSettings, Identity, endpoint, printable, says_yes};
+use super::azure_account::{AzureAccount, is_valid_name};
+use super::cache::{CloudCredential, CredentialProvider};
+use super::settings::{CloudSettings, RequestIdentity, check_printable, is_truthy, parse_endpoint};
 use super::snapshot::Snapshot;
 use super::token_chain::{TokenChain, without_retries};
 use super::token_client::{FixedSettings, TokenClient};
@@ -22,7 +22,7 @@ const EMULATOR_URL: &str = "AZURITE_BLOB_STORAGE_URL";
 /// The variable with the header of the identity service.
 const IDENTITY_HEADER: &str = "IDENTITY_HEADER";
 /// Settings that the chain gets, beside key and signature.
-const PASSED_ON: [AzureConfigKey; 10] = [
+const CHAIN_KEYS: [AzureConfigKey; 10] = [
     AzureConfigKey::Token,
     AzureConfigKey::ClientId,
     AzureConfigKey::ClientSecret,
@@ -35,16 +35,16 @@ const PASSED_ON: [AzureConfigKey; 10] = [
     AzureConfigKey::CredentialType,
 ];
 /// Settings among them that do not name an identity.
-const OF_AUTHORITIES: [AzureConfigKey; 3] =
+const AUTHORITY_KEYS: [AzureConfigKey; 3] =
     [AzureConfigKey::ClientSecret, AzureConfigKey::AuthorityId, AzureConfigKey::AuthorityHost];
 /// Settings that the chain uses before Azure's command line.
-const BEFORE_CLI: [AzureConfigKey; 3] =
+const PREFERRED_TO_CLI: [AzureConfigKey; 3] =
     [AzureConfigKey::Token, AzureConfigKey::ClientSecret, AzureConfigKey::FederatedTokenFile];
 /// Bytes of the longest signature: a request's address has an end.
 const LONGEST_SIGNATURE: usize = 8 << 10;
 
 /// The container that is asked for.
-pub struct Container<'c> {
+pub struct AzureContainer<'c> {
     pub name: &'c str,
     /// Account and host ending, where the address names them.
     pub account: Option<&'c (String, String)>,
@@ -53,71 +53,80 @@ pub struct Container<'c> {
 }
 
 /// The settings of the environment for a container.
-pub fn settings(asked: &Container<'_>, options: &TransportOptions) -> Result<CloudSettings> {
-    let counts = |name: &[u8]| {
+pub fn settings(
+    container: &AzureContainer<'_>,
+    options: &TransportOptions,
+) -> Result<CloudSettings> {
+    let is_relevant = |name: &[u8]| {
         name.starts_with(b"AZURE_")
             || name == b"IDENTITY_ENDPOINT"
             || [IDENTITY_HEADER, EMULATOR_URL].iter().any(|other| other.as_bytes() == name)
     };
-    let of = asked.account.map_or(String::new(), |(account, ending)| format!("{account}.{ending}"));
-    let snapshot = Snapshot::take(format!("azure {of}"), counts, |snapshot| {
-        let file = value(&given(snapshot), AzureConfigKey::FederatedTokenFile).map(PathBuf::from);
+    let host =
+        container.account.map_or(String::new(), |(account, ending)| format!("{account}.{ending}"));
+    let snapshot = Snapshot::take(format!("azure {host}"), is_relevant, |snapshot| {
+        let file =
+            value(&settings_in(snapshot), AzureConfigKey::FederatedTokenFile).map(PathBuf::from);
         file.into_iter().collect()
     });
-    let given = given(&snapshot);
-    let yes = |key| value(&given, key).is_some_and(says_yes);
-    let emulator = yes(AzureConfigKey::UseEmulator);
-    let (name, account) = account(asked, &given, &snapshot)?;
-    let server = server(asked, &name, &account, &given, &snapshot);
-    let builder = configured(&given, &account)?.with_use_emulator(emulator);
-    let of_the_account = account.key.is_some() || account.signature.is_some();
-    let mut naming = PASSED_ON.into_iter().filter(|key| !OF_AUTHORITIES.contains(key));
-    let identity = if yes(AzureConfigKey::SkipSignature) {
-        Identity::Anonymous
-    } else if emulator || of_the_account || naming.any(|key| value(&given, key).is_some()) {
-        Identity::Configured
+    let values = settings_in(&snapshot);
+    let is_enabled = |key| value(&values, key).is_some_and(is_truthy);
+    let emulator = is_enabled(AzureConfigKey::UseEmulator);
+    let (name, account) = account(container, &values, &snapshot)?;
+    let server = server(container, &name, &account, &values, &snapshot);
+    let builder = configured(&values, &account)?.with_use_emulator(emulator);
+    let has_account_credentials = account.key.is_some() || account.signature.is_some();
+    let mut identity_keys = CHAIN_KEYS.into_iter().filter(|key| !AUTHORITY_KEYS.contains(key));
+    let identity = if is_enabled(AzureConfigKey::SkipSignature) {
+        RequestIdentity::Anonymous
+    } else if emulator
+        || has_account_credentials
+        || identity_keys.any(|key| value(&values, key).is_some())
+    {
+        RequestIdentity::Configured
     } else {
-        Identity::Machine
+        RequestIdentity::Machine
     };
-    if identity != Identity::Anonymous && !emulator {
-        refuse_cli(&given, of_the_account)?;
+    if identity != RequestIdentity::Anonymous && !emulator {
+        refuse_cli(&values, has_account_credentials)?;
     }
-    let builder = builder.with_account(&name).with_container_name(asked.name);
-    let fixed = FixedSettings { identity: identity_header(&snapshot)?, ..FixedSettings::default() };
-    let client = TokenClient::new(options, identity == Identity::Machine, fixed);
+    let builder = builder.with_account(&name).with_container_name(container.name);
+    let fixed =
+        FixedSettings { identity_header: identity_header(&snapshot)?, ..FixedSettings::default() };
+    let client = TokenClient::new(options, identity == RequestIdentity::Machine, fixed);
     let chain = TokenChain::new(client, move |client| {
         let store = builder.clone().with_http_connector(client).build()?;
-        Ok((Arc::clone(store.credentials()), Credential::Azure))
+        Ok((Arc::clone(store.credentials()), CloudCredential::Azure))
     });
     let credentials = CredentialProvider::new(snapshot, Arc::new(chain));
-    Ok(CloudSettings { endpoint: endpoint(&server)?, account: name, identity, credentials })
+    Ok(CloudSettings { endpoint: parse_endpoint(&server)?, account: name, identity, credentials })
 }
 
 /// The server of an account.
 fn server(
-    asked: &Container<'_>,
+    container: &AzureContainer<'_>,
     name: &str,
-    account: &Account,
-    given: &AzureSettings<'_>,
+    account: &AzureAccount,
+    values: &AzureSettings<'_>,
     snapshot: &Snapshot,
 ) -> String {
-    let yes = |key| value(given, key).is_some_and(says_yes);
-    if yes(AzureConfigKey::UseEmulator) {
+    let is_enabled = |key| value(values, key).is_some_and(is_truthy);
+    if is_enabled(AzureConfigKey::UseEmulator) {
         let found = snapshot.texts().find(|(name, _)| *name == EMULATOR_URL);
         let found = found.map_or(EMULATOR.1, |(_, text)| text);
         return format!("{}/{name}", found.trim_end_matches('/'));
     }
-    let fabric = yes(AzureConfigKey::UseFabricEndpoint);
-    let usual = if fabric { "fabric.microsoft.com" } else { "core.windows.net" };
-    let ending = asked.account.map_or(usual, |(_, ending)| ending);
+    let fabric = is_enabled(AzureConfigKey::UseFabricEndpoint);
+    let default_ending = if fabric { "fabric.microsoft.com" } else { "core.windows.net" };
+    let ending = container.account.map_or(default_ending, |(_, ending)| ending);
     account.endpoint.clone().unwrap_or_else(|| format!("https://{name}.blob.{ending}"))
 }
 
 /// A builder with the settings of the chain.
-fn configured(given: &AzureSettings<'_>, account: &Account) -> Result<MicrosoftAzureBuilder> {
+fn configured(values: &AzureSettings<'_>, account: &AzureAccount) -> Result<MicrosoftAzureBuilder> {
     let mut builder = MicrosoftAzureBuilder::new().with_retry(without_retries());
-    for key in PASSED_ON {
-        if let Some(text) = value(given, key) {
+    for key in CHAIN_KEYS {
+        if let Some(text) = value(values, key) {
             builder = builder.with_config(key, checked(key, text)?);
         }
     }
@@ -136,14 +145,15 @@ fn configured(given: &AzureSettings<'_>, account: &Account) -> Result<MicrosoftA
 }
 
 /// Refuses settings that would have tokens come from Azure's command line.
-fn refuse_cli(given: &AzureSettings<'_>, of_the_account: bool) -> Result<()> {
-    let kind = value(given, AzureConfigKey::CredentialType);
-    let others = of_the_account || BEFORE_CLI.iter().any(|key| value(given, *key).is_some());
-    let asked = value(given, AzureConfigKey::UseAzureCli).is_some_and(says_yes);
-    if kind != Some("azure_cli") && (!asked || kind.is_some() || others) {
+fn refuse_cli(values: &AzureSettings<'_>, has_account_credentials: bool) -> Result<()> {
+    let kind = value(values, AzureConfigKey::CredentialType);
+    let others =
+        has_account_credentials || PREFERRED_TO_CLI.iter().any(|key| value(values, *key).is_some());
+    let cli_enabled = value(values, AzureConfigKey::UseAzureCli).is_some_and(is_truthy);
+    if kind != Some("azure_cli") && (!cli_enabled || kind.is_some() || others) {
         return Ok(());
     }
-    let what = "tokens are not taken from the Azure CLI: set AZURE_STORAGE_TOKEN to what `az \
+    let what = "tokens are not taken from the AzureCLI: set AZURE_STORAGE_TOKEN to what `az \
                 account get-access-token --resource https://storage.azure.com/ --query accessToken \
                 --output tsv` prints";
     Err(Error::InvalidArgument(what.to_owned()))
@@ -151,47 +161,54 @@ fn refuse_cli(given: &AzureSettings<'_>, of_the_account: bool) -> Result<()> {
 
 /// The account of a container, that of its address or of the environment, and what is known of it.
 fn account(
-    asked: &Container<'_>,
-    given: &AzureSettings<'_>,
+    container: &AzureContainer<'_>,
+    values: &AzureSettings<'_>,
     snapshot: &Snapshot,
-) -> Result<(String, Account)> {
-    let text = |key| value(given, key).map(str::to_owned);
-    let mine = Account {
+) -> Result<(String, AzureAccount)> {
+    let text = |key| value(values, key).map(str::to_owned);
+    let of_variables = AzureAccount {
         name: text(AzureConfigKey::AccountName),
         key: text(AzureConfigKey::AccessKey),
         signature: text(AzureConfigKey::SasKey),
         endpoint: text(AzureConfigKey::Endpoint),
     };
-    let string = snapshot.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
-    let string =
-        string.map_or_else(|| Ok(Account::default()), |(_, text)| Account::of_string(text))?;
+    let of_string = snapshot.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
+    let of_string = of_string.map_or_else(
+        || Ok(AzureAccount::default()),
+        |(_, text)| AzureAccount::parse_connection_string(text),
+    )?;
     // Variables that name no account belong to the account of the other variables.
-    let owner = mine.owner().or_else(|| string.owner()).map(|(name, _)| name);
-    let mine = Account { name: owner.clone(), ..mine };
-    let of_address = asked.account;
-    let emulator = value(given, AzureConfigKey::UseEmulator).is_some_and(says_yes);
+    let owner = of_variables
+        .name_and_ending()
+        .or_else(|| of_string.name_and_ending())
+        .map(|(name, _)| name);
+    let of_variables = AzureAccount { name: owner.clone(), ..of_variables };
+    let of_address = container.account;
+    let emulator = value(values, AzureConfigKey::UseEmulator).is_some_and(is_truthy);
     let named = of_address.map(|(name, _)| name.clone()).or(owner.clone());
     let name = named.or_else(|| emulator.then(|| EMULATOR.0.to_owned()));
-    let name = name.filter(|name| is_word(name)).ok_or_else(|| {
+    let name = name.filter(|name| is_valid_name(name)).ok_or_else(|| {
         Error::InvalidArgument(format!(
             "`{}`: no storage account given: set AZURE_STORAGE_ACCOUNT_NAME to its name, or use \
              abfss://container@account.dfs.core.windows.net/name",
-            asked.shown
+            container.shown
         ))
     })?;
-    if of_address.is_some() && owner.is_none() && mine.has_something() {
+    if of_address.is_some() && owner.is_none() && of_variables.has_credentials_or_endpoint() {
         let what = format!(
             "`{}`: the environment has an account key, a shared access signature or an endpoint, \
-             but not the name of its account: set AZURE_STORAGE_ACCOUNT_NAME",
-            asked.shown
+             but not the name of its account: set AZURE_STORAGE_ACCOUNT_NAME ",
+            container.shown
         );
         return Err(Error::InvalidArgument(what));
     }
     // Credentials of one account are not sent to another.
     let ending = of_address.map(|(_, ending)| ending.as_str());
-    let of_any = owner.is_none();
-    let ours = [mine, string].into_iter().filter(|found| of_any || found.is_of(&name, ending));
-    let found = ours.fold(Account::default(), Account::or);
+    let is_of_any = owner.is_none();
+    let usable = [of_variables, of_string]
+        .into_iter()
+        .filter(|found| is_of_any || found.belongs_to(&name, ending));
+    let found = usable.fold(AzureAccount::default(), AzureAccount::or);
     Ok((name, found))
 }
 
@@ -199,14 +216,14 @@ fn account(
 fn checked(key: AzureConfigKey, text: &str) -> Result<String> {
     let variable = key.as_ref().to_ascii_uppercase();
     Ok(match key {
-        AzureConfigKey::Token => printable(&variable, text)?.to_owned(),
-        AzureConfigKey::MsiEndpoint => endpoint(text)?.to_string(),
+        AzureConfigKey::Token => check_printable(&variable, text)?.to_owned(),
+        AzureConfigKey::MsiEndpoint => parse_endpoint(text)?.to_string(),
         AzureConfigKey::AuthorityHost => {
             let bare = !text.contains("://");
             let found = if bare { format!("https://{text}") } else { text.to_owned() };
-            endpoint(&found)?.as_str().trim_end_matches('/').to_owned()
+            parse_endpoint(&found)?.as_str().trim_end_matches('/').to_owned()
         }
-        AzureConfigKey::AuthorityId if !is_word(text) => {
+        AzureConfigKey::AuthorityId if !is_valid_name(text) => {
             let what = format!("{variable}: expected the id or the domain of a tenant");
             return Err(Error::InvalidArgument(what));
         }
@@ -218,7 +235,7 @@ fn checked(key: AzureConfigKey, text: &str) -> Result<String> {
 fn identity_header(snapshot: &Snapshot) -> Result<Option<HeaderValue>> {
     let text = snapshot.variable(IDENTITY_HEADER).and_then(|text| text.to_str());
     let found = text.map(|text| {
-        HeaderValue::from_str(printable(IDENTITY_HEADER, text)?)
+        HeaderValue::from_str(check_printable(IDENTITY_HEADER, text)?)
             .map_err(|_| Error::InvalidArgument(format!("{IDENTITY_HEADER}: not a header")))
     });
     found.transpose()
@@ -228,12 +245,12 @@ fn identity_header(snapshot: &Snapshot) -> Result<Option<HeaderValue>> {
 type AzureSettings<'p> = Vec<(AzureConfigKey, &'p str)>;
 
 /// The value of a setting. If several set the same, the last one counts.
-fn value<'p>(given: &AzureSettings<'p>, key: AzureConfigKey) -> Option<&'p str> {
-    given.iter().rev().find(|(other, _)| *other == key).map(|(_, text)| *text)
+fn value<'p>(values: &AzureSettings<'p>, key: AzureConfigKey) -> Option<&'p str> {
+    values.iter().rev().find(|(other, _)| *other == key).map(|(_, text)| *text)
 }
 
 /// The settings that variables hold.
-fn given(snapshot: &Snapshot) -> AzureSettings<'_> {
+fn settings_in(snapshot: &Snapshot) -> AzureSettings<'_> {
     let text = |wanted| snapshot.texts().find(|(name, _)| *name == wanted).map(|(_, text)| text);
     // The names of Azure's command line and of its libraries come first: others overrule them.
     let aliases = [

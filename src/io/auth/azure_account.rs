@@ -1,30 +1,30 @@
 //! A storage account of Azure. Keys, signatures and endpoints are used for their own account only.
 
-use super::settings::endpoint;
+use super::settings::parse_endpoint;
 use crate::error::{Error, Result};
 
 /// Host endings of accounts. Credentials are sent to no other hosts.
 const HOSTS: [&str; 4] =
     ["core.windows.net", "core.usgovcloudapi.net", "core.chinacloudapi.cn", "fabric.microsoft.com"];
-const USUAL_ENDING: &str = "core.windows.net";
+const DEFAULT_ENDING: &str = "core.windows.net";
 
 /// An account, as far as the settings name it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Account {
+pub struct AzureAccount {
     pub name: Option<String>,
     pub key: Option<String>,
     pub signature: Option<String>,
     pub endpoint: Option<String>,
 }
 
-impl Account {
+impl AzureAccount {
     /// Parses a connection string.
-    pub fn of_string(text: &str) -> Result<Account> {
+    pub fn parse_connection_string(text: &str) -> Result<AzureAccount> {
         let bad = |what: &str| {
             let what = format!("AZURE_STORAGE_CONNECTION_STRING: {what}");
             Err(Error::InvalidArgument(what))
         };
-        let mut found = Account::default();
+        let mut found = AzureAccount::default();
         let (mut scheme, mut ending) = (None, None);
         for part in text.split(';').map(str::trim).filter(|part| !part.is_empty()) {
             let Some((name, value)) = part.split_once('=') else {
@@ -50,12 +50,12 @@ impl Account {
         if !matches!(scheme.as_str(), "https" | "http") {
             return bad("expected DefaultEndpointsProtocol=https or http");
         }
-        let ending = ending.map_or(USUAL_ENDING.to_owned(), |ending| ending.to_ascii_lowercase());
-        if !is_word(&ending) {
+        let ending = ending.map_or(DEFAULT_ENDING.to_owned(), |ending| ending.to_ascii_lowercase());
+        if !is_valid_name(&ending) {
             return bad("expected EndpointSuffix=core.windows.net or the end of another host");
         }
-        found.name = found.owner().map(|(name, _)| name);
-        match found.name.as_ref().filter(|name| is_word(name)) {
+        found.name = found.name_and_ending().map(|(name, _)| name);
+        match found.name.as_ref().filter(|name| is_valid_name(name)) {
             Some(name) if found.endpoint.is_none() => {
                 found.endpoint = Some(format!("{scheme}://{name}.blob.{ending}"));
                 Ok(found)
@@ -66,9 +66,9 @@ impl Account {
     }
 
     /// The account's name, and the ending of its host if that is known.
-    pub fn owner(&self) -> Option<(String, Option<String>)> {
-        let server = self.endpoint.as_ref().and_then(|text| endpoint(text).ok());
-        let of_server = server.and_then(|url| account_of(url.host_str()?));
+    pub fn name_and_ending(&self) -> Option<(String, Option<String>)> {
+        let server = self.endpoint.as_ref().and_then(|text| parse_endpoint(text).ok());
+        let of_server = server.and_then(|url| parse_host(url.host_str()?));
         match (&self.name, of_server) {
             (Some(name), of_server) => Some((name.clone(), of_server.map(|(_, ending)| ending))),
             (None, Some((name, ending))) => Some((name, Some(ending))),
@@ -77,21 +77,21 @@ impl Account {
     }
 
     /// True if this belongs to that account.
-    pub fn is_of(&self, account: &str, ending: Option<&str>) -> bool {
-        self.owner().is_some_and(|(name, ours)| {
+    pub fn belongs_to(&self, account: &str, ending: Option<&str>) -> bool {
+        self.name_and_ending().is_some_and(|(name, ours)| {
             let other = ours.as_deref().zip(ending).is_some_and(|(ours, asked)| ours != asked);
             name.eq_ignore_ascii_case(account) && !other
         })
     }
 
     /// True if it holds credentials or endpoints, which other accounts must not see.
-    pub fn has_something(&self) -> bool {
+    pub fn has_credentials_or_endpoint(&self) -> bool {
         self.key.is_some() || self.signature.is_some() || self.endpoint.is_some()
     }
 
     /// The same account, completed from another one.
-    pub fn or(self, other: Account) -> Account {
-        Account {
+    pub fn or(self, other: AzureAccount) -> AzureAccount {
+        AzureAccount {
             name: self.name.or(other.name),
             key: self.key.or(other.key),
             signature: self.signature.or(other.signature),
@@ -101,15 +101,15 @@ impl Account {
 }
 
 /// The account of `account.dfs.core.windows.net`, and what the host ends with.
-pub fn account_of(host: &str) -> Option<(String, String)> {
+pub fn parse_host(host: &str) -> Option<(String, String)> {
     let host = host.to_ascii_lowercase();
-    let (account, rest) = host.split_once('.').filter(|(account, _)| is_word(account))?;
+    let (account, rest) = host.split_once('.').filter(|(account, _)| is_valid_name(account))?;
     let ending = rest.strip_prefix("dfs.").or_else(|| rest.strip_prefix("blob."))?;
     HOSTS.contains(&ending).then(|| (account.to_owned(), ending.to_owned()))
 }
 
 /// True if a text can be the name of a bucket, a container or an account.
-pub fn is_word(text: &str) -> bool {
+pub fn is_valid_name(text: &str) -> bool {
     !text.is_empty()
         && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.$".contains(&b))
         && !matches!(text, "." | "..")
@@ -121,8 +121,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connection_strings() {
-        let found = |text| Account::of_string(text).unwrap();
+    fn connection_strings_are_parsed() {
+        let found = |text| AzureAccount::parse_connection_string(text).unwrap();
         let server = |text| found(text).endpoint.unwrap();
         let of_blobs = "https://x.blob.core.windows.net";
         assert_eq!(server("AccountName=x;AccountKey=a==;"), of_blobs);
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(server(gov), "https://x.blob.core.usgovcloudapi.net");
         assert_eq!(server("DefaultEndpointsProtocol=http;AccountName=x")[..7], *"http://");
         let of_host = found("BlobEndpoint=https://x.blob.core.windows.net/;QueueEndpoint=q");
-        assert_eq!(of_host.owner().unwrap(), ("x".into(), Some(USUAL_ENDING.into())));
+        assert_eq!(of_host.name_and_ending().unwrap(), ("x".into(), Some(DEFAULT_ENDING.into())));
         for bad in [
             "UseDevelopmentStorage=true",
             "AccountKey=secret",
@@ -142,7 +142,7 @@ mod tests {
             "AccountName=a/secret",
             "BlobEndpoint=https://example.org;SharedAccessSignature=secret",
         ] {
-            let error = Account::of_string(bad).unwrap_err().to_string();
+            let error = AzureAccount::parse_connection_string(bad).unwrap_err().to_string();
             assert!(error.contains("AZURE_STORAGE_CONNECTION_STRING: "), "{error}");
             assert!(!error.contains("secret"), "{error}");
         }
@@ -150,16 +150,20 @@ mod tests {
 
     #[test]
     fn settings_belong_to_one_account() {
-        let gov =
-            Account::of_string("AccountName=x;EndpointSuffix=core.usgovcloudapi.net").unwrap();
-        assert!(gov.is_of("x", None));
-        assert!(gov.is_of("X", Some("core.usgovcloudapi.net")));
-        assert!(!gov.is_of("x", Some(USUAL_ENDING)));
-        assert!(!gov.is_of("y", None));
-        let without_name = Account { signature: Some(String::new()), ..Account::default() };
-        assert!(without_name.has_something() && !without_name.is_of("x", None));
+        let gov = AzureAccount::parse_connection_string(
+            "AccountName=x;EndpointSuffix=core.usgovcloudapi.net",
+        )
+        .unwrap();
+        assert!(gov.belongs_to("x", None));
+        assert!(gov.belongs_to("X", Some("core.usgovcloudapi.net")));
+        assert!(!gov.belongs_to("x", Some(DEFAULT_ENDING)));
+        assert!(!gov.belongs_to("y", None));
+        let without_name =
+            AzureAccount { signature: Some(String::new()), ..AzureAccount::default() };
+        assert!(without_name.has_credentials_or_endpoint() && !without_name.belongs_to("x", None));
         let elsewhere = Some("http://127.0.0.1:10000/x".to_owned());
-        let mine = Account { name: Some("x".into()), endpoint: elsewhere, ..Account::default() };
-        assert!(mine.is_of("x", Some(USUAL_ENDING)));
+        let mine =
+            AzureAccount { name: Some("x".into()), endpoint: elsewhere, ..AzureAccount::default() };
+        assert!(mine.belongs_to("x", Some(DEFAULT_ENDING)));
     }
 }

@@ -14,8 +14,8 @@ use aws_credential_types::Credentials as AwsCredentials;
 #[cfg(feature = "clouds")]
 use object_store::{azure::AzureCredential, gcp::GcpCredential};
 
-use super::snapshot::{PerSnapshot, Snapshot, locked};
-use crate::io::transport::{Failure, guarded};
+use super::snapshot::{PerSnapshot, Snapshot, lock_unpoisoned};
+use crate::io::transport::{Failure, with_guarded_polls};
 use crate::sys::clock;
 
 /// Credentials are renewed this long before they expire, or when a tenth of their time is left.
@@ -23,10 +23,10 @@ pub const RENEWAL_MARGIN: Duration = Duration::from_secs(5 * 60);
 /// The shortest pause between two attempts to renew them.
 const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
 /// Time for which their absence is cached: finding out may take seconds.
-const ABSENCE: Duration = Duration::from_secs(60);
+const ABSENCE_CACHED_FOR: Duration = Duration::from_secs(60);
 
 /// The time at which credentials, or a signed URL, that expire then are renewed.
-pub fn good_until(now: SystemTime, expiry: SystemTime) -> SystemTime {
+pub fn renew_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
     let left = expiry.duration_since(now).unwrap_or(Duration::ZERO);
     expiry.checked_sub(RENEWAL_MARGIN.min(left / 10)).unwrap_or(now)
 }
@@ -39,7 +39,7 @@ pub fn retry_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
 
 /// Credentials of a cloud.
 #[derive(Clone)]
-pub enum Credential {
+pub enum CloudCredential {
     #[cfg(feature = "s3")]
     Aws(AwsCredentials),
     #[cfg(feature = "clouds")]
@@ -48,16 +48,18 @@ pub enum Credential {
     Azure(Arc<AzureCredential>),
 }
 
-impl Credential {
+impl CloudCredential {
     /// True if a chain has given the same answer again.
-    fn is_same(&self, other: &Credential) -> bool {
+    fn is_same(&self, other: &CloudCredential) -> bool {
         match (self, other) {
             #[cfg(feature = "s3")]
-            (Credential::Aws(one), Credential::Aws(other)) => one == other,
+            (CloudCredential::Aws(one), CloudCredential::Aws(other)) => one == other,
             #[cfg(feature = "clouds")]
-            (Credential::Google(one), Credential::Google(other)) => Arc::ptr_eq(one, other),
+            (CloudCredential::Google(one), CloudCredential::Google(other)) => {
+                Arc::ptr_eq(one, other)
+            }
             #[cfg(feature = "clouds")]
-            (Credential::Azure(one), Credential::Azure(other)) => Arc::ptr_eq(one, other),
+            (CloudCredential::Azure(one), CloudCredential::Azure(other)) => Arc::ptr_eq(one, other),
             #[allow(unreachable_patterns)] // With S3 alone there is no other.
             _ => false,
         }
@@ -66,46 +68,47 @@ impl Credential {
 
 /// Credentials that a chain has found.
 pub struct FoundCredential {
-    pub credential: Credential,
+    pub credential: CloudCredential,
     /// None if they do not expire, or if the chain renews them itself.
     pub expiry: Option<SystemTime>,
     /// The time at which the chain is asked again; None for never.
-    pub good_until: Option<SystemTime>,
+    pub renew_at: Option<SystemTime>,
 }
 
 /// Why there are no credentials.
 #[derive(Debug)]
-pub enum Missing {
+pub enum MissingCredentials {
     /// Nothing names any: objects are read anonymously.
     Absent,
     /// They could not be obtained.
     Failed(Failure),
 }
 
-impl From<Missing> for Failure {
-    fn from(missing: Missing) -> Self {
+impl From<MissingCredentials> for Failure {
+    fn from(missing: MissingCredentials) -> Self {
         match missing {
             // Only for a request whose bucket was opened with credentials, which are gone now.
-            Missing::Absent => {
+            MissingCredentials::Absent => {
                 Failure::transient(ErrorKind::PermissionDenied, "no credentials were found")
             }
-            Missing::Failed(failure) => failure,
+            MissingCredentials::Failed(failure) => failure,
         }
     }
 }
 
 /// A future of this module.
-pub type Pending<'p, T> = Pin<Box<dyn Future<Output = Result<T, Missing>> + Send + 'p>>;
+pub type CredentialFuture<'p, T> =
+    Pin<Box<dyn Future<Output = Result<T, MissingCredentials>> + Send + 'p>>;
 
 /// A cloud's chain of places in which credentials are found.
-pub trait Chain: Send + Sync {
-    fn get(&self) -> Pending<'_, FoundCredential>;
+pub trait CredentialChain: Send + Sync {
+    fn get(&self) -> CredentialFuture<'_, FoundCredential>;
 }
 
 /// Builds a chain, which asks no server yet.
-pub trait BuildChain: Send + Sync {
+pub trait BuildCredentialChain: Send + Sync {
     /// `answered` is to be set once a server of credentials has answered.
-    fn build(&self, answered: &Arc<AtomicBool>) -> Pending<'_, Arc<dyn Chain>>;
+    fn build(&self, answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>>;
 
     /// True if failures mean that there are no credentials unless a server of credentials answers:
     /// the machine may have none.
@@ -118,7 +121,7 @@ pub trait BuildChain: Send + Sync {
 #[derive(Clone)]
 pub struct CredentialProvider {
     snapshot: Arc<Snapshot>,
-    builder: Arc<dyn BuildChain>,
+    builder: Arc<dyn BuildCredentialChain>,
     /// True once credentials were found. After that, a failure to get them does not prove that there
     /// are none.
     has_found: Arc<AtomicBool>,
@@ -126,41 +129,41 @@ pub struct CredentialProvider {
 
 /// The cached state of a snapshot.
 #[derive(Default)]
-struct Slot {
+struct CredentialSlot {
     /// Held while the chain is asked, so that only one thread asks.
     asking: tokio::sync::Mutex<()>,
-    state: Mutex<SlotState>,
+    state: Mutex<CredentialSlotState>,
     /// True once a server of credentials has answered.
     answered: Arc<AtomicBool>,
 }
 
 #[derive(Default)]
-struct SlotState {
+struct CredentialSlotState {
     /// The chain, and when it was built.
-    chain: Option<(Arc<dyn Chain>, Instant)>,
-    last: Option<Last>,
+    chain: Option<(Arc<dyn CredentialChain>, Instant)>,
+    last: Option<LastAnswer>,
 }
 
 /// The last answer.
-struct Last {
+struct LastAnswer {
     /// None for absent credentials.
-    credential: Option<Credential>,
+    credential: Option<CloudCredential>,
     expiry: Option<SystemTime>,
-    good_until: Option<SystemTime>,
+    renew_at: Option<SystemTime>,
     since: Instant,
 }
 
-static CACHE: PerSnapshot<Slot> = PerSnapshot::new();
+static CACHE: PerSnapshot<CredentialSlot> = PerSnapshot::new();
 
 impl CredentialProvider {
-    pub fn new(snapshot: Snapshot, builder: Arc<dyn BuildChain>) -> Self {
+    pub fn new(snapshot: Snapshot, builder: Arc<dyn BuildCredentialChain>) -> Self {
         CredentialProvider { snapshot: Arc::new(snapshot), builder, has_found: Arc::default() }
     }
 
     /// The present credentials. While they cannot be renewed, the old ones serve until they expire or
     /// are refused.
-    pub async fn get(&self) -> Result<Credential, Missing> {
-        let entry = CACHE.of(&self.snapshot);
+    pub async fn get(&self) -> Result<CloudCredential, MissingCredentials> {
+        let entry = CACHE.get(&self.snapshot);
         if let Some(cached) = entry.cached() {
             return cached;
         }
@@ -168,13 +171,14 @@ impl CredentialProvider {
         if let Some(cached) = entry.cached() {
             return cached;
         }
-        let chain = locked(&entry.state).chain.as_ref().map(|(chain, _)| Arc::clone(chain));
-        let asked = guarded(async {
+        let chain =
+            lock_unpoisoned(&entry.state).chain.as_ref().map(|(chain, _)| Arc::clone(chain));
+        let asked = with_guarded_polls(async {
             let chain = match chain {
                 Some(chain) => chain,
                 None => {
                     let chain = self.builder.build(&entry.answered).await?;
-                    locked(&entry.state).chain = Some((Arc::clone(&chain), clock::now()));
+                    lock_unpoisoned(&entry.state).chain = Some((Arc::clone(&chain), clock::now()));
                     chain
                 }
             };
@@ -186,65 +190,70 @@ impl CredentialProvider {
                 self.has_found.store(true, Ordering::Relaxed);
                 Ok(found)
             }
-            Err(Missing::Absent) if has_found => Err(Missing::Failed(Missing::Absent.into())),
-            Err(Missing::Failed(_))
+            Err(MissingCredentials::Absent) if has_found => {
+                Err(MissingCredentials::Failed(MissingCredentials::Absent.into()))
+            }
+            Err(MissingCredentials::Failed(_))
                 if self.builder.is_optional() && !has_found && !entry.has_answered() =>
             {
-                Err(Missing::Absent)
+                Err(MissingCredentials::Absent)
             }
             missing => missing,
         };
-        entry.keep(found)
+        entry.store(found)
     }
 
     /// Forgets the credentials that were used at that time: a server has refused them.
-    pub fn refused(&self, used: Instant) {
-        CACHE.of(&self.snapshot).refused(used);
+    pub fn invalidate(&self, used: Instant) {
+        CACHE.get(&self.snapshot).invalidate(used);
     }
 }
 
-impl Slot {
+impl CredentialSlot {
     fn has_answered(&self) -> bool {
         self.answered.load(Ordering::Relaxed)
     }
 
     /// The last answer, while it holds.
-    fn cached(&self) -> Option<Result<Credential, Missing>> {
-        let state = locked(&self.state);
+    fn cached(&self) -> Option<Result<CloudCredential, MissingCredentials>> {
+        let state = lock_unpoisoned(&self.state);
         let last = state.last.as_ref()?;
-        let is_old = last.good_until.is_some_and(|until| clock::date() >= until);
-        (!is_old).then(|| last.credential.clone().ok_or(Missing::Absent))
+        let is_old = last.renew_at.is_some_and(|until| clock::date() >= until);
+        (!is_old).then(|| last.credential.clone().ok_or(MissingCredentials::Absent))
     }
 
-    fn keep(&self, found: Result<FoundCredential, Missing>) -> Result<Credential, Missing> {
+    fn store(
+        &self,
+        found: Result<FoundCredential, MissingCredentials>,
+    ) -> Result<CloudCredential, MissingCredentials> {
         let now = clock::date();
-        let mut state = locked(&self.state);
+        let mut state = lock_unpoisoned(&self.state);
         let before = state.last.take().filter(|last| {
             last.credential.is_some() && last.expiry.is_none_or(|expiry| expiry > now)
         });
         let last = match (found, before) {
-            (Ok(FoundCredential { credential, expiry, good_until }), before) => {
+            (Ok(FoundCredential { credential, expiry, renew_at }), before) => {
                 let same = before.filter(|before| {
                     before.credential.as_ref().is_some_and(|old| old.is_same(&credential))
                 });
                 let since = same.map_or_else(clock::now, |before| before.since);
-                Last { credential: Some(credential), expiry, good_until, since }
+                LastAnswer { credential: Some(credential), expiry, renew_at, since }
             }
             (Err(_), Some(old)) => {
-                let again = old.expiry.unwrap_or(now);
-                Last { good_until: Some(retry_at(now, again)), ..old }
+                let expiry = old.expiry.unwrap_or(now);
+                LastAnswer { renew_at: Some(retry_at(now, expiry)), ..old }
             }
-            (Err(Missing::Absent), None) => {
-                let good_until = now.checked_add(ABSENCE);
-                Last { credential: None, expiry: None, good_until, since: clock::now() }
+            (Err(MissingCredentials::Absent), None) => {
+                let renew_at = now.checked_add(ABSENCE_CACHED_FOR);
+                LastAnswer { credential: None, expiry: None, renew_at, since: clock::now() }
             }
             (Err(failed), None) => return Err(failed),
         };
-        state.last.insert(last).credential.clone().ok_or(Missing::Absent)
+        state.last.insert(last).credential.clone().ok_or(MissingCredentials::Absent)
     }
 
-    fn refused(&self, used: Instant) {
-        let mut state = locked(&self.state);
+    fn invalidate(&self, used: Instant) {
+        let mut state = lock_unpoisoned(&self.state);
         // Another thread may have renewed them since.
         state.chain.take_if(|(_, since)| *since <= used);
         state.last.take_if(|last| last.since <= used);
@@ -254,8 +263,8 @@ impl Slot {
 #[cfg(test)]
 impl CredentialProvider {
     /// Replaces the chain, for tests.
-    pub fn use_chain(&self, chain: Arc<dyn Chain>) {
-        locked(&CACHE.of(&self.snapshot).state).chain = Some((chain, clock::now()));
+    pub fn use_chain(&self, chain: Arc<dyn CredentialChain>) {
+        lock_unpoisoned(&CACHE.get(&self.snapshot).state).chain = Some((chain, clock::now()));
     }
 }
 
@@ -264,25 +273,27 @@ impl CredentialProvider {
 mod tests {
     use super::*;
 
-    fn expiring(name: &str, seconds: i64) -> Result<FoundCredential, Missing> {
+    fn expiring(name: &str, seconds: i64) -> Result<FoundCredential, MissingCredentials> {
         let (now, by) = (SystemTime::now(), Duration::from_secs(seconds.unsigned_abs()));
         let expiry = if seconds < 0 { now - by } else { now + by };
         let credentials = AwsCredentials::new(name, "secret", None, Some(expiry), "test");
-        let until = Some(good_until(now, expiry));
+        let until = Some(renew_at(now, expiry));
         Ok(FoundCredential {
-            credential: Credential::Aws(credentials),
+            credential: CloudCredential::Aws(credentials),
             expiry: Some(expiry),
-            good_until: until,
+            renew_at: until,
         })
     }
 
-    fn failed() -> Result<FoundCredential, Missing> {
-        Err(Missing::Failed(Failure::transient(ErrorKind::TimedOut, "no answer")))
+    fn failed() -> Result<FoundCredential, MissingCredentials> {
+        Err(MissingCredentials::Failed(Failure::transient(ErrorKind::TimedOut, "no answer")))
     }
 
-    fn name(found: Result<Credential, Missing>) -> Result<String, Missing> {
+    fn name(
+        found: Result<CloudCredential, MissingCredentials>,
+    ) -> Result<String, MissingCredentials> {
         match found? {
-            Credential::Aws(found) => Ok(found.access_key_id().to_owned()),
+            CloudCredential::Aws(found) => Ok(found.access_key_id().to_owned()),
             #[cfg(feature = "clouds")]
             _ => panic!("of another cloud"),
         }
@@ -292,9 +303,9 @@ mod tests {
     fn credentials_are_renewed_before_they_expire() {
         let now = SystemTime::now();
         let after = |seconds| now + Duration::from_secs(seconds);
-        assert_eq!(good_until(now, after(3600)), after(3300));
-        assert_eq!(good_until(now, after(100)), after(90));
-        assert_eq!(good_until(after(100), now), now);
+        assert_eq!(renew_at(now, after(3600)), after(3300));
+        assert_eq!(renew_at(now, after(100)), after(90));
+        assert_eq!(renew_at(after(100), now), now);
         // Attempts become more frequent towards the end.
         assert_eq!(retry_at(now, after(300)), after(30));
         assert_eq!(retry_at(now, after(2)), after(1));
@@ -303,57 +314,64 @@ mod tests {
 
     #[test]
     fn credentials_serve_until_they_expire_or_are_refused() {
-        let entry = Slot::default();
-        let keep = |found| name(entry.keep(found));
+        let entry = CredentialSlot::default();
+        let store = |found| name(entry.store(found));
         let cached = || entry.cached().map(name);
         assert!(cached().is_none());
-        assert_eq!(keep(expiring("one", 3600)).unwrap(), "one");
+        assert_eq!(store(expiring("one", 3600)).unwrap(), "one");
         assert_eq!(cached().unwrap().unwrap(), "one");
         // A server of credentials that is away for a moment.
-        assert_eq!(keep(failed()).unwrap(), "one");
+        assert_eq!(store(failed()).unwrap(), "one");
         // Expired credentials are looked for at once.
-        assert_eq!(keep(expiring("two", -1)).unwrap(), "two");
+        assert_eq!(store(expiring("two", -1)).unwrap(), "two");
         assert!(cached().is_none());
-        assert!(matches!(keep(failed()), Err(Missing::Failed(_))));
+        assert!(matches!(store(failed()), Err(MissingCredentials::Failed(_))));
         assert!(cached().is_none());
         // Absence is cached for a while.
-        assert!(matches!(keep(Err(Missing::Absent)), Err(Missing::Absent)));
-        assert!(matches!(cached().unwrap(), Err(Missing::Absent)));
+        assert!(matches!(store(Err(MissingCredentials::Absent)), Err(MissingCredentials::Absent)));
+        assert!(matches!(cached().unwrap(), Err(MissingCredentials::Absent)));
         // Refused credentials are forgotten, unless they are newer than the refused request.
         let used = Instant::now();
-        keep(expiring("three", 3600)).unwrap();
-        entry.refused(used.checked_sub(Duration::from_secs(1)).unwrap());
+        store(expiring("three", 3600)).unwrap();
+        entry.invalidate(used.checked_sub(Duration::from_secs(1)).unwrap());
         assert!(cached().is_some());
-        entry.refused(Instant::now());
+        entry.invalidate(Instant::now());
         assert!(cached().is_none());
     }
 
     /// A chain that gives these answers, the last one first.
-    struct Scripted(Mutex<Vec<Result<FoundCredential, Missing>>>);
+    struct ScriptedChain(Mutex<Vec<Result<FoundCredential, MissingCredentials>>>);
 
-    impl Chain for Scripted {
-        fn get(&self) -> Pending<'_, FoundCredential> {
-            Box::pin(async { locked(&self.0).pop().unwrap() })
+    impl CredentialChain for ScriptedChain {
+        fn get(&self) -> CredentialFuture<'_, FoundCredential> {
+            Box::pin(async { lock_unpoisoned(&self.0).pop().unwrap() })
         }
     }
 
-    impl BuildChain for Scripted {
-        fn build(&self, _answered: &Arc<AtomicBool>) -> Pending<'_, Arc<dyn Chain>> {
-            let answers = std::mem::take(&mut *locked(&self.0));
-            Box::pin(async { Ok(Arc::new(Scripted(Mutex::new(answers))) as Arc<dyn Chain>) })
+    impl BuildCredentialChain for ScriptedChain {
+        fn build(
+            &self,
+            _answered: &Arc<AtomicBool>,
+        ) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
+            let answers = std::mem::take(&mut *lock_unpoisoned(&self.0));
+            Box::pin(async {
+                Ok(Arc::new(ScriptedChain(Mutex::new(answers))) as Arc<dyn CredentialChain>)
+            })
         }
     }
 
     #[test]
     fn credentials_that_were_found_are_not_absent_later() {
-        let answers = vec![expiring("two", 3600), Err(Missing::Absent), expiring("one", -1)];
+        let answers =
+            vec![expiring("two", 3600), Err(MissingCredentials::Absent), expiring("one", -1)];
         let scope = "credentials_that_were_found".to_owned();
         let snapshot = Snapshot::take(scope, |_| false, |_| Vec::new());
-        let provider = CredentialProvider::new(snapshot, Arc::new(Scripted(Mutex::new(answers))));
+        let provider =
+            CredentialProvider::new(snapshot, Arc::new(ScriptedChain(Mutex::new(answers))));
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let get = || name(runtime.block_on(provider.get()));
         assert_eq!(get().unwrap(), "one");
-        let Err(Missing::Failed(failure)) = get() else { panic!("absent, and cached") };
+        let Err(MissingCredentials::Failed(failure)) = get() else { panic!("absent, and cached") };
         assert!(format!("{failure:?}").contains("transient: true"), "{failure:?}");
         assert_eq!(get().unwrap(), "two");
     }
@@ -361,14 +379,14 @@ mod tests {
     #[test]
     #[cfg(feature = "clouds")]
     fn tokens_without_a_known_end_serve_until_they_are_refused() {
-        let entry = Slot::default();
+        let entry = CredentialSlot::default();
         let token = |bearer: &str| {
             let credential =
-                Credential::Google(Arc::new(GcpCredential { bearer: bearer.to_owned() }));
-            Ok(FoundCredential { credential, expiry: None, good_until: None })
+                CloudCredential::Google(Arc::new(GcpCredential { bearer: bearer.to_owned() }));
+            Ok(FoundCredential { credential, expiry: None, renew_at: None })
         };
-        let bearer = |found| match entry.keep(found) {
-            Ok(Credential::Google(found)) => Ok(found.bearer.clone()),
+        let bearer = |found| match entry.store(found) {
+            Ok(CloudCredential::Google(found)) => Ok(found.bearer.clone()),
             Ok(_) => panic!("of another cloud"),
             Err(missing) => Err(missing),
         };
@@ -377,9 +395,9 @@ mod tests {
         assert_eq!(bearer(token("one")).unwrap(), "one");
         assert_eq!(bearer(failed()).unwrap(), "one");
         assert_eq!(bearer(token("two")).unwrap(), "two");
-        entry.refused(before);
+        entry.invalidate(before);
         assert_eq!(bearer(failed()).unwrap(), "two");
-        entry.refused(Instant::now());
+        entry.invalidate(Instant::now());
         assert!(bearer(failed()).is_err());
     }
 }

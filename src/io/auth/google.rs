@@ -5,17 +5,19 @@ use std::sync::Arc;
 
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 
-use super::cache::{Credential, CredentialProvider};
-use super::settings::{CloudSettings, Identity, endpoint, host, printable, says_yes};
+use super::cache::{CloudCredential, CredentialProvider};
+use super::settings::{
+    CloudSettings, RequestIdentity, check_host, check_printable, is_truthy, parse_endpoint,
+};
 use super::snapshot::Snapshot;
 use super::token_chain::{TokenChain, without_retries};
 use super::token_client::{FixedSettings, TokenClient};
 use crate::error::{Error, Result};
 use crate::io::transport::TransportOptions;
 
-const USUAL_ENDPOINT: &str = "https://storage.googleapis.com";
+const DEFAULT_ENDPOINT: &str = "https://storage.googleapis.com";
 /// Variables that count besides those of `GOOGLE_`.
-const VARIABLES: [&str; 7] = [
+const OTHER_VARIABLES: [&str; 7] = [
     "HOME",
     "CLOUDSDK_CONFIG",
     "STORAGE_EMULATOR_HOST",
@@ -25,12 +27,12 @@ const VARIABLES: [&str; 7] = [
     "GCE_METADATA_IP",
 ];
 /// Variables that name the metadata server: of the first two the first counts.
-const METADATA: [&str; 3] = ["GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"];
-const USUAL_METADATA: [&str; 2] = ["metadata.google.internal", "169.254.169.254"];
+const METADATA_VARIABLES: [&str; 3] = ["GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"];
+const DEFAULT_METADATA_HOSTS: [&str; 2] = ["metadata.google.internal", "169.254.169.254"];
 /// The file of application default credentials, in gcloud's folder.
-const DEFAULT_FILE: &str = "application_default_credentials.json";
+const LOGIN_FILE: &str = "application_default_credentials.json";
 /// Settings that name credentials; true for those that name a file.
-const NAMING: [(GoogleConfigKey, bool); 4] = [
+const CREDENTIAL_KEYS: [(GoogleConfigKey, bool); 4] = [
     (GoogleConfigKey::ServiceAccount, true),
     (GoogleConfigKey::ServiceAccountKey, false),
     (GoogleConfigKey::ApplicationCredentials, true),
@@ -39,48 +41,49 @@ const NAMING: [(GoogleConfigKey, bool); 4] = [
 
 /// The settings of the environment for a bucket.
 pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSettings> {
-    let counts = |name: &[u8]| {
-        name.starts_with(b"GOOGLE_") || VARIABLES.iter().any(|other| other.as_bytes() == name)
+    let is_relevant = |name: &[u8]| {
+        name.starts_with(b"GOOGLE_") || OTHER_VARIABLES.iter().any(|other| other.as_bytes() == name)
     };
-    let snapshot = Snapshot::take("google".to_owned(), counts, |snapshot| {
+    let snapshot = Snapshot::take("google".to_owned(), is_relevant, |snapshot| {
         let builder = builder(snapshot);
-        let files = NAMING.iter().filter(|(_, file)| *file);
+        let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
         let named = files.filter_map(|(key, _)| builder.get_config_value(key)).map(PathBuf::from);
-        named.chain(default_file(snapshot)).collect()
+        named.chain(login_file(snapshot)).collect()
     });
     let builder = builder(&snapshot).with_bucket_name(bucket);
-    let set = |name| snapshot.variable(name).and_then(|value| value.to_str()).unwrap_or("");
-    let emulator = set("STORAGE_EMULATOR_HOST");
-    let key_or_token = NAMING.iter().any(|(key, _)| builder.get_config_value(key).is_some());
-    let named = key_or_token || METADATA.iter().any(|name| !set(name).is_empty());
+    let variable = |name| snapshot.variable(name).and_then(|value| value.to_str()).unwrap_or("");
+    let emulator = variable("STORAGE_EMULATOR_HOST");
+    let key_or_token =
+        CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some());
+    let named = key_or_token || METADATA_VARIABLES.iter().any(|name| !variable(name).is_empty());
     let anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
-    let identity = if anonymous.is_some_and(|text| says_yes(&text)) || !emulator.is_empty() {
-        Identity::Anonymous
+    let identity = if anonymous.is_some_and(|text| is_truthy(&text)) || !emulator.is_empty() {
+        RequestIdentity::Anonymous
     } else if named {
-        Identity::Configured
-    } else if says_yes(set("NO_GCE_CHECK")) {
-        Identity::Anonymous
+        RequestIdentity::Configured
+    } else if is_truthy(variable("NO_GCE_CHECK")) {
+        RequestIdentity::Anonymous
     } else {
-        Identity::Machine
+        RequestIdentity::Machine
     };
     let given = builder.get_config_value(&GoogleConfigKey::BaseUrl);
     // An emulator needs no credentials, and its name may come without `http://`.
-    let with = if emulator.contains("://") { "" } else { "http://" };
-    let given = given.or_else(|| (!emulator.is_empty()).then(|| format!("{with}{emulator}")));
+    let scheme = if emulator.contains("://") { "" } else { "http://" };
+    let given = given.or_else(|| (!emulator.is_empty()).then(|| format!("{scheme}{emulator}")));
     let mut fixed = FixedSettings::default();
-    if identity != Identity::Anonymous && !key_or_token {
-        check_default_file(&snapshot)?;
-        fixed.metadata = metadata(&snapshot)?;
+    if identity != RequestIdentity::Anonymous && !key_or_token {
+        check_login_file(&snapshot)?;
+        fixed.metadata = metadata_hosts(&snapshot)?;
     }
     if let Some(token) = builder.get_config_value(&GoogleConfigKey::BearerToken) {
-        printable("GOOGLE_BEARER_TOKEN", &token)?;
+        check_printable("GOOGLE_BEARER_TOKEN", &token)?;
     }
-    let client = TokenClient::new(options, identity == Identity::Machine, fixed);
+    let client = TokenClient::new(options, identity == RequestIdentity::Machine, fixed);
     let chain = TokenChain::new(client, move |client| {
         let store = builder.clone().with_http_connector(client).build()?;
-        Ok((Arc::clone(store.credentials()), Credential::Google))
+        Ok((Arc::clone(store.credentials()), CloudCredential::Google))
     });
-    let endpoint = endpoint(given.as_deref().unwrap_or(USUAL_ENDPOINT))?;
+    let endpoint = parse_endpoint(given.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
     let credentials = CredentialProvider::new(snapshot, Arc::new(chain));
     Ok(CloudSettings { endpoint, account: String::new(), identity, credentials })
 }
@@ -92,31 +95,33 @@ fn builder(snapshot: &Snapshot) -> GoogleCloudStorageBuilder {
             builder = builder.with_config(key, value);
         }
     }
-    let named = NAMING.iter().any(|(key, _)| builder.get_config_value(key).is_some());
-    match default_file(snapshot).filter(|file| !named && file.exists()) {
+    let named = CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some());
+    match login_file(snapshot).filter(|file| !named && file.exists()) {
         Some(file) => builder.with_application_credentials(file.to_string_lossy()),
         None => builder,
     }
 }
 
 /// The file in which gcloud keeps the credentials of a login.
-fn default_file(snapshot: &Snapshot) -> Option<PathBuf> {
+fn login_file(snapshot: &Snapshot) -> Option<PathBuf> {
     let folder = snapshot.variable("CLOUDSDK_CONFIG").filter(|text| !text.is_empty());
-    folder.map(|folder| PathBuf::from(folder).join(DEFAULT_FILE)).or_else(|| usual_file(snapshot))
+    folder
+        .map(|folder| PathBuf::from(folder).join(LOGIN_FILE))
+        .or_else(|| default_login_file(snapshot))
 }
 
-fn usual_file(snapshot: &Snapshot) -> Option<PathBuf> {
+fn default_login_file(snapshot: &Snapshot) -> Option<PathBuf> {
     let home = PathBuf::from(snapshot.variable("HOME")?);
-    Some(home.join(".config/gcloud").join(DEFAULT_FILE))
+    Some(home.join(".config/gcloud").join(LOGIN_FILE))
 }
 
 /// Refuses a folder without that file where the usual folder has one: the chain would find that.
-fn check_default_file(snapshot: &Snapshot) -> Result<()> {
+fn check_login_file(snapshot: &Snapshot) -> Result<()> {
     let elsewhere = snapshot.variable("CLOUDSDK_CONFIG").is_some_and(|text| !text.is_empty());
-    match usual_file(snapshot).filter(|file| elsewhere && file.exists()) {
+    match default_login_file(snapshot).filter(|file| elsewhere && file.exists()) {
         None => Ok(()),
         Some(file) => Err(Error::InvalidArgument(format!(
-            "the folder of CLOUDSDK_CONFIG has no {DEFAULT_FILE}, but `{}` exists: set \
+            "the folder of CLOUDSDK_CONFIG has no {LOGIN_FILE}, but `{}`exists: set \
              GOOGLE_APPLICATION_CREDENTIALS to the file to use",
             file.display()
         ))),
@@ -124,15 +129,15 @@ fn check_default_file(snapshot: &Snapshot) -> Result<()> {
 }
 
 /// The names of the metadata server. The chain uses empty ones, too.
-fn metadata(snapshot: &Snapshot) -> Result<Vec<String>> {
+fn metadata_hosts(snapshot: &Snapshot) -> Result<Vec<String>> {
     let [name, root, address] =
-        METADATA.map(|variable| Some((variable, snapshot.variable(variable)?)));
+        METADATA_VARIABLES.map(|variable| Some((variable, snapshot.variable(variable)?)));
     let mut found = Vec::new();
     for (variable, text) in name.or(root).into_iter().chain(address) {
-        found.push(host(variable, &text.to_string_lossy())?.to_owned());
+        found.push(check_host(variable, &text.to_string_lossy())?.to_owned());
     }
     if found.is_empty() {
-        found.extend(USUAL_METADATA.map(str::to_owned));
+        found.extend(DEFAULT_METADATA_HOSTS.map(str::to_owned));
     }
     Ok(found)
 }

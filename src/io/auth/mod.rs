@@ -24,6 +24,8 @@ mod token_client;
 
 #[cfg(feature = "clouds")]
 pub use authorize::AZURE_VERSION;
-pub use cache::{Credential, CredentialProvider, Missing, RENEWAL_MARGIN, good_until, retry_at};
+pub use cache::{
+    CloudCredential, CredentialProvider, MissingCredentials, RENEWAL_MARGIN, renew_at, retry_at,
+};
 #[cfg(feature = "clouds")]
-pub use settings::Identity;
+pub use settings::RequestIdentity;

@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::error::{Error, Result};
 
 /// The `[default]` section of such a file.
@@ -22,7 +22,8 @@ impl S3Cfg {
             let shown = path.display().to_string();
             return Self::read(path).map_err(|e| Error::io("reading", &shown, e));
         }
-        let home = reading(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
+        let home =
+            read_guarded(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));
         let found = home.and_then(|path| Self::read(&path).ok());
         Ok(found.unwrap_or_else(S3Cfg::default))
     }
@@ -30,16 +31,17 @@ impl S3Cfg {
     /// Reads a file.
     pub fn read(path: &Path) -> std::io::Result<Self> {
         let mut found = S3Cfg::default();
-        let (mut within, mut sections) = (false, false);
+        let (mut in_default_section, mut has_section) = (false, false);
         for line in std::fs::read_to_string(path)?.lines().map(str::trim) {
             if let Some(section) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
-                (within, sections) = (section.trim() == "default", true);
+                (in_default_section, has_section) = (section.trim() == "default", true);
             }
-            if !sections && !line.is_empty() && !line.starts_with(['#', ';']) {
+            if !has_section && !line.is_empty() && !line.starts_with(['#', ';']) {
                 let what = "not a configuration file: expected a [section] first";
                 return Err(std::io::Error::new(ErrorKind::InvalidData, what));
             }
-            let Some((name, value)) = line.split_once(['=', ':']).filter(|_| within) else {
+            let Some((name, value)) = line.split_once(['=', ':']).filter(|_| in_default_section)
+            else {
                 continue;
             };
             let value = value.trim();

@@ -5,36 +5,37 @@ use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::sys::process::PerProcess;
-use crate::sys::{Stamp, stamp};
+use crate::sys::{FileStamp, file_stamp};
 
 /// The most snapshots for which something is cached.
-const MOST_CACHED: usize = 16;
+const MAX_CACHED: usize = 16;
 
 /// Variables of the environment, and the state of files that they name, at one moment.
 #[derive(PartialEq, Eq, Hash)]
 pub struct Snapshot {
     scope: String,
     variables: Vec<(OsString, OsString)>,
-    files: Vec<(PathBuf, Option<Stamp>)>,
+    files: Vec<(PathBuf, Option<FileStamp>)>,
 }
 
 impl Snapshot {
-    /// Takes a snapshot of the variables for which `counts` is true, and of the files that `files`
+    /// Takes a snapshot of the variables for which `is_relevant` is true, and of the files that `files`
     /// finds in it. Snapshots of other scopes differ.
     pub fn take(
         scope: String,
-        counts: impl Fn(&[u8]) -> bool,
+        is_relevant: impl Fn(&[u8]) -> bool,
         files: impl FnOnce(&Snapshot) -> Vec<PathBuf>,
     ) -> Self {
-        reading(move || {
-            let mut variables: Vec<_> =
-                std::env::vars_os().filter(|(name, _)| counts(name.as_encoded_bytes())).collect();
+        read_guarded(move || {
+            let mut variables: Vec<_> = std::env::vars_os()
+                .filter(|(name, _)| is_relevant(name.as_encoded_bytes()))
+                .collect();
             variables.sort();
             let mut snapshot = Snapshot { scope, variables, files: Vec::new() };
             let stamped = files(&snapshot).into_iter().map(|path| {
-                let found = stamp(&path);
+                let found = file_stamp(&path);
                 (path, found)
             });
             snapshot.files = stamped.collect();
@@ -58,7 +59,7 @@ impl Snapshot {
 
     /// True if the variables of both are the same.
     #[cfg(feature = "s3")]
-    pub fn has_the_variables_of(&self, other: &Snapshot) -> bool {
+    pub fn has_same_variables(&self, other: &Snapshot) -> bool {
         self.variables == other.variables
     }
 }
@@ -72,9 +73,9 @@ impl<T: Default + Send + Sync> PerSnapshot<T> {
     }
 
     /// The value of a snapshot; a new one if there was none.
-    pub fn of(&'static self, snapshot: &Arc<Snapshot>) -> Arc<T> {
-        let mut all = locked(self.0.get());
-        if all.len() >= MOST_CACHED && !all.contains_key(snapshot) {
+    pub fn get(&'static self, snapshot: &Arc<Snapshot>) -> Arc<T> {
+        let mut all = lock_unpoisoned(self.0.get());
+        if all.len() >= MAX_CACHED && !all.contains_key(snapshot) {
             all.clear();
         }
         Arc::clone(all.entry(Arc::clone(snapshot)).or_default())
@@ -82,6 +83,6 @@ impl<T: Default + Send + Sync> PerSnapshot<T> {
 }
 
 /// Locks a mutex whose value stays valid after a panic.
-pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock_unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

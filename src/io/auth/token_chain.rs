@@ -7,9 +7,12 @@ use std::sync::atomic::AtomicBool;
 use object_store::RetryConfig;
 use object_store::client::CredentialProvider as StoreProvider;
 
-use super::cache::{BuildChain, Chain, Credential, FoundCredential, Missing, Pending};
+use super::cache::{
+    BuildCredentialChain, CloudCredential, CredentialChain, CredentialFuture, FoundCredential,
+    MissingCredentials,
+};
 use super::token_client::TokenClient;
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::io::transport::Failure;
 use crate::sys::clock;
 
@@ -19,7 +22,7 @@ pub fn without_retries() -> RetryConfig {
 }
 
 /// A provider of object_store, and the credential that its answers are.
-type Built<T> = (Arc<dyn StoreProvider<Credential = T>>, fn(Arc<T>) -> Credential);
+type BuiltProvider<T> = (Arc<dyn StoreProvider<Credential = T>>, fn(Arc<T>) -> CloudCredential);
 
 /// Builds a chain of object_store over a client of the transport.
 pub struct TokenChain<F> {
@@ -30,63 +33,64 @@ pub struct TokenChain<F> {
 impl<F> TokenChain<F> {
     pub fn new<T>(client: TokenClient, build: F) -> Self
     where
-        F: Fn(TokenClient) -> object_store::Result<Built<T>>,
+        F: Fn(TokenClient) -> object_store::Result<BuiltProvider<T>>,
     {
         TokenChain { client, build }
     }
 }
 
-impl<T, F> BuildChain for TokenChain<F>
+impl<T, F> BuildCredentialChain for TokenChain<F>
 where
     T: std::fmt::Debug + Send + Sync + 'static,
-    F: Fn(TokenClient) -> object_store::Result<Built<T>> + Send + Sync,
+    F: Fn(TokenClient) -> object_store::Result<BuiltProvider<T>> + Send + Sync,
 {
-    fn build(&self, answered: &Arc<AtomicBool>) -> Pending<'_, Arc<dyn Chain>> {
+    fn build(&self, answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
         let client = self.client.clone().reporting(answered);
         Box::pin(async move {
-            let (provider, wrap) = reading(|| (self.build)(client)).map_err(missing)?;
-            Ok(Arc::new(Provider { provider, wrap }) as Arc<dyn Chain>)
+            let (provider, wrap) =
+                read_guarded(|| (self.build)(client)).map_err(missing_credentials)?;
+            Ok(Arc::new(TokenProvider { provider, wrap }) as Arc<dyn CredentialChain>)
         })
     }
 
     fn is_optional(&self) -> bool {
-        self.client.is_of_machine()
+        self.client.may_be_absent()
     }
 }
 
-struct Provider<T> {
+struct TokenProvider<T> {
     provider: Arc<dyn StoreProvider<Credential = T>>,
-    wrap: fn(Arc<T>) -> Credential,
+    wrap: fn(Arc<T>) -> CloudCredential,
 }
 
-impl<T: std::fmt::Debug + Send + Sync + 'static> Chain for Provider<T> {
-    fn get(&self) -> Pending<'_, FoundCredential> {
+impl<T: std::fmt::Debug + Send + Sync + 'static> CredentialChain for TokenProvider<T> {
+    fn get(&self) -> CredentialFuture<'_, FoundCredential> {
         Box::pin(async {
-            let found = self.provider.get_credential().await.map_err(missing)?;
+            let found = self.provider.get_credential().await.map_err(missing_credentials)?;
             // Asked each time: object_store caches tokens, and knows when they expire.
-            let good_until = Some(clock::date());
-            Ok(FoundCredential { credential: (self.wrap)(found), expiry: None, good_until })
+            let renew_at = Some(clock::date());
+            Ok(FoundCredential { credential: (self.wrap)(found), expiry: None, renew_at })
         })
     }
 }
 
 /// The failure of a chain: permanent where a file or a server says that there are no credentials.
-fn missing(error: object_store::Error) -> Missing {
+fn missing_credentials(error: object_store::Error) -> MissingCredentials {
     let error: Box<dyn std::error::Error> = error.into();
-    let named = |failure: Failure| {
+    let with_context = |failure: Failure| {
         let what = format!("finding credentials: {failure}");
-        Missing::Failed(failure.with_text(what))
+        MissingCredentials::Failed(failure.with_text(what))
     };
     let mut cause = Some(&*error);
     while let Some(found) = cause {
         if let Some(found) = found.downcast_ref::<Failure>() {
-            return named(found.copy());
+            return with_context(found.copy());
         }
         if let Some(found) = found.downcast_ref::<io::Error>() {
             let refused = [ErrorKind::PermissionDenied, ErrorKind::NotFound];
             let permanent = refused.contains(&found.kind());
             let make = if permanent { Failure::permanent } else { Failure::transient };
-            return named(make(found.kind(), found.to_string()));
+            return with_context(make(found.kind(), found.to_string()));
         }
         if let Some(found) = found.downcast_ref::<serde_json::Error>() {
             // The text of the error may quote the file.
@@ -95,14 +99,14 @@ fn missing(error: object_store::Error) -> Missing {
                 "cannot parse the credentials file, or the response of the credential service: \
                  unknown type or invalid JSON, at line {line}, column {column}"
             );
-            return named(Failure::permanent(ErrorKind::InvalidData, what));
+            return with_context(Failure::permanent(ErrorKind::InvalidData, what));
         }
         cause = found.source();
     }
-    named(Failure::permanent(ErrorKind::PermissionDenied, error.to_string()))
+    with_context(Failure::permanent(ErrorKind::PermissionDenied, error.to_string()))
 }
 
-/// Chains of a simulated day, for tests. They keep a token until five minutes before its end, as those
+/// Chains of a simulated cloud, for tests. They keep a token until five minutes before its end, as those
 /// of the clouds do.
 #[cfg(test)]
 pub mod simulated {
@@ -114,59 +118,59 @@ pub mod simulated {
 
     use super::*;
     use crate::io::auth::cache::CredentialProvider;
-    use crate::io::auth::snapshot::{Snapshot, locked};
+    use crate::io::auth::snapshot::{Snapshot, lock_unpoisoned};
     use crate::io::auth::token_client::FixedSettings;
     use crate::io::transport::TransportOptions;
-    use crate::io::transport::simulated::Day;
+    use crate::io::transport::simulated::SimulatedCloud;
 
     #[derive(Debug)]
-    struct OfDay<T> {
-        day: Arc<Day>,
+    struct SimulatedTokenProvider<T> {
+        server: Arc<SimulatedCloud>,
         make: fn(String) -> T,
-        kept: Mutex<Option<(Arc<T>, Instant)>>,
+        cached: Mutex<Option<(Arc<T>, Instant)>>,
     }
 
     #[async_trait::async_trait]
-    impl<T: std::fmt::Debug + Send + Sync> StoreProvider for OfDay<T> {
+    impl<T: std::fmt::Debug + Send + Sync> StoreProvider for SimulatedTokenProvider<T> {
         type Credential = T;
 
         async fn get_credential(&self) -> object_store::Result<Arc<T>> {
-            let mut kept = locked(&self.kept);
+            let mut cached = lock_unpoisoned(&self.cached);
             let soon = clock::now() + Duration::from_secs(300);
-            if let Some((token, _)) = kept.as_ref().filter(|(_, expiry)| soon < *expiry) {
+            if let Some((token, _)) = cached.as_ref().filter(|(_, expiry)| soon < *expiry) {
                 return Ok(Arc::clone(token));
             }
             let away = || io::Error::new(ErrorKind::TimedOut, "no answer");
             let failed = || object_store::Error::Generic { store: "day", source: Box::new(away()) };
-            let (name, hold) = self.day.give().ok_or_else(failed)?;
+            let (name, hold) = self.server.issue().ok_or_else(failed)?;
             let token = Arc::new((self.make)(name));
-            Ok(Arc::clone(&kept.insert((token, clock::now() + hold)).0))
+            Ok(Arc::clone(&cached.insert((token, clock::now() + hold)).0))
         }
     }
 
     fn provider<T: std::fmt::Debug + Send + Sync + 'static>(
-        day: &Arc<Day>,
+        server: &Arc<SimulatedCloud>,
         options: &TransportOptions,
         make: fn(String) -> T,
-        wrap: fn(Arc<T>) -> Credential,
+        wrap: fn(Arc<T>) -> CloudCredential,
     ) -> CredentialProvider {
-        let name = format!("{} on {:p}", std::any::type_name::<T>(), Arc::as_ptr(day));
-        let day = Arc::clone(day);
+        let name = format!("{} on {:p}", std::any::type_name::<T>(), Arc::as_ptr(server));
+        let server = Arc::clone(server);
         let client = TokenClient::new(options, false, FixedSettings::default());
         let chain = TokenChain::new(client, move |_| {
-            let day = Arc::clone(&day);
+            let server = Arc::clone(&server);
             let provider: Arc<dyn StoreProvider<Credential = T>> =
-                Arc::new(OfDay { day, make, kept: Mutex::default() });
+                Arc::new(SimulatedTokenProvider { server, make, cached: Mutex::default() });
             Ok((provider, wrap))
         });
         CredentialProvider::new(Snapshot::take(name, |_| false, |_| Vec::new()), Arc::new(chain))
     }
 
-    pub fn google(day: &Arc<Day>, options: &TransportOptions) -> CredentialProvider {
-        provider(day, options, |bearer| GcpCredential { bearer }, Credential::Google)
+    pub fn google(server: &Arc<SimulatedCloud>, options: &TransportOptions) -> CredentialProvider {
+        provider(server, options, |bearer| GcpCredential { bearer }, CloudCredential::Google)
     }
 
-    pub fn azure(day: &Arc<Day>, options: &TransportOptions) -> CredentialProvider {
-        provider(day, options, AzureCredential::BearerToken, Credential::Azure)
+    pub fn azure(server: &Arc<SimulatedCloud>, options: &TransportOptions) -> CredentialProvider {
+        provider(server, options, AzureCredential::BearerToken, CloudCredential::Azure)
     }
 }

@@ -17,15 +17,15 @@ use reqwest::{Body, Request, StatusCode};
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::error::Brief;
+use crate::error::Shortened;
 use crate::io::transport::{
-    CREDENTIALS_SETTINGS, ClientConfig, Failure, TransportOptions, document, is_transient,
+    CREDENTIALS_SETTINGS, ClientConfig, Failure, TransportOptions, is_transient, read_document,
 };
 
 /// Time limits for connecting to, and for the answer of, a metadata service that may not exist.
-const MACHINE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3));
+const MACHINE_LIMITS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3));
 /// The latest expiry of a token that is accepted, in seconds: later ones overflow in date arithmetic.
-const LATEST: u64 = 100_000_000_000;
+const MAX_EXPIRY: u64 = 100_000_000_000;
 /// The path with which requests to Google's metadata server begin.
 const METADATA_PATH: &str = "/computeMetadata/";
 
@@ -36,15 +36,15 @@ pub struct FixedSettings {
     /// The names of Google's metadata server; the first one replaces all others.
     pub metadata: Vec<String>,
     /// The header of Azure's identity service.
-    pub identity: Option<HeaderValue>,
+    pub identity_header: Option<HeaderValue>,
 }
 
 impl FixedSettings {
     fn apply(&self, request: &mut HttpRequest) -> Result<(), Failure> {
-        let odd = |_| {
+        let malformed = |_| {
             Failure::permanent(
                 ErrorKind::InvalidInput,
-                "the credential provider made an invalid request",
+                "the credential provider made an invalid request ",
             )
         };
         let uri = request.uri();
@@ -54,12 +54,12 @@ impl FixedSettings {
             && !self.metadata.iter().any(|name| name == asked)
         {
             let rest = uri.path_and_query().map_or("", |found| found.as_str());
-            *request.uri_mut() = format!("http://{first}{rest}").parse().map_err(odd)?;
+            *request.uri_mut() = format!("http://{first}{rest}").parse().map_err(malformed)?;
         }
         if request.headers().contains_key("metadata") {
-            request.headers_mut().remove(IDENTITY);
-            if let Some(value) = self.identity.clone() {
-                request.headers_mut().insert(IDENTITY, value);
+            request.headers_mut().remove(IDENTITY_HEADER);
+            if let Some(value) = self.identity_header.clone() {
+                request.headers_mut().insert(IDENTITY_HEADER, value);
             }
         }
         Ok(())
@@ -67,14 +67,14 @@ impl FixedSettings {
 }
 
 /// The header of Azure's identity service.
-const IDENTITY: &str = "x-identity-header";
+const IDENTITY_HEADER: &str = "x-identity-header";
 
 /// Makes a client for each request, of which there are few.
 #[derive(Debug, Clone)]
 pub struct TokenClient {
     options: TransportOptions,
     /// True if the machine may have no metadata service.
-    machine: bool,
+    may_be_absent: bool,
     settings: FixedSettings,
     /// Set once a server of tokens has answered.
     answered: Arc<AtomicBool>,
@@ -82,11 +82,11 @@ pub struct TokenClient {
 
 impl TokenClient {
     /// A client with the options of a source or sink, but for its headers and certificates.
-    pub fn new(options: &TransportOptions, machine: bool, settings: FixedSettings) -> Self {
+    pub fn new(options: &TransportOptions, may_be_absent: bool, settings: FixedSettings) -> Self {
         let (headers, trust_settings) = (Vec::new(), CREDENTIALS_SETTINGS);
         let trust = options.credential_trust.clone();
         let options = TransportOptions { headers, trust, trust_settings, ..options.clone() };
-        TokenClient { options, machine, settings, answered: Arc::default() }
+        TokenClient { options, may_be_absent, settings, answered: Arc::default() }
     }
 
     /// The same client; it sets `answered` once a server of tokens has answered.
@@ -95,15 +95,15 @@ impl TokenClient {
     }
 
     /// True if the machine may have no metadata service.
-    pub fn is_of_machine(&self) -> bool {
-        self.machine
+    pub fn may_be_absent(&self) -> bool {
+        self.may_be_absent
     }
 
     async fn send(&self, mut request: HttpRequest) -> Result<HttpResponse, Failure> {
         self.settings.apply(&mut request)?;
         let mut options = self.options.clone();
-        if self.machine && !self.answered.load(Ordering::Relaxed) {
-            (options.connect, options.stall) = MACHINE;
+        if self.may_be_absent && !self.answered.load(Ordering::Relaxed) {
+            (options.connect, options.stall) = MACHINE_LIMITS;
         }
         let host = request.uri().host().unwrap_or("").to_owned();
         let tls = request.uri().scheme_str() == Some("https");
@@ -120,9 +120,9 @@ impl TokenClient {
         if is_token_server(status, headers.contains_key("metadata-flavor")) {
             self.answered.store(true, Ordering::Relaxed);
         }
-        let body = document(&mut response, client.stall()).await?;
+        let body = read_document(&mut response, client.stall()).await?;
         if !status.is_success() {
-            return Err(refused(&host, status, &body));
+            return Err(refusal_failure(&host, status, &body));
         }
         check_expiry(&host, &body)?;
         let mut answer = HttpResponse::new(body.into());
@@ -155,11 +155,11 @@ fn is_link_local(host: &str) -> bool {
 /// of a machine whose metadata service is disabled. Google's marks its answers.
 fn is_token_server(status: StatusCode, google: bool) -> bool {
     let of_google = google && status == StatusCode::FORBIDDEN;
-    status.is_success() || of_google || is_transient_there(status)
+    status.is_success() || of_google || is_transient_for_tokens(status)
 }
 
 /// Azure's metadata service answers 410 while it is updated.
-fn is_transient_there(status: StatusCode) -> bool {
+fn is_transient_for_tokens(status: StatusCode) -> bool {
     is_transient(status) || status == StatusCode::GONE
 }
 
@@ -168,7 +168,7 @@ fn check_expiry(host: &str, body: &[u8]) -> Result<(), Failure> {
     let document = serde_json::from_slice(body).unwrap_or(Value::Null);
     let number = |value: &Value| value.as_u64().or_else(|| value.as_str()?.parse().ok());
     let mut times = ["expires_in", "expires_on"].into_iter().filter_map(|name| document.get(name));
-    if times.any(|time| number(time).is_some_and(|time| time > LATEST)) {
+    if times.any(|time| number(time).is_some_and(|time| time > MAX_EXPIRY)) {
         let what = format!("`{host}` issued a token whose expiry is too far in the future");
         return Err(Failure::transient(ErrorKind::InvalidData, what));
     }
@@ -177,23 +177,23 @@ fn check_expiry(host: &str, body: &[u8]) -> Result<(), Failure> {
 
 /// The document with which a token server refuses.
 #[derive(Deserialize)]
-struct Refusal {
+struct TokenErrorDocument {
     error: String,
     #[serde(default)]
     error_description: String,
 }
 
 /// The failure of a refused request.
-fn refused(host: &str, status: StatusCode, body: &[u8]) -> Failure {
+fn refusal_failure(host: &str, status: StatusCode, body: &[u8]) -> Failure {
     let text = serde_json::from_slice(body).map_or(
         String::new(),
-        |Refusal { error, error_description }| {
+        |TokenErrorDocument { error, error_description }| {
             let line = error_description.lines().next().unwrap_or("");
-            format!(": {}: {}", Brief(&error), Brief(line))
+            format!(": {}: {}", Shortened(&error), Shortened(line))
         },
     );
     let what = format!("`{host}` answered {status}{text}");
-    if is_transient_there(status) {
+    if is_transient_for_tokens(status) {
         return Failure::transient(ErrorKind::Other, what);
     }
     Failure::permanent(ErrorKind::PermissionDenied, what)
@@ -209,25 +209,27 @@ mod tests {
 
     #[test]
     fn the_named_metadata_server_replaces_all_others() {
-        let settled = |settings: &FixedSettings, uri: &str| {
+        let applied = |settings: &FixedSettings, uri: &str| {
             let mut request = HttpRequest::new(HttpRequestBody::empty());
             *request.uri_mut() = uri.parse().unwrap();
             request.headers_mut().insert("metadata", HeaderValue::from_static("true"));
-            request.headers_mut().insert(IDENTITY, HeaderValue::from_static("another"));
+            request.headers_mut().insert(IDENTITY_HEADER, HeaderValue::from_static("another"));
             settings.apply(&mut request).unwrap();
-            let header = request.headers().get(IDENTITY).cloned();
+            let header = request.headers().get(IDENTITY_HEADER).cloned();
             (request.uri().to_string(), header)
         };
         let value = Some(HeaderValue::from_static("mine"));
-        let settings =
-            FixedSettings { metadata: vec!["a:1".into(), "b".into()], identity: value.clone() };
+        let settings = FixedSettings {
+            metadata: vec!["a:1".into(), "b".into()],
+            identity_header: value.clone(),
+        };
         let path = "/computeMetadata/v1?x=1";
         for (asked, found) in [("a:1", "a:1"), ("b", "b"), ("169.254.169.254", "a:1")] {
-            let (uri, header) = settled(&settings, &format!("http://{asked}{path}"));
+            let (uri, header) = applied(&settings, &format!("http://{asked}{path}"));
             assert_eq!((uri, header), (format!("http://{found}{path}"), value.clone()));
         }
         let elsewhere = "http://169.254.169.254/metadata/identity";
-        assert_eq!(settled(&FixedSettings::default(), elsewhere), (elsewhere.to_owned(), None));
+        assert_eq!(applied(&FixedSettings::default(), elsewhere), (elsewhere.to_owned(), None));
     }
 
     #[test]
@@ -241,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn token_servers_are_told_from_others() {
+    fn token_servers_are_recognised() {
         assert!(is_token_server(StatusCode::FORBIDDEN, true));
         for status in [200, 408, 410, 429, 500, 503] {
             assert!(is_token_server(StatusCode::from_u16(status).unwrap(), false), "{status}");

@@ -19,18 +19,18 @@ use sha2::{Digest as _, Sha256};
 
 use crate::io::{CachedHead, ReadAt};
 use crate::mem::DISK_BLOCK;
-use crate::sys::{self, Claimed};
+use crate::sys::{self, RangeLockAttempt};
 
 /// Bytes of a chunk, which is present as a whole or not.
 const CHUNK: u64 = 64 << 10;
 /// Parts of an entry begin at multiples of this.
 const BLOCK: u64 = DISK_BLOCK as u64;
 /// Bytes of the description.
-const ABOUT: u64 = 4 * BLOCK;
+const TRAILER_LEN: u64 = 4 * BLOCK;
 /// The most flags that are read at once.
-const LOOK: u64 = 4096;
+const MAX_FLAGS_READ: u64 = 4096;
 /// Sizes below this overflow nowhere.
-const LARGEST: u64 = 1 << 60;
+const MAX_LEN: u64 = 1 << 60;
 const FORMAT: u32 = 1;
 
 /// A version of a file: its address, `ETag` and size.
@@ -47,7 +47,7 @@ pub struct FileVersion {
 
 /// The description at the end of an entry.
 #[derive(Serialize, Deserialize)]
-struct About {
+struct EntryTrailer {
     #[serde(flatten)]
     version: FileVersion,
     boot: String,
@@ -68,7 +68,7 @@ impl FileVersion {
     pub fn of(source: &dyn ReadAt, name: &str) -> Option<Self> {
         let CachedHead { uri, len, tag, .. } = source.response_head()?;
         let tag = tag.filter(|tag| !tag.starts_with("W/") && !tag.trim_matches('"').is_empty())?;
-        (0 < len && len < LARGEST).then(|| FileVersion {
+        (0 < len && len < MAX_LEN).then(|| FileVersion {
             format: FORMAT,
             name: name.to_owned(),
             uri,
@@ -92,7 +92,7 @@ impl FileVersion {
     }
 
     /// True if a path is that of another version of the same file.
-    pub fn is_older(&self, path: &Path) -> bool {
+    pub fn is_other_version(&self, path: &Path) -> bool {
         let own = self.file_name();
         let of_address = own.split('-').next().unwrap_or(&own);
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
@@ -108,7 +108,7 @@ impl FileVersion {
         self.len.next_multiple_of(BLOCK)
     }
 
-    fn about_at(&self) -> u64 {
+    fn trailer_at(&self) -> u64 {
         (self.flags_at() + self.chunks()).next_multiple_of(BLOCK)
     }
 }
@@ -131,7 +131,7 @@ fn boot() -> String {
 /// The state of some bytes.
 pub enum Presence {
     /// Present up to this position.
-    Here(u64),
+    Present(u64),
     /// Missing up to this position.
     Missing(u64),
 }
@@ -143,7 +143,7 @@ pub struct CacheEntry {
     version: FileVersion,
     complete: bool,
     /// True once it is neither read nor written: the disk is full or broken.
-    abandoned: AtomicBool,
+    disabled: AtomicBool,
     /// True once something was written.
     written: AtomicBool,
 }
@@ -156,7 +156,7 @@ pub struct CachedFile {
     /// Bytes of the file.
     pub len: u64,
     /// Bytes that are present.
-    pub here: u64,
+    pub present: u64,
     /// Time of its last use.
     pub used: SystemTime,
     pub(super) path: PathBuf,
@@ -165,20 +165,20 @@ pub struct CachedFile {
 
 impl CachedFile {
     /// Bytes that are still missing.
-    pub(super) fn promised(&self) -> u64 {
-        if self.complete { 0 } else { self.len.saturating_sub(self.here) }
+    pub(super) fn missing_bytes(&self) -> u64 {
+        if self.complete { 0 } else { self.len.saturating_sub(self.present) }
     }
 }
 
 /// The lock of some chunks, which this process fetches.
-pub struct Claim<'e> {
+pub struct ChunkLock<'e> {
     file: &'e File,
     chunks: Range<u64>,
 }
 
-impl Drop for Claim<'_> {
+impl Drop for ChunkLock<'_> {
     fn drop(&mut self) {
-        sys::release(self.file, &self.chunks);
+        sys::unlock_range(self.file, &self.chunks);
     }
 }
 
@@ -187,13 +187,14 @@ impl CacheEntry {
     pub fn create(path: &Path, version: &FileVersion) -> io::Result<()> {
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(path)?;
-        let about = About { version: version.clone(), boot: boot(), synced: false };
-        let made =
-            file.set_len(version.about_at() + ABOUT).and_then(|()| write_about(&file, &about));
-        if made.is_err() {
+        let trailer = EntryTrailer { version: version.clone(), boot: boot(), synced: false };
+        let created = file
+            .set_len(version.trailer_at() + TRAILER_LEN)
+            .and_then(|()| write_trailer(&file, &trailer));
+        if created.is_err() {
             let _ = fs::remove_file(path);
         }
-        made
+        created
     }
 
     /// Opens the entry of a version; None if it is damaged, or about to be removed.
@@ -207,7 +208,7 @@ impl CacheEntry {
     pub fn open_latest(path: &Path, name: &str) -> io::Result<Option<Self>> {
         let Some(entry) = Self::open_if(path, |found| found.name == name)? else { return Ok(None) };
         let first = 0..CHUNK.min(entry.file_len());
-        Ok(matches!(entry.look(&first)?, Presence::Here(_)).then_some(entry))
+        Ok(matches!(entry.presence(&first)?, Presence::Present(_)).then_some(entry))
     }
 
     /// Counts this opening as a use: entries that were not used for long are removed first.
@@ -216,30 +217,31 @@ impl CacheEntry {
     }
 
     fn open_if(path: &Path, is_wanted: impl Fn(&FileVersion) -> bool) -> io::Result<Option<Self>> {
-        let file = open_alone(path)?;
-        if !sys::share(&file)? || file.metadata()?.nlink() == 0 {
+        let file = open_no_follow(path)?;
+        if !sys::try_lock_shared(&file)? || file.metadata()?.nlink() == 0 {
             return Ok(None);
         }
-        let Some(about) = read_about(&file)?.filter(|about| is_wanted(&about.version)) else {
+        let Some(trailer) = read_trailer(&file)?.filter(|trailer| is_wanted(&trailer.version))
+        else {
             return Ok(None);
         };
         let now = boot();
-        if !about.synced && (now.is_empty() || about.boot != now) {
+        if !trailer.synced && (now.is_empty() || trailer.boot != now) {
             return Ok(None);
         }
-        let version = about.version;
-        let complete = count(&file, &version)? == version.chunks();
-        let (abandoned, written) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Some(CacheEntry { file, path: path.to_owned(), version, complete, abandoned, written }))
+        let version = trailer.version;
+        let complete = count_present(&file, &version)? == version.chunks();
+        let (disabled, written) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Some(CacheEntry { file, path: path.to_owned(), version, complete, disabled, written }))
     }
 
     /// Describes an entry without using it; None for another file.
-    pub fn about(path: &Path, metadata: &Metadata) -> Option<CachedFile> {
-        let file = open_alone(path).ok()?;
-        let About { version, .. } = read_about(&file).ok()??;
-        let chunks = count(&file, &version).ok()?;
+    pub fn describe(path: &Path, metadata: &Metadata) -> Option<CachedFile> {
+        let file = open_no_follow(path).ok()?;
+        let EntryTrailer { version, .. } = read_trailer(&file).ok()??;
+        let chunks = count_present(&file, &version).ok()?;
         Some(CachedFile {
-            here: chunks.saturating_mul(CHUNK).min(version.len),
+            present: chunks.saturating_mul(CHUNK).min(version.len),
             complete: chunks == version.chunks(),
             len: version.len,
             uri: version.uri,
@@ -276,41 +278,41 @@ impl CacheEntry {
     }
 
     /// True once it is neither read nor written.
-    pub fn is_abandoned(&self) -> bool {
-        self.abandoned.load(Ordering::Relaxed)
+    pub fn is_disabled(&self) -> bool {
+        self.disabled.load(Ordering::Relaxed)
     }
 
     /// Neither reads nor writes it any more.
-    pub fn abandon(&self) {
-        self.abandoned.store(true, Ordering::Relaxed);
+    pub fn disable(&self) {
+        self.disabled.store(true, Ordering::Relaxed);
     }
 
     /// Looks up whether the first of some bytes are present, and up to where that holds. The range is not
     /// empty.
-    pub fn look(&self, range: &Range<u64>) -> io::Result<Presence> {
-        let chunks = self.touched(range);
-        let flags = self.flags(chunks.start..chunks.end.min(chunks.start + LOOK))?;
+    pub fn presence(&self, range: &Range<u64>) -> io::Result<Presence> {
+        let chunks = self.chunks_of(range);
+        let flags = self.flags(chunks.start..chunks.end.min(chunks.start + MAX_FLAGS_READ))?;
         let first = flags.first().copied().unwrap_or(0);
         let same = flags.iter().take_while(|flag| (**flag == 1) == (first == 1)).count() as u64;
         let until = ((chunks.start + same) * CHUNK).min(range.end);
-        Ok(if first == 1 { Presence::Here(until) } else { Presence::Missing(until) })
+        Ok(if first == 1 { Presence::Present(until) } else { Presence::Missing(until) })
     }
 
     /// The range of the chunks that hold some bytes.
-    pub fn whole_chunks(&self, range: &Range<u64>) -> Range<u64> {
-        let chunks = self.touched(range);
+    pub fn expand_to_chunks(&self, range: &Range<u64>) -> Range<u64> {
+        let chunks = self.chunks_of(range);
         chunks.start * CHUNK..(chunks.end * CHUNK).min(self.version.len)
     }
 
     /// The number of the first `count` bytes from a position on that are whole chunks.
-    pub fn whole_until(&self, start: u64, count: usize) -> usize {
+    pub fn complete_prefix(&self, start: u64, count: usize) -> usize {
         let end = start + count as u64;
         let rest = if end == self.version.len { 0 } else { end % CHUNK };
         usize::try_from((count as u64).saturating_sub(rest)).unwrap_or(0)
     }
 
     /// Chunks of which some bytes are in a range.
-    fn touched(&self, range: &Range<u64>) -> Range<u64> {
+    fn chunks_of(&self, range: &Range<u64>) -> Range<u64> {
         range.start / CHUNK..range.end.div_ceil(CHUNK)
     }
 
@@ -323,33 +325,33 @@ impl CacheEntry {
 
     /// Locks the chunks of a range, from the first on and as far as they are free; None while another
     /// process has the first.
-    pub fn claim(&self, range: &Range<u64>) -> io::Result<Option<(Claim<'_>, u64)>> {
-        let mut chunks = self.touched(range);
+    pub fn lock_chunks(&self, range: &Range<u64>) -> io::Result<Option<(ChunkLock<'_>, u64)>> {
+        let mut chunks = self.chunks_of(range);
         loop {
-            match sys::claim(&self.file, &chunks)? {
-                Claimed::Ours => {
+            match sys::try_lock_range(&self.file, &chunks)? {
+                RangeLockAttempt::Acquired => {
                     let until = (chunks.end * CHUNK).min(range.end);
-                    return Ok(Some((Claim { file: &self.file, chunks }, until)));
+                    return Ok(Some((ChunkLock { file: &self.file, chunks }, until)));
                 }
-                Claimed::Theirs(from) if from > chunks.start => chunks.end = from,
-                Claimed::Theirs(_) => return Ok(None),
+                RangeLockAttempt::HeldElsewhere(from) if from > chunks.start => chunks.end = from,
+                RangeLockAttempt::HeldElsewhere(_) => return Ok(None),
             }
         }
     }
 
     /// Writes bytes that have arrived.
-    pub fn keep(&self, offset: u64, pieces: &[IoSlice<'_>]) -> io::Result<()> {
+    pub fn write(&self, offset: u64, pieces: &[IoSlice<'_>]) -> io::Result<()> {
         self.written.store(true, Ordering::Relaxed);
         let mut pieces = pieces.to_vec();
-        let mut left: &mut [IoSlice<'_>] = &mut pieces;
+        let mut unwritten: &mut [IoSlice<'_>] = &mut pieces;
         let mut at = offset;
-        while !left.is_empty() {
-            match sys::write_vectored_at(&self.file, at, left) {
+        while !unwritten.is_empty() {
+            match sys::write_vectored_at(&self.file, at, unwritten) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
                 Ok(0) => return Err(io::Error::from(io::ErrorKind::WriteZero)),
                 Ok(written) => {
-                    IoSlice::advance_slices(&mut left, written);
+                    IoSlice::advance_slices(&mut unwritten, written);
                     at += written as u64;
                 }
             }
@@ -381,12 +383,12 @@ impl Drop for CacheEntry {
         let version = self.version.clone();
         // On another thread: a disk may take its time.
         let sync = move || {
-            let about = |boot, synced| About { version: version.clone(), boot, synced };
+            let trailer = |boot, synced| EntryTrailer { version: version.clone(), boot, synced };
             let synced = file.sync_data().and_then(|()| {
-                if count(&file, &version)? == version.chunks() {
+                if count_present(&file, &version)? == version.chunks() {
                     // A sync is no use of the entry.
                     let used = file.metadata()?.modified()?;
-                    write_about(&file, &about(boot(), true))?;
+                    write_trailer(&file, &trailer(boot(), true))?;
                     file.set_modified(used)?;
                     file.sync_data()?;
                 }
@@ -394,7 +396,7 @@ impl Drop for CacheEntry {
             });
             if synced.is_err() {
                 // Invalid in every boot.
-                let _ = write_about(&file, &about(String::new(), false));
+                let _ = write_trailer(&file, &trailer(String::new(), false));
             }
         };
         let _ = thread::Builder::new().name("tensorizer-cache".to_owned()).spawn(sync);
@@ -402,36 +404,36 @@ impl Drop for CacheEntry {
 }
 
 /// Opens a file of the folder; follows no link, and does not wait for a pipe.
-pub fn open_alone(path: &Path) -> io::Result<File> {
+pub fn open_no_follow(path: &Path) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)
 }
 
-fn write_about(file: &File, about: &About) -> io::Result<()> {
-    let mut line = serde_json::to_vec(about).map_err(io::Error::other)?;
-    let room = usize::try_from(ABOUT).map_err(io::Error::other)?;
+fn write_trailer(file: &File, trailer: &EntryTrailer) -> io::Result<()> {
+    let mut line = serde_json::to_vec(trailer).map_err(io::Error::other)?;
+    let room = usize::try_from(TRAILER_LEN).map_err(io::Error::other)?;
     if line.len() >= room {
         return Err(io::Error::other("an address that is too long"));
     }
     line.resize(room, b' ');
-    file.write_all_at(&line, about.version.about_at())
+    file.write_all_at(&line, trailer.version.trailer_at())
 }
 
 /// Reads the description of an entry; None for another file.
-fn read_about(file: &File) -> io::Result<Option<About>> {
+fn read_trailer(file: &File) -> io::Result<Option<EntryTrailer>> {
     let size = file.metadata()?.len();
-    let Some(at) = size.checked_sub(ABOUT) else { return Ok(None) };
-    let mut line = vec![0; usize::try_from(ABOUT).map_err(io::Error::other)?];
+    let Some(at) = size.checked_sub(TRAILER_LEN) else { return Ok(None) };
+    let mut line = vec![0; usize::try_from(TRAILER_LEN).map_err(io::Error::other)?];
     file.read_exact_at(&mut line, at)?;
-    let Ok(about) = serde_json::from_slice::<About>(&line) else { return Ok(None) };
-    let right = about.version.format == FORMAT
-        && about.version.len < LARGEST
-        && about.version.about_at() == at;
-    Ok(right.then_some(about))
+    let Ok(trailer) = serde_json::from_slice::<EntryTrailer>(&line) else { return Ok(None) };
+    let is_valid = trailer.version.format == FORMAT
+        && trailer.version.len < MAX_LEN
+        && trailer.version.trailer_at() == at;
+    Ok(is_valid.then_some(trailer))
 }
 
 /// The number of chunks that are present.
-fn count(file: &File, version: &FileVersion) -> io::Result<u64> {
+fn count_present(file: &File, version: &FileVersion) -> io::Result<u64> {
     const STEP: u64 = 1 << 20;
     let (mut at, end) = (version.flags_at(), version.flags_at() + version.chunks());
     let mut found = 0;

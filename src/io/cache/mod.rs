@@ -22,22 +22,22 @@ use crate::io::ReadAt;
 use crate::sys;
 use entry::FileVersion;
 pub use entry::{CacheEntry, CachedFile};
-use source::Origin;
+use source::CacheOrigin;
 
 /// The ending of file names of entries.
-const ENDING: &str = ".cached";
+const SUFFIX: &str = ".cached";
 /// The beginning of file names of entries that are being made.
-const NEW: &str = ".new-";
+const NEW_PREFIX: &str = ".new-";
 /// Age after which such a file is a leftover.
 const STALE: Duration = Duration::from_secs(60 * 60);
 /// The divisor of the disk's size that gives the bytes to leave free, unless a limit is set.
-const FREE: u64 = 20;
+const FREE_DIVISOR: u64 = 20;
 /// Attempts of an opening whose entry another process removes.
-const TRIES: usize = 8;
+const MAX_ATTEMPTS: usize = 8;
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 /// Attempts to lock the folder.
-const TURNS: usize = 200;
+const MAX_LOCK_ATTEMPTS: usize = 200;
 /// Numbers the files that this process makes.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
@@ -46,7 +46,7 @@ static NUMBER: AtomicU64 = AtomicU64::new(0);
 pub struct Cache {
     folder: Arc<PathBuf>,
     /// Bytes that it may hold; None for all but a part of the disk.
-    most: Option<u64>,
+    max_bytes: Option<u64>,
 }
 
 impl Cache {
@@ -57,26 +57,26 @@ impl Cache {
 
     /// True if the server of a file states a strong `ETag` and a size, which the cache needs. False for
     /// local files.
-    pub fn can_keep(source: &dyn ReadAt) -> bool {
+    pub fn accepts(source: &dyn ReadAt) -> bool {
         FileVersion::of(source, "").is_some()
     }
 
     /// The cache in a folder, which is made at its first use, with the limit of the environment.
     pub fn at(folder: PathBuf) -> Result<Self> {
-        let most = Some(CACHE_GB.value()?).filter(|most| *most > 0);
-        let most = most.map(|gigabytes| gigabytes.saturating_mul(1_000_000_000));
-        Ok(Cache { folder: Arc::new(folder), most })
+        let max_bytes = Some(CACHE_GB.value()?).filter(|max_bytes| *max_bytes > 0);
+        let max_bytes = max_bytes.map(|gigabytes| gigabytes.saturating_mul(1_000_000_000));
+        Ok(Cache { folder: Arc::new(folder), max_bytes })
     }
 
     /// The last entry of a file, whatever its version, so that the server can be asked whether it still
     /// has that; None without one, or if it cannot be used.
     pub fn latest(&self, name: &str) -> Option<CacheEntry> {
-        self.check().ok()?;
+        self.check_folder().ok()?;
         let prefix = format!("{}-", FileVersion::prefix(name));
         let names = fs::read_dir(&*self.folder).ok()?.filter_map(|file| Some(file.ok()?.path()));
         let is_version = |path: &PathBuf| {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
-            name.starts_with(&prefix) && name.ends_with(ENDING)
+            name.starts_with(&prefix) && name.ends_with(SUFFIX)
         };
         let used = |path: &PathBuf| fs::metadata(path).and_then(|found| found.modified()).ok();
         let latest = names.filter(is_version).max_by_key(used)?;
@@ -84,19 +84,19 @@ impl Cache {
     }
 
     /// Puts the cache before a source of a server, if the server distinguishes versions. `latest` is
-    /// the result of [`Cache::latest`]. Another process is waited for at most `patience`.
-    pub fn before(
+    /// the result of [`Cache::latest`]. Another process is waited for at most `wait_limit`.
+    pub fn wrap(
         &self,
         source: Arc<dyn ReadAt>,
         name: &str,
         latest: Option<CacheEntry>,
-        patience: Duration,
+        wait_limit: Duration,
         cancel: &dyn Cancel,
     ) -> Result<Arc<dyn ReadAt>> {
         let Some(version) = FileVersion::of(&*source, name) else { return Ok(source) };
-        match self.check() {
+        match self.check_folder() {
             Ok(()) => {}
-            Err(e) if e.kind() == ErrorKind::PermissionDenied => return Err(self.failed(e)),
+            Err(e) if e.kind() == ErrorKind::PermissionDenied => return Err(self.error(e)),
             // If the disk is full or broken, the load goes on without the cache.
             Err(_) => return Ok(source),
         }
@@ -109,24 +109,27 @@ impl Cache {
         let Ok(Some(entry)) = opened else { return Ok(source) };
         let (cache, name) = (self.clone(), name.to_owned());
         let fill = move |server: &Arc<dyn ReadAt>, cancel: &dyn Cancel| {
-            let made = cache.before(Arc::clone(server), &name, None, patience, cancel);
+            let made = cache.wrap(Arc::clone(server), &name, None, wait_limit, cancel);
             made.unwrap_or_else(|_| Arc::clone(server))
         };
-        Ok(source::before(Origin { server: source, patience, fill: Box::new(fill) }, entry))
+        Ok(source::with_cache(
+            CacheOrigin { server: source, wait_limit, fill: Box::new(fill) },
+            entry,
+        ))
     }
 
-    fn failed(&self, error: io::Error) -> Error {
+    fn error(&self, error: io::Error) -> Error {
         Error::io("using the cache in", &self.folder.display().to_string(), error)
     }
 
     /// Makes the folder; refuses one into which other users could put files.
-    fn check(&self) -> io::Result<()> {
+    fn check_folder(&self) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&*self.folder)?;
         let found = fs::metadata(&*self.folder)?;
-        let us = sys::user();
-        if found.uid() != us || found.mode() & 0o077 != 0 {
+        let own_user = sys::effective_user_id();
+        if found.uid() != own_user || found.mode() & 0o077 != 0 {
             let what = format!(
-                "expected a folder that belongs to user {us} and that no other user may access \
+                "expected a folder that belongs to user {own_user} and that no other user may access \
                  (chmod 700), found one of user {} with mode {:o}",
                 found.uid(),
                 found.mode() & 0o7777
@@ -138,14 +141,14 @@ impl Cache {
 
     /// Opens the entry of a version, and creates it if there is none; None where there is no room.
     fn open(&self, version: &FileVersion, cancel: &dyn Cancel) -> io::Result<Option<CacheEntry>> {
-        let path = self.folder.join(format!("{}{ENDING}", version.file_name()));
-        for _ in 0..TRIES {
+        let path = self.folder.join(format!("{}{SUFFIX}", version.file_name()));
+        for _ in 0..MAX_ATTEMPTS {
             match CacheEntry::open(&path, version) {
                 Ok(Some(entry)) => return Ok(Some(entry)),
                 // Damaged, invalid since the last boot, or about to be removed.
                 Ok(None) => drop(remove(&path)?),
                 Err(e) if e.kind() == ErrorKind::NotFound => {
-                    if !self.make(version, &path, cancel)? {
+                    if !self.create_entry(version, &path, cancel)? {
                         return Ok(None);
                     }
                     continue;
@@ -158,11 +161,16 @@ impl Cache {
     }
 
     /// Creates an entry, unless another process just has; false where there is no room.
-    fn make(&self, version: &FileVersion, path: &Path, cancel: &dyn Cancel) -> io::Result<bool> {
+    fn create_entry(
+        &self,
+        version: &FileVersion,
+        path: &Path,
+        cancel: &dyn Cancel,
+    ) -> io::Result<bool> {
         let folder = File::open(&*self.folder)?;
         // One process at a time, or several would count on the same free space; the wait is bounded.
-        for _ in 0..TURNS {
-            if sys::try_lock(&folder)? {
+        for _ in 0..MAX_LOCK_ATTEMPTS {
+            if sys::try_flock(&folder)? {
                 break;
             }
             pause(cancel)?;
@@ -173,8 +181,9 @@ impl Cache {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let nanos = now.map_or(0, |now| now.as_nanos());
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let new =
-            self.folder.join(format!("{NEW}{nanos:x}-{}-{number}{ENDING}", std::process::id()));
+        let new = self
+            .folder
+            .join(format!("{NEW_PREFIX}{nanos:x}-{}-{number}{SUFFIX}", std::process::id()));
         CacheEntry::create(&new, version)?;
         match sys::rename_to_free_name(&new, path) {
             Ok(()) => Ok(true),
@@ -189,30 +198,34 @@ impl Cache {
     fn make_room(&self, version: &FileVersion, folder: &File) -> io::Result<bool> {
         let mut entries = self.list()?;
         // The older versions of the file are useless.
-        let is_older = |cached: &CachedFile| version.is_older(&cached.path);
-        entries.retain(|cached| !(is_older(cached) && remove(&cached.path).is_ok_and(|gone| gone)));
+        let is_other_version = |cached: &CachedFile| version.is_other_version(&cached.path);
+        entries.retain(|cached| {
+            !(is_other_version(cached) && remove(&cached.path).is_ok_and(|is_gone| is_gone))
+        });
         entries.sort_by_key(|cached| cached.used);
-        let (all, free) = sys::space(folder)?;
+        let (all, free) = sys::disk_space(folder)?;
         let sum = |of: fn(&CachedFile) -> u64| entries.iter().map(of).fold(0, u64::saturating_add);
-        let (held, promised) = (sum(|cached| cached.here), sum(CachedFile::promised));
-        let needed = promised.saturating_add(version.len());
+        let (present, missing_bytes) =
+            (sum(|cached| cached.present), sum(CachedFile::missing_bytes));
+        let needed = missing_bytes.saturating_add(version.len());
         // Bytes over the limit.
-        let mut over = match self.most {
-            Some(most) => held.saturating_add(needed).saturating_sub(most),
-            None => needed.saturating_add(all / FREE).saturating_sub(free),
+        let mut excess = match self.max_bytes {
+            Some(max_bytes) => present.saturating_add(needed).saturating_sub(max_bytes),
+            None => needed.saturating_add(all / FREE_DIVISOR).saturating_sub(free),
         };
-        if over > held.saturating_add(promised) {
+        if excess > present.saturating_add(missing_bytes) {
             return Ok(false);
         }
         for cached in &entries {
-            if over == 0 {
+            if excess == 0 {
                 break;
             }
             if remove(&cached.path)? {
-                over = over.saturating_sub(cached.here.saturating_add(cached.promised()));
+                excess =
+                    excess.saturating_sub(cached.present.saturating_add(cached.missing_bytes()));
             }
         }
-        Ok(over == 0)
+        Ok(excess == 0)
     }
 
     fn list(&self) -> io::Result<Vec<CachedFile>> {
@@ -220,13 +233,13 @@ impl Cache {
         for file in fs::read_dir(&*self.folder)? {
             let path = file?.path();
             let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
-            let Ok(about) = fs::symlink_metadata(&path) else { continue };
-            if !name.ends_with(ENDING) || !about.is_file() {
+            let Ok(metadata) = fs::symlink_metadata(&path) else { continue };
+            if !name.ends_with(SUFFIX) || !metadata.is_file() {
                 continue;
             }
-            if !name.starts_with(NEW) {
-                found.extend(CacheEntry::about(&path, &about));
-            } else if is_stale(&about) {
+            if !name.starts_with(NEW_PREFIX) {
+                found.extend(CacheEntry::describe(&path, &metadata));
+            } else if is_stale(&metadata) {
                 let _ = fs::remove_file(&path);
             }
         }
@@ -241,7 +254,7 @@ impl Cache {
                 Ok(found)
             }
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-            Err(e) => Err(self.failed(e)),
+            Err(e) => Err(self.error(e)),
         }
     }
 
@@ -250,13 +263,13 @@ impl Cache {
         let mut removed = self.entries()?;
         let mut failed = None;
         removed.retain(|cached| match remove(&cached.path) {
-            Ok(gone) => gone,
+            Ok(is_gone) => is_gone,
             Err(e) => {
                 failed = Some(e);
                 false
             }
         });
-        failed.map_or(Ok(removed), |e| Err(self.failed(e)))
+        failed.map_or(Ok(removed), |e| Err(self.error(e)))
     }
 }
 
@@ -265,22 +278,22 @@ fn pause(cancel: &dyn Cancel) -> io::Result<()> {
     cancel::sleep(PAUSE, cancel).map_err(|_| io::Error::from(ErrorKind::Interrupted))
 }
 
-fn is_stale(about: &Metadata) -> bool {
-    let age = about.modified().map(|then| SystemTime::now().duration_since(then));
+fn is_stale(metadata: &Metadata) -> bool {
+    let age = metadata.modified().map(|then| SystemTime::now().duration_since(then));
     age.is_ok_and(|age| age.is_ok_and(|age| age > STALE))
 }
 
 /// Removes an entry unless it is in use; true if it is gone.
 fn remove(path: &Path) -> io::Result<bool> {
-    let file = match entry::open_alone(path) {
+    let file = match entry::open_no_follow(path) {
         Ok(file) => file,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(true),
         Err(e) => return Err(e),
     };
-    if !sys::take(&file)? {
+    if !sys::try_lock_exclusive(&file)? {
         return Ok(false);
     }
-    let id = |about: &Metadata| (about.dev(), about.ino());
+    let id = |metadata: &Metadata| (metadata.dev(), metadata.ino());
     let own = file.metadata()?;
     if fs::symlink_metadata(path).is_ok_and(|there| id(&there) != id(&own)) {
         // Another process has removed it, and there is a new one.

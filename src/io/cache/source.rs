@@ -13,45 +13,45 @@ use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::io::local::FileSource;
 use crate::io::{CachedHead, Capabilities, LocalCopy, ReadAt, read_exact_at};
-use crate::mem::{Buffers, Filled};
+use crate::mem::{Buffers, FilledPart};
 use crate::sys;
 
 /// Pause between two looks for what another process fetches.
-const LOOK: Duration = Duration::from_millis(20);
+const PEER_POLL: Duration = Duration::from_millis(20);
 
 /// A source with a file of which some chunks are cached. Others are fetched and written. If another
 /// process is fetching them, they are waited for.
 struct CachedSource {
-    origin: Origin,
+    origin: CacheOrigin,
     entry: CacheEntry,
     /// True once another process has taken too long: none is waited for any more.
-    impatient: AtomicBool,
+    stopped_waiting: AtomicBool,
     /// The source that replaces the entry once that is not trusted.
-    anew: OnceLock<Arc<dyn ReadAt>>,
+    replacement: OnceLock<Arc<dyn ReadAt>>,
 }
 
 /// The origin of an entry's bytes.
-pub struct Origin {
+pub struct CacheOrigin {
     pub server: Arc<dyn ReadAt>,
     /// Time limit for another process that fetches the same bytes.
-    pub patience: Duration,
+    pub wait_limit: Duration,
     /// Puts a new entry before the server.
-    pub fill: Box<Fill>,
+    pub fill: Box<FillCache>,
 }
 
 /// Returns a source that caches what the server sends.
-pub type Fill = dyn Fn(&Arc<dyn ReadAt>, &dyn Cancel) -> Arc<dyn ReadAt> + Send + Sync;
+pub type FillCache = dyn Fn(&Arc<dyn ReadAt>, &dyn Cancel) -> Arc<dyn ReadAt> + Send + Sync;
 
-impl Origin {
+impl CacheOrigin {
     /// Removes the entry of an open file, and returns a source that fills a new one.
-    fn afresh(&self, path: &Path, file: &File, cancel: &dyn Cancel) -> Arc<dyn ReadAt> {
-        remove_own(path, file);
+    fn refill(&self, path: &Path, file: &File, cancel: &dyn Cancel) -> Arc<dyn ReadAt> {
+        remove_if_same(path, file);
         (self.fill)(&self.server, cancel)
     }
 }
 
 /// Removes an entry, if it still is that of an open file. Its readers go on with the removed file.
-fn remove_own(path: &Path, file: &File) {
+fn remove_if_same(path: &Path, file: &File) {
     let id = |about: std::fs::Metadata| (about.dev(), about.ino());
     let there = std::fs::symlink_metadata(path).map(id);
     if there.is_ok_and(|there| file.metadata().is_ok_and(|own| id(own) == there)) {
@@ -61,31 +61,31 @@ fn remove_own(path: &Path, file: &File) {
 }
 
 /// Puts an entry before its server: as a local file if it is complete.
-pub fn before(origin: Origin, entry: CacheEntry) -> Arc<dyn ReadAt> {
+pub fn with_cache(origin: CacheOrigin, entry: CacheEntry) -> Arc<dyn ReadAt> {
     // A duplicate keeps the entry in use.
     if entry.is_complete()
         && let Ok(file) = entry.file().try_clone()
     {
-        let here = FileSource::beginning(file, origin.server.uri().to_owned(), entry.file_len());
-        let shared = Arc::new(Complete { origin, entry, anew: OnceLock::new() });
-        return Arc::new(CompleteSource { here: Box::new(here), shared });
+        let local = FileSource::from_prefix(file, origin.server.uri().to_owned(), entry.file_len());
+        let shared = Arc::new(CompleteEntry { origin, entry, replacement: OnceLock::new() });
+        return Arc::new(CompleteSource { local: Box::new(local), shared });
     }
-    let (impatient, anew) = (AtomicBool::new(false), OnceLock::new());
-    Arc::new(CachedSource { origin, entry, impatient, anew })
+    let (stopped_waiting, replacement) = (AtomicBool::new(false), OnceLock::new());
+    Arc::new(CachedSource { origin, entry, stopped_waiting, replacement })
 }
 
 /// A source with a complete file in the cache. Bytes that the disk fails to read come from the server.
 struct CompleteSource {
-    here: Box<dyn ReadAt>,
-    shared: Arc<Complete>,
+    local: Box<dyn ReadAt>,
+    shared: Arc<CompleteEntry>,
 }
 
 /// The state that its readers share.
-struct Complete {
-    origin: Origin,
+struct CompleteEntry {
+    origin: CacheOrigin,
     entry: CacheEntry,
     /// The source that replaces the entry once that is not trusted.
-    anew: OnceLock<Arc<dyn ReadAt>>,
+    replacement: OnceLock<Arc<dyn ReadAt>>,
 }
 
 impl ReadAt for CompleteSource {
@@ -94,7 +94,10 @@ impl ReadAt for CompleteSource {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.shared.anew.get().map_or_else(|| self.here.capabilities(), |anew| anew.capabilities())
+        self.shared
+            .replacement
+            .get()
+            .map_or_else(|| self.local.capabilities(), |replacement| replacement.capabilities())
     }
 
     fn read_at(
@@ -103,10 +106,10 @@ impl ReadAt for CompleteSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        if let Some(anew) = self.shared.anew.get() {
-            return anew.read_at(offset, buffers, cancel);
+        if let Some(replacement) = self.shared.replacement.get() {
+            return replacement.read_at(offset, buffers, cancel);
         }
-        match self.here.read_at(offset, buffers, cancel) {
+        match self.local.read_at(offset, buffers, cancel) {
             Err(Error::Io { .. }) | Ok(0) => {
                 self.shared.origin.server.read_at(offset, buffers, cancel)
             }
@@ -115,11 +118,11 @@ impl ReadAt for CompleteSource {
     }
 
     fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
-        if let Some(anew) = self.shared.anew.get() {
-            return anew.own_handle();
+        if let Some(replacement) = self.shared.replacement.get() {
+            return replacement.own_handle();
         }
-        let here = self.here.own_handle()?;
-        Some(Box::new(CompleteSource { here, shared: Arc::clone(&self.shared) }))
+        let local = self.local.own_handle()?;
+        Some(Box::new(CompleteSource { local, shared: Arc::clone(&self.shared) }))
     }
 
     fn sibling(
@@ -140,24 +143,24 @@ impl ReadAt for CompleteSource {
     }
 
     fn file(&self) -> Option<Arc<File>> {
-        self.here.file().filter(|_| self.shared.anew.get().is_none())
+        self.local.file().filter(|_| self.shared.replacement.get().is_none())
     }
 }
 
 impl LocalCopy for CompleteSource {
     fn path(&self) -> Option<PathBuf> {
-        self.shared.anew.get().is_none().then(|| self.shared.entry.path().to_owned())
+        self.shared.replacement.get().is_none().then(|| self.shared.entry.path().to_owned())
     }
 
-    fn distrust(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
-        let Complete { origin, entry, anew } = &*self.shared;
-        distrust(origin, entry, anew, remove, cancel)
+    fn discard(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
+        let CompleteEntry { origin, entry, replacement } = &*self.shared;
+        replace_entry(origin, entry, replacement, remove, cancel)
     }
 }
 
 impl CachedSource {
     /// Reads bytes of the entry; an error or none means that they are not there.
-    fn read_here(&self, range: &Range<u64>, buffers: &mut Buffers<'_>) -> std::io::Result<usize> {
+    fn read_cached(&self, range: &Range<u64>, buffers: &mut Buffers<'_>) -> std::io::Result<usize> {
         let read = buffers.tee(
             len(range),
             (&mut [], &mut []),
@@ -176,60 +179,66 @@ impl CachedSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let whole = self.entry.whole_chunks(range);
+        let whole = self.entry.expand_to_chunks(range);
         let mut before = vec![0; len(&(whole.start..range.start))];
         let mut behind = vec![0; len(&(range.end..whole.end))];
-        let kept = AtomicUsize::new(0);
-        let keep = |filled: &Filled<'_>, last| {
-            self.keep(whole.start, filled, &kept, if last { 1 } else { KEPT_AT_ONCE });
+        let written = AtomicUsize::new(0);
+        let write = |filled: &FilledPart<'_>, last| {
+            self.write_arrived(whole.start, filled, &written, if last { 1 } else { WRITE_STEP });
         };
-        buffers.tee(len(range), (&mut before, &mut behind), keep, |part| {
+        buffers.tee(len(range), (&mut before, &mut behind), write, |part| {
             let what = || "tensors".to_owned();
             read_exact_at(&*self.origin.server, whole.start, part, &what, cancel)
         })
     }
 
     /// Writes to the entry what has arrived from `start` on and was not written before, if that
-    /// is at least `least` bytes.
-    fn keep(&self, start: u64, filled: &Filled<'_>, kept: &AtomicUsize, least: usize) {
-        let (before, count) = (kept.load(Ordering::Relaxed), filled.count());
-        let end = self.entry.whole_until(start, count);
-        if end.saturating_sub(before) < least || self.entry.is_abandoned() {
+    /// is at least `min_bytes` bytes.
+    fn write_arrived(
+        &self,
+        start: u64,
+        filled: &FilledPart<'_>,
+        written: &AtomicUsize,
+        min_bytes: usize,
+    ) {
+        let (before, count) = (written.load(Ordering::Relaxed), filled.count());
+        let end = self.entry.complete_prefix(start, count);
+        if end.saturating_sub(before) < min_bytes || self.entry.is_disabled() {
             return;
         }
-        if self.entry.keep(start + before as u64, &filled.bytes(before..end)).is_err() {
+        if self.entry.write(start + before as u64, &filled.bytes(before..end)).is_err() {
             // The disk may be full. Chunks with a flag stay valid, and the others are not needed.
-            self.entry.abandon();
+            self.entry.disable();
         }
-        kept.store(end, Ordering::Relaxed);
+        written.store(end, Ordering::Relaxed);
     }
 }
 
 /// Distrusts an entry: its source is replaced. Returns its path the first time.
-fn distrust(
-    origin: &Origin,
+fn replace_entry(
+    origin: &CacheOrigin,
     entry: &CacheEntry,
-    anew: &OnceLock<Arc<dyn ReadAt>>,
+    replacement: &OnceLock<Arc<dyn ReadAt>>,
     remove: bool,
     cancel: &dyn Cancel,
 ) -> Option<PathBuf> {
     let mut first = false;
-    anew.get_or_init(|| {
+    replacement.get_or_init(|| {
         first = true;
         if remove {
-            origin.afresh(entry.path(), entry.file(), cancel)
+            origin.refill(entry.path(), entry.file(), cancel)
         } else {
             Arc::clone(&origin.server)
         }
     });
     if remove && !first {
-        remove_own(entry.path(), entry.file());
+        remove_if_same(entry.path(), entry.file());
     }
     first.then(|| entry.path().to_owned())
 }
 
 /// Bytes that are written at once while others arrive.
-const KEPT_AT_ONCE: usize = 4 << 20;
+const WRITE_STEP: usize = 4 << 20;
 
 fn len(range: &Range<u64>) -> usize {
     usize::try_from(range.end - range.start).unwrap_or(usize::MAX)
@@ -254,18 +263,18 @@ impl ReadAt for CachedSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let end = offset.saturating_add(buffers.left() as u64).min(self.entry.file_len());
+        let end = offset.saturating_add(buffers.remaining() as u64).min(self.entry.file_len());
         if end <= offset {
             return Ok(0);
         }
-        if let Some(anew) = self.anew.get() {
-            return anew.read_at(offset, buffers, cancel);
+        if let Some(replacement) = self.replacement.get() {
+            return replacement.read_at(offset, buffers, cancel);
         }
-        let begun = Instant::now();
-        while !self.entry.is_abandoned() {
-            let Ok(found) = self.entry.look(&(offset..end)) else { break };
+        let start = Instant::now();
+        while !self.entry.is_disabled() {
+            let Ok(found) = self.entry.presence(&(offset..end)) else { break };
             let missing = match found {
-                Presence::Here(until) => match self.read_here(&(offset..until), buffers) {
+                Presence::Present(until) => match self.read_cached(&(offset..until), buffers) {
                     Ok(read) if read > 0 => return Ok(read),
                     Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
                     _ => break,
@@ -273,28 +282,28 @@ impl ReadAt for CachedSource {
                 Presence::Missing(until) => offset..until,
             };
             // If the range lock fails or times out, fetch anyway.
-            let claimed = match self.entry.claim(&missing) {
-                Ok(None) if !self.impatient.load(Ordering::Relaxed) => {
-                    let late = begun.elapsed() >= self.origin.patience;
-                    self.impatient.fetch_or(late, Ordering::Relaxed);
-                    cancel::sleep(LOOK, cancel)?;
+            let locked = match self.entry.lock_chunks(&missing) {
+                Ok(None) if !self.stopped_waiting.load(Ordering::Relaxed) => {
+                    let late = start.elapsed() >= self.origin.wait_limit;
+                    self.stopped_waiting.fetch_or(late, Ordering::Relaxed);
+                    cancel::sleep(PEER_POLL, cancel)?;
                     continue;
                 }
-                Ok(claimed) => claimed,
+                Ok(locked) => locked,
                 Err(_) => None,
             };
-            let Some((claim, until)) = claimed else {
+            let Some((lock, until)) = locked else {
                 return self.fetch(&missing, buffers, cancel);
             };
             // Another process may have fetched it just before the lock.
-            if let Ok(Presence::Here(_)) = self.entry.look(&missing) {
+            if let Ok(Presence::Present(_)) = self.entry.presence(&missing) {
                 continue;
             }
             let read = self.fetch(&(offset..until), buffers, cancel);
-            drop(claim);
+            drop(lock);
             return read;
         }
-        self.entry.abandon();
+        self.entry.disable();
         self.origin.server.read_at(offset, buffers, cancel)
     }
 
@@ -318,11 +327,11 @@ impl ReadAt for CachedSource {
 
 impl LocalCopy for CachedSource {
     fn path(&self) -> Option<PathBuf> {
-        let is_read = !self.entry.is_abandoned() && self.anew.get().is_none();
+        let is_read = !self.entry.is_disabled() && self.replacement.get().is_none();
         is_read.then(|| self.entry.path().to_owned())
     }
 
-    fn distrust(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
-        distrust(&self.origin, &self.entry, &self.anew, remove, cancel)
+    fn discard(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
+        replace_entry(&self.origin, &self.entry, &self.replacement, remove, cancel)
     }
 }

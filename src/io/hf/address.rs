@@ -2,17 +2,17 @@
 
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::format::shards::{FILES, IN_FOLDERS};
 
 /// The revision that is used unless one is named.
-const MAIN: &str = "main";
+const DEFAULT_REVISION: &str = "main";
 /// Repositories of other kinds.
-const OTHERS: [&str; 4] = ["datasets", "spaces", "kernels", "buckets"];
+const OTHER_KINDS: [&str; 4] = ["datasets", "spaces", "kernels", "buckets"];
 /// Longest name of a user, and of a repository.
 const LONGEST: usize = 96;
 /// Characters that would end a revision in an address.
-const IN_REVISIONS: &AsciiSet = &CONTROLS.add(b'/').add(b'%').add(b'@').add(b'?').add(b'#');
+const ENCODED_IN_REVISIONS: &AsciiSet = &CONTROLS.add(b'/').add(b'%').add(b'@').add(b'?').add(b'#');
 
 /// A repository at a revision, and what is named in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,7 +31,7 @@ impl HubAddress {
     /// Reads an address.
     pub fn parse(uri: &str) -> Result<Self> {
         let wrong = |what: &str| {
-            let uri = Shown(uri);
+            let uri = Escaped(uri);
             Error::InvalidArgument(format!(
                 "`{uri}`: expected hf://org/repo[@revision][/path], {what}"
             ))
@@ -39,7 +39,7 @@ impl HubAddress {
         let (_, rest) = uri.split_once("://").unwrap_or(("", uri));
         let rest = rest.strip_prefix("models/").unwrap_or(rest);
         let (org, rest) = rest.split_once('/').unwrap_or((rest, ""));
-        if OTHERS.contains(&org) {
+        if OTHER_KINDS.contains(&org) {
             return Err(wrong(&format!(
                 "which is a repository of a model: hf://{org}/ is not supported"
             )));
@@ -53,17 +53,17 @@ impl HubAddress {
         }
         let (revision, path) = match rest.strip_prefix('@') {
             Some(rest) => rest.split_at_checked(end_of_revision(rest)).unwrap_or((rest, "")),
-            None => (MAIN, rest),
+            None => (DEFAULT_REVISION, rest),
         };
         let revision = percent_decode_str(revision).decode_utf8();
         let revision = revision.map_or_else(|_| String::new(), |text| text.into_owned());
-        if !are_steps(&revision) {
-            return Err(wrong("where the revision is a branch, a tag or a commit"));
+        if !is_relative_path(&revision) {
+            return Err(wrong("where the revision is a branch , a tag or a commit"));
         }
         let path = path.trim_start_matches('/');
         let folder = path.is_empty() || path.ends_with('/');
         let path = path.trim_end_matches('/').to_owned();
-        if !path.is_empty() && !are_steps(&path) {
+        if !path.is_empty() && !is_relative_path(&path) {
             return Err(wrong(
                 "where the path is that of a file in the repository, without `.` and `..`",
             ));
@@ -72,7 +72,7 @@ impl HubAddress {
     }
 
     /// The same at a commit.
-    pub fn at(&self, commit: &str) -> Self {
+    pub fn at_commit(&self, commit: &str) -> Self {
         HubAddress { revision: commit.to_owned(), ..self.clone() }
     }
 
@@ -106,7 +106,7 @@ impl HubAddress {
 
     /// The address.
     pub fn show(&self) -> String {
-        let revision = utf8_percent_encode(&self.revision, IN_REVISIONS);
+        let revision = utf8_percent_encode(&self.revision, ENCODED_IN_REVISIONS);
         let separator = if self.path.is_empty() { "" } else { "/" };
         format!("hf://{}@{revision}{separator}{}", self.repo, self.path)
     }
@@ -126,7 +126,7 @@ fn is_name(name: &str) -> bool {
 }
 
 /// True for a relative path without steps upwards.
-fn are_steps(text: &str) -> bool {
+fn is_relative_path(text: &str) -> bool {
     let bad = |step: &str| matches!(step, "" | "." | "..") || step.contains('\\');
     !text.split('/').any(bad) && !text.contains(|letter: char| letter.is_control())
 }
@@ -155,10 +155,13 @@ mod tests {
             ("hf://o/r@refs/convert/x", "o/r", "refs/convert/x", ""),
             ("hf://o/r/a@b c%20", "o/r", "main", "a@b c%20"),
         ] {
-            let place = HubAddress::parse(uri).unwrap();
-            assert_eq!((&*place.repo, &*place.revision, &*place.path), (repo, revision, path));
-            let again = HubAddress::parse(&place.show()).unwrap();
-            assert_eq!(again.show(), place.show(), "{uri}");
+            let address = HubAddress::parse(uri).unwrap();
+            assert_eq!(
+                (&*address.repo, &*address.revision, &*address.path),
+                (repo, revision, path)
+            );
+            let again = HubAddress::parse(&address.show()).unwrap();
+            assert_eq!(again.show(), address.show(), "{uri}");
         }
         for uri in [
             "hf://",
@@ -183,13 +186,13 @@ mod tests {
     }
 
     #[test]
-    fn which_files_are_looked_for() {
+    fn candidates_are_the_file_itself_and_files_of_the_folder() {
         let of = |uri: &str| -> Vec<String> {
             HubAddress::parse(uri)
                 .unwrap()
                 .candidates()
                 .into_iter()
-                .map(|place| place.path)
+                .map(|address| address.path)
                 .collect()
         };
         assert_eq!(of("hf://o/r/f.safetensors"), ["f.safetensors"]);

@@ -18,10 +18,10 @@ use crate::io::{HubChecksum, http};
 /// The address of the hub, unless the environment names another.
 const ENDPOINT: &str = "https://huggingface.co";
 /// Time limit for an answer where there is a local copy.
-const SOON: Duration = Duration::from_secs(10);
+const LIMIT_WITH_COPY: Duration = Duration::from_secs(10);
 
 /// The header with the hash of an LFS file.
-const LINKED: &str = "x-linked-etag";
+const LINKED_ETAG: &str = "x-linked-etag";
 /// The hub's message for an unknown token.
 const BAD_TOKEN: &str = "Invalid credentials in Authorization header";
 
@@ -35,7 +35,7 @@ pub struct Hub {
 /// The hub's answer about a file.
 pub struct HubAnswer {
     /// True if there is such a file.
-    pub here: bool,
+    pub exists: bool,
     /// The commit that the revision is at now.
     pub commit: Option<String>,
     /// The checksum that it publishes.
@@ -45,7 +45,7 @@ pub struct HubAnswer {
 
 impl HubAnswer {
     /// Returns the answer, or the error of a refusal.
-    pub fn granted(self) -> Result<Self> {
+    pub fn into_result(self) -> Result<Self> {
         self.refusal.map_or(Ok(HubAnswer { refusal: None, ..self }), Err)
     }
 }
@@ -65,11 +65,11 @@ impl Hub {
     }
 
     /// The URL of a file.
-    pub fn url(&self, place: &HubAddress) -> Url {
+    pub fn url(&self, address: &HubAddress) -> Url {
         let mut url = self.endpoint.clone();
         if let Ok(mut path) = url.path_segments_mut() {
-            path.pop_if_empty().extend(place.repo.split('/')).push("resolve");
-            path.push(&place.revision).extend(place.path.split('/'));
+            path.pop_if_empty().extend(address.repo.split('/')).push("resolve");
+            path.push(&address.revision).extend(address.path.split('/'));
         }
         url
     }
@@ -84,40 +84,46 @@ impl Hub {
         options
     }
 
-    /// Asks about a file, without its bytes. A request without an answer is an error. `soon` sets short
+    /// Asks about a file, without its bytes. A request without an answer is an error. `has_copy` sets short
     /// time limits, because a local copy can be used instead.
-    pub fn ask(&self, place: &HubAddress, soon: bool, cancel: &dyn Cancel) -> Result<HubAnswer> {
+    pub fn ask(
+        &self,
+        address: &HubAddress,
+        has_copy: bool,
+        cancel: &dyn Cancel,
+    ) -> Result<HubAnswer> {
         let mut options = self.options();
-        if soon {
-            options.total = options.total.min(SOON);
-            options.connect = options.connect.min(SOON);
-            options.stall = options.stall.min(SOON);
+        if has_copy {
+            options.total = options.total.min(LIMIT_WITH_COPY);
+            options.connect = options.connect.min(LIMIT_WITH_COPY);
+            options.stall = options.stall.min(LIMIT_WITH_COPY);
         }
-        let shown = place.show();
-        let (status, headers) = http::headers(self.url(place), &shown, &options, cancel)?;
-        let commit = text(&headers, "x-repo-commit").filter(|text| is_commit(text));
+        let shown = address.show();
+        let (status, headers) = http::headers(self.url(address), &shown, &options, cancel)?;
+        let commit = header_text(&headers, "x-repo-commit").filter(|text| is_commit(text));
         let commit = commit.map(str::to_owned);
         // Any address of a server may redirect to another host, so that this alone proves nothing.
-        let known = commit.is_some() || headers.contains_key(LINKED);
-        let here = status.is_success() || (status.is_redirection() && known);
-        let code = text(&headers, "x-error-code").unwrap_or("");
+        let is_hub = commit.is_some() || headers.contains_key(LINKED_ETAG);
+        let exists = status.is_success() || (status.is_redirection() && is_hub);
+        let code = header_text(&headers, "x-error-code").unwrap_or("");
         let missing =
             code == "EntryNotFound" || (code.is_empty() && status == StatusCode::NOT_FOUND);
-        let refusal = (!here && !missing).then(|| {
-            let (kind, what) = self.refusal(place, status, &headers);
+        let refusal = (!exists && !missing).then(|| {
+            let (kind, what) = self.refusal(address, status, &headers);
             Error::io("asking for", &shown, io::Error::new(kind, what))
         });
-        Ok(HubAnswer { here, commit, checksum: checksum(&headers), refusal })
+        Ok(HubAnswer { exists, commit, checksum: checksum(&headers), refusal })
     }
 
     fn refusal(
         &self,
-        place: &HubAddress,
+        address: &HubAddress,
         status: StatusCode,
         headers: &HeaderMap,
     ) -> (ErrorKind, String) {
         if status.is_redirection() {
-            let to = text(headers, LOCATION.as_str()).and_then(|to| self.endpoint.join(to).ok());
+            let to =
+                header_text(headers, LOCATION.as_str()).and_then(|to| self.endpoint.join(to).ok());
             let to = to.map_or_else(String::new, |url| url.origin().ascii_serialization());
             let what = format!(
                 "the hub redirects to {to}, and the token is not sent to another server: set \
@@ -125,7 +131,7 @@ impl Hub {
             );
             return (ErrorKind::InvalidData, what);
         }
-        let code = text(headers, "x-error-code").unwrap_or("");
+        let code = header_text(headers, "x-error-code").unwrap_or("");
         let kind = match status {
             StatusCode::NOT_FOUND | StatusCode::GONE => ErrorKind::NotFound,
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::PermissionDenied,
@@ -135,8 +141,8 @@ impl Hub {
             Some(_) => "the token (of HF_TOKEN, or of the login) has no access to it",
             None => "set HF_TOKEN to a token that has access to it",
         };
-        let (repo, revision) = (&place.repo, &place.revision);
-        let bad_token = text(headers, "x-error-message") == Some(BAD_TOKEN);
+        let (repo, revision) = (&address.repo, &address.revision);
+        let bad_token = header_text(headers, "x-error-message") == Some(BAD_TOKEN);
         let what = match (code, status) {
             (_, StatusCode::UNAUTHORIZED) if bad_token && self.token.is_some() => {
                 "the hub rejects the token (of HF_TOKEN, or of the login): it is wrong, or has \
@@ -159,12 +165,12 @@ impl Hub {
 
 /// The token that the hub's own client would send: that of the environment, or of the last login.
 fn token() -> Result<Option<String>> {
-    let clean = |text: &str| Some(text.trim().to_owned()).filter(|text| !text.is_empty());
+    let non_empty = |text: &str| Some(text.trim().to_owned()).filter(|text| !text.is_empty());
     if HF_NO_TOKEN.is_true() {
         return Ok(None);
     }
     if let Some(token) =
-        HF_TOKEN.or(&OLD_TOKEN).value().as_ref().and_then(|text| clean(text.to_str()?))
+        HF_TOKEN.or(&OLD_TOKEN).value().as_ref().and_then(|text| non_empty(text.to_str()?))
     {
         return Ok(Some(token));
     }
@@ -172,19 +178,19 @@ fn token() -> Result<Option<String>> {
         return Ok(None);
     };
     match fs::read_to_string(&path) {
-        Ok(text) => Ok(clean(&text)),
+        Ok(text) => Ok(non_empty(&text)),
         Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
         Err(e) => Err(Error::io("reading the token in", &path.display().to_string(), e)),
     }
 }
 
-fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
+fn header_text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
     headers.get(name).and_then(|value| value.to_str().ok())
 }
 
 /// Files of LFS are known by the SHA-256 of their bytes, others by another hash.
 fn checksum(headers: &HeaderMap) -> HubChecksum {
-    let tag = text(headers, LINKED).or_else(|| text(headers, "etag"));
+    let tag = header_text(headers, LINKED_ETAG).or_else(|| header_text(headers, "etag"));
     tag.map_or(HubChecksum::NotSha256, |tag| {
         sha256_of_tag(tag.trim_start_matches("W/").trim_matches('"'))
     })

@@ -24,26 +24,26 @@ impl LocalCache {
         LocalCache(HF_CACHE.or(&OLD_CACHE).expanded().or_else(|| Some(hf_home()?.join("hub"))))
     }
 
-    fn folder(&self, place: &HubAddress) -> Option<PathBuf> {
-        Some(self.0.as_ref()?.join(format!("models--{}", place.repo.replace('/', "--"))))
+    fn folder(&self, address: &HubAddress) -> Option<PathBuf> {
+        Some(self.0.as_ref()?.join(format!("models--{}", address.repo.replace('/', "--"))))
     }
 
     /// The commit that a branch or tag was at.
-    pub fn commit(&self, place: &HubAddress) -> Option<String> {
-        let found = fs::read(self.folder(place)?.join("refs").join(&place.revision)).ok()?;
+    pub fn commit(&self, address: &HubAddress) -> Option<String> {
+        let found = fs::read(self.folder(address)?.join("refs").join(&address.revision)).ok()?;
         let commit = String::from_utf8(found).ok()?.trim().to_owned();
         is_commit(&commit).then_some(commit)
     }
 
     /// A file of a commit.
-    pub fn file(&self, place: &HubAddress) -> Option<PathBuf> {
-        let snapshot = self.folder(place)?.join("snapshots").join(&place.revision);
-        Some(snapshot.join(&place.path)).filter(|path| place.is_pinned() && path.is_file())
+    pub fn file(&self, address: &HubAddress) -> Option<PathBuf> {
+        let snapshot = self.folder(address)?.join("snapshots").join(&address.revision);
+        Some(snapshot.join(&address.path)).filter(|path| address.is_pinned() && path.is_file())
     }
 
     /// The hub's hash of a file: the name of the file to which it links.
-    pub fn tag(&self, place: &HubAddress) -> Option<String> {
-        let blob = fs::read_link(self.file(place)?).ok()?;
+    pub fn tag(&self, address: &HubAddress) -> Option<String> {
+        let blob = fs::read_link(self.file(address)?).ok()?;
         Some(blob.file_name()?.to_str()?.to_owned())
     }
 }

@@ -59,40 +59,41 @@ impl Repo {
         let mut commit = if wanted.is_pinned() {
             Some(wanted.revision.clone())
         } else if self.offline {
-            Some(self.local.commit(wanted).ok_or_else(|| self.not_here(wanted))?)
+            Some(self.local.commit(wanted).ok_or_else(|| self.not_cached(wanted))?)
         } else {
-            self.known_commit(wanted)
+            self.commit_of_cached_heads(wanted)
         };
-        if let Some(found) = self.without_asking(commit.as_deref(), &candidates) {
+        if let Some(found) = self.find_without_request(commit.as_deref(), &candidates) {
             return Ok(found);
         }
         if self.offline {
-            return Err(self.not_here(wanted));
+            return Err(self.not_cached(wanted));
         }
-        let kept = self.local.commit(wanted).filter(|_| commit.is_none());
+        let cached_commit = self.local.commit(wanted).filter(|_| commit.is_none());
         for candidate in &candidates {
-            let place = commit.as_deref().map_or_else(|| candidate.clone(), |c| candidate.at(c));
-            let soon = kept.is_some() && commit.is_none();
-            let said = match self.hub()?.ask(&place, soon, cancel) {
-                Err(error) if soon && is_unreachable(&error) => {
-                    let found = self.without_asking(kept.as_deref(), &candidates);
+            let address =
+                commit.as_deref().map_or_else(|| candidate.clone(), |c| candidate.at_commit(c));
+            let has_copy = cached_commit.is_some() && commit.is_none();
+            let answer = match self.hub()?.ask(&address, has_copy, cancel) {
+                Err(error) if has_copy && is_unreachable(&error) => {
+                    let found = self.find_without_request(cached_commit.as_deref(), &candidates);
                     return found.ok_or(error);
                 }
-                said => said?.granted()?,
+                answer => answer?.into_result()?,
             };
-            if commit.is_none() && said.commit.is_some() {
-                commit = said.commit;
-                if let Some(found) = self.without_asking(commit.as_deref(), &candidates) {
+            if commit.is_none() && answer.commit.is_some() {
+                commit = answer.commit;
+                if let Some(found) = self.find_without_request(commit.as_deref(), &candidates) {
                     return Ok(found);
                 }
             }
             match &commit {
-                Some(commit) if said.here => return Ok(candidate.at(commit)),
-                None if said.here => {
-                    let what = "the server's response has no X-Repo-Commit header, so it is not a \
-                                Hugging Face hub: check HF_ENDPOINT";
+                Some(commit) if answer.exists => return Ok(candidate.at_commit(commit)),
+                None if answer.exists => {
+                    let what = "the server 's response has no X-Repo-Commit header, so itis not a \
+                                Hugging Facehub : check HF_ENDPOINT";
                     let error = io::Error::new(ErrorKind::InvalidData, what);
-                    return Err(Error::io("asking for", &place.show(), error));
+                    return Err(Error::io("asking for", &address.show(), error));
                 }
                 _ => {}
             }
@@ -109,27 +110,33 @@ impl Repo {
     }
 
     /// The commit at which another process has opened the repository for this one.
-    fn known_commit(&self, wanted: &HubAddress) -> Option<String> {
-        let places =
+    fn commit_of_cached_heads(&self, wanted: &HubAddress) -> Option<String> {
+        let addresses =
             self.options.heads.addresses().filter_map(|address| HubAddress::parse(address).ok());
-        let mut same = places.filter(|place| place.repo == wanted.repo && place.is_pinned());
-        same.next().map(|place| place.revision)
+        let mut same =
+            addresses.filter(|address| address.repo == wanted.repo && address.is_pinned());
+        same.next().map(|address| address.revision)
     }
 
     /// The first file of a commit that can be opened without a request.
-    fn without_asking(
+    fn find_without_request(
         &self,
         commit: Option<&str>,
         candidates: &[HubAddress],
     ) -> Option<HubAddress> {
-        let places = candidates.iter().map(|place| Some(place.at(commit?)));
-        let places: Vec<HubAddress> = places.collect::<Option<_>>()?;
-        let is_known = |place: &&HubAddress| self.options.heads.of(&place.show()).is_some();
-        let is_here = |place: &&HubAddress| self.local.file(place).is_some();
-        places.iter().find(is_known).or_else(|| places.iter().find(is_here)).cloned()
+        let addresses = candidates.iter().map(|address| Some(address.at_commit(commit?)));
+        let addresses: Vec<HubAddress> = addresses.collect::<Option<_>>()?;
+        let has_cached_head =
+            |address: &&HubAddress| self.options.heads.of(&address.show()).is_some();
+        let is_downloaded = |address: &&HubAddress| self.local.file(address).is_some();
+        addresses
+            .iter()
+            .find(has_cached_head)
+            .or_else(|| addresses.iter().find(is_downloaded))
+            .cloned()
     }
 
-    fn not_here(&self, wanted: &HubAddress) -> Error {
+    fn not_cached(&self, wanted: &HubAddress) -> Error {
         let what = "HF_HUB_OFFLINE is set, and it is not in the cache of Hugging Face's client";
         Error::io("opening", &wanted.show(), io::Error::new(ErrorKind::NotFound, what))
     }
@@ -137,28 +144,28 @@ impl Repo {
     /// Opens a file of a commit.
     fn open(
         self: &Arc<Self>,
-        place: &HubAddress,
+        address: &HubAddress,
         first: Option<u64>,
         cancel: &dyn Cancel,
     ) -> Result<Arc<dyn ReadAt>> {
-        let shown = place.show();
-        let (inner, copy): (Arc<dyn ReadAt>, _) = match self.local.file(place) {
+        let shown = address.show();
+        let (inner, copy): (Arc<dyn ReadAt>, _) = match self.local.file(address) {
             Some(path) => {
-                let file = crate::sys::open_at_once(&path);
+                let file = crate::sys::open_nonblocking(&path);
                 let file =
                     file.map_err(|e| Error::io("opening", &path.display().to_string(), e))?;
                 let source = Arc::new(FileSource::new(file, shown)?);
                 (source, Some(path.canonicalize().unwrap_or(path)))
             }
-            None if self.offline => return Err(self.not_here(place)),
+            None if self.offline => return Err(self.not_cached(address)),
             None => {
                 let hub = self.hub()?;
                 let options =
                     OpenOptions { transport: hub.options(), first, ..self.options.clone() };
-                (http::open_as(hub.url(place), &shown, &options, cancel)?, None)
+                (http::open_as(hub.url(address), &shown, &options, cancel)?, None)
             }
         };
-        Ok(Arc::new(HubSource { inner, copy, place: place.clone(), repo: Arc::clone(self) }))
+        Ok(Arc::new(HubSource { inner, copy, address: address.clone(), repo: Arc::clone(self) }))
     }
 }
 
@@ -173,7 +180,7 @@ struct HubSource {
     inner: Arc<dyn ReadAt>,
     /// The file in the cache of the hub's client, if that is read.
     copy: Option<PathBuf>,
-    place: HubAddress,
+    address: HubAddress,
     repo: Arc<Repo>,
 }
 
@@ -209,7 +216,7 @@ impl ReadAt for HubSource {
         first: Option<u64>,
         cancel: &dyn Cancel,
     ) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.repo.open(&self.place.sibling(name), first, cancel).map(Some)
+        self.repo.open(&self.address.sibling(name), first, cancel).map(Some)
     }
 
     fn response_head(&self) -> Option<CachedHead> {
@@ -223,13 +230,13 @@ impl ReadAt for HubSource {
     }
 
     fn checksum(&self, cancel: &dyn Cancel) -> Result<HubChecksum> {
-        let tag = self.repo.local.tag(&self.place).filter(|_| self.copy.is_some());
+        let tag = self.repo.local.tag(&self.address).filter(|_| self.copy.is_some());
         match tag.map(|tag| (hub::sha256_of_tag(&tag), tag.len())) {
             Some((found @ HubChecksum::Sha256(_), _)) => Ok(found),
             // The hash of a file in git itself.
             Some((_, 40)) => Ok(HubChecksum::NotSha256),
             _ if self.repo.offline => Ok(HubChecksum::NotAsked),
-            _ => Ok(self.repo.hub()?.ask(&self.place, false, cancel)?.granted()?.checksum),
+            _ => Ok(self.repo.hub()?.ask(&self.address, false, cancel)?.into_result()?.checksum),
         }
     }
 

@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use bytes::Bytes;
 use reqwest::Response;
 
-use super::pace::Pace;
-use super::response::Range;
+use super::response::ByteRange;
+use super::server_speed::ServerSpeed;
 use crate::io::transport::{
     Client, ClientConfig, ConnectionPool, Failure, HTTP2_WINDOW, PooledConnection, RetryBudget,
-    TransportOptions, chunk,
+    TransportOptions, read_chunk,
 };
 use crate::mem::Buffers;
 
@@ -21,7 +21,7 @@ pub struct ClientPool {
     config: ClientConfig,
     /// Bytes that a server may send ahead on a new connection.
     window: AtomicU32,
-    pace: Pace,
+    speed: ServerSpeed,
 }
 
 /// A client that one thread has.
@@ -32,12 +32,12 @@ impl ClientPool {
     pub fn new(options: &TransportOptions, tls: bool) -> Result<Self, String> {
         let config = ClientConfig::new(options, tls)?;
         let (pool, window) = (ConnectionPool::default(), AtomicU32::new(HTTP2_WINDOW));
-        Ok(ClientPool { pool, config, window, pace: Pace::default() })
+        Ok(ClientPool { pool, config, window, speed: ServerSpeed::default() })
     }
 
     /// Measurements of the server's speed.
-    pub fn pace(&self) -> &Pace {
-        &self.pace
+    pub fn speed(&self) -> &ServerSpeed {
+        &self.speed
     }
 
     /// Bytes that a server may send ahead on each connection.
@@ -53,19 +53,19 @@ impl ClientPool {
     }
 
     /// Lends a client for the length of a call.
-    pub fn with<T>(
+    pub fn with_client<T>(
         &self,
         budget: &RetryBudget<'_>,
         body: impl FnOnce(&PooledClient) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
-        let client = self.take(budget)?;
+        let client = self.take_client(budget)?;
         let result = body(&client);
-        self.pool.put(client.0);
+        self.pool.give_back(client.0);
         result
     }
 
     /// Takes a client out of the pool.
-    pub fn take(&self, budget: &RetryBudget<'_>) -> Result<PooledClient, Failure> {
+    pub fn take_client(&self, budget: &RetryBudget<'_>) -> Result<PooledClient, Failure> {
         self.pool.take(budget, || self.connect()).map(PooledClient)
     }
 
@@ -95,12 +95,12 @@ impl PooledClient {
     }
 
     /// The next bytes of a body; none at its end.
-    pub async fn chunk(
+    pub async fn next_chunk(
         &self,
         response: &mut Response,
         budget: &RetryBudget<'_>,
     ) -> Result<Bytes, Failure> {
-        let bytes = chunk(response, self.client().stall()).await?;
+        let bytes = read_chunk(response, self.client().stall()).await?;
         budget.received(bytes.len() as u64);
         // A body that never pauses would not let the event loop check.
         budget.check()?;
@@ -108,7 +108,7 @@ impl PooledClient {
     }
 
     /// Reads a body, which must have `len` bytes if that is known.
-    pub async fn collect(
+    pub async fn read_body(
         &self,
         mut response: Response,
         len: Option<u64>,
@@ -116,7 +116,7 @@ impl PooledClient {
     ) -> Result<Vec<u8>, Failure> {
         let mut body = Vec::new();
         loop {
-            let bytes = self.chunk(&mut response, budget).await?;
+            let bytes = self.next_chunk(&mut response, budget).await?;
             body.extend_from_slice(&bytes);
             let found = body.len() as u64;
             match len {
@@ -135,7 +135,7 @@ impl PooledClient {
     pub async fn scatter(
         &self,
         mut response: Response,
-        range: Range,
+        range: ByteRange,
         buffers: &mut Buffers<'_>,
         done: &mut u64,
         budget: &RetryBudget<'_>,
@@ -146,7 +146,7 @@ impl PooledClient {
             Failure::permanent(ErrorKind::InvalidData, what)
         };
         while *done < range.end {
-            let bytes = self.chunk(&mut response, budget).await?;
+            let bytes = self.next_chunk(&mut response, budget).await?;
             if bytes.is_empty() {
                 let what = format!("the response body ended at byte {done} of {}", range.end);
                 return Err(Failure::transient(ErrorKind::UnexpectedEof, what));
@@ -154,10 +154,14 @@ impl PooledClient {
             if bytes.len() as u64 > range.end - *done {
                 return Err(too_long());
             }
-            *done += buffers.put(&bytes) as u64;
+            *done += buffers.fill_from(&bytes) as u64;
             buffers.arrived(bytes.len() as u64);
         }
         // The end of the body is read too, so that the connection can be used again.
-        if self.chunk(&mut response, budget).await?.is_empty() { Ok(()) } else { Err(too_long()) }
+        if self.next_chunk(&mut response, budget).await?.is_empty() {
+            Ok(())
+        } else {
+            Err(too_long())
+        }
     }
 }

@@ -10,22 +10,24 @@ use reqwest::{Method, Response, StatusCode, Url};
 
 use super::cache_key::{cache_key, is_version};
 use super::client_pool::PooledClient;
-use super::response::{Range, Validators};
+use super::response::{ByteRange, Validators};
 use crate::error::Error;
-use crate::io::transport::{Failure, Location, beginning, follow, says_expired, status_failure};
-use crate::sys::brief::Brief;
+use crate::io::transport::{
+    Failure, RequestTarget, follow, read_beginning, says_expired, status_failure,
+};
 use crate::sys::clock;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// A future that a thread runs on its event loop.
-pub type Pending<'p, T> = Pin<Box<dyn Future<Output = Result<T, Failure>> + Send + 'p>>;
+pub type SignFuture<'p, T> = Pin<Box<dyn Future<Output = Result<T, Failure>> + Send + 'p>>;
 
 /// Signs the URL of an object.
 pub trait Sign: Send + Sync {
     /// A signed URL, and the time until which it is good.
-    fn sign(&self) -> Pending<'_, (Location, SystemTime)>;
+    fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)>;
 
     /// Forgets the credentials that were used at that time: a server has refused them.
-    fn refused(&self, used: Instant);
+    fn invalidate(&self, used: Instant);
 
     /// True if the status 401 means that credentials have expired, as for tokens.
     fn uses_tokens(&self) -> bool;
@@ -44,13 +46,13 @@ pub trait Sign: Send + Sync {
     }
 
     /// True if a redirect with these headers is not followed.
-    fn is_answer(&self, _headers: &HeaderMap) -> bool {
+    fn is_final(&self, _headers: &HeaderMap) -> bool {
         false
     }
 
     /// True if these headers of a refusal from `asked` name another server of the object, for which the
     /// next signature is made.
-    fn moves(&self, _asked: &Url, _headers: &HeaderMap) -> bool {
+    fn is_moved(&self, _asked: &Url, _headers: &HeaderMap) -> bool {
         false
     }
 
@@ -66,44 +68,44 @@ pub trait Sign: Send + Sync {
 /// The URL of a file.
 pub enum FileUrl {
     /// As the caller named it.
-    Fixed(Arc<Location>),
+    Fixed(Arc<RequestTarget>),
     /// Signed. A signature is used as long as it is good.
-    Signed { signer: Box<dyn Sign>, last: Brief<Option<SignedUrl>> },
+    Signed { signer: Box<dyn Sign>, cached: ForkSafeMutex<Option<SignedUrl>> },
 }
 
 /// A signed URL.
 pub struct SignedUrl {
-    location: Arc<Location>,
-    good_until: SystemTime,
+    target: Arc<RequestTarget>,
+    renew_at: SystemTime,
     since: Instant,
 }
 
 /// The range and the conditions of a request.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Wanted<'w> {
+pub struct RangeRequest<'w> {
     /// None for the whole file.
-    pub range: Option<Range>,
+    pub range: Option<ByteRange>,
     /// The file that was opened: another one is refused, if it has a strong `ETag`.
-    pub opened: Option<&'w Validators>,
+    pub if_match: Option<&'w Validators>,
     /// The `ETag` of a cached copy: the server answers 304 if the file still has it.
-    pub unless: Option<&'w str>,
+    pub if_none_match: Option<&'w str>,
 }
 
-impl Wanted<'_> {
+impl RangeRequest<'_> {
     /// A range of a file that was not opened before.
     pub fn range(start: u64, end: u64) -> Self {
-        Wanted { range: Some(Range { start, end }), ..Wanted::default() }
+        RangeRequest { range: Some(ByteRange { start, end }), ..RangeRequest::default() }
     }
 
     fn headers(&self) -> HeaderMap {
-        let range = self.range.map(Range::field);
-        let opened = self.opened.and_then(Validators::strong_tag).map(str::to_owned);
-        let unless = self.unless.map(str::to_owned);
-        let all = [(RANGE, range), (IF_MATCH, opened), (IF_NONE_MATCH, unless)];
-        let set = all
+        let range = self.range.map(ByteRange::header_value);
+        let if_match = self.if_match.and_then(Validators::strong_tag).map(str::to_owned);
+        let if_none_match = self.if_none_match.map(str::to_owned);
+        let conditions = [(RANGE, range), (IF_MATCH, if_match), (IF_NONE_MATCH, if_none_match)];
+        let fields = conditions
             .into_iter()
             .filter_map(|(name, text)| Some((name, HeaderValue::from_str(&text?).ok()?)));
-        set.collect()
+        fields.collect()
     }
 }
 
@@ -111,15 +113,15 @@ impl FileUrl {
     /// A URL that is signed when it is used.
     #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn signed(signer: Box<dyn Sign>) -> Self {
-        FileUrl::Signed { signer, last: Brief::new(None) }
+        FileUrl::Signed { signer, cached: ForkSafeMutex::new(None) }
     }
 
     /// The URL of another file in the same folder.
     pub fn sibling(&self, name: &str) -> Option<Self> {
         Some(match self {
-            FileUrl::Fixed(location) => FileUrl::Fixed(Arc::new(location.sibling(name)?)),
+            FileUrl::Fixed(target) => FileUrl::Fixed(Arc::new(target.sibling(name)?)),
             FileUrl::Signed { signer, .. } => {
-                FileUrl::Signed { signer: signer.sibling(name), last: Brief::new(None) }
+                FileUrl::Signed { signer: signer.sibling(name), cached: ForkSafeMutex::new(None) }
             }
         })
     }
@@ -127,7 +129,7 @@ impl FileUrl {
     /// True if it names one version of its file. Siblings have other versions.
     pub fn is_version(&self) -> bool {
         match self {
-            FileUrl::Fixed(location) => is_version(&location.url),
+            FileUrl::Fixed(target) => is_version(&target.url),
             FileUrl::Signed { signer, .. } => signer.is_version(),
         }
     }
@@ -135,7 +137,7 @@ impl FileUrl {
     /// The name of the file in the cache; None where its query may hold secrets.
     pub fn cache_key(&self) -> Option<String> {
         match self {
-            FileUrl::Fixed(location) => cache_key(&location.url),
+            FileUrl::Fixed(target) => cache_key(&target.url),
             FileUrl::Signed { signer, .. } => Some(signer.cache_key()),
         }
     }
@@ -154,36 +156,36 @@ impl FileUrl {
 
     /// The location of the file now, and since when it is good. Signs it if there is no signature, or
     /// if that is about to expire.
-    async fn location(&self) -> Result<(Arc<Location>, Instant), Failure> {
-        let (signer, last) = match self {
-            FileUrl::Fixed(location) => return Ok((Arc::clone(location), clock::now())),
-            FileUrl::Signed { signer, last } => (signer, last),
+    async fn current_target(&self) -> Result<(Arc<RequestTarget>, Instant), Failure> {
+        let (signer, cached) = match self {
+            FileUrl::Fixed(target) => return Ok((Arc::clone(target), clock::now())),
+            FileUrl::Signed { signer, cached } => (signer, cached),
         };
-        let good = |signed: &&SignedUrl| clock::date() < signed.good_until;
-        if let Some(signed) = last.lock().as_ref().filter(good) {
-            return Ok((Arc::clone(&signed.location), signed.since));
+        let is_valid = |signed: &&SignedUrl| clock::date() < signed.renew_at;
+        if let Some(signed) = cached.lock().as_ref().filter(is_valid) {
+            return Ok((Arc::clone(&signed.target), signed.since));
         }
-        let (location, good_until) = match signer.sign().await {
+        let (target, renew_at) = match signer.sign().await {
             Ok(signed) => signed,
             Err(failure) => {
                 // The old signature serves as long as the server accepts it.
-                let old = last.lock().as_ref().map(|old| (Arc::clone(&old.location), old.since));
+                let old = cached.lock().as_ref().map(|old| (Arc::clone(&old.target), old.since));
                 return old.filter(|_| !failure.is_ended()).ok_or(failure);
             }
         };
         // After its credentials were found: they must not seem newer than a refusal of them.
         let since = clock::now();
-        let location = Arc::new(location);
-        *last.lock() = Some(SignedUrl { location: Arc::clone(&location), good_until, since });
-        Ok((location, since))
+        let target = Arc::new(target);
+        *cached.lock() = Some(SignedUrl { target: Arc::clone(&target), renew_at, since });
+        Ok((target, since))
     }
 
     /// Forgets a signature that was used at that time: a server has refused it.
-    fn refused(&self, used: Instant) {
-        if let FileUrl::Signed { signer, last } = self {
+    fn invalidate(&self, used: Instant) {
+        if let FileUrl::Signed { signer, cached } = self {
             // Another thread may have signed since.
-            last.lock().take_if(|signed| signed.since <= used);
-            signer.refused(used);
+            cached.lock().take_if(|signed| signed.since <= used);
+            signer.invalidate(used);
         }
     }
 
@@ -193,40 +195,39 @@ impl FileUrl {
     pub async fn request(
         &self,
         client: &PooledClient,
-        at: Option<&Arc<Location>>,
-        wanted: Wanted<'_>,
-    ) -> Result<(Option<Arc<Location>>, Response), Failure> {
+        at: Option<&Arc<RequestTarget>>,
+        range_request: RangeRequest<'_>,
+    ) -> Result<(Option<Arc<RequestTarget>>, Response), Failure> {
         let (from, since) = match at {
             Some(at) => (Arc::clone(at), clock::now()),
-            None => self.location().await?,
+            None => self.current_target().await?,
         };
-        let is_answer = |_: &Location, headers: &HeaderMap| match self {
+        let is_final = |_: &RequestTarget, headers: &HeaderMap| match self {
             FileUrl::Fixed(_) => false,
-            FileUrl::Signed { signer, .. } => signer.is_answer(headers),
+            FileUrl::Signed { signer, .. } => signer.is_final(headers),
         };
-        let (client, headers) = (client.client(), wanted.headers());
-        let (location, mut response) =
-            follow(client, Method::GET, &from, &headers, is_answer).await?;
+        let (client, headers) = (client.client(), range_request.headers());
+        let (target, mut response) = follow(client, Method::GET, &from, &headers, is_final).await?;
         let status = response.status();
-        if let FileUrl::Signed { signer, last } = self
+        if let FileUrl::Signed { signer, cached } = self
             && is_refusal(status)
         {
-            let body = beginning(&mut response, client.stall()).await?;
+            let body = read_beginning(&mut response, client.stall()).await?;
             let headers = response.headers();
             let failure = signer.refusal(status, headers, &body);
             let expired =
                 says_expired(&body) || (status == StatusCode::UNAUTHORIZED && signer.uses_tokens());
             if expired {
-                self.refused(since);
+                self.invalidate(since);
             }
-            let moves = signer.moves(&location.url, headers);
-            if moves {
-                last.lock().take();
+            let is_moved = signer.is_moved(&target.url, headers);
+            if is_moved {
+                cached.lock().take();
             }
-            return Err(failure.if_renewable(expired || moves));
+            return Err(failure.if_renewable(expired || is_moved));
         }
         // The URL itself is not kept by the caller: its signature expires.
-        let moved = (at.is_some() || location != *from).then(|| Arc::new(location));
+        let moved = (at.is_some() || target != *from).then(|| Arc::new(target));
         Ok((moved, response))
     }
 }
@@ -234,14 +235,14 @@ impl FileUrl {
 /// True if the body of an answer says why the server refuses. Refusals of a range or a condition, and
 /// those of busy servers, mean the same from all servers.
 fn is_refusal(status: StatusCode) -> bool {
-    let others = [
+    let other_meanings = [
         StatusCode::NOT_MODIFIED,
         StatusCode::REQUEST_TIMEOUT,
         StatusCode::TOO_MANY_REQUESTS,
         StatusCode::PRECONDITION_FAILED,
         StatusCode::RANGE_NOT_SATISFIABLE,
     ];
-    (status.is_redirection() || status.is_client_error()) && !others.contains(&status)
+    (status.is_redirection() || status.is_client_error()) && !other_meanings.contains(&status)
 }
 
 #[cfg(test)]
@@ -254,21 +255,21 @@ mod tests {
     use super::*;
 
     /// Signs at the first and third call only; each signature expires at once.
-    struct Sometimes(AtomicU32);
+    struct FlakySigner(AtomicU32);
 
-    impl Sign for Sometimes {
-        fn sign(&self) -> Pending<'_, (Location, SystemTime)> {
+    impl Sign for FlakySigner {
+        fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
             let number = self.0.fetch_add(1, Ordering::Relaxed);
             Box::pin(async move {
                 if number % 2 == 1 {
                     return Err(Failure::transient(ErrorKind::TimedOut, "no answer"));
                 }
                 let url = format!("http://host/{number}").parse().unwrap();
-                Ok((Location::new(url, Vec::new()), SystemTime::now()))
+                Ok((RequestTarget::new(url, Vec::new()), SystemTime::now()))
             })
         }
 
-        fn refused(&self, _used: Instant) {}
+        fn invalidate(&self, _used: Instant) {}
 
         fn uses_tokens(&self) -> bool {
             true
@@ -279,24 +280,24 @@ mod tests {
         }
 
         fn sibling(&self, _name: &str) -> Box<dyn Sign> {
-            Box::new(Sometimes(AtomicU32::new(0)))
+            Box::new(FlakySigner(AtomicU32::new(0)))
         }
     }
 
     #[test]
     fn an_old_signature_serves_until_it_is_refused() {
-        let url = FileUrl::signed(Box::new(Sometimes(AtomicU32::new(0))));
+        let url = FileUrl::signed(Box::new(FlakySigner(AtomicU32::new(0))));
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let location = || {
-            let found = runtime.block_on(url.location());
-            found.map(|(location, since)| (location.url.to_string(), since))
+        let target = || {
+            let found = runtime.block_on(url.current_target());
+            found.map(|(target, since)| (target.url.to_string(), since))
         };
-        assert_eq!(location().unwrap().0, "http://host/0");
-        assert_eq!(location().unwrap().0, "http://host/0");
-        let (third, since) = location().unwrap();
+        assert_eq!(target().unwrap().0, "http://host/0");
+        assert_eq!(target().unwrap().0, "http://host/0");
+        let (third, since) = target().unwrap();
         assert_eq!(third, "http://host/2");
-        url.refused(since);
-        assert!(location().is_err());
-        assert_eq!(location().unwrap().0, "http://host/4");
+        url.invalidate(since);
+        assert!(target().is_err());
+        assert_eq!(target().unwrap().0, "http://host/4");
     }
 }

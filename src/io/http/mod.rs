@@ -3,9 +3,9 @@
 mod cache_key;
 mod client_pool;
 mod file_url;
-mod pace;
 pub(crate) mod response;
 mod sequential;
+mod server_speed;
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -22,21 +22,21 @@ use super::{CachedHead, Capabilities, OpenOptions, OpenSibling, ReadAt, StreamSo
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::transport::{
-    Failure, Location, RetryBudget, TransportOptions, Trust, retry, show_text,
+    Failure, RequestTarget, RetryBudget, TransportOptions, Trust, retry, show_text,
 };
 #[cfg(feature = "hf")]
 use crate::io::transport::{follow, status_failure};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
-use crate::sys::brief::Brief;
 use crate::sys::clock;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use client_pool::ClientPool;
 pub use file_url::FileUrl;
-use file_url::Wanted;
+use file_url::RangeRequest;
 #[cfg(any(feature = "clouds", feature = "s3"))]
-pub use file_url::{Pending, Sign};
-use pace::DEFAULT_GAP;
-use response::{FirstResponse, Range, Validators};
+pub use file_url::{Sign, SignFuture};
+use response::{ByteRange, FirstResponse, Validators};
+use server_speed::DEFAULT_GAP;
 
 /// Bytes of the first request: prologue and index of files with some thousand tensors.
 const HEAD_LEN: u64 = 1 << 20;
@@ -45,14 +45,14 @@ const REQUEST_LEN: u64 = 64 << 20;
 /// Connections of a load at its beginning: as many as a server in the same rack has use for.
 const FIRST_CONNECTIONS: usize = 4;
 /// The most connections that a load makes by itself: 100 MB/s each fill a network of 25 Gbit/s.
-const MOST_CONNECTIONS: usize = 32;
+const MAX_CONNECTIONS: usize = 32;
 
 /// A file of a server with ranges.
 pub struct HttpSource {
     shown: String,
     url: FileUrl,
     /// The location to which redirects have led, which may cease to exist.
-    moved: Brief<Option<Arc<Location>>>,
+    moved: ForkSafeMutex<Option<Arc<RequestTarget>>>,
     clients: Arc<ClientPool>,
     options: OpenOptions,
     validators: Validators,
@@ -60,7 +60,7 @@ pub struct HttpSource {
     headers: Vec<(String, String)>,
     tls: bool,
     /// True if the server sends ahead of reads, by HTTP/2.
-    ahead: bool,
+    sends_ahead: bool,
 }
 
 /// Opens an address, without a request if the head of its file is cached. A file of a server without
@@ -81,7 +81,7 @@ pub fn open_as(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let tls = url.scheme() == "https";
-    let location = Location::new(url, options.transport.headers.clone());
+    let location = RequestTarget::new(url, options.transport.headers.clone());
     open_url(FileUrl::Fixed(Arc::new(location)), tls, shown.to_owned(), options, cancel)
 }
 
@@ -94,11 +94,11 @@ pub fn open_url(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let clients = ClientPool::new(&options.transport, tls).map_err(Error::InvalidArgument)?;
-    open_by((url, tls), Arc::new(clients), shown, options, cancel)
+    open_with_clients((url, tls), Arc::new(clients), shown, options, cancel)
 }
 
 /// Opens a URL by clients that other files may have too.
-fn open_by(
+fn open_with_clients(
     (url, tls): (FileUrl, bool),
     clients: Arc<ClientPool>,
     shown: String,
@@ -119,32 +119,40 @@ fn open_by(
             request_head(&url, &clients, &shown, entry.as_ref(), options, cancel)?
         }
     };
-    if !first.ranges {
-        let (folder, like, options) = (url.sibling(""), shown.clone(), options.clone());
+    if !first.has_ranges {
+        let (folder, shown_name, options) = (url.sibling(""), shown.clone(), options.clone());
         let (transport, shared) = (options.transport.clone(), Arc::clone(&clients));
         let open: OpenSibling = Arc::new(move |name, first, cancel| match &folder {
-            Some(folder) => sibling((folder, tls), &shared, &like, &options, (name, first), cancel),
+            Some(folder) => {
+                sibling((folder, tls), &shared, &shown_name, &options, (name, first), cancel)
+            }
             None => Ok(None),
         });
-        let body =
-            sequential::Body::new(url, open, clients, transport, first.validators, shown.clone());
+        let body = sequential::SequentialBody::new(
+            url,
+            open,
+            clients,
+            transport,
+            first.validators,
+            shown.clone(),
+        );
         return Ok(Arc::new(StreamSource::new(body, shown)));
     }
     let source = Arc::new(HttpSource {
         shown,
         url,
-        moved: Brief::new(moved),
+        moved: ForkSafeMutex::new(moved),
         clients,
         options: options.clone(),
         validators: first.validators,
         head,
         headers: first.headers,
         tls,
-        ahead: first.ahead.unwrap_or(tls),
+        sends_ahead: first.sends_ahead.unwrap_or(tls),
     });
-    let patience = options.transport.stall;
+    let wait_limit = options.transport.stall;
     match cache {
-        Some((cache, key)) => cache.before(source, &key, entry, patience, cancel),
+        Some((cache, key)) => cache.wrap(source, &key, entry, wait_limit, cancel),
         None => Ok(source),
     }
 }
@@ -159,18 +167,18 @@ pub fn headers(
 ) -> Result<(StatusCode, HeaderMap)> {
     let tls = url.scheme() == "https";
     let clients = ClientPool::new(options, tls).map_err(Error::InvalidArgument)?;
-    let from = Location::new(url, options.headers.clone());
-    let leaves = |at: &Location, headers: &HeaderMap| {
+    let from = RequestTarget::new(url, options.headers.clone());
+    let leaves_origin = |at: &RequestTarget, headers: &HeaderMap| {
         let to = headers.get(LOCATION).and_then(|to| at.url.join(to.to_str().ok()?).ok());
         to.is_some_and(|to| to.origin() != at.url.origin())
     };
     let budget = RetryBudget::new("asking for", shown, options, cancel).opening();
     retry::run(&budget, || {
-        clients.with(&budget, |client| {
+        clients.with_client(&budget, |client| {
             client.run(&budget, async {
                 let none = HeaderMap::new();
                 let (_, response) =
-                    follow(client.client(), Method::HEAD, &from, &none, leaves).await?;
+                    follow(client.client(), Method::HEAD, &from, &none, leaves_origin).await?;
                 let (status, headers) = (response.status(), response.headers());
                 let failure =
                     status_failure(status, headers, format!("the server answered {status}"));
@@ -182,7 +190,7 @@ pub fn headers(
 
 /// The location to which redirects have led, the first response, and the first bytes of a file of a
 /// server with ranges.
-type HeadResponse = (Option<Arc<Location>>, FirstResponse, Arc<[u8]>);
+type HeadResponse = (Option<Arc<RequestTarget>>, FirstResponse, Arc<[u8]>);
 
 /// Requests the head of a file. If the server has what is in the cache, only its headers are sent.
 fn request_head(
@@ -194,30 +202,31 @@ fn request_head(
     cancel: &dyn Cancel,
 ) -> Result<HeadResponse> {
     let budget = RetryBudget::new("reading", shown, &options.transport, cancel).opening();
-    let range = Range { start: 0, end: options.first.unwrap_or(HEAD_LEN) };
+    let range = ByteRange { start: 0, end: options.first.unwrap_or(HEAD_LEN) };
     // False once a server has answered 304 for another tag, as those may that compare weak ones.
     let is_conditional = Cell::new(true);
     let head = retry::run(&budget, || {
-        clients.with(&budget, |client| {
+        clients.with_client(&budget, |client| {
             client.run(&budget, async {
                 let entry = entry.filter(|_| is_conditional.get());
-                let unless = entry.map(CacheEntry::tag);
-                let wanted = Wanted { unless, ..Wanted::range(range.start, range.end) };
+                let if_none_match = entry.map(CacheEntry::tag);
+                let range_request =
+                    RangeRequest { if_none_match, ..RangeRequest::range(range.start, range.end) };
                 let begun = clock::now();
-                let (moved, response) = url.request(client, None, wanted).await?;
-                clients.pace().answered(clock::since(begun));
-                let mut first = response::first(&response, range)?;
+                let (moved, response) = url.request(client, None, range_request).await?;
+                clients.speed().record_latency(clock::since(begun));
+                let mut first = response::parse_first(&response, range)?;
                 let mut bytes = Vec::new();
                 if first.not_modified {
                     let copy = entry.map(|entry| (entry.file_len(), entry.tag()));
                     let confirmed = first.confirm_copy(copy);
                     is_conditional.set(confirmed.is_ok());
                     confirmed?;
-                } else if first.ranges && first.validators.len != Some(0) {
+                } else if first.has_ranges && first.validators.len != Some(0) {
                     // Without ranges the body is the whole file, and with an error a page.
                     let begun = clock::now();
-                    bytes = client.collect(response, first.len, &budget).await?;
-                    clients.pace().sent(bytes.len() as u64, clock::since(begun));
+                    bytes = client.read_body(response, first.len, &budget).await?;
+                    clients.speed().record_body(bytes.len() as u64, clock::since(begun));
                 }
                 Ok((moved, first, bytes.into()))
             })
@@ -246,7 +255,7 @@ fn sibling(
     let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
     let (shown, options) =
         (format!("{folder}/{name}{query}"), OpenOptions { first, ..options.clone() });
-    open_by((url, tls), Arc::clone(clients), shown, &options, cancel).map(Some)
+    open_with_clients((url, tls), Arc::clone(clients), shown, &options, cancel).map(Some)
 }
 
 /// The capabilities of servers with ranges.
@@ -255,7 +264,7 @@ pub(crate) fn capabilities(len: Option<u64>, options: &TransportOptions) -> Capa
         len,
         max_readers: options.max_connections,
         first_readers: options.connections.unwrap_or(FIRST_CONNECTIONS),
-        most_readers: options.connections.unwrap_or(MOST_CONNECTIONS),
+        most_readers: options.connections.unwrap_or(MAX_CONNECTIONS),
         request_len: REQUEST_LEN,
         merge_gap: DEFAULT_GAP,
         reader_memory: CONNECTION,
@@ -283,30 +292,32 @@ impl HttpSource {
     /// Requests a range; `done` is the position after the last byte that arrived.
     fn attempt(
         &self,
-        range: Range,
+        range: ByteRange,
         buffers: &mut Buffers<'_>,
         done: &mut u64,
         budget: &RetryBudget<'_>,
     ) -> Result<(), Failure> {
         let at = self.moved.lock().clone();
         let mut refused = false;
-        let outcome = self.clients.with(budget, |client| {
+        let outcome = self.clients.with_client(budget, |client| {
             client.run(budget, async {
-                let opened = Some(&self.validators);
-                let wanted = Wanted { opened, ..Wanted::range(range.start, range.end) };
+                let if_match = Some(&self.validators);
+                let range_request =
+                    RangeRequest { if_match, ..RangeRequest::range(range.start, range.end) };
                 let begun = clock::now();
-                let (moved, response) = self.url.request(client, at.as_ref(), wanted).await?;
-                self.clients.pace().answered(clock::since(begun));
+                let (moved, response) =
+                    self.url.request(client, at.as_ref(), range_request).await?;
+                self.clients.speed().record_latency(clock::since(begun));
                 refused = response::may_be_another_file(&response);
                 self.validators.check(&response, range)?;
                 let begun = clock::now();
                 client.scatter(response, range, buffers, done, budget).await?;
-                self.clients.pace().sent(range.end - range.start, clock::since(begun));
+                self.clients.speed().record_body(range.end - range.start, clock::since(begun));
                 Ok(moved)
             })
         });
-        let same = if refused { self.check_file(at.as_ref(), budget) } else { Ok(()) };
-        let outcome = same.and(outcome);
+        let unchanged = if refused { self.check_file(at.as_ref(), budget) } else { Ok(()) };
+        let outcome = unchanged.and(outcome);
         // The location may be a signed URL that has expired: after a failure the first one gives another.
         let moved = outcome.as_ref().map_or(None, Clone::clone);
         *self.moved.lock() = moved;
@@ -317,13 +328,13 @@ impl HttpSource {
     /// connection is a new one: a server may close that of its refusal without a word.
     fn check_file(
         &self,
-        at: Option<&Arc<Location>>,
+        at: Option<&Arc<RequestTarget>>,
         budget: &RetryBudget<'_>,
     ) -> Result<(), Failure> {
         let client = self.clients.new_client(budget)?;
         client.run(budget, async {
-            let (_, response) = self.url.request(&client, at, Wanted::range(0, 1)).await?;
-            self.validators.check_first(&response, Range { start: 0, end: 1 })
+            let (_, response) = self.url.request(&client, at, RangeRequest::range(0, 1)).await?;
+            self.validators.check_first(&response, ByteRange { start: 0, end: 1 })
         })
     }
 }
@@ -335,13 +346,13 @@ impl ReadAt for HttpSource {
 
     fn capabilities(&self) -> Capabilities {
         let found = capabilities(self.validators.len, &self.options.transport);
-        let ahead = if self.ahead { u64::from(self.clients.window()) } else { 0 };
-        let merge_gap = self.clients.pace().gap(found.first_readers);
-        Capabilities { reader_memory: found.reader_memory + ahead, merge_gap, ..found }
+        let sends_ahead = if self.sends_ahead { u64::from(self.clients.window()) } else { 0 };
+        let merge_gap = self.clients.speed().merge_gap(found.first_readers);
+        Capabilities { reader_memory: found.reader_memory + sends_ahead, merge_gap, ..found }
     }
 
     fn limit_connection(&self, bytes: u64) {
-        if self.ahead {
+        if self.sends_ahead {
             self.clients.limit_window(u32::try_from(bytes).unwrap_or(u32::MAX));
         }
     }
@@ -353,18 +364,18 @@ impl ReadAt for HttpSource {
         cancel: &dyn Cancel,
     ) -> Result<usize> {
         let len = self.validators.len.unwrap_or(u64::MAX);
-        let end = offset.saturating_add(buffers.left() as u64).min(len);
+        let end = offset.saturating_add(buffers.remaining() as u64).min(len);
         if end <= offset {
             return Ok(0);
         }
         let mut done = offset;
-        if let Some(here) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
-            done += buffers.put(here) as u64;
+        if let Some(from_head) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
+            done += buffers.fill_from(from_head) as u64;
         }
         if done < end {
             let budget = RetryBudget::new("reading", &self.shown, &self.options.transport, cancel);
             let read = retry::run(&budget, || {
-                let range = Range { start: done, end };
+                let range = ByteRange { start: done, end };
                 let outcome = self.attempt(range, buffers, &mut done, &budget);
                 budget.set_position(done);
                 outcome

@@ -14,14 +14,14 @@ use crate::io::transport::{Failure, status_failure};
 
 /// Bytes `start` to `end`, the latter not included.
 #[derive(Debug, Clone, Copy)]
-pub struct Range {
+pub struct ByteRange {
     pub start: u64,
     pub end: u64,
 }
 
-impl Range {
-    /// The value of the `Range` field.
-    pub fn field(self) -> String {
+impl ByteRange {
+    /// The value of the `ByteRange` field.
+    pub fn header_value(self) -> String {
         format!("bytes={}-{}", self.start, self.end.saturating_sub(1))
     }
 }
@@ -38,7 +38,7 @@ pub struct Validators {
 /// The response to the first request.
 pub struct FirstResponse {
     /// True if the server has answered with the range that was asked for.
-    pub ranges: bool,
+    pub has_ranges: bool,
     /// True if a cached copy still is what the server has: there is no body.
     pub not_modified: bool,
     /// Bytes of its body, where it says so.
@@ -46,7 +46,7 @@ pub struct FirstResponse {
     pub validators: Validators,
     pub headers: Vec<(String, String)>,
     /// True if the server sends ahead by HTTP/2; None without a request.
-    pub ahead: Option<bool>,
+    pub sends_ahead: Option<bool>,
 }
 
 impl FirstResponse {
@@ -55,7 +55,7 @@ impl FirstResponse {
         let found = head.first.len() as u64;
         if found > head.len {
             return Err(Error::InvalidArgument(format!(
-                "the cached header of `{}` is invalid: expected at most the {} bytes of the file, \
+                "the cached header of `{}`is invalid: expected at most the {} bytes of the file, \
                  found {found}",
                 head.uri, head.len
             )));
@@ -63,12 +63,12 @@ impl FirstResponse {
         let (tag, modified) = (head.tag.clone(), head.modified.clone());
         let validators = Validators { len: Some(head.len), tag, modified };
         Ok(FirstResponse {
-            ranges: true,
+            has_ranges: true,
             not_modified: false,
             len: Some(found),
             validators,
             headers: head.headers.clone(),
-            ahead: None,
+            sends_ahead: None,
         })
     }
 }
@@ -78,7 +78,7 @@ impl FirstResponse {
     /// a failure: the request is then repeated without the condition.
     pub fn confirm_copy(&mut self, copy: Option<(u64, &str)>) -> Result<(), Failure> {
         let Some((len, tag)) = copy else {
-            let what = "the server answered 304 Not Modified to a request without If-None-Match";
+            let what = "the server answered 304Not Modified to a request without If-None-Match";
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         };
         if self.validators.tag.as_deref().is_some_and(|found| found != tag) {
@@ -103,21 +103,21 @@ impl FirstResponse {
     }
 }
 
-fn text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
+fn header_text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 
-/// `(start, end, total)` of a `Content-Range` field.
+/// `(start, end, total)` of a `Content-ByteRange` field.
 fn content_range(headers: &HeaderMap) -> Option<(u64, u64, Option<u64>)> {
-    let field = text(headers, &CONTENT_RANGE)?;
+    let field = header_text(headers, &CONTENT_RANGE)?;
     let (range, total) = field.strip_prefix("bytes ")?.split_once('/')?;
     let (first, last) = range.split_once('-')?;
     let end = last.trim().parse::<u64>().ok()?.checked_add(1)?;
     Some((first.trim().parse().ok()?, end, total.trim().parse().ok()))
 }
 
-fn length(headers: &HeaderMap) -> Option<u64> {
-    text(headers, &CONTENT_LENGTH)?.trim().parse().ok()
+fn content_length(headers: &HeaderMap) -> Option<u64> {
+    header_text(headers, &CONTENT_LENGTH)?.trim().parse().ok()
 }
 
 /// Fails for a status other than success.
@@ -125,7 +125,7 @@ pub fn check_status(response: &Response) -> Result<(), Failure> {
     let status = response.status();
     if status.is_success() {
         let headers = response.headers();
-        return match text(headers, &CONTENT_ENCODING).filter(|coding| coding != "identity") {
+        return match header_text(headers, &CONTENT_ENCODING).filter(|coding| coding != "identity") {
             Some(coding) => Err(Failure::permanent(
                 ErrorKind::InvalidData,
                 format!(
@@ -147,7 +147,11 @@ pub fn may_be_another_file(response: &Response) -> bool {
 
 impl Validators {
     fn of(headers: &HeaderMap, len: Option<u64>) -> Self {
-        Validators { len, tag: text(headers, &ETAG), modified: text(headers, &LAST_MODIFIED) }
+        Validators {
+            len,
+            tag: header_text(headers, &ETAG),
+            modified: header_text(headers, &LAST_MODIFIED),
+        }
     }
 
     /// The `ETag` that is sent along with requests: a strong one, which promises the same bytes. Dates
@@ -157,7 +161,7 @@ impl Validators {
     }
 
     /// Checks that a response holds exactly the range, of the file that was opened.
-    pub fn check(&self, response: &Response, wanted: Range) -> Result<(), Failure> {
+    pub fn check(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
         self.check_status(response)?;
         let headers = response.headers();
         if response.status() != StatusCode::PARTIAL_CONTENT {
@@ -178,10 +182,10 @@ impl Validators {
             ));
         };
         self.check_same(&Validators::of(headers, len.or(self.len)))?;
-        let stated = length(headers).unwrap_or(end.saturating_sub(start));
+        let stated = content_length(headers).unwrap_or(end.saturating_sub(start));
         if (start, end) != (wanted.start, wanted.end) || stated != end - start {
             let what = format!(
-                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated} \
+                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated}\
                  bytes",
                 wanted.start, wanted.end
             );
@@ -193,7 +197,7 @@ impl Validators {
     /// Checks a whole file's response against the first one.
     pub fn check_whole(&self, response: &Response) -> Result<(), Failure> {
         self.check_status(response)?;
-        let len = length(response.headers()).or(self.len);
+        let len = content_length(response.headers()).or(self.len);
         self.check_same(&Validators::of(response.headers(), len))
     }
 
@@ -208,8 +212,8 @@ impl Validators {
     }
 
     /// Fails if the first response of another request is about another file, and says what differs.
-    pub fn check_first(&self, response: &Response, wanted: Range) -> Result<(), Failure> {
-        self.check_same(&first(response, wanted)?.validators)
+    pub fn check_first(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
+        self.check_same(&parse_first(response, wanted)?.validators)
     }
 
     fn check_same(&self, found: &Validators) -> Result<(), Failure> {
@@ -219,14 +223,14 @@ impl Validators {
             ("Last-Modified", self.modified.clone(), found.modified.clone()),
             ("size", bytes(self.len), bytes(found.len)),
         ];
-        let mut others = Vec::new();
+        let mut differences = Vec::new();
         for (what, before, now) in &facts {
             match (before, now) {
                 (Some(before), Some(now)) if before != now => {
-                    others.push(format!("its {what} was {before}, is {now}"));
+                    differences.push(format!("its {what} was {before}, is {now}"));
                 }
                 // Another machine of the server may send this header again.
-                (Some(before), None) if others.is_empty() => {
+                (Some(before), None) if differences.is_empty() => {
                     let what = format!(
                         "the file may have changed since it was opened: the first response had the \
                          {what} {before}, a later one has none"
@@ -236,19 +240,19 @@ impl Validators {
                 _ => {}
             }
         }
-        if others.is_empty() {
+        if differences.is_empty() {
             return Ok(());
         }
-        let what = format!("the file changed since it was opened: {}", others.join("; "));
+        let what = format!("the file changed since it was opened: {}", differences.join("; "));
         Err(Failure::permanent(ErrorKind::InvalidData, what))
     }
 }
 
 /// Reads the response to the first request.
-pub fn first(response: &Response, wanted: Range) -> Result<FirstResponse, Failure> {
+pub fn parse_first(response: &Response, wanted: ByteRange) -> Result<FirstResponse, Failure> {
     let headers = response.headers();
-    let found = |ranges: bool, body: Option<u64>, size: Option<u64>| FirstResponse {
-        ranges,
+    let found = |has_ranges: bool, body: Option<u64>, size: Option<u64>| FirstResponse {
+        has_ranges,
         not_modified: response.status() == StatusCode::NOT_MODIFIED,
         len: body,
         validators: Validators::of(headers, size),
@@ -256,7 +260,7 @@ pub fn first(response: &Response, wanted: Range) -> Result<FirstResponse, Failur
             .iter()
             .filter_map(|(name, value)| Some((name.to_string(), value.to_str().ok()?.to_owned())))
             .collect(),
-        ahead: Some(response.version() == Version::HTTP_2),
+        sends_ahead: Some(response.version() == Version::HTTP_2),
     };
     match response.status() {
         // Without a size: that of the cached copy holds.
@@ -266,7 +270,7 @@ pub fn first(response: &Response, wanted: Range) -> Result<FirstResponse, Failur
         _ => check_status(response)?,
     }
     if response.status() != StatusCode::PARTIAL_CONTENT {
-        let len = length(headers);
+        let len = content_length(headers);
         return Ok(found(false, len, len));
     }
     let what = match content_range(headers) {
@@ -276,8 +280,8 @@ pub fn first(response: &Response, wanted: Range) -> Result<FirstResponse, Failur
         // A range without a total, or another range than was asked for.
         Some(_) => format!(
             "the request was for {}, but the server's Content-Range is {:?}",
-            wanted.field(),
-            text(headers, &CONTENT_RANGE)
+            wanted.header_value(),
+            header_text(headers, &CONTENT_RANGE)
         ),
         None => "the server's 206 response has no valid Content-Range header".to_owned(),
     };
@@ -289,26 +293,26 @@ pub fn first(response: &Response, wanted: Range) -> Result<FirstResponse, Failur
 mod tests {
     use super::*;
 
-    fn unchanged(tag: Option<&str>) -> FirstResponse {
+    fn not_modified_response(tag: Option<&str>) -> FirstResponse {
         let validators = Validators {
             len: None,
             tag: tag.map(str::to_owned),
             modified: Some("then".to_owned()),
         };
         FirstResponse {
-            ranges: true,
+            has_ranges: true,
             not_modified: true,
             len: Some(0),
             validators,
             headers: vec![("etag".to_owned(), "\"x\"".to_owned())],
-            ahead: None,
+            sends_ahead: None,
         }
     }
 
     #[test]
     fn a_copy_is_confirmed_by_its_own_tag_only() {
         for tag in [None, Some("\"x\"")] {
-            let mut first = unchanged(tag);
+            let mut first = not_modified_response(tag);
             first.confirm_copy(Some((7, "\"x\""))).unwrap();
             assert_eq!(
                 (first.validators.len, first.validators.tag.as_deref()),
@@ -318,9 +322,10 @@ mod tests {
             assert!(first.headers.contains(&("content-length".to_owned(), "7".to_owned())));
         }
         for tag in ["W/\"x\"", "\"y\""] {
-            let failure = unchanged(Some(tag)).confirm_copy(Some((7, "\"x\""))).unwrap_err();
+            let failure =
+                not_modified_response(Some(tag)).confirm_copy(Some((7, "\"x\""))).unwrap_err();
             assert!(format!("{failure:?}").contains("renewable: true"), "{failure:?}");
         }
-        assert!(unchanged(None).confirm_copy(None).is_err());
+        assert!(not_modified_response(None).confirm_copy(None).is_err());
     }
 }

@@ -9,16 +9,16 @@ use bytes::{Buf as _, Bytes};
 use reqwest::Response;
 
 use super::client_pool::{ClientPool, PooledClient};
-use super::file_url::{FileUrl, Wanted};
+use super::file_url::{FileUrl, RangeRequest};
 use super::response::Validators;
 use crate::cancel::Cancel;
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
 use crate::io::{OpenSibling, Stream};
-use crate::sys::process::Inherited;
+use crate::sys::process::DropInOwner;
 
 /// The body of a file. After a broken connection it is requested again, and the bytes that were read
 /// before are skipped.
-pub struct Body {
+pub struct SequentialBody {
     url: FileUrl,
     open_sibling: OpenSibling,
     clients: Arc<ClientPool>,
@@ -26,15 +26,15 @@ pub struct Body {
     validators: Validators,
     shown: String,
     /// The connection and the response. In a forked child they are the parent's, and are not used.
-    open: Option<Inherited<(PooledClient, Response)>>,
+    connection: Option<DropInOwner<(PooledClient, Response)>>,
     /// Bytes that have arrived and were not asked for yet.
-    rest: Bytes,
+    unread: Bytes,
     position: u64,
     /// Time spent waiting for bytes.
-    waited: Duration,
+    time_waited: Duration,
 }
 
-impl Body {
+impl SequentialBody {
     pub fn new(
         url: FileUrl,
         open_sibling: OpenSibling,
@@ -43,37 +43,43 @@ impl Body {
         validators: Validators,
         shown: String,
     ) -> Self {
-        Body {
+        SequentialBody {
             url,
             open_sibling,
             clients,
             options,
             validators,
             shown,
-            open: None,
-            rest: Bytes::new(),
+            connection: None,
+            unread: Bytes::new(),
             position: 0,
-            waited: Duration::ZERO,
+            time_waited: Duration::ZERO,
         }
     }
 
     /// Reads the next bytes; none at the end.
-    fn advance(&mut self, budget: &RetryBudget<'_>) -> Result<Bytes, Failure> {
-        let (mut open, mut skip) = match self.open.take() {
-            Some(open) if open.maker().is_here() => (open, 0),
+    fn next_bytes(&mut self, budget: &RetryBudget<'_>) -> Result<Bytes, Failure> {
+        let (mut connection, mut skip) = match self.connection.take() {
+            Some(connection) if connection.owner().is_current() => (connection, 0),
             _ => {
-                let client = self.clients.take(budget)?;
+                let client = self.clients.take_client(budget)?;
                 let (_, response) = client.run(budget, async {
-                    let opened = Some(&self.validators);
-                    self.url.request(&client, None, Wanted { opened, ..Wanted::default() }).await
+                    let if_match = Some(&self.validators);
+                    self.url
+                        .request(
+                            &client,
+                            None,
+                            RangeRequest { if_match, ..RangeRequest::default() },
+                        )
+                        .await
                 })?;
                 self.validators.check_whole(&response)?;
-                (Inherited::new((client, response)), self.position)
+                (DropInOwner::new((client, response)), self.position)
             }
         };
         loop {
-            let (client, response) = &mut *open;
-            let next = client.run(budget, async { client.chunk(response, budget).await });
+            let (client, response) = &mut *connection;
+            let next = client.run(budget, async { client.next_chunk(response, budget).await });
             let mut bytes = next?;
             if bytes.is_empty() {
                 let end = self.validators.len.unwrap_or(self.position);
@@ -86,39 +92,39 @@ impl Body {
                 }
                 return Ok(bytes);
             }
-            let passed = skip.min(bytes.len() as u64);
-            skip -= passed;
-            bytes.advance(usize::try_from(passed).unwrap_or(bytes.len()));
+            let skipped = skip.min(bytes.len() as u64);
+            skip -= skipped;
+            bytes.advance(usize::try_from(skipped).unwrap_or(bytes.len()));
             if !bytes.is_empty() {
-                self.open = Some(open);
+                self.connection = Some(connection);
                 return Ok(bytes);
             }
         }
     }
 
     /// Waits until there are bytes, or for the end.
-    fn wait(&mut self, cancel: &dyn Cancel) -> crate::error::Result<()> {
+    fn fill_unread(&mut self, cancel: &dyn Cancel) -> crate::error::Result<()> {
         let (options, shown) = (self.options.clone(), self.shown.clone());
         let budget = RetryBudget::new("reading", &shown, &options, cancel);
         // The whole body is one request.
-        let budget = budget.resumed(self.waited, self.position);
+        let budget = budget.resumed(self.time_waited, self.position);
         budget.set_position(self.position);
-        let bytes = retry::run(&budget, || self.advance(&budget));
-        self.rest = bytes.map_err(|error| self.url.with_host(error))?;
+        let bytes = retry::run(&budget, || self.next_bytes(&budget));
+        self.unread = bytes.map_err(|error| self.url.with_host(error))?;
         Ok(())
     }
 }
 
-impl Stream for Body {
+impl Stream for SequentialBody {
     fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize> {
-        if self.rest.is_empty() {
+        if self.unread.is_empty() {
             let begun = Instant::now();
-            let waited = self.wait(cancel);
-            self.waited = self.waited.saturating_add(begun.elapsed());
+            let waited = self.fill_unread(cancel);
+            self.time_waited = self.time_waited.saturating_add(begun.elapsed());
             waited.map_err(io::Error::other)?;
         }
-        let len = buffers.put(&self.rest);
-        self.rest.advance(len);
+        let len = buffers.fill_from(&self.unread);
+        self.unread.advance(len);
         self.position += len as u64;
         Ok(len)
     }

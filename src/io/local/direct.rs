@@ -1,5 +1,5 @@
-//! Direct reads of local files that are not in the page cache. One of the few modules with `unsafe`
-//! code.
+//! Direct reads of local files that are not in the page cache. `unsafe` is allowed in this file: the
+//! kernel writes to its memory.
 //!
 //! Several reads are under way at once, by io_uring if the kernel allows it. Direct reads need aligned
 //! memory and positions. If memory is aligned like the file, block for block, they go straight into it.
@@ -16,33 +16,33 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use io_uring::{IoUring, opcode, types};
 
-use super::direct_plan::Planned;
-use super::in_flight::InFlight;
+use super::direct_plan::PlannedRead;
+use super::in_flight::InFlightLimit;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::{Arena, Buffers, DISK_BLOCK};
 
 /// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
-pub const BLOCK: usize = 1 << 20;
+pub const READ_LEN: usize = 1 << 20;
 /// Maximum number of reads that one reader has under way.
 pub const DEPTH: usize = 4;
 /// Reads that the readers of a load have under way together, per reader: half of the maximum of each.
 /// So readers in the middle of a batch make up for readers between two batches.
-pub const READS_FOR_EACH: usize = DEPTH / 2;
+pub const READS_PER_READER: usize = DEPTH / 2;
 /// Bytes of the buffer of one reader.
-pub const DIRECT_MEMORY: u64 = (DEPTH * BLOCK) as u64;
+pub const DIRECT_MEMORY: u64 = (DEPTH * READ_LEN) as u64;
 
 /// The direct reads of one reader.
 pub struct DirectReader {
     file: File,
     uri: String,
-    traits: Capabilities,
-    in_flight: Arc<InFlight>,
-    state: Mutex<DirectState>,
+    capabilities: Capabilities,
+    in_flight: Arc<InFlightLimit>,
+    state: Mutex<DirectReaderState>,
 }
 
-struct DirectState {
+struct DirectReaderState {
     memory: Arena,
     ring: Option<IoUring>,
 }
@@ -50,20 +50,20 @@ struct DirectState {
 impl DirectReader {
     /// Opens the file of a source once more, for one of the readers that share the limit `in_flight`.
     /// None if its file system has no direct reads.
-    pub fn open(source: &dyn ReadAt, in_flight: &Arc<InFlight>) -> Option<Self> {
+    pub fn open(source: &dyn ReadAt, in_flight: &Arc<InFlightLimit>) -> Option<Self> {
         let shared = source.file()?;
         let path = format!("/proc/self/fd/{}", shared.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
-        let mut memory = Arena::new(DEPTH * BLOCK).ok()?;
+        let mut memory = Arena::new(DEPTH * READ_LEN).ok()?;
         let probe = memory.bytes_mut().get_mut(..DISK_BLOCK)?;
         file.read_at(probe, 0).ok()?;
         // Refused in many containers, and if too little memory may be locked.
         let ring = IoUring::new(u32::try_from(DEPTH).ok()?).ok();
-        let state = Mutex::new(DirectState { memory, ring });
+        let state = Mutex::new(DirectReaderState { memory, ring });
         Some(DirectReader {
             file,
             uri: source.uri().to_owned(),
-            traits: source.capabilities(),
+            capabilities: source.capabilities(),
             in_flight: Arc::clone(in_flight),
             state,
         })
@@ -80,33 +80,32 @@ impl DirectReader {
     /// Executes planned reads, and returns the number of bytes that were filled in.
     fn read_planned(
         &self,
-        state: &mut DirectState,
-        plan: &[Planned],
+        state: &mut DirectReaderState,
+        plan: &[PlannedRead],
         into: &mut Buffers<'_>,
     ) -> io::Result<usize> {
-        let DirectState { memory, ring } = state;
-        let memory = memory.bytes_mut();
+        let (memory, ring) = (state.memory.bytes_mut(), &mut state.ring);
         let mut filled = 0;
         let Some(ring) = ring else {
             for planned in plan {
-                let to = match planned.straight {
+                let to = match planned.destination {
                     Some(at) => at.0,
                     None => memory[..planned.len].as_mut_ptr(),
                 };
                 // SAFETY: `planned.len` bytes are there, in our buffer or in memory of `into`, and no
                 // other code uses them now.
                 let read = unsafe { read_to(&self.file, to, planned.len, planned.position) }?;
-                let now = planned.take(&memory[..planned.len.min(memory.len())], read, into);
-                filled += now;
-                if now < planned.wanted {
+                let got = planned.record(&memory[..planned.len.min(memory.len())], read, into);
+                filled += got;
+                if got < planned.wanted {
                     break;
                 }
             }
             return Ok(filled);
         };
-        let in_flight = &*self.in_flight;
+        let (in_flight, results) = (&*self.in_flight, [None; DEPTH]);
         let mut reads =
-            Reads { ring, in_flight, begun: 0, submitted: 0, ended: 0, results: [None; DEPTH] };
+            InFlightReads { ring, in_flight, begun: 0, submitted: 0, ended: 0, results };
         let mut done = 0;
         while done < plan.len() {
             while reads.begun < plan.len()
@@ -120,9 +119,10 @@ impl DirectReader {
                 let read = usize::try_from(result)
                     .map_err(|_| io::Error::from_raw_os_error(result.wrapping_neg()))?;
                 let planned = &plan[done];
-                let now = planned.take(&memory[done % DEPTH * BLOCK..][..BLOCK], read, into);
-                filled += now;
-                if now < planned.wanted {
+                let got =
+                    planned.record(&memory[done % DEPTH * READ_LEN..][..READ_LEN], read, into);
+                filled += got;
+                if got < planned.wanted {
                     // The end of the file, or a read that was cut short. Nothing that the kernel has not
                     // taken yet may be left in a ring that is used again.
                     reads.submit_all()?;
@@ -152,9 +152,9 @@ unsafe fn read_to(file: &File, to: *mut u8, len: usize, position: u64) -> io::Re
 }
 
 /// Reads under way. Dropping this waits for them, because the kernel writes to their memory.
-struct Reads<'r> {
+struct InFlightReads<'r> {
     ring: &'r mut IoUring,
-    in_flight: &'r InFlight,
+    in_flight: &'r InFlightLimit,
     /// Numbers of reads that were begun, that the kernel has taken, and that have ended.
     begun: usize,
     submitted: usize,
@@ -162,15 +162,15 @@ struct Reads<'r> {
     results: [Option<i32>; DEPTH],
 }
 
-impl Reads<'_> {
+impl InFlightReads<'_> {
     /// Begins a read that is counted in `in_flight`.
-    fn begin(&mut self, file: &File, memory: &mut [u8], planned: &Planned) -> io::Result<()> {
+    fn begin(&mut self, file: &File, memory: &mut [u8], planned: &PlannedRead) -> io::Result<()> {
         let number = self.begun;
         // Counted as begun in any case, so that it is counted as ended when this is dropped.
         self.begun += 1;
-        let block = match planned.straight {
+        let block = match planned.destination {
             Some(at) => at.0,
-            None => memory[number % DEPTH * BLOCK..][..planned.len].as_mut_ptr(),
+            None => memory[number % DEPTH * READ_LEN..][..planned.len].as_mut_ptr(),
         };
         let len = u32::try_from(planned.len).map_err(io::Error::other)?;
         let read = opcode::Read::new(types::Fd(file.as_raw_fd()), block, len)
@@ -201,12 +201,12 @@ impl Reads<'_> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
-        self.look();
+        self.collect_completed();
         Ok(())
     }
 
     /// Collects the reads that have ended.
-    fn look(&mut self) {
+    fn collect_completed(&mut self) {
         let before = self.ended;
         for entry in self.ring.completion() {
             let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX) % DEPTH;
@@ -223,7 +223,7 @@ impl Reads<'_> {
     }
 }
 
-impl Drop for Reads<'_> {
+impl Drop for InFlightReads<'_> {
     fn drop(&mut self) {
         // Reads that were never submitted end with the ring, which is not used again after an error.
         while self.ended < self.submitted {
@@ -231,7 +231,7 @@ impl Drop for Reads<'_> {
                 Ok(submitted) => self.submitted += submitted,
                 Err(_) => std::thread::sleep(std::time::Duration::from_millis(1)),
             }
-            self.look();
+            self.collect_completed();
         }
         self.in_flight.end(self.begun - self.ended);
     }
@@ -243,7 +243,7 @@ impl ReadAt for DirectReader {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.traits
+        self.capabilities
     }
 
     fn read_at(
@@ -252,25 +252,25 @@ impl ReadAt for DirectReader {
         buffers: &mut Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let wanted = buffers.left();
-        let left = self.traits.len.unwrap_or(u64::MAX).saturating_sub(offset);
+        let wanted = buffers.remaining();
+        let left = self.capabilities.len.unwrap_or(u64::MAX).saturating_sub(offset);
         let wanted = wanted.min(usize::try_from(left).unwrap_or(usize::MAX));
         if wanted == 0 {
             return Ok(0);
         }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let read = loop {
-            let (ring, left) = (state.ring.is_some(), buffers.left());
-            let longest = if ring { BLOCK } else { DEPTH * BLOCK };
-            let plan = Planned::all(offset, buffers.ranges(usize::MAX), wanted, longest);
+            let (ring, left) = (state.ring.is_some(), buffers.remaining());
+            let max_len = if ring { READ_LEN } else { DEPTH * READ_LEN };
+            let plan = PlannedRead::plan(offset, buffers.ranges(usize::MAX), wanted, max_len);
             match self.read_planned(&mut state, &plan, buffers) {
                 Ok(read) => break read,
                 // Kernels before 5.6 have rings without such reads, and one may be short of memory for
                 // them: plain reads go on behind what is there.
                 Err(_) if ring => {
                     state.ring = None;
-                    if buffers.left() < left {
-                        break left - buffers.left();
+                    if buffers.remaining() < left {
+                        break left - buffers.remaining();
                     }
                 }
                 Err(error) => return Err(Error::io("reading", &self.uri, error)),
@@ -290,7 +290,7 @@ mod tests {
     use crate::io::read_exact_at;
 
     /// Some bytes in a file of a disk: temporary folders may be in memory.
-    fn on_disk(len: usize) -> (tempfile::TempDir, Vec<u8>, FileSource) {
+    fn file_on_disk(len: usize) -> (tempfile::TempDir, Vec<u8>, FileSource) {
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let path = folder.path().join("f");
         let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 4096) as u8).collect();
@@ -299,14 +299,14 @@ mod tests {
         (folder, bytes, source)
     }
 
-    fn opened(source: &FileSource) -> Option<DirectReader> {
-        DirectReader::open(source, &Arc::new(InFlight::new(READS_FOR_EACH)))
+    fn open_reader(source: &FileSource) -> Option<DirectReader> {
+        DirectReader::open(source, &Arc::new(InFlightLimit::new(READS_PER_READER)))
     }
 
     #[test]
-    fn any_range_into_any_buffers_with_and_without_a_ring() {
-        let (_folder, bytes, source) = on_disk((10 << 20) + 1234);
-        let Some(reader) = opened(&source) else {
+    fn any_range_is_read_into_any_buffers_with_and_without_io_uring() {
+        let (_folder, bytes, source) = file_on_disk((10 << 20) + 1234);
+        let Some(reader) = open_reader(&source) else {
             return eprintln!("no direct reads on this file system");
         };
         for _ in 0..2 {
@@ -314,13 +314,13 @@ mod tests {
                 [(0, 1), (4095, 2), (1, 9 << 20), (5000, 4 << 20), (10 << 20, 1234), (123, 0)]
             {
                 let (mut one, mut two) = (vec![0; len / 3], vec![0; len - len / 3]);
-                let mut buffers = Buffers::of(&mut one);
-                buffers.push(crate::mem::to_fill(&mut two));
+                let mut buffers = Buffers::from_slice(&mut one);
+                buffers.push(crate::mem::as_uninit(&mut two));
                 read_exact_at(&reader, offset as u64, &mut buffers, &String::new, &Never).unwrap();
                 assert!([one, two].concat() == bytes[offset..offset + len], "{offset} {len}");
             }
             let mut beyond = [0; 2000];
-            let mut buffers = Buffers::of(&mut beyond);
+            let mut buffers = Buffers::from_slice(&mut beyond);
             assert_eq!(reader.read_at(10 << 20, &mut buffers, &Never).unwrap(), 1234);
             assert_eq!(reader.read_at(11 << 20, &mut buffers, &Never).unwrap(), 0);
             // A file that shrinks under the reader.
@@ -329,9 +329,9 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_lies_as_the_file_does_is_read_into_straight() {
-        let (_folder, bytes, source) = on_disk((10 << 20) + 1234);
-        let Some(reader) = opened(&source) else { return };
+    fn memory_aligned_like_the_file_is_read_into_directly() {
+        let (_folder, bytes, source) = file_on_disk((10 << 20) + 1234);
+        let Some(reader) = open_reader(&source) else { return };
         for ring in [true, false] {
             for (offset, before, len) in
                 [(5000, 300, 5 << 20), (0, 0, 1 << 20), (4096, 10, 70 << 10)]
@@ -340,12 +340,16 @@ mod tests {
                 let mut header = vec![0; before];
                 let start = (offset + before) % 4096;
                 let to = arena.bytes_mut().get_mut(start..start + len).unwrap();
-                let mut buffers = Buffers::of(&mut header);
-                buffers.push(crate::mem::to_fill(to));
-                let plan = Planned::all(offset as u64, buffers.ranges(9), before + len, BLOCK);
-                let straight: usize =
-                    plan.iter().filter(|read| read.straight.is_some()).map(|read| read.len).sum();
-                assert!(straight + 2 * 4096 > len, "{straight} of {len} bytes go straight");
+                let mut buffers = Buffers::from_slice(&mut header);
+                buffers.push(crate::mem::as_uninit(to));
+                let plan =
+                    PlannedRead::plan(offset as u64, buffers.ranges(9), before + len, READ_LEN);
+                let direct: usize = plan
+                    .iter()
+                    .filter(|read| read.destination.is_some())
+                    .map(|read| read.len)
+                    .sum();
+                assert!(direct + 2 * 4096 > len, "{direct} of {len} bytes go straight");
                 read_exact_at(&reader, offset as u64, &mut buffers, &String::new, &Never).unwrap();
                 assert!(header == bytes[offset..][..before]);
                 assert!(arena.bytes_mut()[start..][..len] == bytes[offset + before..][..len]);
@@ -357,13 +361,13 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_has_shrunk_ends_where_it_ends() {
-        let (folder, bytes, source) = on_disk(3 << 20);
-        let Some(reader) = opened(&source) else { return };
+    fn a_shrunk_file_gives_the_bytes_that_it_still_has() {
+        let (folder, bytes, source) = file_on_disk(3 << 20);
+        let Some(reader) = open_reader(&source) else { return };
         let path = folder.path().join("f");
         File::options().write(true).open(path).unwrap().set_len(1 << 20).unwrap();
         let mut buffer = vec![0; 3 << 20];
-        let read = reader.read_at(100, &mut Buffers::of(&mut buffer), &Never).unwrap();
+        let read = reader.read_at(100, &mut Buffers::from_slice(&mut buffer), &Never).unwrap();
         assert!(buffer[..read] == bytes[100..1 << 20]);
     }
 }

@@ -1,5 +1,5 @@
-//! Plans of direct reads, which go straight to the caller's memory or through a buffer. One of the few
-//! modules with `unsafe` code.
+//! Plans of direct reads, which go straight to the caller's memory or through a buffer. `unsafe` is
+//! allowed in this file: it handles raw pointers to the caller's memory.
 #![allow(unsafe_code)]
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
@@ -8,14 +8,14 @@ use crate::mem::{Buffers, DISK_BLOCK};
 
 /// Minimum bytes of a read that goes straight to memory. Fewer bytes go through the buffer together
 /// with their neighbours.
-const STRAIGHT_FROM: usize = 64 << 10;
+const MIN_DIRECT_LEN: usize = 64 << 10;
 
 /// Memory of the caller.
 #[derive(Clone, Copy)]
-pub struct Straight(pub *mut u8);
+pub struct CallerMemory(pub *mut u8);
 
 /// One read.
-pub struct Planned {
+pub struct PlannedRead {
     /// The position of its first block in the file.
     pub position: u64,
     /// Bytes that it reads: whole blocks.
@@ -24,40 +24,49 @@ pub struct Planned {
     pub skip: usize,
     pub wanted: usize,
     /// Its destination if it does not go through the buffer. Then all of its bytes are wanted.
-    pub straight: Option<Straight>,
+    pub destination: Option<CallerMemory>,
 }
 
-impl Planned {
+impl PlannedRead {
     /// Cuts the first `wanted` bytes of buffers, which lie at `offset` of a file, into reads of at
-    /// most `longest` bytes.
-    pub fn all(offset: u64, ranges: &[libc::iovec], wanted: usize, longest: usize) -> Vec<Planned> {
+    /// most `max_len` bytes.
+    pub fn plan(
+        offset: u64,
+        ranges: &[libc::iovec],
+        wanted: usize,
+        max_len: usize,
+    ) -> Vec<PlannedRead> {
         let phase = offset.to_le_bytes();
         // The position of the offset within its block of the file.
         let phase = usize::from(u16::from_le_bytes([phase[0], phase[1]])) % DISK_BLOCK;
-        let mut plan = Plan { offset, phase, longest, reads: Vec::new() };
+        let mut plan = ReadPlan { offset, phase, max_len, reads: Vec::new() };
         // Positions relative to the offset: the start of the bytes that go through the buffer next, and
         // the start of the range.
         let (mut from, mut at) = (0, 0);
         for range in ranges {
             let len = range.iov_len.min(wanted - at);
-            let head = (DISK_BLOCK - (phase + at) % DISK_BLOCK) % DISK_BLOCK;
-            let straight = len.saturating_sub(head) / DISK_BLOCK * DISK_BLOCK;
-            let alike = (range.iov_base.addr() + head).is_multiple_of(DISK_BLOCK);
-            if alike && straight >= STRAIGHT_FROM {
-                plan.through_buffer(from, at + head);
-                plan.straight(at + head, straight, range.iov_base.cast::<u8>().wrapping_add(head));
-                from = at + head + straight;
+            let unaligned = (DISK_BLOCK - (phase + at) % DISK_BLOCK) % DISK_BLOCK;
+            let direct_len = len.saturating_sub(unaligned) / DISK_BLOCK * DISK_BLOCK;
+            let is_aligned = (range.iov_base.addr() + unaligned).is_multiple_of(DISK_BLOCK);
+            if is_aligned && direct_len >= MIN_DIRECT_LEN {
+                plan.add_buffered(from, at + unaligned);
+                plan.add_direct(
+                    at + unaligned,
+                    direct_len,
+                    range.iov_base.cast::<u8>().wrapping_add(unaligned),
+                );
+                from = at + unaligned + direct_len;
             }
             at += len;
         }
-        plan.through_buffer(from, at);
+        plan.add_buffered(from, at);
         plan.reads
     }
 
     /// Records that `read` bytes were read; `block` is the buffer. Returns how many of them were
     /// wanted.
-    pub fn take(&self, block: &[u8], read: usize, into: &mut Buffers<'_>) -> usize {
-        match self.straight {
+    pub fn record(&self, block: &[u8], read: usize, into: &mut Buffers<'_>) -> usize {
+        match self.destination {
             Some(_) => {
                 let read = read.min(self.wanted);
                 // SAFETY: these are the next bytes of the buffers (`all`), and they were written.
@@ -66,38 +75,38 @@ impl Planned {
             }
             None => {
                 let end = read.min(self.skip + self.wanted);
-                into.put(&block[self.skip.min(end)..end])
+                into.fill_from(&block[self.skip.min(end)..end])
             }
         }
     }
 }
 
 /// A plan under construction. Its positions are relative to the offset.
-struct Plan {
+struct ReadPlan {
     offset: u64,
     /// The position of the offset within its block.
     phase: usize,
-    longest: usize,
-    reads: Vec<Planned>,
+    max_len: usize,
+    reads: Vec<PlannedRead>,
 }
 
-impl Plan {
-    fn straight(&mut self, at: usize, len: usize, to: *mut u8) {
-        for start in (0..len).step_by(self.longest) {
-            let wanted = self.longest.min(len - start);
-            let straight = Some(Straight(to.wrapping_add(start)));
+impl ReadPlan {
+    fn add_direct(&mut self, at: usize, len: usize, to: *mut u8) {
+        for start in (0..len).step_by(self.max_len) {
+            let wanted = self.max_len.min(len - start);
+            let destination = Some(CallerMemory(to.wrapping_add(start)));
             let position = self.offset + (at + start) as u64;
-            self.reads.push(Planned { position, len: wanted, skip: 0, wanted, straight });
+            self.reads.push(PlannedRead { position, len: wanted, skip: 0, wanted, destination });
         }
     }
 
-    fn through_buffer(&mut self, mut from: usize, end: usize) {
+    fn add_buffered(&mut self, mut from: usize, end: usize) {
         while from < end {
             let skip = (self.phase + from) % DISK_BLOCK;
-            let wanted = (self.longest - skip).min(end - from);
+            let wanted = (self.max_len - skip).min(end - from);
             let position = self.offset + from as u64 - skip as u64;
             let len = (skip + wanted).next_multiple_of(DISK_BLOCK);
-            self.reads.push(Planned { position, len, skip, wanted, straight: None });
+            self.reads.push(PlannedRead { position, len, skip, wanted, destination: None });
             from += wanted;
         }
     }

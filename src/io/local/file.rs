@@ -20,20 +20,20 @@ const MERGE_GAP: u64 = 16 << 10;
 const MIN_READERS: usize = 2;
 const MAX_FIRST_READERS: usize = 16;
 /// The factor for readers that wait for a disk, up to a number that exceeds the needs of every disk.
-const MORE: usize = 4;
-const MAX_READERS: usize = 32;
+const DISK_READERS_FACTOR: usize = 4;
+const MAX_DISK_READERS: usize = 32;
 
 /// A local regular file.
 pub struct FileSource {
-    file: Handle,
+    file: FileDescriptor,
     uri: String,
     len: u64,
 }
 
 /// The descriptor of a file.
-enum Handle {
+enum FileDescriptor {
     /// A descriptor that stays open, and the path by which it was opened, if it was opened by a path.
-    Held(Arc<File>, Option<PathBuf>),
+    Open(Arc<File>, Option<PathBuf>),
     /// A shard of a checkpoint, whose descriptor may be closed and opened again.
     Shard(Shard),
 }
@@ -42,47 +42,51 @@ impl FileSource {
     /// Opens a path, which must name a regular file.
     pub fn open(path: &Path) -> Result<Self> {
         let uri = path.display().to_string();
-        let file = crate::sys::open_at_once(path).map_err(|e| Error::io("opening", &uri, e))?;
-        Self::at(path, file)
+        let file = crate::sys::open_nonblocking(path).map_err(|e| Error::io("opening", &uri, e))?;
+        Self::from_path(path, file)
     }
 
     /// Takes the open file of a path.
-    pub fn at(path: &Path, file: File) -> Result<Self> {
+    pub fn from_path(path: &Path, file: File) -> Result<Self> {
         let uri = path.display().to_string();
-        let len = examined(&file, &uri)?.len();
-        Ok(FileSource { file: Handle::Held(Arc::new(file), Some(path.to_owned())), uri, len })
+        let len = metadata_of_file(&file, &uri)?.len();
+        Ok(FileSource {
+            file: FileDescriptor::Open(Arc::new(file), Some(path.to_owned())),
+            uri,
+            len,
+        })
     }
 
     /// Opens one of many files, whose descriptor may be closed and opened again.
-    fn shard(path: &Path) -> Result<Self> {
+    fn open_shard(path: &Path) -> Result<Self> {
         let uri = path.display().to_string();
-        let file = crate::sys::open_at_once(path).map_err(|e| Error::io("opening", &uri, e))?;
-        let found = examined(&file, &uri)?;
+        let file = crate::sys::open_nonblocking(path).map_err(|e| Error::io("opening", &uri, e))?;
+        let found = metadata_of_file(&file, &uri)?;
         let len = found.len();
-        Ok(FileSource { file: Handle::Shard(Shard::new(path, file, &found)), uri, len })
+        Ok(FileSource { file: FileDescriptor::Shard(Shard::new(path, file, &found)), uri, len })
     }
 
     /// Takes an open file; its own position does not matter.
     pub fn new(file: File, uri: String) -> Result<Self> {
-        let len = examined(&file, &uri)?.len();
-        Ok(Self::beginning(file, uri, len))
+        let len = metadata_of_file(&file, &uri)?.len();
+        Ok(Self::from_prefix(file, uri, len))
     }
 
     /// Takes the first `len` bytes of a regular file, which has at least that many.
-    pub fn beginning(file: File, uri: String, len: u64) -> Self {
-        FileSource { file: Handle::Held(Arc::new(file), None), uri, len }
+    pub fn from_prefix(file: File, uri: String, len: u64) -> Self {
+        FileSource { file: FileDescriptor::Open(Arc::new(file), None), uri, len }
     }
 
-    fn handle(&self) -> Result<Arc<File>> {
+    fn open_file(&self) -> Result<Arc<File>> {
         match &self.file {
-            Handle::Held(file, _) => Ok(Arc::clone(file)),
-            Handle::Shard(shard) => shard.file(&self.uri),
+            FileDescriptor::Open(file, _) => Ok(Arc::clone(file)),
+            FileDescriptor::Shard(shard) => shard.file(&self.uri),
         }
     }
 }
 
 /// The metadata of an open file; an error if it is a folder.
-fn examined(file: &File, uri: &str) -> Result<Metadata> {
+fn metadata_of_file(file: &File, uri: &str) -> Result<Metadata> {
     let found = file.metadata().map_err(|e| Error::io("examining", uri, e))?;
     if found.is_dir() {
         return Err(Error::io("opening", uri, io::Error::from(io::ErrorKind::IsADirectory)));
@@ -101,7 +105,7 @@ impl ReadAt for FileSource {
             len: Some(self.len),
             max_readers: usize::MAX,
             first_readers,
-            most_readers: (first_readers * MORE).min(MAX_READERS),
+            most_readers: (first_readers * DISK_READERS_FACTOR).min(MAX_DISK_READERS),
             request_len: REQUEST_LEN,
             merge_gap: MERGE_GAP,
             reader_memory: 0,
@@ -115,7 +119,7 @@ impl ReadAt for FileSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let file = self.handle()?;
+        let file = self.open_file()?;
         loop {
             cancel.check()?;
             match crate::sys::read_vectored_at(&file, offset, buffers) {
@@ -130,8 +134,8 @@ impl ReadAt for FileSource {
     }
 
     fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
-        let file = crate::sys::reopen(&*self.handle().ok()?)?;
-        Some(Box::new(FileSource::beginning(file, self.uri.clone(), self.len)))
+        let file = crate::sys::reopen(&*self.open_file().ok()?)?;
+        Some(Box::new(FileSource::from_prefix(file, self.uri.clone(), self.len)))
     }
 
     fn sibling(
@@ -141,15 +145,15 @@ impl ReadAt for FileSource {
         _cancel: &dyn Cancel,
     ) -> Result<Option<Arc<dyn ReadAt>>> {
         let path = match &self.file {
-            Handle::Held(_, Some(path)) => path,
-            Handle::Held(_, None) => return Ok(None),
-            Handle::Shard(shard) => shard.path(),
+            FileDescriptor::Open(_, Some(path)) => path,
+            FileDescriptor::Open(_, None) => return Ok(None),
+            FileDescriptor::Shard(shard) => shard.path(),
         };
-        Ok(Some(Arc::new(FileSource::shard(&path.with_file_name(name))?)))
+        Ok(Some(Arc::new(FileSource::open_shard(&path.with_file_name(name))?)))
     }
 
     fn file(&self) -> Option<Arc<File>> {
-        self.handle().ok()
+        self.open_file().ok()
     }
 
     fn is_local(&self) -> bool {

@@ -7,15 +7,15 @@ use std::time::Instant;
 /// processes bytes, leaves its share to the others. So the disk always has as many reads as are
 /// allowed.
 #[derive(Debug)]
-pub struct InFlight {
-    most: usize,
-    state: Mutex<State>,
+pub struct InFlightLimit {
+    max_reads: usize,
+    state: Mutex<InFlightState>,
     ended: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    now: usize,
+struct InFlightState {
+    under_way: usize,
     /// Readers that wait.
     waiting: usize,
     /// The time of the first read, and of the last change.
@@ -25,24 +25,28 @@ struct State {
     read_nanos: u128,
 }
 
-impl State {
-    fn change(&mut self, now: usize) {
+impl InFlightState {
+    fn set_under_way(&mut self, now: usize) {
         let time = Instant::now();
         self.begun.get_or_insert(time);
         if let Some(before) = self.changed.replace(time) {
-            self.read_nanos += self.now as u128 * time.duration_since(before).as_nanos();
+            self.read_nanos += self.under_way as u128 * time.duration_since(before).as_nanos();
         }
-        self.now = now;
+        self.under_way = now;
     }
 }
 
-impl InFlight {
-    /// Allows `most` reads at once, or one if that is 0.
-    pub fn new(most: usize) -> Self {
-        InFlight { most: most.max(1), state: Mutex::default(), ended: Condvar::new() }
+impl InFlightLimit {
+    /// Allows `max_reads` reads at once, or one if that is 0.
+    pub fn new(max_reads: usize) -> Self {
+        InFlightLimit {
+            max_reads: max_reads.max(1),
+            state: Mutex::default(),
+            ended: Condvar::new(),
+        }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, InFlightState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -50,7 +54,7 @@ impl InFlight {
     /// false. A reader may wait only while it has no reads under way itself: those of others then end.
     pub fn begin(&self, wait: bool) -> bool {
         let mut state = self.state();
-        while state.now >= self.most {
+        while state.under_way >= self.max_reads {
             if !wait {
                 return false;
             }
@@ -58,8 +62,8 @@ impl InFlight {
             state = self.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
             state.waiting -= 1;
         }
-        let more = state.now + 1;
-        state.change(more);
+        let more = state.under_way + 1;
+        state.set_under_way(more);
         true
     }
 
@@ -69,8 +73,8 @@ impl InFlight {
             return;
         }
         let mut state = self.state();
-        let fewer = state.now.saturating_sub(reads);
-        state.change(fewer);
+        let fewer = state.under_way.saturating_sub(reads);
+        state.set_under_way(fewer);
         for _ in 0..state.waiting.min(reads) {
             self.ended.notify_one();
         }
@@ -83,7 +87,7 @@ impl InFlight {
         let time = state.begun.zip(state.changed);
         let nanos = time.map_or(0, |(begun, changed)| changed.duration_since(begun).as_nanos());
         let mean = (state.read_nanos * 1000).checked_div(nanos);
-        (mean.and_then(|mean| u64::try_from(mean).ok()), self.most)
+        (mean.and_then(|mean| u64::try_from(mean).ok()), self.max_reads)
     }
 }
 
@@ -94,8 +98,9 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn there_are_never_more_than_allowed_and_every_reader_gets_its_turn() {
-        let (in_flight, now, most) = (InFlight::new(3), AtomicUsize::new(0), AtomicUsize::new(0));
+    fn reads_under_way_are_limited_and_every_reader_proceeds() {
+        let (in_flight, now, max_reads) =
+            (InFlightLimit::new(3), AtomicUsize::new(0), AtomicUsize::new(0));
         assert_eq!(in_flight.mean(), (None, 3));
         thread::scope(|scope| {
             for _ in 0..7 {
@@ -103,7 +108,7 @@ mod tests {
                     for _ in 0..200 {
                         let begun =
                             1 + usize::from(in_flight.begin(true) && in_flight.begin(false));
-                        most.fetch_max(
+                        max_reads.fetch_max(
                             now.fetch_add(begun, Ordering::SeqCst) + begun,
                             Ordering::SeqCst,
                         );
@@ -114,7 +119,7 @@ mod tests {
                 });
             }
         });
-        assert!(most.into_inner() <= 3);
+        assert!(max_reads.into_inner() <= 3);
         let (mean, limit) = in_flight.mean();
         assert!(mean.is_some_and(|mean| mean <= 3000) && limit == 3);
         assert!(in_flight.begin(false) && in_flight.begin(false) && in_flight.begin(true));

@@ -13,9 +13,10 @@ mod temporary;
 mod temporary_name;
 
 pub use direct::{
-    BLOCK as DIRECT_READ, DEPTH as READS_AT_MOST, DIRECT_MEMORY, DirectReader, READS_FOR_EACH,
+    DEPTH as MAX_DIRECT_READS, DIRECT_MEMORY, DirectReader, READ_LEN as DIRECT_READ_LEN,
+    READS_PER_READER,
 };
 pub use file::FileSource;
-pub use in_flight::InFlight;
+pub use in_flight::InFlightLimit;
 pub use pipe::Pipe;
 pub use sink::FileSink;

@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Error, Result};
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The divisor of the process's limit of descriptors that gives the number for shards, and the minimum
 /// number.
-const SHARE: u64 = 4;
-const AT_LEAST: u64 = 16;
+const LIMIT_DIVISOR: u64 = 4;
+const MIN_OPEN: u64 = 16;
 
 /// The open descriptors of all shards of this process, by the number of their last use.
 struct OpenFiles {
@@ -23,28 +23,29 @@ struct OpenFiles {
     files: BTreeMap<u64, Arc<File>>,
 }
 
-static OPEN: Brief<OpenFiles> = Brief::new(OpenFiles { uses: 0, files: BTreeMap::new() });
+static OPEN_FILES: ForkSafeMutex<OpenFiles> =
+    ForkSafeMutex::new(OpenFiles { uses: 0, files: BTreeMap::new() });
 
 /// Distinguishes a file from another one with its name, and from its own later content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Identity {
+struct FileIdentity {
     device: u64,
     inode: u64,
     len: u64,
     modified: (i64, i64),
 }
 
-impl Identity {
+impl FileIdentity {
     fn of(found: &Metadata) -> Self {
         let modified = (found.mtime(), found.mtime_nsec());
-        Identity { device: found.dev(), inode: found.ino(), len: found.len(), modified }
+        FileIdentity { device: found.dev(), inode: found.ino(), len: found.len(), modified }
     }
 }
 
 /// A regular file that is opened again when its descriptor was closed.
 pub struct Shard {
     path: PathBuf,
-    identity: Identity,
+    identity: FileIdentity,
     /// The number of its last use; 0 before the first.
     used: AtomicU64,
 }
@@ -52,9 +53,9 @@ pub struct Shard {
 impl Shard {
     /// Takes the open file of a path, and what was found of it.
     pub fn new(path: &Path, file: File, found: &Metadata) -> Self {
-        let (path, identity) = (path.to_owned(), Identity::of(found));
+        let (path, identity) = (path.to_owned(), FileIdentity::of(found));
         let shard = Shard { path, identity, used: AtomicU64::new(0) };
-        shard.keep(Arc::new(file));
+        shard.retain(Arc::new(file));
         shard
     }
 
@@ -65,47 +66,47 @@ impl Shard {
 
     /// The open file. It stays open as long as the returned value lives.
     pub fn file(&self, uri: &str) -> Result<Arc<File>> {
-        if let Some(file) = self.kept() {
+        if let Some(file) = self.retained() {
             return Ok(file);
         }
         let failed = |e| Error::io("opening", uri, e);
-        let file = crate::sys::open_at_once(&self.path).map_err(failed)?;
-        let found = Identity::of(&file.metadata().map_err(failed)?);
+        let file = crate::sys::open_nonblocking(&self.path).map_err(failed)?;
+        let found = FileIdentity::of(&file.metadata().map_err(failed)?);
         if found != self.identity {
             let what = format!(
                 "it has changed since it was opened: expected {}, found {}",
-                described(&self.identity),
-                described(&found)
+                describe(&self.identity),
+                describe(&found)
             );
             return Err(failed(io::Error::new(io::ErrorKind::InvalidData, what)));
         }
         let file = Arc::new(file);
-        self.keep(Arc::clone(&file));
+        self.retain(Arc::clone(&file));
         Ok(file)
     }
 
-    fn kept(&self) -> Option<Arc<File>> {
-        let mut open = OPEN.lock();
+    fn retained(&self) -> Option<Arc<File>> {
+        let mut open = OPEN_FILES.lock();
         let file = open.files.remove(&self.used.load(Ordering::Relaxed))?;
-        self.put(&mut open, Arc::clone(&file));
+        self.mark_used(&mut open, Arc::clone(&file));
         Some(file)
     }
 
-    fn put(&self, open: &mut OpenFiles, file: Arc<File>) {
+    fn mark_used(&self, open: &mut OpenFiles, file: Arc<File>) {
         open.uses = open.uses.saturating_add(1);
         self.used.store(open.uses, Ordering::Relaxed);
         open.files.insert(open.uses, file);
     }
 
     /// Retains the descriptor, and closes the least recently used ones.
-    fn keep(&self, file: Arc<File>) {
-        let most = most();
+    fn retain(&self, file: Arc<File>) {
+        let limit = max_open();
         let mut closed = Vec::new();
-        let mut open = OPEN.lock();
+        let mut open = OPEN_FILES.lock();
         // Another thread may have opened it meanwhile.
         closed.extend(open.files.remove(&self.used.load(Ordering::Relaxed)));
-        self.put(&mut open, file);
-        while open.files.len() as u64 > most {
+        self.mark_used(&mut open, file);
+        while open.files.len() as u64 > limit {
             let Some((_, file)) = open.files.pop_first() else { break };
             closed.push(file);
         }
@@ -116,17 +117,17 @@ impl Shard {
 
 impl Drop for Shard {
     fn drop(&mut self) {
-        let file = OPEN.lock().files.remove(&self.used.load(Ordering::Relaxed));
+        let file = OPEN_FILES.lock().files.remove(&self.used.load(Ordering::Relaxed));
         drop(file);
     }
 }
 
 /// Maximum number of descriptors for shards.
-fn most() -> u64 {
-    (crate::sys::process::descriptor_limit() / SHARE).max(AT_LEAST)
+fn max_open() -> u64 {
+    (crate::sys::process::descriptor_limit() / LIMIT_DIVISOR).max(MIN_OPEN)
 }
 
-fn described(file: &Identity) -> String {
+fn describe(file: &FileIdentity) -> String {
     let (seconds, nanoseconds) = file.modified;
     format!("{} bytes of inode {}, modified at {seconds}.{nanoseconds:09}", file.len, file.inode)
 }
@@ -144,12 +145,12 @@ mod tests {
     }
 
     fn close(shard: &Shard) {
-        let file = OPEN.lock().files.remove(&shard.used.load(Ordering::Relaxed));
+        let file = OPEN_FILES.lock().files.remove(&shard.used.load(Ordering::Relaxed));
         assert!(file.is_some());
     }
 
     #[test]
-    fn a_closed_one_is_opened_again_and_is_the_same() {
+    fn a_closed_shard_is_reopened_if_it_is_the_same_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("one");
         let one = shard(&path, b"some bytes");
@@ -167,12 +168,12 @@ mod tests {
     }
 
     #[test]
-    fn no_more_are_open_than_may_be() {
+    fn open_descriptors_are_limited() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("one");
-        let count = usize::try_from(most().min(2000)).unwrap() + 3;
+        let count = usize::try_from(max_open().min(2000)).unwrap() + 3;
         let shards: Vec<Shard> = (0..count).map(|_| shard(&path, b"bytes")).collect();
-        assert!(OPEN.lock().files.len() as u64 <= most());
+        assert!(OPEN_FILES.lock().files.len() as u64 <= max_open());
         drop(shards);
     }
 }

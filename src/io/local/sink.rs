@@ -7,18 +7,18 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::copy_metadata;
-use super::temporary::Temporary;
-use super::temporary_name::TemporaryName;
-use crate::cancel::{Cancel, detached};
+use super::temporary::TemporaryFile;
+use super::temporary_name::TemporaryNames;
+use crate::cancel::{Cancel, run_detached};
 use crate::error::{Error, Result};
-use crate::io::{Unclosed, WriteAt};
+use crate::io::{UnclosedOutcome, WriteAt};
 use crate::mem::mapped;
 
 /// A local file.
 pub struct FileSink {
     /// The unpublished file; None once it is published. This field is dropped before `file`, so that
     /// the hidden name is removed under the lock of the file.
-    pending: Option<Temporary>,
+    unpublished: Option<TemporaryFile>,
     file: File,
     uri: String,
     /// End of the disk space that was requested so far.
@@ -38,7 +38,7 @@ impl FileSink {
         let fail = |e| Error::io("creating", &uri, e);
         let target = match fs::canonicalize(path) {
             Ok(target) => target,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => end_of_links(path).map_err(fail)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => resolve_links(path).map_err(fail)?,
             Err(e) => return Err(fail(e)),
         };
         let existing = fs::metadata(&target).ok();
@@ -48,34 +48,40 @@ impl FileSink {
             }
             // A device: there is nothing to rename over.
             let file = OpenOptions::new().read(true).write(true).open(&target).map_err(fail)?;
-            return Ok(FileSink { pending: None, file, uri, reserved: AtomicU64::new(0) });
+            return Ok(FileSink { unpublished: None, file, uri, reserved: AtomicU64::new(0) });
         }
         // Replacing it must need the same permission as overwriting it.
         let writable = || OpenOptions::new().write(true).open(&target);
         let replaced = existing.map(|_| writable()).transpose().map_err(fail)?;
-        let hidden = TemporaryName::of(&target)
+        let hidden_names = TemporaryNames::of(&target)
             .ok_or_else(|| fail(io::Error::from(io::ErrorKind::InvalidInput)))?;
-        let folder = hidden.folder().to_owned();
+        let folder = hidden_names.folder().to_owned();
         make_folders(&folder).map_err(fail)?;
-        hidden.remove_stale();
+        hidden_names.remove_stale();
         let refused = |error: io::Error| match error.raw_os_error() {
             Some(libc::EACCES | libc::EPERM | libc::EROFS) if replaced.is_some() => {
                 Error::Irreplaceable { uri: uri.clone(), folder: folder.clone(), error }
             }
             _ => fail(error),
         };
-        let (file, pending) =
-            Temporary::create(target.clone(), hidden, replaced.is_some()).map_err(refused)?;
+        let (file, unpublished) =
+            TemporaryFile::create(target.clone(), hidden_names, replaced.is_some())
+                .map_err(refused)?;
         if let Some(old) = &replaced {
             let sticky = fs::metadata(&folder).and_then(|folder| {
-                is_protected(&target, &old.metadata()?, &folder, file.metadata()?.uid())
+                is_protected_by_sticky_bit(
+                    &target,
+                    &old.metadata()?,
+                    &folder,
+                    file.metadata()?.uid(),
+                )
             });
             if sticky.map_err(fail)? {
                 return Err(refused(io::Error::from_raw_os_error(libc::EPERM)));
             }
             copy_metadata::copy(&file, old).map_err(fail)?;
         }
-        Ok(FileSink { pending: Some(pending), file, uri, reserved: AtomicU64::new(0) })
+        Ok(FileSink { unpublished: Some(unpublished), file, uri, reserved: AtomicU64::new(0) })
     }
 
     /// Another handle of the file.
@@ -92,26 +98,27 @@ impl FileSink {
                  mmap=True, and they would change; write another file and rename it"
             )));
         }
-        Ok(FileSink { pending: None, file, uri, reserved: AtomicU64::new(0) })
+        Ok(FileSink { unpublished: None, file, uri, reserved: AtomicU64::new(0) })
     }
 
     /// Ends the file at `len` bytes, syncs it, and then gives it a name by `publish`, whose result it
     /// returns. None if the file is the caller's own.
-    fn end_with<T>(
+    fn finish_with<T>(
         &mut self,
         len: u64,
         cancel: &dyn Cancel,
-        publish: impl FnOnce(Temporary, &File) -> io::Result<T>,
+        publish: impl FnOnce(TemporaryFile, &File) -> io::Result<T>,
     ) -> Result<Option<T>> {
-        let Some(pending) = &self.pending else { return Ok(None) };
-        pending.check(&self.uri)?;
+        let Some(unpublished) = &self.unpublished else { return Ok(None) };
+        unpublished.check_owner(&self.uri)?;
         let file = self.handle()?;
-        let settled = detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?;
-        let published = settled.and_then(|()| {
-            self.pending.take().map(|pending| publish(pending, &self.file)).transpose()
+        let synced =
+            run_detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?;
+        let published = synced.and_then(|()| {
+            self.unpublished.take().map(|unpublished| publish(unpublished, &self.file)).transpose()
         });
         let published = published.map_err(|e| Error::io("finishing", &self.uri, e))?;
-        crate::sys::unlock(&self.file);
+        crate::sys::release_flock(&self.file);
         Ok(published)
     }
 }
@@ -124,8 +131,13 @@ fn make_folders(folder: &Path) -> io::Result<()> {
 }
 
 /// True if the folder, like `/tmp`, lets only owners replace files, and another user owns this one.
-fn is_protected(target: &Path, old: &Metadata, folder: &Metadata, us: u32) -> io::Result<bool> {
-    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == us || old.uid() == us {
+fn is_protected_by_sticky_bit(
+    target: &Path,
+    old: &Metadata,
+    folder: &Metadata,
+    own_user: u32,
+) -> io::Result<bool> {
+    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == own_user || old.uid() == own_user {
         return Ok(false);
     }
     // Needs the same: to be the owner, or the privilege to act for every owner.
@@ -135,11 +147,11 @@ fn is_protected(target: &Path, old: &Metadata, folder: &Metadata, us: u32) -> io
 
 /// The target of a path that names nothing yet: absolute, because the process may change its folder,
 /// and through symbolic links, as `open` would create what they point to.
-fn end_of_links(path: &Path) -> io::Result<PathBuf> {
+fn resolve_links(path: &Path) -> io::Result<PathBuf> {
     // As many as Linux follows.
-    const MOST: u32 = 40;
+    const MAX_LINKS: u32 = 40;
     let mut target = std::path::absolute(path)?;
-    for _ in 0..MOST {
+    for _ in 0..MAX_LINKS {
         match fs::read_link(&target) {
             Ok(link) => target = target.parent().unwrap_or(Path::new("/")).join(link),
             Err(_) => return Ok(target),
@@ -164,7 +176,7 @@ impl WriteAt for FileSink {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(Error::io("writing", &self.uri, e)),
                 Ok(written) => {
-                    if self.pending.is_some() {
+                    if self.unpublished.is_some() {
                         crate::sys::start_writeback(&self.file, offset, written as u64);
                     }
                     return Ok(written);
@@ -177,12 +189,12 @@ impl WriteAt for FileSink {
         self.file.read_exact_at(buffer, offset).map_err(|e| Error::io("reading back", &self.uri, e))
     }
 
-    fn shows_early(&self) -> bool {
-        self.pending.is_none()
+    fn is_visible_early(&self) -> bool {
+        self.unpublished.is_none()
     }
 
     fn reserve(&self, _head: u64, len: u64) -> Result<()> {
-        if self.pending.is_some() {
+        if self.unpublished.is_some() {
             // Repeated reservations are made once: file systems look through all
             // that they are asked for.
             let before = self.reserved.fetch_max(len, Ordering::Relaxed);
@@ -193,18 +205,20 @@ impl WriteAt for FileSink {
     }
 
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
-        match self.end_with(len, cancel, Temporary::publish)? {
+        match self.finish_with(len, cancel, TemporaryFile::publish)? {
             Some(target) => sync_name(&target, &self.uri, cancel),
             None => Ok(()),
         }
     }
 
-    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
-        let Some((own, name)) = self.end_with(len, cancel, Temporary::publish_unclosed)? else {
-            return Ok(Unclosed::InPlace);
+    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
+        let Some((in_place, name)) =
+            self.finish_with(len, cancel, TemporaryFile::publish_unclosed)?
+        else {
+            return Ok(UnclosedOutcome::InPlace);
         };
         sync_name(&name, &self.uri, cancel)?;
-        Ok(if own { Unclosed::InPlace } else { Unclosed::Beside(name) })
+        Ok(if in_place { UnclosedOutcome::InPlace } else { UnclosedOutcome::OtherName(name) })
     }
 }
 
@@ -213,7 +227,7 @@ impl WriteAt for FileSink {
 /// the call is interrupted.
 fn sync_name(path: &Path, uri: &str, cancel: &dyn Cancel) -> Result<()> {
     let parent = parent(path).to_owned();
-    let synced = detached(cancel, move || sync_folder(&parent))?;
+    let synced = run_detached(cancel, move || sync_folder(&parent))?;
     synced.map_err(|error| Error::Unsynced { uri: uri.to_owned(), error })
 }
 

@@ -6,44 +6,53 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use super::copy_metadata;
-use super::temporary_name::TemporaryName;
+use super::temporary_name::TemporaryNames;
 use crate::error::Result;
 use crate::sys;
-use crate::sys::process::Maker;
+use crate::sys::process::OwnerProcess;
 
 /// A file that holds the bytes until they are published. It is removed when this is dropped.
-pub(super) struct Temporary {
+pub(super) struct TemporaryFile {
     /// The only process that may publish the file, or remove it.
-    maker: Maker,
+    owner: OwnerProcess,
     target: PathBuf,
-    hidden: TemporaryName,
+    hidden_names: TemporaryNames,
     /// None for a file without a name, which ends with the last process that has it open.
     path: Option<PathBuf>,
     /// A copy with a hidden name, kept open to hold its lock.
     copy: Option<File>,
 }
 
-impl Temporary {
+impl TemporaryFile {
     /// Begins a file in the target's folder. If `private` is true, only its owner can open it for now.
     pub(super) fn create(
         target: PathBuf,
-        hidden: TemporaryName,
+        hidden_names: TemporaryNames,
         private: bool,
     ) -> io::Result<(File, Self)> {
         let mode = if private { 0o600 } else { 0o666 };
-        let (file, path) = match unnamed(hidden.folder(), mode) {
+        let (file, path) = match create_unnamed(hidden_names.folder(), mode) {
             Some(file) => (file, None),
             None => {
-                let (file, path) = hidden.create(mode)?;
+                let (file, path) = hidden_names.create(mode)?;
                 (file, Some(path))
             }
         };
-        Ok((file, Temporary { maker: Maker::this(), target, hidden, path, copy: None }))
+        Ok((
+            file,
+            TemporaryFile {
+                owner: OwnerProcess::current(),
+                target,
+                hidden_names,
+                path,
+                copy: None,
+            },
+        ))
     }
 
     /// Refuses an operation that only the process may do that began the file.
-    pub(super) fn check(&self, uri: &str) -> Result<()> {
-        self.maker.check(uri)
+    pub(super) fn check_owner(&self, uri: &str) -> Result<()> {
+        self.owner.check(uri)
     }
 
     /// Gives the file its name, in place of any file there, and returns the name.
@@ -51,7 +60,7 @@ impl Temporary {
         if self.path.is_none() && sys::link(file, &self.target).is_ok() {
             return Ok(self.target.clone());
         }
-        fs::rename(self.hide(file)?, &self.target)?;
+        fs::rename(self.ensure_hidden_name(file)?, &self.target)?;
         self.path = None;
         Ok(self.target.clone())
     }
@@ -60,7 +69,7 @@ impl Temporary {
     /// of any file there. Returns true in the first case, and the name.
     pub(super) fn publish_unclosed(mut self, file: &File) -> io::Result<(bool, PathBuf)> {
         let target = self.target.clone();
-        match self.take_name(file, &target) {
+        match self.take_free_name(file, &target) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 self.target = unclosed_name(&target);
                 self.publish(file).map(|name| (false, name))
@@ -69,23 +78,23 @@ impl Temporary {
         }
     }
 
-    fn take_name(&mut self, file: &File, name: &Path) -> io::Result<()> {
+    fn take_free_name(&mut self, file: &File, name: &Path) -> io::Result<()> {
         if self.path.is_none() {
             match sys::link(file, name) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {}
                 done => return done,
             }
         }
-        sys::rename_to_free_name(&self.hide(file)?, name)?;
+        sys::rename_to_free_name(&self.ensure_hidden_name(file)?, name)?;
         self.path = None;
         Ok(())
     }
 
     /// Makes sure that what was written has a hidden name, and returns it.
-    fn hide(&mut self, file: &File) -> io::Result<PathBuf> {
+    fn ensure_hidden_name(&mut self, file: &File) -> io::Result<PathBuf> {
         let path = match self.path.take() {
             Some(path) => path,
-            None => match self.hidden.link(file) {
+            None => match self.hidden_names.link(file) {
                 Ok(path) => path,
                 // Linking looked possible; what was written must not be lost where it is not.
                 Err(_) => self.copy(file)?,
@@ -96,7 +105,7 @@ impl Temporary {
 
     /// Copies what was written into a file with a hidden name.
     fn copy(&mut self, file: &File) -> io::Result<PathBuf> {
-        let (copy, path) = self.hidden.create(0o600)?;
+        let (copy, path) = self.hidden_names.create(0o600)?;
         // From here on it is removed whatever happens.
         self.path = Some(path.clone());
         io::Seek::rewind(&mut &*file)?;
@@ -108,10 +117,10 @@ impl Temporary {
     }
 }
 
-impl Drop for Temporary {
+impl Drop for TemporaryFile {
     fn drop(&mut self) {
         if let Some(path) = &self.path
-            && self.maker.is_here()
+            && self.owner.is_current()
         {
             // Nothing more can be done if the file cannot be removed.
             let _ = fs::remove_file(path);
@@ -120,7 +129,7 @@ impl Drop for Temporary {
 }
 
 /// A file without a name in a folder, if it can be given one later.
-fn unnamed(folder: &Path, mode: u32) -> Option<File> {
+fn create_unnamed(folder: &Path, mode: u32) -> Option<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(mode);
     let file = options.open(folder).ok()?;
@@ -130,8 +139,8 @@ fn unnamed(folder: &Path, mode: u32) -> Option<File> {
     }
     // A trial. The name `.` exists, but the kernel says so only after all other checks of the link
     // succeeded.
-    let tried = sys::link(&file, &folder.join("."));
-    tried.is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists).then_some(file)
+    let trial = sys::link(&file, &folder.join("."));
+    trial.is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists).then_some(file)
 }
 
 /// `name.unclosed`: the name of a file that its writer has forgotten, where its own is taken.

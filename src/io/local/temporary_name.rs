@@ -12,24 +12,24 @@ use std::time::{Duration, SystemTime};
 use crate::sys;
 
 /// Ends names of locked files, which are stale once the lock is free.
-const HELD: &str = ".tmp";
+const LOCKED_SUFFIX: &str = ".tmp";
 /// Ends names of files on mounts without locks. Only their own writer removes these.
-const UNHELD: &str = ".unlocked";
+const UNLOCKED_SUFFIX: &str = ".unlocked";
 /// The number of names that are tried.
-const TRIES: u32 = 100;
+const MAX_ATTEMPTS: u32 = 100;
 /// Some mounts grant locks without asking the other machines, so a free lock there does not prove that
 /// the writer has ended. A writer counts as alive if it has written within this time.
-const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
+const STALE_AFTER: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The hidden names that belong to a target.
-pub(super) struct TemporaryName {
+pub(super) struct TemporaryNames {
     folder: PathBuf,
     /// Their common beginning.
     prefix: String,
-    origin: Option<u32>,
+    mount_id: Option<u32>,
 }
 
-impl TemporaryName {
+impl TemporaryNames {
     /// The hidden names beside a path; None if the path ends in no name.
     pub(super) fn of(target: &Path) -> Option<Self> {
         let mut shown = target.file_name()?.to_string_lossy().into_owned();
@@ -39,8 +39,8 @@ impl TemporaryName {
         }
         let folder = target.parent().filter(|p| !p.as_os_str().is_empty());
         let folder = folder.unwrap_or(Path::new(".")).to_owned();
-        let origin = origin(&folder);
-        Some(TemporaryName { folder, prefix: format!(".{shown}.tensorizer-"), origin })
+        let mount_id = mount_id(&folder);
+        Some(TemporaryNames { folder, prefix: format!(".{shown}.tensorizer-"), mount_id })
     }
 
     /// Their folder.
@@ -50,8 +50,8 @@ impl TemporaryName {
 
     /// Creates a file with an unused name.
     pub(super) fn create(&self, mode: u32) -> io::Result<(File, PathBuf)> {
-        let mut ending = HELD;
-        for attempt in 0..TRIES {
+        let mut ending = LOCKED_SUFFIX;
+        for attempt in 0..MAX_ATTEMPTS {
             let path = self.name(attempt, ending);
             let mut options = OpenOptions::new();
             let file = match options.read(true).write(true).create_new(true).mode(mode).open(&path)
@@ -59,10 +59,10 @@ impl TemporaryName {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
                 other => other?,
             };
-            if ending == UNHELD {
+            if ending == UNLOCKED_SUFFIX {
                 return Ok((file, path));
             }
-            match sys::try_lock(&file) {
+            match sys::try_flock(&file) {
                 // Until it was locked, another saver could take it for stale.
                 Ok(true) => match fs::symlink_metadata(&path) {
                     Ok(_) => return Ok((file, path)),
@@ -75,7 +75,7 @@ impl TemporaryName {
                 Ok(false) => {}
                 Err(_) => {
                     fs::remove_file(&path)?;
-                    ending = UNHELD;
+                    ending = UNLOCKED_SUFFIX;
                 }
             }
         }
@@ -84,8 +84,9 @@ impl TemporaryName {
 
     /// Gives a name to a file that has none.
     pub(super) fn link(&self, file: &File) -> io::Result<PathBuf> {
-        let ending = if matches!(sys::try_lock(file), Ok(true)) { HELD } else { UNHELD };
-        for attempt in 0..TRIES {
+        let ending =
+            if matches!(sys::try_flock(file), Ok(true)) { LOCKED_SUFFIX } else { UNLOCKED_SUFFIX };
+        for attempt in 0..MAX_ATTEMPTS {
             let path = self.name(attempt, ending);
             match sys::link(file, &path) {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
@@ -99,10 +100,12 @@ impl TemporaryName {
     pub(super) fn remove_stale(&self) {
         // A folder that cannot be listed keeps what is in it.
         for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
-            if let Some(origin) = entry.file_name().to_str().and_then(|name| self.origin_of(name)) {
-                let here = self.origin == Some(origin);
+            if let Some(mount_id) =
+                entry.file_name().to_str().and_then(|name| self.mount_id_of(name))
+            {
+                let is_same_mount = self.mount_id == Some(mount_id);
                 // One that cannot be removed stays for the next saver.
-                let _ = remove_if_stale(&entry.path(), here);
+                let _ = remove_if_stale(&entry.path(), is_same_mount);
             }
         }
     }
@@ -110,46 +113,46 @@ impl TemporaryName {
     fn name(&self, attempt: u32, ending: &str) -> PathBuf {
         let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let unique = clock.map_or(0, |t| t.subsec_nanos()).wrapping_add(attempt);
-        let origin = self.origin.unwrap_or(0);
-        self.folder.join(format!("{}{origin:08x}-{unique:08x}{ending}", self.prefix))
+        let mount_id = self.mount_id.unwrap_or(0);
+        self.folder.join(format!("{}{mount_id:08x}-{unique:08x}{ending}", self.prefix))
     }
 
     /// The origin of a name; None if it is not one of these, or without a lock.
-    fn origin_of(&self, name: &str) -> Option<u32> {
-        let numbers = name.strip_prefix(&self.prefix)?.strip_suffix(HELD)?;
-        let (origin, unique) = numbers.split_once('-')?;
+    fn mount_id_of(&self, name: &str) -> Option<u32> {
+        let numbers = name.strip_prefix(&self.prefix)?.strip_suffix(LOCKED_SUFFIX)?;
+        let (mount_id, unique) = numbers.split_once('-')?;
         let hexadecimal =
             |text: &str| text.len() == 8 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-        if !hexadecimal(origin) || !hexadecimal(unique) {
+        if !hexadecimal(mount_id) || !hexadecimal(unique) {
             return None;
         }
-        u32::from_str_radix(origin, 16).ok()
+        u32::from_str_radix(mount_id, 16).ok()
     }
 }
 
 /// Identifies a mount of this running system, on which all writers see each other's locks; None if that
 /// is not certain.
-fn origin(folder: &Path) -> Option<u32> {
+fn mount_id(folder: &Path) -> Option<u32> {
     let boot = fs::read("/proc/sys/kernel/random/boot_id").ok()?;
     let mount = fs::metadata(folder).ok()?.dev();
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&boot);
     hasher.update(&mount.to_le_bytes());
-    Some(hasher.finalize()).filter(|origin| *origin != 0)
+    Some(hasher.finalize()).filter(|mount_id| *mount_id != 0)
 }
 
-/// Removes a file that no process writes. `here`: it was made on this mount of this system.
-fn remove_if_stale(path: &Path, here: bool) -> io::Result<()> {
+/// Removes a file that no process writes. `is_same_mount`: it was made on this mount of this system.
+fn remove_if_stale(path: &Path, is_same_mount: bool) -> io::Result<()> {
     // Writable, because some servers grant no lock otherwise; not through a link, and without
     // waiting for the other end of a pipe.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
     let opened = file.metadata()?;
-    let quiet = || opened.modified().ok().and_then(|at| at.elapsed().ok());
-    if !opened.is_file() || !(here || quiet().is_some_and(|time| time > PATIENCE)) {
+    let idle_time = || opened.modified().ok().and_then(|at| at.elapsed().ok());
+    if !opened.is_file() || !(is_same_mount || idle_time().is_some_and(|time| time > STALE_AFTER)) {
         return Ok(());
     }
-    if sys::try_lock(&file)? {
+    if sys::try_flock(&file)? {
         // Under the lock a name stays, except that its saver may just have published the file.
         let named = fs::symlink_metadata(path)?;
         if (named.dev(), named.ino()) == (opened.dev(), opened.ino()) {

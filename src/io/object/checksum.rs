@@ -18,7 +18,7 @@ impl Checksum {
     }
 
     /// The checksum of the same bytes and those behind them.
-    pub fn and(self, next: Checksum) -> Self {
+    pub fn combined_with(self, next: Checksum) -> Self {
         let value = checksum_combine(CrcAlgorithm::Crc64Nvme, self.value, next.value, next.len);
         Checksum { value, len: self.len + next.len }
     }
@@ -66,7 +66,12 @@ mod tests {
         assert_eq!(Checksum::default(), Checksum::of(b""));
         for at in 0..=9 {
             let (one, other) = b"123456789".split_at(at);
-            assert_eq!(Checksum::default().and(Checksum::of(one)).and(Checksum::of(other)), whole);
+            assert_eq!(
+                Checksum::default()
+                    .combined_with(Checksum::of(one))
+                    .combined_with(Checksum::of(other)),
+                whole
+            );
         }
     }
 }

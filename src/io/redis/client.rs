@@ -8,11 +8,11 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Pipeline, RedisConnectionInfo, RedisError, Value};
 use url::Url;
 
-use super::bounded::{Allowance, Bounded};
-use crate::error::Shown;
+use super::bounded_connection::{BoundedConnection, ReceiveLimit};
+use crate::error::Escaped;
 use crate::io::transport::{
     ConnectionPool, Failure, REDIS_SETTINGS, RetryBudget, Tls, TransportOptions, Trust, show_text,
-    timer, untrusted,
+    timer, untrusted_message,
 };
 
 /// The port that servers listen on unless they are told otherwise.
@@ -72,20 +72,20 @@ impl RedisAddress {
 }
 
 /// The connections of one source.
-pub struct Connections {
+pub struct RedisConnections {
     address: RedisAddress,
     tls: Option<Tls>,
     /// The advice for an untrusted certificate.
     hint: String,
     config: AsyncConnectionConfig,
     limit: Duration,
-    pool: ConnectionPool<(MultiplexedConnection, Allowance)>,
+    pool: ConnectionPool<(MultiplexedConnection, ReceiveLimit)>,
 }
 
 /// Bytes that a greeting may have, and each answer beside its data.
 const OVERHEAD: u64 = 4 << 10;
 
-impl Connections {
+impl RedisConnections {
     /// Reads the certificates, if they are needed; what is wrong with them is the error.
     pub fn new(address: RedisAddress, options: &TransportOptions) -> Result<Self, String> {
         // Clients of Redis do not heed the variables of HTTP clients.
@@ -93,7 +93,7 @@ impl Connections {
             Trust::Default => Trust::System,
             other => other.clone(),
         };
-        Ok(Connections {
+        Ok(RedisConnections {
             tls: address.tls.then(|| Tls::new(&trust, &[])).transpose()?,
             hint: trust.hint(REDIS_SETTINGS),
             address,
@@ -103,59 +103,61 @@ impl Connections {
         })
     }
 
-    async fn connect(&self) -> Result<(MultiplexedConnection, Allowance), Failure> {
+    async fn connect(&self) -> Result<(MultiplexedConnection, ReceiveLimit), Failure> {
         let RedisAddress { host, port, settings, .. } = &self.address;
-        let allowance = Allowance::default();
-        allowance.set(16 * OVERHEAD);
-        let made = async {
+        let receive_limit = ReceiveLimit::default();
+        receive_limit.set(16 * OVERHEAD);
+        let connected = async {
             let to = (host.as_str(), *port);
-            let stream = Bounded::connect(to, self.tls.as_ref(), allowance.clone()).await;
+            let stream =
+                BoundedConnection::connect(to, self.tls.as_ref(), receive_limit.clone()).await;
             let config = self.config.clone();
-            let stream = stream.map_err(|error| refused(error, &self.hint))?;
+            let stream = stream.map_err(|error| connect_failure(error, &self.hint))?;
             MultiplexedConnection::new_with_config(settings, stream, config).await.map_err(failure)
         };
-        let made = timer::timeout(self.limit, made).await.map_err(|_| {
+        let connected = timer::timeout(self.limit, connected).await.map_err(|_| {
             let what = format!("no connection within {} s", self.limit.as_secs_f64());
             Failure::transient(ErrorKind::TimedOut, what)
         });
-        let (connection, driver) = made??;
+        let (connection, driver) = connected??;
         tokio::spawn(driver);
-        Ok((connection, allowance))
+        Ok((connection, receive_limit))
     }
 
     /// Sends a series of commands and gives their answers, in order, of at most so many bytes.
     pub fn send(
         &self,
         commands: &Pipeline,
-        most: u64,
+        max_bytes: u64,
         budget: &RetryBudget<'_>,
     ) -> Result<Vec<Value>, Failure> {
         let connection = self.pool.take(budget, || self.connect())?;
-        let (stream, allowance) = connection.client();
+        let (stream, receive_limit) = connection.client();
         let mut stream = stream.clone();
-        allowance.set(most.saturating_add(OVERHEAD));
+        receive_limit.set(max_bytes.saturating_add(OVERHEAD));
         let answers = connection.run(budget, async {
             commands.query_async::<Vec<Value>>(&mut stream).await.map_err(failure)
         });
         if answers.as_ref().is_err_and(Failure::is_ended) {
             return answers;
         }
-        if allowance.is_used_up() {
-            let what =
-                format!("the server sent more than the {most} bytes that the commands may return");
+        if receive_limit.is_used_up() {
+            let what = format!(
+                "the server sent more than the {max_bytes} bytes that the commands may return"
+            );
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         }
         // A connection on which something failed is not used again.
         let answers = answers?;
-        self.pool.put(connection);
+        self.pool.give_back(connection);
         Ok(answers)
     }
 }
 
 /// The failure to connect.
-fn refused(error: io::Error, hint: &str) -> Failure {
+fn connect_failure(error: io::Error, hint: &str) -> Failure {
     let (kind, text) = (error.kind(), error.to_string());
-    if let Some(what) = untrusted(&text, hint) {
+    if let Some(what) = untrusted_message(&text, hint) {
         return Failure::permanent(ErrorKind::PermissionDenied, what);
     }
     let lower = text.to_lowercase();
@@ -171,7 +173,7 @@ fn refused(error: io::Error, hint: &str) -> Failure {
 }
 
 fn failure(error: RedisError) -> Failure {
-    let text = Shown(&error.to_string()).to_string();
+    let text = Escaped(&error.to_string()).to_string();
     let refused = error.kind() == redis::ErrorKind::AuthenticationFailed;
     if refused || matches!(error.code(), Some("NOAUTH" | "WRONGPASS" | "NOPERM")) {
         let what = format!("{text}; check user and password");
@@ -195,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses() {
+    fn redis_addresses_are_parsed() {
         let parse = RedisAddress::parse;
         let found = parse("redis://me:p%40ss@host/a b/\"c\"?db=3").unwrap();
         assert_eq!(found.prefix, "a b/\"c\"");
@@ -207,8 +209,8 @@ mod tests {
         assert!(parse("rediss://[::1]:7/x").unwrap().tls);
         assert_eq!(parse("rediss://[::1]:7/x").unwrap().shown, "rediss://::1:7/x");
         for bad in ["redis://me:secret@host:port/x", "redis://:secret@host/x?dbs=1"] {
-            let said = parse(bad).err().unwrap();
-            assert!(!said.contains("secret"), "{said}");
+            let message = parse(bad).err().unwrap();
+            assert!(!message.contains("secret"), "{message}");
         }
         for bad in ["redis:///x", "redis://host/x?db=no", "redis://host/x?dbs=1"] {
             assert!(parse(bad).is_err(), "{bad}");

@@ -2,7 +2,7 @@
 //!
 //! A key is `<prefix>:<label>:<position of its value in the file>`; see `to_redis`.
 
-mod bounded;
+mod bounded_connection;
 mod client;
 
 use std::io::ErrorKind;
@@ -14,12 +14,12 @@ use redis::{Pipeline, Value, cmd};
 
 use super::{Capabilities, ReadAt};
 use crate::cancel::Cancel;
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::fallible::{push, with_room};
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
-use client::{Connections, RedisAddress};
+use client::{RedisAddress, RedisConnections};
 
 /// Bytes that one command asks for.
 const COMMAND_LEN: u64 = 1 << 20;
@@ -36,13 +36,13 @@ const SCAN_LEN: u64 = 2 << 20;
 /// Bytes of an answer beside its data: a length or a number, and ends of lines.
 const ANSWER_LEN: u64 = 64;
 /// Bytes that the keys of one file may take: of some hundred thousand tensors, each of which has two.
-const MOST_KEY_BYTES: usize = 64 << 20;
+const MAX_KEY_BYTES: usize = 64 << 20;
 /// Lists of keys, in messages.
 const KEYS: &str = "the keys of a file";
 /// Keys that a step of a scan looks at, and that one batch asks about.
 const SCAN_COUNT: usize = 1000;
 /// A step whose answer was too long is done again for so many times fewer keys.
-const FEWER: usize = 32;
+const COUNT_DIVISOR: usize = 32;
 
 /// The position of a key's value in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,9 +55,9 @@ struct StoredValue {
 /// The values of all keys with one prefix.
 pub struct RedisSource {
     shown: String,
-    connections: Connections,
+    connections: RedisConnections,
     options: TransportOptions,
-    held: Vec<StoredValue>,
+    values: Vec<StoredValue>,
     end: u64,
     /// Bytes that are asked for before the first answer is read.
     batch_len: AtomicU64,
@@ -71,17 +71,17 @@ pub fn open(
 ) -> Result<Arc<dyn ReadAt>> {
     let parsed = RedisAddress::parse(address).map_err(Error::InvalidArgument)?;
     let (shown, prefix) = (parsed.shown.clone(), parsed.prefix.clone());
-    let connections = Connections::new(parsed, options).map_err(Error::InvalidArgument)?;
-    let (held, end, batch_len) = (Vec::new(), 0, AtomicU64::new(BATCH_LEN));
+    let connections = RedisConnections::new(parsed, options).map_err(Error::InvalidArgument)?;
+    let (values, end, batch_len) = (Vec::new(), 0, AtomicU64::new(BATCH_LEN));
     let options = options.clone();
-    let mut source = RedisSource { shown, connections, options, held, end, batch_len };
-    source.held = source.find(&prefix, cancel)?;
-    if source.held.is_empty() {
+    let mut source = RedisSource { shown, connections, options, values, end, batch_len };
+    source.values = source.find(&prefix, cancel)?;
+    if source.values.is_empty() {
         let what = format!("no key of the database begins with `{prefix}:`");
         let error = std::io::Error::new(ErrorKind::NotFound, what);
         return Err(Error::io("opening", &source.shown, error));
     }
-    source.end = source.held.iter().map(|held| held.start + held.len).max().unwrap_or(0);
+    source.end = source.values.iter().map(|value| value.start + value.len).max().unwrap_or(0);
     Ok(Arc::new(source))
 }
 
@@ -90,19 +90,19 @@ impl RedisSource {
     fn send(
         &self,
         commands: &Pipeline,
-        most: u64,
+        max_bytes: u64,
         position: u64,
         budget: &RetryBudget<'_>,
     ) -> Result<Vec<Value>> {
         budget.set_position(position);
-        retry::run(budget, || self.connections.send(commands, most, budget))
+        retry::run(budget, || self.connections.send(commands, max_bytes, budget))
     }
 
     /// The error of an answer that the command does not have.
-    fn odd(&self, command: &str, what: impl std::fmt::Display) -> Error {
+    fn unexpected_answer(&self, command: &str, what: impl std::fmt::Display) -> Error {
         const SHOWN: usize = 200;
         let what: String = what.to_string().chars().take(SHOWN).collect();
-        let text = format!("unexpected reply to {command}: {}", Shown(&what));
+        let text = format!("unexpected reply to {command} : {}", Escaped(&what));
         Error::io("reading", &self.shown, std::io::Error::new(ErrorKind::InvalidData, text))
     }
 
@@ -122,9 +122,9 @@ impl RedisSource {
         // Keys of other programs may begin the same way. They have no position, and are left out.
         let keys: Vec<(u64, Vec<u8>)> =
             keys.into_iter().filter_map(|key| Some((position(&key)?, key))).collect();
-        let mut held = self.held(&keys, &budget)?;
-        held.sort_by_key(|held| held.start);
-        Ok(held)
+        let mut values = self.stored_values(&keys, &budget)?;
+        values.sort_by_key(|value| value.start);
+        Ok(values)
     }
 
     /// All keys with the prefix, as the server gives them.
@@ -142,32 +142,34 @@ impl RedisSource {
                 Err(Error::Io { error, .. })
                     if error.kind() == ErrorKind::InvalidData && count > 1 =>
                 {
-                    count = (count / FEWER).max(1);
+                    count = (count / COUNT_DIVISOR).max(1);
                     continue;
                 }
                 answers => answers?,
             };
             let answer = match answers.into_iter().next() {
                 Some(Value::Array(answer)) => answer,
-                other => return Err(self.odd("SCAN", format!("{other:?}"))),
+                other => return Err(self.unexpected_answer("SCAN", format!("{other:?}"))),
             };
             let mut answer = answer.into_iter();
             let (Some(Value::BulkString(next)), Some(Value::Array(found))) =
                 (answer.next(), answer.next())
             else {
-                return Err(self.odd("SCAN", "not a cursor and a list of keys"));
+                return Err(self.unexpected_answer("SCAN", "not a cursor and a list of keys"));
             };
             for key in found {
                 match key {
                     Value::BulkString(key) => {
                         key_bytes += key.len() + size_of_val(&key);
-                        if key_bytes > MOST_KEY_BYTES {
-                            let what = format!("more than {MOST_KEY_BYTES} bytes of keys");
-                            return Err(self.odd("SCAN", what));
+                        if key_bytes > MAX_KEY_BYTES {
+                            let what = format!("more than {MAX_KEY_BYTES} bytesof keys");
+                            return Err(self.unexpected_answer("SCAN", what));
                         }
                         push(&mut keys, key, KEYS)?;
                     }
-                    other => return Err(self.odd("SCAN", format!("the key {other:?}"))),
+                    other => {
+                        return Err(self.unexpected_answer("SCAN", format!("the key {other:?}")));
+                    }
                 }
             }
             if next == b"0" {
@@ -178,12 +180,12 @@ impl RedisSource {
     }
 
     /// The lengths of their values; those without bytes are left out.
-    fn held<'t>(
+    fn stored_values<'t>(
         &self,
         keys: &[(u64, Vec<u8>)],
         budget: &dyn Fn() -> RetryBudget<'t>,
     ) -> Result<Vec<StoredValue>> {
-        let mut held = with_room(keys.len(), KEYS)?;
+        let mut values = with_room(keys.len(), KEYS)?;
         for batch in keys.chunks(SCAN_COUNT) {
             let mut lengths = Pipeline::new();
             for (_, key) in batch {
@@ -197,47 +199,50 @@ impl RedisSource {
             )?) {
                 let len = match len {
                     Value::Int(len) => u64::try_from(len).unwrap_or(0),
-                    other => return Err(self.odd("STRLEN", format!("{other:?}"))),
+                    other => return Err(self.unexpected_answer("STRLEN", format!("{other:?}"))),
                 };
                 if start.checked_add(len).is_none() {
-                    return Err(self.odd("STRLEN", format!("{len} for a value at {start}")));
+                    return Err(
+                        self.unexpected_answer("STRLEN", format!("{len} for a value at {start}"))
+                    );
                 }
                 // The value of a tensor without data shares its position with the next one.
                 if len > 0 {
-                    held.push(StoredValue { start: *start, len, key: key.clone() });
+                    values.push(StoredValue { start: *start, len, key: key.clone() });
                 }
             }
         }
-        Ok(held)
+        Ok(values)
     }
 
     /// The parts of values that hold some bytes of the file: key, first and last byte, and true if that
     /// is all of the value. Stops after about as much as one batch should hold.
-    fn pieces(&self, start: u64, end: u64) -> Result<Vec<Piece<'_>>> {
+    fn value_ranges(&self, start: u64, end: u64) -> Result<Vec<ValueRange<'_>>> {
         let mut pieces = Vec::new();
         let mut at = start;
         let stop = end.min(start.saturating_add(self.batch_len.load(Ordering::Relaxed)));
-        let mut number = self.held.partition_point(|held| held.start <= start);
+        let mut number = self.values.partition_point(|value| value.start <= start);
         number = number.saturating_sub(1);
         while at < stop && pieces.len() < BATCH_COMMANDS {
-            let next = self.held.get(number + 1).map_or(u64::MAX, |next| next.start);
-            let held = self.held.get(number).filter(|held| held.start <= at);
-            let Some(held) = held.filter(|held| at < next && held.start + held.len > at) else {
+            let next = self.values.get(number + 1).map_or(u64::MAX, |next| next.start);
+            let value = self.values.get(number).filter(|value| value.start <= at);
+            let Some(value) = value.filter(|value| at < next && value.start + value.len > at)
+            else {
                 if next <= at {
                     number += 1;
                     continue;
                 }
                 let text = format!(
-                    "no key of the database holds byte {at} of the file: a key was removed, or the \
+                    "no key of the database holds byte {at}of the file: a key was removed, or the \
                      file is incomplete"
                 );
                 let error = std::io::Error::new(ErrorKind::UnexpectedEof, text);
                 return Err(Error::io("reading", &self.shown, error));
             };
-            let until = (held.start + held.len).min(next).min(stop).min(at + COMMAND_LEN);
-            pieces.push(Piece { held, start: at, len: until - at });
+            let until = (value.start + value.len).min(next).min(stop).min(at + COMMAND_LEN);
+            pieces.push(ValueRange { value, start: at, len: until - at });
             at = until;
-            if at == held.start + held.len || at == next {
+            if at == value.start + value.len || at == next {
                 number += 1;
             }
         }
@@ -246,20 +251,20 @@ impl RedisSource {
 }
 
 /// Part of a value.
-struct Piece<'s> {
-    held: &'s StoredValue,
+struct ValueRange<'s> {
+    value: &'s StoredValue,
     /// Position in the file.
     start: u64,
     len: u64,
 }
 
-impl Piece<'_> {
+impl ValueRange<'_> {
     fn command(&self) -> redis::Cmd {
-        if self.len == self.held.len {
-            return cmd("GET").arg(&self.held.key).clone();
+        if self.len == self.value.len {
+            return cmd("GET").arg(&self.value.key).clone();
         }
-        let first = self.start - self.held.start;
-        cmd("GETRANGE").arg(&self.held.key).arg(first).arg(first + self.len - 1).clone()
+        let first = self.start - self.value.start;
+        cmd("GETRANGE").arg(&self.value.key).arg(first).arg(first + self.len - 1).clone()
     }
 }
 
@@ -310,24 +315,24 @@ impl ReadAt for RedisSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let end = offset.saturating_add(buffers.left() as u64).min(self.end);
+        let end = offset.saturating_add(buffers.remaining() as u64).min(self.end);
         if end <= offset {
             return Ok(0);
         }
-        let pieces = self.pieces(offset, end)?;
+        let pieces = self.value_ranges(offset, end)?;
         let mut commands = Pipeline::with_capacity(pieces.len());
         for piece in &pieces {
             commands.add_command(piece.command());
         }
-        let most = pieces.iter().map(|piece| piece.len + ANSWER_LEN).sum();
+        let max_bytes = pieces.iter().map(|piece| piece.len + ANSWER_LEN).sum();
         let budget = RetryBudget::new("reading", &self.shown, &self.options, cancel);
-        let answers = self.send(&commands, most, offset, &budget)?;
+        let answers = self.send(&commands, max_bytes, offset, &budget)?;
         let mut done = 0;
         for (piece, answer) in pieces.iter().zip(answers) {
             let bytes = match answer {
                 Value::BulkString(bytes) => bytes,
                 Value::Nil => Vec::new(),
-                other => return Err(self.odd("GETRANGE", format!("{other:?}"))),
+                other => return Err(self.unexpected_answer("GETRANGE", format!("{other:?}"))),
             };
             if bytes.len() as u64 != piece.len {
                 let failure = Failure::permanent(
@@ -335,15 +340,15 @@ impl ReadAt for RedisSource {
                     format!(
                         "the value of `{}` changed while it was read: expected {} bytes from {} \
                          on, found {}",
-                        Shown(&String::from_utf8_lossy(&piece.held.key)),
+                        Escaped(&String::from_utf8_lossy(&piece.value.key)),
                         piece.len,
-                        piece.start - piece.held.start,
+                        piece.start - piece.value.start,
                         bytes.len()
                     ),
                 );
                 return Err(Error::io("reading", &self.shown, failure.error));
             }
-            done += buffers.put(&bytes);
+            done += buffers.fill_from(&bytes);
         }
         buffers.arrived(done as u64);
         Ok(done)
@@ -355,7 +360,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys() {
+    fn keys_end_in_the_position_of_their_value() {
         assert_eq!(pattern("a*b"), "a\\*b:*");
         assert_eq!(position(b"p:a:b:12"), Some(12));
         assert_eq!(position(b"p:header:x"), None);

@@ -14,7 +14,7 @@ use aws_smithy_runtime_api::client::http::{
 use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
 use reqwest::{Body, Request};
 
-use super::send::document;
+use super::send::read_document;
 use super::trust::AWS_CREDENTIALS_SETTINGS;
 use super::{Client, ClientConfig, Failure, TransportOptions, UploadBody};
 
@@ -114,7 +114,7 @@ async fn send(
         Request::try_from(request.map(|body| Body::wrap(UploadBody::new(body, counted))))?;
     let mut response = client.send(request, Some(&sent)).await?;
     // The SDK reads no objects in this way, only the documents of its API.
-    let body = document(&mut response, client.stall()).await?;
+    let body = read_document(&mut response, client.stall()).await?;
     let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
     let mut answer = HttpResponse::new(status, SdkBody::from(body));
     for (name, value) in response.headers() {

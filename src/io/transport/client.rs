@@ -8,12 +8,12 @@ use std::time::Duration;
 use reqwest::{Method, Request, RequestBuilder, Response, Url};
 
 use super::send::{connection_failure, unless_stalled};
-use super::tls::Protocols;
+use super::tls::AlpnProtocols;
 use super::{Failure, Tls, TransportOptions};
-use crate::environment::reading;
+use crate::environment::read_guarded;
 
 /// The protocols that servers may choose from, the best first.
-const PROTOCOLS: Protocols = &[b"h2", b"http/1.1"];
+const PROTOCOLS: AlpnProtocols = &[b"h2", b"http/1.1"];
 /// Bytes that a server may send by HTTP/2 before it gets an acknowledgement, which is sent after half
 /// of them: 8 MiB in 50 ms fill a network of 1 Gbit/s.
 pub const HTTP2_WINDOW: u32 = 16 << 20;
@@ -51,21 +51,21 @@ impl ClientConfig {
 
     /// Makes a client.
     pub fn client(&self) -> Result<Client, Failure> {
-        self.make(HTTP2_WINDOW, true)
+        self.build(HTTP2_WINDOW, true)
     }
 
     /// Makes a client to which servers may send `window` bytes ahead by HTTP/2.
     pub fn client_with_window(&self, window: u32) -> Result<Client, Failure> {
-        self.make(window, true)
+        self.build(window, true)
     }
 
     /// Makes a client that uses no proxy.
     #[cfg(feature = "clouds")]
     pub fn client_without_proxy(&self) -> Result<Client, Failure> {
-        self.make(HTTP2_WINDOW, false)
+        self.build(HTTP2_WINDOW, false)
     }
 
-    fn make(&self, window: u32, proxy: bool) -> Result<Client, Failure> {
+    fn build(&self, window: u32, proxy: bool) -> Result<Client, Failure> {
         let builder = reqwest::Client::builder()
             .user_agent(concat!("tensorizer/", env!("CARGO_PKG_VERSION")))
             .redirect(reqwest::redirect::Policy::none())
@@ -76,7 +76,7 @@ impl ClientConfig {
             .http2_initial_stream_window_size(window)
             .http2_initial_connection_window_size(window)
             .tls_backend_preconfigured(self.tls.config());
-        let made = reading(|| {
+        let built = read_guarded(|| {
             let variable = |name: &str| std::env::var(name).ok();
             if !proxy || names_all_hosts(variable) {
                 return builder.no_proxy().build().map(|http| (http, [None, None]));
@@ -84,7 +84,7 @@ impl ClientConfig {
             let unusable = ["http", "https"].map(|scheme| unusable_proxy(scheme, variable));
             builder.build().map(|http| (http, unusable))
         });
-        let (http, unusable_proxies) = made?;
+        let (http, unusable_proxies) = built?;
         let (hint, without_roots) = (Arc::clone(&self.hint), self.without_roots.clone());
         Ok(Client { http, stall: self.stall, hint, without_roots, unusable_proxies })
     }
@@ -139,11 +139,11 @@ impl Client {
         request: Request,
         sent: Option<&AtomicU64>,
     ) -> Result<Response, Failure> {
-        self.send_patiently(request, sent, self.stall).await
+        self.send_with_time_limit(request, sent, self.stall).await
     }
 
     /// The same with another time limit for the server.
-    pub async fn send_patiently(
+    pub async fn send_with_time_limit(
         &self,
         request: Request,
         sent: Option<&AtomicU64>,

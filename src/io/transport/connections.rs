@@ -11,9 +11,9 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::{Failure, RetryBudget, timer};
 use crate::cancel::POLL;
-use crate::environment::reading;
-use crate::sys::brief::Brief;
-use crate::sys::process::Inherited;
+use crate::environment::read_guarded;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use crate::sys::process::DropInOwner;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 use crate::{
     cancel::Cancel,
@@ -27,7 +27,7 @@ pub struct EventLoop(Option<Runtime>);
 impl EventLoop {
     /// Starts an event loop.
     pub fn new() -> Result<Self, Failure> {
-        let runtime = reading(|| Builder::new_current_thread().enable_all().build());
+        let runtime = read_guarded(|| Builder::new_current_thread().enable_all().build());
         let failed = |e: io::Error| Failure::permanent(e.kind(), format!("an event loop: {e}"));
         Ok(EventLoop(Some(runtime.map_err(failed)?)))
     }
@@ -64,7 +64,7 @@ impl Drop for EventLoop {
 
 /// An event loop, and the client whose connections live on it. A forked child neither uses nor closes
 /// it: its sockets are registered with a poller that is the parent's too.
-pub struct PooledConnection<C>(Inherited<(EventLoop, C)>);
+pub struct PooledConnection<C>(DropInOwner<(EventLoop, C)>);
 
 impl<C> PooledConnection<C> {
     /// Makes an event loop, and a client on it.
@@ -74,7 +74,7 @@ impl<C> PooledConnection<C> {
     ) -> Result<Self, Failure> {
         let events = EventLoop::new()?;
         let client = events.run(budget, make())?;
-        Ok(PooledConnection(Inherited::new((events, client))))
+        Ok(PooledConnection(DropInOwner::new((events, client))))
     }
 
     /// The client.
@@ -93,11 +93,11 @@ impl<C> PooledConnection<C> {
 }
 
 /// Idle connections.
-pub struct ConnectionPool<C>(Brief<Vec<PooledConnection<C>>>);
+pub struct ConnectionPool<C>(ForkSafeMutex<Vec<PooledConnection<C>>>);
 
 impl<C> Default for ConnectionPool<C> {
     fn default() -> Self {
-        ConnectionPool(Brief::new(Vec::new()))
+        ConnectionPool(ForkSafeMutex::new(Vec::new()))
     }
 }
 
@@ -111,7 +111,7 @@ impl<C> ConnectionPool<C> {
         loop {
             let idle = self.0.lock().pop();
             match idle {
-                Some(connection) if connection.0.maker().is_here() => return Ok(connection),
+                Some(connection) if connection.0.owner().is_current() => return Ok(connection),
                 Some(_) => {}
                 None => return PooledConnection::new(budget, make),
             }
@@ -125,16 +125,16 @@ impl<C> ConnectionPool<C> {
     }
 
     /// Puts a connection back.
-    pub fn put(&self, connection: PooledConnection<C>) {
+    pub fn give_back(&self, connection: PooledConnection<C>) {
         self.0.lock().push(connection);
     }
 }
 
 /// Guards the environment while a future is polled: credential providers read it at any time.
 #[cfg(any(feature = "clouds", feature = "s3"))]
-pub async fn guarded<T>(work: impl Future<Output = T>) -> T {
+pub async fn with_guarded_polls<T>(work: impl Future<Output = T>) -> T {
     let mut work = std::pin::pin!(work);
-    std::future::poll_fn(|context| reading(|| work.as_mut().poll(context))).await
+    std::future::poll_fn(|context| read_guarded(|| work.as_mut().poll(context))).await
 }
 
 /// Runs work that may ask servers, such as finding credentials, before the object `shown` is opened.
@@ -146,8 +146,8 @@ pub fn run_once<T>(
     work: impl Future<Output = CallResult<T>>,
 ) -> CallResult<T> {
     let budget = RetryBudget::new("opening", shown, options, cancel);
-    let done: Result<CallResult<T>, Failure> =
-        EventLoop::new().and_then(|events| events.run(&budget, async { Ok(guarded(work).await) }));
+    let done: Result<CallResult<T>, Failure> = EventLoop::new()
+        .and_then(|events| events.run(&budget, async { Ok(with_guarded_polls(work).await) }));
     done.unwrap_or_else(|failure| Err::<T, Error>(budget.error(failure)))
 }
 
@@ -167,7 +167,7 @@ mod tests {
         let options = TransportOptions { total: Duration::from_secs(3600), ..options };
         // The event loop asks each time that this much has passed.
         let passes = || {
-            clock::pass(POLL);
+            clock::advance(POLL);
             Ok(())
         };
         let begun = clock::now();

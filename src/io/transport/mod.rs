@@ -27,15 +27,15 @@ pub(crate) use aws_sdk::{LazySdkClient, SdkClient};
 pub(crate) use client::{Client, ClientConfig, HTTP2_WINDOW};
 pub(crate) use connections::{ConnectionPool, PooledConnection};
 #[cfg(any(feature = "clouds", feature = "s3"))]
-pub(crate) use connections::{guarded, run_once};
+pub(crate) use connections::{run_once, with_guarded_polls};
 pub use options::TransportOptions;
 #[cfg(feature = "http")]
-pub(crate) use redirects::{Authorize, Location, follow};
+pub(crate) use redirects::{Authorize, RequestTarget, follow};
 pub(crate) use retry::{Failure, RetryBudget};
-#[cfg(feature = "http")]
-pub(crate) use send::{beginning, chunk, says_expired, status_failure};
 #[cfg(feature = "clouds")]
-pub(crate) use send::{document, is_transient};
+pub(crate) use send::{is_transient, read_document};
+#[cfg(feature = "http")]
+pub(crate) use send::{read_beginning, read_chunk, says_expired, status_failure};
 pub(crate) use tls::Tls;
 #[cfg(feature = "clouds")]
 pub(crate) use trust::CREDENTIALS_SETTINGS;
@@ -44,7 +44,7 @@ pub(crate) use trust::REDIS_SETTINGS;
 #[cfg(feature = "s3")]
 pub(crate) use trust::S3_SETTINGS;
 pub use trust::Trust;
-pub(crate) use trust::untrusted;
+pub(crate) use trust::untrusted_message;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) use upload_body::UploadBody;
 

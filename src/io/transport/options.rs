@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::Trust;
 use super::trust::HTTP_SETTINGS;
 use crate::environment::{
-    ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS, Variable,
+    ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, NumberVariable, STALL_SECONDS, TOTAL_SECONDS,
 };
 use crate::error::Result;
 
@@ -36,7 +36,7 @@ pub struct TransportOptions {
 }
 
 /// A time limit of 10 ms to a month, so that sums of them cannot overflow. 0 means a second.
-fn time(variable: &Variable) -> Result<Duration> {
+fn time(variable: &NumberVariable) -> Result<Duration> {
     const SHORTEST: Duration = Duration::from_millis(10);
     const LONGEST: Duration = Duration::from_secs(31 * 24 * 60 * 60);
     match variable.seconds()? {

@@ -20,14 +20,14 @@ pub trait Authorize: Send + Sync {
 
 /// A URL, and the headers and credentials that are sent there.
 #[derive(Clone)]
-pub struct Location {
+pub struct RequestTarget {
     pub url: Url,
     headers: Vec<(String, String)>,
     authorize: Option<Arc<dyn Authorize>>,
 }
 
-impl PartialEq for Location {
-    fn eq(&self, other: &Location) -> bool {
+impl PartialEq for RequestTarget {
+    fn eq(&self, other: &RequestTarget) -> bool {
         let same = match (&self.authorize, &other.authorize) {
             (Some(one), Some(other)) => Arc::ptr_eq(one, other),
             (one, other) => one.is_none() && other.is_none(),
@@ -36,26 +36,26 @@ impl PartialEq for Location {
     }
 }
 
-impl Location {
+impl RequestTarget {
     pub fn new(url: Url, headers: Vec<(String, String)>) -> Self {
-        Location { url, headers, authorize: None }
+        RequestTarget { url, headers, authorize: None }
     }
 
     /// The same location, whose requests are authorized.
     #[cfg(feature = "clouds")]
     pub fn authorized(self, authorize: Arc<dyn Authorize>) -> Self {
-        Location { authorize: Some(authorize), ..self }
+        RequestTarget { authorize: Some(authorize), ..self }
     }
 
     /// A file in the same folder, requested in the same way.
-    pub fn sibling(&self, name: &str) -> Option<Location> {
+    pub fn sibling(&self, name: &str) -> Option<RequestTarget> {
         let mut url = self.url.clone();
         url.path_segments_mut().ok()?.pop().extend(name.split('/'));
-        Some(Location { url, ..self.clone() })
+        Some(RequestTarget { url, ..self.clone() })
     }
 
     /// The location that a redirect names.
-    fn redirected(&self, to: &str) -> Result<Location, Failure> {
+    fn redirected(&self, to: &str) -> Result<RequestTarget, Failure> {
         let refused = |what: &str| Failure::permanent(ErrorKind::InvalidData, what);
         let url = self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
         let mut url = url.ok_or_else(|| {
@@ -65,14 +65,14 @@ impl Location {
             return Err(refused("the server redirects from https:// to http://, which is refused"));
         }
         if url.origin() != self.url.origin() {
-            return Ok(Location::new(url, Vec::new()));
+            return Ok(RequestTarget::new(url, Vec::new()));
         }
         if url.username().is_empty() {
             // Neither can fail: the address has a host.
             let _ = url.set_username(self.url.username());
             let _ = url.set_password(self.url.password());
         }
-        Ok(Location { url, ..self.clone() })
+        Ok(RequestTarget { url, ..self.clone() })
     }
 
     /// A request for this location, with some headers beside its own. User and password of the URL
@@ -110,10 +110,10 @@ impl Location {
 pub async fn follow(
     client: &Client,
     method: Method,
-    from: &Location,
+    from: &RequestTarget,
     headers: &HeaderMap,
-    is_answer: impl Fn(&Location, &HeaderMap) -> bool,
-) -> Result<(Location, Response), Failure> {
+    is_answer: impl Fn(&RequestTarget, &HeaderMap) -> bool,
+) -> Result<(RequestTarget, Response), Failure> {
     let mut at = from.clone();
     for _ in 0..=MAX_REDIRECTS {
         let response = client.send(at.request(client, method.clone(), headers)?, None).await?;

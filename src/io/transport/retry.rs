@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use super::TransportOptions;
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
-use crate::sys::brief::Brief;
 use crate::sys::clock;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The first pause. Each further one is twice as long, up to [`LONGEST_PAUSE`], less a random part of
 /// at most a half.
@@ -116,9 +116,9 @@ pub struct RetryBudget<'o> {
     options: &'o TransportOptions,
     cancel: &'o dyn Cancel,
     begun: Instant,
-    moved: AtomicU64,
+    bytes_moved: AtomicU64,
     /// The counter of the body that is being sent, and its value when this attempt began.
-    sending: Brief<(Arc<AtomicU64>, u64)>,
+    sending: ForkSafeMutex<(Arc<AtomicU64>, u64)>,
     position: AtomicU64,
     opening: bool,
 }
@@ -137,8 +137,8 @@ impl<'o> RetryBudget<'o> {
             options,
             cancel,
             begun: clock::now(),
-            moved: AtomicU64::new(0),
-            sending: Brief::new((Arc::default(), 0)),
+            bytes_moved: AtomicU64::new(0),
+            sending: ForkSafeMutex::new((Arc::default(), 0)),
             position: AtomicU64::new(0),
             opening: false,
         }
@@ -152,12 +152,12 @@ impl<'o> RetryBudget<'o> {
     /// The budget of a request that has taken `spent` and moved some bytes before.
     pub fn resumed(self, spent: Duration, moved: u64) -> Self {
         let begun = self.begun.checked_sub(spent).unwrap_or(self.begun);
-        RetryBudget { begun, moved: AtomicU64::new(moved), ..self }
+        RetryBudget { begun, bytes_moved: AtomicU64::new(moved), ..self }
     }
 
     /// Counts bytes that have arrived.
     pub fn received(&self, bytes: u64) {
-        self.moved.fetch_add(bytes, Ordering::Relaxed);
+        self.bytes_moved.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Sets the next byte wanted, for messages.
@@ -167,7 +167,7 @@ impl<'o> RetryBudget<'o> {
 
     /// Counts the bytes that the next attempt sends, by the counter of their body.
     #[cfg(any(feature = "clouds", feature = "s3"))]
-    pub fn watch(&self, sent: &Arc<AtomicU64>) {
+    pub fn track_upload(&self, sent: &Arc<AtomicU64>) {
         let before = self.sent();
         self.received(before);
         *self.sending.lock() = (Arc::clone(sent), sent.load(Ordering::Relaxed));
@@ -178,15 +178,15 @@ impl<'o> RetryBudget<'o> {
         sending.0.load(Ordering::Relaxed).saturating_sub(sending.1)
     }
 
-    fn allowed(&self) -> Duration {
-        let moved = self.moved.load(Ordering::Relaxed).saturating_add(self.sent());
+    fn time_allowed(&self) -> Duration {
+        let moved = self.bytes_moved.load(Ordering::Relaxed).saturating_add(self.sent());
         self.options.total.saturating_add(Duration::from_secs(moved / BYTES_A_SECOND))
     }
 
     /// Fails if the request that is under way may not go on.
     pub fn check(&self) -> Result<(), Failure> {
         self.cancel.check().map_err(Failure::ended)?;
-        if clock::since(self.begun) <= self.allowed() {
+        if clock::since(self.begun) <= self.time_allowed() {
             return Ok(());
         }
         let what = format!(
@@ -208,10 +208,14 @@ impl<'o> RetryBudget<'o> {
             return Err(self.error(failure));
         }
         let kind = failure.error.kind();
-        let absent = self.opening && kind == io::ErrorKind::ConnectionRefused;
+        let refused_at_opening = self.opening && kind == io::ErrorKind::ConnectionRefused;
         let pause = failure.retry_after.unwrap_or_else(|| backoff(failed)).min(self.options.total);
-        let late = clock::since(self.begun).saturating_add(pause) > self.allowed();
-        if failure.transient && !absent && failed < self.options.attempts && !late {
+        let out_of_time = clock::since(self.begun).saturating_add(pause) > self.time_allowed();
+        if failure.transient
+            && !refused_at_opening
+            && failed < self.options.attempts
+            && !out_of_time
+        {
             return cancel::sleep(pause, self.cancel);
         }
         if failed == 1 {

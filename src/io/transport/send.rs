@@ -10,7 +10,7 @@ use bytes::Bytes;
 use reqwest::header::{HeaderMap, RETRY_AFTER};
 use reqwest::{Response, StatusCode};
 
-use super::{Failure, timer, untrusted};
+use super::{Failure, timer, untrusted_message};
 
 /// Bytes of the longest document that is kept: an answer of an API, with room to spare.
 const DOCUMENT_LIMIT: usize = 4 << 20;
@@ -48,16 +48,16 @@ pub async fn unless_stalled<T>(
 }
 
 /// Reads the next bytes of a body; none at its end.
-pub async fn chunk(response: &mut Response, stall: Duration) -> Result<Bytes, Failure> {
+pub async fn read_chunk(response: &mut Response, stall: Duration) -> Result<Bytes, Failure> {
     Ok(unless_stalled(stall, None, response.chunk()).await??.unwrap_or(Bytes::new()))
 }
 
 /// Reads the body of an answer that is kept as a whole: a document of an API.
 #[cfg(any(feature = "clouds", feature = "s3"))]
-pub async fn document(response: &mut Response, stall: Duration) -> Result<Vec<u8>, Failure> {
+pub async fn read_document(response: &mut Response, stall: Duration) -> Result<Vec<u8>, Failure> {
     let mut body = Vec::new();
     loop {
-        let more = chunk(response, stall).await?;
+        let more = read_chunk(response, stall).await?;
         if more.is_empty() {
             return Ok(body);
         }
@@ -72,10 +72,10 @@ pub async fn document(response: &mut Response, stall: Duration) -> Result<Vec<u8
 }
 
 /// Reads the beginning of a body that says why the server refuses.
-pub async fn beginning(response: &mut Response, stall: Duration) -> Result<Vec<u8>, Failure> {
+pub async fn read_beginning(response: &mut Response, stall: Duration) -> Result<Vec<u8>, Failure> {
     let mut body = Vec::new();
     while body.len() < REFUSAL_LIMIT {
-        match chunk(response, stall).await? {
+        match read_chunk(response, stall).await? {
             more if more.is_empty() => break,
             more => body.extend_from_slice(&more),
         }
@@ -146,7 +146,7 @@ pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
         let what = format!("the name of the server is not known: {text}; check the address");
         return Failure::permanent(ErrorKind::NotFound, what);
     }
-    if let Some(what) = untrusted(&text, hint) {
+    if let Some(what) = untrusted_message(&text, hint) {
         return Failure::permanent(ErrorKind::PermissionDenied, what);
     }
     if error.is_builder() {

@@ -1,4 +1,4 @@
-//! A simulated day for tests: credentials that expire, and a server on loopback that refuses them then.
+//! A simulated cloud for tests: credentials that expire, and a server on loopback that refuses them then.
 //! See `src/sys/clock.rs`.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
@@ -19,35 +19,36 @@ pub const OBJECT_LEN: u64 = 64 << 20;
 
 /// Issues credentials, and checks them.
 #[derive(Debug)]
-pub struct Day {
-    hold: u64,
+pub struct SimulatedCloud {
+    lifetime: u64,
     /// Seconds of each seven minutes in which none are issued.
-    away: u64,
-    /// Seconds since the day began, as the test says.
+    outage: u64,
+    /// Seconds since the beginning, as the test says.
     now: AtomicU64,
     /// When each credential expires.
-    given: Mutex<Vec<u64>>,
+    issued: Mutex<Vec<u64>>,
     /// Requests that were answered, and those that were refused.
     pub answered: AtomicU64,
     pub refused: AtomicU64,
 }
 
-impl Day {
-    /// Credentials hold for so many seconds. From now on time passes for this thread by [`Day::pass`].
-    pub fn new(hold: u64, away: u64) -> Arc<Self> {
+impl SimulatedCloud {
+    /// Credentials are valid for `lifetime` seconds. From now on time passes for this thread by
+    /// [`SimulatedCloud::advance`].
+    pub fn new(lifetime: u64, outage: u64) -> Arc<Self> {
         clock::simulate();
-        Arc::new(Day {
-            hold,
-            away,
+        Arc::new(SimulatedCloud {
+            lifetime,
+            outage,
             now: AtomicU64::new(0),
-            given: Mutex::default(),
+            issued: Mutex::default(),
             answered: AtomicU64::new(0),
             refused: AtomicU64::new(0),
         })
     }
 
-    pub fn pass(&self, seconds: u64) {
-        clock::pass(Duration::from_secs(seconds));
+    pub fn advance(&self, seconds: u64) {
+        clock::advance(Duration::from_secs(seconds));
         self.now.fetch_add(seconds, Ordering::Relaxed);
     }
 
@@ -57,41 +58,41 @@ impl Day {
     }
 
     /// Issues credentials: their name, and how long they are valid. None while none are issued.
-    pub fn give(&self) -> Option<(String, Duration)> {
-        if self.now() % 420 >= 420 - self.away {
+    pub fn issue(&self) -> Option<(String, Duration)> {
+        if self.now() % 420 >= 420 - self.outage {
             return None;
         }
-        let mut given = self.given.lock().unwrap();
-        given.push(self.now() + self.hold);
-        Some((format!("{NAME}{}", given.len() - 1), Duration::from_secs(self.hold)))
+        let mut issued = self.issued.lock().unwrap();
+        issued.push(self.now() + self.lifetime);
+        Some((format!("{NAME}{}", issued.len() - 1), Duration::from_secs(self.lifetime)))
     }
 
     /// The number that was issued.
-    pub fn given(&self) -> usize {
-        self.given.lock().unwrap().len()
+    pub fn issued(&self) -> usize {
+        self.issued.lock().unwrap().len()
     }
 
     /// Expires all credentials at once.
-    pub fn expire(&self) {
-        self.given.lock().unwrap().fill(0);
+    pub fn revoke_all(&self) {
+        self.issued.lock().unwrap().fill(0);
     }
 
-    fn takes(&self, head: &str) -> bool {
+    fn accepts(&self, head: &str) -> bool {
         let name = head.split_once(NAME).map_or("", |(_, rest)| rest);
         let number: String = name.chars().take_while(char::is_ascii_digit).collect();
-        let given = self.given.lock().unwrap();
-        given[number.parse::<usize>().unwrap()] > self.now()
+        let issued = self.issued.lock().unwrap();
+        issued[number.parse::<usize>().unwrap()] > self.now()
     }
 
     /// Answers requests for objects; gives the address. It ends with the process.
     pub fn serve(self: &Arc<Self>) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
-        let day = Arc::clone(self);
+        let simulated_cloud = Arc::clone(self);
         thread::spawn(move || {
             for connection in listener.incoming().map_while(Result::ok) {
-                let day = Arc::clone(&day);
-                thread::spawn(move || while day.answer(&connection).is_some() {});
+                let simulated_cloud = Arc::clone(&simulated_cloud);
+                thread::spawn(move || while simulated_cloud.answer(&connection).is_some() {});
             }
         });
         address
@@ -107,7 +108,7 @@ impl Day {
         let field = |name: &str| lower.split_once(&format!("{name}: "))?.1.split("\r\n").next();
         let len: u64 = field("content-length").map_or(0, |len| len.parse().unwrap());
         std::io::copy(&mut reader.by_ref().take(len), &mut std::io::sink()).ok()?;
-        let good = self.takes(&head);
+        let good = self.accepts(&head);
         let counter = if good { &self.answered } else { &self.refused };
         counter.fetch_add(1, Ordering::Relaxed);
         let (status, fields, body) = match field("range").filter(|_| good) {
@@ -132,7 +133,7 @@ impl Day {
     }
 }
 
-/// The options of requests of the day.
+/// The options of requests to the simulated cloud.
 pub fn options() -> TransportOptions {
     TransportOptions::from_environment().unwrap()
 }

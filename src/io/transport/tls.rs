@@ -13,27 +13,27 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
 
 use super::Trust;
-use crate::environment::reading;
-use crate::sys::process::{Maker, PerProcess};
-use crate::sys::{Stamp, stamp};
+use crate::environment::read_guarded;
+use crate::sys::process::{OwnerProcess, PerProcess};
+use crate::sys::{FileStamp, file_stamp};
 
 /// The most configurations that are cached.
-const MOST_CACHED: usize = 64;
+const MAX_CACHED: usize = 64;
 
 /// The protocols that a server may choose from, as ALPN names them.
-pub type Protocols = &'static [&'static [u8]];
+pub type AlpnProtocols = &'static [&'static [u8]];
 
 /// A configuration that connections share.
 #[derive(Debug, Clone)]
 pub struct Tls {
     config: Arc<ClientConfig>,
-    maker: Maker,
+    owner: OwnerProcess,
 }
 
 impl Tls {
     /// Returns the configuration of this process; certificates that have changed on the disk are read
     /// again. The error says what is wrong with them.
-    pub fn new(trust: &Trust, protocols: Protocols) -> Result<Self, String> {
+    pub fn new(trust: &Trust, protocols: AlpnProtocols) -> Result<Self, String> {
         let trust = trust.resolved();
         let stamps = stamps(&trust)?;
         let cached = || CACHED.get().lock().unwrap_or_else(PoisonError::into_inner);
@@ -44,9 +44,9 @@ impl Tls {
         // Without the lock: a holder of the environment's guard may wait for it.
         let mut config = build(&trust)?;
         config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
-        let tls = Tls { config: Arc::new(config), maker: Maker::this() };
+        let tls = Tls { config: Arc::new(config), owner: OwnerProcess::current() };
         let mut cached = cached();
-        if cached.len() >= MOST_CACHED {
+        if cached.len() >= MAX_CACHED {
             cached.clear();
         }
         cached.insert(key, (stamps, tls.clone()));
@@ -58,13 +58,13 @@ impl Tls {
         let builder = ClientConfig::builder_with_provider(provider());
         let builder = builder.with_safe_default_protocol_versions().map_err(|e| e.to_string())?;
         let config = builder.with_root_certificates(RootCertStore::empty()).with_no_client_auth();
-        Ok(Tls { config: Arc::new(config), maker: Maker::this() })
+        Ok(Tls { config: Arc::new(config), owner: OwnerProcess::current() })
     }
 
     /// The configuration of one connection.
     pub fn config(&self) -> ClientConfig {
         let mut config = ClientConfig::clone(&self.config);
-        if !self.maker.is_here() {
+        if !self.owner.is_current() {
             // The lock of the parent's sessions may have been held at the fork.
             config.resumption = Resumption::default();
         }
@@ -73,17 +73,17 @@ impl Tls {
 }
 
 /// Files and their state when they were read; None for a file that was missing.
-type Stamps = Vec<(PathBuf, Option<Stamp>)>;
-type TlsCache = HashMap<(Trust, Protocols), (Stamps, Tls)>;
+type FileStamps = Vec<(PathBuf, Option<FileStamp>)>;
+type TlsCache = HashMap<(Trust, AlpnProtocols), (FileStamps, Tls)>;
 
 static CACHED: PerProcess<Mutex<TlsCache>> = PerProcess::new();
 
-fn stamps(trust: &Trust) -> Result<Stamps, String> {
+fn stamps(trust: &Trust) -> Result<FileStamps, String> {
     let stamped = |path: PathBuf| {
-        let found = stamp(&path);
+        let found = file_stamp(&path);
         (path, found)
     };
-    Ok(trust.watched()?.into_iter().map(stamped).collect())
+    Ok(trust.files_to_watch()?.into_iter().map(stamped).collect())
 }
 
 /// The cryptography provider that the program has installed, or the one that is compiled in.
@@ -104,7 +104,7 @@ fn build(trust: &Trust) -> Result<ClientConfig, String> {
     let mut roots = RootCertStore::empty();
     for path in trust.files()? {
         let failed = |e: &dyn std::fmt::Display| format!("certificates of {}: {e}", path.display());
-        let pem = std::fs::read(&path).map_err(|e| named(trust, &failed(&e)))?;
+        let pem = std::fs::read(&path).map_err(|e| with_source(trust, &failed(&e)))?;
         for certificate in CertificateDer::pem_slice_iter(&pem) {
             let certificate = certificate.map_err(|e| failed(&e))?;
             roots.add(certificate).map_err(|e| failed(&e))?;
@@ -112,7 +112,7 @@ fn build(trust: &Trust) -> Result<ClientConfig, String> {
     }
     if *trust == Trust::System {
         // Certificates that cannot be used are skipped, as by other clients.
-        let found = reading(rustls_native_certs::load_native_certs);
+        let found = read_guarded(rustls_native_certs::load_native_certs);
         if let Some(error) = found.errors.first().filter(|_| found.certs.is_empty()) {
             return Err(format!(
                 "certificates of the system, or of SSL_CERT_FILE and SSL_CERT_DIR: {error}"
@@ -124,7 +124,7 @@ fn build(trust: &Trust) -> Result<ClientConfig, String> {
 }
 
 /// Says which argument or variable names the certificates.
-fn named(trust: &Trust, what: &str) -> String {
+fn with_source(trust: &Trust, what: &str) -> String {
     match trust {
         Trust::Bundle { named_by, .. } => format!("{what} ({named_by})"),
         _ => what.to_owned(),
@@ -182,7 +182,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("ca.pem");
         std::fs::write(&path, "").unwrap();
-        let trust = Trust::argument(path.clone());
+        let trust = Trust::from_argument(path.clone());
         let config = |protocols| Tls::new(&trust, protocols).unwrap().config;
         let first = config(&[]);
         assert!(Arc::ptr_eq(&first, &config(&[])));

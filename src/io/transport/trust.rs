@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::environment::{Text, reading};
+use crate::environment::{TextVariable, read_guarded};
 
 /// The trusted certificates.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -35,13 +35,13 @@ pub const AWS_CREDENTIALS_SETTINGS: &str = "AWS_CA_BUNDLE";
 #[cfg(feature = "clouds")]
 pub const CREDENTIALS_SETTINGS: &str = "REQUESTS_CA_BUNDLE";
 /// The variables that every client heeds, the first one first.
-const BUNDLES: [Text; 2] = [
-    Text {
+const BUNDLES: [TextVariable; 2] = [
+    TextVariable {
         name: "REQUESTS_CA_BUNDLE",
         default: "none",
         meaning: "certificates that are trusted instead of the system's",
     },
-    Text { name: "CURL_CA_BUNDLE", default: "none", meaning: "the same, after that one" },
+    TextVariable { name: "CURL_CA_BUNDLE", default: "none", meaning: "the same, after that one" },
 ];
 /// The variables that the library for the system's certificates reads itself.
 #[cfg(any(feature = "http", feature = "redis"))]
@@ -49,14 +49,14 @@ const SYSTEM: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
 
 impl Trust {
     /// The file or folder that an argument of the call names.
-    pub fn argument(path: PathBuf) -> Self {
+    pub fn from_argument(path: PathBuf) -> Self {
         Trust::Bundle { path, named_by: ARGUMENT }
     }
 
     /// The file or folder that a variable of the environment names, if it is set.
     #[cfg(feature = "s3")]
-    pub fn of_variable(variable: &'static str) -> Option<Self> {
-        let path = reading(|| std::env::var_os(variable)).filter(|path| !path.is_empty())?;
+    pub fn from_variable(variable: &'static str) -> Option<Self> {
+        let path = read_guarded(|| std::env::var_os(variable)).filter(|path| !path.is_empty())?;
         Some(Trust::Bundle { path: path.into(), named_by: variable })
     }
 
@@ -65,10 +65,10 @@ impl Trust {
         if *self != Trust::Default {
             return self.clone();
         }
-        let named = BUNDLES.iter().find_map(|variable| {
+        let bundle = BUNDLES.iter().find_map(|variable| {
             Some(Trust::Bundle { path: variable.value()?.into(), named_by: variable.name })
         });
-        named.unwrap_or(Trust::System)
+        bundle.unwrap_or(Trust::System)
     }
 
     /// The files to read certificates from; none for [`Trust::System`] and [`Trust::Anything`].
@@ -89,11 +89,11 @@ impl Trust {
 
     /// The files whose changes matter: those of [`Trust::files`], and those that the system's
     /// variables name.
-    pub fn watched(&self) -> Result<Vec<PathBuf>, String> {
+    pub fn files_to_watch(&self) -> Result<Vec<PathBuf>, String> {
         let mut files = self.files()?;
         if *self == Trust::System {
-            let named = reading(|| SYSTEM.map(std::env::var_os));
-            files.extend(named.into_iter().flatten().map(PathBuf::from));
+            let bundle = read_guarded(|| SYSTEM.map(std::env::var_os));
+            files.extend(bundle.into_iter().flatten().map(PathBuf::from));
         }
         Ok(files)
     }
@@ -102,11 +102,11 @@ impl Trust {
     pub fn hint(&self, variables: &str) -> String {
         match self {
             Trust::Bundle { path, named_by } => format!(
-                "{} ({named_by}) does not have the certificate of the authority that signed it",
+                "{}({named_by} ) does not have the certificate of the authority that signed it",
                 path.display()
             ),
             _ => format!(
-                "set {variables} to a PEM file with the certificate of the authority that signed it"
+                "set {variables} to a PEM file with the certificate of the authority that signed it "
             ),
         }
     }
@@ -128,7 +128,7 @@ fn certificates_in(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
 }
 
 /// The message of a connection whose server is not trusted; None for other failures of a connection.
-pub fn untrusted(text: &str, hint: &str) -> Option<String> {
+pub fn untrusted_message(text: &str, hint: &str) -> Option<String> {
     let lower = text.to_lowercase();
     let of_certificate = lower.contains("certificate") || lower.contains("invalid peer");
     of_certificate.then(|| format!("the server's certificate is not trusted: {text}; {hint}"))
@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn a_bundle_is_a_file_or_a_folder() {
         let folder = tempfile::tempdir().unwrap();
-        let trust = |path: &Path| Trust::argument(path.to_owned());
+        let trust = |path: &Path| Trust::from_argument(path.to_owned());
         let error = trust(folder.path()).files().unwrap_err();
         assert!(error.contains("(certificate_handling) has no certificates"), "{error}");
         for name in ["b.crt", "a.PEM", "c.0", "d.txt"] {
@@ -157,12 +157,14 @@ mod tests {
 
     #[test]
     fn hints_name_what_helps() {
-        let given = Trust::argument("/ca".into()).hint("X");
-        assert!(given.starts_with("/ca (certificate_handling) does not have the certificate of"));
-        assert!(Trust::System.hint("X or Y").starts_with("set X or Y to a PEM file"));
+        let given = Trust::from_argument("/ca".into()).hint("X");
+        assert!(given.starts_with("/ca(certificate_handling ) does not have the certificate of"));
+        assert!(Trust::System.hint("X or Y").starts_with("set X or Yto a PEM file"));
         assert!(
-            untrusted("invalid peer certificate: UnknownIssuer", "do").unwrap().ends_with("do")
+            untrusted_message("invalid peer certificate: UnknownIssuer", "do")
+                .unwrap()
+                .ends_with("do")
         );
-        assert!(untrusted("connection refused", "do").is_none());
+        assert!(untrusted_message("connection refused", "do").is_none());
     }
 }

@@ -14,13 +14,13 @@ const STEP: usize = 64 << 10;
 /// A body that counts what the connection has taken.
 pub struct UploadBody<B> {
     body: B,
-    next: Bytes,
+    unsent: Bytes,
     sent: Arc<AtomicU64>,
 }
 
 impl<B> UploadBody<B> {
     pub fn new(body: B, sent: Arc<AtomicU64>) -> Self {
-        UploadBody { body, next: Bytes::new(), sent }
+        UploadBody { body, unsent: Bytes::new(), sent }
     }
 }
 
@@ -32,27 +32,27 @@ impl<B: http_body::Body<Data = Bytes> + Unpin> http_body::Body for UploadBody<B>
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
-        if self.next.is_empty() {
+        if self.unsent.is_empty() {
             match Pin::new(&mut self.body).poll_frame(context) {
                 Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
-                    Ok(bytes) => self.next = bytes,
+                    Ok(bytes) => self.unsent = bytes,
                     Err(other) => return Poll::Ready(Some(Ok(other))),
                 },
                 other => return other,
             }
         }
-        let len = self.next.len().min(STEP);
-        let now = self.next.split_to(len);
+        let len = self.unsent.len().min(STEP);
+        let now = self.unsent.split_to(len);
         self.sent.fetch_add(len as u64, Ordering::Relaxed);
         Poll::Ready(Some(Ok(Frame::data(now))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.next.is_empty() && self.body.is_end_stream()
+        self.unsent.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        match (self.body.size_hint().exact(), self.next.len() as u64) {
+        match (self.body.size_hint().exact(), self.unsent.len() as u64) {
             (Some(len), next) => SizeHint::with_exact(len + next),
             (None, _) => SizeHint::new(),
         }

@@ -1,13 +1,13 @@
 //! Addresses: parsing them, and opening or creating the files that they name.
 
-mod meant;
 mod model;
 mod open;
+mod path_hint;
 mod scheme;
 
-pub use meant::meant;
 pub use model::{open_file, open_model, open_path};
 #[cfg(all(feature = "clouds", feature = "s3"))]
 pub use open::create_object;
 pub use open::{create, open, shown};
+pub use path_hint::path_hint;
 pub use scheme::{Address, Scheme, Service, parse};

@@ -16,7 +16,7 @@ use crate::io::local::{FileSource, Pipe};
 use crate::io::{OpenOptions, ReadAt, StreamSource};
 
 /// Kinds of files of which a folder may have one only, where its name is none of [`IN_FOLDERS`].
-const ONLY: [fn(&str) -> bool; 3] = [
+const UNIQUE_KINDS: [fn(&str) -> bool; 3] = [
     |name| is_index_name(name, ".safetensors"),
     |name| name.ends_with(".safetensors"),
     |name| is_index_name(name, ".bin"),
@@ -25,12 +25,12 @@ const ONLY: [fn(&str) -> bool; 3] = [
 /// Opens a local path: a file, a pipe, or the file of a folder.
 pub fn open_path(path: &Path) -> Result<Arc<dyn ReadAt>> {
     let uri = path.display().to_string();
-    let found = if path.is_dir() { file_of(path)? } else { path.to_owned() };
-    let file = crate::sys::open_at_once(&found).map_err(|e| Error::io("opening", &uri, e))?;
+    let found = if path.is_dir() { file_in_folder(path)? } else { path.to_owned() };
+    let file = crate::sys::open_nonblocking(&found).map_err(|e| Error::io("opening", &uri, e))?;
     if is_pipe(&file, &uri)? {
         return Ok(Arc::new(StreamSource::new(Pipe(file), uri)));
     }
-    Ok(Arc::new(FileSource::at(&found, file)?))
+    Ok(Arc::new(FileSource::from_path(&found, file)?))
 }
 
 /// Opens an open file. Returns the position of its first byte, too: `base` in a regular file, and the
@@ -52,7 +52,7 @@ fn is_pipe(file: &File, uri: &str) -> Result<bool> {
 const CHECKPOINTS: [&str; 2] = ["checkpoint.json", ".metadata"];
 
 /// The file that is opened for a folder.
-fn file_of(folder: &Path) -> Result<PathBuf> {
+fn file_in_folder(folder: &Path) -> Result<PathBuf> {
     let usual = IN_FOLDERS.iter().map(|name| folder.join(name)).find(|path| path.exists());
     if let Some(path) = usual {
         return Ok(path);
@@ -64,7 +64,7 @@ fn file_of(folder: &Path) -> Result<PathBuf> {
         names.extend(entry.map_err(refused)?.file_name().into_string());
     }
     names.sort_unstable();
-    for is_wanted in ONLY {
+    for is_wanted in UNIQUE_KINDS {
         let mut found = names.iter().filter(|name| is_wanted(name));
         match (found.next(), found.next()) {
             (Some(only), None) => return Ok(folder.join(only)),
@@ -99,7 +99,7 @@ pub fn open_model(
     if let Address::Path(path) = parse(OsStr::new(uri))? {
         return open_path(&path);
     }
-    let in_folder = in_folder(uri);
+    let in_folder = folder_candidates(uri);
     let itself = in_folder.is_empty() || !uri.ends_with('/');
     let candidates: Vec<String> =
         itself.then(|| uri.to_owned()).into_iter().chain(in_folder).collect();
@@ -129,7 +129,7 @@ fn is_missing(error: &Error) -> bool {
 }
 
 /// The files of an address that may be that of a folder; none if it cannot be.
-fn in_folder(uri: &str) -> Vec<String> {
+fn folder_candidates(uri: &str) -> Vec<String> {
     let has_folders = matches!(
         parse(OsStr::new(uri)), Ok(Address::Server(scheme)) if scheme.has_folders()
     );
@@ -148,16 +148,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_folders() {
+    fn addresses_of_folders_have_candidates() {
         for uri in ["http://h", "https://h/a/", "s3://b/k.d", "gs://b/k/", "http://h/a.tensors.d//"]
         {
             let folder = uri.trim_end_matches('/');
             let expected: Vec<_> = IN_FOLDERS.iter().map(|n| format!("{folder}/{n}")).collect();
-            assert_eq!(in_folder(uri), expected, "{uri}");
+            assert_eq!(folder_candidates(uri), expected, "{uri}");
         }
         for uri in ["http://", "s3:///", "http://h/f.tensors/", "s3://b/f.bin", "http://h/?a=/"] {
-            assert_eq!(in_folder(uri), Vec::<String>::new(), "{uri}");
+            assert_eq!(folder_candidates(uri), Vec::<String>::new(), "{uri}");
         }
-        assert_eq!(in_folder("redis://h/key/"), Vec::<String>::new());
+        assert_eq!(folder_candidates("redis://h/key/"), Vec::<String>::new());
     }
 }

@@ -55,7 +55,7 @@ pub fn create_object(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> R
         Address::Server(scheme) => match scheme.service {
             Service::S3 => s3::create(uri, options, cancel),
             Service::Cloud => cloud::create(uri, options, cancel),
-            _ => Err(scheme.unwritable()),
+            _ => Err(scheme.unwritable_error()),
         },
         Address::Path(path) => Err(Error::InvalidArgument(format!(
             "expected the address of an object, found the path `{}`",
@@ -76,7 +76,7 @@ pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<B
         Service::S3 => Ok(Box::new(s3::create(uri, options, cancel)?)),
         #[cfg(feature = "clouds")]
         Service::Cloud => Ok(Box::new(cloud::create(uri, options, cancel)?)),
-        _ => Err(scheme.unwritable()),
+        _ => Err(scheme.unwritable_error()),
     }
 }
 

@@ -52,7 +52,7 @@ impl Scheme {
     }
 
     /// The error of writing to an address, with another way to do it.
-    pub fn unwritable(self) -> Error {
+    pub fn unwritable_error(self) -> Error {
         let instead = match self.service {
             Service::Redis => "copy a file there with TensorDeserializer.to_redis",
             Service::S3 => "this build was made without the feature `s3`",
@@ -79,7 +79,7 @@ pub enum Address {
 /// Parses an address: `word://…` names a server, anything else is a path. An unknown scheme is an error,
 /// so that no file is looked for, or made, in a folder called `word:`.
 pub fn parse(uri: &OsStr) -> Result<Address> {
-    let Some((scheme, rest)) = split(uri.as_bytes()) else {
+    let Some((scheme, rest)) = split_scheme(uri.as_bytes()) else {
         return Ok(Address::Path(uri.into()));
     };
     if let Some(&(name, service)) = SCHEMES.iter().find(|(name, _)| *name == scheme) {
@@ -106,7 +106,7 @@ pub fn parse(uri: &OsStr) -> Result<Address> {
 }
 
 /// The scheme of an address in lower case, and the rest behind `://`.
-fn split(uri: &[u8]) -> Option<(String, &[u8])> {
+fn split_scheme(uri: &[u8]) -> Option<(String, &[u8])> {
     let colon = uri.windows(3).position(|three| three == b"://")?;
     let (scheme, rest) = uri.split_at_checked(colon)?;
     let letter = scheme.first()?.is_ascii_alphabetic();

@@ -9,15 +9,15 @@ use crate::fallible::{LISTS, listed};
 use crate::sys::sync::{Condvar, Mutex};
 
 /// Memory for the tensors of a load, block by block.
-pub struct Blocks {
-    slots: Vec<OnceLock<Block>>,
+pub struct DeviceBlocks {
+    slots: Vec<OnceLock<DeviceBlock>>,
     /// Held while a block is added, so that no wait misses it.
     adding: Mutex<()>,
     added: Condvar,
 }
 
 /// One block of device memory.
-pub struct Block {
+pub struct DeviceBlock {
     /// Its memory.
     pub memory: DeviceMemory,
     /// The event at the end of the memory's previous use, before which nothing is written to it.
@@ -25,18 +25,18 @@ pub struct Block {
     pub after: Option<Arc<dyn Event>>,
 }
 
-impl Blocks {
+impl DeviceBlocks {
     /// Creates room for `count` blocks, none of which is allocated yet.
     pub fn new(count: usize) -> Result<Self> {
         let slots = listed((0..count).map(|_| OnceLock::new()), LISTS)?;
-        Ok(Blocks { slots, adding: Mutex::new(()), added: Condvar::new() })
+        Ok(DeviceBlocks { slots, adding: Mutex::new(()), added: Condvar::new() })
     }
 
     /// Creates blocks that are all allocated.
-    pub fn of(memory: Vec<DeviceMemory>) -> Result<Self> {
+    pub fn from_memory(memory: Vec<DeviceMemory>) -> Result<Self> {
         let blocks = Self::new(memory.len())?;
         for (at, memory) in memory.into_iter().enumerate() {
-            blocks.put(at, Block { memory, after: None })?;
+            blocks.insert(at, DeviceBlock { memory, after: None })?;
         }
         Ok(blocks)
     }
@@ -48,7 +48,7 @@ impl Blocks {
     }
 
     /// Adds a block; an error if it was added before.
-    pub fn put(&self, at: usize, block: Block) -> Result<()> {
+    pub fn insert(&self, at: usize, block: DeviceBlock) -> Result<()> {
         let bug = || Error::Bug(format!("block {at} is allocated twice, or too many are"));
         let slot = self.slots.get(at).ok_or_else(bug)?;
         {
@@ -60,7 +60,7 @@ impl Blocks {
     }
 
     /// Returns a block; waits until it is allocated.
-    pub fn get(&self, at: usize, cancel: &dyn Cancel) -> Result<&Block> {
+    pub fn get(&self, at: usize, cancel: &dyn Cancel) -> Result<&DeviceBlock> {
         let slot = self.slots.get(at).ok_or_else(|| Error::Bug(format!("no block {at}")))?;
         if let Some(block) = slot.get() {
             return Ok(block);

@@ -1,5 +1,5 @@
-//! A fake device in host memory, for tests. It delays copies, changes their order among streams,
-//! and fails as [`Faults`] say. One of the few doors to `unsafe`.
+//! A fake device in host memory, for tests. It delays copies, changes their order among streams, and
+//! fails as [`InjectedFaults`] say. `unsafe` is allowed in this file: it copies through raw pointers.
 //!
 //! A copy is not carried out when it is begun, but some time later, while events are queried or
 //! other copies begun. So a buffer that was reused too early shows as wrong bytes. A random
@@ -18,7 +18,7 @@ use crate::sys::process::PerProcess;
 
 /// The faults of the fake device.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Faults {
+pub struct InjectedFaults {
     /// The number of the copy that cannot be begun.
     pub copy: Option<u64>,
     /// The number of the event that cannot be recorded.
@@ -37,37 +37,37 @@ pub struct Faults {
 pub fn instead_of_cpu() -> Result<Option<Arc<dyn Device>>> {
     static ONE: PerProcess<OnceLock<Arc<FakeDevice>>> = PerProcess::new();
     let seed = FAKE_DEVICE.value()?;
-    let one = || FakeDevice::new(seed, Faults::default());
+    let one = || FakeDevice::new(seed, InjectedFaults::default());
     Ok((seed > 0).then(|| Arc::clone(ONE.get().get_or_init(one)) as Arc<dyn Device>))
 }
 
 /// The fake of a CUDA device.
 pub struct FakeDevice {
-    state: Mutex<State>,
-    faults: Faults,
+    state: Mutex<FakeState>,
+    faults: InjectedFaults,
 }
 
 #[derive(Default)]
-struct State {
+struct FakeState {
     random: u64,
-    streams: Vec<Queue>,
+    streams: Vec<StreamQueue>,
     /// Streams that are not lent.
     idle: Vec<usize>,
     copies: u64,
     events: u64,
-    looks: u64,
+    queries: u64,
     pinned: usize,
 }
 
 /// Copies of one stream that were begun but not carried out yet.
 #[derive(Default)]
-struct Queue {
-    waiting: VecDeque<Copy>,
+struct StreamQueue {
+    waiting: VecDeque<PendingCopy>,
     begun: u64,
     done: u64,
 }
 
-struct Copy {
+struct PendingCopy {
     to: *mut u8,
     from: *const u8,
     len: usize,
@@ -75,16 +75,16 @@ struct Copy {
 
 // SAFETY: the caller that began the copy keeps both ranges until it was carried out, on whatever
 // thread.
-unsafe impl Send for Copy {}
+unsafe impl Send for PendingCopy {}
 
 impl FakeDevice {
     /// Creates a device whose delays follow from the seed.
-    pub fn new(seed: u64, faults: Faults) -> Arc<Self> {
-        let state = State { random: seed.max(1), ..State::default() };
+    pub fn new(seed: u64, faults: InjectedFaults) -> Arc<Self> {
+        let state = FakeState { random: seed.max(1), ..FakeState::default() };
         Arc::new(FakeDevice { state: Mutex::new(state), faults })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, FakeState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -111,7 +111,7 @@ impl FakeDevice {
     }
 }
 
-impl State {
+impl FakeState {
     /// xorshift64 of Marsaglia (2003).
     fn random(&mut self) -> u64 {
         self.random ^= self.random << 13;
@@ -122,18 +122,18 @@ impl State {
 
     /// Lets time pass: one stream completes some copies.
     fn tick(&mut self) {
-        let (which, count) = (self.random(), self.random() % 3);
-        let mut busy: Vec<&mut Queue> =
+        let (choice, count) = (self.random(), self.random() % 3);
+        let mut busy: Vec<&mut StreamQueue> =
             self.streams.iter_mut().filter(|queue| !queue.waiting.is_empty()).collect();
-        let chosen = which.checked_rem(busy.len() as u64).and_then(|at| usize::try_from(at).ok());
+        let chosen = choice.checked_rem(busy.len() as u64).and_then(|at| usize::try_from(at).ok());
         if let Some(queue) = chosen.and_then(|at| busy.get_mut(at)) {
-            queue.run(count);
+            queue.complete(count);
         }
     }
 }
 
-impl Queue {
-    fn run(&mut self, count: u64) {
+impl StreamQueue {
+    fn complete(&mut self, count: u64) {
         for _ in 0..count {
             let Some(copy) = self.waiting.pop_front() else { return };
             // SAFETY: both ranges exist and are only ours until this copy was carried out: the
@@ -144,7 +144,7 @@ impl Queue {
     }
 }
 
-fn nth(counter: &mut u64, wanted: Option<u64>) -> bool {
+fn is_nth(counter: &mut u64, wanted: Option<u64>) -> bool {
     *counter += 1;
     wanted == Some(*counter)
 }
@@ -176,7 +176,7 @@ impl Device for FakeDevice {
         let number = {
             let mut state = self.state();
             state.idle.pop().unwrap_or_else(|| {
-                state.streams.push(Queue::default());
+                state.streams.push(StreamQueue::default());
                 state.streams.len() - 1
             })
         };
@@ -221,9 +221,9 @@ impl Drop for FakeStream {
 }
 
 impl FakeStream {
-    fn begin(&self, copy: Copy) -> Result<()> {
+    fn begin(&self, copy: PendingCopy) -> Result<()> {
         let mut state = self.device.state();
-        if nth(&mut state.copies, self.device.faults.copy) {
+        if is_nth(&mut state.copies, self.device.faults.copy) {
             return Err(FakeDevice::failure("a copy could not be begun"));
         }
         state.tick();
@@ -241,16 +241,16 @@ impl Stream for FakeStream {
     }
 
     unsafe fn upload(&self, to: usize, from: *const u8, len: usize) -> Result<()> {
-        self.begin(Copy { to: std::ptr::with_exposed_provenance_mut(to), from, len })
+        self.begin(PendingCopy { to: std::ptr::with_exposed_provenance_mut(to), from, len })
     }
 
     unsafe fn download(&self, to: *mut u8, from: usize, len: usize) -> Result<()> {
-        self.begin(Copy { to, from: std::ptr::with_exposed_provenance(from), len })
+        self.begin(PendingCopy { to, from: std::ptr::with_exposed_provenance(from), len })
     }
 
     fn record(&self) -> Result<Arc<dyn Event>> {
         let mut state = self.device.state();
-        if nth(&mut state.events, self.device.faults.event) {
+        if is_nth(&mut state.events, self.device.faults.event) {
             return Err(FakeDevice::failure("an event could not be recorded"));
         }
         let after = state.streams.get(self.number).map_or(0, |queue| queue.begun);
@@ -264,7 +264,7 @@ impl Stream for FakeStream {
 
     fn finish(&self) -> Result<()> {
         if let Some(queue) = self.device.state().streams.get_mut(self.number) {
-            queue.run(u64::MAX);
+            queue.complete(u64::MAX);
         }
         Ok(())
     }
@@ -279,7 +279,7 @@ struct FakeEvent {
 impl Event for FakeEvent {
     fn passed(&self) -> Result<bool> {
         let mut state = self.device.state();
-        if nth(&mut state.looks, self.device.faults.lost) {
+        if is_nth(&mut state.queries, self.device.faults.lost) {
             return Err(FakeDevice::failure("the device is lost"));
         }
         state.tick();
@@ -287,10 +287,10 @@ impl Event for FakeEvent {
     }
 
     /// Carries the copies out now: the consumer is the CPU, which cannot be made to wait later.
-    fn hold_back(&self, _: usize) -> Result<()> {
+    fn delay_stream(&self, _: usize) -> Result<()> {
         let mut state = self.device.state();
         if let Some(queue) = state.streams.get_mut(self.stream) {
-            queue.run(self.after.saturating_sub(queue.done));
+            queue.complete(self.after.saturating_sub(queue.done));
         }
         Ok(())
     }

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use crate::error::Result;
 
 /// A device as torch numbers it: those of CUDA from 0 on.
-pub type Index = i16;
+pub type DeviceIndex = i16;
 /// The CPU.
-pub const CPU: Index = -1;
+pub const CPU: DeviceIndex = -1;
 
 /// A device.
 pub trait Device: Send + Sync {
@@ -26,7 +26,7 @@ pub trait Device: Send + Sync {
 
     /// Prepares this thread for calls of the device, which are cheaper until the result is dropped.
     /// No foreign code, such as a cancellation check, may run meanwhile.
-    fn enter(&self) -> Result<Scope> {
+    fn enter(&self) -> Result<DeviceScope> {
         Ok(Box::new(()))
     }
 
@@ -62,7 +62,7 @@ pub trait Device: Send + Sync {
 }
 
 /// A scope in which a thread is ready for calls of a device; it ends when this is dropped.
-pub type Scope = Box<dyn Any>;
+pub type DeviceScope = Box<dyn Any>;
 
 /// A file that a device reads itself, not ordered with its streams.
 pub trait DeviceFile: Send + Sync {
@@ -95,7 +95,7 @@ pub trait Stream: Send + Sync {
     ///
     /// # Safety
     /// As for [`Stream::upload`], for each of them.
-    unsafe fn upload_batch(&self, copies: &[Upload]) -> Result<()> {
+    unsafe fn upload_batch(&self, copies: &[HostToDeviceCopy]) -> Result<()> {
         copies.iter().try_for_each(|copy| {
             // SAFETY: the caller's promise.
             unsafe { self.upload(copy.to, copy.from, copy.len) }
@@ -121,7 +121,7 @@ pub trait Stream: Send + Sync {
 
 /// One copy from host memory to a device.
 #[derive(Debug, Clone, Copy)]
-pub struct Upload {
+pub struct HostToDeviceCopy {
     /// Address on the device.
     pub to: usize,
     /// Address in host memory.
@@ -137,5 +137,5 @@ pub trait Event: Send + Sync {
 
     /// Makes future work on a stream of the device wait for this event. `stream`: the driver's
     /// handle, see [`Stream::handle`] and [`Consumer`].
-    fn hold_back(&self, stream: usize) -> Result<()>;
+    fn delay_stream(&self, stream: usize) -> Result<()>;
 }

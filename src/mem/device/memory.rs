@@ -1,4 +1,4 @@
-//! A range of a device's memory. One of the few doors to `unsafe`.
+//! A range of a device's memory. `unsafe` is allowed in this file: it handles addresses of a device.
 #![allow(unsafe_code)]
 
 use std::io;

@@ -13,16 +13,18 @@ mod streams;
 
 use std::sync::Arc;
 
-pub use blocks::{Block, Blocks};
-pub use interface::{CPU, Consumer, Device, DeviceFile, Event, Index, Scope, Stream, Upload};
+pub use blocks::{DeviceBlock, DeviceBlocks};
+pub use interface::{
+    CPU, Consumer, Device, DeviceFile, DeviceIndex, DeviceScope, Event, HostToDeviceCopy, Stream,
+};
 pub use memory::DeviceMemory;
-pub use streams::{OnDevice, Streams, StreamsByDevice};
+pub use streams::{DeviceBytes, Streams, StreamsByDevice};
 
 use crate::error::Result;
 
 /// Returns the device with torch's number `index`; None for host memory. An error says why a CUDA
 /// device cannot be used; then torch has to copy.
-pub fn find(index: Index) -> Result<Option<Arc<dyn Device>>> {
+pub fn find(index: DeviceIndex) -> Result<Option<Arc<dyn Device>>> {
     #[cfg(any(test, feature = "stand-in"))]
     if index == CPU {
         return fake::instead_of_cpu();

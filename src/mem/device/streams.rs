@@ -16,7 +16,7 @@ pub struct Streams {
     device: Arc<dyn Device>,
     /// At least one stream.
     streams: Vec<Arc<dyn Stream>>,
-    turn: AtomicUsize,
+    next_index: AtomicUsize,
     handed_over: bool,
 }
 
@@ -28,7 +28,7 @@ impl Streams {
         Ok(Streams {
             device: Arc::clone(device),
             streams: streams.collect::<Result<_>>()?,
-            turn: AtomicUsize::new(0),
+            next_index: AtomicUsize::new(0),
             handed_over: false,
         })
     }
@@ -40,8 +40,9 @@ impl Streams {
 
     /// Returns the stream whose turn it is.
     pub fn next(&self) -> Result<&Arc<dyn Stream>> {
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed) % self.streams.len().max(1);
-        self.streams.get(turn).ok_or_else(|| Error::Bug("no stream".to_owned()))
+        let next_index =
+            self.next_index.fetch_add(1, Ordering::Relaxed) % self.streams.len().max(1);
+        self.streams.get(next_index).ok_or_else(|| Error::Bug("no stream".to_owned()))
     }
 
     /// Waits for the work that the consumer's stream had when these streams were opened, and for
@@ -78,7 +79,7 @@ impl Drop for Streams {
 }
 
 /// Bytes on a device, in row-major order.
-pub struct OnDevice {
+pub struct DeviceBytes {
     /// The device.
     pub device: Arc<dyn Device>,
     /// The consumer that has written them.
@@ -93,21 +94,21 @@ pub struct StreamsByDevice(Vec<(String, Streams)>);
 
 impl StreamsByDevice {
     /// Opens streams for all bytes that are to be read.
-    pub fn open<'d>(all: impl Iterator<Item = &'d OnDevice>) -> Result<Self> {
-        let mut known: Vec<(String, Streams)> = Vec::new();
+    pub fn open<'d>(all: impl Iterator<Item = &'d DeviceBytes>) -> Result<Self> {
+        let mut by_name: Vec<(String, Streams)> = Vec::new();
         for one in all {
-            if !known.iter().any(|(name, _)| name == one.device.name()) {
+            if !by_name.iter().any(|(name, _)| name == one.device.name()) {
                 let name = one.device.name().to_owned();
-                known.push((name, Streams::open(&one.device, one.consumer)?));
+                by_name.push((name, Streams::open(&one.device, one.consumer)?));
             }
         }
-        Ok(StreamsByDevice(known))
+        Ok(StreamsByDevice(by_name))
     }
 
     /// Returns the stream whose turn it is on the device of some bytes.
-    pub fn next(&self, bytes: &OnDevice) -> Result<&Arc<dyn Stream>> {
-        let known = self.0.iter().find(|(name, _)| name == bytes.device.name());
-        let streams = known.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
+    pub fn next(&self, bytes: &DeviceBytes) -> Result<&Arc<dyn Stream>> {
+        let by_name = self.0.iter().find(|(name, _)| name == bytes.device.name());
+        let streams = by_name.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
         streams.1.next()
     }
 

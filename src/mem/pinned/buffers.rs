@@ -1,54 +1,54 @@
-//! The memory of a pool: its buffers, the slabs that they are parts of, and the queue for them. One
-//! of the few doors to `unsafe`.
+//! The memory of a pool: its buffers, the slabs that they are parts of, and the queue for them. `unsafe`
+//! is allowed in this file: devices copy to and from this memory.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
 
-use super::returns::Returns;
-use super::share::{Held, Share};
+use super::return_estimator::ReturnEstimator;
+use super::share::{Share, ShareReservation};
 use crate::error::Result;
 use crate::mem::arena::Arena;
 use crate::mem::device::{Device, Event};
 use crate::mem::numa;
-use crate::sys::process::Inherited;
+use crate::sys::process::DropInOwner;
 use crate::sys::sync::thread::Thread;
 use crate::sys::sync::{Mutex, MutexGuard};
 
 /// The buffers of a pool, all of one length.
-pub struct Inner {
+pub struct PoolBuffers {
     /// Bytes of each buffer.
     pub len: usize,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
 }
 
-impl Inner {
+impl PoolBuffers {
     /// Creates an empty pool of at most `limit` buffers.
     pub fn new(len: usize, limit: usize) -> Self {
-        let state = State {
+        let state = PoolState {
             limit: limit.max(1),
-            made: 0,
-            coming: 0,
+            allocated: 0,
+            being_allocated: 0,
             free: Vec::new(),
             in_flight: VecDeque::new(),
             waiting: VecDeque::new(),
             last_ticket: 0,
             pageable: false,
-            returns: Returns::default(),
+            return_estimator: ReturnEstimator::default(),
         };
-        Inner { len, state: Mutex::new(state) }
+        PoolBuffers { len, state: Mutex::new(state) }
     }
 
     /// Locks and returns the state of the buffers.
-    pub fn state(&self) -> MutexGuard<'_, State> {
+    pub fn state(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Allocates `count` more buffers, which are not in the state yet.
-    pub fn slab(&self, count: usize, device: &Arc<dyn Device>) -> Result<Vec<Buffer>> {
+    pub fn slab(&self, count: usize, device: &Arc<dyn Device>) -> Result<Vec<StagingBuffer>> {
         let slab = Arc::new(Slab::new(count * self.len, device)?);
-        let buffers = (0..count).map(|number| Buffer {
+        let buffers = (0..count).map(|number| StagingBuffer {
             // SAFETY: the slab has `count` times the length of a buffer.
             start: unsafe { slab.start.add(number * self.len) },
             slab: Arc::clone(&slab),
@@ -58,29 +58,29 @@ impl Inner {
 }
 
 /// The state of a pool's buffers.
-pub struct State {
+pub struct PoolState {
     /// Maximum number of buffers.
     pub limit: usize,
     /// Number of buffers that exist, in use or not.
-    pub made: usize,
+    pub allocated: usize,
     /// Number of these that are still being allocated and pinned.
-    pub coming: usize,
+    pub being_allocated: usize,
     /// Unused buffers; the last one used is the first to be reused.
-    pub free: Vec<Buffer>,
+    pub free: Vec<StagingBuffer>,
     /// Buffers that return when their copies have ended.
-    pub in_flight: VecDeque<Flight>,
+    pub in_flight: VecDeque<InFlightBuffers>,
     /// Threads that wait for buffers, in the order of their tickets.
-    pub waiting: VecDeque<Waiter>,
+    pub waiting: VecDeque<PoolWaiter>,
     /// The number of the last ticket.
     pub last_ticket: u64,
     /// True if some buffers could not be pinned.
     pub pageable: bool,
     /// Estimates when buffers return.
-    pub returns: Returns,
+    pub return_estimator: ReturnEstimator,
 }
 
 /// A thread that waits for buffers.
-pub struct Waiter {
+pub struct PoolWaiter {
     /// The number of its ticket.
     pub number: u64,
     /// The thread to wake.
@@ -91,10 +91,10 @@ pub struct Waiter {
     pub buffers: usize,
 }
 
-impl Waiter {
+impl PoolWaiter {
     /// True if the share of its call does not allow these buffers now, however many are free.
     fn is_full(&self) -> bool {
-        self.share.as_ref().is_some_and(|share| !share.has(self.buffers))
+        self.share.as_ref().is_some_and(|share| !share.allows(self.buffers))
     }
 
     fn shares(&self, other: Option<&Arc<Share>>) -> bool {
@@ -103,19 +103,19 @@ impl Waiter {
 }
 
 /// Buffers from or to which copies may be under way.
-pub struct Flight {
+pub struct InFlightBuffers {
     /// Passes when the copies have ended.
     pub event: Arc<dyn Event>,
     /// The stream of the copies; copies of one stream end in order.
     pub stream: usize,
     /// The buffers.
-    pub buffers: Vec<Buffer>,
+    pub buffers: Vec<StagingBuffer>,
     /// Their part of the share of a call; None if it has no limit.
-    pub _held: Option<Held>,
+    pub _reservation: Option<ShareReservation>,
 }
 
 /// A piece of staging memory.
-pub struct Buffer {
+pub struct StagingBuffer {
     /// Its first byte.
     pub start: NonNull<u8>,
     /// The slab that it is a part of.
@@ -123,16 +123,16 @@ pub struct Buffer {
 }
 
 // SAFETY: a buffer is the only way to its bytes, and they stay as long as the slab does.
-unsafe impl Send for Buffer {}
-// SAFETY: through a shared buffer its bytes are only read (`Lease::bytes`, `Filled`).
-unsafe impl Sync for Buffer {}
+unsafe impl Send for StagingBuffer {}
+// SAFETY: through a shared buffer its bytes are only read (`StagingLease::bytes`, `DownloadedBytes`).
+unsafe impl Sync for StagingBuffer {}
 
 /// Memory that is allocated and pinned at once. A forked process has nothing at its addresses, and
 /// leaves it alone.
 pub struct Slab {
     start: NonNull<u8>,
     pinned: bool,
-    _memory: Inherited<Memory>,
+    _memory: DropInOwner<PinnedMemory>,
 }
 
 // SAFETY: the start is only compared, and passed on to buffers of disjoint bytes.
@@ -141,7 +141,7 @@ unsafe impl Send for Slab {}
 unsafe impl Sync for Slab {}
 
 /// Memory and its pinning, which ends before the memory is freed.
-struct Memory {
+struct PinnedMemory {
     arena: Arena,
     pinned_by: Option<Arc<dyn Device>>,
 }
@@ -153,14 +153,14 @@ impl Slab {
         // (copy-on-write). The device would go on with the old page, which is then the child's.
         arena.leave_out_of_forks();
         // Before the first touch, which decides the node of a page.
-        numa::place(arena.bytes_mut(), device.node());
+        numa::place_on_node(arena.bytes_mut(), device.node());
         // All accesses to the bytes go through this pointer: another one taken from the arena would
         // invalidate it (aliasing).
         let start = NonNull::from(arena.bytes_mut()).cast::<u8>();
-        // SAFETY: unpinned before the memory is freed (`Memory::drop`).
+        // SAFETY: unpinned before the memory is freed (`PinnedMemory::drop`).
         let pinned = unsafe { device.pin(start.as_ptr(), len) };
         let pinned_by = pinned.then(|| Arc::clone(device));
-        Ok(Slab { start, pinned, _memory: Inherited::new(Memory { arena, pinned_by }) })
+        Ok(Slab { start, pinned, _memory: DropInOwner::new(PinnedMemory { arena, pinned_by }) })
     }
 
     /// The address of the first byte, by which slabs are told apart.
@@ -174,7 +174,7 @@ impl Slab {
     }
 }
 
-impl Drop for Memory {
+impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if let Some(device) = &self.pinned_by {
             // SAFETY: pinned when it was made, and no buffer is left from which a copy could be
@@ -184,7 +184,7 @@ impl Drop for Memory {
     }
 }
 
-impl State {
+impl PoolState {
     /// Takes back the buffers whose copies have ended. An error is the device's; buffers of its
     /// failed copies are never reused.
     pub fn reap(&mut self) -> Result<()> {
@@ -207,18 +207,18 @@ impl State {
                     self.in_flight.push_back(flight);
                 }
                 Err(error) => {
-                    self.abandon(flight.buffers);
+                    self.leak(flight.buffers);
                     outcome = outcome.and(Err(error));
                 }
             }
         }
         if self.free.len() > free {
-            self.returns.note(self.free.len() - free, !self.in_flight.is_empty());
+            self.return_estimator.record(self.free.len() - free, !self.in_flight.is_empty());
         }
         outcome
     }
 
-    /// Takes buffers back like [`State::reap`], if the copies in flight are of this device. Enters
+    /// Takes buffers back like [`PoolState::reap`], if the copies in flight are of this device. Enters
     /// the device first if there are several queries.
     pub fn reap_on(&mut self, device: &Arc<dyn Device>) -> Result<()> {
         let _entered = if self.in_flight.len() > 1 { Some(device.enter()?) } else { None };
@@ -226,13 +226,13 @@ impl State {
     }
 
     /// Gives up buffers that a copy may still use: their memory is never freed.
-    pub fn abandon(&mut self, buffers: Vec<Buffer>) {
-        self.made -= buffers.len();
+    pub fn leak(&mut self, buffers: Vec<StagingBuffer>) {
+        self.allocated -= buffers.len();
         std::mem::forget(buffers);
     }
 
     /// Takes free buffers; None if there are too few.
-    pub fn take(&mut self, buffers: usize) -> Option<Vec<Buffer>> {
+    pub fn take(&mut self, buffers: usize) -> Option<Vec<StagingBuffer>> {
         let from = self.free.len().checked_sub(buffers)?;
         Some(self.free.split_off(from))
     }
@@ -246,7 +246,7 @@ impl State {
 
     /// Returns the number of buffers that threads wait for, except those of calls whose share is
     /// used up.
-    pub fn wanted(&self) -> usize {
+    pub fn demand(&self) -> usize {
         self.waiting
             .iter()
             .filter(|waiter| !waiter.is_full())
@@ -255,7 +255,7 @@ impl State {
 
     /// Wakes the thread that is served next. Also wakes the first one in the queue, as it may not
     /// know yet that its share allows more.
-    pub fn wake_first(&self) {
+    pub fn wake_next(&self) {
         let next = self.waiting.iter().find(|waiter| {
             let share = waiter.share.as_ref();
             !waiter.is_full() && self.ahead(Some(waiter.number), share) == 0

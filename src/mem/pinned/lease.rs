@@ -1,24 +1,25 @@
-//! Leases of staging buffers to one reader or writer. One of the few doors to `unsafe`.
+//! Leases of staging buffers to one reader or writer. `unsafe` is allowed in this file: devices copy to
+//! and from this memory.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
 
-use super::buffers::{Buffer, Flight, Inner};
-use super::returns::POLL;
-use super::share::Held;
+use super::buffers::{InFlightBuffers, PoolBuffers, StagingBuffer};
+use super::return_estimator::MIN_SLEEP;
+use super::share::ShareReservation;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::fallible::collected;
-use crate::mem::device::{DeviceMemory, Event, Stream, Upload};
+use crate::mem::device::{DeviceMemory, Event, HostToDeviceCopy, Stream};
 use crate::sys::sync::thread;
 
 /// The name of lists of copies in error messages.
 const PLAN: &str = "copies to a device";
 
 /// Staging buffers that one reader or writer has.
-pub struct Lease<'p> {
-    pool: &'p Inner,
-    buffers: Vec<Buffer>,
+pub struct StagingLease<'p> {
+    pool: &'p PoolBuffers,
+    buffers: Vec<StagingBuffer>,
     /// The stream on which copies from or to these buffers are under way.
     stream: Option<Arc<dyn Stream>>,
     /// Passes when the copies have ended; None if it is not recorded.
@@ -26,12 +27,16 @@ pub struct Lease<'p> {
     /// True if a device writes to the buffers.
     filling: bool,
     /// Their part of the share of a call; None if it has no limit.
-    held: Option<Held>,
+    reservation: Option<ShareReservation>,
 }
 
-impl<'p> Lease<'p> {
-    pub(super) fn new(pool: &'p Inner, buffers: Vec<Buffer>, held: Option<Held>) -> Self {
-        Lease { pool, buffers, stream: None, event: None, filling: false, held }
+impl<'p> StagingLease<'p> {
+    pub(super) fn new(
+        pool: &'p PoolBuffers,
+        buffers: Vec<StagingBuffer>,
+        reservation: Option<ShareReservation>,
+    ) -> Self {
+        StagingLease { pool, buffers, stream: None, event: None, filling: false, reservation }
     }
 
     /// Returns the bytes of each buffer; none while copies are under way.
@@ -86,14 +91,14 @@ impl<'p> Lease<'p> {
         offset: usize,
     ) -> Result<()> {
         let from = self.range(buffer, at, len)?;
-        let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
+        let to = to.at(offset, len).ok_or_else(|| out_of_range(to, offset, len))?;
         self.begin(stream)?;
         // SAFETY: the host's range is in a buffer, which is not touched and not given away before
         // an event has passed (`buffers`, `drop`); the device's is what `DeviceMemory` promises.
         unsafe { stream.upload(to, from, len) }
     }
 
-    /// Begins several copies like [`Lease::upload`], which may run in any order.
+    /// Begins several copies like [`StagingLease::upload`], which may run in any order.
     pub fn upload_batch(
         &mut self,
         stream: &Arc<dyn Stream>,
@@ -104,8 +109,8 @@ impl<'p> Lease<'p> {
         }
         let copies = uploads.iter().map(|&((buffer, at, len), to, offset)| {
             let from = self.range(buffer, at, len)?.cast_const();
-            let to = to.at(offset, len).ok_or_else(|| beyond(to, offset, len))?;
-            Ok(Upload { to, from, len })
+            let to = to.at(offset, len).ok_or_else(|| out_of_range(to, offset, len))?;
+            Ok(HostToDeviceCopy { to, from, len })
         });
         let copies = collected(copies, PLAN)?;
         self.begin(stream)?;
@@ -122,16 +127,16 @@ impl<'p> Lease<'p> {
         offset: usize,
     ) -> Result<()> {
         let to = self.range(buffer, at, len)?;
-        let from = from.at(offset, len).ok_or_else(|| beyond(from, offset, len))?;
+        let from = from.at(offset, len).ok_or_else(|| out_of_range(from, offset, len))?;
         self.begin(stream)?;
         self.filling = true;
         // SAFETY: as for `upload`.
         unsafe { stream.download(to, from, len) }
     }
 
-    /// Marks the end of this lease's copies, so that [`Lease::wait`] waits for no later copies of
+    /// Marks the end of this lease's copies, so that [`StagingLease::wait`] waits for no later copies of
     /// the stream. Returns the event at their end; None if there are no copies.
-    pub fn begun(&mut self) -> Result<Option<Arc<dyn Event>>> {
+    pub fn record_end(&mut self) -> Result<Option<Arc<dyn Event>>> {
         if let Some(stream) = &self.stream {
             self.event = Some(stream.record()?);
         }
@@ -147,7 +152,7 @@ impl<'p> Lease<'p> {
         };
         while !event.passed()? {
             cancel.check()?;
-            thread::park_timeout(POLL);
+            thread::park_timeout(MIN_SLEEP);
         }
         self.stream = None;
         self.filling = false;
@@ -156,46 +161,50 @@ impl<'p> Lease<'p> {
 
     /// Waits for the copies that were begun, and returns the first `len` bytes of the first buffer,
     /// to be read.
-    pub fn filled(mut self, len: usize, cancel: &dyn Cancel) -> Result<Filled<'p>> {
+    pub fn into_downloaded(
+        mut self,
+        len: usize,
+        cancel: &dyn Cancel,
+    ) -> Result<DownloadedBytes<'p>> {
         self.wait(cancel)?;
         self.range(0, 0, len)?;
-        let (buffers, held) = (std::mem::take(&mut self.buffers), self.held.take());
-        Ok(Filled { pool: self.pool, buffers, len, held })
+        let (buffers, reservation) = (std::mem::take(&mut self.buffers), self.reservation.take());
+        Ok(DownloadedBytes { pool: self.pool, buffers, len, reservation })
     }
 }
 
 /// Bytes that came from a device. Nothing writes to them as long as this value lives.
-pub struct Filled<'p> {
-    pool: &'p Inner,
+pub struct DownloadedBytes<'p> {
+    pool: &'p PoolBuffers,
     /// At least one buffer. No copy is under way.
-    buffers: Vec<Buffer>,
+    buffers: Vec<StagingBuffer>,
     len: usize,
-    held: Option<Held>,
+    reservation: Option<ShareReservation>,
 }
 
-impl AsRef<[u8]> for Filled<'_> {
+impl AsRef<[u8]> for DownloadedBytes<'_> {
     fn as_ref(&self) -> &[u8] {
         let Some(buffer) = self.buffers.first() else { return &[] };
-        // SAFETY: initialised bytes of the buffer's own, no more than it has (`Lease::filled`);
+        // SAFETY: initialised bytes of the buffer's own, no more than it has (`StagingLease::into_downloaded`);
         // this value has the buffer, and offers no way to write to them.
         unsafe { std::slice::from_raw_parts(buffer.start.as_ptr(), self.len) }
     }
 }
 
-impl Drop for Filled<'_> {
+impl Drop for DownloadedBytes<'_> {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.free.append(&mut self.buffers);
-        self.held = None;
-        state.wake_first();
+        self.reservation = None;
+        state.wake_next();
     }
 }
 
-fn beyond(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
+fn out_of_range(memory: &DeviceMemory, offset: usize, len: usize) -> Error {
     Error::Bug(format!("{len} bytes at {offset} of {} on a device", memory.size()))
 }
 
-impl Drop for Lease<'_> {
+impl Drop for StagingLease<'_> {
     fn drop(&mut self) {
         let buffers = std::mem::take(&mut self.buffers);
         // The event is recorded before the lock is taken, as recording may take long.
@@ -211,13 +220,18 @@ impl Drop for Lease<'_> {
         match ended {
             Ok(None) => state.free.extend(buffers),
             Ok(Some((event, stream))) => {
-                let held = self.held.take();
-                state.in_flight.push_back(Flight { event, stream, buffers, _held: held })
+                let reservation = self.reservation.take();
+                state.in_flight.push_back(InFlightBuffers {
+                    event,
+                    stream,
+                    buffers,
+                    _reservation: reservation,
+                })
             }
-            Err(_) => state.abandon(buffers),
+            Err(_) => state.leak(buffers),
         }
         // Before the wake-up, as the thread that is woken checks the share of its call.
-        self.held = None;
-        state.wake_first();
+        self.reservation = None;
+        state.wake_next();
     }
 }

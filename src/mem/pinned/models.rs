@@ -5,19 +5,19 @@
 // Atomics of the standard library: the counters of the test are no part of the model.
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-use super::returns::POLL;
+use super::return_estimator::MIN_SLEEP;
 use super::*;
 use crate::cancel::Never;
 use crate::error::Error;
-use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, DeviceMemory};
-use crate::sys::sync::{Rng as _, Rules, check, thread_rng};
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread_rng};
 
-const RULES: Rules = Rules { patience: POLL, refusals: false };
+const RULES: ModelRules = ModelRules { longest_timeout: MIN_SLEEP, spawn_may_fail: false };
 const LEN: usize = 64;
 
 fn device() -> Arc<dyn Device> {
-    FakeDevice::new(7, Faults::default())
+    FakeDevice::new(7, InjectedFaults::default())
 }
 
 fn up_to(most: usize) -> usize {
@@ -25,7 +25,7 @@ fn up_to(most: usize) -> usize {
 }
 
 /// Fills buffers, and checks that no other thread writes to them.
-fn have(lease: &mut Lease<'_>, mark: u8) {
+fn fill_and_check(lease: &mut StagingLease<'_>, mark: u8) {
     lease.buffers().into_iter().for_each(|buffer| buffer.fill(mark));
     thread::yield_now();
     assert!(lease.buffers().iter().all(|buffer| buffer.iter().all(|&byte| byte == mark)));
@@ -33,14 +33,17 @@ fn have(lease: &mut Lease<'_>, mark: u8) {
 
 #[test]
 fn all_are_served_and_no_buffer_is_given_twice() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 3, 1));
         thread::scope(|scope| {
             for mark in 1..=3 {
                 let (device, pool) = (&device, &pool);
                 scope.spawn(move || {
                     for _ in 0..2 {
-                        have(&mut pool.enter(None).lease(up_to(3), device, &Never).unwrap(), mark);
+                        fill_and_check(
+                            &mut pool.enqueue(None).lease(up_to(3), device, &Never).unwrap(),
+                            mark,
+                        );
                         assert!(pool.size() <= 3 * LEN);
                     }
                 });
@@ -51,8 +54,8 @@ fn all_are_served_and_no_buffer_is_given_twice() {
 }
 
 #[test]
-fn calls_keep_to_their_shares_and_hold_up_no_others() {
-    check(RULES, || {
+fn calls_keep_to_their_shares_and_block_no_other_call() {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 3, 1));
         let calls = [Some(Share::new(1)), Some(Share::new(2)), None];
         let held = [const { AtomicUsize::new(0) }; 3];
@@ -64,11 +67,11 @@ fn calls_keep_to_their_shares_and_hold_up_no_others() {
                     for _ in 0..2 {
                         // A request for more than the share is granted while the call holds none.
                         let buffers = up_to(2);
-                        let mut lease = pool.enter(share).lease(buffers, device, &Never).unwrap();
+                        let mut lease = pool.enqueue(share).lease(buffers, device, &Never).unwrap();
                         let now = held.fetch_add(buffers, Ordering::Relaxed) + buffers;
-                        let most = share.map_or(3, |share| share.most());
+                        let most = share.map_or(3, |share| share.max_buffers());
                         assert!(now <= most.max(buffers), "{now} of {most}");
-                        have(&mut lease, mark);
+                        fill_and_check(&mut lease, mark);
                         // Before the drop of the lease, after which other threads may take the
                         // buffers.
                         held.fetch_sub(buffers, Ordering::Relaxed);
@@ -81,8 +84,8 @@ fn calls_keep_to_their_shares_and_hold_up_no_others() {
 }
 
 #[test]
-fn a_cancelled_reader_takes_no_wake_up_along() {
-    check(RULES, || {
+fn a_cancelled_reader_loses_no_wake_up() {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         let share = Share::new(1);
         thread::scope(|scope| {
@@ -96,8 +99,8 @@ fn a_cancelled_reader_takes_no_wake_up_along() {
                         asked if impatient && asked >= patience => Err(Error::Cancelled),
                         _ => Ok(()),
                     };
-                    match pool.enter(share).lease(up_to(2), device, &cancel) {
-                        Ok(mut lease) => have(&mut lease, mark),
+                    match pool.enqueue(share).lease(up_to(2), device, &cancel) {
+                        Ok(mut lease) => fill_and_check(&mut lease, mark),
                         Err(error) => {
                             assert!(impatient && matches!(error, Error::Cancelled), "{error}");
                         }
@@ -111,14 +114,15 @@ fn a_cancelled_reader_takes_no_wake_up_along() {
 
 #[test]
 fn buffers_come_back_after_their_copies() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         let share = Share::new(1);
-        let mut there = vec![0u8; 6 * LEN];
+        let mut device_bytes = vec![0u8; 6 * LEN];
         // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else
         // uses it until they end.
-        let memory =
-            unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
+        let memory = unsafe {
+            DeviceMemory::new(device_bytes.as_mut_ptr().expose_provenance(), device_bytes.len())
+        };
         let streams = [0, 1].map(|_| Arc::clone(&device).stream(Consumer(0)).unwrap());
         thread::scope(|scope| {
             for thread in 0..3u8 {
@@ -128,7 +132,7 @@ fn buffers_come_back_after_their_copies() {
                 scope.spawn(move || {
                     for part in 0..2u8 {
                         let number = 2 * thread + part;
-                        let mut lease = pool.enter(share).lease(1, device, &Never).unwrap();
+                        let mut lease = pool.enqueue(share).lease(1, device, &Never).unwrap();
                         lease.buffers().into_iter().for_each(|buffer| buffer.fill(number + 1));
                         let at = usize::from(number) * LEN;
                         lease.upload(stream, (0, 0, LEN), memory, at).unwrap();
@@ -138,21 +142,24 @@ fn buffers_come_back_after_their_copies() {
         });
         streams.iter().for_each(|stream| stream.finish().unwrap());
         let of = |(chunk, number): (&[u8], u8)| chunk.iter().all(|&byte| byte == number);
-        assert!(there.chunks(LEN).zip(1..).all(of));
+        assert!(device_bytes.chunks(LEN).zip(1..).all(of));
         assert!(pool.size() <= 2 * LEN);
     });
 }
 
 #[test]
 fn the_limit_may_change_and_memory_be_given_back_meanwhile() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 4, 1));
         thread::scope(|scope| {
             for mark in 1..=2 {
                 let (device, pool) = (&device, &pool);
                 scope.spawn(move || {
                     for _ in 0..2 {
-                        have(&mut pool.enter(None).lease(up_to(5), device, &Never).unwrap(), mark);
+                        fill_and_check(
+                            &mut pool.enqueue(None).lease(up_to(5), device, &Never).unwrap(),
+                            mark,
+                        );
                     }
                 });
             }
@@ -169,20 +176,21 @@ fn the_limit_may_change_and_memory_be_given_back_meanwhile() {
 
 #[test]
 fn a_waiting_reader_does_work_that_others_wait_for() {
-    check(RULES, || {
+    check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         // A filled lease is dropped by any thread that has time, like pieces that wait for their
         // hash.
-        let kept: Mutex<Vec<Lease<'_>>> = Mutex::new(Vec::new());
+        let in_use: Mutex<Vec<StagingLease<'_>>> = Mutex::new(Vec::new());
         thread::scope(|scope| {
             for _ in 0..2 {
-                let (device, pool, kept) = (&device, &pool, &kept);
+                let (device, pool, in_use) = (&device, &pool, &in_use);
                 scope.spawn(move || {
-                    let let_go = || Ok(kept.lock().unwrap().pop().is_some());
+                    let let_go = || Ok(in_use.lock().unwrap().pop().is_some());
                     for _ in 0..2 {
-                        let ticket = pool.enter(None);
-                        let lease = ticket.lease_or(1, device, &let_go, &Never).unwrap();
-                        kept.lock().unwrap().push(lease);
+                        let ticket = pool.enqueue(None);
+                        let lease =
+                            ticket.lease_with_idle_work(1, device, &let_go, &Never).unwrap();
+                        in_use.lock().unwrap().push(lease);
                     }
                     while let_go().unwrap() {}
                 });

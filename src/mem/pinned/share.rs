@@ -7,48 +7,48 @@ use crate::sys::sync::atomic::{AtomicUsize, Ordering};
 /// The number of buffers that one call holds, including those in flight, and its limit.
 #[derive(Debug)]
 pub struct Share {
-    most: usize,
-    held: AtomicUsize,
+    max_buffers: usize,
+    reserved: AtomicUsize,
 }
 
 /// Buffers that count against a share until this is dropped.
-pub struct Held {
+pub struct ShareReservation {
     share: Arc<Share>,
     buffers: usize,
 }
 
 impl Share {
-    /// Creates a share of at most `most` buffers. A single request for more is granted while the
+    /// Creates a share of at most `max_buffers` buffers. A single request for more is granted while the
     /// call holds none.
-    pub fn new(most: usize) -> Arc<Self> {
-        Arc::new(Share { most, held: AtomicUsize::new(0) })
+    pub fn new(max_buffers: usize) -> Arc<Self> {
+        Arc::new(Share { max_buffers, reserved: AtomicUsize::new(0) })
     }
 
     /// Returns the maximum number of buffers at once.
-    pub fn most(&self) -> usize {
-        self.most
+    pub fn max_buffers(&self) -> usize {
+        self.max_buffers
     }
 
     /// Returns the number of buffers that the call may still take.
-    pub fn left(&self) -> usize {
-        self.most.saturating_sub(self.held.load(Ordering::Relaxed))
+    pub fn remaining(&self) -> usize {
+        self.max_buffers.saturating_sub(self.reserved.load(Ordering::Relaxed))
     }
 
     /// True if the call may take this many buffers now.
-    pub fn has(&self, buffers: usize) -> bool {
-        let held = self.held.load(Ordering::Relaxed);
-        held == 0 || held.saturating_add(buffers) <= self.most
+    pub fn allows(&self, buffers: usize) -> bool {
+        let reserved = self.reserved.load(Ordering::Relaxed);
+        reserved == 0 || reserved.saturating_add(buffers) <= self.max_buffers
     }
 
     /// Counts buffers as held. Called under the lock of the pool, after [`Share::has`].
-    pub fn hold(self: &Arc<Self>, buffers: usize) -> Held {
-        self.held.fetch_add(buffers, Ordering::Relaxed);
-        Held { share: Arc::clone(self), buffers }
+    pub fn reserve(self: &Arc<Self>, buffers: usize) -> ShareReservation {
+        self.reserved.fetch_add(buffers, Ordering::Relaxed);
+        ShareReservation { share: Arc::clone(self), buffers }
     }
 }
 
-impl Drop for Held {
+impl Drop for ShareReservation {
     fn drop(&mut self) {
-        self.share.held.fetch_sub(self.buffers, Ordering::Relaxed);
+        self.share.reserved.fetch_sub(self.buffers, Ordering::Relaxed);
     }
 }

@@ -4,25 +4,25 @@
 use super::*;
 use crate::cancel::Never;
 use crate::error::Error;
-use crate::mem::device::fake::{FakeDevice, Faults};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, DeviceMemory};
 
 /// Number of buffers in flight that saturates the bus.
-const PLENTY: usize = 16;
+const SATURATING: usize = 16;
 
-fn device(faults: Faults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
+fn device(faults: InjectedFaults) -> (Arc<FakeDevice>, Arc<dyn Device>) {
     let fake = FakeDevice::new(7, faults);
     (Arc::clone(&fake), fake)
 }
 
 #[test]
-fn memory_grows_with_need_and_is_given_back() {
-    let (fake, device) = device(Faults::default());
-    let pool = Pool::new(4096, 20, PLENTY);
+fn the_pool_grows_as_needed_and_releases_unused_memory() {
+    let (fake, device) = device(InjectedFaults::default());
+    let pool = Pool::new(4096, 20, SATURATING);
     assert_eq!(pool.size(), 0);
-    let first = pool.enter(None).lease(3, &device, &Never).unwrap();
+    let first = pool.enqueue(None).lease(3, &device, &Never).unwrap();
     assert_eq!(pool.size(), 8 * 4096);
-    let second = pool.enter(None).lease(17, &device, &Never).unwrap();
+    let second = pool.enqueue(None).lease(17, &device, &Never).unwrap();
     assert_eq!((pool.size(), fake.pinned()), (20 * 4096, 3));
     assert!(pool.try_lease(1, None).is_none());
     drop(second);
@@ -31,26 +31,26 @@ fn memory_grows_with_need_and_is_given_back() {
     drop(first);
     assert_eq!((pool.release(), pool.size(), fake.pinned()), (8 * 4096, 0, 0));
     // A single request for more than the limit is granted.
-    assert!(pool.enter(None).lease(21, &device, &Never).is_ok());
+    assert!(pool.enqueue(None).lease(21, &device, &Never).is_ok());
 }
 
 #[test]
 #[cfg_attr(miri, ignore = "asks for more memory than Miri has")]
-fn memory_that_is_not_there_is_an_error_only_where_it_is_needed() {
-    let (_, device) = device(Faults::default());
-    let pool = Pool::new(1 << 46, 4, PLENTY);
-    let refused = pool.enter(None).lease(1, &device, &Never);
+fn missing_memory_is_an_error_only_if_it_is_needed() {
+    let (_, device) = device(InjectedFaults::default());
+    let pool = Pool::new(1 << 46, 4, SATURATING);
+    let refused = pool.enqueue(None).lease(1, &device, &Never);
     assert!(matches!(refused, Err(Error::OutOfMemory { .. })));
     assert_eq!(pool.size(), 0);
 }
 
 #[test]
 fn waiting_readers_are_served_in_turn_or_give_up() {
-    let (_, device) = device(Faults::default());
-    let pool = Pool::new(64, 2, PLENTY);
-    let all = pool.enter(None).lease(2, &device, &Never).unwrap();
-    assert!(pool.enter(None).lease(1, &device, &|| Err(Error::Cancelled)).is_err());
-    let (first, second) = (pool.enter(None), pool.enter(None));
+    let (_, device) = device(InjectedFaults::default());
+    let pool = Pool::new(64, 2, SATURATING);
+    let all = pool.enqueue(None).lease(2, &device, &Never).unwrap();
+    assert!(pool.enqueue(None).lease(1, &device, &|| Err(Error::Cancelled)).is_err());
+    let (first, second) = (pool.enqueue(None), pool.enqueue(None));
     thread::scope(|scope| {
         let later = scope.spawn(|| second.lease(1, &device, &Never).is_ok());
         let sooner = scope.spawn(|| first.lease(2, &device, &Never).is_ok());
@@ -60,57 +60,61 @@ fn waiting_readers_are_served_in_turn_or_give_up() {
 }
 
 #[test]
-fn units_are_used_again_only_after_their_copies() {
-    let (fake, device) = device(Faults::default());
-    let pool = Pool::new(256, 2, PLENTY);
+fn buffers_are_reused_only_after_their_copies() {
+    let (fake, device) = device(InjectedFaults::default());
+    let pool = Pool::new(256, 2, SATURATING);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
-    let mut there = vec![0u8; 256 * 200];
+    let mut device_bytes = vec![0u8; 256 * 200];
     // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
     // it until they end.
-    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
+    let memory = unsafe {
+        DeviceMemory::new(device_bytes.as_mut_ptr().expose_provenance(), device_bytes.len())
+    };
     for number in 0..200usize {
-        let mut lease = pool.enter(None).lease(1, &device, &Never).unwrap();
+        let mut lease = pool.enqueue(None).lease(1, &device, &Never).unwrap();
         lease.buffers()[0].fill(u8::try_from(number).unwrap());
         lease.upload(&stream, (0, 0, 256), &memory, number * 256).unwrap();
         assert!(lease.buffers().is_empty(), "nobody touches what is being copied");
     }
     stream.finish().unwrap();
     assert_eq!(fake.under_way(), 0);
-    assert!(there.chunks(256).zip(0u8..).all(|(chunk, n)| chunk.iter().all(|&b| b == n)));
+    assert!(device_bytes.chunks(256).zip(0u8..).all(|(chunk, n)| chunk.iter().all(|&b| b == n)));
 }
 
 #[test]
 fn a_reader_waits_for_the_bus_instead_of_taking_more_memory() {
-    let (_, device) = device(Faults::default());
-    let pool = Pool::new(64, 60, PLENTY);
+    let (_, device) = device(InjectedFaults::default());
+    let pool = Pool::new(64, 60, SATURATING);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
-    let mut there = [0u8; 64 * PLENTY];
+    let mut device_bytes = [0u8; 64 * SATURATING];
     // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
     // it until they end.
-    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), there.len()) };
-    let mut lease = pool.enter(None).lease(PLENTY, &device, &Never).unwrap();
-    for buffer in 0..PLENTY {
+    let memory = unsafe {
+        DeviceMemory::new(device_bytes.as_mut_ptr().expose_provenance(), device_bytes.len())
+    };
+    let mut lease = pool.enqueue(None).lease(SATURATING, &device, &Never).unwrap();
+    for buffer in 0..SATURATING {
         lease.upload(&stream, (buffer, 0, 64), &memory, buffer * 64).unwrap();
     }
     drop(lease);
     let sizes = pool.size();
-    assert!(pool.enter(None).lease(1, &device, &Never).is_ok());
+    assert!(pool.enqueue(None).lease(1, &device, &Never).is_ok());
     assert_eq!(pool.size(), sizes);
 }
 
 #[test]
 fn copies_that_begin_later_are_not_waited_for() {
-    let (fake, device) = device(Faults::default());
-    let pool = Pool::new(64, 8, PLENTY);
+    let (fake, device) = device(InjectedFaults::default());
+    let pool = Pool::new(64, 8, SATURATING);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
-    let mut there = [7u8; 64];
+    let mut device_bytes = [7u8; 64];
     // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
     // it until they end.
-    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
-    let lease = || pool.enter(None).lease(1, &device, &Never).unwrap();
+    let memory = unsafe { DeviceMemory::new(device_bytes.as_mut_ptr().expose_provenance(), 64) };
+    let lease = || pool.enqueue(None).lease(1, &device, &Never).unwrap();
     let (mut first, mut later) = (lease(), lease());
     first.download(&stream, (0, 0, 64), &memory, 0).unwrap();
-    first.begun().unwrap();
+    first.record_end().unwrap();
     for _ in 0..50 {
         later.download(&stream, (0, 0, 1), &memory, 0).unwrap();
     }
@@ -121,14 +125,14 @@ fn copies_that_begin_later_are_not_waited_for() {
 
 #[test]
 fn downloaded_bytes_are_there_after_the_wait() {
-    let (_, device) = device(Faults::default());
-    let pool = Pool::new(64, 1, PLENTY);
+    let (_, device) = device(InjectedFaults::default());
+    let pool = Pool::new(64, 1, SATURATING);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
-    let mut there = *b"0123456789";
+    let mut device_bytes = *b"0123456789";
     // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
     // it until they end.
-    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 10) };
-    let mut lease = pool.enter(None).lease(1, &device, &Never).unwrap();
+    let memory = unsafe { DeviceMemory::new(device_bytes.as_mut_ptr().expose_provenance(), 10) };
+    let mut lease = pool.enqueue(None).lease(1, &device, &Never).unwrap();
     lease.download(&stream, (0, 5, 3), &memory, 4).unwrap();
     assert!(lease.download(&stream, (0, 5, 3), &memory, 8).is_err(), "beyond its end");
     assert!(lease.download(&stream, (0, 62, 3), &memory, 0).is_err(), "beyond the buffer");
@@ -137,42 +141,42 @@ fn downloaded_bytes_are_there_after_the_wait() {
 }
 
 #[test]
-fn memory_that_cannot_be_pinned_serves_all_the_same() {
-    let (fake, device) = device(Faults { pin: true, ..Faults::default() });
-    let pool = Pool::new(64, 1, PLENTY);
-    drop(pool.enter(None).lease(1, &device, &Never).unwrap());
+fn memory_that_cannot_be_pinned_is_used_unpinned() {
+    let (fake, device) = device(InjectedFaults { pin: true, ..InjectedFaults::default() });
+    let pool = Pool::new(64, 1, SATURATING);
+    drop(pool.enqueue(None).lease(1, &device, &Never).unwrap());
     assert!(pool.is_pageable());
     assert_eq!((fake.pinned(), pool.release()), (0, 64));
     assert!(!pool.is_pageable());
 }
 
 #[test]
-fn units_of_a_lost_device_are_never_used_again() {
-    let (_, device) = device(Faults { lost: Some(1), ..Faults::default() });
-    let pool = Pool::new(64, 1, PLENTY);
+fn buffers_of_a_lost_device_are_never_reused() {
+    let (_, device) = device(InjectedFaults { lost: Some(1), ..InjectedFaults::default() });
+    let pool = Pool::new(64, 1, SATURATING);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
-    let mut there = [0u8; 64];
+    let mut device_bytes = [0u8; 64];
     // SAFETY: host memory, as that of the fake device; outlives the copies, and nothing else uses
     // it until they end.
-    let memory = unsafe { DeviceMemory::new(there.as_mut_ptr().expose_provenance(), 64) };
-    let mut lease = pool.enter(None).lease(1, &device, &Never).unwrap();
+    let memory = unsafe { DeviceMemory::new(device_bytes.as_mut_ptr().expose_provenance(), 64) };
+    let mut lease = pool.enqueue(None).lease(1, &device, &Never).unwrap();
     lease.upload(&stream, (0, 0, 64), &memory, 0).unwrap();
     drop(lease);
-    let lost = pool.enter(None).lease(1, &device, &Never);
+    let lost = pool.enqueue(None).lease(1, &device, &Never);
     assert!(matches!(lost, Err(Error::Device { .. })));
     // The next lease gets fresh memory.
-    assert!(pool.enter(None).lease(1, &device, &Never).is_ok());
+    assert!(pool.enqueue(None).lease(1, &device, &Never).is_ok());
     stream.finish().unwrap();
 }
 
 /// A device that pins memory only if two threads ask for it at the same time.
 #[derive(Default)]
-struct InPairs {
+struct PinsInPairs {
     pinning: Mutex<usize>,
     changed: std::sync::Condvar,
 }
 
-impl InPairs {
+impl PinsInPairs {
     /// Waits until `count` threads have asked; false if they have not after a long time.
     fn asked(&self, count: usize) -> bool {
         let (pinning, limit) = (self.pinning.lock().unwrap(), Duration::from_secs(60));
@@ -181,7 +185,7 @@ impl InPairs {
     }
 }
 
-impl Device for InPairs {
+impl Device for PinsInPairs {
     fn name(&self) -> &str {
         "pairs"
     }
@@ -205,13 +209,13 @@ impl Device for InPairs {
 
 /// Takes two tickets; the ticket with the index `earlier` asks for memory first.
 fn two_readers_pin_at_once(earlier: usize) {
-    let pairs = Arc::new(InPairs::default());
+    let pairs = Arc::new(PinsInPairs::default());
     let device: Arc<dyn Device> = pairs.clone();
-    let pool = Pool::new(64, 16, PLENTY);
-    let mut tickets = vec![pool.enter(None), pool.enter(None)];
+    let pool = Pool::new(64, 16, SATURATING);
+    let mut tickets = vec![pool.enqueue(None), pool.enqueue(None)];
     let (first, both) = (tickets.remove(earlier), std::sync::Barrier::new(2));
     let second = tickets.remove(0);
-    let lease = |ticket: Ticket<'_>| {
+    let lease = |ticket: QueueTicket<'_>| {
         let lease = ticket.lease(8, &device, &Never).unwrap();
         both.wait();
         drop(lease);
@@ -232,21 +236,21 @@ fn readers_that_need_memory_at_the_same_time_pin_it_at_the_same_time() {
 }
 
 #[test]
-fn a_call_with_all_of_its_share_holds_up_no_others() {
-    let (_, device) = device(Faults::default());
-    let pool = Pool::new(64, 8, PLENTY);
+fn a_call_without_remaining_share_blocks_no_other_call() {
+    let (_, device) = device(InjectedFaults::default());
+    let pool = Pool::new(64, 8, SATURATING);
     let share = Share::new(1);
-    let held = pool.enter(Some(&share)).lease(1, &device, &Never).unwrap();
-    let (full, next) = (pool.enter(Some(&share)), pool.enter(Some(&share)));
+    let held = pool.enqueue(Some(&share)).lease(1, &device, &Never).unwrap();
+    let (full, next) = (pool.enqueue(Some(&share)), pool.enqueue(Some(&share)));
     let waits = || Err(Error::Cancelled);
-    assert!(pool.enter(None).lease_or(1, &device, &waits, &Never).is_ok());
+    assert!(pool.enqueue(None).lease_with_idle_work(1, &device, &waits, &Never).is_ok());
     let other = Share::new(1);
-    assert!(pool.enter(Some(&other)).lease_or(1, &device, &waits, &Never).is_ok());
+    assert!(pool.enqueue(Some(&other)).lease_with_idle_work(1, &device, &waits, &Never).is_ok());
     assert!(pool.try_lease(1, Some(&other)).is_some() && pool.try_lease(1, None).is_some());
     assert!(pool.try_lease(1, Some(&share)).is_none(), "before those of its own call");
     drop(held);
     // The tickets of one call are served in order, also once its share allows more.
-    assert!(next.lease_or(1, &device, &waits, &Never).is_err());
-    assert!(pool.enter(None).lease_or(1, &device, &waits, &Never).is_err());
-    assert!(full.lease_or(1, &device, &waits, &Never).is_ok());
+    assert!(next.lease_with_idle_work(1, &device, &waits, &Never).is_err());
+    assert!(pool.enqueue(None).lease_with_idle_work(1, &device, &waits, &Never).is_err());
+    assert!(full.lease_with_idle_work(1, &device, &waits, &Never).is_ok());
 }

@@ -16,27 +16,27 @@ use shuttle::{Config, Runner};
 
 /// The rules of a model.
 #[derive(Debug, Clone, Copy)]
-pub struct Rules {
+pub struct ModelRules {
     /// Waits up to this long may time out. Longer ones never do: a thread that is not woken waits for
     /// ever.
-    pub patience: Duration,
+    pub longest_timeout: Duration,
     /// True if the system may refuse to start threads.
-    pub refusals: bool,
+    pub spawn_may_fail: bool,
 }
 
 std::thread_local! {
     // All threads of a model run on the one of its test.
-    static RULES: Cell<Rules> = const { Cell::new(Rules { patience: Duration::ZERO, refusals: false }) };
+    static RULES: Cell<ModelRules> = const { Cell::new(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }) };
     static CLOCK: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
-fn setting<T: FromStr>(name: &str, usual: T) -> T {
-    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(usual)
+fn variable<T: FromStr>(name: &str, default: T) -> T {
+    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
 }
 
 /// Runs a model under as many schedules as there is time for: random ones, and ones with few thread
 /// switches. The latter find defects that need a few switches at certain places.
-pub fn check(rules: Rules, model: impl Fn() + Send + Sync + 'static) {
+pub fn check_model(rules: ModelRules, model: impl Fn() + Send + Sync + 'static) {
     let model = Arc::new(move || {
         RULES.set(rules);
         CLOCK.set(Duration::ZERO);
@@ -50,8 +50,8 @@ pub fn check(rules: Rules, model: impl Fn() + Send + Sync + 'static) {
     }
     let mut config = Config::new();
     config.silence_warnings = true;
-    config.max_time = Some(Duration::from_secs_f64(setting("MODEL_SECONDS", 2.0) / 2.0));
-    let seed = setting("MODEL_SEED", 0);
+    config.max_time = Some(Duration::from_secs_f64(variable("MODEL_SECONDS", 2.0) / 2.0));
+    let seed = variable("MODEL_SEED", 0);
     let random = RandomScheduler::new_from_seed(seed, usize::MAX);
     let mut schedules = Runner::new(random, config.clone()).run(move || run());
     let few = PctScheduler::new_from_seed(seed, 3, usize::MAX);
@@ -60,14 +60,14 @@ pub fn check(rules: Rules, model: impl Fn() + Send + Sync + 'static) {
 }
 
 /// Lets other threads run and time pass: `time`, or longer, as on a busy machine.
-fn lapse(time: Duration) {
+fn advance_clock(time: Duration) {
     let until = CLOCK.get() + time * thread_rng().gen_range(1..64);
     shuttle::thread::yield_now();
     CLOCK.set(CLOCK.get().max(until));
 }
 
-fn ends(time: Duration) -> bool {
-    time <= RULES.get().patience
+fn times_out(time: Duration) -> bool {
+    time <= RULES.get().longest_timeout
 }
 
 /// The CPU time of the process: none in a model.
@@ -98,11 +98,11 @@ pub mod thread {
         JoinHandle, Scope, ScopedJoinHandle, Thread, current, panicking, scope, yield_now,
     };
 
-    use super::{RULES, Rng as _, ends, lapse, thread_rng};
+    use super::{RULES, Rng as _, advance_clock, thread_rng, times_out};
 
     pub fn park_timeout(time: Duration) {
-        if ends(time) {
-            lapse(time);
+        if times_out(time) {
+            advance_clock(time);
             // The `park` below returns at once, and consumes a wake-up that came meanwhile too.
             current().unpark();
         }
@@ -110,11 +110,11 @@ pub mod thread {
     }
 
     pub fn sleep(time: Duration) {
-        lapse(time);
+        advance_clock(time);
     }
 
-    fn refused() -> io::Result<()> {
-        if RULES.get().refusals && thread_rng().gen_ratio(1, 4) {
+    fn may_refuse_thread() -> io::Result<()> {
+        if RULES.get().spawn_may_fail && thread_rng().gen_ratio(1, 4) {
             return Err(io::ErrorKind::WouldBlock.into());
         }
         Ok(())
@@ -136,7 +136,7 @@ pub mod thread {
             self,
             work: impl FnOnce() -> T + Send + 'static,
         ) -> io::Result<JoinHandle<T>> {
-            refused()?;
+            may_refuse_thread()?;
             self.0.spawn(work)
         }
 
@@ -145,7 +145,7 @@ pub mod thread {
             scope: &'scope Scope<'scope, '_>,
             work: impl FnOnce() -> T + Send + 'scope,
         ) -> io::Result<ScopedJoinHandle<'scope, T>> {
-            refused()?;
+            may_refuse_thread()?;
             Ok(scope.spawn(work))
         }
     }
@@ -156,7 +156,7 @@ pub mod mpsc {
 
     pub use shuttle::sync::mpsc::{RecvTimeoutError, SyncSender, TryRecvError};
 
-    use super::{ends, lapse};
+    use super::{advance_clock, times_out};
 
     pub struct Receiver<T>(shuttle::sync::mpsc::Receiver<T>);
 
@@ -167,10 +167,10 @@ pub mod mpsc {
 
     impl<T> Receiver<T> {
         pub fn recv_timeout(&self, time: Duration) -> Result<T, RecvTimeoutError> {
-            if !ends(time) {
+            if !times_out(time) {
                 return self.0.recv().map_err(|_| RecvTimeoutError::Disconnected);
             }
-            lapse(time);
+            advance_clock(time);
             self.0.try_recv().map_err(|error| match error {
                 TryRecvError::Empty => RecvTimeoutError::Timeout,
                 TryRecvError::Disconnected => RecvTimeoutError::Disconnected,

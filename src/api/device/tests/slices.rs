@@ -9,18 +9,18 @@ use super::*;
 use crate::api::load::load_counted;
 use crate::codec::hash::Verify;
 use crate::io::{Capabilities, ReadAt};
-use crate::mem::device::fake::{FakeDevice, Faults};
-use crate::mem::device::{Blocks, Consumer, Device};
+use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::{Consumer, Device, DeviceBlocks};
 use crate::mem::pinned::Pool;
 
 /// Number of the tensor, rows and columns.
-type Part = (usize, Range<u64>, Range<u64>);
+type TestSlice = (usize, Range<u64>, Range<u64>);
 
 /// Rows and columns. Contiguous ranges of 16 KiB and more are read straight to their destination.
 const SHAPES: [[u64; 2]; 3] = [[40, 20_000], [30, 50], [7, 300_001]];
 
 /// Returns slices that are out of order and overlap, one of them twice.
-fn parts() -> Vec<Part> {
+fn parts() -> Vec<TestSlice> {
     vec![
         (2, 3..5, 1..280_000),
         (0, 2..9, 5..12),
@@ -35,9 +35,9 @@ fn parts() -> Vec<Part> {
 }
 
 /// A file that counts the bytes that are read from it.
-struct Counting(FileSource, Arc<AtomicU64>);
+struct CountingSource(FileSource, Arc<AtomicU64>);
 
-impl ReadAt for Counting {
+impl ReadAt for CountingSource {
     fn uri(&self) -> &str {
         self.0.uri()
     }
@@ -58,14 +58,14 @@ impl ReadAt for Counting {
     }
 }
 
-struct Saved {
+struct SavedSlices {
     _folder: tempfile::TempDir,
     path: std::path::PathBuf,
     tensors: Vec<Vec<u8>>,
     key: Option<Key>,
 }
 
-fn saved(key: Option<Key>) -> Saved {
+fn saved(key: Option<Key>) -> SavedSlices {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let bytes = |[rows, columns]: [u64; 2]| (0..rows * columns).map(|i| (i * 31 + i / 251) as u8);
@@ -78,14 +78,14 @@ fn saved(key: Option<Key>) -> Saved {
     });
     let options = SaveOptions { encryption, ..SaveOptions::default() };
     save(&path, all.collect(), options, &Never).unwrap();
-    Saved { _folder: folder, path, tensors, key }
+    SavedSlices { _folder: folder, path, tensors, key }
 }
 
-impl Saved {
+impl SavedSlices {
     /// Returns the slices as a file of their own, and the count of the bytes that are read.
-    fn sliced(&self, parts: &[Part]) -> (TensorFile, Arc<AtomicU64>) {
+    fn sliced(&self, parts: &[TestSlice]) -> (TensorFile, Arc<AtomicU64>) {
         let read = Arc::new(AtomicU64::new(0));
-        let source = Counting(FileSource::open(&self.path).unwrap(), Arc::clone(&read));
+        let source = CountingSource(FileSource::open(&self.path).unwrap(), Arc::clone(&read));
         let mut file = TensorFile::from_source(Arc::new(source), 0, &Never).unwrap();
         if let Some(key) = self.key.clone() {
             let options = DecryptionOptions::new(Secret::Key(key));
@@ -99,7 +99,7 @@ impl Saved {
         (sliced, read)
     }
 
-    fn expected(&self, (number, rows, columns): &Part) -> Vec<u8> {
+    fn expected(&self, (number, rows, columns): &TestSlice) -> Vec<u8> {
         let width = SHAPES[*number][1];
         let rows = rows.clone().map(|row| {
             let at = |column: u64| (row * width + column) as usize;
@@ -113,10 +113,10 @@ impl Saved {
 fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -> Vec<Vec<u8>> {
     let numbers: Vec<usize> = (0..file.entries().len()).collect();
     let planned = DeviceLoad::new(file, &numbers, &[], apart).unwrap();
-    let mut memory = Memory::new(&planned.block_lens().unwrap());
-    let device: Arc<dyn Device> = FakeDevice::new(seed, Faults::default());
+    let mut memory = TestMemory::new(&planned.block_lens().unwrap());
+    let device: Arc<dyn Device> = FakeDevice::new(seed, InjectedFaults::default());
     let pool = Pool::new(4 << 20, 8, 16);
-    let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+    let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
     let to = Destination {
         devices: &one,
         memory: &memory.blocks,
@@ -125,8 +125,8 @@ fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -
     let (_, streams) =
         planned.run(&to, options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();
     Streams::hand_over_all(streams).unwrap();
-    memory.blocks = Blocks::new(0).unwrap();
-    let places = planned.places().unwrap();
+    memory.blocks = DeviceBlocks::new(0).unwrap();
+    let places = planned.locations().unwrap();
     let bytes = places.iter().zip(file.entries()).map(|(place, entry)| {
         let start = memory.starts[place.block] + place.offset as usize;
         memory.bytes[start..][..entry.loaded_len() as usize].to_vec()
@@ -141,7 +141,7 @@ fn in_host_memory(file: &TensorFile, options: &LoadOptions) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn each_is_in_its_place() {
+fn slices_have_the_right_bytes_by_every_path() {
     for key in [None, Some(Key::new(&[5; 32]).unwrap())] {
         let saved = saved(key);
         let expected: Vec<Vec<u8>> = parts().iter().map(|part| saved.expected(part)).collect();
@@ -156,7 +156,7 @@ fn each_is_in_its_place() {
 }
 
 #[test]
-fn a_tensor_that_is_read_as_a_whole_is_read_once() {
+fn whole_tensor_is_read_once_for_all_its_slices() {
     let saved = saved(None);
     let [rows, columns] = SHAPES[0];
     let whole = (0, 0..rows, 0..columns);

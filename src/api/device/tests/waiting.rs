@@ -4,17 +4,17 @@
 use super::*;
 
 #[test]
-fn a_short_load_pins_no_more_than_its_bytes_and_a_buffer() {
+fn short_load_pins_at_most_its_bytes_and_one_buffer() {
     const LEN: usize = 4 << 20;
     for (len, most) in [(100_000, 2), (5_000_000, 3)] {
         let files = file(&[len], SaveOptions::default());
         let source = Arc::new(FileSource::open(&files.path).unwrap());
         let opened = TensorFile::from_source(source, 0, &Never).unwrap();
         let planned = DeviceLoad::new(&opened, &[0], &[], false).unwrap();
-        let memory = Memory::new(&planned.block_lens().unwrap());
-        let device: Arc<dyn Device> = FakeDevice::new(3, Faults::default());
+        let memory = TestMemory::new(&planned.block_lens().unwrap());
+        let device: Arc<dyn Device> = FakeDevice::new(3, InjectedFaults::default());
         let pool = Pool::new(LEN, 64, 16);
-        let one = [OneDevice { device: &device, consumer: Consumer(0), pool: &pool }];
+        let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
         let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
         let options = LoadOptions { readers: Some(4), ..LoadOptions::default() };
         let (_, streams) =
@@ -29,10 +29,10 @@ const NEIGHBOURS: [usize; 8] =
     [9 << 20, 15 << 20, 9 << 20, 14 << 20, 9 << 20, 13 << 20, 9 << 20, 12 << 20];
 
 #[test]
-fn hashes_never_wait_for_buffers_that_wait_for_them() {
+fn hashes_and_staging_buffers_never_deadlock() {
     let files = file(&NEIGHBOURS, SaveOptions::default());
     for (readers, devices) in [(1, 1), (2, 1), (5, 1), (1, 2), (2, 2), (5, 3)] {
-        let schedule = Schedule {
+        let schedule = LoadSchedule {
             seed: 7,
             units: 4,
             buffer_len: 4 << 20,
@@ -44,7 +44,7 @@ fn hashes_never_wait_for_buffers_that_wait_for_them() {
             pipe: false,
             selection: (0..NEIGHBOURS.len()).collect(),
             devices,
-            faults: Faults::default(),
+            faults: InjectedFaults::default(),
             interrupted: false,
             flipped: None,
         };
@@ -53,7 +53,7 @@ fn hashes_never_wait_for_buffers_that_wait_for_them() {
 }
 
 #[test]
-fn decryption_never_waits_for_a_header_that_comes_later() {
+fn decryption_never_waits_for_a_later_header() {
     let key = Key::new(&[5; 32]).unwrap();
     let encryption = EncryptionOptions { key: key.clone(), derivation: None, manifest: false };
     let options = SaveOptions { encryption: Some(Arc::new(encryption)), ..SaveOptions::default() };

@@ -3,38 +3,38 @@
 
 use super::*;
 
-fn land(window: &Window, tensor: usize) {
-    window.land(tensor, Memory::Zeros, Marks::new()).unwrap();
+fn deliver(window: &Window, tensor: usize) {
+    window.deliver(tensor, ReadyMemory::Zeros, CopyEvents::new()).unwrap();
 }
 
 fn admits(window: &Window, first: usize, last: usize) -> bool {
-    window.admits(Asker::Readers, first, last)
+    window.admits(Requester::Readers, first, last)
 }
 
 fn take(window: &Window) -> Vec<usize> {
     match window.take(Duration::ZERO).unwrap() {
-        Taken::Items(items) => items.iter().map(|item| item.tensor).collect(),
+        NextTensors::Items(items) => items.iter().map(|item| item.tensor).collect(),
         _ => Vec::new(),
     }
 }
 
 #[test]
-fn no_more_is_admitted_than_the_budget() {
+fn admitted_bytes_stay_within_the_budget() {
     let len = 2 * SMALL;
     let window = Window::new(vec![len; 5], 2 * len, Order::File, false).unwrap();
     assert!(admits(&window, 0, 0) && admits(&window, 1, 1) && !admits(&window, 2, 2));
-    land(&window, 1);
+    deliver(&window, 1);
     assert_eq!(take(&window), [0usize; 0]);
-    land(&window, 0);
+    deliver(&window, 0);
     assert_eq!(take(&window), [0]);
     assert!(admits(&window, 2, 2) && !admits(&window, 3, 3));
     assert_eq!(take(&window), [1]);
     assert!(admits(&window, 3, 3));
-    assert_eq!(window.missing(), [2, 3, 4]);
+    assert_eq!(window.undelivered(), [2, 3, 4]);
 }
 
 #[test]
-fn a_batch_beyond_the_budget_is_admitted_when_nothing_else_is_coming() {
+fn batch_beyond_the_budget_is_admitted_when_nothing_else_is_outstanding() {
     for allocates in [false, true] {
         let window = Window::new(vec![10, 90, 1], 50, Order::File, allocates).unwrap();
         let allocate = || {
@@ -48,8 +48,8 @@ fn a_batch_beyond_the_budget_is_admitted_when_nothing_else_is_coming() {
         allocate();
         assert!(admits(&window, 0, 1), "{allocates}");
         assert!(!admits(&window, 2, 2));
-        land(&window, 0);
-        land(&window, 1);
+        deliver(&window, 0);
+        deliver(&window, 1);
         assert_eq!(take(&window), [0]);
         assert_eq!(take(&window), [1]);
         allocate();
@@ -58,10 +58,10 @@ fn a_batch_beyond_the_budget_is_admitted_when_nothing_else_is_coming() {
 }
 
 #[test]
-fn small_tensors_come_together_and_count_until_the_next_call() {
+fn small_tensors_come_in_groups_and_count_until_the_next_call() {
     let window = Window::new(vec![1; 64], 32, Order::Ready, false).unwrap();
     assert!(admits(&window, 31, 31) && !admits(&window, 32, 32));
-    (0..32).rev().for_each(|tensor| land(&window, tensor));
+    (0..32).rev().for_each(|tensor| deliver(&window, tensor));
     assert_eq!(take(&window), [31, 30]);
     assert!(!admits(&window, 32, 32));
     assert_eq!(take(&window), [29, 28]);
@@ -69,64 +69,64 @@ fn small_tensors_come_together_and_count_until_the_next_call() {
 }
 
 #[test]
-fn a_batch_with_the_end_of_a_tensor_and_the_beginning_of_the_next_is_admitted() {
+fn batch_across_two_tensors_is_admitted() {
     for order in [Order::File, Order::Ready] {
         let window = Window::new(vec![5, 60, 60, 60], 100, order, false).unwrap();
         assert!(admits(&window, 0, 0) && admits(&window, 1, 1));
         // The end of tensor 1 comes with tensor 2; tensor 0 is still to be taken.
         assert!(!admits(&window, 1, 2));
-        land(&window, 0);
+        deliver(&window, 0);
         assert_eq!(take(&window), [0]);
         assert!(admits(&window, 1, 2) && !admits(&window, 2, 3));
     }
 }
 
 #[test]
-fn two_askers_wait_for_each_other_only_in_the_order_of_the_file() {
+fn two_requesters_wait_for_each_other_only_in_file_order() {
     let window = Window::new(vec![6; 4], 10, Order::File, false).unwrap();
     assert!(admits(&window, 0, 0));
-    assert!(!window.admits(Asker::Groups, 1, 1) && !admits(&window, 2, 2));
-    land(&window, 0);
+    assert!(!window.admits(Requester::Groups, 1, 1) && !admits(&window, 2, 2));
+    deliver(&window, 0);
     assert_eq!(take(&window), [0]);
     // Tensor 1 is granted to whichever asks next, and tensor 2 is not.
-    assert!(!admits(&window, 2, 2) && window.admits(Asker::Groups, 1, 1));
-    land(&window, 1);
+    assert!(!admits(&window, 2, 2) && window.admits(Requester::Groups, 1, 1));
+    deliver(&window, 1);
     assert_eq!(take(&window), [1]);
-    assert!(admits(&window, 2, 2) && !window.admits(Asker::Groups, 3, 3));
+    assert!(admits(&window, 2, 2) && !window.admits(Requester::Groups, 3, 3));
 }
 
 #[test]
-fn tensors_that_are_taken_before_it_is_their_turn_do_not_count() {
+fn tensors_taken_before_they_are_granted_do_not_count() {
     let window = Window::new(vec![6, 6, 6], 10, Order::Ready, false).unwrap();
-    land(&window, 1);
+    deliver(&window, 1);
     assert_eq!(take(&window), [1]);
     assert!(admits(&window, 0, 0) && !admits(&window, 2, 2));
-    land(&window, 0);
+    deliver(&window, 0);
     assert_eq!(take(&window), [0]);
     assert!(admits(&window, 2, 2));
     assert_eq!(window.state().outstanding, 6);
 }
 
 #[test]
-fn memory_that_is_refused_is_an_error_only_if_nothing_will_be_let_go() {
+fn failed_allocation_is_an_error_only_if_nothing_will_be_freed() {
     let window = Window::new(vec![10, 10, 10], 30, Order::File, true).unwrap();
-    assert!(window.refused(3), "one by one");
+    assert!(window.allocation_failed(3), "one by one");
     assert_eq!(window.to_allocate(), Some(0..1));
     window.allocated(1);
     assert!(admits(&window, 0, 0) && !admits(&window, 1, 1));
-    assert!(window.refused(1));
+    assert!(window.allocation_failed(1));
     assert_eq!(window.to_allocate(), None);
-    land(&window, 0);
+    deliver(&window, 0);
     assert_eq!(take(&window), [0]);
     assert_eq!(window.to_allocate(), Some(1..2));
-    assert!(!window.refused(1));
+    assert!(!window.allocation_failed(1));
 }
 
 #[test]
 fn an_error_comes_after_the_tensors_before_it() {
     let window = Window::new(vec![SMALL; 3], 9 * SMALL, Order::File, false).unwrap();
-    land(&window, 0);
-    land(&window, 2);
+    deliver(&window, 0);
+    deliver(&window, 2);
     window.end(Err(Error::Cancelled));
     assert_eq!(take(&window), [0]);
     assert!(matches!(window.take(Duration::ZERO), Err(Error::Cancelled)));

@@ -2,7 +2,7 @@
 //! `abfss://container@account.dfs.core.windows.net/blob`.
 
 use crate::error::{Error, Result};
-use crate::io::auth::azure_account::{account_of, is_word};
+use crate::io::auth::azure_account::{is_valid_name, parse_host};
 use crate::io::transport::fits_in_url;
 
 /// The cloud of an object.
@@ -56,17 +56,17 @@ impl CloudAddress {
         }
         let (bucket, account) = match (place.split_once('@'), cloud) {
             (None, _) => (place, None),
-            (Some(_), Cloud::Google) => return bad(": a bucket's name has no `@`"),
-            (Some((container, host)), Cloud::Azure) => match account_of(host) {
+            (Some(_), Cloud::Google) => return bad(": a bucket's name has no `@` "),
+            (Some((container, host)), Cloud::Azure) => match parse_host(host) {
                 Some(account) => (container, Some(account)),
                 None => {
                     return bad(
-                        ": what follows the `@` is not the host of an Azure storage account",
+                        ": what follows the `@` is not the host of an Azurestorage account",
                     );
                 }
             },
         };
-        if !is_word(bucket) {
+        if !is_valid_name(bucket) {
             return bad("");
         }
         let shown = format!("{scheme}://{place}/{key}");

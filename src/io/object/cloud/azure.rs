@@ -7,14 +7,15 @@ use base64::prelude::{BASE64_STANDARD, Engine as _};
 use bytes::Bytes;
 use reqwest::Method;
 
-use super::request::{Answer, CloudObject, UploadRequest};
+use super::request::{CloudObject, CloudResponse, UploadRequest};
 use crate::cancel::Cancel;
-use crate::error::{Error, Result, Shown};
+use crate::error::{Error, Escaped, Result};
 use crate::io::object::checksum::Checksum;
-use crate::io::object::upload::{Limits, SentPart, UploadProtocol, new_mark};
+use crate::io::object::upload::{SentPart, UploadLimits, UploadProtocol, new_mark};
 
 /// A fifth of the 50,000 blocks of a blob: blocks of failed uploads count too, up to 100,000.
-const LIMITS: Limits = Limits { parts: 10_000, least: 1, longest: 4000 << 20 };
+const LIMITS: UploadLimits =
+    UploadLimits { max_parts: 10_000, min_part_len: 1, max_part_len: 4000 << 20 };
 const CHECKSUM: &str = "x-ms-content-crc64";
 /// The metadata with the mark of a blob. Its name may have letters and digits only.
 const MARK: &str = "x-ms-meta-tensorizerupload";
@@ -23,22 +24,22 @@ const OTHER_BLOCKS: &str = "InvalidBlockList";
 /// The code for a blob with blocks whose names have another length.
 const OTHER_NAMES: &str = "InvalidBlobOrBlock";
 /// The code for a blob with too many blocks.
-const TOO_MANY: &str = "BlockCountExceedsLimit";
+const TOO_MANY_BLOCKS: &str = "BlockCountExceedsLimit";
 
 /// A blob.
 pub struct Blob {
-    at: CloudObject,
+    object: CloudObject,
     mark: String,
 }
 
 impl Blob {
-    pub fn new(at: CloudObject) -> Result<Self> {
-        Ok(Blob { at, mark: new_mark()? })
+    pub fn new(object: CloudObject) -> Result<Self> {
+        Ok(Blob { object, mark: new_mark()? })
     }
 
     /// The error of an upload that another one has disturbed.
-    fn disturbed(&self, why: &str, answer: &Answer) -> Error {
-        let (status, code) = (answer.status.as_u16(), Shown(answer.code()));
+    fn disturbed_error(&self, why: &str, answer: &CloudResponse) -> Error {
+        let (status, code) = (answer.status.as_u16(), Escaped(answer.code()));
         let what = format!("the server answered {status}: {code}: {why}");
         Error::io("writing", self.shown(), std::io::Error::other(what))
     }
@@ -46,14 +47,14 @@ impl Blob {
 
 impl UploadProtocol for Blob {
     fn shown(&self) -> &str {
-        &self.at.requests.shown
+        &self.object.requests.shown
     }
 
     fn stall(&self) -> Duration {
-        self.at.requests.options.stall
+        self.object.requests.options.stall
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> UploadLimits {
         LIMITS
     }
 
@@ -62,9 +63,9 @@ impl UploadProtocol for Blob {
             .field("x-ms-blob-type", "BlockBlob")
             .field(MARK, &*self.mark)
             .checksum(CHECKSUM, Checksum::of(bytes).for_azure());
-        let sent = self.at.send(&request, cancel).map(drop);
+        let sent = self.object.send(&request, cancel).map(drop);
         sent.or_else(|error| {
-            self.at.completed(error, (MARK, &self.mark), bytes.len() as u64, cancel)
+            self.object.confirm_completed(error, (MARK, &self.mark), bytes.len() as u64, cancel)
         })
     }
 
@@ -85,18 +86,18 @@ impl UploadProtocol for Blob {
             .query("comp", "block")
             .query("blockid", &*tag)
             .checksum(CHECKSUM, Checksum::of(bytes).for_azure())
-            .handles(|_, code| code == OTHER_NAMES || code.ends_with(TOO_MANY));
-        let answer = self.at.send(&request, cancel)?;
+            .handling(|_, code| code == OTHER_NAMES || code.ends_with(TOO_MANY_BLOCKS));
+        let answer = self.object.send(&request, cancel)?;
         if !answer.status.is_success() {
             let forgets = "which Azure deletes a week after the last of them, or when the blob is \
                            replaced";
             let why = match answer.code() {
                 OTHER_NAMES => {
-                    "another program has begun an upload of this blob, and left uncommitted blocks"
+                    "another program has begun an upload of this blob, and left uncommitted blocks "
                 }
-                _ => "failed uploads of this blob have left too many uncommitted blocks",
+                _ => "failed uploads of this blob have left too many uncommitted blocks ",
             };
-            return Err(self.disturbed(&format!("{why}, {forgets}"), &answer));
+            return Err(self.disturbed_error(&format!("{why}, {forgets}"), &answer));
         }
         Ok(SentPart { number, tag, checksum: None })
     }
@@ -118,19 +119,19 @@ impl UploadProtocol for Blob {
             .query("comp", "blocklist")
             .field(MARK, &*self.mark)
             .checksum(CHECKSUM, Checksum::of(&text).for_azure())
-            .handles(|_, code| code == OTHER_BLOCKS)
-            .takes_long();
-        let refused = match self.at.send(&request, cancel) {
+            .handling(|_, code| code == OTHER_BLOCKS)
+            .with_long_limit();
+        let refused = match self.object.send(&request, cancel) {
             Ok(answer) if answer.status.is_success() => return Ok(()),
             Ok(answer) => {
                 let why = "another program has written this blob during the upload, and Azure has \
                            deleted the blocks of this upload: the blob has the content of the \
-                           other program";
-                self.disturbed(why, &answer)
+                           otherprogram";
+                self.disturbed_error(why, &answer)
             }
             Err(error) => error,
         };
-        self.at.completed(refused, (MARK, &self.mark), len, cancel)
+        self.object.confirm_completed(refused, (MARK, &self.mark), len, cancel)
     }
 
     fn abort(&self, _upload: &str, _cancel: &dyn Cancel) -> Result<()> {

@@ -4,9 +4,10 @@ use reqwest::Url;
 
 use super::address::{Cloud, CloudAddress};
 use crate::error::{Error, Result};
-use crate::io::auth::azure::Container;
+use crate::io::auth::azure::AzureContainer;
 use crate::io::auth::{
-    CredentialProvider, Identity, Missing, azure as azure_auth, google as google_auth,
+    CredentialProvider, MissingCredentials, RequestIdentity, azure as azure_auth,
+    google as google_auth,
 };
 use crate::io::transport::{TransportOptions, fits_in_url};
 
@@ -30,16 +31,19 @@ pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Resu
         Cloud::Google => google_auth::settings(&address.bucket, options)?,
         Cloud::Azure => {
             let (account, shown) = (address.account.as_ref(), &*address.shown);
-            azure_auth::settings(&Container { name: &address.bucket, account, shown }, options)?
+            azure_auth::settings(
+                &AzureContainer { name: &address.bucket, account, shown },
+                options,
+            )?
         }
     };
     let credentials = match found.identity {
-        Identity::Anonymous => None,
-        Identity::Configured => Some(found.credentials),
+        RequestIdentity::Anonymous => None,
+        RequestIdentity::Configured => Some(found.credentials),
         // A machine whose service fails has one: its requests are tried again.
-        Identity::Machine => match found.credentials.get().await {
-            Err(Missing::Absent) => None,
-            Ok(_) | Err(Missing::Failed(_)) => Some(found.credentials),
+        RequestIdentity::Machine => match found.credentials.get().await {
+            Err(MissingCredentials::Absent) => None,
+            Ok(_) | Err(MissingCredentials::Failed(_)) => Some(found.credentials),
         },
     };
     let root = found.endpoint;
@@ -62,7 +66,7 @@ pub fn object_url(bucket: &Url, key: &str) -> std::result::Result<Url, String> {
 }
 
 /// The error of an anonymous request.
-pub fn anonymous(error: Error, cloud: Cloud) -> Error {
+pub fn with_anonymous_hint(error: Error, cloud: Cloud) -> Error {
     let name = match cloud {
         Cloud::Google => "GOOGLE_APPLICATION_CREDENTIALS",
         Cloud::Azure => "AZURE_STORAGE_ACCOUNT_KEY",

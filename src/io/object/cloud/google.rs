@@ -6,31 +6,32 @@ use std::time::Duration;
 use bytes::Bytes;
 use reqwest::Method;
 
-use super::request::{Answer, CloudObject, UploadRequest};
+use super::request::{CloudObject, CloudResponse, UploadRequest};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::io::object::checksum::for_google;
-use crate::io::object::upload::{Limits, SentPart, UploadProtocol, new_mark};
+use crate::io::object::upload::{SentPart, UploadLimits, UploadProtocol, new_mark};
 
-const LIMITS: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+const LIMITS: UploadLimits =
+    UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
 const CHECKSUM: &str = "x-goog-hash";
 /// The metadata with the mark of an object.
 const MARK: &str = "x-goog-meta-tensorizer-upload";
 
 /// An object of Google Cloud Storage.
 pub struct GoogleObject {
-    at: CloudObject,
+    object: CloudObject,
     mark: String,
 }
 
 impl GoogleObject {
-    pub fn new(at: CloudObject) -> Result<Self> {
-        Ok(GoogleObject { at, mark: new_mark()? })
+    pub fn new(object: CloudObject) -> Result<Self> {
+        Ok(GoogleObject { object, mark: new_mark()? })
     }
 }
 
 /// The server's name of a part; it is copied into an XML document.
-fn tag_of(answer: &Answer) -> Option<&str> {
+fn tag_of(answer: &CloudResponse) -> Option<&str> {
     answer.field("etag").filter(|tag| !tag.contains(['<', '>', '&']))
 }
 
@@ -40,14 +41,14 @@ fn crc32c(bytes: &[u8]) -> String {
 
 impl UploadProtocol for GoogleObject {
     fn shown(&self) -> &str {
-        &self.at.requests.shown
+        &self.object.requests.shown
     }
 
     fn stall(&self) -> Duration {
-        self.at.requests.options.stall
+        self.object.requests.options.stall
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> UploadLimits {
         LIMITS
     }
 
@@ -55,9 +56,9 @@ impl UploadProtocol for GoogleObject {
         let request = UploadRequest::new(Method::PUT, bytes)
             .field(MARK, &*self.mark)
             .checksum(CHECKSUM, crc32c(bytes));
-        let sent = self.at.send(&request, cancel).map(drop);
+        let sent = self.object.send(&request, cancel).map(drop);
         sent.or_else(|error| {
-            self.at.completed(error, (MARK, &self.mark), bytes.len() as u64, cancel)
+            self.object.confirm_completed(error, (MARK, &self.mark), bytes.len() as u64, cancel)
         })
     }
 
@@ -66,9 +67,9 @@ impl UploadProtocol for GoogleObject {
         let request = UploadRequest::new(Method::POST, &nothing)
             .query("uploads", "")
             .field(MARK, &*self.mark)
-            .only_if(|answer| answer.element("UploadId").is_some());
-        let answer = self.at.send(&request, cancel)?;
-        answer.element("UploadId").map(Arc::from).ok_or_else(|| self.at.refused(&answer))
+            .complete_if(|answer| answer.element("UploadId").is_some());
+        let answer = self.object.send(&request, cancel)?;
+        answer.element("UploadId").map(Arc::from).ok_or_else(|| self.object.refusal_error(&answer))
     }
 
     fn part(
@@ -82,9 +83,9 @@ impl UploadProtocol for GoogleObject {
             .query("partNumber", number.to_string())
             .query("uploadId", upload)
             .checksum(CHECKSUM, crc32c(bytes))
-            .only_if(|answer| tag_of(answer).is_some());
-        let answer = self.at.send(&request, cancel)?;
-        let tag = tag_of(&answer).ok_or_else(|| self.at.refused(&answer))?.to_owned();
+            .complete_if(|answer| tag_of(answer).is_some());
+        let answer = self.object.send(&request, cancel)?;
+        let tag = tag_of(&answer).ok_or_else(|| self.object.refusal_error(&answer))?.to_owned();
         Ok(SentPart { number, tag, checksum: None })
     }
 
@@ -104,15 +105,15 @@ impl UploadProtocol for GoogleObject {
         let request = UploadRequest::new(Method::POST, &text)
             .query("uploadId", upload)
             .field("content-type", "application/xml")
-            .only_if(|answer| answer.is("CompleteMultipartUploadResult"))
-            .takes_long();
-        let done = self.at.send(&request, cancel).map(drop);
-        done.or_else(|error| self.at.completed(error, (MARK, &self.mark), len, cancel))
+            .complete_if(|answer| answer.is_document("CompleteMultipartUploadResult"))
+            .with_long_limit();
+        let done = self.object.send(&request, cancel).map(drop);
+        done.or_else(|error| self.object.confirm_completed(error, (MARK, &self.mark), len, cancel))
     }
 
     fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {
         let nothing = Bytes::new();
         let request = UploadRequest::new(Method::DELETE, &nothing).query("uploadId", upload);
-        self.at.send(&request, cancel).map(drop)
+        self.object.send(&request, cancel).map(drop)
     }
 }

@@ -7,17 +7,17 @@ use std::time::{Duration, Instant, SystemTime};
 use reqwest::{Request, Url};
 
 use super::address::{Cloud, CloudAddress};
-use super::bucket::{CloudBucket, anonymous, object_url, resolve};
+use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::auth::{AZURE_VERSION, Credential, CredentialProvider};
-use crate::io::http::{self, FileUrl, Pending, Sign};
-use crate::io::transport::{Authorize, Failure, Location, run_once};
+use crate::io::auth::{AZURE_VERSION, CloudCredential, CredentialProvider};
+use crate::io::http::{self, FileUrl, Sign, SignFuture};
+use crate::io::transport::{Authorize, Failure, RequestTarget, run_once};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
 
 /// Time for which one credential is used: the provider has a new one minutes before it expires.
-const VALID: Duration = Duration::from_secs(30);
+const VALID_FOR: Duration = Duration::from_secs(30);
 
 /// Opens an address, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
@@ -36,11 +36,11 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         }
         let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
         let opened = http::open_as(url, &shown, &options, cancel);
-        return opened.map_err(|error| anonymous(error, address.cloud));
+        return opened.map_err(|error| with_anonymous_hint(error, address.cloud));
     };
     let headers = options.transport.headers.clone();
     let (bucket, account) = (Arc::new(url), account.into());
-    let signer = Signer { bucket, account, credentials, address, headers };
+    let signer = CloudSigner { bucket, account, credentials, address, headers };
     http::open_url(FileUrl::signed(Box::new(signer)), tls, shown, options, cancel)
 }
 
@@ -50,7 +50,7 @@ pub fn shown(uri: &str) -> Option<String> {
 }
 
 /// Authorizes requests for an object.
-struct Signer {
+struct CloudSigner {
     bucket: Arc<Url>,
     account: Arc<str>,
     credentials: CredentialProvider,
@@ -59,13 +59,13 @@ struct Signer {
     headers: Vec<(String, String)>,
 }
 
-impl Sign for Signer {
-    fn sign(&self) -> Pending<'_, (Location, SystemTime)> {
-        Box::pin(self.signed())
+impl Sign for CloudSigner {
+    fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
+        Box::pin(self.sign_now())
     }
 
-    fn refused(&self, used: Instant) {
-        self.credentials.refused(used);
+    fn invalidate(&self, used: Instant) {
+        self.credentials.invalidate(used);
     }
 
     fn uses_tokens(&self) -> bool {
@@ -77,7 +77,7 @@ impl Sign for Signer {
     }
 
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
-        Box::new(Signer {
+        Box::new(CloudSigner {
             bucket: Arc::clone(&self.bucket),
             account: Arc::clone(&self.account),
             credentials: self.credentials.clone(),
@@ -87,21 +87,21 @@ impl Sign for Signer {
     }
 }
 
-impl Signer {
-    async fn signed(&self) -> std::result::Result<(Location, SystemTime), Failure> {
+impl CloudSigner {
+    async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
         let credential = self.credentials.get().await?;
         let url = object_url(&self.bucket, &self.address.key)
             .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
         let by = Authorization { credential, account: Arc::clone(&self.account) };
-        let location = Location::new(url, self.headers.clone()).authorized(Arc::new(by));
+        let location = RequestTarget::new(url, self.headers.clone()).authorized(Arc::new(by));
         let now = clock::date();
-        Ok((location, now.checked_add(VALID).unwrap_or(now)))
+        Ok((location, now.checked_add(VALID_FOR).unwrap_or(now)))
     }
 }
 
 /// The credential of each request.
 struct Authorization {
-    credential: Credential,
+    credential: CloudCredential,
     account: Arc<str>,
 }
 
@@ -120,40 +120,46 @@ mod tests {
     use crate::cancel::Never;
     use crate::io::auth::token_chain::simulated;
     use crate::io::read_exact_at;
-    use crate::io::transport::simulated::{Day, OBJECT_LEN, options};
+    use crate::io::transport::simulated::{OBJECT_LEN, SimulatedCloud, options};
     use crate::mem::Buffers;
 
     #[test]
     fn a_day_of_reading_is_never_refused() {
         for uri in ["gs://bucket/key", "az://container/blob"] {
-            let (day, net) = (Day::new(3600, 180), options());
+            let (simulated_cloud, transport) = (SimulatedCloud::new(3600, 180), options());
             let address = CloudAddress::parse(uri).unwrap();
             let credentials = match address.cloud {
-                Cloud::Google => simulated::google(&day, &net),
-                Cloud::Azure => simulated::azure(&day, &net),
+                Cloud::Google => simulated::google(&simulated_cloud, &transport),
+                Cloud::Azure => simulated::azure(&simulated_cloud, &transport),
             };
             let shown = address.shown.clone();
-            let (bucket, headers) = (Arc::new(day.serve().parse().unwrap()), Vec::new());
+            let (bucket, headers) =
+                (Arc::new(simulated_cloud.serve().parse().unwrap()), Vec::new());
             let account = "account".into();
-            let signer = Signer { bucket, account, credentials, address, headers };
+            let signer = CloudSigner { bucket, account, credentials, address, headers };
             let environment = OpenOptions::from_environment().unwrap();
-            let options = OpenOptions { transport: net, cache: None, ..environment };
+            let options = OpenOptions { transport, cache: None, ..environment };
             let url = FileUrl::signed(Box::new(signer));
             let source = http::open_url(url, false, shown, &options, &Never).unwrap();
-            while day.now() < 24 * 3600 {
+            while simulated_cloud.now() < 24 * 3600 {
                 // A token that was revoked is renewed once.
-                if day.now() == 43_320 {
-                    day.expire();
+                if simulated_cloud.now() == 43_320 {
+                    simulated_cloud.revoke_all();
                 }
                 // Behind the head, which is cached.
-                let (at, mut bytes) = (OBJECT_LEN / 2 + day.now(), [0; 5]);
+                let (at, mut bytes) = (OBJECT_LEN / 2 + simulated_cloud.now(), [0; 5]);
                 let what = || "bytes".to_owned();
-                read_exact_at(&*source, at, &mut Buffers::of(&mut bytes), &what, &Never).unwrap();
+                read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), &what, &Never)
+                    .unwrap();
                 assert_eq!(bytes, [7; 5]);
-                day.pass(60);
+                simulated_cloud.advance(60);
             }
-            assert_eq!(day.refused.load(Ordering::Relaxed), 1, "{uri}");
-            assert!((25..32).contains(&day.given()), "{uri}: {} times", day.given());
+            assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 1, "{uri}");
+            assert!(
+                (25..32).contains(&simulated_cloud.issued()),
+                "{uri}: {} times",
+                simulated_cloud.issued()
+            );
         }
     }
 }

@@ -10,21 +10,22 @@ use reqwest::header::{CONTENT_LENGTH, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Body, Method, Request, StatusCode, Url};
 
 use super::address::{Cloud, CloudAddress};
-use super::bucket::{CloudBucket, anonymous, object_url, resolve};
+use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
-use crate::error::{Brief, Error, Result, Shown};
+use crate::error::{Error, Escaped, Result, Shortened};
 use crate::io::auth::{AZURE_VERSION, CredentialProvider};
-use crate::io::object::upload::{UploadRequests, unless_there};
+use crate::io::object::upload::{UploadRequests, confirm_if_present};
 use crate::io::transport::{
-    Client, Failure, TransportOptions, UploadBody, document, run_once, says_expired, status_failure,
+    Client, Failure, TransportOptions, UploadBody, read_document, run_once, says_expired,
+    status_failure,
 };
 
 /// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
-const PATIENCE: Duration = Duration::from_secs(120);
+const COMBINE_LIMIT: Duration = Duration::from_secs(120);
 /// Codes of uploads whose bytes are not what was sent.
 const DAMAGED: [&str; 3] = ["BadDigest", "Crc64Mismatch", "Md5Mismatch"];
 /// Codes of servers that do not know the header with a checksum.
-const UNKNOWN: [&str; 3] = ["FeatureNotSupported", "NotImplemented", "UnsupportedHeader"];
+const UNKNOWN_CHECKSUM: [&str; 3] = ["FeatureNotSupported", "NotImplemented", "UnsupportedHeader"];
 
 /// A request of an upload.
 pub struct UploadRequest<'a> {
@@ -37,9 +38,9 @@ pub struct UploadRequest<'a> {
     /// True for refusals, by status and code, that the caller handles.
     pub handled: fn(StatusCode, &str) -> bool,
     /// True for a success that is complete.
-    pub complete: fn(&Answer) -> bool,
+    pub complete: fn(&CloudResponse) -> bool,
     /// Time limit for the server, if that is longer than usual.
-    pub patience: Duration,
+    pub stall_limit: Duration,
 }
 
 impl<'a> UploadRequest<'a> {
@@ -53,7 +54,7 @@ impl<'a> UploadRequest<'a> {
             checksum: None,
             handled: |_, _| false,
             complete: |_| true,
-            patience: Duration::ZERO,
+            stall_limit: Duration::ZERO,
         }
     }
 
@@ -71,17 +72,17 @@ impl<'a> UploadRequest<'a> {
         UploadRequest { checksum: Some((name, value)), ..self }
     }
 
-    pub fn handles(self, handled: fn(StatusCode, &str) -> bool) -> Self {
+    pub fn handling(self, handled: fn(StatusCode, &str) -> bool) -> Self {
         UploadRequest { handled, ..self }
     }
 
-    pub fn only_if(self, complete: fn(&Answer) -> bool) -> Self {
+    pub fn complete_if(self, complete: fn(&CloudResponse) -> bool) -> Self {
         UploadRequest { complete, ..self }
     }
 
     /// The same request, which has the server combine thousands of parts.
-    pub fn takes_long(self) -> Self {
-        UploadRequest { patience: PATIENCE, ..self }
+    pub fn with_long_limit(self) -> Self {
+        UploadRequest { stall_limit: COMBINE_LIMIT, ..self }
     }
 
     fn build(&self, url: &Url, checksums: bool, sent: &Arc<AtomicU64>) -> Result<Request, Failure> {
@@ -106,13 +107,13 @@ impl<'a> UploadRequest<'a> {
 }
 
 /// The answer of a server.
-pub struct Answer {
+pub struct CloudResponse {
     pub status: StatusCode,
     pub fields: HeaderMap,
     text: String,
 }
 
-impl Answer {
+impl CloudResponse {
     /// The text of an XML element without children, in a document of known form. None if it has entities.
     pub fn element(&self, name: &str) -> Option<&str> {
         let (_, rest) = self.text.split_once(&format!("<{name}>"))?;
@@ -121,7 +122,7 @@ impl Answer {
     }
 
     /// True if its document has that name.
-    pub fn is(&self, name: &str) -> bool {
+    pub fn is_document(&self, name: &str) -> bool {
         self.text.contains(&format!("<{name}"))
     }
 
@@ -137,12 +138,12 @@ impl Answer {
     /// The failure that it means.
     fn failure(&self) -> Failure {
         let line = |text: &str| text.lines().next().unwrap_or("").to_owned();
-        let said = match (self.code(), self.element("Message")) {
+        let detail = match (self.code(), self.element("Message")) {
             ("", _) => String::new(),
-            (code, None) => format!(": {}", Shown(code)),
-            (code, Some(message)) => format!(": {}: {}", Shown(code), Brief(&line(message))),
+            (code, None) => format!(": {}", Escaped(code)),
+            (code, Some(message)) => format!(": {}: {}", Escaped(code), Shortened(&line(message))),
         };
-        let what = format!("the server answered {}{said}", self.status);
+        let what = format!("the server answered {}{detail}", self.status);
         if self.status.is_success() {
             // The body reports an error, or is incomplete.
             return Failure::transient(
@@ -191,18 +192,19 @@ impl CloudObject {
     }
 
     /// Repeats a request until it succeeds, or is refused in a way that the caller handles.
-    pub fn send(&self, request: &UploadRequest<'_>, cancel: &dyn Cancel) -> Result<Answer> {
-        let refused = |used| {
+    pub fn send(&self, request: &UploadRequest<'_>, cancel: &dyn Cancel) -> Result<CloudResponse> {
+        let invalidate = |used| {
             if let Some(credentials) = &self.credentials {
-                credentials.refused(used);
+                credentials.invalidate(used);
             }
         };
         let wrap = |client| (client, Arc::default());
-        let answer = self.requests.send(cancel, wrap, refused, |client, sent| async move {
+        let answer = self.requests.send(cancel, wrap, invalidate, |client, sent| async move {
             let checksums = self.checksums.load(Ordering::Relaxed);
-            let mut answer = self.once(request, checksums, &client, &sent).await?;
-            if checksums && request.checksum.is_some() && UNKNOWN.contains(&answer.code()) {
-                answer = self.once(request, false, &client, &sent).await?;
+            let mut answer = self.send_once(request, checksums, &client, &sent).await?;
+            if checksums && request.checksum.is_some() && UNKNOWN_CHECKSUM.contains(&answer.code())
+            {
+                answer = self.send_once(request, false, &client, &sent).await?;
                 if answer.status.is_success() {
                     self.checksums.store(false, Ordering::Relaxed);
                 }
@@ -214,22 +216,22 @@ impl CloudObject {
             };
             if good { Ok(answer) } else { Err(answer.failure()) }
         });
-        answer.map_err(|error| self.named(error))
+        answer.map_err(|error| self.with_hint(error))
     }
 
     /// The outcome of a last request that has failed, and whose answer may have been lost: a success if the
     /// object has `len` bytes, and the mark of this upload in a header.
-    pub fn completed(
+    pub fn confirm_completed(
         &self,
         error: Error,
         (field, mark): (&str, &str),
         len: u64,
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        unless_there(error, || {
+        confirm_if_present(error, || {
             let nothing = Bytes::new();
             let request = UploadRequest::new(Method::HEAD, &nothing)
-                .handles(|status, _| status == StatusCode::NOT_FOUND);
+                .handling(|status, _| status == StatusCode::NOT_FOUND);
             let answer = self.send(&request, cancel)?;
             let is_whole = |size: &str| size.parse::<u64>() == Ok(len);
             Ok(answer.field(field) == Some(mark)
@@ -238,25 +240,25 @@ impl CloudObject {
     }
 
     /// The error of a refusal that the caller does not accept.
-    pub fn refused(&self, answer: &Answer) -> Error {
-        self.named(Error::io("writing", &self.requests.shown, answer.failure().error))
+    pub fn refusal_error(&self, answer: &CloudResponse) -> Error {
+        self.with_hint(Error::io("writing", &self.requests.shown, answer.failure().error))
     }
 
-    fn named(&self, error: Error) -> Error {
+    fn with_hint(&self, error: Error) -> Error {
         match self.credentials {
             Some(_) => error,
-            None => anonymous(error, self.cloud),
+            None => with_anonymous_hint(error, self.cloud),
         }
     }
 
-    async fn once(
+    async fn send_once(
         &self,
         request: &UploadRequest<'_>,
         checksums: bool,
         client: &Client,
         sent: &Arc<AtomicU64>,
-    ) -> Result<Answer, Failure> {
-        let stall = client.stall().max(request.patience);
+    ) -> Result<CloudResponse, Failure> {
+        let stall = client.stall().max(request.stall_limit);
         let mut request = request.build(&self.url, checksums, sent)?;
         match &self.credentials {
             Some(credentials) => {
@@ -268,10 +270,10 @@ impl CloudObject {
             }
             None => {}
         }
-        let mut response = client.send_patiently(request, Some(sent), stall).await?;
-        let text = document(&mut response, stall).await?;
+        let mut response = client.send_with_time_limit(request, Some(sent), stall).await?;
+        let text = read_document(&mut response, stall).await?;
         let (status, fields) = (response.status(), response.headers().clone());
-        Ok(Answer { status, fields, text: String::from_utf8_lossy(&text).into_owned() })
+        Ok(CloudResponse { status, fields, text: String::from_utf8_lossy(&text).into_owned() })
     }
 }
 
@@ -281,31 +283,35 @@ mod tests {
     use super::*;
     use crate::cancel::Never;
     use crate::io::auth::token_chain::simulated;
-    use crate::io::transport::simulated::{Day, options};
+    use crate::io::transport::simulated::{SimulatedCloud, options};
 
     #[test]
     fn a_day_of_writing_is_never_refused() {
         for cloud in [Cloud::Google, Cloud::Azure] {
-            let (day, net) = (Day::new(3600, 180), options());
+            let (simulated_cloud, transport) = (SimulatedCloud::new(3600, 180), options());
             let credentials = Some(match cloud {
-                Cloud::Google => simulated::google(&day, &net),
-                Cloud::Azure => simulated::azure(&day, &net),
+                Cloud::Google => simulated::google(&simulated_cloud, &transport),
+                Cloud::Azure => simulated::azure(&simulated_cloud, &transport),
             });
-            let url: Url = format!("{}/bucket/key", day.serve()).parse().unwrap();
-            let requests = UploadRequests::new("an object".to_owned(), net, false).unwrap();
+            let url: Url = format!("{}/bucket/key", simulated_cloud.serve()).parse().unwrap();
+            let requests = UploadRequests::new("an object".to_owned(), transport, false).unwrap();
             let (account, checksums) = ("account".to_owned(), AtomicBool::new(true));
             let object = CloudObject { requests, cloud, url, account, credentials, checksums };
             let bytes = Bytes::from_static(b"some bytes");
-            while day.now() < 24 * 3600 {
+            while simulated_cloud.now() < 24 * 3600 {
                 // A token that was revoked is renewed once.
-                if day.now() == 43_320 {
-                    day.expire();
+                if simulated_cloud.now() == 43_320 {
+                    simulated_cloud.revoke_all();
                 }
                 object.send(&UploadRequest::new(Method::PUT, &bytes), &Never).unwrap();
-                day.pass(60);
+                simulated_cloud.advance(60);
             }
-            assert_eq!(day.refused.load(Ordering::Relaxed), 1, "{cloud:?}");
-            assert!((25..32).contains(&day.given()), "{cloud:?}: {} times", day.given());
+            assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 1, "{cloud:?}");
+            assert!(
+                (25..32).contains(&simulated_cloud.issued()),
+                "{cloud:?}: {} times",
+                simulated_cloud.issued()
+            );
         }
     }
 }

@@ -9,7 +9,7 @@ use aws_sdk_s3::config::endpoint::{DefaultResolver, Params, ResolveEndpoint as _
 use aws_types::service_config::ServiceConfigKey;
 use reqwest::Url;
 
-use crate::environment::{S3_ENDPOINT, reading};
+use crate::environment::{S3_ENDPOINT, read_guarded};
 use crate::error::{Error, Result};
 use crate::io::transport::show_text;
 
@@ -48,7 +48,7 @@ fn of_aws(aws: &SdkConfig) -> Option<String> {
     if ignored.is_some_and(|text| text.eq_ignore_ascii_case("true")) {
         return None;
     }
-    let variable = |name| reading(|| std::env::var(name).ok()).filter(|text| !text.is_empty());
+    let variable = |name| read_guarded(|| std::env::var(name).ok()).filter(|text| !text.is_empty());
     let found = variable("AWS_ENDPOINT_URL_S3").or_else(|| variable("AWS_ENDPOINT_URL"));
     // No variable has an empty name: this reads the profile alone, and its `services` section.
     found.or_else(|| setting("", "endpoint_url"))

@@ -11,18 +11,18 @@ use reqwest::{StatusCode, Url};
 
 use super::address::S3Address;
 use super::endpoint::{DEFAULT_READ_ENDPOINT, Server};
-use super::refusal::{Document, region_of};
-use super::resolve::{S3Bucket, resolve, transport};
+use super::refusal::{S3ErrorDocument, bucket_region_of};
+use super::resolve::{S3Bucket, resolve, transport_options};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::auth::{RENEWAL_MARGIN, good_until, retry_at};
-use crate::io::http::{self, FileUrl, Pending, Sign};
-use crate::io::transport::{Failure, Location, fits_in_url, guarded, run_once};
+use crate::io::auth::{RENEWAL_MARGIN, renew_at, retry_at};
+use crate::io::http::{self, FileUrl, Sign, SignFuture};
+use crate::io::transport::{Failure, RequestTarget, fits_in_url, run_once, with_guarded_polls};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
 
 /// Validity of a signed URL, unless the credentials expire before.
-const VALID: Duration = Duration::from_secs(24 * 60 * 60);
+const VALID_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Opens an address, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
@@ -30,7 +30,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     // Signing needs no network; finding credentials may, on machines of a cloud.
     let shown = address.shown();
     let found = async {
-        let transport = transport(&options.transport).await;
+        let transport = transport_options(&options.transport).await;
         let bucket = resolve(&options.s3, &transport, DEFAULT_READ_ENDPOINT, &address).await?;
         Ok((transport, bucket))
     };
@@ -40,7 +40,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         public_url(&bucket, &address)?;
     }
     let (tls, headers) = (bucket.server.is_tls(), transport.headers.clone());
-    let signer = Signer { bucket: Arc::new(bucket), address, headers };
+    let signer = S3Signer { bucket: Arc::new(bucket), address, headers };
     let options = OpenOptions { transport, ..options.clone() };
     http::open_url(FileUrl::signed(Box::new(signer)), tls, shown, &options, cancel)
 }
@@ -52,28 +52,29 @@ pub fn shown(uri: &str) -> Option<String> {
 
 /// The time until which a URL is used that is signed now with credentials that expire then.
 pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> SystemTime {
-    let expiry = [now.checked_add(VALID), credentials].into_iter().flatten().min().unwrap_or(now);
+    let expiry =
+        [now.checked_add(VALID_FOR), credentials].into_iter().flatten().min().unwrap_or(now);
     // Towards their end there may be new credentials at any time, and signing costs nothing.
     let ends = expiry.duration_since(now).is_ok_and(|left| left <= RENEWAL_MARGIN);
-    if ends { retry_at(now, expiry) } else { good_until(now, expiry) }
+    if ends { retry_at(now, expiry) } else { renew_at(now, expiry) }
 }
 
 /// Signs the URL of an object, if there are credentials.
-struct Signer {
+struct S3Signer {
     bucket: Arc<S3Bucket>,
     address: S3Address,
     /// Headers of the caller.
     headers: Vec<(String, String)>,
 }
 
-impl Sign for Signer {
-    fn sign(&self) -> Pending<'_, (Location, SystemTime)> {
-        Box::pin(guarded(self.signed()))
+impl Sign for S3Signer {
+    fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
+        Box::pin(with_guarded_polls(self.sign_now()))
     }
 
-    fn refused(&self, used: Instant) {
+    fn invalidate(&self, used: Instant) {
         if let Some(keys) = &self.bucket.credentials {
-            keys.refused(used);
+            keys.invalidate(used);
         }
     }
 
@@ -99,17 +100,17 @@ impl Sign for Signer {
         Some(self.bucket.host())
     }
 
-    fn is_answer(&self, headers: &HeaderMap) -> bool {
+    fn is_final(&self, headers: &HeaderMap) -> bool {
         let is_aws = matches!(self.bucket.server, Server::Aws { .. });
-        !headers.contains_key(LOCATION) || (is_aws && region_of(headers).is_some())
+        !headers.contains_key(LOCATION) || (is_aws && bucket_region_of(headers).is_some())
     }
 
-    fn moves(&self, asked: &Url, headers: &HeaderMap) -> bool {
+    fn is_moved(&self, asked: &Url, headers: &HeaderMap) -> bool {
         self.bucket.follows_region(headers, asked.host_str())
     }
 
     fn refusal(&self, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Failure {
-        self.bucket.refusal(status, headers, &Document::read(body))
+        self.bucket.refusal(status, headers, &S3ErrorDocument::read(body))
     }
 
     fn is_version(&self) -> bool {
@@ -117,7 +118,7 @@ impl Sign for Signer {
     }
 
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
-        Box::new(Signer {
+        Box::new(S3Signer {
             bucket: Arc::clone(&self.bucket),
             address: self.address.sibling(name),
             headers: self.headers.clone(),
@@ -125,17 +126,17 @@ impl Sign for Signer {
     }
 }
 
-impl Signer {
-    async fn signed(&self) -> std::result::Result<(Location, SystemTime), Failure> {
+impl S3Signer {
+    async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
         let failed = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
         let Some(keys) = &self.bucket.credentials else {
             let url = public_url(&self.bucket, &self.address).map_err(|e| failed(e.to_string()))?;
             let now = clock::date();
-            let until = now.checked_add(VALID).unwrap_or(now);
-            return Ok((Location::new(url, self.headers.clone()), until));
+            let until = now.checked_add(VALID_FOR).unwrap_or(now);
+            return Ok((RequestTarget::new(url, self.headers.clone()), until));
         };
         let credentials = keys.get().await?;
-        let valid = PresigningConfig::expires_in(VALID).map_err(|e| failed(e.to_string()))?;
+        let valid = PresigningConfig::expires_in(VALID_FOR).map_err(|e| failed(e.to_string()))?;
         let now = clock::date();
         let until = signed_until(now, credentials.expiry());
         let config = self.bucket.sdk().credentials_provider(credentials);
@@ -150,7 +151,7 @@ impl Signer {
             .map_err(|e| failed(DisplayErrorContext(e).to_string()))?;
         let url = Url::parse(signed.uri()).map_err(|e| failed(e.to_string()))?;
         let more = signed.headers().map(|(name, value)| (name.to_owned(), value.to_owned()));
-        let location = Location::new(url, self.headers.iter().cloned().chain(more).collect());
+        let location = RequestTarget::new(url, self.headers.iter().cloned().chain(more).collect());
         Ok((location, until))
     }
 }
@@ -202,7 +203,7 @@ mod tests {
     use super::*;
     use crate::cancel::Never;
     use crate::io::auth::aws::simulate;
-    use crate::io::transport::simulated::{Day, OBJECT_LEN, options};
+    use crate::io::transport::simulated::{OBJECT_LEN, SimulatedCloud, options};
     use crate::io::{S3Options, read_exact_at};
     use crate::mem::Buffers;
 
@@ -211,10 +212,11 @@ mod tests {
     #[test]
     fn a_day_of_reading_is_never_refused() {
         for (hold, away, step, given) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)] {
-            let (day, net, region) = (Day::new(hold, away), options(), format!("read-{hold}"));
-            simulate(&day, &region, &net);
+            let (simulated_cloud, net, region) =
+                (SimulatedCloud::new(hold, away), options(), format!("read-{hold}"));
+            simulate(&simulated_cloud, &region, &net);
             let s3 = S3Options {
-                endpoint: Some(day.serve()),
+                endpoint: Some(simulated_cloud.serve()),
                 force_http: Some(true),
                 region: Some(region),
                 ..S3Options::default()
@@ -222,17 +224,22 @@ mod tests {
             let environment = OpenOptions::from_environment().unwrap();
             let options = OpenOptions { transport: net, s3, cache: None, ..environment };
             let source = open("s3://bucket/key", &options, &Never).unwrap();
-            while day.now() < 24 * 3600 {
+            while simulated_cloud.now() < 24 * 3600 {
                 // Behind the head, which is cached.
-                let (at, mut bytes) = (OBJECT_LEN / 2 + day.now(), [0; 5]);
+                let (at, mut bytes) = (OBJECT_LEN / 2 + simulated_cloud.now(), [0; 5]);
                 let what = || "bytes".to_owned();
-                read_exact_at(&*source, at, &mut Buffers::of(&mut bytes), &what, &Never).unwrap();
+                read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), &what, &Never)
+                    .unwrap();
                 assert_eq!(bytes, [7; 5]);
-                day.pass(step);
+                simulated_cloud.advance(step);
             }
-            assert_eq!(day.refused.load(Ordering::Relaxed), 0);
-            assert!(day.answered.load(Ordering::Relaxed) >= 24 * 3600 / step);
-            assert!(given.contains(&day.given()), "{} times", day.given());
+            assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 0);
+            assert!(simulated_cloud.answered.load(Ordering::Relaxed) >= 24 * 3600 / step);
+            assert!(
+                given.contains(&simulated_cloud.issued()),
+                "{} times",
+                simulated_cloud.issued()
+            );
         }
     }
 }

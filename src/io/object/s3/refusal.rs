@@ -10,7 +10,7 @@ use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 
 use super::endpoint::Server;
 use super::resolve::S3Bucket;
-use crate::error::{Brief, Shown};
+use crate::error::{Escaped, Shortened};
 use crate::io::transport::{Failure, says_expired, status_failure};
 
 /// The header with the region of a bucket.
@@ -21,12 +21,12 @@ const DAMAGED: [&str; 2] = ["BadDigest", "XAmzContentChecksumMismatch"];
 
 /// The error document of a refusal.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Document {
+pub struct S3ErrorDocument {
     pub code: Option<String>,
     pub message: Option<String>,
 }
 
-impl Document {
+impl S3ErrorDocument {
     /// Parses the beginning of a body.
     pub fn read(body: &[u8]) -> Self {
         let text = String::from_utf8_lossy(body);
@@ -35,12 +35,12 @@ impl Document {
             let (found, _) = rest.split_once(&format!("</{name}>"))?;
             (!found.is_empty()).then(|| found.to_owned())
         };
-        Document { code: element("Code"), message: element("Message") }
+        S3ErrorDocument { code: element("Code"), message: element("Message") }
     }
 }
 
 /// The region that headers name, if it can be part of a host name.
-pub fn region_of(headers: &HeaderMap) -> Option<&str> {
+pub fn bucket_region_of(headers: &HeaderMap) -> Option<&str> {
     let region = headers.get(BUCKET_REGION)?.to_str().ok()?;
     let fits = |letter: char| letter.is_ascii_lowercase() || letter.is_ascii_digit();
     let is_region = region.len() <= 63
@@ -54,7 +54,8 @@ impl S3Bucket {
     /// True if AWS has named another region, to which requests go from now on; only once. `asked` is the
     /// host of the request, before which another thread may have learnt of the region.
     pub fn follows_region(&self, headers: &HeaderMap, asked: Option<&str>) -> bool {
-        let Some(region) = region_of(headers).filter(|_| matches!(self.server, Server::Aws { .. }))
+        let Some(region) =
+            bucket_region_of(headers).filter(|_| matches!(self.server, Server::Aws { .. }))
         else {
             return false;
         };
@@ -71,27 +72,32 @@ impl S3Bucket {
     }
 
     /// The failure that a refusal means.
-    pub fn refusal(&self, status: StatusCode, headers: &HeaderMap, said: &Document) -> Failure {
-        let answered = match (&said.code, &said.message) {
+    pub fn refusal(
+        &self,
+        status: StatusCode,
+        headers: &HeaderMap,
+        document: &S3ErrorDocument,
+    ) -> Failure {
+        let answered = match (&document.code, &document.message) {
             (Some(code), Some(message)) => {
-                format!("the server answered {status}: {}: {}", Brief(code), Brief(message))
+                format!("the server answered {status}: {}: {}", Shortened(code), Shortened(message))
             }
             (Some(text), None) | (None, Some(text)) => {
-                format!("the server answered {status}: {}", Brief(text))
+                format!("the server answered {status}: {}", Shortened(text))
             }
             (None, None) => format!("the server answered {status}"),
         };
-        let mut what = match said.code.as_deref() {
+        let mut what = match document.code.as_deref() {
             Some("NoSuchBucket") => {
-                format!("{} has no bucket `{}`: {answered}", self.host(), Shown(&self.bucket))
+                format!("{} has no bucket `{}`: {answered}", self.host(), Escaped(&self.bucket))
             }
             Some("NoSuchKey") => {
-                let bucket = Shown(&self.bucket);
+                let bucket = Escaped(&self.bucket);
                 format!("{} has no such object in the bucket `{bucket}`: {answered}", self.host())
             }
             _ => answered,
         };
-        if let Some(region) = region_of(headers).filter(|region| *region != self.region()) {
+        if let Some(region) = bucket_region_of(headers).filter(|region| *region != self.region()) {
             what += &format!("; the bucket is in the region `{region}`");
         }
         if !self.none_found || !status.is_client_error() {
@@ -114,7 +120,7 @@ impl S3Bucket {
         if let Some(response) = error.raw_response() {
             let status = StatusCode::from_u16(response.status().as_u16());
             let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-            let said = Document {
+            let document = S3ErrorDocument {
                 code: error.code().map(str::to_owned),
                 message: error.message().map(str::to_owned),
             };
@@ -125,13 +131,13 @@ impl S3Bucket {
                     headers.append(name, value);
                 }
             }
-            let refused = self.refusal(status, &headers, &said);
+            let refused = self.refusal(status, &headers, &document);
             // A success whose body reports an error, or is none of S3; or bytes that were not sent so.
-            let is_damaged = said.code.as_deref().is_some_and(|code| DAMAGED.contains(&code));
+            let is_damaged = document.code.as_deref().is_some_and(|code| DAMAGED.contains(&code));
             if status.is_success() || is_damaged {
                 return Failure::transient(ErrorKind::InvalidData, refused.error.to_string());
             }
-            let expired = said.code.is_some_and(|code| says_expired(code.as_bytes()));
+            let expired = document.code.is_some_and(|code| says_expired(code.as_bytes()));
             let moved = self.follows_region(&headers, None);
             return refused.if_renewable(expired || moved);
         }
@@ -157,13 +163,13 @@ mod tests {
 
     #[test]
     fn error_documents() {
-        let read = |text: &str| Document::read(text.as_bytes());
+        let read = |text: &str| S3ErrorDocument::read(text.as_bytes());
         let whole = "<?xml version='1.0'?><Error><Code>NoSuchKey</Code><Message>It is not there.\
                      </Message></Error>";
         let (code, message) = ("NoSuchKey".to_owned(), "It is not there.".to_owned());
-        assert_eq!(read(whole), Document { code: Some(code), message: Some(message) });
+        assert_eq!(read(whole), S3ErrorDocument { code: Some(code), message: Some(message) });
         for text in ["", "<Code>", "<Code></Code>", "</Code><Code>", "<html>no</html>"] {
-            assert_eq!(read(text), Document::default(), "{text}");
+            assert_eq!(read(text), S3ErrorDocument::default(), "{text}");
         }
     }
 
@@ -193,44 +199,44 @@ mod tests {
     #[test]
     fn missing_buckets_keys_and_credentials_are_told_apart() {
         let server = Server::endpoint("host:9000", false, false).unwrap();
-        let said = |none_found, status, code: Option<&str>| {
+        let refusal = |none_found, status, code: Option<&str>| {
             let resolved = S3Bucket::without_credentials(server.clone(), none_found);
-            let said = Document { code: code.map(str::to_owned), message: None };
-            let error = resolved.refusal(status, &HeaderMap::new(), &said).error;
+            let document = S3ErrorDocument { code: code.map(str::to_owned), message: None };
+            let error = resolved.refusal(status, &HeaderMap::new(), &document).error;
             (error.kind(), error.to_string())
         };
         let (missing, refused) = (StatusCode::NOT_FOUND, StatusCode::FORBIDDEN);
         let answer = "the server answered 404 Not Found";
         for (found, text) in [
             (
-                said(false, missing, Some("NoSuchBucket")),
+                refusal(false, missing, Some("NoSuchBucket")),
                 format!("host:9000 has no bucket `bucket`: {answer}: NoSuchBucket"),
             ),
             (
-                said(false, missing, Some("NoSuchKey")),
+                refusal(false, missing, Some("NoSuchKey")),
                 format!("host:9000 has no such object in the bucket `bucket`: {answer}: NoSuchKey"),
             ),
-            (said(false, missing, None), answer.to_owned()),
+            (refusal(false, missing, None), answer.to_owned()),
         ] {
             assert_eq!(found, (ErrorKind::NotFound, text));
         }
         let anonymous = "no credentials were found, so the server was asked anonymously";
-        for (found, says_so) in [
-            (said(true, refused, None), true),
-            (said(false, refused, None), false),
-            (said(true, StatusCode::BAD_GATEWAY, None), false),
+        for (found, is_anonymous) in [
+            (refusal(true, refused, None), true),
+            (refusal(false, refused, None), false),
+            (refusal(true, StatusCode::BAD_GATEWAY, None), false),
         ] {
-            assert_eq!(found.1.contains(anonymous), says_so, "{found:?}");
+            assert_eq!(found.1.contains(anonymous), is_anonymous, "{found:?}");
             assert_eq!(
                 found.1.contains("check the credentials"),
-                !says_so && found.0 == ErrorKind::PermissionDenied
+                !is_anonymous && found.0 == ErrorKind::PermissionDenied
             );
         }
     }
 
     #[test]
     fn only_names_of_regions_become_part_of_a_host() {
-        let region = |text: &str| region_of(&headers_of(text)).map(str::to_owned);
+        let region = |text: &str| bucket_region_of(&headers_of(text)).map(str::to_owned);
         assert_eq!(region("eu-west-1").unwrap(), "eu-west-1");
         for text in ["", "-a", "a-", "A", "a.b", "a/b", "a@b", "a:1", "a#", "a b", "ü"] {
             assert!(region(text).is_none(), "{text}");

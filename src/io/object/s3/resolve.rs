@@ -14,34 +14,34 @@ use reqwest::Url;
 
 use super::address::S3Address;
 use super::endpoint::{self, Server};
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::error::{Error, Result};
 use crate::io::S3Options;
-use crate::io::auth::aws::{self, AwsKeys};
+use crate::io::auth::aws::{self, AwsCredentialSource};
 use crate::io::auth::s3cfg::S3Cfg;
-use crate::io::auth::{Missing, aws::provider};
+use crate::io::auth::{MissingCredentials, aws::provider};
 use crate::io::transport::{S3_SETTINGS, TransportOptions, Trust};
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The variable that names the payer of requests.
 const PAYER: &str = "AWS_REQUEST_PAYER";
 /// The region that requests are signed for if nothing says otherwise.
-const USUAL_REGION: &str = "us-east-1";
+const DEFAULT_REGION: &str = "us-east-1";
 
 /// A bucket: its server, and the credentials of requests.
 pub struct S3Bucket {
     pub server: Server,
     /// True if an argument, a file or the environment names the server.
-    pub named: bool,
+    pub is_endpoint_named: bool,
     pub bucket: String,
     /// None: requests are anonymous.
-    pub credentials: Option<AwsKeys>,
+    pub credentials: Option<AwsCredentialSource>,
     /// True if credentials were looked for, and there are none.
     pub none_found: bool,
     /// The region that was named, or is usual.
     region: String,
     /// The region of the bucket, where AWS has named another.
-    pub bucket_region: Brief<Option<String>>,
+    pub bucket_region: ForkSafeMutex<Option<String>>,
     requester_pays: bool,
     /// True if uploads carry checksums.
     pub checksums: bool,
@@ -93,12 +93,12 @@ impl S3Bucket {
     pub fn without_credentials(server: Server, none_found: bool) -> Self {
         S3Bucket {
             server,
-            named: true,
+            is_endpoint_named: true,
             bucket: "bucket".to_owned(),
             credentials: None,
             none_found,
-            region: USUAL_REGION.to_owned(),
-            bucket_region: Brief::new(None),
+            region: DEFAULT_REGION.to_owned(),
+            bucket_region: ForkSafeMutex::new(None),
             requester_pays: false,
             checksums: true,
         }
@@ -106,7 +106,7 @@ impl S3Bucket {
 }
 
 /// The transport options of a bucket: the certificates may be those that AWS's settings name.
-pub async fn transport(options: &TransportOptions) -> TransportOptions {
+pub async fn transport_options(options: &TransportOptions) -> TransportOptions {
     let mut options = TransportOptions { trust_settings: S3_SETTINGS, ..options.clone() };
     if let Some(trust) = aws::trust().await {
         if options.trust == Trust::Default {
@@ -131,48 +131,49 @@ pub async fn resolve(
         Some(region) => Some(region.clone()),
         None => aws::named_region().await,
     };
-    let usual = region.clone().unwrap_or_else(|| USUAL_REGION.to_owned());
-    let settings = aws::settings(usual.clone(), options).await;
+    let default_region = region.clone().unwrap_or_else(|| DEFAULT_REGION.to_owned());
+    let settings = aws::settings(default_region.clone(), options).await;
     let force_http = s3.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
     let given = s3.endpoint.clone().or(file.host);
     let assigned = s3.default_endpoint.clone();
     let named = endpoint::named(given, assigned, &settings, force_http)?;
     let access = s3.access_key.clone().or(file.access_key);
     let secret = s3.secret_key.clone().or(file.secret_key);
-    let (credentials, none_found) = credentials((access, secret), &usual, options, &uri).await?;
-    let is_named = named.is_some();
+    let (credentials, none_found) =
+        credentials((access, secret), &default_region, options, &uri).await?;
+    let is_endpoint_named = named.is_some();
     // Credentials of AWS's chain go to AWS, whatever the region. Nothing else says where keys of other
     // origins belong, and old scripts expect the default.
     let server = match (named, &credentials) {
         (Some(server), _) => server,
-        (None, Some(AwsKeys::Chain(_))) if force_http => {
+        (None, Some(AwsCredentialSource::Chain(_))) if force_http => {
             return Err(Error::InvalidArgument(format!(
                 "`{uri}`: AWS is accessed by https:// only: give an endpoint, or do not force \
                  http://"
             )));
         }
-        (None, Some(AwsKeys::Chain(_))) => Server::aws(&settings),
+        (None, Some(AwsCredentialSource::Chain(_))) => Server::aws(&settings),
         (None, _) => Server::endpoint(default, force_http, false)?,
     };
     // The region of a machine of AWS says nothing about other servers.
     let machine =
         if region.is_none() && server.is_aws() { aws::machine_region(options).await } else { None };
-    let region = machine.unwrap_or(usual);
+    let region = machine.unwrap_or(default_region);
     let required = Some(RequestChecksumCalculation::WhenRequired);
     let requester_pays = match s3.requester_pays {
         Some(pays) => pays,
-        None => requester_pays(reading(|| std::env::var_os(PAYER)).as_deref())?,
+        None => requester_pays(read_guarded(|| std::env::var_os(PAYER)).as_deref())?,
     };
     let bucket = address.bucket.clone();
     server.url(&bucket, &region)?;
     Ok(S3Bucket {
         server,
-        named: is_named,
+        is_endpoint_named,
         bucket,
         credentials,
         none_found,
         region,
-        bucket_region: Brief::new(None),
+        bucket_region: ForkSafeMutex::new(None),
         requester_pays,
         checksums: settings.request_checksum_calculation() != required,
     })
@@ -184,21 +185,21 @@ async fn credentials(
     region: &str,
     options: &TransportOptions,
     uri: &str,
-) -> Result<(Option<AwsKeys>, bool)> {
+) -> Result<(Option<AwsCredentialSource>, bool)> {
     match keys {
         (Some(access), Some(secret)) if access.is_empty() && secret.is_empty() => Ok((None, false)),
         (Some(access), Some(secret)) => {
             let keys = Credentials::new(access, secret, None, None, "tensorizer");
-            Ok((Some(AwsKeys::Given(keys)), false))
+            Ok((Some(AwsCredentialSource::Fixed(keys)), false))
         }
         (None, None) => {
             aws::check_profile(uri).await?;
-            let keys = AwsKeys::Chain(provider(region.to_owned(), options));
+            let keys = AwsCredentialSource::Chain(provider(region.to_owned(), options));
             match keys.get().await {
                 Ok(_) => Ok((Some(keys), false)),
                 // No error: the object may be public.
-                Err(Missing::Absent) => Ok((None, true)),
-                Err(Missing::Failed(failure)) => {
+                Err(MissingCredentials::Absent) => Ok((None, true)),
+                Err(MissingCredentials::Failed(failure)) => {
                     let what = failure.error.to_string();
                     Err(Error::io("opening", uri, IoError::new(ErrorKind::PermissionDenied, what)))
                 }

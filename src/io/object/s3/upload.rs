@@ -14,23 +14,24 @@ use bytes::Bytes;
 
 use super::address::S3Address;
 use super::endpoint::DEFAULT_WRITE_ENDPOINT;
-use super::resolve::{S3Bucket, resolve, transport};
+use super::resolve::{S3Bucket, resolve, transport_options};
 use crate::cancel::Cancel;
-use crate::environment::reading;
+use crate::environment::read_guarded;
 use crate::error::{Error, Result};
 use crate::io::OpenOptions;
 use crate::io::object::checksum::Checksum;
 use crate::io::object::upload::{
-    Limits, SentPart, UploadProtocol, UploadRequests, UploadSink, new_mark,
+    SentPart, UploadLimits, UploadProtocol, UploadRequests, UploadSink, new_mark,
 };
-use crate::io::transport::{Failure, SdkClient, guarded, run_once};
+use crate::io::transport::{Failure, SdkClient, run_once, with_guarded_polls};
 
 /// Creates an object. Finds the server and the credentials; nothing is sent before a part is complete.
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
     UploadSink::new(Arc::new(S3Object::new(uri, options, cancel)?), &options.transport)
 }
 
-const LIMITS: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
+const LIMITS: UploadLimits =
+    UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
 
 /// An object of S3.
 pub struct S3Object {
@@ -40,7 +41,7 @@ pub struct S3Object {
     /// The mark by which the object is recognised.
     mark: String,
     /// The server's agreement at the beginning.
-    sums: OnceLock<Checksums>,
+    checksum_support: OnceLock<ChecksumSupport>,
 }
 
 /// The name of the metadata with the mark of an object that was sent in parts.
@@ -48,7 +49,7 @@ const MARK: &str = "tensorizer-upload";
 
 /// A server's use of checksums of uploads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Checksums {
+enum ChecksumSupport {
     /// It gets none.
     None,
     /// It gets those of parts, and may ignore them.
@@ -67,12 +68,12 @@ impl S3Object {
             return Err(Error::InvalidArgument(what));
         }
         let found = async {
-            let transport = transport(&options.transport).await;
+            let transport = transport_options(&options.transport).await;
             let bucket = resolve(&options.s3, &transport, DEFAULT_WRITE_ENDPOINT, &address).await?;
             Ok((transport, bucket))
         };
         let (options, resolved) = run_once(&shown, &options.transport, cancel, found)?;
-        if resolved.credentials.is_none() && !resolved.named {
+        if resolved.credentials.is_none() && !resolved.is_endpoint_named {
             let what = format!(
                 "no credentials were found, and the object is not sent to {} anonymously: give \
                  credentials, or name an endpoint that accepts anonymous uploads",
@@ -86,12 +87,12 @@ impl S3Object {
             address,
             resolved,
             mark: new_mark()?,
-            sums: OnceLock::new(),
+            checksum_support: OnceLock::new(),
         })
     }
 
-    fn sums(&self) -> Checksums {
-        self.sums.get().copied().unwrap_or(Checksums::None)
+    fn checksum_support(&self) -> ChecksumSupport {
+        self.checksum_support.get().copied().unwrap_or(ChecksumSupport::None)
     }
 
     fn request<T, F: Future<Output = Result<T, Failure>>>(
@@ -105,18 +106,18 @@ impl S3Object {
             // Retries are those of the transport.
             let config =
                 self.resolved.sdk().http_client(connector).retry_config(RetryConfig::disabled());
-            (reading(|| Client::from_conf(config.build())), sent)
+            (read_guarded(|| Client::from_conf(config.build())), sent)
         };
         let region = self.resolved.region();
-        let refused = |used| {
+        let invalidate = |used| {
             // Credentials are as good in another region.
             if let Some(keys) = &self.resolved.credentials
                 && self.resolved.region() == region
             {
-                keys.refused(used);
+                keys.invalidate(used);
             }
         };
-        let sent = self.requests.send(cancel, wrap, refused, |client, _| async {
+        let sent = self.requests.send(cancel, wrap, invalidate, |client, _| async {
             // The SDK looks into the environment before it sends anything.
             let mut request = std::pin::pin!(make(client));
             let mut polled = false;
@@ -124,7 +125,7 @@ impl S3Object {
                 if std::mem::replace(&mut polled, true) {
                     return request.as_mut().poll(context);
                 }
-                reading(|| request.as_mut().poll(context))
+                read_guarded(|| request.as_mut().poll(context))
             });
             first_guarded.await
         });
@@ -132,7 +133,7 @@ impl S3Object {
     }
 
     /// True if the object is that of this upload.
-    fn is_there(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
+    fn is_complete(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
         let found = self.request(cancel, |client| async move {
             let head = client.head_object().bucket(&self.address.bucket).key(&self.address.key);
             let head = head.set_request_payer(self.resolved.payer());
@@ -159,27 +160,27 @@ impl UploadProtocol for S3Object {
         self.requests.options.stall
     }
 
-    fn limits(&self) -> Limits {
+    fn limits(&self) -> UploadLimits {
         LIMITS
     }
 
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let sum = self.resolved.checksums.then(|| Checksum::of(bytes).for_s3());
+        let checksum = self.resolved.checksums.then(|| Checksum::of(bytes).for_s3());
         self.request(cancel, |client| {
-            let send = move |sum: Option<String>| {
+            let send = move |checksum: Option<String>| {
                 let put = client.put_object().bucket(&self.address.bucket).key(&self.address.key);
                 let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
-                let put = put.set_checksum_crc64_nvme(sum);
+                let put = put.set_checksum_crc64_nvme(checksum);
                 put.customize().disable_payload_signing().send()
             };
-            let sum = sum.clone();
+            let checksum = checksum.clone();
             async move {
-                let mut answer = send(sum.clone()).await;
-                for again in again(&sum) {
-                    if !answer.as_ref().is_err_and(knows_no_sums) {
+                let mut answer = send(checksum.clone()).await;
+                for retried in retry_checksums(&checksum) {
+                    if !answer.as_ref().is_err_and(may_reject_checksums) {
                         break;
                     }
-                    answer = guarded(send(again)).await;
+                    answer = with_guarded_polls(send(retried)).await;
                 }
                 answer.map(drop).map_err(|e| self.resolved.failure(e))
             }
@@ -193,30 +194,33 @@ impl UploadProtocol for S3Object {
                 .bucket(&self.address.bucket)
                 .key(&self.address.key);
             let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
-            let mut sums = Checksums::None;
+            let mut checksum_support = ChecksumSupport::None;
             let mut begun = None;
             if self.resolved.checksums {
                 let begin = begin.clone().checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
                 match begin.checksum_type(ChecksumType::FullObject).send().await {
-                    Err(error) if knows_no_sums(&error) => {}
+                    Err(error) if may_reject_checksums(&error) => {}
                     answer => {
                         let answer = answer.map_err(|e| self.resolved.failure(e))?;
                         let all = answer.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
                             && answer.checksum_type == Some(ChecksumType::FullObject);
-                        sums = if all { Checksums::All } else { Checksums::Parts };
+                        checksum_support =
+                            if all { ChecksumSupport::All } else { ChecksumSupport::Parts };
                         begun = Some(answer);
                     }
                 }
             }
             let begun = match begun {
                 Some(begun) => begun,
-                None => guarded(begin.send()).await.map_err(|e| self.resolved.failure(e))?,
+                None => {
+                    with_guarded_polls(begin.send()).await.map_err(|e| self.resolved.failure(e))?
+                }
             };
             let upload = begun.upload_id.ok_or_else(|| {
                 let what = "the server's response to CreateMultipartUpload has no UploadId";
                 Failure::permanent(ErrorKind::InvalidData, what)
             })?;
-            let _ = self.sums.set(sums);
+            let _ = self.checksum_support.set(checksum_support);
             Ok(upload.into())
         })
     }
@@ -228,34 +232,37 @@ impl UploadProtocol for S3Object {
         bytes: &Bytes,
         cancel: &dyn Cancel,
     ) -> Result<SentPart> {
-        let sums = self.sums();
-        let in_protocol = number_of(number)?;
-        let sum = (sums != Checksums::None).then(|| Checksum::of(bytes));
+        let checksum_support = self.checksum_support();
+        let sdk_number = sdk_part_number(number)?;
+        let checksum = (checksum_support != ChecksumSupport::None).then(|| Checksum::of(bytes));
         self.request(cancel, |client| async move {
-            let send = |sum: Option<String>| {
+            let send = |checksum: Option<String>| {
                 let part = client.upload_part().bucket(&self.address.bucket).key(&self.address.key);
-                let part = part.upload_id(upload).part_number(in_protocol).body(body(bytes));
-                let part = part.set_checksum_crc64_nvme(sum);
+                let part = part.upload_id(upload).part_number(sdk_number).body(body(bytes));
+                let part = part.set_checksum_crc64_nvme(checksum);
                 let part = part.set_request_payer(self.resolved.payer());
                 part.customize().disable_payload_signing().send()
             };
-            let text = sum.map(Checksum::for_s3);
-            let mut told = sum;
+            let text = checksum.map(Checksum::for_s3);
+            let mut sent_checksum = checksum;
             let mut answer = send(text.clone()).await;
             // Not where the server has agreed to checksums.
-            for again in again(&text).into_iter().filter(|_| sums == Checksums::Parts) {
-                if !answer.as_ref().is_err_and(knows_no_sums) {
+            for retried in retry_checksums(&text)
+                .into_iter()
+                .filter(|_| checksum_support == ChecksumSupport::Parts)
+            {
+                if !answer.as_ref().is_err_and(may_reject_checksums) {
                     break;
                 }
-                told = sum.filter(|_| again.is_some());
-                answer = guarded(send(again)).await;
+                sent_checksum = checksum.filter(|_| retried.is_some());
+                answer = with_guarded_polls(send(retried)).await;
             }
             let done = answer.map_err(|e| self.resolved.failure(e))?;
             let tag = done.e_tag.ok_or_else(|| {
                 let what = "the server's response to UploadPart has no ETag";
                 Failure::transient(ErrorKind::InvalidData, what)
             })?;
-            Ok(SentPart { number, tag, checksum: told })
+            Ok(SentPart { number, tag, checksum: sent_checksum })
         })
     }
 
@@ -266,12 +273,13 @@ impl UploadProtocol for S3Object {
         len: u64,
         cancel: &dyn Cancel,
     ) -> Result<()> {
-        let sums = self.sums();
-        let all = sums == Checksums::All;
-        let sums = parts.iter().filter_map(|part| part.checksum);
-        let sum = all.then(|| sums.fold(Checksum::default(), Checksum::and).for_s3());
+        let checksum_support = self.checksum_support();
+        let all = checksum_support == ChecksumSupport::All;
+        let checksums = parts.iter().filter_map(|part| part.checksum);
+        let checksum =
+            all.then(|| checksums.fold(Checksum::default(), Checksum::combined_with).for_s3());
         let parts = parts.iter().map(|SentPart { number, tag, checksum }| {
-            let part = CompletedPart::builder().part_number(number_of(*number)?).e_tag(tag);
+            let part = CompletedPart::builder().part_number(sdk_part_number(*number)?).e_tag(tag);
             Ok(part.set_checksum_crc64_nvme(checksum.map(Checksum::for_s3)).build())
         });
         let parts = parts.collect::<Result<_>>()?;
@@ -283,7 +291,7 @@ impl UploadProtocol for S3Object {
                 .key(&self.address.key);
             let complete = complete.upload_id(upload).multipart_upload(parts.clone());
             let complete = complete
-                .set_checksum_crc64_nvme(sum.clone())
+                .set_checksum_crc64_nvme(checksum.clone())
                 .set_checksum_type(all.then_some(ChecksumType::FullObject))
                 .set_request_payer(self.resolved.payer());
             async move { complete.send().await.map(drop).map_err(|e| self.resolved.failure(e)) }
@@ -291,7 +299,7 @@ impl UploadProtocol for S3Object {
         match completed {
             // It was completed, and the answer lost, if the object is what was sent.
             Err(Error::Io { error, .. })
-                if error.kind() == ErrorKind::NotFound && self.is_there(len, cancel)? =>
+                if error.kind() == ErrorKind::NotFound && self.is_complete(len, cancel)? =>
             {
                 Ok(())
             }
@@ -310,18 +318,18 @@ impl UploadProtocol for S3Object {
 }
 
 /// The number of a part as the SDK has it.
-fn number_of(number: u64) -> Result<i32> {
+fn sdk_part_number(number: u64) -> Result<i32> {
     i32::try_from(number).map_err(|_| Error::Bug(format!("a part with the number {number}")))
 }
 
 /// The checksums for further attempts of a request that was refused with one. First the same, because
 /// bytes that were damaged in transit are refused too; then none.
-fn again(sum: &Option<String>) -> Vec<Option<String>> {
-    if sum.is_some() { vec![sum.clone(), None] } else { Vec::new() }
+fn retry_checksums(checksum: &Option<String>) -> Vec<Option<String>> {
+    if checksum.is_some() { vec![checksum.clone(), None] } else { Vec::new() }
 }
 
 /// True if a server may have refused a request because it does not know checksums.
-fn knows_no_sums<E: ProvideErrorMetadata>(error: &SdkError<E, HttpResponse>) -> bool {
+fn may_reject_checksums<E: ProvideErrorMetadata>(error: &SdkError<E, HttpResponse>) -> bool {
     match error.raw_response().map(|response| response.status().as_u16()) {
         Some(400) => error.code().is_some_and(|code| code.starts_with("Invalid")),
         status => status == Some(501),
@@ -341,28 +349,29 @@ mod tests {
     use crate::cancel::Never;
     use crate::io::S3Options;
     use crate::io::auth::aws::simulate;
-    use crate::io::transport::simulated::{Day, options};
+    use crate::io::transport::simulated::{SimulatedCloud, options};
 
     #[test]
     fn a_day_of_writing_is_never_refused() {
-        let (day, net, region) = (Day::new(3600, 180), options(), "write".to_owned());
-        simulate(&day, &region, &net);
+        let (simulated_cloud, transport, region) =
+            (SimulatedCloud::new(3600, 180), options(), "write".to_owned());
+        simulate(&simulated_cloud, &region, &transport);
         let s3 = S3Options {
-            endpoint: Some(day.serve()),
+            endpoint: Some(simulated_cloud.serve()),
             force_http: Some(true),
             region: Some(region),
             ..S3Options::default()
         };
         let environment = OpenOptions::from_environment().unwrap();
-        let options = OpenOptions { transport: net, s3, cache: None, ..environment };
+        let options = OpenOptions { transport, s3, cache: None, ..environment };
         let object = S3Object::new("s3://bucket/key", &options, &Never).unwrap();
         for number in 1..=24 * 60 {
             let bytes = Bytes::from_static(b"some bytes");
             assert_eq!(object.part("one", number, &bytes, &Never).unwrap().tag, "\"e\"");
-            day.pass(60);
+            simulated_cloud.advance(60);
         }
-        assert_eq!(day.refused.load(Ordering::Relaxed), 0);
-        assert_eq!(day.answered.load(Ordering::Relaxed), 24 * 60);
-        assert!((25..30).contains(&day.given()), "{} times", day.given());
+        assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 0);
+        assert_eq!(simulated_cloud.answered.load(Ordering::Relaxed), 24 * 60);
+        assert!((25..30).contains(&simulated_cloud.issued()), "{} times", simulated_cloud.issued());
     }
 }

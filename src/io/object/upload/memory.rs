@@ -10,16 +10,16 @@ use crate::io::transport::TransportOptions;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// Connections unless a setting says otherwise: 100 MB/s each fill a network of 12 Gbit/s.
-pub const USUAL_WRITERS: usize = 16;
+pub const DEFAULT_WRITERS: usize = 16;
 /// Parts in memory for each four that are being sent, unless the number of bytes is set. The further
 /// one allows for a part that is being filled, and one that waits for the header of its tensor.
-const PARTS_TO_FOUR: u64 = 5;
+const PARTS_PER_FOUR_WRITERS: u64 = 5;
 /// Parts that an object of few parts may have in memory, however short it is.
 const FEW_PARTS: u64 = 4;
 
 /// The limits of memory and connections.
 #[derive(Debug, Clone, Copy)]
-pub struct Budget {
+pub struct UploadBudget {
     /// The most connections.
     pub writers: usize,
     /// None for as much as the connections need.
@@ -28,12 +28,12 @@ pub struct Budget {
     pub object: Option<u64>,
 }
 
-impl Budget {
+impl UploadBudget {
     /// Creates the limits that the options and the environment set.
     pub fn new(options: &TransportOptions) -> Result<Self> {
         let bytes = Some(UPLOAD_MB.value()?).filter(|&mb| mb > 0);
-        Ok(Budget {
-            writers: options.connections.unwrap_or(USUAL_WRITERS).min(options.max_connections),
+        Ok(UploadBudget {
+            writers: options.connections.unwrap_or(DEFAULT_WRITERS).min(options.max_connections),
             bytes: bytes.map(|mb| mb.saturating_mul(1 << 20)),
             object: None,
         })
@@ -43,7 +43,7 @@ impl Budget {
     /// length less one part: with the copies beside them, parts then take no more memory than the
     /// object is long.
     pub fn limit(&self, part_len: u64) -> u64 {
-        let enough = (self.writers as u64).saturating_mul(PARTS_TO_FOUR).div_ceil(4);
+        let enough = (self.writers as u64).saturating_mul(PARTS_PER_FOUR_WRITERS).div_ceil(4);
         let enough = enough.saturating_mul(part_len);
         let few = FEW_PARTS.saturating_mul(part_len);
         let short = self.object.map_or(u64::MAX, |len| len.saturating_sub(part_len).max(few));
@@ -58,7 +58,7 @@ impl Budget {
 
     /// Positions of the file that may be written in turns. Each has an incomplete part, and so has the
     /// end of the tensor before it.
-    pub fn places(&self, part_len: u64) -> usize {
+    pub fn max_positions(&self, part_len: u64) -> usize {
         let parts = usize::try_from(self.limit(part_len) / part_len).unwrap_or(usize::MAX);
         (parts.saturating_sub(self.writers(part_len)) / 2).max(1)
     }
@@ -66,13 +66,13 @@ impl Budget {
 
 /// The memory of the parts of an upload.
 pub struct PartMemory {
-    budget: Mutex<Budget>,
-    held: Mutex<HeldBytes>,
+    budget: Mutex<UploadBudget>,
+    state: Mutex<PartMemoryState>,
     freed: Condvar,
 }
 
 #[derive(Default)]
-struct HeldBytes {
+struct PartMemoryState {
     bytes: u64,
     /// Parts that are being sent. Their memory will come back.
     sending: usize,
@@ -80,8 +80,8 @@ struct HeldBytes {
     free: Vec<Vec<u8>>,
 }
 
-impl HeldBytes {
-    fn is_short(&self, len: usize, limit: u64) -> bool {
+impl PartMemoryState {
+    fn lacks_memory(&self, len: usize, limit: u64) -> bool {
         let more = self.bytes.saturating_add(len as u64);
         self.free.is_empty() && self.sending > 0 && more > limit
     }
@@ -96,7 +96,7 @@ impl HeldBytes {
             // The length of parts has grown since.
             self.bytes = self.bytes.saturating_sub(free.len() as u64);
         }
-        if self.is_short(len, limit) {
+        if self.lacks_memory(len, limit) {
             return None;
         }
         self.bytes = self.bytes.saturating_add(len as u64);
@@ -105,15 +105,15 @@ impl HeldBytes {
 }
 
 /// A part that is being sent, until this is dropped.
-pub struct Sending<'m>(&'m PartMemory);
+pub struct SendingPart<'m>(&'m PartMemory);
 
 impl PartMemory {
-    pub fn new(budget: Budget) -> Self {
-        PartMemory { budget: Mutex::new(budget), held: Mutex::default(), freed: Condvar::new() }
+    pub fn new(budget: UploadBudget) -> Self {
+        PartMemory { budget: Mutex::new(budget), state: Mutex::default(), freed: Condvar::new() }
     }
 
     /// The limits.
-    pub fn budget(&self) -> Budget {
+    pub fn budget(&self) -> UploadBudget {
         *self.budget.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -129,8 +129,8 @@ impl PartMemory {
         budget.object = budget.object.max(Some(len));
     }
 
-    fn held(&self) -> MutexGuard<'_, HeldBytes> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, PartMemoryState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns memory for a part, with any content. While there is too little and parts are being sent,
@@ -138,56 +138,56 @@ impl PartMemory {
     /// limit: other parts can become complete only with this one.
     pub fn take(&self, len: usize, send: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
         let limit = self.budget().limit(len as u64);
-        let mut held = self.held();
+        let mut state = self.state();
         loop {
-            if let Some(free) = held.take(len, limit) {
-                drop(held);
+            if let Some(free) = state.take(len, limit) {
+                drop(state);
                 return if free.is_empty() {
                     repeated(0, len, "a part of an upload")
                 } else {
                     Ok(free)
                 };
             }
-            drop(held);
+            drop(state);
             send()?;
-            held = self.held();
-            if held.is_short(len, limit) {
-                let waited = self.freed.wait_timeout(held, POLL);
-                held = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = self.state();
+            if state.lacks_memory(len, limit) {
+                let waited = self.freed.wait_timeout(state, POLL);
+                state = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
     }
 
     /// Counts a complete part, which is being sent from now on.
     pub fn complete(&self) {
-        self.held().sending += 1;
+        self.state().sending += 1;
     }
 
     /// Returns the guard of a complete part, which ends its sending when it is dropped.
-    pub fn sending(&self) -> Sending<'_> {
-        Sending(self)
+    pub fn sending(&self) -> SendingPart<'_> {
+        SendingPart(self)
     }
 
     /// Frees unused memory, after the upload was given up.
     pub fn clear(&self) {
-        self.held().free = Vec::new();
+        self.state().free = Vec::new();
     }
 }
 
-impl Sending<'_> {
+impl SendingPart<'_> {
     /// Takes back the memory of a part; None if a cancelled request still has it.
     pub fn done(self, len: usize, memory: Option<Vec<u8>>) {
-        let mut held = self.0.held();
+        let mut state = self.0.state();
         match memory {
-            Some(memory) => held.free.push(memory),
-            None => held.bytes = held.bytes.saturating_sub(len as u64),
+            Some(memory) => state.free.push(memory),
+            None => state.bytes = state.bytes.saturating_sub(len as u64),
         }
     }
 }
 
-impl Drop for Sending<'_> {
+impl Drop for SendingPart<'_> {
     fn drop(&mut self) {
-        self.0.held().sending -= 1;
+        self.0.state().sending -= 1;
         self.0.freed.notify_all();
     }
 }
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn never_more_than_the_limit_where_parts_are_sent_in_order() {
-        let memory = PartMemory::new(Budget { writers: 4, bytes: Some(40), object: None });
+        let memory = PartMemory::new(UploadBudget { writers: 4, bytes: Some(40), object: None });
         let (taken, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..8 {
@@ -227,12 +227,12 @@ mod tests {
             }
         });
         assert!(most.into_inner() <= 4);
-        assert!(memory.held().bytes <= 40);
+        assert!(memory.state().bytes <= 40);
     }
 
     #[test]
     fn a_short_object_holds_one_part_less_than_it_has() {
-        let budget = |object| Budget { writers: 16, bytes: None, object };
+        let budget = |object| UploadBudget { writers: 16, bytes: None, object };
         for (object, parts) in [
             (None, 20),
             (Some(1), 4),
@@ -244,7 +244,7 @@ mod tests {
             assert_eq!(budget(object).limit(10) / 10, parts, "{object:?}");
         }
         // A limit that was set takes precedence.
-        assert_eq!(Budget { bytes: Some(300), ..budget(Some(20)) }.limit(10), 300);
+        assert_eq!(UploadBudget { bytes: Some(300), ..budget(Some(20)) }.limit(10), 300);
         let memory = PartMemory::new(budget(None));
         memory.announce(60);
         memory.announce(50);
@@ -253,20 +253,20 @@ mod tests {
 
     #[test]
     fn memory_is_granted_over_the_limit_if_no_part_is_being_sent() {
-        let memory = PartMemory::new(Budget { writers: 1, bytes: Some(10), object: None });
+        let memory = PartMemory::new(UploadBudget { writers: 1, bytes: Some(10), object: None });
         // No part is being sent, so the second part gets memory although the first takes all of the
         // limit.
         let parts = [
             memory.take(10, &nothing_to_send).unwrap(),
             memory.take(10, &nothing_to_send).unwrap(),
         ];
-        assert_eq!(memory.held().bytes, 20);
+        assert_eq!(memory.state().bytes, 20);
         for part in parts {
             memory.complete();
             memory.sending().done(10, Some(part));
         }
         // Longer parts cannot use the memory of shorter ones.
         assert_eq!(memory.take(30, &nothing_to_send).unwrap().len(), 30);
-        assert_eq!(memory.held().bytes, 30);
+        assert_eq!(memory.state().bytes, 30);
     }
 }

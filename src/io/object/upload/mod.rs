@@ -19,47 +19,47 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::cancel::{Cancel, Never, detached};
+use crate::cancel::{Cancel, Never, run_detached};
 use crate::error::{Error, Result};
 use crate::fallible::{append, resize};
 use crate::io::transport::TransportOptions;
-use crate::io::{Unclosed, WriteAt};
-use crate::sys::process::Maker;
-use memory::{Budget, PartMemory};
-pub(super) use plan::Limits;
-use plan::Plan;
-pub(super) use protocol::{SentPart, UploadProtocol, new_mark, unless_there};
+use crate::io::{UnclosedOutcome, WriteAt};
+use crate::sys::process::OwnerProcess;
+use memory::{PartMemory, UploadBudget};
+use plan::PartPlan;
+pub(super) use plan::UploadLimits;
+pub(super) use protocol::{SentPart, UploadProtocol, confirm_if_present, new_mark};
 pub(super) use requests::UploadRequests;
 
 /// Time limit for the server to abort the upload of a cancelled call.
-const SOON: Duration = Duration::from_millis(500);
+const ABORT_LIMIT: Duration = Duration::from_millis(500);
 
 /// An object under construction. Clones are the same object.
 #[derive(Clone)]
-pub struct UploadSink(Arc<Upload>);
+pub struct UploadSink(Arc<MultipartUpload>);
 
-struct Upload {
+struct MultipartUpload {
     /// The only process that may send parts, complete the object or abort it.
-    maker: Maker,
+    owner: OwnerProcess,
     object: Arc<dyn UploadProtocol>,
     state: Mutex<UploadState>,
     memory: PartMemory,
     /// The server's name of the upload, once it has begun.
-    begun: Mutex<Option<Arc<str>>>,
+    upload_id: Mutex<Option<Arc<str>>>,
     /// True once a request was cancelled: then the upload is aborted quickly.
     interrupted: AtomicBool,
 }
 
 #[derive(Default)]
 struct UploadState {
-    plan: Option<Plan>,
+    plan: Option<PartPlan>,
     head: Vec<u8>,
     /// Incomplete parts, by number from the head on.
     open: HashMap<u64, Arc<Mutex<OpenPart>>>,
     /// Complete parts that no thread sends yet, by number.
     ready: VecDeque<(u64, Vec<u8>)>,
     sent: Vec<SentPart>,
-    over: Option<&'static str>,
+    closed_because: Option<&'static str>,
 }
 
 /// A part that is being written.
@@ -73,65 +73,65 @@ struct OpenPart {
 impl UploadSink {
     /// An object of a server. Nothing is sent before a part is complete.
     pub(super) fn new(object: Arc<dyn UploadProtocol>, options: &TransportOptions) -> Result<Self> {
-        let budget = Budget::new(options)?;
-        Ok(UploadSink(Arc::new(Upload {
-            maker: Maker::this(),
+        let budget = UploadBudget::new(options)?;
+        Ok(UploadSink(Arc::new(MultipartUpload {
+            owner: OwnerProcess::current(),
             object,
             state: Mutex::default(),
             memory: PartMemory::new(budget),
-            begun: Mutex::new(None),
+            upload_id: Mutex::new(None),
             interrupted: AtomicBool::new(false),
         })))
     }
 
     /// Aborts the upload: what was there before stays. The error is that of a call that was cancelled
     /// before the server has answered.
-    pub fn abandon(&self, cancel: &dyn Cancel) -> Result<()> {
-        self.0.give_up("its upload was aborted", cancel)
+    pub fn abort(&self, cancel: &dyn Cancel) -> Result<()> {
+        self.0.abort("its upload was aborted", cancel)
     }
 }
 
-impl Upload {
+impl MultipartUpload {
     fn state(&self) -> MutexGuard<'_, UploadState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The state of an object that is still open.
-    fn usable(&self) -> Result<MutexGuard<'_, UploadState>> {
-        self.maker.check(self.object.shown())?;
+    fn open_state(&self) -> Result<MutexGuard<'_, UploadState>> {
+        self.owner.check(self.object.shown())?;
         let state = self.state();
-        match state.over {
+        match state.closed_because {
             Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.object.shown()))),
             None => Ok(state),
         }
     }
 
     /// The plan of an object of `len` bytes with a head of `head` bytes.
-    fn plan(&self, head: u64, len: u64) -> Plan {
-        Plan::new(self.object.limits(), head, len)
+    fn plan(&self, head: u64, len: u64) -> PartPlan {
+        PartPlan::new(self.object.limits(), head, len)
     }
 
     /// Bytes of the longest part so far.
     fn longest_part(&self) -> u64 {
-        self.state().plan.as_ref().map_or_else(|| self.plan(0, 0).part_len, Plan::longest)
+        self.state().plan.as_ref().map_or_else(|| self.plan(0, 0).part_len, PartPlan::longest_part)
     }
 
-    fn give_up(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
-        if !self.maker.is_here() {
+    fn abort(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
+        if !self.owner.is_current() {
             return Ok(());
         }
         let mut state = self.state();
-        if state.over.is_some() {
+        if state.closed_because.is_some() {
             return Ok(());
         }
-        *state = UploadState { over: Some(why), ..UploadState::default() };
+        *state = UploadState { closed_because: Some(why), ..UploadState::default() };
         drop(state);
         self.memory.clear();
-        let begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(begun) = begun {
+        let upload_id = self.upload_id.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(upload_id) = upload_id {
             let object = Arc::clone(&self.object);
             let limit =
-                if self.interrupted.load(Ordering::Relaxed) { SOON } else { object.stall() };
+                if self.interrupted.load(Ordering::Relaxed) { ABORT_LIMIT } else { object.stall() };
             let asked = Instant::now();
             let interrupted = OnceLock::new();
             let waits = || {
@@ -144,14 +144,14 @@ impl Upload {
                 })
             };
             // Nothing more can be done about a server that does not answer; it shows to no reader.
-            let _ = detached(&waits, move || object.abort(&begun, &Never));
+            let _ = run_detached(&waits, move || object.abort(&upload_id, &Never));
             return interrupted.into_inner().map_or(Ok(()), Err);
         }
         Ok(())
     }
 
     /// Returns the outcome of a request; notes if it was cancelled.
-    fn seen<T>(&self, outcome: Result<T>) -> Result<T> {
+    fn note_cancellation<T>(&self, outcome: Result<T>) -> Result<T> {
         if let Err(Error::Cancelled | Error::Caller(_)) = outcome {
             self.interrupted.store(true, Ordering::Relaxed);
         }
@@ -159,21 +159,21 @@ impl Upload {
     }
 
     /// The upload at the server; the first caller begins it.
-    fn begun(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
-        let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*begun {
-            Some(begun) => Ok(begun.clone()),
+    fn upload_id(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
+        let mut upload_id = self.upload_id.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*upload_id {
+            Some(upload_id) => Ok(upload_id.clone()),
             None => {
                 // An aborted upload is not begun again.
-                drop(self.usable()?);
-                Ok(begun.insert(self.seen(self.object.begin(cancel))?).clone())
+                drop(self.open_state()?);
+                Ok(upload_id.insert(self.note_cancellation(self.object.begin(cancel))?).clone())
             }
         }
     }
 
     fn send(&self, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let begun = self.begun(cancel)?;
-        let sent = self.seen(self.object.part(&begun, number, bytes, cancel))?;
+        let upload_id = self.upload_id(cancel)?;
+        let sent = self.note_cancellation(self.object.part(&upload_id, number, bytes, cancel))?;
         self.state().sent.push(sent);
         Ok(())
     }
@@ -183,11 +183,11 @@ impl Upload {
         self.object.limits().head_parts() + 1
     }
 
-    fn too_many(&self) -> Error {
+    fn too_many_parts_error(&self) -> Error {
         Error::InvalidArgument(format!(
             "`{}` would have more than {} parts: write its tensors in fewer calls",
             self.object.shown(),
-            self.object.limits().parts
+            self.object.limits().max_parts
         ))
     }
 
@@ -206,38 +206,38 @@ impl Upload {
     /// Puts bytes into one part.
     fn write_part(&self, offset: u64, bytes: &[u8], cancel: &dyn Cancel) -> Result<usize> {
         let too_large = |_| Error::Bug("a part beyond memory".to_owned());
-        let (place, start, part) = {
-            let mut state = self.usable()?;
+        let (range, start, part) = {
+            let mut state = self.open_state()?;
             let plan = state.plan.get_or_insert_with(|| self.plan(0, 0));
-            let place = plan.part(offset).ok_or_else(|| self.too_many())?;
-            let start = offset - plan.head_len - place.start;
+            let range = plan.part_at(offset).ok_or_else(|| self.too_many_parts_error())?;
+            let start = offset - plan.head_len - range.start;
             let start = usize::try_from(start).map_err(too_large)?;
-            (place, start, Arc::clone(state.open.entry(place.number).or_default()))
+            (range, start, Arc::clone(state.open.entry(range.number).or_default()))
         };
-        let part_len = usize::try_from(place.len).map_err(too_large)?;
+        let part_len = usize::try_from(range.len).map_err(too_large)?;
         let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
         if part.bytes.is_empty() {
-            part.bytes = self.memory.take(part_len, &|| self.settle(cancel))?;
+            part.bytes = self.memory.take(part_len, &|| self.send_ready_parts(cancel))?;
         }
         let len = bytes.len().min(part_len - start);
         part.bytes[start..start + len].copy_from_slice(&bytes[..len]);
         part.filled += len as u64;
-        if part.filled < place.len {
+        if part.filled < range.len {
             return Ok(len);
         }
         let complete = std::mem::take(&mut part.bytes);
         drop(part);
         self.memory.complete();
         let mut state = self.state();
-        state.open.remove(&place.number);
-        state.ready.push_back((place.number, complete));
+        state.open.remove(&range.number);
+        state.ready.push_back((range.number, complete));
         Ok(len)
     }
 
     /// Sends parts that are complete.
-    fn settle(&self, cancel: &dyn Cancel) -> Result<()> {
+    fn send_ready_parts(&self, cancel: &dyn Cancel) -> Result<()> {
         loop {
-            let next = self.usable()?.ready.pop_front();
+            let next = self.open_state()?.ready.pop_front();
             let Some((number, part)) = next else { return cancel.check() };
             let (sending, part_len) = (self.memory.sending(), part.len());
             let part = Bytes::from(part);
@@ -249,9 +249,9 @@ impl Upload {
 
     /// Sends what is left and has the server put everything together.
     fn publish(&self, len: u64, cancel: &dyn Cancel) -> Result<()> {
-        drop(self.usable()?);
-        self.settle(cancel)?;
-        let mut state = self.usable()?;
+        drop(self.open_state()?);
+        self.send_ready_parts(cancel)?;
+        let mut state = self.open_state()?;
         let plan = state.plan.take().unwrap_or_else(|| self.plan(0, len));
         let head = std::mem::take(&mut state.head);
         let mut open: Vec<(u64, Arc<Mutex<OpenPart>>)> = state.open.drain().collect();
@@ -260,10 +260,10 @@ impl Upload {
         open.sort_by_key(|(number, _)| *number);
         let mut tails = Vec::new();
         for (number, part) in open {
-            let place = usize::try_from(number).ok().and_then(|number| plan.place(number));
-            let place = place.ok_or_else(|| Error::Bug(format!("no part {number}")))?;
-            let start = plan.head_len + place.start;
-            let filled = len.saturating_sub(start).min(place.len);
+            let range = usize::try_from(number).ok().and_then(|number| plan.part_range(number));
+            let range = range.ok_or_else(|| Error::Bug(format!("no part {number}")))?;
+            let start = plan.head_len + range.start;
+            let filled = len.saturating_sub(start).min(range.len);
             let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
             if part.filled != filled {
                 return Err(Error::Bug(format!(
@@ -283,7 +283,7 @@ impl Upload {
             for (_, tail) in tails {
                 append(&mut all, &tail, "what is uploaded")?;
             }
-            return self.seen(self.object.put(&Bytes::from(all), cancel));
+            return self.note_cancellation(self.object.put(&Bytes::from(all), cancel));
         }
         for (number, tail) in tails {
             self.send(self.first_part() + number, &Bytes::from(tail), cancel)?;
@@ -303,8 +303,8 @@ impl Upload {
         }
         let mut parts = std::mem::take(&mut self.state().sent);
         parts.sort_by_key(|part| part.number);
-        let begun = self.begun(cancel)?;
-        self.seen(self.object.complete(&begun, &parts, len, cancel))
+        let upload_id = self.upload_id(cancel)?;
+        self.note_cancellation(self.object.complete(&upload_id, &parts, len, cancel))
     }
 }
 
@@ -321,20 +321,20 @@ impl WriteAt for UploadSink {
         self.max_writers()
     }
 
-    fn places(&self) -> usize {
-        self.0.memory.budget().places(self.0.longest_part())
+    fn max_positions(&self) -> usize {
+        self.0.memory.budget().max_positions(self.0.longest_part())
     }
 
-    fn kept(&self) -> (u64, u64) {
+    fn retained_memory(&self) -> (u64, u64) {
         let head = self.0.state().plan.as_ref().map_or(0, |plan| plan.head_len);
         (head, self.0.longest_part())
     }
 
-    fn limit_parts(&self, bytes: u64) {
+    fn limit_retained_parts(&self, bytes: u64) {
         self.0.memory.limit(bytes);
     }
 
-    fn shows_early(&self) -> bool {
+    fn is_visible_early(&self) -> bool {
         false
     }
 
@@ -343,10 +343,10 @@ impl WriteAt for UploadSink {
         for buffer in buffers {
             let mut rest: &[u8] = buffer;
             while !rest.is_empty() {
-                let mut state = self.0.usable()?;
+                let mut state = self.0.open_state()?;
                 let head_len = state.plan.get_or_insert_with(|| self.0.plan(0, 0)).head_len;
                 let done = if at < head_len {
-                    Upload::write_head(&mut state, head_len, at, rest)?
+                    MultipartUpload::write_head(&mut state, head_len, at, rest)?
                 } else {
                     drop(state);
                     self.0.write_part(at, rest, cancel)?
@@ -358,8 +358,8 @@ impl WriteAt for UploadSink {
         usize::try_from(at - offset).map_err(|_| Error::Bug("a write beyond memory".to_owned()))
     }
 
-    fn settle(&self, cancel: &dyn Cancel) -> Result<()> {
-        self.0.settle(cancel)
+    fn finish_deferred_writes(&self, cancel: &dyn Cancel) -> Result<()> {
+        self.0.send_ready_parts(cancel)
     }
 
     fn read_back(&self, offset: u64, _buffer: &mut [u8]) -> Result<()> {
@@ -372,7 +372,7 @@ impl WriteAt for UploadSink {
     }
 
     fn insert(&self, at: u64, end: u64, len: u64, _cancel: &dyn Cancel) -> Result<u64> {
-        let mut state = self.0.usable()?;
+        let mut state = self.0.open_state()?;
         let Some(plan) = &mut state.plan else { return Ok(len) };
         // Whole parts, so that all parts but the last keep the same size.
         let len = len.next_multiple_of(plan.part_len);
@@ -388,26 +388,26 @@ impl WriteAt for UploadSink {
     }
 
     fn reserve(&self, head: u64, len: u64) -> Result<()> {
-        self.0.usable()?.plan.get_or_insert_with(|| self.0.plan(head, len)).announce(len);
+        self.0.open_state()?.plan.get_or_insert_with(|| self.0.plan(head, len)).announce(len);
         self.0.memory.announce(len);
         Ok(())
     }
 
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
         self.0.publish(len, cancel)?;
-        self.0.state().over = Some("its upload is complete");
+        self.0.state().closed_because = Some("its upload is complete");
         Ok(())
     }
 
-    fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<Unclosed> {
-        self.abandon(cancel)?;
-        Ok(Unclosed::GivenUp)
+    fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
+        self.abort(cancel)?;
+        Ok(UnclosedOutcome::Aborted)
     }
 }
 
-impl Drop for Upload {
+impl Drop for MultipartUpload {
     fn drop(&mut self) {
         // Never has no error.
-        let _ = self.give_up("its upload was not finished", &Never);
+        let _ = self.abort("its upload was not finished", &Never);
     }
 }

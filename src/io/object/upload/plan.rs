@@ -7,34 +7,34 @@ const PART_UNIT: u64 = 2 << 20;
 
 /// The limits of a protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct UploadLimits {
     /// The most parts of an object.
-    pub parts: u64,
+    pub max_parts: u64,
     /// Bytes of the shortest part, unless it is the last.
-    pub least: u64,
+    pub min_part_len: u64,
     /// Bytes of the longest part.
-    pub longest: u64,
+    pub max_part_len: u64,
 }
 
-impl Limits {
+impl UploadLimits {
     /// Part numbers that are reserved for the head, which may grow.
     pub fn head_parts(self) -> u64 {
-        self.parts / 10
+        self.max_parts / 10
     }
 
     /// Part numbers for the bytes behind the head.
     fn body_parts(self) -> u64 {
-        self.parts - self.head_parts()
+        self.max_parts - self.head_parts()
     }
 
     /// Part numbers for the announced length. More may be written, so some numbers stay free.
     fn announced_parts(self) -> u64 {
-        self.parts / 10 * 8
+        self.max_parts / 10 * 8
     }
 
     /// Rounds a minimum length of parts up to one that the protocol allows.
     fn rounded(self, len: u64) -> u64 {
-        len.clamp(PART_LEN.max(self.least), self.longest).next_multiple_of(PART_UNIT)
+        len.clamp(PART_LEN.max(self.min_part_len), self.max_part_len).next_multiple_of(PART_UNIT)
     }
 }
 
@@ -47,8 +47,8 @@ const MUCH_MORE: u64 = 3;
 /// Otherwise parts are so long that the numbers left would hold twice as much again as there is
 /// already: however much is written, the numbers suffice.
 #[derive(Debug)]
-pub struct Plan {
-    limits: Limits,
+pub struct PartPlan {
+    limits: UploadLimits,
     /// Bytes that are written last, whole parts.
     pub head_len: u64,
     /// Bytes of each part of the head, and of the first ones behind it.
@@ -69,13 +69,13 @@ pub struct PartRange {
     pub len: u64,
 }
 
-impl Plan {
+impl PartPlan {
     /// `head`: bytes that are written last. `len`: bytes of the whole file, as far as is known.
-    pub fn new(limits: Limits, head: u64, len: u64) -> Self {
+    pub fn new(limits: UploadLimits, head: u64, len: u64) -> Self {
         let part_len = limits.rounded(len.div_ceil(limits.announced_parts()));
         let head_len = head.max(1).next_multiple_of(part_len);
         let announced = (len.saturating_sub(head_len), part_len);
-        Plan { limits, head_len, part_len, announced, ends: Vec::new() }
+        PartPlan { limits, head_len, part_len, announced, ends: Vec::new() }
     }
 
     /// The file will have at least so many bytes.
@@ -84,24 +84,24 @@ impl Plan {
         let end = self.end();
         if len > end.saturating_mul(MUCH_MORE).max(self.announced.0) {
             // Half of the numbers: this may come again.
-            let len_of_each = (len - end).div_ceil(self.left().div_ceil(2));
+            let len_of_each = (len - end).div_ceil(self.remaining_numbers().div_ceil(2));
             self.announced = (len, self.limits.rounded(len_of_each));
         }
     }
 
     /// Bytes of the longest part so far.
-    pub fn longest(&self) -> u64 {
+    pub fn longest_part(&self) -> u64 {
         self.ends
             .len()
             .checked_sub(1)
-            .and_then(|last| self.place(last))
+            .and_then(|last| self.part_range(last))
             .map_or(0, |last| last.len)
             .max(self.part_len)
     }
 
     /// The part with the byte at a position of the file that is not in the head. None where there
     /// are no numbers left.
-    pub fn part(&mut self, offset: u64) -> Option<PartRange> {
+    pub fn part_at(&mut self, offset: u64) -> Option<PartRange> {
         let at = offset.saturating_sub(self.head_len);
         while self.ends.last().is_none_or(|&end| end <= at) {
             if self.ends.len() as u64 == self.limits.body_parts() {
@@ -110,11 +110,11 @@ impl Plan {
             let start = self.end();
             self.ends.push(start + self.next_len(start));
         }
-        self.place(self.ends.partition_point(|&end| end <= at))
+        self.part_range(self.ends.partition_point(|&end| end <= at))
     }
 
     /// A part that was asked for before.
-    pub fn place(&self, number: usize) -> Option<PartRange> {
+    pub fn part_range(&self, number: usize) -> Option<PartRange> {
         let start = number.checked_sub(1).map_or(Some(0), |last| self.ends.get(last).copied())?;
         let len = self.ends.get(number)? - start;
         Some(PartRange { number: number as u64, start, len })
@@ -125,9 +125,9 @@ impl Plan {
         let len = if start < until {
             len
         } else {
-            self.limits.rounded((2 * start).div_ceil(self.left()))
+            self.limits.rounded((2 * start).div_ceil(self.remaining_numbers()))
         };
-        len.max(self.longest())
+        len.max(self.longest_part())
     }
 
     fn end(&self) -> u64 {
@@ -135,7 +135,7 @@ impl Plan {
     }
 
     /// Part numbers that are left.
-    fn left(&self) -> u64 {
+    fn remaining_numbers(&self) -> u64 {
         self.limits.body_parts().saturating_sub(self.ends.len() as u64).max(1)
     }
 }
@@ -143,26 +143,28 @@ impl Plan {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::memory::{Budget, USUAL_WRITERS};
+    use super::super::memory::{DEFAULT_WRITERS, UploadBudget};
     use super::*;
 
-    const S3: Limits = Limits { parts: 10_000, least: 5 << 20, longest: 5 << 30 };
-    const MANY: Limits = Limits { parts: 50_000, least: 1, longest: 4000 << 20 };
+    const S3: UploadLimits =
+        UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
+    const MANY: UploadLimits =
+        UploadLimits { max_parts: 50_000, min_part_len: 1, max_part_len: 4000 << 20 };
     const GB: u64 = 1_000_000_000;
     const INDEX: u64 = 300_000;
 
     /// Asks for all parts of a file, one after another, and gives their number.
-    fn cut(plan: &mut Plan, len: u64) -> u64 {
+    fn take_all_parts(plan: &mut PartPlan, len: u64) -> u64 {
         let (mut number, mut at) = (0, plan.head_len);
         while at < len {
-            let part = plan.part(at).unwrap();
+            let part = plan.part_at(at).unwrap();
             assert_eq!((part.number, plan.head_len + part.start), (number, at));
             assert!(
                 part.len >= PART_LEN
-                    && part.len <= S3.longest
+                    && part.len <= S3.max_part_len
                     && part.len.is_multiple_of(PART_UNIT)
             );
-            assert_eq!(plan.part(at + part.len - 1), Some(part));
+            assert_eq!(plan.part_at(at + part.len - 1), Some(part));
             at += part.len;
             number += 1;
         }
@@ -177,66 +179,67 @@ mod tests {
             (140 * GB, 7417, 18 * mib, 360 * mib),
             (5000 * GB, 7973, 598 * mib, 11960 * mib),
         ] {
-            let mut plan = Plan::new(S3, INDEX, len);
+            let mut plan = PartPlan::new(S3, INDEX, len);
             assert_eq!(plan.part_len, part_len);
-            assert_eq!(cut(&mut plan, len), parts);
+            assert_eq!(take_all_parts(&mut plan, len), parts);
             // As announced, all parts have one length.
-            assert_eq!(plan.longest(), part_len);
-            let budget = Budget { writers: USUAL_WRITERS, bytes: None, object: None };
-            assert_eq!(budget.writers(plan.longest()), 16);
-            assert_eq!(budget.limit(plan.longest()), memory);
+            assert_eq!(plan.longest_part(), part_len);
+            let budget = UploadBudget { writers: DEFAULT_WRITERS, bytes: None, object: None };
+            assert_eq!(budget.writers(plan.longest_part()), 16);
+            assert_eq!(budget.limit(plan.longest_part()), memory);
             // A setting bounds it, and takes its price in connections.
-            let budget = Budget { writers: USUAL_WRITERS, bytes: Some(256 * mib), object: None };
-            let writers = budget.writers(plan.longest());
+            let budget =
+                UploadBudget { writers: DEFAULT_WRITERS, bytes: Some(256 * mib), object: None };
+            let writers = budget.writers(plan.longest_part());
             assert_eq!(writers as u64, (256 * mib / part_len).clamp(1, 16));
-            assert!(budget.limit(plan.longest()) <= (256 * mib).max(part_len));
+            assert!(budget.limit(plan.longest_part()) <= (256 * mib).max(part_len));
         }
     }
 
     #[test]
     fn numbers_suffice_for_what_was_not_announced() {
-        for (len, longest) in [(GB, 8 << 20), (140 * GB, 102 << 20), (5000 * GB, S3.longest)] {
-            let mut plan = Plan::new(S3, 0, 0);
-            assert!(cut(&mut plan, len) <= S3.body_parts());
-            assert_eq!(plan.longest(), longest);
+        for (len, longest) in [(GB, 8 << 20), (140 * GB, 102 << 20), (5000 * GB, S3.max_part_len)] {
+            let mut plan = PartPlan::new(S3, 0, 0);
+            assert!(take_all_parts(&mut plan, len) <= S3.body_parts());
+            assert_eq!(plan.longest_part(), longest);
         }
         // Little at first, and then a model of which the size is known.
-        let mut plan = Plan::new(S3, INDEX, 1 << 20);
-        cut(&mut plan, 100 << 20);
+        let mut plan = PartPlan::new(S3, INDEX, 1 << 20);
+        take_all_parts(&mut plan, 100 << 20);
         plan.announce(140 * GB);
-        assert!(cut(&mut plan, 140 * GB) <= S3.announced_parts());
-        assert_eq!(plan.longest(), 30 << 20);
+        assert!(take_all_parts(&mut plan, 140 * GB) <= S3.announced_parts());
+        assert_eq!(plan.longest_part(), 30 << 20);
         // More and more.
-        let mut plan = Plan::new(S3, INDEX, 50 * GB);
+        let mut plan = PartPlan::new(S3, INDEX, 50 * GB);
         for calls in 1..=20 {
             plan.announce(calls * 50 * GB);
-            assert!(cut(&mut plan, calls * 50 * GB) < S3.body_parts());
+            assert!(take_all_parts(&mut plan, calls * 50 * GB) < S3.body_parts());
         }
-        assert!(plan.longest() <= 4 << 30);
-        assert_eq!(Plan::new(S3, 0, 0).part(u64::MAX / 2), None);
+        assert!(plan.longest_part() <= 4 << 30);
+        assert_eq!(PartPlan::new(S3, 0, 0).part_at(u64::MAX / 2), None);
     }
 
     #[test]
     fn more_parts_where_the_protocol_has_them() {
-        let mut plan = Plan::new(MANY, INDEX, 140 * GB);
-        assert_eq!((plan.part_len, plan.longest()), (PART_LEN, PART_LEN));
-        assert_eq!(cut(&mut plan, 140 * GB), 16_689);
-        let mut plan = Plan::new(MANY, INDEX, 5000 * GB);
-        assert!(cut(&mut plan, 5000 * GB) <= MANY.announced_parts());
-        let greedy = Limits { least: 30 << 20, ..MANY };
-        assert_eq!(Plan::new(greedy, INDEX, GB).part_len, 30 << 20);
+        let mut plan = PartPlan::new(MANY, INDEX, 140 * GB);
+        assert_eq!((plan.part_len, plan.longest_part()), (PART_LEN, PART_LEN));
+        assert_eq!(take_all_parts(&mut plan, 140 * GB), 16_689);
+        let mut plan = PartPlan::new(MANY, INDEX, 5000 * GB);
+        assert!(take_all_parts(&mut plan, 5000 * GB) <= MANY.announced_parts());
+        let greedy = UploadLimits { min_part_len: 30 << 20, ..MANY };
+        assert_eq!(PartPlan::new(greedy, INDEX, GB).part_len, 30 << 20);
     }
 
     #[test]
     fn every_byte_has_one_part() {
         for (head, len) in [(0, 0), (1, 100 << 20), (300_000, 200 << 30), (100 << 20, 1 << 30)] {
-            let mut plan = Plan::new(S3, head, len);
+            let mut plan = PartPlan::new(S3, head, len);
             assert!(plan.head_len >= head.max(1), "{plan:?}");
             assert_eq!(plan.head_len % plan.part_len, 0);
             let first = PartRange { number: 0, start: 0, len: plan.part_len };
-            assert_eq!(plan.part(plan.head_len), Some(first));
-            assert_eq!(plan.part(plan.head_len + plan.part_len - 1), Some(first));
-            assert_eq!(plan.part(plan.head_len + plan.part_len).unwrap().number, 1);
+            assert_eq!(plan.part_at(plan.head_len), Some(first));
+            assert_eq!(plan.part_at(plan.head_len + plan.part_len - 1), Some(first));
+            assert_eq!(plan.part_at(plan.head_len + plan.part_len).unwrap().number, 1);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::plan::Limits;
+use super::plan::UploadLimits;
 use crate::cancel::Cancel;
 use crate::codec::crypt::random;
 use crate::error::{Error, Result};
@@ -18,7 +18,7 @@ pub fn new_mark() -> Result<String> {
 
 /// The outcome of the last request of an upload that has failed: a success if the object is there, and only
 /// the answer was lost.
-pub fn unless_there(error: Error, is_there: impl FnOnce() -> Result<bool>) -> Result<()> {
+pub fn confirm_if_present(error: Error, is_there: impl FnOnce() -> Result<bool>) -> Result<()> {
     if !matches!(error, Error::Io { .. }) {
         return Err(error);
     }
@@ -38,7 +38,7 @@ pub trait UploadProtocol: Send + Sync {
     /// Time limit for a server that neither sends nor takes bytes.
     fn stall(&self) -> Duration;
 
-    fn limits(&self) -> Limits;
+    fn limits(&self) -> UploadLimits;
 
     /// Sends the whole object.
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()>;

@@ -26,13 +26,13 @@ impl<C: Clone> UploadRequests<C> {
         Ok(UploadRequests { shown, options, config, pool: ConnectionPool::default() })
     }
 
-    /// Repeats a request until it succeeds. `wrap` makes a `C` of a new client; `refused` is called
+    /// Repeats a request until it succeeds. `wrap` makes a `C` of a new client; `invalidate` is called
     /// before a request is signed anew, with the time at which its credentials were used.
     pub fn send<T, F: Future<Output = Result<T, Failure>>>(
         &self,
         cancel: &dyn Cancel,
         wrap: impl Fn(Client) -> (C, Arc<AtomicU64>),
-        refused: impl Fn(Instant),
+        invalidate: impl Fn(Instant),
         make: impl Fn(C, Arc<AtomicU64>) -> F,
     ) -> Result<T> {
         let budget = RetryBudget::new("writing", &self.shown, &self.options, cancel);
@@ -41,11 +41,11 @@ impl<C: Clone> UploadRequests<C> {
             let connection =
                 self.pool.take(&budget, || async { Ok(wrap(self.config.client()?)) })?;
             let (client, sent) = connection.client();
-            budget.watch(sent);
+            budget.track_upload(sent);
             let outcome = connection.run(&budget, make(client.clone(), Arc::clone(sent)));
-            self.pool.put(connection);
+            self.pool.give_back(connection);
             if outcome.as_ref().is_err_and(Failure::is_renewable) {
-                refused(begun);
+                invalidate(begun);
                 // Clients may sign for the region that was wrong.
                 self.pool.clear();
             }

@@ -1,18 +1,18 @@
-//! The primary context of a CUDA device, which is the one that torch uses. One of the few doors to
-//! `unsafe`.
+//! The primary context of a CUDA device, which is the one that torch uses. `unsafe` is allowed in this
+//! file: it calls the driver.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
 
-use super::driver::{self, Code, Driver};
+use super::driver::{self, Driver, ResultCode};
 use crate::error::{Error, Result};
-use crate::sys::process::Maker;
+use crate::sys::process::OwnerProcess;
 
 thread_local! {
     /// The context that [`Context::enter`] has made the current one of this thread; null for none.
-    static ENTERED: Cell<driver::Context> = const { Cell::new(ptr::null_mut()) };
+    static CURRENT: Cell<driver::Context> = const { Cell::new(ptr::null_mut()) };
 }
 
 /// A device's context. Lives as long as the process.
@@ -21,7 +21,7 @@ pub struct Context {
     driver: &'static Driver,
     raw: driver::Context,
     device: c_int,
-    maker: Maker,
+    owner: OwnerProcess,
 }
 
 // SAFETY: contexts of the driver may be used on any thread that makes them current, as `enter`
@@ -38,8 +38,8 @@ impl Context {
             let what = "the CUDA driver (libcuda.so.1) was not found".to_owned();
             return Err(Error::Device { device: name, what });
         };
-        let (raw, maker) = (ptr::null_mut(), Maker::this());
-        let mut context = Context { name, driver, raw, device: 0, maker };
+        let (raw, owner) = (ptr::null_mut(), OwnerProcess::current());
+        let mut context = Context { name, driver, raw, device: 0, owner };
         let ordinal = c_int::try_from(index).unwrap_or(c_int::MAX);
         let mut device = 0;
         // SAFETY: each call writes to the variables given, which live until it returns.
@@ -76,7 +76,7 @@ impl Context {
     /// Returns an error in a process other than the one that opened the context: the driver does
     /// not work after a fork.
     pub fn check_process(&self) -> Result<()> {
-        if self.maker.is_here() {
+        if self.owner.is_current() {
             return Ok(());
         }
         let what = "CUDA was used before fork(), and does not work in this child process: use the \
@@ -85,17 +85,17 @@ impl Context {
     }
 
     /// Calls a function with the context as the current one.
-    pub fn within<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
+    pub fn with_current<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
         let _entered = self.enter()?;
         Ok(call())
     }
 
     /// Makes the context the current one of this thread, until the result is dropped. A nested call
     /// costs nothing. No foreign code, such as a signal handler, may run meanwhile.
-    pub fn enter(&self) -> Result<Entered> {
-        let outer = ENTERED.get();
+    pub fn enter(&self) -> Result<ContextScope> {
+        let outer = CURRENT.get();
         if outer == self.raw {
-            return Ok(Entered { driver: None, outer, mode: driver::CAPTURE_RELAXED });
+            return Ok(ContextScope { driver: None, outer, mode: driver::CAPTURE_RELAXED });
         }
         let mut mode = driver::CAPTURE_RELAXED;
         // SAFETY: the context lives as long as the process; the mode is written back into the
@@ -106,12 +106,12 @@ impl Context {
             // invalidate that graph.
             let _ = (self.driver.exchange_capture_mode)(&mut mode);
         }
-        ENTERED.set(self.raw);
-        Ok(Entered { driver: Some(self.driver), outer, mode })
+        CURRENT.set(self.raw);
+        Ok(ContextScope { driver: Some(self.driver), outer, mode })
     }
 
     /// Returns an error unless the driver call has succeeded.
-    pub fn check(&self, what: &str, code: Code) -> Result<()> {
+    pub fn check(&self, what: &str, code: ResultCode) -> Result<()> {
         if code == driver::SUCCESS {
             return Ok(());
         }
@@ -120,26 +120,26 @@ impl Context {
         unsafe {
             let _ = (self.driver.error_text)(code, &mut text);
         }
-        let said = if text.is_null() {
+        let message = if text.is_null() {
             format!("error {code}")
         } else {
             // SAFETY: not null, so a constant of the driver that ends with a zero.
             unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
         };
-        Err(Error::Device { device: self.name.clone(), what: format!("{what}: {said}") })
+        Err(Error::Device { device: self.name.clone(), what: format!("{what}: {message}") })
     }
 }
 
 /// A scope in which a context is current; its drop restores the previous one. It cannot be sent to
 /// another thread, because of the raw pointer in it.
-pub struct Entered {
+pub struct ContextScope {
     /// None in a nested scope of the same context.
     driver: Option<&'static Driver>,
     outer: driver::Context,
     mode: c_int,
 }
 
-impl Drop for Entered {
+impl Drop for ContextScope {
     fn drop(&mut self) {
         let Some(driver) = self.driver else { return };
         let mut before = ptr::null_mut();
@@ -148,6 +148,6 @@ impl Drop for Entered {
             let _ = (driver.exchange_capture_mode)(&mut self.mode);
             let _ = (driver.pop_context)(&mut before);
         }
-        ENTERED.set(self.outer);
+        CURRENT.set(self.outer);
     }
 }

@@ -1,5 +1,5 @@
-//! The functions of the CUDA driver that are called here, with cudarc's types and constants. One of
-//! the few doors to `unsafe`.
+//! The functions of the CUDA driver that are called here, with cudarc's types and constants. `unsafe` is
+//! allowed in this file: it calls the driver.
 //!
 //! The driver is opened at run time, so that the same library serves machines with and without one.
 //! It is opened only as `libcuda.so.1`, as torch does. cudarc's own loader is not used. It tries
@@ -19,11 +19,11 @@ use super::library::Library;
 use crate::sys::process::PerProcess;
 
 /// `CUresult`, as an integer: a newer driver may return errors that are not known here.
-pub type Code = c_int;
+pub type ResultCode = c_int;
 /// No error.
-pub const SUCCESS: Code = sys::CUresult::CUDA_SUCCESS as Code;
+pub const SUCCESS: ResultCode = sys::CUresult::CUDA_SUCCESS as ResultCode;
 /// The queried stream or event has not finished.
-pub const NOT_READY: Code = sys::CUresult::CUDA_ERROR_NOT_READY as Code;
+pub const NOT_READY: ResultCode = sys::CUresult::CUDA_ERROR_NOT_READY as ResultCode;
 /// Capture mode of a thread whose calls are allowed while another thread captures a graph.
 pub const CAPTURE_RELAXED: c_int =
     sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
@@ -44,7 +44,7 @@ macro_rules! functions {
             pub copy_batch: Option<CopyBatch>,
             $(
                 #[doc = concat!("`", $symbol, "`.")]
-                pub $field: unsafe extern "C" fn($($argument),*) -> Code,
+                pub $field: unsafe extern "C" fn($($argument),*) -> ResultCode,
             )+
         }
 
@@ -84,7 +84,7 @@ type CopyBatchV2 = unsafe extern "C" fn(
     *mut usize,
     usize,
     Stream,
-) -> Code;
+) -> ResultCode;
 type CopyBatchV1 = unsafe extern "C" fn(
     *mut Address,
     *mut Address,
@@ -95,7 +95,7 @@ type CopyBatchV1 = unsafe extern "C" fn(
     usize,
     *mut usize,
     Stream,
-) -> Code;
+) -> ResultCode;
 
 impl CopyBatch {
     /// # Safety
@@ -119,7 +119,7 @@ impl CopyBatch {
         from: &mut [Address],
         lens: &mut [usize],
         stream: Stream,
-    ) -> Code {
+    ) -> ResultCode {
         let here = sys::CUmemLocation {
             type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
             id: 0,
@@ -150,7 +150,7 @@ impl CopyBatch {
 
 functions! {
     init = "cuInit" (c_uint);
-    error_text = "cuGetErrorString" (Code, *mut *const c_char);
+    error_text = "cuGetErrorString" (ResultCode, *mut *const c_char);
     device = "cuDeviceGet" (*mut c_int, c_int);
     bus_id = "cuDeviceGetPCIBusId" (*mut c_char, c_int, c_int);
     retain_context = "cuDevicePrimaryCtxRetain" (*mut Context, c_int);

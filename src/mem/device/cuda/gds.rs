@@ -1,5 +1,5 @@
-//! GPUDirect Storage: files that the device reads itself, through cuFile. One of the few doors to
-//! `unsafe`.
+//! GPUDirect Storage: files that the device reads itself, through cuFile. `unsafe` is allowed in this
+//! file: it calls cuFile.
 //!
 //! The library is opened at run time, under the name that NVIDIA's packages and torch give it.
 #![allow(unsafe_code)]
@@ -19,21 +19,21 @@ use crate::sys::process::PerProcess;
 /// `CUfileError_t`: an error of cuFile, and one of the driver.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Status {
+struct CuFileStatus {
     cufile: c_int,
     driver: c_int,
 }
 
 /// `CUfileDescr_t`, for a descriptor of this process.
 #[repr(C)]
-struct Description {
+struct CuFileDescription {
     kind: c_int,
-    file: Handle,
+    file: CuFileHandle,
     operations: *const c_void,
 }
 
 #[repr(C)]
-union Handle {
+union CuFileHandle {
     descriptor: c_int,
     _pointer: *mut c_void,
 }
@@ -41,29 +41,29 @@ union Handle {
 /// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`.
 const OPAQUE_DESCRIPTOR: c_int = 1;
 
-type Open = unsafe extern "C" fn() -> Status;
-type Register = unsafe extern "C" fn(*mut *mut c_void, *mut Description) -> Status;
-type Deregister = unsafe extern "C" fn(*mut c_void);
-type Read =
+type OpenDriver = unsafe extern "C" fn() -> CuFileStatus;
+type RegisterFile = unsafe extern "C" fn(*mut *mut c_void, *mut CuFileDescription) -> CuFileStatus;
+type DeregisterFile = unsafe extern "C" fn(*mut c_void);
+type ReadFile =
     unsafe extern "C" fn(*mut c_void, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
 
 #[derive(Clone, Copy)]
-struct CuFile {
-    register: Register,
-    deregister: Deregister,
-    read: Read,
+struct CuFileFunctions {
+    register: RegisterFile,
+    deregister: DeregisterFile,
+    read: ReadFile,
 }
 
 /// Returns the functions of cuFile, if the library is installed and its driver could be opened.
-fn cufile() -> Option<CuFile> {
-    static LIBRARY: PerProcess<OnceLock<Option<CuFile>>> = PerProcess::new();
+fn cufile() -> Option<CuFileFunctions> {
+    static LIBRARY: PerProcess<OnceLock<Option<CuFileFunctions>>> = PerProcess::new();
     *LIBRARY.get().get_or_init(|| {
         // SAFETY: the library's initialisers may run at any time. Each function has the type that
         // cuFile's header, of all its versions, gives it.
         unsafe {
             let library = Library::open(c"libcufile.so.0")?;
-            let open: Open = library.find(c"cuFileDriverOpen")?;
-            let found = CuFile {
+            let open: OpenDriver = library.find(c"cuFileDriverOpen")?;
+            let found = CuFileFunctions {
                 register: library.find(c"cuFileHandleRegister")?,
                 deregister: library.find(c"cuFileHandleDeregister")?,
                 read: library.find(c"cuFileRead")?,
@@ -76,7 +76,7 @@ fn cufile() -> Option<CuFile> {
 /// A file that the device reads itself.
 pub struct GdsFile {
     context: Arc<Context>,
-    library: CuFile,
+    library: CuFileFunctions,
     handle: *mut c_void,
     _file: File,
 }
@@ -92,13 +92,13 @@ impl GdsFile {
         let library = cufile()?;
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let file = File::options().read(true).custom_flags(libc::O_DIRECT).open(path).ok()?;
-        let mut description = Description {
+        let mut description = CuFileDescription {
             kind: OPAQUE_DESCRIPTOR,
-            file: Handle { descriptor: file.as_raw_fd() },
+            file: CuFileHandle { descriptor: file.as_raw_fd() },
             operations: std::ptr::null(),
         };
         let mut handle = std::ptr::null_mut();
-        let registered = context.within(|| {
+        let registered = context.with_current(|| {
             // SAFETY: both live until the call returns; the descriptor is open as long as the
             // handle, which is dropped first.
             unsafe { (library.register)(&mut handle, &mut description) }
@@ -113,7 +113,7 @@ impl DeviceFile for GdsFile {
     unsafe fn read(&self, to: usize, len: usize, offset: u64) -> io::Result<usize> {
         let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
         let to = std::ptr::with_exposed_provenance_mut(to);
-        let read = self.context.within(|| {
+        let read = self.context.with_current(|| {
             // SAFETY: the caller's promise about the device's memory; the handle is open.
             unsafe { (self.library.read)(self.handle, to, len, offset, 0) }
         });
@@ -128,6 +128,6 @@ impl DeviceFile for GdsFile {
 impl Drop for GdsFile {
     fn drop(&mut self) {
         // SAFETY: the handle was registered when it was opened, and only this value has it.
-        let _ = self.context.within(|| unsafe { (self.library.deregister)(self.handle) });
+        let _ = self.context.with_current(|| unsafe { (self.library.deregister)(self.handle) });
     }
 }

@@ -1,4 +1,4 @@
-//! CUDA devices, through the driver API. One of the few doors to `unsafe`.
+//! CUDA devices, through the driver API. `unsafe` is allowed in this file: it calls the driver.
 #![allow(unsafe_code)]
 
 mod context;
@@ -10,11 +10,11 @@ mod stream;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{Consumer, Device, Event, Scope, Stream};
+use super::{Consumer, Device, DeviceScope, Event, Stream};
 use crate::environment::NUMA;
 use crate::error::Result;
 use crate::mem::numa;
-use crate::sys::brief::Brief;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use context::Context;
 use stream::OwnStreams;
 
@@ -28,9 +28,10 @@ pub struct CudaDevice {
 impl CudaDevice {
     /// Returns the device that torch calls `cuda:<index>`.
     pub fn find(index: u32) -> Result<Arc<dyn Device>> {
-        static KNOWN: Brief<Option<HashMap<u32, Arc<CudaDevice>>>> = Brief::new(None);
-        let known = KNOWN.lock().get_or_insert_default().get(&index).map(Arc::clone);
-        if let Some(device) = known {
+        static DEVICES: ForkSafeMutex<Option<HashMap<u32, Arc<CudaDevice>>>> =
+            ForkSafeMutex::new(None);
+        let cached = DEVICES.lock().get_or_insert_default().get(&index).map(Arc::clone);
+        if let Some(device) = cached {
             device.context.check_process()?;
             return Ok(device);
         }
@@ -42,7 +43,7 @@ impl CudaDevice {
         let node = id.and_then(|id| numa::node_of_pci(&id));
         let device = Arc::new(CudaDevice { context, streams, node });
         let device =
-            Arc::clone(KNOWN.lock().get_or_insert_default().entry(index).or_insert(device));
+            Arc::clone(DEVICES.lock().get_or_insert_default().entry(index).or_insert(device));
         Ok(device)
     }
 }
@@ -56,7 +57,7 @@ impl Device for CudaDevice {
         self.node
     }
 
-    fn enter(&self) -> Result<Scope> {
+    fn enter(&self) -> Result<DeviceScope> {
         Ok(Box::new(self.context.enter()?))
     }
 

@@ -1,4 +1,4 @@
-//! Streams and events of a CUDA device. One of the few doors to `unsafe`.
+//! Streams and events of a CUDA device. `unsafe` is allowed in this file: it calls the driver.
 #![allow(unsafe_code)]
 
 use std::ptr;
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::context::Context;
 use super::driver;
 use crate::error::{Error, Result};
-use crate::mem::device::{Consumer, Event, Stream, Upload};
+use crate::mem::device::{Consumer, Event, HostToDeviceCopy, Stream};
 
 #[derive(Clone, Copy)]
 struct RawStream(driver::Stream);
@@ -28,7 +28,7 @@ pub struct OwnStreams {
 }
 
 /// Maximum number of unused events that are kept: more than there are staging buffers in flight.
-const EVENTS: usize = 256;
+const MAX_UNUSED_EVENTS: usize = 256;
 
 /// True once the driver has refused a batch of copies. From then on they are begun one by one.
 static NO_BATCHES: AtomicBool = AtomicBool::new(false);
@@ -75,7 +75,7 @@ impl OwnStreams {
     /// Records an event after all work that is on the consumer's stream now.
     pub fn mark_consumer(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>> {
         let _entered = self.context.enter()?;
-        let consumer = self.outside_captures(consumer)?;
+        let consumer = self.consumer_stream(consumer)?;
         Ok(Arc::new(self.mark(consumer)?))
     }
 
@@ -84,21 +84,21 @@ impl OwnStreams {
     }
 
     /// Takes an idle stream without unfinished work: with another, the new user would wait for the
-    /// work of the last one. At most `MOST` idle streams are kept; beyond that, the oldest is
+    /// work of the last one. At most `MAX_IDLE` idle streams are kept; beyond that, the oldest is
     /// reused in any case.
     fn take(&self) -> Option<RawStream> {
-        const MOST: usize = 64;
+        const MAX_IDLE: usize = 64;
         let mut idle = self.idle();
         // SAFETY: the stream is open, and of the device that was entered.
         let has_ended = |stream: &RawStream| unsafe {
             (self.context.driver().query_stream)(stream.0) == driver::SUCCESS
         };
         let found = idle.iter().rposition(has_ended);
-        found.or((idle.len() >= MOST).then_some(0)).map(|at| idle.remove(at))
+        found.or((idle.len() >= MAX_IDLE).then_some(0)).map(|at| idle.remove(at))
     }
 
     /// Returns the consumer's stream; an error if it captures a graph. The device must be entered.
-    fn outside_captures(&self, consumer: Consumer) -> Result<RawStream> {
+    fn consumer_stream(&self, consumer: Consumer) -> Result<RawStream> {
         let context = &self.context;
         let consumer = RawStream(ptr::with_exposed_provenance_mut(consumer.0));
         let mut capture = driver::NOT_CAPTURING;
@@ -119,14 +119,14 @@ impl OwnStreams {
     /// Returns an error if the consumer's stream captures a graph.
     pub fn check_consumer(&self, consumer: Consumer) -> Result<()> {
         let _entered = self.context.enter()?;
-        self.outside_captures(consumer).map(drop)
+        self.consumer_stream(consumer).map(drop)
     }
 
     /// Lends a stream whose work begins only after the work that is on the consumer's stream now.
     pub fn lend(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Stream>> {
         let context = &self.context;
         let _entered = context.enter()?;
-        let consumer = self.outside_captures(consumer)?;
+        let consumer = self.consumer_stream(consumer)?;
         let own = match self.take() {
             Some(own) => own,
             None => {
@@ -188,7 +188,7 @@ impl Stream for CudaStream {
         context.check("copying to the device", code)
     }
 
-    unsafe fn upload_batch(&self, copies: &[Upload]) -> Result<()> {
+    unsafe fn upload_batch(&self, copies: &[HostToDeviceCopy]) -> Result<()> {
         let context = self.context();
         let _entered = context.enter()?;
         let batch = context.driver().copy_batch.filter(|_| copies.len() > 1);
@@ -247,18 +247,18 @@ struct CudaEvent {
     streams: Arc<OwnStreams>,
     raw: RawEvent,
     /// True once it has passed. Then nothing waits for it any more, and it may be reused.
-    over: AtomicBool,
+    has_passed: AtomicBool,
 }
 
 impl CudaEvent {
     fn new(streams: &Arc<OwnStreams>, raw: RawEvent) -> Self {
-        CudaEvent { streams: Arc::clone(streams), raw, over: AtomicBool::new(false) }
+        CudaEvent { streams: Arc::clone(streams), raw, has_passed: AtomicBool::new(false) }
     }
 }
 
 impl Event for CudaEvent {
     fn passed(&self) -> Result<bool> {
-        if self.over.load(Ordering::Acquire) {
+        if self.has_passed.load(Ordering::Acquire) {
             return Ok(true);
         }
         let context = &self.streams.context;
@@ -268,14 +268,14 @@ impl Event for CudaEvent {
             driver::NOT_READY => Ok(false),
             code => {
                 context.check("copying", code)?;
-                self.over.store(true, Ordering::Release);
+                self.has_passed.store(true, Ordering::Release);
                 Ok(true)
             }
         }
     }
 
-    fn hold_back(&self, stream: usize) -> Result<()> {
-        if self.over.load(Ordering::Acquire) {
+    fn delay_stream(&self, stream: usize) -> Result<()> {
+        if self.has_passed.load(Ordering::Acquire) {
             return Ok(());
         }
         let context = &self.streams.context;
@@ -292,7 +292,7 @@ impl Drop for CudaEvent {
     fn drop(&mut self) {
         let raw = RawEvent(std::mem::replace(&mut self.raw.0, ptr::null_mut()));
         let mut events = self.streams.events();
-        if self.over.load(Ordering::Acquire) && events.len() < EVENTS {
+        if self.has_passed.load(Ordering::Acquire) && events.len() < MAX_UNUSED_EVENTS {
             events.push(raw);
             return;
         }

@@ -1,5 +1,5 @@
 //! Blocks of encryption, as bytes of any kind.
-use tensorizer::codec::crypt::{Key, Pieces};
+use tensorizer::codec::crypt::{EncryptedPieces, Key};
 use tensorizer::format::tensors::crypt_info::{Cipher, CryptInfo, encode};
 
 /// Tries an input.
@@ -16,13 +16,13 @@ pub fn run(bytes: &[u8]) {
     }
     let key = Key::new(&[7; 32]).unwrap();
     for len in [0u64, 1, 1024, 1025, 5000] {
-        let Ok(pieces) = Pieces::of(&cipher, len) else { continue };
+        let Ok(pieces) = EncryptedPieces::of(&cipher, len) else { continue };
         let mut at = 0;
         while at < len {
             let (number, start, end) = pieces.piece(at);
             assert!(start == at && end > at && end <= len);
             let mut data = vec![0; (end - start) as usize];
-            assert!(!pieces.open(number, &mut data, &key), "zeros are no data of this key");
+            assert!(!pieces.decrypt(number, &mut data, &key), "zeros are no data of this key");
             at = end;
         }
     }

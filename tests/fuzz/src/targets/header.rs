@@ -1,12 +1,12 @@
 //! Headers of tensors, with their hashes and blocks of encryption.
 use crate::input::{Faults, Input, Out};
 use crate::tensors;
-use tensorizer::codec::crypt::Pieces;
+use tensorizer::codec::crypt::EncryptedPieces;
 use tensorizer::format::TensorKind;
 use tensorizer::format::catalog::Entry;
 use tensorizer::format::dtype::DType;
 use tensorizer::format::name::Name;
-use tensorizer::format::tensors::header::Header;
+use tensorizer::format::tensors::header::TensorHeader;
 
 /// Tries an input.
 pub fn run(bytes: &[u8]) {
@@ -31,17 +31,21 @@ pub fn run(bytes: &[u8]) {
         whole: None,
         strided: false,
     };
-    Header::parse(&header(tensor, file.encrypted, &mut Input::new(&[])), &entry, file.encrypted)
-        .expect("nothing is wrong with it");
+    TensorHeader::parse(
+        &header(tensor, file.encrypted, &mut Input::new(&[])),
+        &entry,
+        file.encrypted,
+    )
+    .expect("nothing is wrong with it");
     let raw = if made { header(tensor, file.encrypted, &mut input) } else { input.rest().to_vec() };
-    let Ok(header) = Header::parse(&raw, &entry, file.encrypted) else { return };
+    let Ok(header) = TensorHeader::parse(&raw, &entry, file.encrypted) else { return };
     let hashes: Vec<_> = header.hashes().collect();
     for hash in &hashes {
         assert_eq!(header.hash_value(hash).len(), hash.algorithm.size());
     }
     assert!(header.covered().len() <= raw.len());
     let cipher = header.crypt_info.and_then(|info| info.cipher);
-    if let Some(Ok(pieces)) = cipher.map(|cipher| Pieces::of(&cipher, entry.data_len)) {
+    if let Some(Ok(pieces)) = cipher.map(|cipher| EncryptedPieces::of(&cipher, entry.data_len)) {
         let mut at = 0;
         while at < entry.data_len {
             let (_, start, end) = pieces.piece(at);

@@ -1,7 +1,7 @@
 //! Replies of HTTP servers: a reply that is accepted has exactly the range that was requested.
 use crate::input::Input;
 use reqwest::{Response, StatusCode};
-use tensorizer::fuzzing::is_taken;
+use tensorizer::fuzzing::is_accepted;
 
 const NAMES: [&str; 8] = [
     "content-range",
@@ -43,7 +43,7 @@ pub fn run(bytes: &[u8]) {
     let end = *input.one_of(&[100, 20, u64::MAX, 1]);
     let (first, second) = (answer(&mut input), answer(&mut input));
     let end = end.max(start);
-    if is_taken(&first, &second, (start, end)) {
+    if is_accepted(&first, &second, (start, end)) {
         assert_eq!(second.status(), StatusCode::PARTIAL_CONTENT);
         let field = second.headers()["content-range"].to_str().unwrap();
         let (range, _) = field.strip_prefix("bytes ").unwrap().split_once('/').unwrap();

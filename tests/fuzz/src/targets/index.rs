@@ -2,7 +2,7 @@
 use crate::input::Input;
 use crate::tensors;
 use tensorizer::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
-use tensorizer::format::tensors::{behind, index, metadata};
+use tensorizer::format::tensors::{index, metadata, trailer};
 
 /// Tries an input.
 pub fn run(bytes: &[u8]) {
@@ -35,7 +35,7 @@ pub fn run(bytes: &[u8]) {
     let again = index::encode(&found.entries, tagged, prologue.index_len.max(1 << 16));
     let again = index::parse(&again.unwrap(), at, &Prologue { index_len: 0, ..prologue }, len, "");
     assert!(again.is_ok_and(|again| again.entries.len() == found.entries.len()));
-    let said = behind::find(&block[found.len..], at + found.len as u64);
+    let said = trailer::find(&block[found.len..], at + found.len as u64);
     if let Ok(pairs) = said.metadata {
         let written = metadata::encode(&pairs, "f").unwrap();
         assert_eq!(metadata::find(&written, 0).unwrap(), pairs);

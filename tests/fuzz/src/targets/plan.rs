@@ -2,7 +2,8 @@
 //! buffers.
 use crate::input::Input;
 use tensorizer::engine::plan::{
-    Batch, Extent, Large, Layout, Limits, Place, Runs, Segment, SegmentKind, partition, stage,
+    Batch, BatchLimits, BlockLocation, Extent, LargeTensors, MemoryLayout, Segment, SegmentKind,
+    SliceRanges, partition, plan_staging,
 };
 
 const LENS: [u64; 12] = [0, 1, 7, 63, 64, 65, 1000, 4096, 5000, 65536, 1 << 20, 5 << 20];
@@ -10,19 +11,19 @@ const LENS: [u64; 12] = [0, 1, 7, 63, 64, 65, 1000, 4096, 5000, 65536, 1 << 20, 
 /// Tries an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    let mut limits = Limits {
+    let mut limits = BatchLimits {
         len: 1 + *input.one_of(&LENS),
         tapers: input.once_in(2),
         merge_gap: *input.one_of(&LENS),
         segments: 3 + input.below(30),
         unit: 1 + *input.one_of(&[0, 0, 63, 1023, 4095]),
         block: *input.one_of(&[1, 512, 4096]),
-        apart: *input.one_of(&[u64::MAX, 1, 1000, 1 << 20]),
-        passing: *input.one_of(&[u64::MAX, 1, 100, 5000]),
+        separate_len: *input.one_of(&[u64::MAX, 1, 1000, 1 << 20]),
+        overhead: *input.one_of(&[u64::MAX, 1, 100, 5000]),
     };
     let (buffer_len, gap) = (64 << input.below(12), *input.one_of(&LENS));
-    let large = *input.one_of(&[Large::Apart, Large::Together]);
-    runs(&mut input, gap);
+    let large = *input.one_of(&[LargeTensors::OwnBlocks, LargeTensors::OneBlock]);
+    ranges(&mut input, gap);
     let extents = extents(&mut input);
     // Some thousand batches are enough.
     let total: u64 = extents.iter().map(|extent| extent.end() - extent.header_offset).sum();
@@ -32,7 +33,7 @@ pub fn run(bytes: &[u8]) {
     check(&extents, &batches, &limits);
     let lens: Vec<(Extent, u64)> =
         extents.iter().map(|extent| (*extent, extent.data_len)).collect();
-    if let Some(layout) = Layout::new(&lens, large) {
+    if let Some(layout) = MemoryLayout::new(&lens, large) {
         staged(&extents, &batches, &layout, buffer_len);
     }
     let steps: Vec<Batch> = batches
@@ -94,7 +95,7 @@ fn covers(extents: &[Extent], batches: &[Batch]) {
     }
 }
 
-fn check(extents: &[Extent], batches: &[Batch], limits: &Limits) {
+fn check(extents: &[Extent], batches: &[Batch], limits: &BatchLimits) {
     covers(extents, batches);
     for batch in batches {
         assert!(batch.segments.len() <= limits.segments);
@@ -109,32 +110,33 @@ fn check(extents: &[Extent], batches: &[Batch], limits: &Limits) {
                 }
             })
             .collect();
-        let apart = tensors.iter().find(|&&tensor| extents[tensor].data_len >= limits.apart);
-        assert!(apart.is_none_or(|apart| tensors.iter().all(|tensor| tensor == apart)));
+        let separate =
+            tensors.iter().find(|&&tensor| extents[tensor].data_len >= limits.separate_len);
+        assert!(separate.is_none_or(|separate| tensors.iter().all(|tensor| tensor == separate)));
         let no_data = |segment: &&Segment| !matches!(segment.kind, SegmentKind::Data { .. });
         let passes: u64 = batch.segments.iter().filter(no_data).map(|segment| segment.len).sum();
         let one = tensors.iter().all(|tensor| Some(tensor) == tensors.first());
-        assert!(passes <= limits.passing || one);
+        assert!(passes <= limits.overhead || one);
     }
 }
 
 /// Copies lie within their buffers and blocks, and bring as many bytes as the tensors have.
-fn staged(extents: &[Extent], batches: &[Batch], layout: &Layout, buffer_len: usize) {
+fn staged(extents: &[Extent], batches: &[Batch], layout: &MemoryLayout, buffer_len: usize) {
     let ends: Vec<u64> = layout.blocks.iter().map(|block| block.len).collect();
-    for (extent, place) in extents.iter().zip(&layout.places) {
+    for (extent, place) in extents.iter().zip(&layout.locations) {
         assert!(place.offset + extent.data_len <= ends[place.block]);
     }
     for batch in batches {
         let place = |segment: &Segment, _: u64| {
             Ok(match segment.kind {
                 SegmentKind::Data { tensor, start } => {
-                    let Place { block, offset } = layout.places[tensor];
-                    Some(Place { block, offset: offset + start })
+                    let BlockLocation { block, offset } = layout.locations[tensor];
+                    Some(BlockLocation { block, offset: offset + start })
                 }
                 _ => None,
             })
         };
-        let staging = stage(batch, buffer_len, buffer_len / 2, place).unwrap();
+        let staging = plan_staging(batch, buffer_len, buffer_len / 2, place).unwrap();
         let wanted: u64 = batch
             .segments
             .iter()
@@ -154,7 +156,7 @@ fn staged(extents: &[Extent], batches: &[Batch], layout: &Layout, buffer_len: us
 
 /// Contiguous ranges of a slice: as many bytes as the slice has, rising, within the tensor.
 /// Coalesced reads hold all of them.
-fn runs(input: &mut Input<'_>, gap: u64) {
+fn ranges(input: &mut Input<'_>, gap: u64) {
     let size = *input.one_of(&[1, 2, 4, 8, 16]);
     let (mut shape, mut slice) = (Vec::new(), Vec::new());
     for _ in 0..input.below(5) {
@@ -164,20 +166,20 @@ fn runs(input: &mut Input<'_>, gap: u64) {
         shape.push(dim);
         slice.push(a.min(b)..a.max(b));
     }
-    let Some(runs) = Runs::new(size, &shape, &slice) else { return };
+    let Some(ranges) = SliceRanges::new(size, &shape, &slice) else { return };
     let wanted = slice.iter().fold(size, |len, range| len * (range.end - range.start));
-    assert_eq!(runs.total(), wanted);
+    assert_eq!(ranges.total(), wanted);
     let all = shape.iter().fold(size, |len, &dim| len * dim);
     let mut end = 0;
-    for start in runs.starts().take(2000) {
-        assert!(start >= end && start + runs.run() <= all);
-        end = start + runs.run();
+    for start in ranges.starts().take(2000) {
+        assert!(start >= end && start + ranges.range_len() <= all);
+        end = start + ranges.range_len();
     }
     let (mut end, mut held) = (0, 0);
     let mut spans = 0;
-    for span in runs.spans(gap).take(2000) {
+    for span in ranges.coalesced(gap).take(2000) {
         assert!(span.start >= end && span.end <= all && span.start < span.end);
-        held += runs.before(span.end) - runs.before(span.start);
+        held += ranges.before(span.end) - ranges.before(span.start);
         end = span.end;
         spans += 1;
     }

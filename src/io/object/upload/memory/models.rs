@@ -6,70 +6,70 @@ use std::time::Duration;
 
 use super::*;
 use crate::error::Error;
-use crate::sys::sync::{Rng as _, Rules, check, thread, thread_rng};
+use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};
 
 /// Complete parts that no thread sends yet.
-type Ready = Mutex<VecDeque<Vec<u8>>>;
+type ReadyParts = Mutex<VecDeque<Vec<u8>>>;
 
 /// Sends what is complete, as an upload does; some requests are given up with their memory.
-fn settle(memory: &PartMemory, ready: &Ready, fails: bool) -> Result<()> {
+fn send_ready(memory: &PartMemory, ready: &ReadyParts, may_fail: bool) -> Result<()> {
     loop {
         let next = ready.lock().unwrap().pop_front();
         let Some(part) = next else { return Ok(()) };
         let (sending, len) = (memory.sending(), part.len());
         thread::yield_now();
-        if fails && thread_rng().gen_ratio(1, 4) {
+        if may_fail && thread_rng().gen_ratio(1, 4) {
             return Err(Error::Cancelled);
         }
-        let lost = thread_rng().gen_ratio(1, 4);
-        sending.done(len, (!lost).then_some(part));
+        let memory_is_lost = thread_rng().gen_ratio(1, 4);
+        sending.done(len, (!memory_is_lost).then_some(part));
     }
 }
 
-fn write(memory: &PartMemory, ready: &Ready, parts: usize, fails: bool) -> Result<()> {
+fn write(memory: &PartMemory, ready: &ReadyParts, parts: usize, may_fail: bool) -> Result<()> {
     for number in 0..parts {
         // Parts grow in the course of a file.
         let len = if number < parts / 2 { 10 } else { 20 };
-        let part = memory.take(len, &|| settle(memory, ready, fails))?;
+        let part = memory.take(len, &|| send_ready(memory, ready, may_fail))?;
         assert_eq!(part.len(), len);
         thread::yield_now();
         memory.complete();
         ready.lock().unwrap().push_back(part);
     }
-    settle(memory, ready, fails)
+    send_ready(memory, ready, may_fail)
 }
 
 #[test]
 fn writers_never_deadlock_and_the_limit_holds() {
-    check(Rules { patience: Duration::ZERO, refusals: false }, || {
+    check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
         let writers = thread_rng().gen_range(1..=3);
         let bytes = thread_rng().gen_range(10..=60);
-        let memory = PartMemory::new(Budget { writers, bytes: Some(bytes), object: None });
-        let ready = Ready::default();
+        let memory = PartMemory::new(UploadBudget { writers, bytes: Some(bytes), object: None });
+        let ready = ReadyParts::default();
         thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| write(&memory, &ready, 4, false).unwrap());
             }
         });
-        let held = memory.held();
-        assert_eq!(held.sending, 0);
+        let state = memory.state();
+        assert_eq!(state.sending, 0);
         // A part that is not complete has its memory in any case.
-        assert!(held.bytes <= bytes.max(20) + 2 * 20, "{} of {bytes}", held.bytes);
-        assert_eq!(held.bytes, held.free.iter().map(|free| free.len() as u64).sum::<u64>());
+        assert!(state.bytes <= bytes.max(20) + 2 * 20, "{} of {bytes}", state.bytes);
+        assert_eq!(state.bytes, state.free.iter().map(|free| free.len() as u64).sum::<u64>());
     });
 }
 
 #[test]
 fn a_failing_writer_blocks_no_other_writer() {
-    check(Rules { patience: Duration::ZERO, refusals: false }, || {
-        let memory = PartMemory::new(Budget { writers: 2, bytes: Some(20), object: None });
-        let ready = Ready::default();
+    check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
+        let memory = PartMemory::new(UploadBudget { writers: 2, bytes: Some(20), object: None });
+        let ready = ReadyParts::default();
         thread::scope(|scope| {
             for _ in 0..3 {
                 // The error is that of one writer; others find out by themselves.
                 scope.spawn(|| drop(write(&memory, &ready, 3, true)));
             }
         });
-        assert_eq!(memory.held().sending, ready.lock().unwrap().len());
+        assert_eq!(memory.state().sending, ready.lock().unwrap().len());
     });
 }

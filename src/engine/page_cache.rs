@@ -6,7 +6,9 @@ use crate::engine::plan::Extent;
 use crate::environment::{DIRECT_IO, LOCAL_WORLD_SIZE};
 use crate::error::Result;
 use crate::io::ReadAt;
-use crate::io::local::{DIRECT_READ, DirectReader, InFlight, READS_AT_MOST, READS_FOR_EACH};
+use crate::io::local::{
+    DIRECT_READ_LEN, DirectReader, InFlightLimit, MAX_DIRECT_READS, READS_PER_READER,
+};
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
@@ -27,7 +29,7 @@ const ALWAYS: u64 = 2;
 
 /// The page-cache residency of a load's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cached {
+pub enum PageCacheResidency {
     /// All of it, as far as samples tell.
     All,
     /// Some of it, or it is unknown.
@@ -37,7 +39,7 @@ pub enum Cached {
 }
 
 /// Samples the page-cache residency of files.
-pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
+pub fn sample_residency(files: &[&dyn ReadAt], extents: &[Extent]) -> PageCacheResidency {
     /// The most positions that are sampled, at equal distances.
     const SAMPLES: u64 = 32;
     const PAGE: u64 = 4 << 10;
@@ -50,7 +52,9 @@ pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
         while next < extent.data_len {
             sampled += 1;
             let file = files.get(extent.file).and_then(|source| source.file());
-            match file.and_then(|file| crate::sys::is_cached(&file, extent.data_offset + next)) {
+            match file
+                .and_then(|file| crate::sys::is_in_page_cache(&file, extent.data_offset + next))
+            {
                 Some(true) => {}
                 Some(false) => cold += 1,
                 None => unknown += 1,
@@ -60,11 +64,11 @@ pub fn cached(files: &[&dyn ReadAt], extents: &[Extent]) -> Cached {
         next -= extent.data_len;
     }
     if cold * 2 > sampled {
-        Cached::Little
+        PageCacheResidency::Little
     } else if cold + unknown == 0 {
-        Cached::All
+        PageCacheResidency::All
     } else {
-        Cached::Some
+        PageCacheResidency::Some
     }
 }
 
@@ -90,15 +94,15 @@ fn has_local_ranks() -> bool {
 
 /// State that the direct reads of all readers of a load share.
 pub struct DirectReads<'c> {
-    in_flight: Arc<InFlight>,
+    in_flight: Arc<InFlightLimit>,
     counters: &'c Counters,
 }
 
 impl<'c> DirectReads<'c> {
     /// Creates the state for a number of readers.
     pub fn new(readers: usize, counters: &'c Counters) -> Self {
-        let reads = readers.saturating_mul(READS_FOR_EACH).max(READS_AT_MOST);
-        let in_flight = Arc::new(InFlight::new(reads));
+        let reads = readers.saturating_mul(READS_PER_READER).max(MAX_DIRECT_READS);
+        let in_flight = Arc::new(InFlightLimit::new(reads));
         DirectReads { in_flight, counters }
     }
 
@@ -121,7 +125,7 @@ impl Drop for DirectReads<'_> {
     fn drop(&mut self) {
         let (mean, most) = self.in_flight.mean();
         if let Some(mean) = mean {
-            let bytes = |reads: u64| reads.saturating_mul(DIRECT_READ as u64);
+            let bytes = |reads: u64| reads.saturating_mul(DIRECT_READ_LEN as u64);
             self.counters.in_flight(bytes(mean) / 1000, bytes(most as u64));
         }
     }

@@ -6,15 +6,15 @@ use super::file::TensorFile;
 use super::load_options::LoadOptions;
 use super::tensor::Tensor;
 use crate::cancel::Cancel;
-use crate::codec::KeptHeader;
+use crate::codec::CompactHeader;
 use crate::codec::hash::Verify;
 use crate::environment::READERS;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, with_room, zeroed};
 use crate::format::catalog::Entry;
-use crate::format::tensors::header::Header;
+use crate::format::tensors::header::TensorHeader;
 use crate::io::read_exact_at;
-use crate::mem::{Arena, Buffers, to_fill};
+use crate::mem::{Arena, Buffers, as_uninit};
 use crate::stats::{Counters, Stage};
 
 /// The most bytes of a tensor with its header for this path: they take less time than a plan does.
@@ -32,16 +32,16 @@ pub fn load_small(
     let &[number] = numbers else { return Ok(None) };
     let entry = file.entry(number)?;
     let plain = options.verify == Verify::Nothing && !file.is_encrypted() && !entry.strided;
-    let whole = entry.whole.is_none() && entry.memory_len() == Some(entry.data_len);
+    let is_whole = entry.whole.is_none() && entry.memory_len() == Some(entry.data_len);
     let small = (1..=MOST).contains(&entry.data_len)
         && entry.end().saturating_sub(entry.header_offset) <= MOST;
     let sources = file.sources();
     let source = sources.get(entry.file).filter(|source| source.file().is_some());
-    let Some(source) = source.filter(|_| plain && whole && small && !options.map) else {
+    let Some(source) = source.filter(|_| plain && is_whole && small && !options.map) else {
         return Ok(None);
     };
     READERS.value()?;
-    if options.readers.is_some() || options.memory.known()?.bytes().is_some() {
+    if options.readers.is_some() || options.memory.or_environment()?.bytes().is_some() {
         return Ok(None);
     }
     cancel.check()?;
@@ -49,8 +49,8 @@ pub fn load_small(
         zeroed(size(entry.data_offset - entry.header_offset)?, what)?,
         Arena::new(size(entry.data_len)?)?,
     );
-    let mut buffers = Buffers::of(&mut raw);
-    buffers.push(to_fill(arena.bytes_mut()));
+    let mut buffers = Buffers::from_slice(&mut raw);
+    buffers.push(as_uninit(arena.bytes_mut()));
     counters.time(Stage::Read, || {
         read_exact_at(&**source, entry.header_offset, &mut buffers, &what, cancel)
     })?;
@@ -66,13 +66,13 @@ pub fn load_small(
 }
 
 /// Checks that a header agrees with the index, and returns the part of it that is retained.
-fn header_of(file: &TensorFile, entry: &Entry, raw: &[u8]) -> Result<KeptHeader> {
+fn header_of(file: &TensorFile, entry: &Entry, raw: &[u8]) -> Result<CompactHeader> {
     if raw.is_empty() {
-        return Ok(KeptHeader::none());
+        return Ok(CompactHeader::none());
     }
     file.check_header(entry, raw)?;
-    let header = Header::parse(raw, entry, false).map_err(|e| e.of(file.uri()))?;
-    Ok(KeptHeader::of(&header, false).0)
+    let header = TensorHeader::parse(raw, entry, false).map_err(|e| e.in_file(file.uri()))?;
+    Ok(CompactHeader::of(&header, false).0)
 }
 
 fn what() -> String {

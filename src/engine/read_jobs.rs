@@ -10,17 +10,17 @@ use crate::fallible::{collected, listed, with_room};
 pub const LARGE: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
 
 /// Batches that one reader reads one after another, each with the target's plan for it.
-pub type Job<T> = Vec<(Batch, <T as Target>::Job)>;
+pub type ReadJob<T> = Vec<(Batch, <T as Target>::BatchPlan)>;
 
 /// Plans all batches, and returns them in the order in which they are read. `step` and `whole`: see
 /// [`Batch::steps`].
-pub fn jobs<T: Target>(
+pub fn plan_jobs<T: Target>(
     extents: &[Extent],
     batches: Vec<Batch>,
     target: &mut T,
     (step, whole): (u64, u64),
     large_first: bool,
-) -> Result<Vec<Job<T>>> {
+) -> Result<Vec<ReadJob<T>>> {
     let mut jobs = with_room(batches.len(), PLAN)?;
     for batch in batches {
         let largest = batch.segments.iter().filter_map(|segment| match segment.kind {

@@ -1,32 +1,32 @@
 //! Cached heads: the results of opening a file, for other processes that open it.
 
-use super::part::Opening;
+use super::catalog_part::Opening;
 use crate::io::{CachedHead, ReadAt};
 
 /// Response headers that are passed on: they describe the file. Any other may hold a secret, such
 /// as a session or a signed address.
-const HANDED_ON: [&str; 6] =
+const SHARED_RESPONSE_HEADERS: [&str; 6] =
     ["accept-ranges", "content-length", "content-range", "content-type", "etag", "last-modified"];
 
 impl Opening<'_> {
     /// Returns the cached head of a file that begins with these bytes, given in two pieces. None if
     /// heads are not kept, for local files that are of no hub, for servers without ranges, and for
     /// a file inside another one.
-    pub(super) fn known(
+    pub(super) fn cached_head(
         &self,
         source: &dyn ReadAt,
         base: u64,
         first: &[u8],
         rest: &[u8],
     ) -> Option<CachedHead> {
-        let mut known = source.response_head().filter(|_| self.keeps_heads && base == 0)?;
-        known.headers.retain(|(name, _)| HANDED_ON.contains(&name.as_str()));
-        if known.tag.is_none() && known.modified.is_none() {
+        let mut head = source.response_head().filter(|_| self.keeps_heads && base == 0)?;
+        head.headers.retain(|(name, _)| SHARED_RESPONSE_HEADERS.contains(&name.as_str()));
+        if head.tag.is_none() && head.modified.is_none() {
             // With neither a tag nor a date, no response could prove that the file still begins
             // with these bytes.
-            return Some(known);
+            return Some(head);
         }
-        Some(CachedHead { first: [first, rest].concat().into(), ..known })
+        Some(CachedHead { first: [first, rest].concat().into(), ..head })
     }
 }
 
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_opened_without_its_server() {
+    fn file_is_opened_from_a_cached_head_without_its_server() {
         let file = open(head()).unwrap();
         assert_eq!(file.entry(0).unwrap().data_offset, 88);
         assert_eq!(file.source(0).unwrap().response_head().unwrap().headers, head().headers);
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_said_of_the_file_is_handed_on() {
+    fn only_headers_about_the_file_are_shared() {
         let said = ["set-cookie", "etag", "x-amz-security-token", "authorization", "location"];
         let headers = said.map(|name| (name.to_owned(), "value".to_owned()));
         let file = open(CachedHead { headers: headers.clone().into(), ..head() }).unwrap();
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_that_no_answer_can_prove_is_not_used() {
+    fn cached_head_without_validator_is_not_used() {
         let known = |tag: Option<&str>, modified: Option<&str>| {
             let text = |text: Option<&str>| text.map(str::to_owned);
             open(CachedHead { tag: text(tag), modified: text(modified), ..head() })
@@ -99,12 +99,12 @@ mod tests {
     }
 
     #[test]
-    fn heads_are_kept_only_where_that_is_asked_for() {
+    fn heads_are_cached_only_on_request() {
         assert_eq!(open_with(&Opening::new(&Never), head()).unwrap().heads(), []);
     }
 
     #[test]
-    fn a_head_is_no_longer_than_its_file() {
+    fn cached_head_longer_than_its_file_is_refused() {
         let error = open(CachedHead { len: 87, ..head() }).err().unwrap();
         assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
         assert!(

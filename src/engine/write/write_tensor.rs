@@ -1,21 +1,21 @@
 //! The tensors of a save.
 
-use super::origin::Origin;
+use super::tensor_data::TensorData;
 use crate::codec::hash::SMALL;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 
 /// A tensor with its location in the file.
-pub struct Item<'a> {
+pub struct WriteTensor<'a> {
     /// Its metadata and location.
     pub entry: &'a Entry,
     /// Index of the module that owns it.
     pub module_index: u16,
     /// The origin of its bytes.
-    pub origin: Origin<'a>,
+    pub data: TensorData<'a>,
 }
 
-impl Item<'_> {
+impl WriteTensor<'_> {
     /// True if the data are hashed chunk by chunk, and the header is written after them. Otherwise,
     /// the tensor is hashed at once and written together with its header.
     pub fn is_large(&self) -> bool {
@@ -24,7 +24,7 @@ impl Item<'_> {
 
     /// Checks that there are as many bytes as the entry says.
     pub fn check(&self) -> Result<()> {
-        match self.origin.size() {
+        match self.data.size() {
             Some(found) if found != self.entry.data_len => Err(Error::InvalidArgument(format!(
                 "tensor `{}` of {} {:?} has {} bytes, found {found}",
                 self.entry.name, self.entry.dtype, self.entry.shape, self.entry.data_len

@@ -8,14 +8,14 @@
 /// The first bytes of the record.
 const MAGIC: [u8; 8] = *b"TZPAIR01";
 /// Bytes of magic and identity.
-pub const PAIR_LEN: usize = MAGIC.len() + 16;
+pub const IDENTITY_LEN: usize = MAGIC.len() + 16;
 
 /// Identifies a file of storages: equal for the same storages, saved in the same way.
-pub type PairId = [u8; 16];
+pub type FileIdentity = [u8; 16];
 
 /// Writes an identity into the last bytes of `space`. Returns false if there are too few.
-pub fn put(space: &mut [u8], id: PairId) -> bool {
-    let Some(end) = space.last_chunk_mut::<PAIR_LEN>() else { return false };
+pub fn write(space: &mut [u8], id: FileIdentity) -> bool {
+    let Some(end) = space.last_chunk_mut::<IDENTITY_LEN>() else { return false };
     for (slot, byte) in end.iter_mut().zip(MAGIC.into_iter().chain(id)) {
         *slot = byte;
     }
@@ -23,8 +23,8 @@ pub fn put(space: &mut [u8], id: PairId) -> bool {
 }
 
 /// The identity in the last bytes of `space`, if there is one.
-pub fn find(space: &[u8]) -> Option<PairId> {
-    let end = space.last_chunk::<PAIR_LEN>().filter(|end| end.starts_with(&MAGIC))?;
+pub fn find(space: &[u8]) -> Option<FileIdentity> {
+    let end = space.last_chunk::<IDENTITY_LEN>().filter(|end| end.starts_with(&MAGIC))?;
     end.last_chunk().copied()
 }
 
@@ -33,12 +33,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_identity_is_found_where_it_was_put() {
-        let mut space = [0; PAIR_LEN + 3];
+    fn written_identity_is_found() {
+        let mut space = [0; IDENTITY_LEN + 3];
         assert_eq!(find(&space), None);
-        assert!(put(&mut space, *b"0123456789abcdef"));
+        assert!(write(&mut space, *b"0123456789abcdef"));
         assert_eq!(find(&space), Some(*b"0123456789abcdef"));
         assert!(space.starts_with(&[0, 0, 0, b'T']));
-        assert!(!put(&mut [0; PAIR_LEN - 1], [0; 16]));
+        assert!(!write(&mut [0; IDENTITY_LEN - 1], [0; 16]));
     }
 }

@@ -12,10 +12,10 @@ use crate::mem::device::Event;
 use crate::sys::sync::Mutex;
 
 /// Events after which the bytes of a tensor are on its device; none for host memory.
-pub type Marks = Vec<Arc<dyn Event>>;
+pub type CopyEvents = Vec<Arc<dyn Event>>;
 
 /// Receives tensors one by one, and limits the read-ahead.
-pub trait Receiver: Sync {
+pub trait TensorReceiver: Sync {
     /// Returns the most bytes of a batch. With longer batches, too few tensors would be in flight.
     fn batch_len(&self) -> u64;
 
@@ -28,30 +28,30 @@ pub trait Receiver: Sync {
 
     /// Takes the tensors that one batch has completed. All their bytes are there and authenticated,
     /// and the requested hashes verified.
-    fn landed(&self, tensors: Vec<(usize, Marks)>) -> Result<()>;
+    fn deliver(&self, tensors: Vec<(usize, CopyEvents)>) -> Result<()>;
 
     /// Takes a complete tensor that cannot be decrypted in chunks. In host memory its bytes are as
     /// in the file; on a device they are missing. `extent`: the extent of the tensor.
-    fn sealed(&self, tensor: usize, extent: usize) -> Result<()>;
+    fn deliver_undecrypted(&self, tensor: usize, extent: usize) -> Result<()>;
 }
 
 /// Counts the parts of each tensor of a read that have arrived.
-pub struct Landing<'r> {
-    receiver: &'r dyn Receiver,
+pub struct CompletionTracker<'r> {
+    receiver: &'r dyn TensorReceiver,
     /// For each extent, the tensor that it is a part of.
     tensors: &'r [usize],
     /// Parts of each tensor: its bytes, its header if it has one, its hash if that is verified.
     parts: Vec<u64>,
     /// Tensors of which some parts have arrived.
-    partial: Mutex<HashMap<usize, Partial>>,
+    partial: Mutex<HashMap<usize, PartialTensor>>,
 }
 
 #[derive(Default)]
-struct Partial {
+struct PartialTensor {
     missing: u64,
-    marks: Marks,
+    copy_events: CopyEvents,
     /// True if the tensor cannot be decrypted in chunks.
-    sealed: bool,
+    undecrypted: bool,
 }
 
 /// Parts of an extent that have arrived.
@@ -62,13 +62,20 @@ pub struct Arrival {
     /// The number of parts: one for each byte of data, for the header and for the hash.
     pub parts: u64,
     /// True for the header of a tensor that cannot be decrypted in chunks.
-    pub sealed: bool,
+    pub undecrypted: bool,
 }
 
-impl<'r> Landing<'r> {
+impl Arrival {
+    /// The arrival of a tensor's verified hash.
+    pub fn of_hash(extent: usize) -> Self {
+        Arrival { extent, parts: 1, undecrypted: false }
+    }
+}
+
+impl<'r> CompletionTracker<'r> {
     /// Creates the counts for a read of `extents`.
     pub fn new(
-        receiver: &'r dyn Receiver,
+        receiver: &'r dyn TensorReceiver,
         tensors: &'r [usize],
         extents: &[Extent],
         verify: Verify,
@@ -82,11 +89,11 @@ impl<'r> Landing<'r> {
             let slot = slot.ok_or_else(|| Error::Bug(format!("extent {number} of no tensor")))?;
             *slot = slot.saturating_add(extent.data_len).saturating_add(header + hash);
         }
-        Ok(Landing { receiver, tensors, parts, partial: Mutex::default() })
+        Ok(CompletionTracker { receiver, tensors, parts, partial: Mutex::default() })
     }
 
     /// Returns the receiver of the tensors.
-    pub fn receiver(&self) -> &dyn Receiver {
+    pub fn receiver(&self) -> &dyn TensorReceiver {
         self.receiver
     }
 
@@ -98,29 +105,35 @@ impl<'r> Landing<'r> {
             .ok_or_else(|| Error::Bug(format!("extent {extent} of no tensor")))
     }
 
-    /// Counts parts that have arrived, and hands out the tensors that are complete now. `mark`: the
+    /// Counts parts that have arrived, and hands out the tensors that are complete now. `copy_event`: the
     /// event after which the parts are on their device.
-    pub fn arrived(&self, arrivals: &[Arrival], mark: Option<&Arc<dyn Event>>) -> Result<()> {
-        let mut complete: Vec<(usize, usize, Partial)> = Vec::new();
+    pub fn arrived(&self, arrivals: &[Arrival], copy_event: Option<&Arc<dyn Event>>) -> Result<()> {
+        let mut complete: Vec<(usize, usize, PartialTensor)> = Vec::new();
         let mut arrivals = arrivals.iter().copied().peekable();
         let mut partial = self.partial.lock().unwrap_or_else(PoisonError::into_inner);
-        while let Some(Arrival { extent, mut parts, sealed: mut is_sealed }) = arrivals.next() {
+        while let Some(Arrival { extent, mut parts, undecrypted: mut is_undecrypted }) =
+            arrivals.next()
+        {
             let tensor = self.tensor(extent)?;
             while let Some(more) = arrivals.next_if(|next| next.extent == extent) {
                 parts = parts.saturating_add(more.parts);
-                is_sealed |= more.sealed;
+                is_undecrypted |= more.undecrypted;
             }
             let bug = || Error::Bug(format!("tensor {tensor} has come twice"));
             let missing = self.parts.get(tensor).copied().unwrap_or(0);
-            let new = || Partial { missing, ..Partial::default() };
-            let known = partial.remove(&tensor).unwrap_or_else(new);
-            let Partial { missing, mut marks, sealed } = known;
+            let new = || PartialTensor { missing, ..PartialTensor::default() };
+            let progress = partial.remove(&tensor).unwrap_or_else(new);
+            let PartialTensor { missing, mut copy_events, undecrypted } = progress;
             let missing = missing.checked_sub(parts).ok_or_else(bug)?;
-            let sealed = sealed || is_sealed;
-            marks.extend(
-                mark.filter(|mark| !marks.iter().any(|one| Arc::ptr_eq(one, mark))).cloned(),
+            let undecrypted = undecrypted || is_undecrypted;
+            copy_events.extend(
+                copy_event
+                    .filter(|copy_event| {
+                        !copy_events.iter().any(|one| Arc::ptr_eq(one, copy_event))
+                    })
+                    .cloned(),
             );
-            let now = Partial { missing, marks, sealed };
+            let now = PartialTensor { missing, copy_events, undecrypted };
             if missing == 0 {
                 push(&mut complete, (tensor, extent, now), PLAN)?;
             } else {
@@ -128,14 +141,14 @@ impl<'r> Landing<'r> {
             }
         }
         drop(partial);
-        let mut landed = with_room(complete.len(), PLAN)?;
-        for (tensor, extent, Partial { marks, sealed, .. }) in complete {
-            if sealed {
-                self.receiver.sealed(tensor, extent)?;
+        let mut delivered = with_room(complete.len(), PLAN)?;
+        for (tensor, extent, PartialTensor { copy_events, undecrypted, .. }) in complete {
+            if undecrypted {
+                self.receiver.deliver_undecrypted(tensor, extent)?;
             } else {
-                landed.push((tensor, marks));
+                delivered.push((tensor, copy_events));
             }
         }
-        if landed.is_empty() { Ok(()) } else { self.receiver.landed(landed) }
+        if delivered.is_empty() { Ok(()) } else { self.receiver.deliver(delivered) }
     }
 }

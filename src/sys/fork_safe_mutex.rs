@@ -1,4 +1,5 @@
-//! A fork-safe mutex: no process is forked while it is held. One of the few modules with `unsafe` code.
+//! A fork-safe mutex: no process is forked while it is held. `unsafe` is allowed in this file: it calls
+//! `pthread_atfork`.
 //!
 //! In a forked child, only the thread that called `fork` continues. A mutex that another thread held
 //! would never be released there. So `fork` waits until no other thread holds one of these.
@@ -12,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// A fork-safe mutex for short sections. While a thread holds it, it neither forks, nor waits for other
 /// threads, nor calls code that may do so.
 #[derive(Debug, Default)]
-pub struct Brief<T>(Mutex<T>);
+pub struct ForkSafeMutex<T>(Mutex<T>);
 
 /// Threads that hold such mutexes, or are about to lock one.
 static HOLDERS: AtomicU32 = AtomicU32::new(0);
@@ -24,29 +25,29 @@ thread_local! {
     static HELD: Cell<u32> = const { Cell::new(0) };
 }
 
-impl<T> Brief<T> {
+impl<T> ForkSafeMutex<T> {
     /// Wraps a value.
     pub const fn new(value: T) -> Self {
-        Brief(Mutex::new(value))
+        ForkSafeMutex(Mutex::new(value))
     }
 
     /// Locks the mutex; waits while another thread holds it.
-    pub fn lock(&self) -> Held<'_, T> {
-        let within = Within::new();
+    pub fn lock(&self) -> ForkSafeGuard<'_, T> {
+        let blocker = ForkBlocker::new();
         let value = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Held { value, _within: within }
+        ForkSafeGuard { value, _blocker: blocker }
     }
 }
 
 /// Holds the lock until it is dropped.
-pub struct Held<'b, T> {
+pub struct ForkSafeGuard<'b, T> {
     // The first field, because fields are dropped in order: the mutex is unlocked before forks may go
     // on.
     value: MutexGuard<'b, T>,
-    _within: Within,
+    _blocker: ForkBlocker,
 }
 
-impl<T> Deref for Held<'_, T> {
+impl<T> Deref for ForkSafeGuard<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -54,7 +55,7 @@ impl<T> Deref for Held<'_, T> {
     }
 }
 
-impl<T> DerefMut for Held<'_, T> {
+impl<T> DerefMut for ForkSafeGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         &mut self.value
     }
@@ -62,11 +63,11 @@ impl<T> DerefMut for Held<'_, T> {
 
 /// No process is forked while this lives. It stays on the thread that made it, because it lies beside
 /// the guard of a mutex, which is not `Send`.
-struct Within;
+struct ForkBlocker;
 
-impl Within {
+impl ForkBlocker {
     fn new() -> Self {
-        heed_forks();
+        install_fork_handlers();
         let held = HELD.get();
         // `fork` waits for a thread that holds one already: if that waited for `fork`, both would wait
         // for ever.
@@ -83,11 +84,11 @@ impl Within {
             }
         }
         HELD.set(held + 1);
-        Within
+        ForkBlocker
     }
 }
 
-impl Drop for Within {
+impl Drop for ForkBlocker {
     fn drop(&mut self) {
         let held = HELD.get().saturating_sub(1);
         HELD.set(held);
@@ -99,43 +100,49 @@ impl Drop for Within {
 
 /// Installs the fork handlers. The first lock calls this; a library calls it while it is loaded, before
 /// there are threads.
-pub fn heed_forks() {
-    static BEGUN: AtomicBool = AtomicBool::new(false);
-    static HEEDED: AtomicBool = AtomicBool::new(false);
-    if HEEDED.load(Ordering::Acquire) {
+pub fn install_fork_handlers() {
+    static STARTED: AtomicBool = AtomicBool::new(false);
+    static INSTALLED: AtomicBool = AtomicBool::new(false);
+    if INSTALLED.load(Ordering::Acquire) {
         return;
     }
-    if BEGUN.swap(true, Ordering::SeqCst) {
-        while !HEEDED.load(Ordering::Acquire) {
+    if STARTED.swap(true, Ordering::SeqCst) {
+        while !INSTALLED.load(Ordering::Acquire) {
             std::thread::yield_now();
         }
         return;
     }
     // SAFETY: functions that take nothing and stay in memory as long as their library; when that is
     // unloaded, the C library drops them. If there is no memory to register them, forks do not wait.
-    unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
-    HEEDED.store(true, Ordering::Release);
+    unsafe {
+        libc::pthread_atfork(
+            Some(before_fork),
+            Some(after_fork_in_parent),
+            Some(after_fork_in_child),
+        )
+    };
+    INSTALLED.store(true, Ordering::Release);
 }
 
-extern "C" fn before() {
+extern "C" fn before_fork() {
     FORKING.fetch_add(1, Ordering::SeqCst);
-    while HOLDERS.load(Ordering::SeqCst) > ours() {
+    while HOLDERS.load(Ordering::SeqCst) > own_holders() {
         std::thread::yield_now();
     }
 }
 
-extern "C" fn in_parent() {
+extern "C" fn after_fork_in_parent() {
     FORKING.fetch_sub(1, Ordering::SeqCst);
 }
 
-extern "C" fn in_child() {
+extern "C" fn after_fork_in_child() {
     // Threads of the parent that were forking, or checked whether one was, do not exist here.
     FORKING.store(0, Ordering::SeqCst);
-    HOLDERS.store(ours(), Ordering::SeqCst);
+    HOLDERS.store(own_holders(), Ordering::SeqCst);
 }
 
 /// 1 if this thread is among the holders, else 0: a thread that forks does not wait for itself.
-fn ours() -> u32 {
+fn own_holders() -> u32 {
     HELD.get().min(1)
 }
 
@@ -144,7 +151,7 @@ mod tests {
     use super::*;
 
     /// Forks while threads take a lock; returns the number of children that could not take it.
-    fn children_without(lock: &Brief<u64>, forks: u32) -> u32 {
+    fn deadlocked_children(lock: &ForkSafeMutex<u64>, forks: u32) -> u32 {
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             for _ in 0..3 {
@@ -178,14 +185,14 @@ mod tests {
     }
 
     #[test]
-    fn a_child_finds_no_lock_held() {
-        static LOCK: Brief<u64> = Brief::new(0);
-        assert_eq!(children_without(&LOCK, 300), 0);
+    fn a_forked_child_can_take_the_lock() {
+        static LOCK: ForkSafeMutex<u64> = ForkSafeMutex::new(0);
+        assert_eq!(deadlocked_children(&LOCK, 300), 0);
     }
 
     #[test]
-    fn a_lock_is_taken_within_another() {
-        let (one, other) = (Brief::new(1), Brief::new(2));
+    fn locks_nest() {
+        let (one, other) = (ForkSafeMutex::new(1), ForkSafeMutex::new(2));
         let (held, inner) = (one.lock(), other.lock());
         assert_eq!(*held + *inner, 3);
         drop(held);

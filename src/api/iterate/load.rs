@@ -1,85 +1,90 @@
 //! The load of an iterator, on a thread of its own, in the order of the file. Tensors that can be
 //! read straight to their destination come in one read, others in groups by way of host memory.
 
-use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use super::shared::{Shared, ToDevice};
-use super::window::{Asker, Item, Memory, Window};
-use crate::api::headers::{Headers, try_key};
+use super::read_plan::{ReadPlan, missing_from_plan};
+use super::shared::{IteratorDevice, IteratorState};
+use super::window::{ReadyMemory, Requester, WaitingTensor, Window};
+use crate::api::device_upload::{Destination, DestinationDevice, DeviceUpload};
+use crate::api::headers::{HeaderCodec, try_key};
 use crate::api::load::load_counted;
 use crate::api::load_options::LoadOptions;
 use crate::api::selection::Selection;
-use crate::api::slice_rules::RunRules;
-use crate::api::slices::{are_plain, direct_runs};
-use crate::api::upload::{Destination, OneDevice, Upload};
+use crate::api::slice_rules::RangeRules;
+use crate::api::slices::{are_plain, direct_ranges};
 use crate::cancel::Cancel;
-use crate::codec::hash::{Digests, Verify};
-use crate::engine::landing::{Marks, Receiver};
-use crate::engine::plan::{Extent, Place, SMALL};
-use crate::engine::read::{Begun, Codec, Reading, read};
-use crate::engine::target::owned::{Location, Owned, Store};
+use crate::codec::hash::Digests;
+use crate::engine::completion::{CopyEvents, TensorReceiver};
+use crate::engine::plan::{BlockLocation, SMALL};
+use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
+use crate::engine::target::owned::{ExtentLocation, PerTensorTarget, TensorBuffers};
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::Entry;
-use crate::io::borrowed;
+use crate::io::as_refs;
 use crate::mem::HostBuffer;
-use crate::mem::device::{Blocks, Streams};
+use crate::mem::device::{DeviceBlocks, Streams};
 use crate::stats::{PAGEABLE, Stage};
 
 /// Poll interval of a group that waits for room: the iterator may have been closed.
 const TICK: Duration = Duration::from_millis(20);
 
 /// Loads all tensors.
-pub fn run(shared: &Shared, streams: Option<&Streams>) -> Result<()> {
+pub fn run(shared: &IteratorState, streams: Option<&Streams>) -> Result<()> {
     let cancel = || match shared.window.is_closed() {
         true => Err(Error::Cancelled),
         false => Ok(()),
     };
-    let verify = shared.file.prove(&shared.options, &cancel)?;
+    let verify = shared.file.verify_hub_checksums(&shared.options, &cancel)?;
     let options = LoadOptions { verify, ..shared.options };
-    let rules = RunRules::of(&Selection::new(&shared.file, &shared.numbers)?, &options)?;
-    shared.file.with_sound_copies(&cancel, || {
-        let run = Run { shared, options: &options, rules, cancel: &cancel };
-        // Run again after damage to a cached copy, this skips tensors that have landed.
+    let rules = RangeRules::of(&Selection::new(&shared.file, &shared.numbers)?, &options)?;
+    shared.file.with_intact_copies(&cancel, || {
+        let run = IteratorLoad { shared, options: &options, rules, cancel: &cancel };
+        // Run again after damage to a cached copy, this skips tensors that were delivered.
         match (&shared.device, streams) {
             (Some((to, blocks)), Some(streams)) => run.on_device(to, blocks, streams),
-            _ => run.all(&shared.window.missing(), None),
+            _ => run.all(&shared.window.undelivered(), None),
         }
     })
 }
 
 #[derive(Clone, Copy)]
-struct Run<'r> {
-    shared: &'r Shared,
+struct IteratorLoad<'r> {
+    shared: &'r IteratorState,
     options: &'r LoadOptions,
-    rules: RunRules,
+    rules: RangeRules,
     cancel: &'r dyn Cancel,
 }
 
 /// Tensors by place, each with its number in the file.
-type Places = Vec<(usize, usize)>;
+type NumberedTensors = Vec<(usize, usize)>;
 
-impl Run<'_> {
-    fn on_device(&self, to: &ToDevice, blocks: &Blocks, streams: &Streams) -> Result<()> {
-        let device = OneDevice { device: &to.device, consumer: to.consumer, pool: to.pool };
+impl IteratorLoad<'_> {
+    fn on_device(
+        &self,
+        to: &IteratorDevice,
+        blocks: &DeviceBlocks,
+        streams: &Streams,
+    ) -> Result<()> {
+        let device = DestinationDevice { device: &to.device, consumer: to.consumer, pool: to.pool };
         let destination = Destination {
             devices: std::slice::from_ref(&device),
             memory: blocks,
             direct_storage: to.direct_storage,
         };
         let counters = &self.shared.counters;
-        let upload = Upload {
+        let upload = DeviceUpload {
             to: &destination,
-            device_of: &[],
+            device_of_block: &[],
             streams: std::slice::from_ref(streams),
             options: self.options,
             counters,
             cancel: self.cancel,
         };
-        let done = self.all(&self.shared.window.missing(), Some(&upload));
+        let done = self.all(&self.shared.window.undelivered(), Some(&upload));
         // Memory is freed, or written again, only after copies to it have ended.
         streams.finish()?;
         done?;
@@ -91,13 +96,13 @@ impl Run<'_> {
 
     /// Loads tensors, given by their places in the order of the file: those that are read straight
     /// to their destination, and groups of others at the same time.
-    fn all(&self, tensors: &[usize], upload: Option<&Upload<'_>>) -> Result<()> {
+    fn all(&self, tensors: &[usize], upload: Option<&DeviceUpload<'_>>) -> Result<()> {
         let file = &self.shared.file;
         let numbers = tensors.iter().filter_map(|&tensor| self.shared.numbers.get(tensor).copied());
         let numbers = listed(numbers, LISTS)?;
         let selection = Selection::new(file, &numbers)?;
         try_key(&selection, self.cancel)?;
-        let (mut direct, mut grouped) = (Places::new(), Places::new());
+        let (mut direct, mut grouped) = (NumberedTensors::new(), NumberedTensors::new());
         for ((&tensor, &number), entry) in tensors.iter().zip(&numbers).zip(&selection.entries) {
             let is_direct = self.is_direct(entry, upload.is_some())?;
             let list = if is_direct { &mut direct } else { &mut grouped };
@@ -117,17 +122,17 @@ impl Run<'_> {
             true => Err(Error::Cancelled),
             false => self.cancel.check(),
         };
-        let upload = upload.map(|upload| Upload { cancel: &cancel, ..*upload });
-        let run = Run { cancel: &cancel, ..*self };
-        let noted = |outcome: Result<()>| {
+        let upload = upload.map(|upload| DeviceUpload { cancel: &cancel, ..*upload });
+        let run = IteratorLoad { cancel: &cancel, ..*self };
+        let note_failure = |outcome: Result<()>| {
             failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
             outcome
         };
         let (one, other) = thread::scope(|scope| {
             let name = "tensorizer".to_owned();
-            let groups = || noted(run.grouped(&grouped, upload.as_ref()));
+            let groups = || note_failure(run.grouped(&grouped, upload.as_ref()));
             let thread = thread::Builder::new().name(name).spawn_scoped(scope, groups);
-            let readers = noted(run.direct(&direct, upload.as_ref()));
+            let readers = note_failure(run.direct(&direct, upload.as_ref()));
             let panicked = |_| Err(Error::Bug("a load has panicked".to_owned()));
             let groups = match thread {
                 Ok(thread) => thread.join().unwrap_or_else(panicked),
@@ -146,27 +151,31 @@ impl Run<'_> {
     fn is_direct(&self, entry: &Entry, on_device: bool) -> Result<bool> {
         let file = &self.shared.file;
         if entry.whole.is_some() {
-            return Ok(direct_runs(file, entry, self.options.verify, &self.rules)?.is_some());
+            return Ok(direct_ranges(file, entry, self.options.verify, &self.rules)?.is_some());
         }
         // A stream cannot be read again, should decryption in chunks turn out to be impossible.
         Ok(!on_device || file.decryption().is_none() || file.is_seekable())
     }
 
     /// Reads tensors straight to their destination.
-    fn direct(&self, tensors: &[(usize, usize)], upload: Option<&Upload<'_>>) -> Result<()> {
+    fn direct(&self, tensors: &[(usize, usize)], upload: Option<&DeviceUpload<'_>>) -> Result<()> {
         let (shared, options) = (self.shared, self.options);
         let (file, window) = (&shared.file, &shared.window);
         let numbers = listed(tensors.iter().map(|&(_, number)| number), LISTS)?;
         let selection = Selection::new(file, &numbers)?;
-        let plan = Plan::new(&selection, tensors, options.verify, &self.rules)?;
+        let plan = ReadPlan::new(&selection, tensors, options.verify, &self.rules)?;
         for &tensor in &plan.unread {
-            window.land(tensor, without_data(window, tensor, upload.is_some())?, Marks::new())?;
+            window.deliver(
+                tensor,
+                without_data(window, tensor, upload.is_some())?,
+                CopyEvents::new(),
+            )?;
         }
-        let headers = Headers::new(&selection, options.verify, &|_, _| Ok(()))?;
-        let codec = OfExtents { headers: &headers, selected: &plan.selected };
+        let headers = HeaderCodec::new(&selection, options.verify, &|_, _| Ok(()))?;
+        let codec = ExtentCodec { headers: &headers, selected: &plan.selected };
         let sources = file.sources();
-        let store = Store::default();
-        let receiver = Landings {
+        let store = TensorBuffers::default();
+        let receiver = WindowReceiver {
             run: self,
             plan: &plan,
             numbers: &numbers,
@@ -174,8 +183,8 @@ impl Run<'_> {
             store: &store,
             upload,
         };
-        let what = Reading {
-            files: &borrowed(&sources),
+        let request = ReadRequest {
+            files: &as_refs(&sources),
             extents: &plan.extents,
             codec: &codec,
             verify: options.verify,
@@ -186,25 +195,28 @@ impl Run<'_> {
             receiver: Some((&receiver, &plan.tensors)),
         };
         let Some(upload) = upload else {
-            let mut target = Owned::new(&plan.locations, window.lens(), &store);
-            return read(&what, &mut target, &shared.counters, self.cancel).map(drop);
+            let mut target = PerTensorTarget::new(&plan.locations, window.lens(), &store);
+            return read(&request, &mut target, &shared.counters, self.cancel).map(drop);
         };
-        let place = |location: &Location| Place { block: location.tensor, offset: location.offset };
-        let places = listed(plan.locations.iter().map(place), LISTS)?;
-        upload.read(&what, (&[], &places), &mut || Ok(false)).map(drop)
+        let to_block = |location: &ExtentLocation| BlockLocation {
+            block: location.tensor,
+            offset: location.offset,
+        };
+        let places = listed(plan.locations.iter().map(to_block), LISTS)?;
+        upload.read(&request, (&[], &places), &mut || Ok(false)).map(drop)
     }
 
     /// Loads tensors group by group, by way of host memory.
-    fn grouped(&self, tensors: &[(usize, usize)], upload: Option<&Upload<'_>>) -> Result<()> {
+    fn grouped(&self, tensors: &[(usize, usize)], upload: Option<&DeviceUpload<'_>>) -> Result<()> {
         let window = &self.shared.window;
-        let mut left = tensors;
-        while let Some(&(first, _)) = left.first() {
-            let (now, later) = left.split_at(self.group_len(left)?);
-            left = later;
+        let mut remaining = tensors;
+        while let Some(&(first, _)) = remaining.first() {
+            let (now, later) = remaining.split_at(self.group_len(remaining)?);
+            remaining = later;
             let last = now.last().map_or(first, |&(tensor, _)| tensor);
-            while !window.admits(Asker::Groups, first, last) {
+            while !window.admits(Requester::Groups, first, last) {
                 self.cancel.check()?;
-                window.wait_for_room(Asker::Groups, TICK);
+                window.wait_for_room(Requester::Groups, TICK);
             }
             let numbers = listed(now.iter().map(|&(_, number)| number), LISTS)?;
             match upload {
@@ -219,7 +231,7 @@ impl Run<'_> {
     /// a group, with other tensors that lie in it, is limited to a part of the bytes read ahead.
     fn group_len(&self, tensors: &[(usize, usize)]) -> Result<usize> {
         let (file, window) = (&self.shared.file, &self.shared.window);
-        let most = window.part();
+        let most = window.max_batch_len();
         let Some(&(first, number)) = tensors.first() else { return Ok(0) };
         let sliced = file.entry(number)?.whole.is_some();
         let (mut bytes, mut end, mut count) = (0u64, first, 0);
@@ -236,13 +248,13 @@ impl Run<'_> {
     }
 
     fn group_to_host(&self, tensors: &[(usize, usize)], numbers: &[usize]) -> Result<()> {
-        let Run { shared, options, cancel, .. } = *self;
+        let IteratorLoad { shared, options, cancel, .. } = *self;
         let loaded = load_counted(&shared.file, numbers, options, &shared.counters, cancel)?;
         for (&(tensor, _), loaded) in tensors.iter().zip(loaded) {
             // Small tensors share blocks: a copy does not keep the whole block alive.
             let small = (loaded.memory.bytes().len() as u64) < SMALL;
             let own = if small { loaded.memory.copied()? } else { loaded.memory };
-            shared.window.land(tensor, Memory::Host(own), Marks::new())?;
+            shared.window.deliver(tensor, ReadyMemory::Host(own), CopyEvents::new())?;
         }
         Ok(())
     }
@@ -251,10 +263,11 @@ impl Run<'_> {
         &self,
         tensors: &[(usize, usize)],
         numbers: &[usize],
-        upload: &Upload<'_>,
+        upload: &DeviceUpload<'_>,
     ) -> Result<()> {
         let (file, window) = (&self.shared.file, &self.shared.window);
-        let places = listed(tensors.iter().map(|&(block, _)| Place { block, offset: 0 }), LISTS)?;
+        let places =
+            listed(tensors.iter().map(|&(block, _)| BlockLocation { block, offset: 0 }), LISTS)?;
         let entries = collected(numbers.iter().map(|&number| file.entry(number)), LISTS)?;
         let sliced = entries.iter().all(|entry| entry.whole.is_some());
         if sliced && are_plain(file, upload.options.verify) {
@@ -263,105 +276,42 @@ impl Run<'_> {
         } else {
             upload.through_host(file, numbers, &places)?;
         }
-        let marks = upload.marks()?;
+        let copy_events = upload.copy_events()?;
         for &(tensor, number) in tensors {
             let zeros = file.entry(number)?.is_meta();
-            let memory = if zeros { Memory::Zeros } else { Memory::Block(tensor) };
-            window.land(tensor, memory, marks.clone())?;
+            let memory = if zeros { ReadyMemory::Zeros } else { ReadyMemory::Block(tensor) };
+            window.deliver(tensor, memory, copy_events.clone())?;
         }
         Ok(())
     }
 }
 
 /// Returns the memory of a tensor that has no data in the file.
-fn without_data(window: &Window, tensor: usize, on_device: bool) -> Result<Memory> {
+fn without_data(window: &Window, tensor: usize, on_device: bool) -> Result<ReadyMemory> {
     if on_device {
-        return Ok(Memory::Zeros);
+        return Ok(ReadyMemory::Zeros);
     }
     let len = window.lens().get(tensor).copied().unwrap_or(0);
-    let len = usize::try_from(len).map_err(|_| bug(tensor))?;
-    HostBuffer::zeroed(len).map(Memory::Host)
-}
-
-fn bug(number: usize) -> Error {
-    Error::Bug(format!("no tensor {number} in a plan"))
-}
-
-/// The plan of one read.
-#[derive(Default)]
-struct Plan {
-    extents: Vec<Extent>,
-    /// The destination of each extent's data.
-    locations: Vec<Location>,
-    /// The place of each extent's tensor in the order of the file.
-    tensors: Vec<usize>,
-    /// The number of each extent's tensor in the selection.
-    selected: Vec<usize>,
-    /// Tensors of which nothing is read, by their places in the order of the file.
-    unread: Vec<usize>,
-    /// Tensors without data, of which only the header is read.
-    without_data: HashSet<usize>,
-}
-
-impl Plan {
-    fn new(
-        selection: &Selection<'_>,
-        tensors: &[(usize, usize)],
-        verify: Verify,
-        rules: &RunRules,
-    ) -> Result<Self> {
-        let mut plan = Plan::default();
-        let extents = selection.extents()?;
-        for (at, (entry, whole)) in selection.entries.iter().zip(extents).enumerate() {
-            let &(tensor, _) = tensors.get(at).ok_or_else(|| bug(at))?;
-            if entry.whole.is_none() && whole.end() > whole.header_offset {
-                if whole.data_len == 0 {
-                    plan.without_data.insert(tensor);
-                }
-                let like = whole.data_offset;
-                plan.add(at, whole, Location { tensor, offset: 0, like })?;
-                continue;
-            }
-            let runs = match entry.whole {
-                Some(_) => direct_runs(selection.file, entry, verify, rules)?,
-                None => None,
-            };
-            let runs = runs.unwrap_or(Vec::new());
-            if runs.is_empty() {
-                push(&mut plan.unread, tensor, LISTS)?;
-            }
-            for (extent, offset) in runs {
-                let like = extent.data_offset.wrapping_sub(offset);
-                plan.add(at, extent, Location { tensor, offset, like })?;
-            }
-        }
-        Ok(plan)
-    }
-
-    fn add(&mut self, selected: usize, extent: Extent, location: Location) -> Result<()> {
-        push(&mut self.extents, extent, LISTS)?;
-        push(&mut self.tensors, location.tensor, LISTS)?;
-        push(&mut self.locations, location, LISTS)?;
-        push(&mut self.selected, selected, LISTS)
-    }
+    let len = usize::try_from(len).map_err(|_| missing_from_plan(tensor))?;
+    HostBuffer::zeroed(len).map(ReadyMemory::Host)
 }
 
 /// A codec for extents, of which several may be of one tensor: it passes them on by tensor.
-struct OfExtents<'h> {
-    headers: &'h Headers<'h>,
+struct ExtentCodec<'h> {
+    headers: &'h HeaderCodec<'h>,
     /// The number of each extent's tensor in the selection.
     selected: &'h [usize],
 }
 
-impl OfExtents<'_> {
-    fn of(&self, extent: usize) -> Result<usize> {
-        self.selected.get(extent).copied().ok_or_else(|| bug(extent))
+impl ExtentCodec<'_> {
+    fn tensor_of(&self, extent: usize) -> Result<usize> {
+        self.selected.get(extent).copied().ok_or_else(|| missing_from_plan(extent))
     }
 }
 
-impl Codec for OfExtents<'_> {
-    fn header(&self, extent: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun> {
-        self.headers.header(self.of(extent)?, raw, cancel)
+impl Codec for ExtentCodec<'_> {
+    fn header(&self, extent: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<HeaderInfo> {
+        self.headers.header(self.tensor_of(extent)?, raw, cancel)
     }
 
     fn decrypt(
@@ -371,78 +321,82 @@ impl Codec for OfExtents<'_> {
         bytes: &mut [u8],
         cancel: &dyn Cancel,
     ) -> Result<bool> {
-        self.headers.decrypt(self.of(extent)?, start, bytes, cancel)
+        self.headers.decrypt(self.tensor_of(extent)?, start, bytes, cancel)
     }
 
     fn compare(&self, extent: usize, digests: &Digests) -> Result<()> {
-        self.headers.compare(self.of(extent)?, digests)
+        self.headers.compare(self.tensor_of(extent)?, digests)
     }
 }
 
 /// The receiver that passes tensors from the engine to the window.
-struct Landings<'l> {
-    run: &'l Run<'l>,
-    plan: &'l Plan,
+struct WindowReceiver<'l> {
+    run: &'l IteratorLoad<'l>,
+    plan: &'l ReadPlan,
     /// Numbers of the tensors of the selection.
     numbers: &'l [usize],
-    headers: &'l Headers<'l>,
+    headers: &'l HeaderCodec<'l>,
     /// Host memory that is being filled.
-    store: &'l Store,
-    upload: Option<&'l Upload<'l>>,
+    store: &'l TensorBuffers,
+    upload: Option<&'l DeviceUpload<'l>>,
 }
 
-impl Landings<'_> {
+impl WindowReceiver<'_> {
     fn window(&self) -> &Window {
         &self.run.shared.window
     }
 }
 
-impl Receiver for Landings<'_> {
+impl TensorReceiver for WindowReceiver<'_> {
     fn batch_len(&self) -> u64 {
-        self.window().part()
+        self.window().max_batch_len()
     }
 
     fn admits(&self, first: usize, last: usize) -> Result<bool> {
-        Ok(self.window().admits(Asker::Readers, first, last))
+        Ok(self.window().admits(Requester::Readers, first, last))
     }
 
     fn wait(&self, time: Duration) {
-        self.window().wait_for_room(Asker::Readers, time);
+        self.window().wait_for_room(Requester::Readers, time);
     }
 
-    fn landed(&self, tensors: Vec<(usize, Marks)>) -> Result<()> {
+    fn deliver(&self, tensors: Vec<(usize, CopyEvents)>) -> Result<()> {
         let on_device = self.upload.is_some();
-        let items = tensors.into_iter().map(|(tensor, marks)| {
+        let items = tensors.into_iter().map(|(tensor, copy_events)| {
             let memory = if self.plan.without_data.contains(&tensor) {
                 without_data(self.window(), tensor, on_device)?
             } else if on_device {
-                Memory::Block(tensor)
+                ReadyMemory::Block(tensor)
             } else {
-                Memory::Host(self.store.take(tensor)?)
+                ReadyMemory::Host(self.store.take(tensor)?)
             };
-            Ok(Item { tensor, memory, marks })
+            Ok(WaitingTensor { tensor, memory, copy_events })
         });
-        self.window().land_together(collected(items, LISTS)?)
+        self.window().deliver_all(collected(items, LISTS)?)
     }
 
     /// Decrypts a tensor as a whole.
-    fn sealed(&self, tensor: usize, extent: usize) -> Result<()> {
-        let Run { shared, cancel, .. } = self.run;
-        let &selected = self.plan.selected.get(extent).ok_or_else(|| bug(extent))?;
+    fn deliver_undecrypted(&self, tensor: usize, extent: usize) -> Result<()> {
+        let IteratorLoad { shared, cancel, .. } = self.run;
+        let &selected = self.plan.selected.get(extent).ok_or_else(|| missing_from_plan(extent))?;
         let Some(upload) = self.upload else {
             let mut buffer = self.store.take(tensor)?;
             let bytes = buffer.bytes_mut();
-            let whole = || self.headers.whole(selected, bytes, *cancel);
-            shared.counters.time(Stage::Decrypt, whole)?;
+            let decrypt = || self.headers.decrypt_and_verify(selected, bytes, *cancel);
+            shared.counters.time(Stage::Decrypt, decrypt)?;
             shared.counters.bytes(buffer.bytes().len() as u64);
-            return shared.window.land(tensor, Memory::Host(buffer), Marks::new());
+            return shared.window.deliver(tensor, ReadyMemory::Host(buffer), CopyEvents::new());
         };
         let why = "decrypted in host memory: the file was encrypted in pieces of an unusual length";
         shared.counters.fallback(why);
         // Copies that are under way must not overwrite these bytes later.
         upload.finish()?;
-        let &number = self.numbers.get(selected).ok_or_else(|| bug(selected))?;
-        upload.through_host(&shared.file, &[number], &[Place { block: tensor, offset: 0 }])?;
-        shared.window.land(tensor, Memory::Block(tensor), upload.marks()?)
+        let &number = self.numbers.get(selected).ok_or_else(|| missing_from_plan(selected))?;
+        upload.through_host(
+            &shared.file,
+            &[number],
+            &[BlockLocation { block: tensor, offset: 0 }],
+        )?;
+        shared.window.deliver(tensor, ReadyMemory::Block(tensor), upload.copy_events()?)
     }
 }

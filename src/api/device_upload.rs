@@ -6,26 +6,26 @@ use std::sync::Arc;
 use super::file::TensorFile;
 use super::load::load_counted;
 use super::load_options::LoadOptions;
-use super::slice_rules::{ROUND_LEN, RunRules};
-use super::slices::{Plain, ROUND, extent, runs_of};
+use super::slice_rules::{MAX_GROUP_LEN, RangeRules};
+use super::slices::{MAX_RANGES, PlainCodec, extent, ranges_of};
 use crate::cancel::Cancel;
-use crate::codec::KeptHeader;
+use crate::codec::CompactHeader;
 use crate::codec::hash::Verify;
-use crate::engine::plan::{Block, Extent, Place};
-use crate::engine::read::{Reading, read, read_while};
-use crate::engine::target::device::{Route, ToDevice};
-use crate::engine::target::direct::Direct;
-use crate::engine::target::gather_to_device::{DeviceSpan, GatherToDevice};
+use crate::engine::plan::{BlockLayout, BlockLocation, Extent};
+use crate::engine::read::{ReadRequest, read, read_while};
+use crate::engine::target::device::{DeviceTarget, StagedDevice};
+use crate::engine::target::direct::DirectStorage;
+use crate::engine::target::gather_to_device::{DeviceCoalescedRead, DeviceGatherTarget};
 use crate::error::Result;
 use crate::fallible::{LISTS, collected, listed, push};
 use crate::format::catalog::Entry;
-use crate::io::{MemorySource, ReadAt, borrowed};
-use crate::mem::device::{Blocks, Consumer, Device, Event, Streams};
+use crate::io::{MemorySource, ReadAt, as_refs};
+use crate::mem::device::{Consumer, Device, DeviceBlocks, Event, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
 
 /// A device to which bytes go.
-pub struct OneDevice<'d> {
+pub struct DestinationDevice<'d> {
     /// The device.
     pub device: &'d Arc<dyn Device>,
     /// The stream of the work that uses its memory before and after the load.
@@ -37,20 +37,20 @@ pub struct OneDevice<'d> {
 /// The memory of devices that a load's bytes go to.
 pub struct Destination<'d> {
     /// The devices, at least one.
-    pub devices: &'d [OneDevice<'d>],
+    pub devices: &'d [DestinationDevice<'d>],
     /// Their memory: the blocks of the plan.
-    pub memory: &'d Blocks,
+    pub memory: &'d DeviceBlocks,
     /// True if a device is to read local files itself (GPUDirect Storage), if it can and is the only one.
     pub direct_storage: bool,
 }
 
 /// State that the reads of one load to devices share.
 #[derive(Clone, Copy)]
-pub struct Upload<'u> {
+pub struct DeviceUpload<'u> {
     /// The devices and their memory.
     pub to: &'u Destination<'u>,
     /// The device of each block; empty if there is one device.
-    pub device_of: &'u [usize],
+    pub device_of_block: &'u [usize],
     /// The copy streams of each device.
     pub streams: &'u [Streams],
     /// Load options.
@@ -61,14 +61,14 @@ pub struct Upload<'u> {
     pub cancel: &'u dyn Cancel,
 }
 
-impl Upload<'_> {
+impl DeviceUpload<'_> {
     /// Waits for all copies that were begun.
     pub fn finish(&self) -> Result<()> {
         self.streams.iter().try_for_each(Streams::finish)
     }
 
     /// Returns events that follow all copies that were begun.
-    pub fn marks(&self) -> Result<Vec<Arc<dyn Event>>> {
+    pub fn copy_events(&self) -> Result<Vec<Arc<dyn Event>>> {
         let of_each = self.streams.iter().map(Streams::marks);
         Ok(of_each.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
@@ -77,22 +77,22 @@ impl Upload<'_> {
     /// could not be decrypted in chunks.
     pub fn read(
         &self,
-        what: &Reading<'_>,
-        (blocks, places): (&[Block], &[Place]),
+        request: &ReadRequest<'_>,
+        (blocks, locations): (&[BlockLayout], &[BlockLocation]),
         allocate: &mut dyn FnMut() -> Result<bool>,
     ) -> Result<Vec<usize>> {
-        let Upload { to, counters, cancel, .. } = *self;
-        let (files, extents) = (what.files, what.extents);
+        let DeviceUpload { to, counters, cancel, .. } = *self;
+        let (files, extents) = (request.files, request.extents);
         let local = files.iter().all(|source| source.is_local());
-        let plain = what.verify == Verify::Nothing && !what.decrypts;
+        let plain = request.verify == Verify::Nothing && !request.decrypts;
         let direct = match (to.devices, self.streams) {
             _ if !to.direct_storage || !local => None,
             ([one], [streams]) if plain => {
-                if what.receiver.is_none() {
+                if request.receiver.is_none() {
                     while allocate()? {}
                 }
-                let at = (to.memory, places);
-                Direct::open(files, extents, at, streams, one.pool, counters, cancel)?
+                let at = (to.memory, locations);
+                DirectStorage::open(files, extents, at, streams, one.pool, counters, cancel)?
             }
             ([_], _) => {
                 counters.fallback("GPUDirect Storage neither verifies nor decrypts");
@@ -103,30 +103,36 @@ impl Upload<'_> {
                 None
             }
         };
-        let target = self.plain_target(places);
-        let mut target = ToDevice { blocks, direct: direct.as_ref(), ..target };
-        read_while(what, &mut target, counters, cancel, allocate)
+        let target = self.plain_target(locations);
+        let mut target = DeviceTarget { blocks, direct: direct.as_ref(), ..target };
+        read_while(request, &mut target, counters, cancel, allocate)
     }
 
     /// Reads extents without headers straight to their places, as they are in the file.
-    pub fn copy(&self, files: &[&dyn ReadAt], extents: &[Extent], places: &[Place]) -> Result<()> {
+    pub fn copy(
+        &self,
+        files: &[&dyn ReadAt],
+        extents: &[Extent],
+        locations: &[BlockLocation],
+    ) -> Result<()> {
         if extents.is_empty() {
             return Ok(());
         }
         let reading = self.plain_reading(files, extents);
-        read(&reading, &mut self.plain_target(places), self.counters, self.cancel).map(drop)
+        read(&reading, &mut self.plain_target(locations), self.counters, self.cancel).map(drop)
     }
 
     /// Returns the devices as a target of bytes without headers.
-    fn plain_target<'t>(&'t self, places: &'t [Place]) -> ToDevice<'t> {
-        let routes = self.to.devices.iter().zip(self.streams);
-        let routes = routes.map(|(one, streams)| Route { streams, pool: one.pool, share: None });
-        ToDevice {
+    fn plain_target<'t>(&'t self, locations: &'t [BlockLocation]) -> DeviceTarget<'t> {
+        let devices = self.to.devices.iter().zip(self.streams);
+        let devices =
+            devices.map(|(one, streams)| StagedDevice { streams, pool: one.pool, share: None });
+        DeviceTarget {
             memory: self.to.memory,
             blocks: &[],
-            places,
-            routes: routes.collect(),
-            route_of: self.device_of,
+            locations,
+            devices: devices.collect(),
+            device_of_block: self.device_of_block,
             direct: None,
         }
     }
@@ -136,11 +142,11 @@ impl Upload<'_> {
         &'t self,
         files: &'t [&'t dyn ReadAt],
         extents: &'t [Extent],
-    ) -> Reading<'t> {
-        Reading {
+    ) -> ReadRequest<'t> {
+        ReadRequest {
             files,
             extents,
-            codec: &Plain,
+            codec: &PlainCodec,
             verify: Verify::Nothing,
             decrypts: false,
             readers: self.options.readers,
@@ -154,46 +160,46 @@ impl Upload<'_> {
     pub fn gather(
         &self,
         file: &TensorFile,
-        slices: &[(&Entry, Place)],
-        rules: &RunRules,
+        slices: &[(&Entry, BlockLocation)],
+        rules: &RangeRules,
     ) -> Result<()> {
-        let all = collected(slices.iter().map(|(entry, _)| runs_of(entry)), LISTS)?;
+        let all = collected(slices.iter().map(|(entry, _)| ranges_of(entry)), LISTS)?;
         let sources = file.sources();
-        let files = borrowed(&sources);
-        let (mut extents, mut places, mut spans) = (Vec::new(), Vec::new(), Vec::new());
+        let files = as_refs(&sources);
+        let (mut extents, mut locations, mut reads) = (Vec::new(), Vec::new(), Vec::new());
         let mut len = 0u64;
-        for (&(entry, place), runs) in slices.iter().zip(&all) {
-            for range in rules.spans(runs) {
+        for (&(entry, location), ranges) in slices.iter().zip(&all) {
+            for range in rules.reads(ranges) {
                 len = len.saturating_add(range.end - range.start);
                 push(&mut extents, extent(entry, &range), LISTS)?;
-                push(&mut places, place, LISTS)?;
-                push(&mut spans, DeviceSpan { start: range.start, runs }, LISTS)?;
+                push(&mut locations, location, LISTS)?;
+                push(&mut reads, DeviceCoalescedRead { start: range.start, ranges }, LISTS)?;
                 // Bounds what is planned together: a file may claim any number of bytes.
-                if spans.len() == ROUND || len >= ROUND_LEN {
-                    self.gather_round(&files, &extents, &places, &spans)?;
+                if reads.len() == MAX_RANGES || len >= MAX_GROUP_LEN {
+                    self.gather_group(&files, &extents, &locations, &reads)?;
                     extents.clear();
-                    places.clear();
-                    spans.clear();
+                    locations.clear();
+                    reads.clear();
                     len = 0;
                 }
             }
         }
-        self.gather_round(&files, &extents, &places, &spans)
+        self.gather_group(&files, &extents, &locations, &reads)
     }
 
     /// Gathers from ranges that are planned together.
-    fn gather_round(
+    fn gather_group(
         &self,
         files: &[&dyn ReadAt],
         extents: &[Extent],
-        places: &[Place],
-        spans: &[DeviceSpan<'_>],
+        locations: &[BlockLocation],
+        reads: &[DeviceCoalescedRead<'_>],
     ) -> Result<()> {
         self.cancel.check()?;
         if extents.is_empty() {
             return Ok(());
         }
-        let mut target = GatherToDevice::new(self.plain_target(places), spans);
+        let mut target = DeviceGatherTarget::new(self.plain_target(locations), reads);
         read(&self.plain_reading(files, extents), &mut target, self.counters, self.cancel).map(drop)
     }
 
@@ -203,8 +209,8 @@ impl Upload<'_> {
         &self,
         file: &TensorFile,
         numbers: &[usize],
-        places: &[Place],
-    ) -> Result<Vec<KeptHeader>> {
+        locations: &[BlockLocation],
+    ) -> Result<Vec<CompactHeader>> {
         let options = LoadOptions { map: false, ..*self.options };
         let loaded = load_counted(file, numbers, &options, self.counters, self.cancel)?;
         let data = loaded.iter().map(|tensor| match file.entry(tensor.number()) {
@@ -221,8 +227,8 @@ impl Upload<'_> {
         // The bytes were counted when they were loaded.
         let (options, uncounted) =
             (LoadOptions { readers: Some(1), ..options }, Counters::default());
-        let copies = Upload { options: &options, counters: &uncounted, ..*self };
-        copies.copy(&files, &listed(extents, LISTS)?, places)?;
+        let copies = DeviceUpload { options: &options, counters: &uncounted, ..*self };
+        copies.copy(&files, &listed(extents, LISTS)?, locations)?;
         listed(loaded.into_iter().map(|tensor| tensor.header), LISTS)
     }
 }

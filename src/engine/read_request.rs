@@ -1,6 +1,6 @@
 //! The request of a read, and the interface of a format to the engine.
 
-use super::landing::Receiver;
+use super::completion::TensorReceiver;
 use super::plan::Extent;
 use crate::cancel::Cancel;
 use crate::codec::hash::{Digests, Verify};
@@ -11,7 +11,7 @@ use crate::memory_limit::MemoryLimit;
 /// The format of headers and data. Tensors are numbered as their extents are.
 pub trait Codec: Sync {
     /// Parses and checks a tensor's header.
-    fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Begun>;
+    fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<HeaderInfo>;
 
     /// Decrypts in place the data of a tensor from `start` on. Returns false if the data cannot be
     /// decrypted in chunks.
@@ -28,7 +28,7 @@ pub trait Codec: Sync {
 }
 
 /// The facts in a header that the engine needs.
-pub struct Begun {
+pub struct HeaderInfo {
     /// The header bytes that the hashes cover, if hashes are verified.
     pub covered: Vec<u8>,
     /// True if the tensor's data can be decrypted in chunks, or need not be.
@@ -36,7 +36,7 @@ pub struct Begun {
 }
 
 /// The request of a read.
-pub struct Reading<'r> {
+pub struct ReadRequest<'r> {
     /// The files that the bytes come from.
     pub files: &'r [&'r dyn ReadAt],
     /// The data of each tensor, in rising order of files and positions.
@@ -53,7 +53,7 @@ pub struct Reading<'r> {
     pub memory: MemoryLimit,
     /// True if other processes of this machine load the same files at the same time.
     pub shares_cache: bool,
-    /// The receiver of tensors as they land, if they are handed out one by one, and for each extent the
+    /// The receiver of complete tensors, if they are handed out one by one, and for each extent the
     /// tensor that it is a part of.
-    pub receiver: Option<(&'r dyn Receiver, &'r [usize])>,
+    pub receiver: Option<(&'r dyn TensorReceiver, &'r [usize])>,
 }

@@ -16,9 +16,9 @@ use crate::io::transport::Tls;
 /// Bytes that may still arrive. A server that sends more has not answered what it was asked, and
 /// the memory for it is not taken.
 #[derive(Debug, Clone, Default)]
-pub struct Allowance(Arc<AtomicU64>);
+pub struct ReceiveLimit(Arc<AtomicU64>);
 
-impl Allowance {
+impl ReceiveLimit {
     /// Allows so many bytes from now on.
     pub fn set(&self, bytes: u64) {
         self.0.store(bytes, Ordering::Relaxed);
@@ -37,25 +37,25 @@ impl Allowance {
 }
 
 /// A connection, by TCP or TLS.
-pub trait Both: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> Both for S {}
+pub trait TcpOrTls: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> TcpOrTls for S {}
 
 /// A connection that ends when it brings too much.
-pub struct Bounded {
-    stream: Box<dyn Both>,
-    allowance: Allowance,
+pub struct BoundedConnection {
+    stream: Box<dyn TcpOrTls>,
+    receive_limit: ReceiveLimit,
 }
 
-impl Bounded {
+impl BoundedConnection {
     /// Connects to a server, and encrypts the connection if `tls` is given.
     pub async fn connect(
         (host, port): (&str, u16),
         tls: Option<&Tls>,
-        allowance: Allowance,
+        receive_limit: ReceiveLimit,
     ) -> io::Result<Self> {
         let tcp = TcpStream::connect((host, port)).await?;
         tcp.set_nodelay(true)?;
-        let stream: Box<dyn Both> = match tls {
+        let stream: Box<dyn TcpOrTls> = match tls {
             None => Box::new(tcp),
             Some(tls) => {
                 let name = ServerName::try_from(host.to_owned());
@@ -63,11 +63,11 @@ impl Bounded {
                 Box::new(TlsConnector::from(Arc::new(tls.config())).connect(name, tcp).await?)
             }
         };
-        Ok(Bounded { stream, allowance })
+        Ok(BoundedConnection { stream, receive_limit })
     }
 }
 
-impl AsyncRead for Bounded {
+impl AsyncRead for BoundedConnection {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -75,14 +75,14 @@ impl AsyncRead for Bounded {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let polled = Pin::new(&mut self.stream).poll_read(context, buffer);
-        match self.allowance.take(buffer.filled().len() - before) {
+        match self.receive_limit.take(buffer.filled().len() - before) {
             Ok(()) => polled,
             Err(error) => Poll::Ready(Err(error)),
         }
     }
 }
 
-impl AsyncWrite for Bounded {
+impl AsyncWrite for BoundedConnection {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

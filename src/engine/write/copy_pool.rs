@@ -12,39 +12,39 @@ const SHORT: usize = 64 << 10;
 
 /// A pool of memory for copies.
 #[derive(Default)]
-pub struct Copies {
+pub struct CopyPool {
     free: Mutex<Vec<Vec<u8>>>,
 }
 
 /// Limits the number of threads that copy at once. Most threads of an upload only wait for its
 /// server.
-pub struct CopyTurns {
+pub struct CopySlots {
     free: Mutex<usize>,
     freed: Condvar,
 }
 
 /// A thread's permission to copy, until it is dropped.
-pub struct CopyTurn<'t>(&'t CopyTurns);
+pub struct CopySlot<'t>(&'t CopySlots);
 
-impl CopyTurns {
+impl CopySlots {
     /// Lets so many threads copy at once.
     pub fn new(threads: usize) -> Self {
-        CopyTurns { free: Mutex::new(threads.max(1)), freed: Condvar::new() }
+        CopySlots { free: Mutex::new(threads.max(1)), freed: Condvar::new() }
     }
 
     /// Waits for permission to copy.
-    pub fn next(&self, cancel: &dyn Cancel) -> Result<CopyTurn<'_>> {
+    pub fn acquire(&self, cancel: &dyn Cancel) -> Result<CopySlot<'_>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         while *free == 0 {
             free = self.freed.wait_timeout(free, POLL).unwrap_or_else(PoisonError::into_inner).0;
             cancel.check()?;
         }
         *free -= 1;
-        Ok(CopyTurn(self))
+        Ok(CopySlot(self))
     }
 }
 
-impl Drop for CopyTurn<'_> {
+impl Drop for CopySlot<'_> {
     fn drop(&mut self) {
         *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
         self.0.freed.notify_one();
@@ -52,18 +52,18 @@ impl Drop for CopyTurn<'_> {
 }
 
 /// A copy of bytes. Its memory returns to the pool when it is dropped.
-pub struct Copy<'c> {
+pub struct PooledCopy<'c> {
     bytes: Vec<u8>,
-    of: &'c Copies,
+    pool: &'c CopyPool,
 }
 
-impl Copies {
+impl CopyPool {
     /// Copies bytes.
-    pub fn of(&self, bytes: &[u8]) -> Result<Copy<'_>> {
+    pub fn copy(&self, bytes: &[u8]) -> Result<PooledCopy<'_>> {
         let mut copy = if bytes.len() < SHORT { Vec::new() } else { self.free() };
         copy.clear();
         append(&mut copy, bytes, "a copy of what is saved")?;
-        Ok(Copy { bytes: copy, of: self })
+        Ok(PooledCopy { bytes: copy, pool: self })
     }
 
     fn free(&self) -> Vec<u8> {
@@ -72,17 +72,17 @@ impl Copies {
     }
 }
 
-impl AsRef<[u8]> for Copy<'_> {
+impl AsRef<[u8]> for PooledCopy<'_> {
     fn as_ref(&self) -> &[u8] {
         &self.bytes
     }
 }
 
-impl Drop for Copy<'_> {
+impl Drop for PooledCopy<'_> {
     fn drop(&mut self) {
         if self.bytes.len() >= SHORT {
             let bytes = std::mem::take(&mut self.bytes);
-            self.of.free.lock().unwrap_or_else(PoisonError::into_inner).push(bytes);
+            self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(bytes);
         }
     }
 }

@@ -3,18 +3,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::copies::{opened, with_sound_copies};
+use super::catalog_part::{CatalogPart, Opening, malformed};
 use super::file::TensorFile;
-use super::head::Head;
-use super::part::{Opening, Part, malformed};
+use super::head::FileHead;
+use super::local_copies::{suspects_of_open, with_intact_copies};
 use crate::cancel::Cancel;
 use crate::engine::workers;
-use crate::error::{Brief, Error, Result};
+use crate::error::{Error, Result, Shortened};
 use crate::fallible::{LISTS, collected, listed, more_room, with_room};
 use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
-use crate::format::shards::{self, Index, MAX_LEN};
+use crate::format::shards::{self, MAX_LEN, ShardMap};
 use crate::io::{CachedHead, ReadAt};
 
 /// The number of files that are opened at once: of this machine, and of a server, where each
@@ -26,16 +26,16 @@ const FIRST_OF_ONE: u64 = 64 << 10;
 
 /// The index of a checkpoint in several files, which are siblings of the index.
 pub struct ShardIndex {
-    head: Head,
-    index: Index,
+    head: FileHead,
+    index: ShardMap,
     /// The number of the file of each tensor that the index names, by the stored form of the tensor's name.
-    promised: BTreeMap<String, usize>,
+    indexed_files: BTreeMap<String, usize>,
     /// The cached head with which other processes open the index without a request, if it is kept.
-    known: Option<CachedHead>,
+    cached_head: Option<CachedHead>,
 }
 
 /// The files of an index that are opened.
-struct Chosen<'i> {
+struct ShardSelection<'i> {
     index: &'i ShardIndex,
     /// Their numbers in it, in rising order.
     numbers: Vec<usize>,
@@ -43,7 +43,7 @@ struct Chosen<'i> {
     first: Option<u64>,
 }
 
-impl Chosen<'_> {
+impl ShardSelection<'_> {
     /// The names of the files.
     fn names(&self) -> impl Iterator<Item = &String> {
         self.numbers.iter().filter_map(|&number| self.index.index.files.get(number))
@@ -51,8 +51,8 @@ impl Chosen<'_> {
 
     /// True if the index says that a tensor is not in this one of the opened files, but in another file.
     fn is_elsewhere(&self, name: &Name, file: usize) -> bool {
-        let found = self.index.promised.get(name.stored());
-        found.is_some_and(|promised| self.numbers.get(file) != Some(promised))
+        let found = self.index.indexed_files.get(name.stored());
+        found.is_some_and(|indexed_file| self.numbers.get(file) != Some(indexed_file))
     }
 }
 
@@ -66,21 +66,21 @@ impl ShardIndex {
         if source.capabilities().len.is_none() {
             return Ok(None);
         }
-        with_sound_copies(&|error| opened(&source, error), cancel, || {
-            let head = Head::read(Arc::clone(&source), base, cancel)?;
-            let is_index = shards::begins(head.bytes());
+        with_intact_copies(&|error| suspects_of_open(&source, error), cancel, || {
+            let head = FileHead::read(Arc::clone(&source), base, cancel)?;
+            let is_index = shards::recognises(head.bytes());
             is_index.then(|| Self::read(head, &Opening::new(cancel))).transpose()
         })
     }
 
     /// Reads an index whose first bytes were read already.
-    pub fn read(head: Head, opening: &Opening<'_>) -> Result<Self> {
+    pub fn read(head: FileHead, opening: &Opening<'_>) -> Result<Self> {
         let uri = head.source().uri();
-        let json = head.whole(MAX_LEN, "an index of shards", opening.cancel)?;
-        let index = shards::parse(&json).map_err(|e| e.of(uri))?;
-        let promised = promised(&index, uri)?;
-        let known = opening.known(&**head.source(), head.base(), &json, &[]);
-        Ok(ShardIndex { head, index, promised, known })
+        let json = head.read_all(MAX_LEN, "an index of shards", opening.cancel)?;
+        let index = shards::parse(&json).map_err(|e| e.in_file(uri))?;
+        let indexed_files = indexed_files(&index, uri)?;
+        let cached_head = opening.cached_head(&**head.source(), head.base(), &json, &[]);
+        Ok(ShardIndex { head, index, indexed_files, cached_head })
     }
 
     /// The address of the index.
@@ -90,13 +90,14 @@ impl ShardIndex {
 
     /// The number of the file that has a tensor, by the stored form of its name.
     pub fn file_of(&self, name: &str) -> Option<usize> {
-        self.promised.get(name).copied()
+        self.indexed_files.get(name).copied()
     }
 
     /// Opens one of the files, for one tensor.
     pub fn open_one(&self, file: usize, opening: &Opening<'_>) -> Result<TensorFile> {
-        let chosen = Chosen { index: self, numbers: vec![file], first: Some(FIRST_OF_ONE) };
-        self.open(&chosen, opening)
+        let selection =
+            ShardSelection { index: self, numbers: vec![file], first: Some(FIRST_OF_ONE) };
+        self.open(&selection, opening)
     }
 
     /// Opens the files of the wanted tensors; all files if the index does not name one of these tensors.
@@ -111,14 +112,14 @@ impl ShardIndex {
             None => listed(0..self.index.files.len(), LISTS)?,
         };
         let first = one.then_some(FIRST_OF_ONE);
-        self.open(&Chosen { index: self, numbers, first }, opening)
+        self.open(&ShardSelection { index: self, numbers, first }, opening)
     }
 
-    fn open(&self, chosen: &Chosen<'_>, opening: &Opening<'_>) -> Result<TensorFile> {
+    fn open(&self, selection: &ShardSelection<'_>, opening: &Opening<'_>) -> Result<TensorFile> {
         let uri = self.uri();
-        let parts = open_all(&self.head, chosen, uri, opening)?;
+        let parts = open_all(&self.head, selection, uri, opening)?;
         let mut heads: Vec<CachedHead> = Vec::new();
-        heads.extend(self.known.clone());
+        heads.extend(self.cached_head.clone());
         let mut sources = with_room(parts.len(), LISTS)?;
         let mut entries: Vec<Entry> = Vec::new();
         let mut metadata: Option<BTreeMap<String, String>> = None;
@@ -135,7 +136,7 @@ impl ShardIndex {
         for (file, part) in parts.into_iter().enumerate() {
             // Of two files that hold a tensor, the index says which one counts.
             let elsewhere =
-                |entry: &Entry| format.names_tensors() && chosen.is_elsewhere(&entry.name, file);
+                |entry: &Entry| format.names_tensors() && selection.is_elsewhere(&entry.name, file);
             more_room(&mut entries, part.entries.len(), LISTS)?;
             entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
             if let Some(pairs) = part.metadata {
@@ -159,43 +160,44 @@ impl ShardIndex {
         }
         let metadata = metadata.map(|pairs| listed(pairs, LISTS)).transpose()?;
         let metadata = Arc::new(Ok(metadata));
-        let mut promised = BTreeMap::new();
+        let mut indexed_files = BTreeMap::new();
         if format.names_tensors() {
-            check_all_are_there(chosen, &names, uri)?;
+            check_all_are_there(selection, &names, uri)?;
         } else {
-            // Inserted one by one, to need little memory at once: see the function `promised`.
+            // Inserted one by one, to need little memory at once: see the function `indexed_files`.
             for (name, file) in &self.index.tensors {
-                if let Ok(opened) = chosen.numbers.binary_search(file) {
-                    promised.insert(name.clone(), opened);
+                if let Ok(opened) = selection.numbers.binary_search(file) {
+                    indexed_files.insert(name.clone(), opened);
                 }
             }
         }
-        let catalog = Catalog { format, entries: Arc::new(entries), names, metadata, promised };
+        let catalog =
+            Catalog { format, entries: Arc::new(entries), names, metadata, indexed_files };
         Ok(TensorFile::new(uri.to_owned(), sources, catalog, None, heads))
     }
 }
 
 /// Returns the number of the file of each tensor that the index names, by the stored form of its name.
-fn promised(index: &Index, uri: &str) -> Result<BTreeMap<String, usize>> {
+fn indexed_files(index: &ShardMap, uri: &str) -> Result<BTreeMap<String, usize>> {
     // Inserted one by one, each in a small piece of memory: `collect` would first sort a list of them all.
-    let mut promised = BTreeMap::new();
+    let mut indexed_files = BTreeMap::new();
     for (name, &file) in &index.tensors {
         let name = Name::from_key(name).map_err(|what| malformed(uri, what))?;
-        promised.insert(name.stored().to_owned(), file);
+        indexed_files.insert(name.stored().to_owned(), file);
     }
-    Ok(promised)
+    Ok(indexed_files)
 }
 
-fn check_all_are_there(chosen: &Chosen<'_>, names: &NameTree, uri: &str) -> Result<()> {
-    let opened = |file: &usize| chosen.numbers.binary_search(file).is_ok();
-    let mut promised = chosen.index.promised.iter().filter(|(_, file)| opened(file));
-    let missing = promised.find(|(name, _)| names.find(name).is_none());
+fn check_all_are_there(selection: &ShardSelection<'_>, names: &NameTree, uri: &str) -> Result<()> {
+    let is_opened = |file: &usize| selection.numbers.binary_search(file).is_ok();
+    let mut indexed = selection.index.indexed_files.iter().filter(|(_, file)| is_opened(file));
+    let missing = indexed.find(|(name, _)| names.find(name).is_none());
     let Some((name, &file)) = missing else { return Ok(()) };
-    let shard = chosen.index.index.files.get(file).map_or("", String::as_str);
+    let shard = selection.index.index.files.get(file).map_or("", String::as_str);
     let what = format!(
         "expected tensor `{}` in `{}`, which does not hold it",
-        Brief(name.trim_start_matches('\u{1e}')),
-        Brief(shard)
+        Shortened(name.trim_start_matches('\u{1e}')),
+        Shortened(shard)
     );
     Err(malformed(uri, what))
 }
@@ -210,30 +212,31 @@ fn at_once(source: &dyn ReadAt) -> usize {
 
 /// Opens the files, several at once, in the order of their numbers.
 fn open_all(
-    head: &Head,
-    chosen: &Chosen<'_>,
+    head: &FileHead,
+    selection: &ShardSelection<'_>,
     uri: &str,
     opening: &Opening<'_>,
-) -> Result<Vec<Part>> {
-    let slots = listed(chosen.names().map(|_| None), LISTS)?;
+) -> Result<Vec<CatalogPart>> {
+    let slots = listed(selection.names().map(|_| None), LISTS)?;
     let at_once = at_once(&**head.source()).min(slots.len());
     let parts = Mutex::new(slots);
-    let queue = Mutex::new(chosen.names().enumerate());
+    let queue = Mutex::new(selection.names().enumerate());
     workers::run(at_once, opening.cancel, |control| {
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((number, name)) = next else { break };
-            let source = head.source().sibling(name, chosen.first, control)?.ok_or_else(|| {
+            let source = head.source().sibling(name, selection.first, control)?.ok_or_else(|| {
                 Error::Unsupported(format!(
                     "`{uri}` is an index of shards, which cannot be found from a file object: pass \
-                     the path or address of the index"
+                     the path or addressof the index"
                 ))
             })?;
             let opening = Opening { cancel: control, ..*opening };
-            let part = with_sound_copies(&|error| opened(&source, error), control, || {
-                let head = Head::read(Arc::clone(&source), 0, control)?;
-                head.part((number, at_once), &opening)
-            })?;
+            let part =
+                with_intact_copies(&|error| suspects_of_open(&source, error), control, || {
+                    let head = FileHead::read(Arc::clone(&source), 0, control)?;
+                    head.part((number, at_once), &opening)
+                })?;
             let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(slot) = parts.get_mut(number) {
                 *slot = Some(part);

@@ -1,5 +1,5 @@
 //! Range locks of files (locks of open file descriptions), which end with the processes that hold them.
-//! One of the few modules with `unsafe` code.
+//! `unsafe` is allowed in this file: it makes system calls.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -9,14 +9,14 @@ use std::os::fd::AsRawFd;
 
 /// The outcome of an attempt to lock a range.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Claimed {
+pub enum RangeLockAttempt {
     /// This open file description holds the lock of the range.
-    Ours,
+    Acquired,
     /// Another open file description holds a lock in the range, which begins at this position.
-    Theirs(u64),
+    HeldElsewhere(u64),
 }
 
-fn lock(range: &Range<u64>, kind: libc::c_int) -> io::Result<libc::flock> {
+fn flock_request(range: &Range<u64>, kind: libc::c_int) -> io::Result<libc::flock> {
     let number =
         |n: u64| libc::off_t::try_from(n).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
     let kind = libc::c_short::try_from(kind);
@@ -31,40 +31,40 @@ fn lock(range: &Range<u64>, kind: libc::c_int) -> io::Result<libc::flock> {
 
 /// Locks a range for this open file description, which all duplicates of the descriptor share. Does not
 /// wait. A range that it holds already can be locked again.
-pub fn claim(file: &File, range: &Range<u64>) -> io::Result<Claimed> {
-    let mut wanted = lock(range, libc::F_WRLCK)?;
+pub fn try_lock_range(file: &File, range: &Range<u64>) -> io::Result<RangeLockAttempt> {
+    let mut request = flock_request(range, libc::F_WRLCK)?;
     // SAFETY: one structure that lives until the call returns.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } == 0 {
-        return Ok(Claimed::Ours);
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const request) } == 0 {
+        return Ok(RangeLockAttempt::Acquired);
     }
     let error = io::Error::last_os_error();
     if !matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) {
         return Err(error);
     }
     // SAFETY: as above; the kernel writes the first conflicting lock to it.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut wanted) } != 0 {
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut request) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    let free = libc::c_int::from(wanted.l_type) == libc::F_UNLCK;
-    let from = if free { range.start } else { u64::try_from(wanted.l_start).unwrap_or(0) };
-    Ok(Claimed::Theirs(from))
+    let free = libc::c_int::from(request.l_type) == libc::F_UNLCK;
+    let from = if free { range.start } else { u64::try_from(request.l_start).unwrap_or(0) };
+    Ok(RangeLockAttempt::HeldElsewhere(from))
 }
 
 /// Unlocks a range.
-pub fn release(file: &File, range: &Range<u64>) {
-    if let Ok(wanted) = lock(range, libc::F_UNLCK) {
+pub fn unlock_range(file: &File, range: &Range<u64>) {
+    if let Ok(request) = flock_request(range, libc::F_UNLCK) {
         // SAFETY: one structure that lives until the call returns.
-        let _ = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) };
+        let _ = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const request) };
     }
 }
 
 /// The range whose lock says that a file is in use. It lies behind all ranges that can be claimed.
 const IN_USE: Range<u64> = 1 << 62..(1 << 62) + 1;
 
-fn use_as(file: &File, kind: libc::c_int) -> io::Result<bool> {
-    let wanted = lock(&IN_USE, kind)?;
+fn try_lock_in_use(file: &File, kind: libc::c_int) -> io::Result<bool> {
+    let request = flock_request(&IN_USE, kind)?;
     // SAFETY: one structure that lives until the call returns.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } == 0 {
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const request) } == 0 {
         return Ok(true);
     }
     match io::Error::last_os_error() {
@@ -75,24 +75,24 @@ fn use_as(file: &File, kind: libc::c_int) -> io::Result<bool> {
 
 /// Takes the shared lock of a file in use. False if another open file description holds the exclusive
 /// one.
-pub fn share(file: &File) -> io::Result<bool> {
-    use_as(file, libc::F_RDLCK)
+pub fn try_lock_shared(file: &File) -> io::Result<bool> {
+    try_lock_in_use(file, libc::F_RDLCK)
 }
 
 /// Takes the exclusive lock of a file that is open for writing. False if another open file description
 /// holds the shared or the exclusive one.
-pub fn take(file: &File) -> io::Result<bool> {
-    use_as(file, libc::F_WRLCK)
+pub fn try_lock_exclusive(file: &File) -> io::Result<bool> {
+    try_lock_in_use(file, libc::F_WRLCK)
 }
 
 /// The effective user id of this process.
-pub fn user() -> u32 {
+pub fn effective_user_id() -> u32 {
     // SAFETY: takes nothing and cannot fail.
     unsafe { libc::geteuid() }
 }
 
 /// The size of a file system in bytes, and the bytes that are free for this user.
-pub fn space(file: &File) -> io::Result<(u64, u64)> {
+pub fn disk_space(file: &File) -> io::Result<(u64, u64)> {
     let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
     // SAFETY: one structure, which the kernel fills if it returns 0.
     if unsafe { libc::fstatvfs(file.as_raw_fd(), found.as_mut_ptr()) } != 0 {
@@ -110,21 +110,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_is_one_openings() {
+    fn a_range_is_locked_by_one_open_file_description() {
         let path = tempfile::NamedTempFile::new().unwrap();
         let (one, other) = (path.reopen().unwrap(), path.reopen().unwrap());
-        assert_eq!(claim(&one, &(10..20)).unwrap(), Claimed::Ours);
-        assert_eq!(claim(&one, &(15..25)).unwrap(), Claimed::Ours);
-        assert_eq!(claim(&other, &(5..12)).unwrap(), Claimed::Theirs(10));
-        assert_eq!(claim(&other, &(24..30)).unwrap(), Claimed::Theirs(10));
-        assert_eq!(claim(&other, &(25..30)).unwrap(), Claimed::Ours);
-        release(&one, &(0..20));
-        assert_eq!(claim(&other, &(5..20)).unwrap(), Claimed::Ours);
-        assert!(share(&one).unwrap() && share(&other).unwrap());
-        assert!(!take(&one).unwrap());
+        assert_eq!(try_lock_range(&one, &(10..20)).unwrap(), RangeLockAttempt::Acquired);
+        assert_eq!(try_lock_range(&one, &(15..25)).unwrap(), RangeLockAttempt::Acquired);
+        assert_eq!(try_lock_range(&other, &(5..12)).unwrap(), RangeLockAttempt::HeldElsewhere(10));
+        assert_eq!(try_lock_range(&other, &(24..30)).unwrap(), RangeLockAttempt::HeldElsewhere(10));
+        assert_eq!(try_lock_range(&other, &(25..30)).unwrap(), RangeLockAttempt::Acquired);
+        unlock_range(&one, &(0..20));
+        assert_eq!(try_lock_range(&other, &(5..20)).unwrap(), RangeLockAttempt::Acquired);
+        assert!(try_lock_shared(&one).unwrap() && try_lock_shared(&other).unwrap());
+        assert!(!try_lock_exclusive(&one).unwrap());
         drop(other);
-        assert_eq!(claim(&one, &(0..100)).unwrap(), Claimed::Ours);
-        assert!(take(&one).unwrap());
-        assert!(!share(&path.reopen().unwrap()).unwrap());
+        assert_eq!(try_lock_range(&one, &(0..100)).unwrap(), RangeLockAttempt::Acquired);
+        assert!(try_lock_exclusive(&one).unwrap());
+        assert!(!try_lock_shared(&path.reopen().unwrap()).unwrap());
     }
 }

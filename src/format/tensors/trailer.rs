@@ -1,36 +1,36 @@
 //! The index trailer: data at the end of the index block, after its last entry, where other readers see
 //! unused space. From its end backwards: a manifest, the identity of a saved object, metadata.
 
+use super::identity::{self, FileIdentity, IDENTITY_LEN};
 use super::metadata;
-use super::pair::{self, PAIR_LEN, PairId};
 use crate::error::{Error, Malformed, Result};
 
 /// The contents of an index trailer, except its manifest.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Behind {
+pub struct IndexTrailer {
     /// The identity by which the pickle of a saved object recognises this file of its storages.
-    pub pair_id: Option<PairId>,
+    pub identity: Option<FileIdentity>,
     /// Names and values.
     pub metadata: std::result::Result<Vec<(String, String)>, Malformed>,
 }
 
-/// Bytes that [`put`] writes.
-pub fn len(metadata: &[u8], paired: bool) -> usize {
-    metadata.len() + if paired { PAIR_LEN } else { 0 }
+/// Bytes that [`write`] writes.
+pub fn len(metadata: &[u8], has_identity: bool) -> usize {
+    metadata.len() + if has_identity { IDENTITY_LEN } else { 0 }
 }
 
 /// Writes encoded metadata and an identity to the end of `space`, which follows the entries.
-pub fn put(mut space: &mut [u8], metadata: &[u8], pair_id: Option<PairId>) -> Result<()> {
+pub fn write(mut space: &mut [u8], metadata: &[u8], identity: Option<FileIdentity>) -> Result<()> {
     let found = space.len();
     let short = || {
-        let needed = len(metadata, pair_id.is_some());
+        let needed = len(metadata, identity.is_some());
         Error::Bug(format!("{needed} bytes to be put into {found} behind the index"))
     };
-    if let Some(id) = pair_id {
-        if !pair::put(space, id) {
+    if let Some(id) = identity {
+        if !identity::write(space, id) {
             return Err(short());
         }
-        space = space.split_last_chunk_mut::<PAIR_LEN>().ok_or_else(short)?.0;
+        space = space.split_last_chunk_mut::<IDENTITY_LEN>().ok_or_else(short)?.0;
     }
     let at = space.len().checked_sub(metadata.len()).ok_or_else(short)?;
     space.split_at_mut(at).1.copy_from_slice(metadata);
@@ -38,11 +38,11 @@ pub fn put(mut space: &mut [u8], metadata: &[u8], pair_id: Option<PairId>) -> Re
 }
 
 /// Finds the contents of the space after the entries, which lies at file position `at`.
-pub fn find(space: &[u8], at: u64) -> Behind {
-    let pair_id = pair::find(space);
-    let unpaired = space.len().saturating_sub(pair_id.map_or(0, |_| PAIR_LEN));
-    let metadata = metadata::find(space.split_at(unpaired).0, at);
-    Behind { pair_id, metadata }
+pub fn find(space: &[u8], at: u64) -> IndexTrailer {
+    let identity = identity::find(space);
+    let without_identity = space.len().saturating_sub(identity.map_or(0, |_| IDENTITY_LEN));
+    let metadata = metadata::find(space.split_at(without_identity).0, at);
+    IndexTrailer { identity, metadata }
 }
 
 #[cfg(test)]
@@ -53,21 +53,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_is_found_with_and_without_the_other() {
+    fn metadata_and_identity_are_found_independently() {
         let metadata = vec![("b".to_owned(), "1".to_owned()), ("a".to_owned(), String::new())];
-        for pair_id in [None, Some([7; 16])] {
+        for identity in [None, Some([7; 16])] {
             for metadata in [vec![], metadata.clone()] {
                 let bytes = metadata::encode(&metadata, "f").unwrap();
-                let needed = len(&bytes, pair_id.is_some());
+                let needed = len(&bytes, identity.is_some());
                 for free in [0, 1, 100] {
                     let mut space = vec![0; needed + free];
-                    put(&mut space, &bytes, pair_id).unwrap();
+                    write(&mut space, &bytes, identity).unwrap();
                     assert!(space[..free].iter().all(|&byte| byte == 0));
                     let found = find(&space, 0);
-                    assert_eq!(found, Behind { pair_id, metadata: Ok(metadata.clone()) });
+                    assert_eq!(found, IndexTrailer { identity, metadata: Ok(metadata.clone()) });
                 }
                 if needed > 0 {
-                    put(&mut vec![0; needed - 1], &bytes, pair_id).unwrap_err();
+                    write(&mut vec![0; needed - 1], &bytes, identity).unwrap_err();
                 }
             }
         }

@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::item::Item;
-use super::origin::Origin;
+use super::tensor_data::TensorData;
+use super::write_tensor::WriteTensor;
 use crate::codec::crypt::PIECE_LEN;
-use crate::engine::plan::{Batch, Extent, Limits, PLAN, SegmentKind, partition};
+use crate::engine::plan::{Batch, BatchLimits, Extent, PLAN, SegmentKind, partition};
 use crate::error::Result;
 use crate::fallible::{collected, listed, more_room, push};
 
@@ -17,13 +17,13 @@ pub const BATCH_LEN: u64 = 4 << 20;
 pub const UPLOAD_BATCH_LEN: u64 = 512 << 10;
 /// SHA-256 must see a tensor front to back. The batches of tensors of at least this length are
 /// interleaved, so that several tensors are hashed at once.
-const TURN_LEN: u64 = 16 << 20;
+const INTERLEAVE_LEN: u64 = 16 << 20;
 /// Maximum number of tensors of a device that are written together. Each has a header and data, and
 /// one system call takes only so many buffers.
-const MOST: usize = crate::sys::MAX_VECTORS / 2;
+const MAX_GROUP: usize = crate::sys::MAX_VECTORS / 2;
 
-/// A part of the data of one tensor. A tensor without data has one span, of no bytes.
-pub struct Span {
+/// A part of the data of one tensor. A tensor without data has one range, of no bytes.
+pub struct DataRange {
     /// Index of the tensor.
     pub tensor: usize,
     /// Position within the data.
@@ -32,9 +32,9 @@ pub struct Span {
     pub len: u64,
 }
 
-pub enum Job {
+pub enum WriteJob {
     /// Data in memory that are written together.
-    Memory(Vec<Span>),
+    Memory(Vec<DataRange>),
     /// A tensor that must first be copied into memory, by itself.
     Deferred(usize),
     /// A tensor on a device that does not fit into a staging buffer.
@@ -46,78 +46,87 @@ pub enum Job {
 /// Cuts adjacent tensors in memory into batches of at most `batch_len` bytes; other tensors become
 /// jobs of their own.
 ///
-/// Jobs are in file order, except that up to `in_turns` large tensors are interleaved; the batches
+/// Jobs are in file order, except that up to `max_interleaved` large tensors are interleaved; the batches
 /// of each tensor stay in order. `staging`: bytes of a device's staging buffer.
-pub fn jobs(
-    items: &[Item<'_>],
-    in_turns: usize,
+pub fn plan_jobs(
+    items: &[WriteTensor<'_>],
+    max_interleaved: usize,
     staging: usize,
     batch_len: u64,
-) -> Result<Vec<Job>> {
-    let mut jobs = Turns { in_turns, begun: Vec::new(), jobs: Vec::new() };
-    let in_memory =
-        |tensors| listed(batches(items, tensors, batch_len)?.into_iter().map(Job::Memory), PLAN);
+) -> Result<Vec<WriteJob>> {
+    let mut jobs = Interleaver { max_interleaved, interleaved: Vec::new(), jobs: Vec::new() };
+    let in_memory = |tensors| {
+        listed(batches(items, tensors, batch_len)?.into_iter().map(WriteJob::Memory), PLAN)
+    };
     let mut first = 0;
     for (tensor, item) in items.iter().enumerate() {
         // Already in a group with tensors before it.
         if tensor < first {
             continue;
         }
-        let alone = match &item.origin {
-            Origin::Deferred(_) => Job::Deferred(tensor),
-            Origin::Device(bytes) if bytes.memory.size() > staging => Job::Device(tensor),
-            Origin::Device(_) => Job::DeviceGroup(tensor..group_end(items, tensor, staging)),
-            Origin::Bytes(_) if in_turns > 1 && item.entry.data_len >= TURN_LEN => {
-                jobs.then(in_memory(first..tensor)?)?;
-                jobs.begin(in_memory(tensor..tensor + 1)?)?;
+        let alone = match &item.data {
+            TensorData::Deferred(_) => WriteJob::Deferred(tensor),
+            TensorData::Device(bytes) if bytes.memory.size() > staging => WriteJob::Device(tensor),
+            TensorData::Device(_) => {
+                WriteJob::DeviceGroup(tensor..group_end(items, tensor, staging))
+            }
+            TensorData::Bytes(_)
+                if max_interleaved > 1 && item.entry.data_len >= INTERLEAVE_LEN =>
+            {
+                jobs.append(in_memory(first..tensor)?)?;
+                jobs.interleave(in_memory(tensor..tensor + 1)?)?;
                 first = tensor + 1;
                 continue;
             }
-            Origin::Bytes(_) | Origin::Meta => continue,
+            TensorData::Bytes(_) | TensorData::Meta => continue,
         };
-        jobs.then(in_memory(first..tensor)?)?;
-        first = if let Job::DeviceGroup(group) = &alone { group.end } else { tensor + 1 };
+        jobs.append(in_memory(first..tensor)?)?;
+        first = if let WriteJob::DeviceGroup(group) = &alone { group.end } else { tensor + 1 };
         push(&mut jobs.jobs, alone, PLAN)?;
     }
-    jobs.then(in_memory(first..items.len())?)?;
-    jobs.take_turns()?;
+    jobs.append(in_memory(first..items.len())?)?;
+    jobs.flush()?;
     Ok(jobs.jobs)
 }
 
-const LIMITS: Limits = Limits {
+const LIMITS: BatchLimits = BatchLimits {
     len: BATCH_LEN,
     tapers: false,
     merge_gap: 0,
     segments: crate::sys::MAX_VECTORS,
     unit: PIECE_LEN,
-    apart: u64::MAX,
+    separate_len: u64::MAX,
     block: 1,
-    passing: u64::MAX,
+    overhead: u64::MAX,
 };
 
 /// Cuts the data of tensors that are adjacent in the file into batches of at most `len` bytes.
-pub fn batches(items: &[Item<'_>], tensors: Range<usize>, len: u64) -> Result<Vec<Vec<Span>>> {
+pub fn batches(
+    items: &[WriteTensor<'_>],
+    tensors: Range<usize>,
+    len: u64,
+) -> Result<Vec<Vec<DataRange>>> {
     let first = tensors.start;
-    let run = items.get(tensors).unwrap_or(&[]).iter();
-    let extents = run.map(|item| Extent {
+    let adjacent = items.get(tensors).unwrap_or(&[]).iter();
+    let extents = adjacent.map(|item| Extent {
         file: 0,
         header_offset: item.entry.header_offset,
         data_offset: item.entry.data_offset,
         data_len: item.entry.data_len,
     });
     let extents = listed(extents, PLAN)?;
-    let batches = partition(&extents, &Limits { len, unit: len.min(PIECE_LEN), ..LIMITS })?;
+    let batches = partition(&extents, &BatchLimits { len, unit: len.min(PIECE_LEN), ..LIMITS })?;
     collected(batches.iter().map(|batch| spans(batch, &extents, first)), PLAN)
 }
 
-fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<Span>> {
+fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<DataRange>> {
     let empty = |tensor: usize| extents.get(tensor).is_some_and(|extent| extent.data_len == 0);
     let spans = batch.segments.iter().filter_map(|segment| match segment.kind {
         SegmentKind::Data { tensor, start } => {
-            Some(Span { tensor: first + tensor, start, len: segment.len })
+            Some(DataRange { tensor: first + tensor, start, len: segment.len })
         }
         SegmentKind::Header { tensor } if empty(tensor) => {
-            Some(Span { tensor: first + tensor, start: 0, len: 0 })
+            Some(DataRange { tensor: first + tensor, start: 0, len: 0 })
         }
         SegmentKind::Header { .. } | SegmentKind::Gap => None,
     });
@@ -126,12 +135,12 @@ fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<Span>> {
 
 /// Returns the end of the group of tensors, from `first` on, that are downloaded together into one
 /// staging buffer. They are adjacent in the file, and on the same device.
-fn group_end(items: &[Item<'_>], first: usize, staging: usize) -> usize {
+fn group_end(items: &[WriteTensor<'_>], first: usize, staging: usize) -> usize {
     let mut used = 0usize;
     let mut end: Option<(u64, &str)> = None;
     let mut count = 0;
-    for item in items.iter().skip(first).take(MOST) {
-        let Origin::Device(bytes) = &item.origin else { break };
+    for item in items.iter().skip(first).take(MAX_GROUP) {
+        let TensorData::Device(bytes) = &item.data else { break };
         let name = bytes.device.name();
         used += bytes.memory.size().next_multiple_of(crate::mem::ALIGNMENT);
         if end.is_some_and(|end| end != (item.entry.header_offset, name) || used > staging) {
@@ -143,30 +152,30 @@ fn group_end(items: &[Item<'_>], first: usize, staging: usize) -> usize {
     first + count
 }
 
-struct Turns {
-    in_turns: usize,
+struct Interleaver {
+    max_interleaved: usize,
     /// The batches of tensors that are to be interleaved.
-    begun: Vec<VecDeque<Job>>,
-    jobs: Vec<Job>,
+    interleaved: Vec<VecDeque<WriteJob>>,
+    jobs: Vec<WriteJob>,
 }
 
-impl Turns {
-    fn then(&mut self, jobs: Vec<Job>) -> Result<()> {
+impl Interleaver {
+    fn append(&mut self, jobs: Vec<WriteJob>) -> Result<()> {
         more_room(&mut self.jobs, jobs.len(), PLAN)?;
         self.jobs.extend(jobs);
         Ok(())
     }
 
-    fn begin(&mut self, tensor: Vec<Job>) -> Result<()> {
-        self.begun.push(tensor.into());
-        if self.begun.len() == self.in_turns { self.take_turns() } else { Ok(()) }
+    fn interleave(&mut self, tensor: Vec<WriteJob>) -> Result<()> {
+        self.interleaved.push(tensor.into());
+        if self.interleaved.len() == self.max_interleaved { self.flush() } else { Ok(()) }
     }
 
-    fn take_turns(&mut self) -> Result<()> {
-        while !self.begun.is_empty() {
-            more_room(&mut self.jobs, self.begun.len(), PLAN)?;
-            self.jobs.extend(self.begun.iter_mut().filter_map(VecDeque::pop_front));
-            self.begun.retain(|tensor| !tensor.is_empty());
+    fn flush(&mut self) -> Result<()> {
+        while !self.interleaved.is_empty() {
+            more_room(&mut self.jobs, self.interleaved.len(), PLAN)?;
+            self.jobs.extend(self.interleaved.iter_mut().filter_map(VecDeque::pop_front));
+            self.interleaved.retain(|tensor| !tensor.is_empty());
         }
         Ok(())
     }

@@ -5,35 +5,35 @@ use std::io::IoSlice;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::chunk::{Backlog, Chunk, Waiting};
-use super::item::Item;
+use super::chunk::{HashBacklog, TensorChunk, UnhashedBytes};
+use super::write_tensor::WriteTensor;
 use crate::cancel::Cancel;
 use crate::codec::crypt::Manifest;
-use crate::codec::encrypt::Seal;
+use crate::codec::encrypt::Encryptor;
 use crate::codec::hash::{Digests, digest_all, sha256};
-use crate::codec::{HashPool, Taken};
+use crate::codec::{HashBatch, HashPool};
 use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
 use crate::fallible::{collected, listed, push};
-use crate::format::tensors::header::{Draft, Hashes};
+use crate::format::tensors::header::{Hashes, HeaderDraft};
 use crate::io::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
 
 /// State that the threads of one save share.
-pub struct Pass<'p> {
+pub struct SaveTask<'p> {
     pub sink: &'p dyn WriteAt,
-    pub items: &'p [Item<'p>],
+    pub items: &'p [WriteTensor<'p>],
     /// The encryption of each tensor, if there is one.
-    pub seals: Vec<Option<Seal<'p>>>,
+    pub encryptors: Vec<Option<Encryptor<'p>>>,
     pub manifest: Option<Manifest>,
     /// True if digests of headers are needed even without a manifest.
-    pub named: bool,
+    pub needs_digests: bool,
     /// The hashes that headers store; None without headers.
     pub hashes: Option<Hashes>,
     /// The hashes of large tensors.
-    pub pool: HashPool<Waiting<'p>>,
-    pub backlog: &'p Backlog,
+    pub hash_pool: HashPool<UnhashedBytes<'p>>,
+    pub backlog: &'p HashBacklog,
     /// True if the sink keeps written bytes until they are sent. Copies are then hashed and
     /// released before a thread waits for a server, so that bytes are not held twice.
     pub sends: bool,
@@ -45,14 +45,14 @@ pub struct Pass<'p> {
 }
 
 /// Adjacent bytes to be written together.
-struct Run<'a> {
+struct WriteRun<'a> {
     offset: u64,
     end: u64,
     buffers: Vec<IoSlice<'a>>,
 }
 
-impl<'p> Pass<'p> {
-    pub fn item(&self, tensor: usize) -> Result<&'p Item<'p>> {
+impl<'p> SaveTask<'p> {
+    pub fn item(&self, tensor: usize) -> Result<&'p WriteTensor<'p>> {
         self.items.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
@@ -65,20 +65,20 @@ impl<'p> Pass<'p> {
     ///
     /// A small tensor comes as one chunk: it is hashed first, and its header is written with it.
     /// The chunks of a large tensor may come in any order; its header is written when the pool has
-    /// hashed all of them. Complete parts are sent later, by [`Pass::settle`].
-    pub fn put(&self, chunks: Vec<Chunk<'p>>, control: &Control<'_>) -> Result<()> {
-        let sealed = collected(chunks.iter().map(|chunk| self.sealed(chunk)), PLAN)?;
+    /// hashed all of them. Complete parts are sent later, by [`SaveTask::send_complete_parts`].
+    pub fn write_chunks(&self, chunks: Vec<TensorChunk<'p>>, control: &Control<'_>) -> Result<()> {
+        let encrypted = collected(chunks.iter().map(|chunk| self.encrypted(chunk)), PLAN)?;
         let plain = self.hashes.is_none();
         let headers = if plain { Vec::new() } else { self.headers_of_small(&chunks)? };
         let mut headers = headers.iter();
-        let mut runs: Vec<Run<'_>> = Vec::new();
-        for (chunk, sealed) in chunks.iter().zip(&sealed) {
+        let mut runs: Vec<WriteRun<'_>> = Vec::new();
+        for (chunk, encrypted) in chunks.iter().zip(&encrypted) {
             let item = self.item(chunk.tensor)?;
             if !plain && !item.is_large() {
                 let header = headers.next().ok_or_else(|| Error::Bug("no header".to_owned()))?;
                 append(&mut runs, item.entry.header_offset, header)?;
             }
-            let bytes = sealed.as_deref().unwrap_or(chunk.bytes.as_ref());
+            let bytes = encrypted.as_deref().unwrap_or(chunk.bytes.as_ref());
             append(&mut runs, item.entry.data_offset + chunk.start, bytes)?;
         }
         for run in &mut runs {
@@ -90,12 +90,12 @@ impl<'p> Pass<'p> {
             return Ok(());
         }
         self.counters.time(Stage::Hash, || -> Result<()> {
-            for Chunk { tensor, start, bytes } in chunks {
+            for TensorChunk { tensor, start, bytes } in chunks {
                 if self.item(tensor)?.is_large() {
                     if start == 0 {
-                        self.pool.header(tensor, &self.draft(tensor)?.bytes);
+                        self.hash_pool.header(tensor, &self.draft(tensor)?.bytes);
                     }
-                    self.pool.data(tensor, start, self.backlog.add(bytes));
+                    self.hash_pool.data(tensor, start, self.backlog.add(bytes));
                 }
             }
             Ok(())
@@ -107,10 +107,10 @@ impl<'p> Pass<'p> {
     /// complete. False if there is nothing to hash, or too little while `more_to_write` returns
     /// true.
     pub fn hash(&self, more_to_write: &dyn Fn() -> bool, control: &Control<'_>) -> Result<bool> {
-        let taken = self.pool.take(more_to_write, || control.stopped());
-        let found = self.hash_taken(taken, control)?;
+        let batch = self.hash_pool.take(more_to_write, || control.stopped());
+        let found = self.hash_batch(batch, control)?;
         if found {
-            self.settle(control)?;
+            self.send_complete_parts(control)?;
         }
         Ok(found)
     }
@@ -119,7 +119,7 @@ impl<'p> Pass<'p> {
     /// memory that the backlog may hold. Bytes that another thread is hashing are released by that
     /// thread.
     pub fn hash_all_ready(&self, control: &Control<'_>) -> Result<()> {
-        while self.hash_taken(self.pool.take_ready(), control)? {
+        while self.hash_batch(self.hash_pool.take_ready(), control)? {
             control.check()?;
         }
         Ok(())
@@ -127,20 +127,24 @@ impl<'p> Pass<'p> {
 
     /// Hashes until the backlog is below its limit, so that it does not grow.
     pub fn hash_backlog(&self, control: &Control<'_>) -> Result<()> {
-        while self.hash(&|| !self.backlog.is_enough(), control)? {
+        while self.hash(&|| !self.backlog.is_full(), control)? {
             control.check()?;
         }
         Ok(())
     }
 
-    fn hash_taken(&self, taken: Option<Taken<Waiting<'p>>>, control: &Control<'_>) -> Result<bool> {
-        let Some(taken) = taken else { return Ok(false) };
+    fn hash_batch(
+        &self,
+        batch: Option<HashBatch<UnhashedBytes<'p>>>,
+        control: &Control<'_>,
+    ) -> Result<bool> {
+        let Some(batch) = batch else { return Ok(false) };
         let mut complete = Vec::new();
         self.counters.time(Stage::Hash, || {
-            self.pool.hash(taken, |tensor, digests| complete.push((tensor, digests)));
+            self.hash_pool.hash(batch, |tensor, digests| complete.push((tensor, digests)));
         });
         for (tensor, digests) in complete {
-            let header = self.finish(tensor, self.draft(tensor)?, &digests)?;
+            let header = self.finish_header(tensor, self.draft(tensor)?, &digests)?;
             let offset = self.item(tensor)?.entry.header_offset;
             self.write(offset, &mut [IoSlice::new(&header)], control)?;
         }
@@ -149,7 +153,7 @@ impl<'p> Pass<'p> {
 
     /// Returns the finished headers of the small tensors, in order. Their data must be encrypted
     /// already.
-    fn headers_of_small(&self, chunks: &[Chunk<'p>]) -> Result<Vec<Vec<u8>>> {
+    fn headers_of_small(&self, chunks: &[TensorChunk<'p>]) -> Result<Vec<Vec<u8>>> {
         let mut drafts = Vec::new();
         for chunk in chunks {
             if !self.item(chunk.tensor)?.is_large() {
@@ -161,40 +165,47 @@ impl<'p> Pass<'p> {
         let inputs = listed(inputs, PLAN)?;
         let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()))?;
         let drafts = drafts.into_iter().zip(digests);
-        let finish = |((chunk, draft), digests): ((&Chunk<'p>, _), _)| {
-            self.finish(chunk.tensor, draft, &digests)
+        let finish = |((chunk, draft), digests): ((&TensorChunk<'p>, _), _)| {
+            self.finish_header(chunk.tensor, draft, &digests)
         };
         collected(drafts.map(finish), PLAN)
     }
 
-    fn seal(&self, tensor: usize) -> Result<Option<&Seal<'p>>> {
-        let seal = self.seals.get(tensor);
-        Ok(seal.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.as_ref())
+    fn encryptor(&self, tensor: usize) -> Result<Option<&Encryptor<'p>>> {
+        let encryptor = self.encryptors.get(tensor);
+        Ok(encryptor.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.as_ref())
     }
 
     /// Returns the encrypted bytes of a chunk, if the file is encrypted.
-    fn sealed(&self, chunk: &Chunk<'_>) -> Result<Option<Vec<u8>>> {
+    fn encrypted(&self, chunk: &TensorChunk<'_>) -> Result<Option<Vec<u8>>> {
         let bytes = chunk.bytes.as_ref();
-        let seal =
-            |seal: &Seal<'_>| self.counters.time(Stage::Decrypt, || seal.seal(chunk.start, bytes));
-        self.seal(chunk.tensor)?.filter(|_| !bytes.is_empty()).map(seal).transpose()
+        let encryptor = |encryptor: &Encryptor<'_>| {
+            self.counters.time(Stage::Decrypt, || encryptor.encrypt(chunk.start, bytes))
+        };
+        self.encryptor(chunk.tensor)?.filter(|_| !bytes.is_empty()).map(encryptor).transpose()
     }
 
-    fn draft(&self, tensor: usize) -> Result<Draft> {
+    fn draft(&self, tensor: usize) -> Result<HeaderDraft> {
         let item = self.item(tensor)?;
-        let crypt_len = self.seal(tensor)?.map_or(0, Seal::encoded_len);
+        let crypt_len = self.encryptor(tensor)?.map_or(0, Encryptor::encoded_len);
         let hashes =
             self.hashes.ok_or_else(|| Error::Bug("a header of a plain file".to_owned()))?;
-        Draft::new(item.entry, item.module_index, hashes, crypt_len)
+        HeaderDraft::new(item.entry, item.module_index, hashes, crypt_len)
     }
 
     /// Returns the complete header of a tensor, whose data must be encrypted already.
-    fn finish(&self, tensor: usize, draft: Draft, digests: &Digests) -> Result<Vec<u8>> {
-        let crypt = self.seal(tensor)?.map(Seal::encode).transpose()?.unwrap_or(Vec::new());
+    fn finish_header(
+        &self,
+        tensor: usize,
+        draft: HeaderDraft,
+        digests: &Digests,
+    ) -> Result<Vec<u8>> {
+        let crypt =
+            self.encryptor(tensor)?.map(Encryptor::encode).transpose()?.unwrap_or(Vec::new());
         let header = draft.finish(digests.crc, &digests.sha, &crypt);
         let digest = match &self.manifest {
             Some(manifest) => Some(manifest.digest(&header).into()),
-            None => self.named.then(|| sha256(&header)),
+            None => self.needs_digests.then(|| sha256(&header)),
         };
         if let Some(digest) = digest {
             let mut all = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
@@ -210,19 +221,19 @@ impl<'p> Pass<'p> {
     }
 
     /// Lets the sink send its complete parts.
-    pub fn settle(&self, control: &Control<'_>) -> Result<()> {
-        self.counters.time(Stage::Write, || self.sink.settle(control))
+    pub fn send_complete_parts(&self, control: &Control<'_>) -> Result<()> {
+        self.counters.time(Stage::Write, || self.sink.finish_deferred_writes(control))
     }
 }
 
-fn append<'a>(runs: &mut Vec<Run<'a>>, offset: u64, bytes: &'a [u8]) -> Result<()> {
+fn append<'a>(runs: &mut Vec<WriteRun<'a>>, offset: u64, bytes: &'a [u8]) -> Result<()> {
     let end = offset + bytes.len() as u64;
     match runs.last_mut().filter(|run| run.end == offset) {
         Some(run) => {
             push(&mut run.buffers, IoSlice::new(bytes), PLAN)?;
             run.end = end;
         }
-        None => push(runs, Run { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?,
+        None => push(runs, WriteRun { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?,
     }
     Ok(())
 }

@@ -6,7 +6,7 @@
 use super::hash::{Digests, StreamHash, Verify};
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
-use crate::format::tensors::header::{Algorithm, Header};
+use crate::format::tensors::header::{Algorithm, TensorHeader};
 
 /// Maximum covered bytes, without zeros of padding, that are retained as they are.
 const MOST_BYTES: usize = 512;
@@ -15,53 +15,53 @@ const END_LEN: usize = 8;
 const ZEROS: [u8; 4096] = [0; 4096];
 
 /// A compact copy of a header that agreed with the index.
-pub struct KeptHeader {
+pub struct CompactHeader {
     /// Number of the owning module in `named_modules()` order.
     pub module_index: u16,
-    hashes: Box<[Hash]>,
-    covered: Covered,
+    hashes: Box<[HashValue]>,
+    covered: CoveredBytes,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Hash {
+struct HashValue {
     algorithm: Algorithm,
     /// The value, followed by zeros if the algorithm's values are shorter.
     value: [u8; 32],
 }
 
 /// The part of a header that hashes cover.
-enum Covered {
+enum CoveredBytes {
     /// Its bytes, without the `zeros` zeros of padding before the last [`END_LEN`] bytes.
     Bytes { bytes: Box<[u8]>, zeros: usize },
     /// The state of the hashes after all covered bytes.
     Hashed(Box<StreamHash>),
 }
 
-impl KeptHeader {
+impl CompactHeader {
     /// The header of a tensor whose format has no headers.
     pub fn none() -> Self {
-        KeptHeader {
+        CompactHeader {
             module_index: 0,
             hashes: Box::default(),
-            covered: Covered::Bytes { bytes: Box::default(), zeros: 0 },
+            covered: CoveredBytes::Bytes { bytes: Box::default(), zeros: 0 },
         }
     }
 
     /// Copies a header. Also returns the bytes of it that hashes cover if `wanted` is true, else none.
-    pub fn of(header: &Header<'_>, wanted: bool) -> (Self, Vec<u8>) {
+    pub fn of(header: &TensorHeader<'_>, wanted: bool) -> (Self, Vec<u8>) {
         let module_index = header.module_index;
         let hashes = distinct(header);
         let covered = header.covered();
         let (start, end) = covered.split_last_chunk::<END_LEN>().unwrap_or((&[], &[0; END_LEN]));
         let zeros = zeros_at_end(start);
         let bytes = &start[..start.len() - zeros];
-        let kept = if bytes.len() <= MOST_BYTES {
-            Covered::Bytes { bytes: [bytes, end].concat().into(), zeros }
+        let compact = if bytes.len() <= MOST_BYTES {
+            CoveredBytes::Bytes { bytes: [bytes, end].concat().into(), zeros }
         } else {
-            Covered::Hashed(Box::new(StreamHash::new(&covered, true)))
+            CoveredBytes::Hashed(Box::new(StreamHash::new(&covered, true)))
         };
         let covered = if wanted { covered } else { Vec::new() };
-        (KeptHeader { module_index, hashes, covered: kept }, covered)
+        (CompactHeader { module_index, hashes, covered: compact }, covered)
     }
 
     /// The hashes that the header states: algorithm and value, as in messages.
@@ -70,16 +70,18 @@ impl KeptHeader {
     }
 
     /// The state of the hashes after the header's covered bytes.
-    pub fn begin(&self) -> StreamHash {
+    pub fn start_hash(&self) -> StreamHash {
         match &self.covered {
-            Covered::Hashed(hash) => (**hash).clone(),
-            Covered::Bytes { bytes, zeros } => {
+            CoveredBytes::Hashed(hash) => (**hash).clone(),
+            CoveredBytes::Bytes { bytes, zeros } => {
                 let (start, end) = bytes.split_last_chunk::<END_LEN>().unwrap_or((bytes, &[0; 8]));
                 let mut hash = StreamHash::new(start, true);
-                let mut left = *zeros;
-                while let Some(some) = ZEROS.get(..left.min(ZEROS.len())).filter(|_| left > 0) {
+                let mut remaining_zeros = *zeros;
+                while let Some(some) =
+                    ZEROS.get(..remaining_zeros.min(ZEROS.len())).filter(|_| remaining_zeros > 0)
+                {
                     hash.update(some);
-                    left -= some.len();
+                    remaining_zeros -= some.len();
                 }
                 hash.update(end);
                 hash
@@ -89,14 +91,14 @@ impl KeptHeader {
 
     /// Compares computed hashes with those of the header. A header without the wanted hash is an error.
     pub fn verify(&self, digests: &Digests, entry: &Entry, uri: &str, which: Verify) -> Result<()> {
-        let wanted = |hash: &&Hash| which == Verify::All || hash.algorithm == Algorithm::Crc32;
+        let wanted = |hash: &&HashValue| which == Verify::All || hash.algorithm == Algorithm::Crc32;
         if !self.hashes.iter().any(|hash| wanted(&hash)) {
             return Err(Error::NoHash { name: entry.name.to_string(), uri: uri.to_owned() });
         }
         for expected in self.hashes.iter().filter(wanted) {
             let found = match expected.algorithm {
-                Algorithm::Crc32 => Hash::new(expected.algorithm, &digests.crc.to_le_bytes()),
-                Algorithm::Sha256 => Hash::new(expected.algorithm, &digests.sha),
+                Algorithm::Crc32 => HashValue::new(expected.algorithm, &digests.crc.to_le_bytes()),
+                Algorithm::Sha256 => HashValue::new(expected.algorithm, &digests.sha),
             };
             if *expected != found {
                 return Err(Error::HashMismatch {
@@ -113,10 +115,10 @@ impl KeptHeader {
 
 /// The hashes of a header without duplicates, and at most two values per algorithm: of two different
 /// values at least one fails anyway.
-fn distinct(header: &Header<'_>) -> Box<[Hash]> {
-    let mut hashes: Vec<Hash> = Vec::with_capacity(2);
+fn distinct(header: &TensorHeader<'_>) -> Box<[HashValue]> {
+    let mut hashes: Vec<HashValue> = Vec::with_capacity(2);
     for stored in header.hashes() {
-        let hash = Hash::new(stored.algorithm, header.hash_value(&stored));
+        let hash = HashValue::new(stored.algorithm, header.hash_value(&stored));
         let same = hashes.iter().filter(|known| known.algorithm == hash.algorithm).count();
         if same < 2 && !hashes.contains(&hash) {
             hashes.push(hash);
@@ -137,17 +139,17 @@ fn zeros_at_end(bytes: &[u8]) -> usize {
     zeros
 }
 
-impl Hash {
+impl HashValue {
     fn new(algorithm: Algorithm, bytes: &[u8]) -> Self {
         let mut value = [0; 32];
         for (slot, byte) in value.iter_mut().zip(bytes) {
             *slot = *byte;
         }
-        Hash { algorithm, value }
+        HashValue { algorithm, value }
     }
 }
 
-impl std::fmt::Display for Hash {
+impl std::fmt::Display for HashValue {
     /// Writes CRC-32 in decimal and SHA-256 in hexadecimal, as in messages of the old package.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match (self.algorithm, self.value.first_chunk()) {
@@ -165,11 +167,11 @@ mod tests {
     use crate::format::TensorKind;
     use crate::format::dtype::DType;
     use crate::format::name::Name;
-    use crate::format::tensors::header::{Draft, Hashes};
+    use crate::format::tensors::header::{Hashes, HeaderDraft};
 
     /// Headers of many lengths, padded with zeros or with other bytes.
     #[test]
-    fn kept_headers_are_short_and_hash_like_the_original() {
+    fn compact_headers_are_short_and_hash_like_the_original() {
         let data = [7; 100];
         for (name_len, padding, fill) in [
             (1, 0, 0),
@@ -203,29 +205,29 @@ mod tests {
                 whole: None,
                 strided: false,
             };
-            let mut draft = Draft::new(&entry, 7, Hashes::All, 0).unwrap();
+            let mut draft = HeaderDraft::new(&entry, 7, Hashes::All, 0).unwrap();
             let end = draft.bytes.len() - END_LEN;
             draft.bytes.get_mut(end - padding..end).unwrap().fill(fill);
             let expected = digest(&draft.bytes, &data, true);
             let whole = draft.bytes.clone();
             let raw = draft.finish(expected.crc, &expected.sha, &[]);
-            let header = Header::parse(&raw, &entry, false).unwrap();
-            let (kept, covered) = KeptHeader::of(&header, true);
-            assert_eq!((kept.module_index, covered == whole), (7, true));
-            let own = size_of::<KeptHeader>() + kept.hashes.len() * size_of::<Hash>();
-            let more = match &kept.covered {
-                Covered::Bytes { bytes, .. } => bytes.len(),
-                Covered::Hashed(_) => size_of::<StreamHash>(),
+            let header = TensorHeader::parse(&raw, &entry, false).unwrap();
+            let (compact, covered) = CompactHeader::of(&header, true);
+            assert_eq!((compact.module_index, covered == whole), (7, true));
+            let own = size_of::<CompactHeader>() + compact.hashes.len() * size_of::<HashValue>();
+            let more = match &compact.covered {
+                CoveredBytes::Bytes { bytes, .. } => bytes.len(),
+                CoveredBytes::Hashed(_) => size_of::<StreamHash>(),
             };
             assert!(own + more <= 1024, "{own} {more}");
             let verify = |data: &[u8]| {
-                let mut hash = kept.begin();
+                let mut hash = compact.start_hash();
                 hash.update(data);
-                kept.verify(&hash.finish(), &entry, "f", Verify::All)
+                compact.verify(&hash.finish(), &entry, "f", Verify::All)
             };
             verify(&data).unwrap();
             assert!(verify(&data[1..]).is_err());
-            kept.verify(&expected, &entry, "f", Verify::All).unwrap();
+            compact.verify(&expected, &entry, "f", Verify::All).unwrap();
         }
     }
 }

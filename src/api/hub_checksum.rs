@@ -13,65 +13,78 @@ use crate::engine::worker_range;
 use crate::engine::workers::{self, Control, WorkerRange};
 use crate::error::{Error, Result};
 use crate::fallible::resize;
-use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, borrowed, read_exact_at};
+use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
 
 /// The most bytes that a reader requests at once, and holds until those before them are hashed.
-const PIECE: u64 = 16 << 20;
+const MAX_PIECE_LEN: u64 = 16 << 20;
 /// Files that are read at once: each is hashed by one core at a time.
-const AT_ONCE: usize = 8;
+const MAX_FILES_AT_ONCE: usize = 8;
 /// Files whose checksums are requested at once.
-const ASKED_AT_ONCE: usize = 16;
+const MAX_CHECKSUM_REQUESTS: usize = 16;
 
 impl TensorFile {
     /// Compares the bytes of its files with the checksums that their hubs publish, once. Returns
     /// which hashes the load itself has to verify. Refuses a file with neither hashes of its own
     /// nor a published checksum.
-    pub(super) fn prove(&self, options: &LoadOptions, cancel: &dyn Cancel) -> Result<Verify> {
+    pub(super) fn verify_hub_checksums(
+        &self,
+        options: &LoadOptions,
+        cancel: &dyn Cancel,
+    ) -> Result<Verify> {
         let verify = options.verify;
-        let own = self.format().has_hashes();
-        let rest = if own { verify } else { Verify::Nothing };
-        let enough = verify == Verify::Nothing || (own && verify != Verify::All);
-        if !enough {
-            self.proven().run(cancel, || self.prove_all(own, options, cancel))?;
+        let has_own_hashes = self.format().has_hashes();
+        let load_verify = if has_own_hashes { verify } else { Verify::Nothing };
+        let nothing_to_compare =
+            verify == Verify::Nothing || (has_own_hashes && verify != Verify::All);
+        if !nothing_to_compare {
+            self.hub_verification()
+                .run(cancel, || self.compare_all(has_own_hashes, options, cancel))?;
         }
-        Ok(rest)
+        Ok(load_verify)
     }
 
-    /// Compares all of its files. Files with hashes of their own (`own`) do not need a published checksum.
-    fn prove_all(&self, own: bool, options: &LoadOptions, cancel: &dyn Cancel) -> Result<()> {
+    /// Compares all of its files. Files with hashes of their own need no published checksum.
+    fn compare_all(
+        &self,
+        has_own_hashes: bool,
+        options: &LoadOptions,
+        cancel: &dyn Cancel,
+    ) -> Result<()> {
         let sources = self.sources();
         if !sources.iter().any(|source| source.capabilities().of_hub) {
-            return if own { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
+            return if has_own_hashes { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
         }
-        let memory = worker_range::limit(options.memory, &borrowed(&sources))?;
+        let memory = worker_range::limit(options.memory, &as_refs(&sources))?;
         let mut files = Vec::with_capacity(sources.len());
-        for (source, published) in borrowed(&sources).into_iter().zip(ask(&sources, cancel)?) {
+        for (source, published) in
+            as_refs(&sources).into_iter().zip(request_checksums(&sources, cancel)?)
+        {
             let why = match published {
                 HubChecksum::Sha256(expected) => {
-                    files.push(Proof::new(source, expected, memory)?);
+                    files.push(ChecksumComparison::new(source, expected, memory)?);
                     continue;
                 }
-                _ if own => return Ok(()),
+                _ if has_own_hashes => return Ok(()),
                 HubChecksum::NoHub => "",
                 HubChecksum::NotSha256 => ", and its hub publishes no SHA-256 of it",
                 HubChecksum::NotAsked => ", and with HF_HUB_OFFLINE its hub is not asked for one",
             };
             return Err(self.no_hashes(source.uri(), why));
         }
-        for some in files.chunks(AT_ONCE) {
-            compare(some, memory, options, cancel)?;
+        for group in files.chunks(MAX_FILES_AT_ONCE) {
+            compare(group, memory, options, cancel)?;
         }
         Ok(())
     }
 }
 
 /// Returns the checksum that is published of each file.
-fn ask(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<HubChecksum>> {
+fn request_checksums(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<HubChecksum>> {
     let answers = Mutex::new(vec![HubChecksum::NoHub; sources.len()]);
     let queue = Mutex::new(sources.iter().enumerate());
-    workers::run(ASKED_AT_ONCE.min(sources.len()), cancel, |control| {
+    workers::run(MAX_CHECKSUM_REQUESTS.min(sources.len()), cancel, |control| {
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((number, source)) = next else { break };
@@ -87,7 +100,7 @@ fn ask(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<HubChecks
 }
 
 /// The comparison of one file with its checksum.
-struct Proof<'s> {
+struct ChecksumComparison<'s> {
     source: &'s dyn ReadAt,
     len: u64,
     /// Bytes of each piece but the last.
@@ -98,10 +111,10 @@ struct Proof<'s> {
     turn: Condvar,
 }
 
-impl<'s> Proof<'s> {
+impl<'s> ChecksumComparison<'s> {
     fn new(source: &'s dyn ReadAt, expected: [u8; 32], memory: MemoryLimit) -> Result<Self> {
-        let traits = source.capabilities();
-        let len = traits.len.ok_or_else(|| {
+        let capabilities = source.capabilities();
+        let len = capabilities.len.ok_or_else(|| {
             Error::Unsupported(format!(
                 "`{}` cannot be verified: its server sends it front to back only, and it would have \
                  to be read twice",
@@ -110,9 +123,9 @@ impl<'s> Proof<'s> {
         })?;
         let hashed = Mutex::new((0, Sha256::default()));
         // Each reader holds one piece, and its connection may hold as much again.
-        let most = memory.window(PIECE);
-        let piece = traits.request_len.clamp(1, most);
-        Ok(Proof { source, len, piece, expected, hashed, turn: Condvar::new() })
+        let most = memory.window(MAX_PIECE_LEN);
+        let piece = capabilities.request_len.clamp(1, most);
+        Ok(ChecksumComparison { source, len, piece, expected, hashed, turn: Condvar::new() })
     }
 
     fn pieces(&self) -> u64 {
@@ -125,7 +138,7 @@ impl<'s> Proof<'s> {
         let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
         resize(buffer, len, "a file that is hashed")?;
         let what = || "its hash".to_owned();
-        Buffers::of(buffer).observed(control, |buffers| {
+        Buffers::from_slice(buffer).with_observer(control, |buffers| {
             read_exact_at(self.source, start, buffers, &what, control)
         })?;
         let mut hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -164,20 +177,20 @@ impl<'s> Proof<'s> {
 
 /// Reads files side by side, each in order, with as many readers as speed it up.
 fn compare(
-    files: &[Proof<'_>],
+    files: &[ChecksumComparison<'_>],
     memory: MemoryLimit,
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<()> {
     let sources: Vec<&dyn ReadAt> = files.iter().map(|file| file.source).collect();
-    let Some(traits) = Capabilities::of_all(&sources) else { return Ok(()) };
+    let Some(capabilities) = Capabilities::combined(&sources) else { return Ok(()) };
     let (count, next) = (files.len() as u64, AtomicU64::new(0));
-    let rounds = files.iter().map(Proof::pieces).max().unwrap_or(0);
-    let range = WorkerRange::of(&traits, options.readers);
+    let rounds = files.iter().map(ChecksumComparison::pieces).max().unwrap_or(0);
+    let range = WorkerRange::of(&capabilities, options.readers);
     let piece = files.iter().map(|file| file.piece).max().unwrap_or(0);
-    let reader = traits.reader_memory.saturating_add(piece);
-    let needs = LoadNeeds { readers: range.most, reader, ..LoadNeeds::default() };
-    let range = range.at_most(memory.load(&needs)?.readers);
+    let reader = capabilities.reader_memory.saturating_add(piece);
+    let needs = LoadNeeds { readers: range.max, reader, ..LoadNeeds::default() };
+    let range = range.limited_to(memory.load(&needs)?.readers);
     workers::run_adapting(range, cancel, |control, _| {
         let mut buffer = Vec::new();
         while !control.stopped() && !control.is_retired() {
@@ -193,7 +206,7 @@ fn compare(
         }
         Ok(())
     })?;
-    files.iter().try_for_each(Proof::finish)
+    files.iter().try_for_each(ChecksumComparison::finish)
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -9,7 +9,7 @@ const FILES: [&str; 9] =
     ["tensors", "safetensors", "bin", "pt", "pth", "json", "index", "gguf", "ckpt"];
 
 /// The end of a message about a path that does not exist; None without a guess.
-pub fn meant(path: &str) -> Option<String> {
+pub fn path_hint(path: &str) -> Option<String> {
     let one_slash = path.split_once(":/").filter(|(scheme, rest)| {
         !rest.starts_with('/') && SCHEMES.iter().any(|(name, _)| name == scheme)
     });
@@ -38,7 +38,7 @@ mod tests {
             ("hf:/org/repo", "hf://org/repo"),
             ("Qwen/Qwen2-0.5B", "hf://Qwen/Qwen2-0.5B"),
         ] {
-            assert!(meant(path).unwrap().contains(part), "{path}");
+            assert!(path_hint(path).unwrap().contains(part), "{path}");
         }
     }
 
@@ -54,7 +54,7 @@ mod tests {
             "x:/y",
             "",
         ] {
-            assert_eq!(meant(path), None, "{path}");
+            assert_eq!(path_hint(path), None, "{path}");
         }
     }
 }

@@ -33,7 +33,7 @@ impl<'c> Opening<'c> {
 }
 
 /// The part of a catalog that one file adds.
-pub struct Part {
+pub struct CatalogPart {
     /// The source of its data.
     pub source: Arc<dyn ReadAt>,
     /// Its format.
@@ -61,7 +61,7 @@ pub fn read_up_to(
     let mut done = 0;
     while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
         let at = offset.saturating_add(done as u64);
-        match source.read_at(at, &mut Buffers::of(rest), cancel)? {
+        match source.read_at(at, &mut Buffers::from_slice(rest), cancel)? {
             0 => break,
             read => done += read,
         }
@@ -91,7 +91,7 @@ pub fn read_growing(
         out.resize(done + more, 0);
         let fresh = out.get_mut(done..).unwrap_or(&mut []);
         let at = offset.saturating_add((done - before) as u64);
-        read_exact_at(source, at, &mut Buffers::of(fresh), &|| what.to_owned(), cancel)?;
+        read_exact_at(source, at, &mut Buffers::from_slice(fresh), &|| what.to_owned(), cancel)?;
     }
     Ok(())
 }

@@ -10,38 +10,40 @@ use crate::errors::Answer;
 use crate::reader::Reader;
 
 /// One dimension of an index.
-enum Step {
+enum IndexStep {
     /// A range of indices, and the step between those that are selected.
-    Of(Range<u64>, u64),
+    Range(Range<u64>, u64),
     /// One index, whose dimension is dropped.
-    At(u64),
+    Index(u64),
 }
 
-impl Step {
+impl IndexStep {
     fn ends(&self) -> (u64, u64) {
         match self {
-            Step::Of(range, _) => (range.start, range.end),
-            Step::At(index) => (*index, index + 1),
+            IndexStep::Range(range, _) => (range.start, range.end),
+            IndexStep::Index(index) => (*index, index + 1),
         }
     }
 
     /// Returns the index to apply to the loaded part of the dimension.
-    fn left<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+    fn remaining_index<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match self {
-            Step::Of(_, stride) => py.get_type::<PySlice>().call1((py.None(), py.None(), *stride)),
-            Step::At(_) => Ok(PyInt::new(py, 0).into_any()),
+            IndexStep::Range(_, stride) => {
+                py.get_type::<PySlice>().call1((py.None(), py.None(), *stride))
+            }
+            IndexStep::Index(_) => Ok(PyInt::new(py, 0).into_any()),
         }
     }
 
     fn is_plain(&self) -> bool {
-        matches!(self, Step::Of(_, 1))
+        matches!(self, IndexStep::Range(_, 1))
     }
 }
 
 /// First index and end in each dimension.
-type Slice = Vec<(u64, u64)>;
+type SliceBounds = Vec<(u64, u64)>;
 /// A slice, and the index to apply to its loaded part.
-type Found<'py> = (Slice, Bound<'py, PyTuple>);
+type SliceAndIndex<'py> = (SliceBounds, Bound<'py, PyTuple>);
 
 /// Returns the same file with the selected parts of some tensors as its only tensors. For each
 /// index that has steps or drops dimensions, it also returns the place of the tensor and the index
@@ -57,24 +59,27 @@ pub fn indexed<'py>(
     other: &Bound<'py, PyAny>,
 ) -> Answer<(Reader, Vec<(usize, Bound<'py, PyTuple>)>)> {
     let mut slices = Vec::with_capacity(numbers.len());
-    let mut lefts = Vec::new();
+    let mut remaining_indices = Vec::new();
     for (at, (number, index)) in numbers.into_iter().zip(&indices).enumerate() {
         let entry = reader.file.entry(number)?;
         if let Some(steps) = steps_of(&entry.shape, index) {
-            slices.push((number, Some(steps.iter().map(Step::ends).collect())));
-            if !steps.iter().all(Step::is_plain) {
-                let left = steps.iter().map(|step| step.left(py)).collect::<PyResult<Vec<_>>>()?;
-                lefts.push((at, PyTuple::new(py, left)?));
+            slices.push((number, Some(steps.iter().map(IndexStep::ends).collect())));
+            if !steps.iter().all(IndexStep::is_plain) {
+                let remaining = steps
+                    .iter()
+                    .map(|step| step.remaining_index(py))
+                    .collect::<PyResult<Vec<_>>>()?;
+                remaining_indices.push((at, PyTuple::new(py, remaining)?));
             }
             continue;
         }
-        let (ranges, left): Found<'py> = other.call1((at,))?.extract()?;
+        let (ranges, remaining): SliceAndIndex<'py> = other.call1((at,))?.extract()?;
         slices.push((number, Some(ranges)));
-        if !left.is_empty() {
-            lefts.push((at, left));
+        if !remaining.is_empty() {
+            remaining_indices.push((at, remaining));
         }
     }
-    Ok((reader.sliced(slices)?, lefts))
+    Ok((reader.sliced(slices)?, remaining_indices))
 }
 
 /// Returns the same file with the parts of some tensors that a rank of `world` has as its only
@@ -97,15 +102,15 @@ pub fn shards<'py>(
             slices.push((number, Some(slice)));
             continue;
         }
-        let (ranges, _): Found<'py> = other.call1((at,))?.extract()?;
+        let (ranges, _): SliceAndIndex<'py> = other.call1((at,))?.extract()?;
         slices.push((number, Some(ranges)));
     }
     reader.sliced(slices)
 }
 
 /// Returns the part that a rank has of a tensor cut in one dimension; None if it has no such dimension.
-fn shard_of(entry: &Entry, dim: i64, rank: u64, world: u64) -> Option<Slice> {
-    let dim = place_of(dim, entry.shape.len() as u64)?;
+fn shard_of(entry: &Entry, dim: i64, rank: u64, world: u64) -> Option<SliceBounds> {
+    let dim = resolve_index(dim, entry.shape.len() as u64)?;
     let ranges = (0..).zip(&entry.shape).map(|(at, &len)| {
         if at != dim {
             return (0, len);
@@ -118,13 +123,13 @@ fn shard_of(entry: &Entry, dim: i64, rank: u64, world: u64) -> Option<Slice> {
 }
 
 /// Returns the steps of an index in each dimension; None if it is not handled here, or is no index.
-fn steps_of(shape: &[u64], index: &Bound<'_, PyAny>) -> Option<Vec<Step>> {
+fn steps_of(shape: &[u64], index: &Bound<'_, PyAny>) -> Option<Vec<IndexStep>> {
     let Ok(given) = index.cast::<PyTuple>() else {
         return steps_of_items(shape, std::slice::from_ref(index));
     };
     let items: Vec<_> = given.iter().collect();
     if let [dim, start, stop] = items.as_slice()
-        && !items.iter().any(|item| is_rest(item) || item.is_instance_of::<PySlice>())
+        && !items.iter().any(|item| is_ellipsis(item) || item.is_instance_of::<PySlice>())
     {
         return steps_of_range(shape, dim, start, stop);
     }
@@ -137,8 +142,8 @@ fn steps_of_range(
     dim: &Bound<'_, PyAny>,
     start: &Bound<'_, PyAny>,
     stop: &Bound<'_, PyAny>,
-) -> Option<Vec<Step>> {
-    let dim = place_of(number_of(dim)?, shape.len() as u64)?;
+) -> Option<Vec<IndexStep>> {
+    let dim = resolve_index(number_of(dim)?, shape.len() as u64)?;
     let clipped = |end: &Bound<'_, PyAny>, len: u64, default: u64| {
         if end.is_none() {
             return Some(default);
@@ -149,26 +154,26 @@ fn steps_of_range(
     };
     let steps = (0..).zip(shape).map(|(at, &len)| {
         if at != dim {
-            return Some(Step::Of(0..len, 1));
+            return Some(IndexStep::Range(0..len, 1));
         }
         let (start, stop) = (clipped(start, len, 0)?, clipped(stop, len, len)?);
-        Some(Step::Of(start..stop.max(start), 1))
+        Some(IndexStep::Range(start..stop.max(start), 1))
     });
     steps.collect()
 }
 
 /// Returns the same for the items of an index in brackets.
-fn steps_of_items(shape: &[u64], items: &[Bound<'_, PyAny>]) -> Option<Vec<Step>> {
-    let rests = items.iter().filter(|item| is_rest(item)).count();
-    let missing = shape.len().checked_sub(items.len() - rests)?;
-    if rests > 1 {
+fn steps_of_items(shape: &[u64], items: &[Bound<'_, PyAny>]) -> Option<Vec<IndexStep>> {
+    let ellipses = items.iter().filter(|item| is_ellipsis(item)).count();
+    let missing = shape.len().checked_sub(items.len() - ellipses)?;
+    if ellipses > 1 {
         return None;
     }
     let mut steps = Vec::with_capacity(shape.len());
     let mut dims = shape.iter().copied();
-    let whole = |len| Step::Of(0..len, 1);
+    let whole = |len| IndexStep::Range(0..len, 1);
     for item in items {
-        if is_rest(item) {
+        if is_ellipsis(item) {
             steps.extend(dims.by_ref().take(missing).map(whole));
         } else {
             steps.push(step_of(dims.next()?, item)?);
@@ -178,17 +183,17 @@ fn steps_of_items(shape: &[u64], items: &[Bound<'_, PyAny>]) -> Option<Vec<Step>
     Some(steps)
 }
 
-fn step_of(len: u64, item: &Bound<'_, PyAny>) -> Option<Step> {
+fn step_of(len: u64, item: &Bound<'_, PyAny>) -> Option<IndexStep> {
     if let Ok(slice) = item.cast::<PySlice>() {
         let found = slice.indices(isize::try_from(len).ok()?).ok()?;
         let (start, stop) = (u64::try_from(found.start).ok()?, u64::try_from(found.stop).ok()?);
         let stride = u64::try_from(found.step).ok()?;
-        return Some(Step::Of(start..stop.max(start), stride));
+        return Some(IndexStep::Range(start..stop.max(start), stride));
     }
-    place_of(number_of(item)?, len).map(Step::At)
+    resolve_index(number_of(item)?, len).map(IndexStep::Index)
 }
 
-fn is_rest(item: &Bound<'_, PyAny>) -> bool {
+fn is_ellipsis(item: &Bound<'_, PyAny>) -> bool {
     item.is(item.py().Ellipsis())
 }
 
@@ -198,7 +203,7 @@ fn number_of(item: &Bound<'_, PyAny>) -> Option<i64> {
 }
 
 /// Resolves an index into `count` items: a negative one counts from the end. None if it is out of range.
-fn place_of(number: i64, count: u64) -> Option<u64> {
+fn resolve_index(number: i64, count: u64) -> Option<u64> {
     let from_back = || count.checked_sub(number.unsigned_abs());
     let place = u64::try_from(number).ok().or_else(from_back)?;
     (place < count).then_some(place)

@@ -20,7 +20,7 @@ const MAX_HEADER: u64 = 64 << 10;
 
 /// The location of a tensor's data.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct BlockLocation {
     /// Index of the block.
     pub block: usize,
     /// Position in the block.
@@ -29,16 +29,16 @@ pub struct Place {
 
 /// A block of memory for tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Block {
+pub struct BlockLayout {
     /// Number of bytes.
     pub len: u64,
     /// The range of a file that it is an image of, if it is one.
-    pub image: Option<Span>,
+    pub image: Option<FileRange>,
 }
 
 /// The range of a file that a block is an image of. It extends to the end of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Span {
+pub struct FileRange {
     /// Index of the file.
     pub file: usize,
     /// The position of its first byte.
@@ -47,7 +47,7 @@ pub struct Span {
     pub skip: u64,
 }
 
-impl Block {
+impl BlockLayout {
     /// Returns the position in the block of some bytes of a file, if it is an image of them.
     pub fn find(&self, file: usize, position: u64, len: u64) -> Option<u64> {
         let span = self.image.filter(|span| span.file == file)?;
@@ -58,33 +58,33 @@ impl Block {
 
 /// The memory of tensors that share no block with small ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Large {
+pub enum LargeTensors {
     /// In one block of host memory, which returns the memory of each tensor to the system when that
     /// tensor is freed. The tensors, and long images, have the same offset within a disk block as
     /// in the file.
-    Together,
+    OneBlock,
     /// In one block each.
-    Apart,
+    OwnBlocks,
 }
 
 /// The memory layout of all tensors of a load.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Layout {
+pub struct MemoryLayout {
     /// The blocks.
-    pub blocks: Vec<Block>,
+    pub blocks: Vec<BlockLayout>,
     /// The location of each tensor.
-    pub places: Vec<Place>,
-    large: Option<usize>,
-    small: Option<usize>,
+    pub locations: Vec<BlockLocation>,
+    large_block: Option<usize>,
+    small_block: Option<usize>,
 }
 
-impl Layout {
+impl MemoryLayout {
     /// Plans a layout for tensors, each given as its extent and its bytes in memory, in rising
     /// order of files and positions. None if sizes exceed 64 bits, or if the layout itself does not
     /// fit into memory.
-    pub fn new(tensors: &[(Extent, u64)], large: Large) -> Option<Self> {
-        let mut layout = Layout::default();
-        layout.places.try_reserve_exact(tensors.len()).ok()?;
+    pub fn new(tensors: &[(Extent, u64)], large: LargeTensors) -> Option<Self> {
+        let mut layout = MemoryLayout::default();
+        layout.locations.try_reserve_exact(tensors.len()).ok()?;
         let mut rest = tensors;
         let mut read = (0, 0);
         while !rest.is_empty() {
@@ -93,9 +93,9 @@ impl Layout {
                 read = read.max((extent.file, extent.end()));
             }
             match now {
-                [(_, len)] if *len < SMALL => layout.small(*len)?,
-                [(extent, len)] => layout.large(extent, *len, large)?,
-                image => layout.image(image, large)?,
+                [(_, len)] if *len < SMALL => layout.add_small(*len)?,
+                [(extent, len)] => layout.add_large(extent, *len, large)?,
+                image => layout.add_image(image, large)?,
             }
             rest = later;
         }
@@ -103,82 +103,84 @@ impl Layout {
     }
 
     /// Plans one block for each tensor, given the tensors' lengths.
-    pub fn apart(lens: impl Iterator<Item = u64>) -> Option<Self> {
-        let mut layout = Layout::default();
+    pub fn one_block_each(lens: impl Iterator<Item = u64>) -> Option<Self> {
+        let mut layout = MemoryLayout::default();
         for len in lens {
-            layout.places.try_reserve(1).ok()?;
-            layout.alone(len)?;
+            layout.locations.try_reserve(1).ok()?;
+            layout.add_own_block(len)?;
         }
         Some(layout)
     }
 
     /// A layout of given blocks and locations.
-    pub fn of(blocks: Vec<Block>, places: Vec<Place>) -> Self {
-        Layout { blocks, places, ..Layout::default() }
+    pub fn from_blocks(blocks: Vec<BlockLayout>, locations: Vec<BlockLocation>) -> Self {
+        MemoryLayout { blocks, locations, ..MemoryLayout::default() }
     }
 
-    fn alone(&mut self, len: u64) -> Option<usize> {
+    fn add_own_block(&mut self, len: u64) -> Option<usize> {
         let block = self.blocks.len();
         self.blocks.try_reserve(1).ok()?;
-        self.blocks.push(Block { len, image: None });
-        self.places.push(Place { block, offset: 0 });
+        self.blocks.push(BlockLayout { len, image: None });
+        self.locations.push(BlockLocation { block, offset: 0 });
         Some(block)
     }
 
-    fn large(&mut self, extent: &Extent, len: u64, large: Large) -> Option<()> {
-        if large == Large::Apart {
-            self.alone(len)?;
+    fn add_large(&mut self, extent: &Extent, len: u64, large: LargeTensors) -> Option<()> {
+        if large == LargeTensors::OwnBlocks {
+            self.add_own_block(len)?;
             return Some(());
         }
-        let block = match self.large {
+        let block = match self.large_block {
             Some(block) => block,
             None => {
                 let block = self.blocks.len();
                 self.blocks.try_reserve(1).ok()?;
-                self.blocks.push(Block { len: 0, image: None });
-                *self.large.insert(block)
+                self.blocks.push(BlockLayout { len: 0, image: None });
+                *self.large_block.insert(block)
             }
         };
         let end = &mut self.blocks.get_mut(block)?.len;
         let aligned = end.checked_next_multiple_of(ALIGNMENT as u64)?;
         let offset = like_file(aligned, extent.data_offset)?;
         *end = offset.checked_add(len)?;
-        self.places.push(Place { block, offset });
+        self.locations.push(BlockLocation { block, offset });
         Some(())
     }
 
-    fn small(&mut self, len: u64) -> Option<()> {
-        let used = |block| self.blocks.get(block).map_or(u64::MAX, |block: &Block| block.len);
+    fn add_small(&mut self, len: u64) -> Option<()> {
+        let used = |block| self.blocks.get(block).map_or(u64::MAX, |block: &BlockLayout| block.len);
         let fits = |block: &usize| used(*block).saturating_add(len) <= BLOCK_LEN - ALIGNMENT as u64;
-        match self.small.filter(fits) {
-            Some(block) => self.behind(block, len)?,
-            None => self.small = Some(self.alone(len)?),
+        match self.small_block.filter(fits) {
+            Some(block) => self.append(block, len)?,
+            None => self.small_block = Some(self.add_own_block(len)?),
         }
         Some(())
     }
 
     /// Appends a tensor to a block, aligned like torch's own allocations.
-    fn behind(&mut self, block: usize, len: u64) -> Option<()> {
+    fn append(&mut self, block: usize, len: u64) -> Option<()> {
         let end = &mut self.blocks.get_mut(block)?.len;
         let offset = end.checked_next_multiple_of(ALIGNMENT as u64)?;
         *end = offset.checked_add(len)?;
-        self.places.push(Place { block, offset });
+        self.locations.push(BlockLocation { block, offset });
         Some(())
     }
 
-    fn image(&mut self, tensors: &[(Extent, u64)], large: Large) -> Option<()> {
+    fn add_image(&mut self, tensors: &[(Extent, u64)], large: LargeTensors) -> Option<()> {
         let ((first, _), (last, _)) = tensors.first().zip(tensors.last())?;
         let start = first.header_offset;
-        let blocks = large == Large::Together && last.end().checked_sub(start)? >= SMALL;
+        let blocks = large == LargeTensors::OneBlock && last.end().checked_sub(start)? >= SMALL;
         let unit = if blocks { DISK_BLOCK } else { ALIGNMENT };
         let skip = start % unit as u64;
         let block = self.blocks.len();
         let len = last.end().checked_sub(start)?.checked_add(skip)?;
         self.blocks.try_reserve(1).ok()?;
-        self.blocks.push(Block { len, image: Some(Span { file: first.file, start, skip }) });
+        self.blocks
+            .push(BlockLayout { len, image: Some(FileRange { file: first.file, start, skip }) });
         let offset = |extent: &Extent| extent.data_offset.saturating_sub(start) + skip;
-        let places = tensors.iter().map(|(extent, _)| Place { block, offset: offset(extent) });
-        self.places.extend(places);
+        let locations =
+            tensors.iter().map(|(extent, _)| BlockLocation { block, offset: offset(extent) });
+        self.locations.extend(locations);
         Some(())
     }
 }

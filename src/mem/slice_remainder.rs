@@ -3,24 +3,24 @@
 use crate::error::{Error, Result};
 
 /// The part of some memory that is left after cuts.
-pub struct Rest<'a> {
+pub struct SliceRemainder<'a> {
     bytes: &'a mut [u8],
     /// Its position in the whole.
     position: usize,
 }
 
-impl<'a> Rest<'a> {
+impl<'a> SliceRemainder<'a> {
     /// Starts with all of the memory.
-    pub fn of(bytes: &'a mut [u8]) -> Self {
-        Rest { bytes, position: 0 }
+    pub fn new(bytes: &'a mut [u8]) -> Self {
+        SliceRemainder { bytes, position: 0 }
     }
 
-    /// Cuts off the range at `at` of the whole, which must lie after all ranges that were cut
+    /// Cuts off the range at `start` of the whole, which must lie after all ranges that were cut
     /// before.
-    pub fn cut(&mut self, at: usize, len: usize) -> Result<&'a mut [u8]> {
-        let bug = || Error::Bug(format!("{len} bytes at {at} behind {}", self.position));
-        let skip = at.checked_sub(self.position).ok_or_else(bug)?;
-        let end = at.checked_add(len).ok_or_else(bug)?;
+    pub fn cut(&mut self, start: usize, len: usize) -> Result<&'a mut [u8]> {
+        let bug = || Error::Bug(format!("{len} bytes at {start} behind {}", self.position));
+        let skip = start.checked_sub(self.position).ok_or_else(bug)?;
+        let end = start.checked_add(len).ok_or_else(bug)?;
         if end - self.position > self.bytes.len() {
             return Err(bug());
         }
@@ -39,7 +39,7 @@ mod tests {
     #[test]
     fn ranges_are_cut_in_order_and_within() {
         let mut bytes = *b"abcdef";
-        let mut rest = Rest::of(&mut bytes);
+        let mut rest = SliceRemainder::new(&mut bytes);
         assert_eq!(rest.cut(1, 2).unwrap(), b"bc");
         assert!(rest.cut(3, 0).unwrap().is_empty());
         assert!(rest.cut(2, 1).is_err() && rest.cut(4, 3).is_err());

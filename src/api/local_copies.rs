@@ -9,13 +9,13 @@ use crate::error::{Error, Result};
 use crate::io::ReadAt;
 
 impl TensorFile {
-    /// Runs some work on its files. See [`with_sound_copies`].
-    pub(super) fn with_sound_copies<T>(
+    /// Runs some work on its files. See [`with_intact_copies`].
+    pub(super) fn with_intact_copies<T>(
         &self,
         cancel: &dyn Cancel,
         work: impl FnMut() -> Result<T>,
     ) -> Result<T> {
-        with_sound_copies(&|error| self.suspects(error), cancel, work)
+        with_intact_copies(&|error| self.suspects(error), cancel, work)
     }
 
     /// Returns the files whose bytes an error may be about.
@@ -40,7 +40,7 @@ impl TensorFile {
 
 /// Runs some work. If it fails because local copies of a server's files are damaged, these copies
 /// are removed, and the work runs once more with the server's own bytes.
-pub fn with_sound_copies<T>(
+pub fn with_intact_copies<T>(
     suspects: &dyn Fn(&Error) -> Vec<Arc<dyn ReadAt>>,
     cancel: &dyn Cancel,
     mut work: impl FnMut() -> Result<T>,
@@ -53,26 +53,28 @@ pub fn with_sound_copies<T>(
     // them it is.
     let sure = !matches!(error, Error::Crypt(_));
     let sources = suspects(&error);
-    let distrust = |remove| {
-        sources.iter().filter_map(move |source| source.local_copy()?.distrust(remove, cancel))
+    let discard = |remove| {
+        sources.iter().filter_map(move |source| source.local_copy()?.discard(remove, cancel))
     };
-    let copies: Vec<PathBuf> = distrust(sure).collect();
+    let copies: Vec<PathBuf> = discard(sure).collect();
     if copies.is_empty() {
         return Err(error);
     }
-    let again = work();
-    if again.is_ok() && !sure {
-        distrust(true).for_each(drop);
+    let second_run = work();
+    if second_run.is_ok() && !sure {
+        discard(true).for_each(drop);
     }
-    again.map_err(
-        |again| {
-            if may_be_damage(&again) { again } else { not_fetched(&copies, &error, again) }
-        },
-    )
+    second_run.map_err(|second_run| {
+        if may_be_damage(&second_run) {
+            second_run
+        } else {
+            not_fetched(&copies, &error, second_run)
+        }
+    })
 }
 
 /// Returns the file that is being opened, if an error is about it and not about another file that it names.
-pub fn opened(source: &Arc<dyn ReadAt>, error: &Error) -> Vec<Arc<dyn ReadAt>> {
+pub fn suspects_of_open(source: &Arc<dyn ReadAt>, error: &Error) -> Vec<Arc<dyn ReadAt>> {
     let other = match error {
         Error::Format { uri, .. } | Error::Truncated { uri, .. } => uri != source.uri(),
         _ => false,
@@ -91,8 +93,8 @@ fn may_be_damage(error: &Error) -> bool {
 }
 
 /// Returns the error that a copy was damaged, and that its bytes could not be fetched again.
-fn not_fetched(copies: &[PathBuf], damage: &Error, again: Error) -> Error {
-    let Error::Io { action, uri, error } = again else { return again };
+fn not_fetched(copies: &[PathBuf], damage: &Error, second_run: Error) -> Error {
+    let Error::Io { action, uri, error } = second_run else { return second_run };
     let copies: Vec<String> = copies.iter().map(|copy| format!("`{}`", copy.display())).collect();
     let what = format!(
         "{error}; the cached copy {} was damaged and has been removed: {damage}",
