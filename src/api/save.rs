@@ -165,11 +165,8 @@ impl Writer {
     pub fn write(&mut self, tensors: Vec<SaveTensor<'_>>, cancel: &dyn Cancel) -> Result<()> {
         self.check_usable()?;
         if self.other_format {
-            return Err(Error::InvalidArgument(format!(
-                "`{}` is a safetensors file and has been written already: all its tensors go into \
-                 one call",
-                self.uri
-            )));
+            let why = "a safetensors file, whose tensors all go into one call";
+            return Err(Error::InvalidArgument(format!("`{}` is {why}", self.uri)));
         }
         self.check_names(&tensors)?;
         self.failed = true;

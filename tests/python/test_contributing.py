@@ -18,8 +18,8 @@ def test_files_that_are_named_are_there():
 def test_each_station_of_a_byte_is_in_its_file():
     stations = re.findall(r"`(\w+)` in (`[\w./]+/[\w./]+`(?:, `[\w./]+`)*)", TEXT)
     assert len(stations) > 25
-    #: A definition in Rust or Python, in C++, or a list of a test.
-    definition = r"(?m)(?:\b(?:fn|def) |^[\w:<>]+ |^){name}(?:\(|<| =)"
+    #: A function or type in Rust or Python, in C++, or a list of a test.
+    definition = r"(?m)(?:\b(?:fn|def|struct|enum|trait|class) |^[\w:<>]+ |^){name}(?:\(|<| =| \{{|:)"
     missing = [
         f"{name} in {path}"
         for name, paths in stations
