@@ -199,6 +199,38 @@ def test_losses_are_every_row_where_another_engine_is_faster(monkeypatch):
         losses.losses("| new | kind |\n|---|---|\n| 1 | 2 |")
 
 
+def clicks(start, most):
+    """Return the pages that are so many links, or fewer, away from a page."""
+    found = {start}
+    for _ in range(most):
+        for page in list(found):
+            links = re.findall(r"\]\(([^)#:]+\.md)", page.read_text())
+            found |= {(page.parent / link).resolve() for link in links}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("convert", "how-to/convert.md"),
+        ("verify", "how-to/verify.md"),
+        ("transformers", "how-to/transformers.md"),
+        ("from_pretrained", "how-to/load-a-model.md"),
+        ("hf://", "how-to/load-a-model.md"),
+        ("AWS", "how-to/load-a-model.md"),
+        ("performance", "how-to/tuning.md"),
+        ("performance", "explanation/benchmarks.md"),
+        ("vLLM", "how-to/vllm.md"),
+    ],
+)
+def test_a_page_begins_with_the_words_that_it_is_searched_by(word, page):
+    """Each is two clicks from the start, whether that is the README or the site."""
+    path = ROOT / "docs" / page
+    assert word in path.read_text()[:700].replace(word.capitalize(), word)
+    assert path in clicks(ROOT / "README.md", 2)
+    assert path in clicks(ROOT / "docs/index.md", 2)
+
+
 @pytest.mark.parametrize("page", **named(PAGES))
 def test_no_page_has_targets(page):
     """They are in ``benchmarks/targets.md``."""
