@@ -13,81 +13,84 @@ pub fn out_of_memory(bytes: u64, what: impl Into<String>) -> Error {
 }
 
 /// Creates a slice of `len` zeros.
-pub fn zeroed(len: usize, what: impl FnOnce() -> String) -> Result<Box<[u8]>> {
+pub fn try_zeroed(len: usize, what: impl FnOnce() -> String) -> Result<Box<[u8]>> {
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(len).map_err(|_| out_of_memory(len as u64, what()))?;
     bytes.resize(len, 0);
     Ok(bytes.into_boxed_slice())
 }
 
-/// Creates an empty vector with room for `count` items.
-pub fn with_room<T>(count: usize, what: &str) -> Result<Vec<T>> {
+/// Creates an empty vector with a capacity of `count` items.
+pub fn try_with_capacity<T>(count: usize, what: &str) -> Result<Vec<T>> {
     let mut out = Vec::new();
     out.try_reserve_exact(count).map_err(|_| out_of_memory(bytes_of::<T>(count), what))?;
     Ok(out)
 }
 
 /// Creates a vector of `count` copies of a value.
-pub fn repeated<T: Clone>(value: T, count: usize, what: &str) -> Result<Vec<T>> {
-    let mut out = with_room(count, what)?;
+pub fn try_repeat<T: Clone>(value: T, count: usize, what: &str) -> Result<Vec<T>> {
+    let mut out = try_with_capacity(count, what)?;
     out.resize(count, value);
     Ok(out)
 }
 
-/// Makes room for `more` items. The capacity at least doubles when it grows, so adding items one by one
+/// Reserves capacity for `more` items. The capacity at least doubles when it grows, so adding items one by one
 /// takes few allocations.
-pub fn more_room<T>(out: &mut Vec<T>, more: usize, what: &str) -> Result<()> {
+pub fn try_reserve<T>(out: &mut Vec<T>, more: usize, what: &str) -> Result<()> {
     let bytes = || bytes_of::<T>(out.len().saturating_add(more));
     let bytes = bytes();
     out.try_reserve(more).map_err(|_| out_of_memory(bytes, what))
 }
 
 /// Resizes a vector to `len` bytes; new bytes are zero.
-pub fn resize(out: &mut Vec<u8>, len: usize, what: &str) -> Result<()> {
-    more_room(out, len.saturating_sub(out.len()), what)?;
+pub fn try_resize(out: &mut Vec<u8>, len: usize, what: &str) -> Result<()> {
+    try_reserve(out, len.saturating_sub(out.len()), what)?;
     out.resize(len, 0);
     Ok(())
 }
 
 /// Appends an item.
-pub fn push<T>(out: &mut Vec<T>, item: T, what: &str) -> Result<()> {
-    more_room(out, 1, what)?;
+pub fn try_push<T>(out: &mut Vec<T>, item: T, what: &str) -> Result<()> {
+    try_reserve(out, 1, what)?;
     out.push(item);
     Ok(())
 }
 
 /// Appends copies of some items.
-pub fn append<T: Clone>(out: &mut Vec<T>, items: &[T], what: &str) -> Result<()> {
-    more_room(out, items.len(), what)?;
+pub fn try_extend<T: Clone>(out: &mut Vec<T>, items: &[T], what: &str) -> Result<()> {
+    try_reserve(out, items.len(), what)?;
     out.extend_from_slice(items);
     Ok(())
 }
 
 /// Collects an iterator, up to its first error.
-pub fn collected<T>(items: impl IntoIterator<Item = Result<T>>, what: &str) -> Result<Vec<T>> {
+pub fn try_collect_results<T>(
+    items: impl IntoIterator<Item = Result<T>>,
+    what: &str,
+) -> Result<Vec<T>> {
     let items = items.into_iter();
-    let mut out = with_room(items.size_hint().0, what)?;
+    let mut out = try_with_capacity(items.size_hint().0, what)?;
     for item in items {
-        push(&mut out, item?, what)?;
+        try_push(&mut out, item?, what)?;
     }
     Ok(out)
 }
 
 /// Collects an iterator.
-pub fn listed<T>(items: impl IntoIterator<Item = T>, what: &str) -> Result<Vec<T>> {
-    collected(items.into_iter().map(Ok), what)
+pub fn try_collect<T>(items: impl IntoIterator<Item = T>, what: &str) -> Result<Vec<T>> {
+    try_collect_results(items.into_iter().map(Ok), what)
 }
 
-/// Copies a text.
-pub fn owned(text: &str, what: &str) -> Result<String> {
+/// Copies a string.
+pub fn try_to_string(text: &str, what: &str) -> Result<String> {
     let mut out = String::new();
     out.try_reserve_exact(text.len()).map_err(|_| out_of_memory(text.len() as u64, what))?;
     out.push_str(text);
     Ok(out)
 }
 
-/// Appends a text.
-pub fn push_str(out: &mut String, text: &str, what: &str) -> Result<()> {
+/// Appends a string.
+pub fn try_push_str(out: &mut String, text: &str, what: &str) -> Result<()> {
     let bytes = out.len().saturating_add(text.len());
     out.try_reserve(text.len()).map_err(|_| out_of_memory(bytes as u64, what))?;
     out.push_str(text);
@@ -106,14 +109,14 @@ mod tests {
     #[cfg_attr(miri, ignore = "asks for more memory than Miri has")]
     fn lengths_beyond_memory_are_errors() {
         let most = isize::MAX.unsigned_abs();
-        let error = zeroed(most, || "a header".to_owned()).err().map(|error| error.to_string());
+        let error = try_zeroed(most, || "a header".to_owned()).err().map(|error| error.to_string());
         assert!(error.is_some_and(|error| error.contains("for a header")));
-        assert_eq!(zeroed(3, String::new).ok().as_deref(), Some(&[0, 0, 0][..]));
-        assert!(with_room::<u64>(usize::MAX, "entries").is_err());
-        assert!(repeated(7u8, most, "flags").is_err());
+        assert_eq!(try_zeroed(3, String::new).ok().as_deref(), Some(&[0, 0, 0][..]));
+        assert!(try_with_capacity::<u64>(usize::MAX, "entries").is_err());
+        assert!(try_repeat(7u8, most, "flags").is_err());
         let (mut few, many) = (vec![1, 2], std::iter::repeat_n(0u64, most));
-        assert!(more_room(&mut few, most, "more").is_err());
-        assert!(listed(many, "too many").is_err());
+        assert!(try_reserve(&mut few, most, "more").is_err());
+        assert!(try_collect(many, "too many").is_err());
         assert_eq!(few, [1, 2]);
     }
 }

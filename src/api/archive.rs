@@ -10,7 +10,7 @@ use crate::engine::plan::Extent;
 use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
 use crate::engine::target::host::HostTarget;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, collected, listed};
+use crate::fallible::{LISTS, try_collect, try_collect_results};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
@@ -71,7 +71,7 @@ pub fn read_archive(
             strided: false,
         })
     });
-    let entries = collected(entries, LISTS)?;
+    let entries = try_collect_results(entries, LISTS)?;
     let format = Format::TorchZip;
     Ok(CatalogPart { source, format, head: None, entries, metadata: None })
 }
@@ -123,8 +123,8 @@ fn read_headers(
         let data_offset = header_offset.saturating_add(record.header_len());
         Extent { file: 0, header_offset, data_offset, data_len: 0 }
     });
-    let extents = listed(extents, LISTS)?;
-    let found = listed(extents.iter().map(|_| OnceLock::new()), LISTS)?;
+    let extents = try_collect(extents, LISTS)?;
+    let found = try_collect(extents.iter().map(|_| OnceLock::new()), LISTS)?;
     let headers = LocalHeaders { uri: source.uri(), base, records, found: &found };
     let reading = ReadRequest {
         files: &[source],
@@ -143,7 +143,7 @@ fn read_headers(
             found.into_inner().ok_or_else(|| Error::Bug("a header was not read".to_owned()))?;
         Ok(base.saturating_add(at))
     });
-    collected(positions, LISTS)
+    try_collect_results(positions, LISTS)
 }
 
 /// The codec of a read that brings nothing but local headers.
@@ -196,7 +196,7 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn pickled(&self, tensors: Vec<PickledTensor>) -> Result<Self> {
         let entries = tensors.into_iter().map(|tensor| self.pickled_entry(tensor));
-        self.with_entries(collected(entries, LISTS)?).map_err(|error| match error {
+        self.with_entries(try_collect_results(entries, LISTS)?).map_err(|error| match error {
             Error::InvalidArgument(what) => malformed(self.uri(), what),
             other => other,
         })

@@ -13,7 +13,7 @@ use crate::codec::CompactHeader;
 use crate::engine::plan::{BlockLayout, BlockLocation, Extent, LargeTensors, MemoryLayout};
 use crate::engine::read::ReadRequest;
 use crate::error::Result;
-use crate::fallible::{LISTS, listed, out_of_memory, push, repeated, with_room};
+use crate::fallible::{LISTS, out_of_memory, try_collect, try_push, try_repeat, try_with_capacity};
 use crate::io::as_refs;
 use crate::mem::device::Streams;
 use crate::mem::pinned::min_buffers;
@@ -41,7 +41,7 @@ impl<'f> DeviceLoad<'f> {
         selection.check()?;
         let extents = selection.extents()?;
         let lens = selection.entries.iter().map(|entry| entry.loaded_len());
-        let tensors = listed(extents.into_iter().zip(lens), LISTS)?;
+        let tensors = try_collect(extents.into_iter().zip(lens), LISTS)?;
         let layout = |tensors: &[(Extent, u64)]| {
             let layout = if apart {
                 MemoryLayout::one_block_each(tensors.iter().map(|(_, len)| *len))
@@ -59,8 +59,8 @@ impl<'f> DeviceLoad<'f> {
             });
         }
         let device_of_tensor =
-            selection.to_file_order(listed(device_of.iter().copied(), LISTS)?)?;
-        let mut locations = repeated(BlockLocation::default(), tensors.len(), LISTS)?;
+            selection.to_file_order(try_collect(device_of.iter().copied(), LISTS)?)?;
+        let mut locations = try_repeat(BlockLocation::default(), tensors.len(), LISTS)?;
         let (mut blocks, mut device_of_block) = (Vec::new(), Vec::new());
         for device in 0..device_of_tensor.iter().max().map_or(0, |most| most + 1) {
             let own = device_of_tensor
@@ -68,9 +68,9 @@ impl<'f> DeviceLoad<'f> {
                 .enumerate()
                 .filter(|(_, of)| **of == device)
                 .map(|(at, _)| at);
-            let own = listed(own, LISTS)?;
+            let own = try_collect(own, LISTS)?;
             let own_tensors = own.iter().filter_map(|&at| tensors.get(at).copied());
-            let layout = layout(&listed(own_tensors, LISTS)?)?;
+            let layout = layout(&try_collect(own_tensors, LISTS)?)?;
             let first = blocks.len();
             for (&at, location) in own.iter().zip(&layout.locations) {
                 if let Some(slot) = locations.get_mut(at) {
@@ -78,8 +78,8 @@ impl<'f> DeviceLoad<'f> {
                 }
             }
             for block in layout.blocks {
-                push(&mut blocks, block, LISTS)?;
-                push(&mut device_of_block, device, LISTS)?;
+                try_push(&mut blocks, block, LISTS)?;
+                try_push(&mut device_of_block, device, LISTS)?;
             }
         }
         Ok(DeviceLoad {
@@ -98,8 +98,8 @@ impl<'f> DeviceLoad<'f> {
         device_of: Vec<usize>,
     ) -> Result<Self> {
         let selection = Selection::new(file, numbers)?;
-        let mut blocks = repeated(BlockLayout { len: 0, image: None }, numbers.len(), LISTS)?;
-        let mut locations = with_room(numbers.len(), LISTS)?;
+        let mut blocks = try_repeat(BlockLayout { len: 0, image: None }, numbers.len(), LISTS)?;
+        let mut locations = try_with_capacity(numbers.len(), LISTS)?;
         for (entry, &block) in selection.entries.iter().zip(selection.order()) {
             locations.push(BlockLocation { block, offset: 0 });
             if let Some(slot) = blocks.get_mut(block) {
@@ -120,12 +120,12 @@ impl<'f> DeviceLoad<'f> {
 
     /// Returns the bytes of each block.
     pub fn block_lens(&self) -> Result<Vec<u64>> {
-        listed(self.layout.blocks.iter().map(|block| block.len), LISTS)
+        try_collect(self.layout.blocks.iter().map(|block| block.len), LISTS)
     }
 
     /// Returns the place of each tensor, in the order of their numbers.
     pub fn locations(&self) -> Result<Vec<BlockLocation>> {
-        self.selection.to_caller_order(listed(self.layout.locations.iter().copied(), LISTS)?)
+        self.selection.to_caller_order(try_collect(self.layout.locations.iter().copied(), LISTS)?)
     }
 
     /// Runs the load. Copies may still be under way when it returns; the consumer's stream waits for
@@ -217,13 +217,13 @@ impl<'f> DeviceLoad<'f> {
         for (tensor, (entry, location)) in tensors {
             if let Some(ranges) = direct_ranges(file, entry, upload.options.verify, &rules)? {
                 for (extent, start) in ranges {
-                    push(&mut extents, extent, LISTS)?;
+                    try_push(&mut extents, extent, LISTS)?;
                     let offset = location.offset + start;
-                    push(&mut locations, BlockLocation { offset, ..*location }, LISTS)?;
+                    try_push(&mut locations, BlockLocation { offset, ..*location }, LISTS)?;
                 }
                 continue;
             }
-            push(&mut others, tensor, LISTS)?;
+            try_push(&mut others, tensor, LISTS)?;
         }
         let sources = file.sources();
         upload.copy(&as_refs(&sources), &extents, &locations)?;
@@ -234,7 +234,7 @@ impl<'f> DeviceLoad<'f> {
             let entry = self.selection.entries.get(tensor);
             entry.copied().zip(self.layout.locations.get(tensor).copied())
         };
-        upload.gather(file, &listed(others.iter().filter_map(slice), LISTS)?, &rules)
+        upload.gather(file, &try_collect(others.iter().filter_map(slice), LISTS)?, &rules)
     }
 
     /// Loads tensors to host memory and copies them to the device, some at a time.
@@ -266,8 +266,9 @@ impl<'f> DeviceLoad<'f> {
             let count = remaining.iter().take_while(fits).count().max(1);
             let (now, later) = remaining.split_at(count);
             let (all, locations) = (self.selection.numbers(), &self.layout.locations);
-            let numbers = listed(now.iter().filter_map(|&at| all.get(at).copied()), LISTS)?;
-            let locations = listed(now.iter().filter_map(|&at| locations.get(at).copied()), LISTS)?;
+            let numbers = try_collect(now.iter().filter_map(|&at| all.get(at).copied()), LISTS)?;
+            let locations =
+                try_collect(now.iter().filter_map(|&at| locations.get(at).copied()), LISTS)?;
             upload.through_host(self.selection.file, &numbers, &locations)?;
             remaining = later;
         }

@@ -17,7 +17,7 @@ use crate::engine::target::device::{DeviceTarget, StagedDevice};
 use crate::engine::target::direct::DirectStorage;
 use crate::engine::target::gather_to_device::{DeviceCoalescedRead, DeviceGatherTarget};
 use crate::error::Result;
-use crate::fallible::{LISTS, collected, listed, push};
+use crate::fallible::{LISTS, try_collect, try_collect_results, try_push};
 use crate::format::catalog::Entry;
 use crate::io::{MemorySource, ReadAt, as_refs};
 use crate::mem::device::{Consumer, Device, DeviceBlocks, Event, Streams};
@@ -163,7 +163,7 @@ impl DeviceUpload<'_> {
         slices: &[(&Entry, BlockLocation)],
         rules: &RangeRules,
     ) -> Result<()> {
-        let all = collected(slices.iter().map(|(entry, _)| ranges_of(entry)), LISTS)?;
+        let all = try_collect_results(slices.iter().map(|(entry, _)| ranges_of(entry)), LISTS)?;
         let sources = file.sources();
         let files = as_refs(&sources);
         let (mut extents, mut locations, mut reads) = (Vec::new(), Vec::new(), Vec::new());
@@ -171,9 +171,9 @@ impl DeviceUpload<'_> {
         for (&(entry, location), ranges) in slices.iter().zip(&all) {
             for range in rules.reads(ranges) {
                 len = len.saturating_add(range.end - range.start);
-                push(&mut extents, extent(entry, &range), LISTS)?;
-                push(&mut locations, location, LISTS)?;
-                push(&mut reads, DeviceCoalescedRead { start: range.start, ranges }, LISTS)?;
+                try_push(&mut extents, extent(entry, &range), LISTS)?;
+                try_push(&mut locations, location, LISTS)?;
+                try_push(&mut reads, DeviceCoalescedRead { start: range.start, ranges }, LISTS)?;
                 // Bounds what is planned together: a file may claim any number of bytes.
                 if reads.len() == MAX_RANGES || len >= MAX_GROUP_LEN {
                     self.gather_group(&files, &extents, &locations, &reads)?;
@@ -217,8 +217,8 @@ impl DeviceUpload<'_> {
             Ok(entry) if !entry.is_meta() => tensor.memory.bytes(),
             _ => &[],
         });
-        let sources = listed(data.map(|bytes| MemorySource::new(bytes, file.uri())), LISTS)?;
-        let files = listed(sources.iter().map(|source| source as &dyn ReadAt), LISTS)?;
+        let sources = try_collect(data.map(|bytes| MemorySource::new(bytes, file.uri())), LISTS)?;
+        let files = try_collect(sources.iter().map(|source| source as &dyn ReadAt), LISTS)?;
         let extents = files.iter().enumerate().map(|(file, source)| Extent {
             file,
             data_len: source.capabilities().len.unwrap_or(0),
@@ -228,7 +228,7 @@ impl DeviceUpload<'_> {
         let (options, uncounted) =
             (LoadOptions { readers: Some(1), ..options }, Counters::default());
         let copies = DeviceUpload { options: &options, counters: &uncounted, ..*self };
-        copies.copy(&files, &listed(extents, LISTS)?, locations)?;
-        listed(loaded.into_iter().map(|tensor| tensor.header), LISTS)
+        copies.copy(&files, &try_collect(extents, LISTS)?, locations)?;
+        try_collect(loaded.into_iter().map(|tensor| tensor.header), LISTS)
     }
 }

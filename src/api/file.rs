@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use crate::cancel::{Cancel, RetryableOnce};
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Escaped, Result};
-use crate::fallible::{LISTS, collected, listed, out_of_memory};
+use crate::fallible::{LISTS, out_of_memory, try_collect, try_collect_results};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::tensors::identity::FileIdentity;
@@ -300,7 +300,7 @@ impl TensorFile {
             return Ok(head.clone());
         }
         let entries = numbers.iter().map(|&number| self.entry(number).cloned());
-        let entries = collected(entries, LISTS)?;
+        let entries = try_collect_results(entries, LISTS)?;
         let prologue = Prologue {
             tensor_bytes: entries
                 .iter()
@@ -316,7 +316,7 @@ impl TensorFile {
         let pairs = self.metadata()?.unwrap_or(&[]);
         let metadata = metadata::encode(pairs, self.uri())?;
         trailer::write(block.get_mut(used..).unwrap_or(&mut []), &metadata, identity)?;
-        listed(prologue.encode().into_iter().chain(block), "a head")
+        try_collect(prologue.encode().into_iter().chain(block), "a head")
     }
 
     /// Reads bytes of the file as they are.

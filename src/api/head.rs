@@ -10,7 +10,7 @@ use super::file::{TensorFile, TensorsFileState};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
-use crate::fallible::{append, listed, zeroed};
+use crate::fallible::{try_collect, try_extend, try_zeroed};
 use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
@@ -67,11 +67,11 @@ impl FileHead {
             };
         }
         let mut bytes = self.bytes.clone();
-        let mut step = zeroed(1 << 20, || what.to_owned())?;
+        let mut step = try_zeroed(1 << 20, || what.to_owned())?;
         while bytes.len() as u64 <= most {
             let at = self.base.saturating_add(bytes.len() as u64);
             let read = read_up_to(&*self.source, at, &mut step, cancel)?;
-            append(&mut bytes, step.get(..read).unwrap_or(&step), what)?;
+            try_extend(&mut bytes, step.get(..read).unwrap_or(&step), what)?;
             if read < step.len() && bytes.len() as u64 <= most {
                 return Ok(bytes);
             }
@@ -208,7 +208,7 @@ impl FileHead {
             base,
             prologue,
             head: sealed
-                .then(|| listed(bytes.into_iter().chain(block), "a manifest"))
+                .then(|| try_collect(bytes.into_iter().chain(block), "a manifest"))
                 .transpose()?,
             identity,
             decryption: OnceLock::new(),

@@ -12,7 +12,7 @@ use crate::codec::hash::{Digests, Verify};
 use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
 use crate::engine::target::host::HostTarget;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, collected, listed, zeroed};
+use crate::fallible::{LISTS, try_collect, try_collect_results, try_zeroed};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::TensorHeader;
 use crate::io::{ReadAt, as_refs, read_exact_at};
@@ -49,7 +49,7 @@ impl<'s> HeaderCodec<'s> {
             at if at == entry.data_offset => OnceLock::from(CompactHeader::none()),
             _ => OnceLock::new(),
         });
-        let compact_headers = listed(compact_headers, LISTS)?;
+        let compact_headers = try_collect(compact_headers, LISTS)?;
         Ok(HeaderCodec { selection, verify, decryptor, compact_headers, on_header })
     }
 
@@ -94,7 +94,7 @@ impl<'s> HeaderCodec<'s> {
                 compact.ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
             },
         );
-        self.selection.to_caller_order(collected(compact, LISTS)?)
+        self.selection.to_caller_order(try_collect_results(compact, LISTS)?)
     }
 }
 
@@ -213,7 +213,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
 fn read_range(source: &dyn ReadAt, start: u64, end: u64, cancel: &dyn Cancel) -> Result<Box<[u8]>> {
     let len = usize::try_from(end.saturating_sub(start)).unwrap_or(usize::MAX);
     let what = || "tensors".to_owned();
-    let mut bytes = zeroed(len, what)?;
+    let mut bytes = try_zeroed(len, what)?;
     read_exact_at(source, start, &mut Buffers::from_slice(&mut bytes), &what, cancel)?;
     Ok(bytes)
 }

@@ -12,7 +12,7 @@ use crate::codec::sha256::Sha256;
 use crate::engine::worker_range;
 use crate::engine::workers::{self, Control, WorkerRange};
 use crate::error::{Error, Result};
-use crate::fallible::resize;
+use crate::fallible::try_resize;
 use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
@@ -136,7 +136,7 @@ impl<'s> ChecksumComparison<'s> {
     fn piece(&self, number: u64, buffer: &mut Vec<u8>, control: &Control<'_>) -> Result<()> {
         let start = number * self.piece;
         let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
-        resize(buffer, len, "a file that is hashed")?;
+        try_resize(buffer, len, "a file that is hashed")?;
         let what = || "its hash".to_owned();
         Buffers::from_slice(buffer).with_observer(control, |buffers| {
             read_exact_at(self.source, start, buffers, &what, control)

@@ -18,7 +18,9 @@ use crate::engine::read::{ReadRequest, read};
 use crate::engine::target::host::{FileImage, HostTarget, ImageMemory};
 use crate::engine::workers;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, collected, listed, out_of_memory, push, repeated, with_room};
+use crate::fallible::{
+    LISTS, out_of_memory, try_collect, try_collect_results, try_push, try_repeat, try_with_capacity,
+};
 use crate::format::catalog::{Entry, Format};
 use crate::io::as_refs;
 use crate::mem::{Arena, HostBuffer, SliceRemainder, as_uninit, zero_fill};
@@ -73,7 +75,7 @@ fn load_selected(
     let (file, sliced) = (selection.file, selection.is_sliced());
     let mut memory = LoadMemory::new(selection, options)?;
     let headers = if sliced {
-        let bytes = listed(memory.bytes()?.into_iter().map(as_uninit), LISTS)?;
+        let bytes = try_collect(memory.bytes()?.into_iter().map(as_uninit), LISTS)?;
         load_slices(selection, bytes, options, counters, cancel, &load_counted)?;
         no_headers(selection)?
     } else {
@@ -85,7 +87,7 @@ fn load_selected(
         let entries = Arc::clone(file.shared_entries());
         Tensor { number, header, memory, entries }
     };
-    listed(loaded.map(tensor), LISTS)
+    try_collect(loaded.map(tensor), LISTS)
 }
 
 /// Loads tensors, given by number, into memory of the caller. Each destination must have exactly
@@ -97,7 +99,7 @@ pub fn load_into(
     options: &LoadOptions,
     cancel: &dyn Cancel,
 ) -> Result<Vec<CompactHeader>> {
-    let destinations = listed(destinations.into_iter().map(as_uninit), LISTS)?;
+    let destinations = try_collect(destinations.into_iter().map(as_uninit), LISTS)?;
     load_into_uninit(file, numbers, destinations, options, &Counters::default(), cancel)
 }
 
@@ -142,7 +144,7 @@ pub fn load_into_uninit(
     }
     file.with_intact_copies(cancel, || {
         let lent = destinations.iter_mut().map(|bytes| &mut **bytes);
-        fill(&selection, listed(lent, LISTS)?, options, counters, cancel)
+        fill(&selection, try_collect(lent, LISTS)?, options, counters, cancel)
     })
 }
 
@@ -162,12 +164,12 @@ fn fill(
         let target = HostTarget::new(destinations, Vec::new());
         return read_to_host(selection, target, options, counters, cancel)?.0.into_headers();
     }
-    let mut bytes = listed(destinations.into_iter().map(zero_fill), LISTS)?;
-    let lent = listed(bytes.iter_mut().map(|bytes| as_uninit(bytes)), LISTS)?;
+    let mut bytes = try_collect(destinations.into_iter().map(zero_fill), LISTS)?;
+    let lent = try_collect(bytes.iter_mut().map(|bytes| as_uninit(bytes)), LISTS)?;
     let loaded =
         read_to_host(selection, HostTarget::new(lent, Vec::new()), options, counters, cancel);
     let loaded = loaded.and_then(|(headers, undecrypted)| {
-        let bytes = listed(bytes.iter_mut().map(|bytes| &mut **bytes), LISTS)?;
+        let bytes = try_collect(bytes.iter_mut().map(|bytes| &mut **bytes), LISTS)?;
         decrypt_wholes(&headers, &undecrypted, bytes, counters, cancel)?;
         headers.into_headers()
     });
@@ -180,7 +182,7 @@ fn fill(
 
 /// Returns empty headers, one for each tensor: slices are loaded without headers.
 pub fn no_headers(selection: &Selection<'_>) -> Result<Vec<CompactHeader>> {
-    listed(selection.entries.iter().map(|_| CompactHeader::none()), LISTS)
+    try_collect(selection.entries.iter().map(|_| CompactHeader::none()), LISTS)
 }
 
 /// Reads to host memory. Returns the tensors that are still to be decrypted as a whole.
@@ -219,7 +221,7 @@ fn decrypt_wholes(
 ) -> Result<()> {
     let queue = bytes.into_iter().enumerate();
     let queue = queue.filter(|(tensor, _)| undecrypted.binary_search(tensor).is_ok());
-    let queue = listed(queue, LISTS)?;
+    let queue = try_collect(queue, LISTS)?;
     let threads = crate::cpu_count().min(queue.len());
     let queue = Mutex::new(queue);
     workers::run(threads, cancel, |control| {
@@ -255,7 +257,7 @@ impl LoadMemory {
         let file = selection.file;
         let too_large = || out_of_memory(u64::MAX, format!("the tensors of `{}`", file.uri()));
         let in_place = used_in_place(file, &selection.entries, options)?;
-        let mut own: Vec<(Extent, u64)> = with_room(in_place.len(), LISTS)?;
+        let mut own: Vec<(Extent, u64)> = try_with_capacity(in_place.len(), LISTS)?;
         let extents = selection.extents()?;
         for ((entry, extent), _) in
             selection.entries.iter().zip(extents).zip(&in_place).filter(|(_, in_place)| !**in_place)
@@ -265,7 +267,7 @@ impl LoadMemory {
         let layout = MemoryLayout::new(&own, LargeTensors::OneBlock).ok_or_else(too_large)?;
         let size = |n: u64| usize::try_from(n).map_err(|_| too_large());
         let blocks = layout.blocks.iter().map(|block| Arena::new(size(block.len)?));
-        let blocks = collected(blocks, LISTS)?;
+        let blocks = try_collect_results(blocks, LISTS)?;
         let mut places = layout.locations.iter().zip(&own);
         let tensors = selection.entries.iter().zip(&in_place).map(|(entry, in_place)| {
             if *in_place {
@@ -281,7 +283,7 @@ impl LoadMemory {
                 len: size(*len)?,
             })
         });
-        let tensors = collected(tensors, LISTS)?;
+        let tensors = try_collect_results(tensors, LISTS)?;
         let mappings = map_tensors(file, &selection.entries, &in_place)?;
         Ok(LoadMemory { blocks, layout, mappings, tensors })
     }
@@ -305,7 +307,7 @@ impl LoadMemory {
     fn bytes(&mut self) -> Result<Vec<&mut [u8]>> {
         let blocks =
             self.blocks.iter_mut().map(|block| Some(SliceRemainder::new(block.bytes_mut())));
-        split_blocks(&self.tensors, listed(blocks, LISTS)?)
+        split_blocks(&self.tensors, try_collect(blocks, LISTS)?)
     }
 
     /// Returns all memory as a target for the engine.
@@ -318,11 +320,12 @@ impl LoadMemory {
                 let TensorLocation::Mapped { file, header, at, len } = *location else { continue };
                 if file == number {
                     let memory = ImageMemory::Mapped(rest.cut(header, at + len - header)?);
-                    push(&mut images, FileImage { file, position: header as u64, memory }, LISTS)?;
+                    let image = FileImage { file, position: header as u64, memory };
+                    try_push(&mut images, image, LISTS)?;
                 }
             }
         }
-        let mut blocks = with_room(self.blocks.len(), LISTS)?;
+        let mut blocks = try_with_capacity(self.blocks.len(), LISTS)?;
         for (arena, block) in self.blocks.iter_mut().zip(&self.layout.blocks) {
             let bytes = arena.bytes_mut();
             let Some(span) = block.image else {
@@ -332,33 +335,34 @@ impl LoadMemory {
             let skip = usize::try_from(span.skip).map_err(|_| bug())?;
             let bytes = bytes.get_mut(skip..).ok_or_else(bug)?;
             let memory = ImageMemory::Empty(as_uninit(bytes));
-            push(&mut images, FileImage { file: span.file, position: span.start, memory }, LISTS)?;
+            let image = FileImage { file: span.file, position: span.start, memory };
+            try_push(&mut images, image, LISTS)?;
             blocks.push(None);
         }
         images.sort_unstable_by_key(|image| (image.file, image.position));
         let tensors = split_blocks(&self.tensors, blocks)?;
-        Ok(HostTarget::new(listed(tensors.into_iter().map(as_uninit), LISTS)?, images))
+        Ok(HostTarget::new(try_collect(tensors.into_iter().map(as_uninit), LISTS)?, images))
     }
 
     /// Turns the memory into the buffers that tensors own from now on.
     fn freeze(self) -> Result<Vec<HostBuffer>> {
-        let mut ranges = listed(self.blocks.iter().map(|_| Vec::new()), LISTS)?;
+        let mut ranges = try_collect(self.blocks.iter().map(|_| Vec::new()), LISTS)?;
         let mut mapped: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for location in &self.tensors {
             match *location {
                 TensorLocation::Mapped { file, at, len, .. } => {
-                    push(mapped.entry(file).or_default(), (at, len), LISTS)?;
+                    try_push(mapped.entry(file).or_default(), (at, len), LISTS)?;
                 }
                 TensorLocation::Block { block, at, len } => {
                     let ranges = ranges.get_mut(block);
                     let ranges = ranges.ok_or_else(|| Error::Bug("no block".to_owned()))?;
-                    push(ranges, (at, len), LISTS)?;
+                    try_push(ranges, (at, len), LISTS)?;
                 }
             }
         }
         let blocks = self.blocks.into_iter().zip(&ranges);
         let blocks = blocks.map(|(block, ranges)| Ok(block.freeze(ranges)?.into_iter()));
-        let mut blocks = collected(blocks, LISTS)?;
+        let mut blocks = try_collect_results(blocks, LISTS)?;
         let mappings = self.mappings.into_iter().map(|(file, mapping)| {
             let ranges = mapped.get(&file).map_or(&[][..], Vec::as_slice);
             Ok((file, mapping.freeze(ranges)?.into_iter()))
@@ -375,7 +379,7 @@ impl LoadMemory {
             };
             buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))
         });
-        collected(buffers, LISTS)
+        try_collect_results(buffers, LISTS)
     }
 }
 
@@ -389,7 +393,7 @@ fn split_blocks<'a>(
         let rest = blocks.get_mut(block).and_then(Option::as_mut);
         rest.map_or(Ok(&mut [][..]), |rest| rest.cut(at, len))
     });
-    collected(bytes, LISTS)
+    try_collect_results(bytes, LISTS)
 }
 
 fn used_in_place(
@@ -408,10 +412,10 @@ fn used_in_place(
             && entry.data_len > 0
             && entry.data_offset.is_multiple_of(alignment)
     });
-    let could = listed(could, LISTS)?;
+    let could = try_collect(could, LISTS)?;
     let total: u64 =
         entries.iter().zip(&could).filter(|(_, could)| **could).map(|(e, _)| e.data_len).sum();
-    if total < MAPPED_FROM { repeated(false, entries.len(), LISTS) } else { Ok(could) }
+    if total < MAPPED_FROM { try_repeat(false, entries.len(), LISTS) } else { Ok(could) }
 }
 
 /// Maps files from their start to the end of the last tensor in them that is used in place.

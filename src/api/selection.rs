@@ -3,7 +3,7 @@
 use super::file::TensorFile;
 use crate::engine::plan::Extent;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, listed, repeated, with_room};
+use crate::fallible::{LISTS, try_collect, try_repeat, try_with_capacity};
 use crate::format::catalog::Entry;
 
 /// Tensors that were asked for, sorted by their positions; the engine numbers them in this order.
@@ -22,8 +22,8 @@ impl<'f> Selection<'f> {
     /// Selects tensors by number; one that is given twice is an error.
     pub fn new(file: &'f TensorFile, numbers: &[usize]) -> Result<Self> {
         let in_order = numbers.is_sorted_by(|a, b| a < b);
-        let mut seen = repeated(false, if in_order { 0 } else { file.entries().len() }, LISTS)?;
-        let mut sorted = with_room(numbers.len(), LISTS)?;
+        let mut seen = try_repeat(false, if in_order { 0 } else { file.entries().len() }, LISTS)?;
+        let mut sorted = try_with_capacity(numbers.len(), LISTS)?;
         for (at, &number) in numbers.iter().enumerate() {
             let entry = file.entry(number)?;
             if seen.get_mut(number).is_some_and(|seen| std::mem::replace(seen, true)) {
@@ -43,9 +43,9 @@ impl<'f> Selection<'f> {
         sorted.sort_unstable_by_key(|(entry, (_, at))| {
             (entry.file, entry.header_offset, entry.data_len, *at)
         });
-        let entries = listed(sorted.iter().map(|(entry, _)| *entry), LISTS)?;
-        let order = listed(sorted.iter().map(|(_, (_, at))| *at), LISTS)?;
-        let numbers = listed(sorted.into_iter().map(|(_, (number, _))| number), LISTS)?;
+        let entries = try_collect(sorted.iter().map(|(entry, _)| *entry), LISTS)?;
+        let order = try_collect(sorted.iter().map(|(_, (_, at))| *at), LISTS)?;
+        let numbers = try_collect(sorted.into_iter().map(|(_, (number, _))| number), LISTS)?;
         Ok(Selection { file, entries, numbers, order })
     }
 
@@ -72,7 +72,7 @@ impl<'f> Selection<'f> {
             // The ranges of slices are planned separately.
             data_len: if entry.whole.is_some() { 0 } else { entry.data_len },
         });
-        listed(extents, LISTS)
+        try_collect(extents, LISTS)
     }
 
     /// Returns the place of each tensor in the caller's order.
@@ -92,21 +92,21 @@ impl<'f> Selection<'f> {
 
     /// Reorders one value for each tensor from the order of the file to the caller's order.
     pub fn to_caller_order<T>(&self, sorted: Vec<T>) -> Result<Vec<T>> {
-        let mut restored = listed(sorted.iter().map(|_| None), LISTS)?;
+        let mut restored = try_collect(sorted.iter().map(|_| None), LISTS)?;
         for (thing, &at) in sorted.into_iter().zip(&self.order) {
             if let Some(slot) = restored.get_mut(at) {
                 *slot = Some(thing);
             }
         }
-        let mut out = with_room(restored.len(), LISTS)?;
+        let mut out = try_with_capacity(restored.len(), LISTS)?;
         out.extend(restored.into_iter().flatten());
         Ok(out)
     }
 
     /// Reorders one value for each tensor from the caller's order to the order of the file.
     pub fn to_file_order<T>(&self, values: Vec<T>) -> Result<Vec<T>> {
-        let mut values = listed(values.into_iter().map(Some), LISTS)?;
-        let mut out = with_room(values.len(), LISTS)?;
+        let mut values = try_collect(values.into_iter().map(Some), LISTS)?;
+        let mut out = try_with_capacity(values.len(), LISTS)?;
         out.extend(self.order.iter().filter_map(|&at| values.get_mut(at)?.take()));
         Ok(out)
     }

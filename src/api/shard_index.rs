@@ -10,7 +10,7 @@ use super::local_copies::{suspects_of_open, with_intact_copies};
 use crate::cancel::Cancel;
 use crate::engine::workers;
 use crate::error::{Error, Result, Shortened};
-use crate::fallible::{LISTS, collected, listed, more_room, with_room};
+use crate::fallible::{LISTS, try_collect, try_collect_results, try_reserve, try_with_capacity};
 use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
@@ -108,8 +108,8 @@ impl ShardIndex {
         let files = files.filter(|files| !files.is_empty());
         let one = files.is_some() && opening.wanted.is_some_and(|wanted| wanted.len() == 1);
         let numbers = match files {
-            Some(files) => listed(files, LISTS)?,
-            None => listed(0..self.index.files.len(), LISTS)?,
+            Some(files) => try_collect(files, LISTS)?,
+            None => try_collect(0..self.index.files.len(), LISTS)?,
         };
         let first = one.then_some(FIRST_OF_ONE);
         self.open(&ShardSelection { index: self, numbers, first }, opening)
@@ -120,7 +120,7 @@ impl ShardIndex {
         let parts = open_all(&self.head, selection, uri, opening)?;
         let mut heads: Vec<CachedHead> = Vec::new();
         heads.extend(self.cached_head.clone());
-        let mut sources = with_room(parts.len(), LISTS)?;
+        let mut sources = try_with_capacity(parts.len(), LISTS)?;
         let mut entries: Vec<Entry> = Vec::new();
         let mut metadata: Option<BTreeMap<String, String>> = None;
         let mut formats = parts.iter().map(|part| part.format);
@@ -137,7 +137,7 @@ impl ShardIndex {
             // Of two files that hold a tensor, the index says which one counts.
             let elsewhere =
                 |entry: &Entry| format.names_tensors() && selection.is_elsewhere(&entry.name, file);
-            more_room(&mut entries, part.entries.len(), LISTS)?;
+            try_reserve(&mut entries, part.entries.len(), LISTS)?;
             entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
             if let Some(pairs) = part.metadata {
                 metadata.get_or_insert_default().extend(pairs);
@@ -158,7 +158,7 @@ impl ShardIndex {
                 malformed(uri, what)
             })?;
         }
-        let metadata = metadata.map(|pairs| listed(pairs, LISTS)).transpose()?;
+        let metadata = metadata.map(|pairs| try_collect(pairs, LISTS)).transpose()?;
         let metadata = Arc::new(Ok(metadata));
         let mut indexed_files = BTreeMap::new();
         if format.names_tensors() {
@@ -217,7 +217,7 @@ fn open_all(
     uri: &str,
     opening: &Opening<'_>,
 ) -> Result<Vec<CatalogPart>> {
-    let slots = listed(selection.names().map(|_| None), LISTS)?;
+    let slots = try_collect(selection.names().map(|_| None), LISTS)?;
     let at_once = at_once(&**head.source()).min(slots.len());
     let parts = Mutex::new(slots);
     let queue = Mutex::new(selection.names().enumerate());
@@ -246,5 +246,5 @@ fn open_all(
     })?;
     let parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
     let missing = || Error::Bug("a shard was not opened".to_owned());
-    collected(parts.into_iter().map(|part| part.ok_or_else(missing)), LISTS)
+    try_collect_results(parts.into_iter().map(|part| part.ok_or_else(missing)), LISTS)
 }

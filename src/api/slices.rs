@@ -24,7 +24,7 @@ use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
 use crate::engine::target::gather::{CoalescedRead, GatherTarget};
 use crate::engine::target::host::HostTarget;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, collected, listed, push};
+use crate::fallible::{LISTS, try_collect, try_collect_results, try_push};
 use crate::format::catalog::{Entry, WholeTensor};
 use crate::io::{ReadAt, as_refs};
 use crate::stats::Counters;
@@ -71,7 +71,7 @@ impl TensorFile {
             let whole = Some(Arc::new(WholeTensor { shape: entry.shape.clone(), slice }));
             Ok(Entry { shape, whole, ..entry.clone() })
         });
-        self.with_parts(collected(entries, LISTS)?)
+        self.with_parts(try_collect_results(entries, LISTS)?)
     }
 }
 
@@ -101,7 +101,8 @@ pub fn load_slices(
             *to = &mut [];
         }
     }
-    let ranges = collected(selection.entries.iter().map(|entry| ranges_of(entry)), LISTS)?;
+    let ranges =
+        try_collect_results(selection.entries.iter().map(|entry| ranges_of(entry)), LISTS)?;
     let load = SliceLoad { selection, ranges: &ranges, options, counters, cancel, load_whole };
     let verified = options.verify != Verify::Nothing;
     match file.decryption() {
@@ -168,7 +169,7 @@ impl SliceLoad<'_> {
         let file = selection.file;
         let decryptor = Decryptor::new(decryption, file.uri(), &selection.entries)?;
         let wholes = wholes(selection)?;
-        let numbers = listed(0..wholes.entries().len(), LISTS)?;
+        let numbers = try_collect(0..wholes.entries().len(), LISTS)?;
         let in_chunks = AtomicBool::new(true);
         visit_headers(&wholes, &numbers, cancel, &|tensor, header| {
             if !decryptor.add_header(tensor, header, cancel)? {
@@ -185,9 +186,9 @@ impl SliceLoad<'_> {
         {
             for range in whole_pieces(ranges.coalesced(PIECE_LEN), entry.data_len)? {
                 let to = cut(&mut rest, ranges.before(range.end) - ranges.before(range.start))?;
-                push(&mut extents, extent(entry, &range), LISTS)?;
-                push(&mut tensor_of_read, (tensor, range.start), LISTS)?;
-                push(&mut reads, CoalescedRead { start: range.start, ranges, to }, LISTS)?;
+                try_push(&mut extents, extent(entry, &range), LISTS)?;
+                try_push(&mut tensor_of_read, (tensor, range.start), LISTS)?;
+                try_push(&mut reads, CoalescedRead { start: range.start, ranges, to }, LISTS)?;
             }
         }
         let sources = file.sources();
@@ -226,7 +227,7 @@ impl SliceLoad<'_> {
                 Some((_, count, _)) if before.map(tensor_of) == Some(tensor_of(entry)) => {
                     *count += 1
                 }
-                _ => push(&mut counts, (at, 1, whole_tensor_len(entry)), LISTS)?,
+                _ => try_push(&mut counts, (at, 1, whole_tensor_len(entry)), LISTS)?,
             }
         }
         let mut wanted = ranges.iter().zip(destinations);
@@ -238,7 +239,7 @@ impl SliceLoad<'_> {
                 held <= most
             });
             let (now, later) = remaining.split_at(more.count().max(1));
-            let numbers = listed(now.iter().map(|&(number, _, _)| number), LISTS)?;
+            let numbers = try_collect(now.iter().map(|&(number, _, _)| number), LISTS)?;
             let loaded = load_whole(&wholes, &numbers, &options, counters, cancel)?;
             for (tensor, &(_, count, _)) in loaded.iter().zip(now) {
                 for (ranges, to) in wanted.by_ref().take(count) {
@@ -328,7 +329,7 @@ pub fn direct_ranges(
     }
     let places = (0..).step_by(usize::try_from(ranges.range_len()).unwrap_or(usize::MAX));
     let extents = ranges.starts().map(|start| extent(entry, &(start..start + ranges.range_len())));
-    Ok(Some(listed(extents.zip(places), LISTS)?))
+    Ok(Some(try_collect(extents.zip(places), LISTS)?))
 }
 
 /// Returns a range of a tensor's data as an extent.
@@ -346,7 +347,7 @@ fn whole_pieces(reads: impl Iterator<Item = Range<u64>>, data_len: u64) -> Resul
         let end = read.end.next_multiple_of(PIECE_LEN).min(data_len);
         match pieces.last_mut().filter(|last| start <= last.end) {
             Some(last) => last.end = end,
-            None => push(&mut pieces, start..end, LISTS)?,
+            None => try_push(&mut pieces, start..end, LISTS)?,
         }
     }
     Ok(pieces)
@@ -358,7 +359,7 @@ fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
         let shape = entry.whole.as_ref().map_or_else(|| entry.shape.clone(), |w| w.shape.clone());
         Entry { shape, whole: None, ..(*entry).clone() }
     });
-    selection.file.with_parts(listed(entries, LISTS)?)
+    selection.file.with_parts(try_collect(entries, LISTS)?)
 }
 
 /// Returns the bytes of memory of a tensor that is held as a whole.

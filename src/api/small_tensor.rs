@@ -10,7 +10,7 @@ use crate::codec::CompactHeader;
 use crate::codec::hash::Verify;
 use crate::environment::READERS;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, with_room, zeroed};
+use crate::fallible::{LISTS, try_with_capacity, try_zeroed};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::TensorHeader;
 use crate::io::read_exact_at;
@@ -46,7 +46,7 @@ pub fn load_small(
     }
     cancel.check()?;
     let (mut raw, mut arena) = (
-        zeroed(size(entry.data_offset - entry.header_offset)?, what)?,
+        try_zeroed(size(entry.data_offset - entry.header_offset)?, what)?,
         Arena::new(size(entry.data_len)?)?,
     );
     let mut buffers = Buffers::from_slice(&mut raw);
@@ -60,7 +60,7 @@ pub fn load_small(
     counters.threads(1, 1);
     let memory = arena.freeze(&[(0, size(entry.data_len)?)])?.pop();
     let memory = memory.ok_or_else(|| Error::Bug("a block without a buffer".to_owned()))?;
-    let mut loaded = with_room(1, LISTS)?;
+    let mut loaded = try_with_capacity(1, LISTS)?;
     loaded.push(Tensor { number, header, memory, entries: Arc::clone(file.shared_entries()) });
     Ok(Some(loaded))
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, EncryptedPieces, Key, PIECE_LEN};
 use crate::error::{Error, Result};
-use crate::fallible::listed;
+use crate::fallible::try_collect;
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::TensorHeader;
 
@@ -56,7 +56,7 @@ impl<'o> Decryptor<'o> {
         uri: &'o str,
         entries: &'o [&'o Entry],
     ) -> Result<Self> {
-        let ciphers = listed(entries.iter().map(|_| OnceLock::new()), "keys of tensors")?;
+        let ciphers = try_collect(entries.iter().map(|_| OnceLock::new()), "keys of tensors")?;
         let header_arrived = (Mutex::new(()), Condvar::new());
         Ok(Decryptor { options, uri, entries, ciphers, header_arrived })
     }

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::codec::crypt::{self, EncryptionOptions, NONCE_LEN, PIECE_LEN};
 use crate::error::{Error, Result};
-use crate::fallible::{repeated, with_room};
+use crate::fallible::{try_repeat, try_with_capacity};
 use crate::format::tensors::crypt_info::{self, MAC_LEN};
 
 /// A tensor's nonce, and the tags of its pieces.
@@ -23,14 +23,14 @@ impl<'p> Encryptor<'p> {
         let len = crypt_info::encoded_len(options.derivation.is_some(), count as u64);
         let encoded_len =
             usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes of tags")))?;
-        let macs = Mutex::new(repeated([0; MAC_LEN], count, "tags of encrypted pieces")?);
+        let macs = Mutex::new(try_repeat([0; MAC_LEN], count, "tags of encrypted pieces")?);
         Ok(Encryptor { options, nonce: crypt::random()?, macs, encoded_len })
     }
 
     /// Returns an encrypted copy of data, which begin at a multiple of the length of pieces.
     pub fn encrypt(&self, start: u64, data: &[u8]) -> Result<Vec<u8>> {
         let step = usize::try_from(PIECE_LEN).unwrap_or(usize::MAX);
-        let mut encrypted = with_room(data.len(), "an encrypted copy")?;
+        let mut encrypted = try_with_capacity(data.len(), "an encrypted copy")?;
         encrypted.extend_from_slice(data);
         for (number, piece) in (start / PIECE_LEN..).zip(encrypted.chunks_mut(step)) {
             let mac = crypt::seal(piece, &self.nonce, number, &self.options.key);

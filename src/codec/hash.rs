@@ -3,7 +3,7 @@
 use super::sha256::Sha256;
 use crate::cancel::Cancel;
 use crate::error::Result;
-use crate::fallible::{listed, repeated};
+use crate::fallible::{try_collect, try_repeat};
 
 /// Both hashes of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,9 +45,9 @@ const STEP: usize = 8 << 20;
 pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Result<Vec<Digests>> {
     if !sha {
         let digests = tensors.iter().map(|(header, data)| digest(header, data, false));
-        return listed(digests, "hashes of tensors");
+        return try_collect(digests, "hashes of tensors");
     }
-    let mut shas: Vec<Option<[u8; 32]>> = repeated(None, tensors.len(), "hashes of tensors")?;
+    let mut shas: Vec<Option<[u8; 32]>> = try_repeat(None, tensors.len(), "hashes of tensors")?;
     let mut pair: [Option<(usize, Sha256, &[u8])>; 2] = [None, None];
     let mut queue = tensors.iter().enumerate();
     loop {
@@ -88,7 +88,7 @@ pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Result<Vec<Digests>>
         .iter()
         .zip(shas)
         .map(|(tensor, sha)| Digests { crc: crc(tensor), sha: sha.unwrap_or([0; 32]) });
-    listed(digests, "hashes of tensors")
+    try_collect(digests, "hashes of tensors")
 }
 
 /// Hashes one tensor; SHA-256 is left out if `sha` is false.

@@ -17,7 +17,7 @@ use std::time::Duration;
 use super::hash::Digests;
 use super::sha256::Sha256;
 use crate::error::Result;
-use crate::fallible::listed;
+use crate::fallible::try_collect;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// Bytes that a thread hashes before it looks at the queue again.
@@ -108,7 +108,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                 next: 0,
             })))
         });
-        let states = listed(states, "hashes of tensors")?;
+        let states = try_collect(states, "hashes of tensors")?;
         let queue = Mutex::new(ReadyQueue { ready: VecDeque::new(), unfinished, idle: 0 });
         Ok(HashPool { states, queue, changed: Condvar::new(), sha })
     }

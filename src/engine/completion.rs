@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::plan::{Extent, PLAN};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
-use crate::fallible::{listed, push, with_room};
+use crate::fallible::{try_collect, try_push, try_with_capacity};
 use crate::mem::device::Event;
 use crate::sys::sync::Mutex;
 
@@ -81,7 +81,7 @@ impl<'r> CompletionTracker<'r> {
         verify: Verify,
     ) -> Result<Self> {
         let count = tensors.iter().max().map_or(0, |most| most + 1);
-        let mut parts = listed((0..count).map(|_| 0u64), PLAN)?;
+        let mut parts = try_collect((0..count).map(|_| 0u64), PLAN)?;
         for (number, extent) in extents.iter().enumerate() {
             let hash = u64::from(verify != Verify::Nothing);
             let header = u64::from(extent.header_offset < extent.data_offset);
@@ -135,13 +135,13 @@ impl<'r> CompletionTracker<'r> {
             );
             let now = PartialTensor { missing, copy_events, undecrypted };
             if missing == 0 {
-                push(&mut complete, (tensor, extent, now), PLAN)?;
+                try_push(&mut complete, (tensor, extent, now), PLAN)?;
             } else {
                 partial.insert(tensor, now);
             }
         }
         drop(partial);
-        let mut delivered = with_room(complete.len(), PLAN)?;
+        let mut delivered = try_with_capacity(complete.len(), PLAN)?;
         for (tensor, extent, PartialTensor { copy_events, undecrypted, .. }) in complete {
             if undecrypted {
                 self.receiver.deliver_undecrypted(tensor, extent)?;

@@ -18,7 +18,7 @@ use crate::codec::HashPool;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::hash::{self, Verify};
 use crate::error::{Error, Result};
-use crate::fallible::listed;
+use crate::fallible::try_collect;
 use crate::io::Capabilities;
 use crate::mem::DISK_BLOCK;
 use crate::mem::numa::Affinity;
@@ -99,7 +99,7 @@ pub fn read_while<T: Target>(
         max_single_chunk,
         max_unhashed,
         hashes: pool(request, max_single_chunk)?,
-        undecrypted: listed(request.extents.iter().map(|_| AtomicBool::new(false)), PLAN)?,
+        undecrypted: try_collect(request.extents.iter().map(|_| AtomicBool::new(false)), PLAN)?,
         queue: WorkQueue::new(jobs, if own_share { range.initial } else { 1 })?,
         dispatch_lock: Mutex::new(()),
         completion: completion(request)?,

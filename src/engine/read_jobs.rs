@@ -3,7 +3,7 @@
 use super::plan::{Batch, Extent, PLAN, Segment, SegmentKind};
 use super::target::Target;
 use crate::error::Result;
-use crate::fallible::{collected, listed, with_room};
+use crate::fallible::{try_collect, try_collect_results, try_with_capacity};
 
 /// When SHA-256 is verified, tensors of at least this size are read before smaller ones. The hash
 /// of one tensor cannot be split among threads; begun last, it would delay the end of the load.
@@ -21,7 +21,7 @@ pub fn plan_jobs<T: Target>(
     (step, whole): (u64, u64),
     large_first: bool,
 ) -> Result<Vec<ReadJob<T>>> {
-    let mut jobs = with_room(batches.len(), PLAN)?;
+    let mut jobs = try_with_capacity(batches.len(), PLAN)?;
     for batch in batches {
         let largest = batch.segments.iter().filter_map(|segment| match segment.kind {
             SegmentKind::Data { tensor, .. } => extents.get(tensor).map(|extent| extent.data_len),
@@ -33,11 +33,11 @@ pub fn plan_jobs<T: Target>(
             let job = target.plan(&batch)?;
             Ok((batch, job))
         });
-        jobs.push((first, collected(steps, PLAN)?));
+        jobs.push((first, try_collect_results(steps, PLAN)?));
     }
     // Targets must plan batches in file order, so the jobs are sorted only afterwards.
     jobs.sort_by_key(|(first, _)| std::cmp::Reverse(*first));
-    listed(jobs.into_iter().map(|(_, job)| job), PLAN)
+    try_collect(jobs.into_iter().map(|(_, job)| job), PLAN)
 }
 
 /// Returns the first and the last tensor of a job; None if it has none.

@@ -19,7 +19,7 @@ use super::workers::Control;
 use crate::codec::hash::{Digests, Verify, digest_all};
 use crate::codec::{self, HashPool};
 use crate::error::{Error, Result};
-use crate::fallible::{listed, push, zeroed};
+use crate::fallible::{try_collect, try_push, try_zeroed};
 use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::mem::device::Event;
@@ -236,12 +236,12 @@ impl<T: Target> ReadTask<'_, T> {
         }
         self.counters.time(Stage::Hash, || self.verify(committed.bytes, &single_chunk, pooled))?;
         let verified = single_chunk.iter().map(|single| Arrival::of_hash(single.tensor));
-        self.arrived(&listed(verified, PLAN)?, None)
+        self.arrived(&try_collect(verified, PLAN)?, None)
     }
 
     /// Adds a part that has arrived, if tensors are handed out as they are complete.
     fn add_arrival(&self, arrivals: &mut Vec<Arrival>, arrival: Arrival) -> Result<()> {
-        if self.completion.is_some() { push(arrivals, arrival, PLAN) } else { Ok(()) }
+        if self.completion.is_some() { try_push(arrivals, arrival, PLAN) } else { Ok(()) }
     }
 
     /// Returns the number of parts that a tensor's hash counts as: 1 if hashes are verified, else
@@ -263,7 +263,7 @@ impl<T: Target> ReadTask<'_, T> {
                 SegmentKind::Header { tensor } => {
                     let (in_chunks, single) = self.header(tensor, chunk.bytes, control)?;
                     if let Some(single) = single {
-                        push(&mut contents.single_chunk, single, PLAN)?;
+                        try_push(&mut contents.single_chunk, single, PLAN)?;
                     }
                     self.add_arrival(
                         &mut contents.arrivals,
@@ -279,7 +279,7 @@ impl<T: Target> ReadTask<'_, T> {
                     let arrival = Arrival { extent: tensor, parts, undecrypted: false };
                     self.add_arrival(&mut contents.arrivals, arrival)?;
                     if !self.decrypt(tensor, start, chunk, control)? {
-                        push(&mut contents.undecrypted, tensor, PLAN)?;
+                        try_push(&mut contents.undecrypted, tensor, PLAN)?;
                         continue;
                     }
                     contents.data_len += parts;
@@ -289,7 +289,7 @@ impl<T: Target> ReadTask<'_, T> {
                     let last = contents.single_chunk.last_mut();
                     match last.filter(|single: &&mut SingleChunkTensor| single.tensor == tensor) {
                         Some(single) => single.chunk = Some(number),
-                        None => push(&mut contents.pooled, (number, tensor, start), PLAN)?,
+                        None => try_push(&mut contents.pooled, (number, tensor, start), PLAN)?,
                     }
                 }
             }
@@ -355,7 +355,7 @@ impl<T: Target> ReadTask<'_, T> {
         let inputs = single_chunk.iter().map(|single| {
             (single.covered.as_slice(), bytes_of(single).map_or(&[][..], T::Bytes::as_ref))
         });
-        let digests = digest_all(&listed(inputs, PLAN)?, self.request.verify == Verify::All)?;
+        let digests = digest_all(&try_collect(inputs, PLAN)?, self.request.verify == Verify::All)?;
         for (single, digests) in single_chunk.iter().zip(digests) {
             self.request.codec.compare(single.tensor, &digests)?;
         }
@@ -412,7 +412,7 @@ impl<T: Target> ReadTask<'_, T> {
             match *kind {
                 SegmentKind::Gap => {}
                 SegmentKind::Header { tensor } => {
-                    let mut raw = zeroed(size, || "headers of tensors".to_owned())?;
+                    let mut raw = try_zeroed(size, || "headers of tensors".to_owned())?;
                     let what = || "tensors".to_owned();
                     Buffers::from_slice(&mut raw).with_observer(control, |buffers| {
                         read_exact_at(source, position, buffers, &what, control)

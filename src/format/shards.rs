@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::json::Scalar;
 use super::safetensors::{self, StringMap};
 use crate::error::{Error, Malformed, Shortened};
-use crate::fallible::with_room;
+use crate::fallible::try_with_capacity;
 
 /// Maximum bytes of an index that is read, as for a safetensors header.
 pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
@@ -79,7 +79,7 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
         names.insert(file);
     }
     let short = |error: Error| malformed(error.to_string());
-    let mut files = with_room(names.len(), "an index of shards").map_err(short)?;
+    let mut files = try_with_capacity(names.len(), "an index of shards").map_err(short)?;
     for name in names {
         if let Some(what) = name_problem(name) {
             return Err(malformed(format!("the file name `{}` {what}", Shortened(name))));

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::fallible::resize;
+use crate::fallible::try_resize;
 
 /// Bytes moved at a time to make room.
 const MOVE_STEP: u64 = 8 << 20;
@@ -70,7 +70,7 @@ pub trait WriteAt: Send + Sync {
         while end > at {
             let from = end.saturating_sub(MOVE_STEP).max(at);
             let size = usize::try_from(end - from).unwrap_or(usize::MAX);
-            resize(&mut buffer, size, "data that are moved")?;
+            try_resize(&mut buffer, size, "data that are moved")?;
             self.read_back(from, &mut buffer)?;
             write_all_at(self, from + len, &mut [IoSlice::new(&buffer)], cancel)?;
             end = from;

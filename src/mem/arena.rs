@@ -20,7 +20,7 @@ use memmap2::{Advice, MmapMut, MmapOptions};
 use super::DISK_BLOCK;
 use super::mapped::MappedFileGuard;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, listed, repeated};
+use crate::fallible::{LISTS, try_collect, try_repeat};
 
 /// Size and alignment of a huge page on x86-64 and, by default, on AArch64.
 pub const HUGE_PAGE: usize = 2 << 20;
@@ -72,7 +72,7 @@ impl Arena {
         if len >= MAPPED_FROM {
             return Self::mapped(len);
         }
-        let blocks = repeated(HeapUnit([0; ALIGNMENT]), len.div_ceil(ALIGNMENT), "tensors")?;
+        let blocks = try_repeat(HeapUnit([0; ALIGNMENT]), len.div_ceil(ALIGNMENT), "tensors")?;
         Ok(Arena { memory: ArenaMemory::Heap(blocks), start: 0, len })
     }
 
@@ -142,7 +142,7 @@ impl Arena {
     /// the block; overlapping ranges or ranges beyond it are an error.
     pub fn freeze(mut self, ranges: &[(usize, usize)]) -> Result<Vec<HostBuffer>> {
         let len = self.len;
-        let mut order = listed(ranges.iter().copied(), LISTS)?;
+        let mut order = try_collect(ranges.iter().copied(), LISTS)?;
         order.sort_unstable();
         let mut end = 0;
         for (offset, size) in order {
@@ -161,7 +161,7 @@ impl Arena {
             len,
             owner: Some(Arc::clone(&owner)),
         });
-        listed(buffers, LISTS)
+        try_collect(buffers, LISTS)
     }
 }
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::error;
-use crate::fallible::{more_room, with_room};
+use crate::fallible::{try_reserve, try_with_capacity};
 
 /// Bytes of the smallest page.
 const PAGE: usize = 4096;
@@ -262,7 +262,7 @@ pub fn fill_all<'a>(
     const WHAT: &str = "a list of buffers";
     let written = AtomicUsize::new(0);
     let mut buffers = Buffers { written: Some(&written), ..Buffers::default() };
-    more_room(&mut buffers.ranges, memory.len(), WHAT)?;
+    try_reserve(&mut buffers.ranges, memory.len(), WHAT)?;
     for lent in &mut memory {
         match lent {
             BufferToFill::Returned(bytes) => buffers.push(bytes),
@@ -274,7 +274,7 @@ pub fn fill_all<'a>(
     if written.into_inner() != total {
         return Err(error::Error::Bug("a batch was not filled".to_owned()));
     }
-    let mut out = with_room(memory.len(), WHAT)?;
+    let mut out = try_with_capacity(memory.len(), WHAT)?;
     let returned = memory.into_iter().filter_map(|lent| match lent {
         BufferToFill::Returned(bytes) => {
             // SAFETY: all bytes were written, each once and in order: only `fill_from` and `advance`,

@@ -15,7 +15,7 @@ use crate::api::slices::whole_tensor_len;
 use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, collected, listed};
+use crate::fallible::{LISTS, try_collect, try_collect_results};
 use crate::mem::device::{Consumer, DeviceBlock, DeviceBlocks, DeviceMemory, Event, Streams};
 use crate::stats::Counters;
 use crate::sys::process::DropInOwner;
@@ -64,12 +64,12 @@ impl TensorIterator {
                 Error::InvalidArgument(format!("tensor `{}` does not fit into memory", entry.name))
             })
         });
-        let lens = collected(lens, LISTS)?;
+        let lens = try_collect_results(lens, LISTS)?;
         let (budget, load) = memory_shares(&selection, &lens, on_device, options)?;
         let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 })?;
         // Tensors without data become zeros when they are handed out, and have no block of bytes.
         let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
-        let block_lens = listed(block_lens.filter(|_| on_device), LISTS)?;
+        let block_lens = try_collect(block_lens.filter(|_| on_device), LISTS)?;
         let shared = Arc::new(IteratorState {
             file: file.duplicate(),
             numbers: selection.numbers().to_vec(),
@@ -161,7 +161,7 @@ impl TensorIterator {
             let number = number.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
             Ok(ReadyTensor { number, memory })
         });
-        collected(landed, LISTS)
+        try_collect_results(landed, LISTS)
     }
 
     /// Allocates the memory that may be taken now.

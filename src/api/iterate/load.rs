@@ -22,7 +22,7 @@ use crate::engine::plan::{BlockLocation, SMALL};
 use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
 use crate::engine::target::owned::{ExtentLocation, PerTensorTarget, TensorBuffers};
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, collected, listed, push};
+use crate::fallible::{LISTS, try_collect, try_collect_results, try_push};
 use crate::format::catalog::Entry;
 use crate::io::as_refs;
 use crate::mem::HostBuffer;
@@ -99,14 +99,14 @@ impl IteratorLoad<'_> {
     fn all(&self, tensors: &[usize], upload: Option<&DeviceUpload<'_>>) -> Result<()> {
         let file = &self.shared.file;
         let numbers = tensors.iter().filter_map(|&tensor| self.shared.numbers.get(tensor).copied());
-        let numbers = listed(numbers, LISTS)?;
+        let numbers = try_collect(numbers, LISTS)?;
         let selection = Selection::new(file, &numbers)?;
         try_key(&selection, self.cancel)?;
         let (mut direct, mut grouped) = (NumberedTensors::new(), NumberedTensors::new());
         for ((&tensor, &number), entry) in tensors.iter().zip(&numbers).zip(&selection.entries) {
             let is_direct = self.is_direct(entry, upload.is_some())?;
             let list = if is_direct { &mut direct } else { &mut grouped };
-            push(list, (tensor, number), LISTS)?;
+            try_push(list, (tensor, number), LISTS)?;
         }
         if !file.is_seekable() && !grouped.is_empty() {
             // A stream can be read only once, in its order.
@@ -161,7 +161,7 @@ impl IteratorLoad<'_> {
     fn direct(&self, tensors: &[(usize, usize)], upload: Option<&DeviceUpload<'_>>) -> Result<()> {
         let (shared, options) = (self.shared, self.options);
         let (file, window) = (&shared.file, &shared.window);
-        let numbers = listed(tensors.iter().map(|&(_, number)| number), LISTS)?;
+        let numbers = try_collect(tensors.iter().map(|&(_, number)| number), LISTS)?;
         let selection = Selection::new(file, &numbers)?;
         let plan = ReadPlan::new(&selection, tensors, options.verify, &self.rules)?;
         for &tensor in &plan.unread {
@@ -202,7 +202,7 @@ impl IteratorLoad<'_> {
             block: location.tensor,
             offset: location.offset,
         };
-        let places = listed(plan.locations.iter().map(to_block), LISTS)?;
+        let places = try_collect(plan.locations.iter().map(to_block), LISTS)?;
         upload.read(&request, (&[], &places), &mut || Ok(false)).map(drop)
     }
 
@@ -218,7 +218,7 @@ impl IteratorLoad<'_> {
                 self.cancel.check()?;
                 window.wait_for_room(Requester::Groups, TICK);
             }
-            let numbers = listed(now.iter().map(|&(_, number)| number), LISTS)?;
+            let numbers = try_collect(now.iter().map(|&(_, number)| number), LISTS)?;
             match upload {
                 None => self.group_to_host(now, &numbers)?,
                 Some(upload) => self.group_to_device(now, &numbers, upload)?,
@@ -266,12 +266,14 @@ impl IteratorLoad<'_> {
         upload: &DeviceUpload<'_>,
     ) -> Result<()> {
         let (file, window) = (&self.shared.file, &self.shared.window);
-        let places =
-            listed(tensors.iter().map(|&(block, _)| BlockLocation { block, offset: 0 }), LISTS)?;
-        let entries = collected(numbers.iter().map(|&number| file.entry(number)), LISTS)?;
+        let places = try_collect(
+            tensors.iter().map(|&(block, _)| BlockLocation { block, offset: 0 }),
+            LISTS,
+        )?;
+        let entries = try_collect_results(numbers.iter().map(|&number| file.entry(number)), LISTS)?;
         let sliced = entries.iter().all(|entry| entry.whole.is_some());
         if sliced && are_plain(file, upload.options.verify) {
-            let slices = listed(entries.into_iter().zip(places), LISTS)?;
+            let slices = try_collect(entries.into_iter().zip(places), LISTS)?;
             upload.gather(file, &slices, &self.rules)?;
         } else {
             upload.through_host(file, numbers, &places)?;
@@ -372,7 +374,7 @@ impl TensorReceiver for WindowReceiver<'_> {
             };
             Ok(WaitingTensor { tensor, memory, copy_events })
         });
-        self.window().deliver_all(collected(items, LISTS)?)
+        self.window().deliver_all(try_collect_results(items, LISTS)?)
     }
 
     /// Decrypts a tensor as a whole.

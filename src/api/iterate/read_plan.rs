@@ -9,7 +9,7 @@ use crate::codec::hash::Verify;
 use crate::engine::plan::Extent;
 use crate::engine::target::owned::ExtentLocation;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, push};
+use crate::fallible::{LISTS, try_push};
 
 /// The plan of one read.
 #[derive(Default)]
@@ -52,7 +52,7 @@ impl ReadPlan {
             };
             let runs = runs.unwrap_or(Vec::new());
             if runs.is_empty() {
-                push(&mut plan.unread, tensor, LISTS)?;
+                try_push(&mut plan.unread, tensor, LISTS)?;
             }
             for (extent, offset) in runs {
                 let file_position = extent.data_offset.wrapping_sub(offset);
@@ -63,10 +63,10 @@ impl ReadPlan {
     }
 
     fn add(&mut self, selected: usize, extent: Extent, location: ExtentLocation) -> Result<()> {
-        push(&mut self.extents, extent, LISTS)?;
-        push(&mut self.tensors, location.tensor, LISTS)?;
-        push(&mut self.locations, location, LISTS)?;
-        push(&mut self.selected, selected, LISTS)
+        try_push(&mut self.extents, extent, LISTS)?;
+        try_push(&mut self.tensors, location.tensor, LISTS)?;
+        try_push(&mut self.locations, location, LISTS)?;
+        try_push(&mut self.selected, selected, LISTS)
     }
 }
 

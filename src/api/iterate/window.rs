@@ -9,7 +9,7 @@ use super::options::Order;
 use crate::engine::completion::CopyEvents;
 use crate::engine::plan::SMALL;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, push, repeated};
+use crate::fallible::{LISTS, try_push, try_repeat};
 use crate::mem::HostBuffer;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
@@ -140,7 +140,7 @@ pub enum NextTensors {
 impl Window {
     /// Makes a window for tensors of these lengths.
     pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Result<Self> {
-        let none = repeated(false, lens.len(), LISTS)?;
+        let none = try_repeat(false, lens.len(), LISTS)?;
         let (delivered, has_taken) = (none.clone(), none);
         let state =
             WindowState { budget: budget.max(1), delivered, has_taken, ..WindowState::default() };
@@ -375,7 +375,7 @@ impl Window {
             if tensor < state.granted {
                 bytes = bytes.saturating_add(len);
             }
-            push(&mut items, item, LISTS)?;
+            try_push(&mut items, item, LISTS)?;
             if len >= SMALL {
                 break;
             }

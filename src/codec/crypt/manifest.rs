@@ -8,7 +8,7 @@
 
 use super::{Key, sodium};
 use crate::error::{Error, Result};
-use crate::fallible::{listed, with_room};
+use crate::fallible::{try_collect, try_with_capacity};
 
 /// The first bytes of a manifest.
 const MAGIC: [u8; 8] = *b"TZSEAL01";
@@ -68,7 +68,7 @@ impl Manifest {
     /// True if the manifest of an index block is valid.
     pub fn verifies(&self, prologue: &[u8], index: &[u8], headers: &[HeaderTag]) -> Result<bool> {
         let Some(found) = index.last_chunk::<32>() else { return Ok(false) };
-        let headers = listed(headers.iter().map(|tag| tag.0), "what a manifest covers")?;
+        let headers = try_collect(headers.iter().map(|tag| tag.0), "what a manifest covers")?;
         Ok(Self::is_in(index) && sodium::same(found, &self.tag(prologue, index, &headers)?))
     }
 
@@ -76,7 +76,7 @@ impl Manifest {
         let entries = index.len().checked_sub(MANIFEST_LEN).and_then(|end| index.get(..end));
         let entries = entries.ok_or_else(|| Error::Bug("no room for a manifest".to_owned()))?;
         let len = prologue.len() + entries.len() + headers.len() * 32;
-        let mut text = with_room(len, "what a manifest covers")?;
+        let mut text = try_with_capacity(len, "what a manifest covers")?;
         text.extend_from_slice(prologue);
         text.extend_from_slice(entries);
         for digest in headers {

@@ -2,7 +2,7 @@
 
 use super::partition::{Batch, BatchLimits, Extent, PLAN, Segment, SegmentKind, partition};
 use crate::error::{Error, Result};
-use crate::fallible::{listed, push};
+use crate::fallible::{try_collect, try_push};
 
 /// Cuts extents into batches as [`partition`] does, each of them for one of several devices. The
 /// next batch is always for the device with the smallest planned fraction of its bytes.
@@ -17,8 +17,9 @@ pub fn partition_by_device(
     let mut all: Vec<(u64, Batch)> = Vec::new();
     for device in 0..devices {
         let own = extents.iter().enumerate().filter(|&(tensor, _)| device_of(tensor) == device);
-        let own: Vec<(usize, Extent)> = listed(own.map(|(at, extent)| (at, *extent)), PLAN)?;
-        let batches = partition(&listed(own.iter().map(|(_, extent)| *extent), PLAN)?, limits)?;
+        let own: Vec<(usize, Extent)> = try_collect(own.map(|(at, extent)| (at, *extent)), PLAN)?;
+        let batches =
+            partition(&try_collect(own.iter().map(|(_, extent)| *extent), PLAN)?, limits)?;
         let total = batches.iter().map(Batch::len).fold(0, u64::saturating_add);
         let mut before = 0u64;
         for mut batch in batches {
@@ -27,12 +28,12 @@ pub fn partition_by_device(
             for segment in &mut batch.segments {
                 renumber(segment, &own)?;
             }
-            push(&mut all, (share, batch), PLAN)?;
+            try_push(&mut all, (share, batch), PLAN)?;
         }
     }
     // Stable: batches of one device stay in their order.
     all.sort_by_key(|(share, _)| *share);
-    listed(all.into_iter().map(|(_, batch)| batch), PLAN)
+    try_collect(all.into_iter().map(|(_, batch)| batch), PLAN)
 }
 
 /// Returns `part / whole` as a fixed-point number with 32 fractional bits.

@@ -2,7 +2,7 @@
 //! contiguous range of a file, which one reader or writer handles with one call.
 
 use crate::error::Result;
-use crate::fallible::push;
+use crate::fallible::try_push;
 
 /// The name of lists of batches in error messages.
 pub const PLAN: &str = "the plan of a load or a save";
@@ -98,12 +98,12 @@ impl Batch {
         let mut add = |segment: Segment, joined: bool| -> Result<()> {
             match steps.last_mut().filter(|_| joined || len < step) {
                 Some(last) => {
-                    push(&mut last.segments, segment, PLAN)?;
+                    try_push(&mut last.segments, segment, PLAN)?;
                     len += segment.len;
                 }
                 None => {
                     let segments = vec![segment];
-                    push(&mut steps, Batch { file: self.file, offset, segments }, PLAN)?;
+                    try_push(&mut steps, Batch { file: self.file, offset, segments }, PLAN)?;
                     len = segment.len;
                 }
             }
@@ -247,7 +247,7 @@ impl Partitioner {
     fn close(&mut self) -> Result<()> {
         if let Some(OpenBatch { batch, end, .. }) = self.open_batch.take() {
             self.remaining = self.remaining.saturating_sub(end - batch.offset);
-            push(&mut self.batches, batch, PLAN)?;
+            try_push(&mut self.batches, batch, PLAN)?;
             self.taper();
         }
         Ok(())
@@ -292,7 +292,7 @@ impl OpenBatch {
 
     fn push(&mut self, kind: SegmentKind, len: u64) -> Result<()> {
         if len > 0 {
-            push(&mut self.batch.segments, Segment { kind, len }, PLAN)?;
+            try_push(&mut self.batch.segments, Segment { kind, len }, PLAN)?;
             self.end += len;
             if !matches!(kind, SegmentKind::Data { .. }) {
                 self.overhead = self.overhead.saturating_add(len);

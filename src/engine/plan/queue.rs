@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 
 use super::partition::PLAN;
 use crate::error::Result;
-use crate::fallible::{collected, with_room};
+use crate::fallible::{try_collect_results, try_with_capacity};
 use crate::sys::sync::Mutex;
 
 /// Work in contiguous shares, so that each reader reads a contiguous part of the file. The kernel
@@ -30,11 +30,11 @@ impl<T> WorkQueue<T> {
         let mut work = work.into_iter();
         let shares = (0..count).map(|share| {
             let len = total * (share + 1) / count - total * share / count;
-            let mut own = with_room(len, PLAN)?;
+            let mut own = try_with_capacity(len, PLAN)?;
             own.extend(work.by_ref().take(len));
             Ok(own.into())
         });
-        Ok(WorkQueue { shares: Mutex::new(collected(shares, PLAN)?) })
+        Ok(WorkQueue { shares: Mutex::new(try_collect_results(shares, PLAN)?) })
     }
 
     /// Takes the first work of a queue with one share, or returns [`Next::Later`] if `ready` is

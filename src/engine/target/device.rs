@@ -17,7 +17,7 @@ use crate::engine::plan::{
 };
 use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
-use crate::fallible::{listed, with_room, zeroed};
+use crate::fallible::{try_collect, try_with_capacity, try_zeroed};
 use crate::io::Capabilities;
 use crate::mem::device::{DeviceBlocks, Event, Streams};
 use crate::mem::pinned::{self, Pool, QueueTicket, Share};
@@ -219,7 +219,7 @@ impl<'d> Target for DeviceTarget<'d> {
         let staging = plan_staging(&batch, self.buffer_len(), unit, locate)?;
         let overhead = staging.staged.iter().filter(|staged| staged.buffer.is_none());
         let overhead = overhead.map(|staged| staged.len).sum();
-        let overhead = zeroed(overhead, || "headers of tensors".to_owned())?;
+        let overhead = try_zeroed(overhead, || "headers of tensors".to_owned())?;
         let lease = ticket.lease_with_idle_work(staging.buffers, streams.device(), idle, cancel)?;
         Ok(StagedBatch { staging, streams, lease, overhead })
     }
@@ -237,7 +237,7 @@ impl<'d> Target for DeviceTarget<'d> {
         cancel: &dyn Cancel,
     ) -> Result<CommittedBatch<StagedBytes<'d>>> {
         let StagedBatch { staging, streams, mut lease, .. } = full;
-        let mut uploads = with_room(staging.copies.len(), PLAN)?;
+        let mut uploads = try_with_capacity(staging.copies.len(), PLAN)?;
         // Blocks that were allocated together share one event.
         let mut previous_uses: Vec<&Arc<dyn Event>> = Vec::new();
         for copy in &staging.copies {
@@ -273,7 +273,7 @@ impl<'d> Target for DeviceTarget<'d> {
             .staged
             .into_iter()
             .map(|staged| StagedBytes { lease: Arc::clone(&lease), staged });
-        Ok(CommittedBatch { bytes: listed(retained, PLAN)?, copy_event })
+        Ok(CommittedBatch { bytes: try_collect(retained, PLAN)?, copy_event })
     }
 
     fn direct(&self) -> Option<&DirectStorage<'_>> {

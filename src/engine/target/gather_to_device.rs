@@ -9,7 +9,7 @@ use crate::cancel::Cancel;
 use crate::engine::plan::{Batch, BatchLimits, PLAN, Segment, SegmentKind, SliceRanges};
 use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
-use crate::fallible::push;
+use crate::fallible::try_push;
 use crate::io::Capabilities;
 use crate::mem::Buffers;
 use crate::mem::pinned::QueueTicket;
@@ -129,8 +129,8 @@ impl<'d> Target for DeviceGatherTarget<'d> {
                 let len = ranges.before(range.end) - start;
                 if len > 0 {
                     let kind = SegmentKind::Data { tensor, start };
-                    push(&mut gathered, Segment { kind, len }, PLAN)?;
-                    push(&mut parts, SliceInBatch { at, range, ranges }, PLAN)?;
+                    try_push(&mut gathered, Segment { kind, len }, PLAN)?;
+                    try_push(&mut parts, SliceInBatch { at, range, ranges }, PLAN)?;
                 }
             }
             at += segment.len;

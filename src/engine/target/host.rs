@@ -8,7 +8,7 @@ use crate::engine::plan::PLAN;
 use crate::engine::plan::{Batch, BatchLimits, Segment, SegmentKind};
 use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
-use crate::fallible::{listed, with_room, zeroed};
+use crate::fallible::{try_collect, try_with_capacity, try_zeroed};
 use crate::io::Capabilities;
 use crate::mem::{BufferToFill, Buffers, fill_all};
 
@@ -163,7 +163,7 @@ impl<'a> Target for HostTarget<'a> {
 
     fn plan(&mut self, batch: &Batch) -> Result<Vec<SegmentRun<'a>>> {
         let bug = || Error::Bug("a batch without destinations".to_owned());
-        let mut runs = with_room(batch.segments.len(), PLAN)?;
+        let mut runs = try_with_capacity(batch.segments.len(), PLAN)?;
         let mut position = batch.offset;
         let mut segments = batch.segments.iter().peekable();
         while let Some(segment) = segments.next() {
@@ -211,7 +211,7 @@ impl<'a> Target for HostTarget<'a> {
             RunMemory::Overhead(len) => len,
             _ => 0,
         });
-        let overhead = zeroed(overhead.sum(), || "headers of tensors".to_owned())?;
+        let overhead = try_zeroed(overhead.sum(), || "headers of tensors".to_owned())?;
         Ok(HostBatch { segments: batch.segments, runs, overhead })
     }
 
@@ -224,7 +224,7 @@ impl<'a> Target for HostTarget<'a> {
         if !keep {
             return Ok(CommittedBatch::in_host(Vec::new()));
         }
-        let mut bytes: Vec<&'a [u8]> = with_room(lease.segments.len(), PLAN)?;
+        let mut bytes: Vec<&'a [u8]> = try_with_capacity(lease.segments.len(), PLAN)?;
         let mut segments = lease.segments.iter();
         for run in lease.runs {
             let mut rest: &'a [u8] = match run.memory {
@@ -268,7 +268,7 @@ impl BatchMemory for HostBatch<'_> {
     fn chunks(&mut self) -> Result<Vec<SegmentBytes<'_>>> {
         let bug = || Error::Bug("a chunk without memory".to_owned());
         let mut overhead = &mut *self.overhead;
-        let mut chunks = with_room(self.segments.len(), PLAN)?;
+        let mut chunks = try_with_capacity(self.segments.len(), PLAN)?;
         let mut segments = self.segments.iter();
         for run in &mut self.runs {
             let mut rest: &mut [u8] = match &mut run.memory {
@@ -299,7 +299,7 @@ fn fill(
     overhead: &mut &mut [u8],
     read: impl FnOnce(&mut Buffers<'_>) -> Result<()>,
 ) -> Result<()> {
-    let mut lent = with_room(runs.len(), PLAN)?;
+    let mut lent = try_with_capacity(runs.len(), PLAN)?;
     for run in &mut *runs {
         match std::mem::replace(&mut run.memory, RunMemory::Overhead(0)) {
             RunMemory::Empty(bytes) => lent.push(BufferToFill::Returned(bytes)),
@@ -314,7 +314,7 @@ fn fill(
         }
     }
     let is_destination =
-        listed(lent.iter().map(|lent| matches!(lent, BufferToFill::Returned(_))), PLAN)?;
+        try_collect(lent.iter().map(|lent| matches!(lent, BufferToFill::Returned(_))), PLAN)?;
     let mut full = fill_all(lent, read)?.into_iter();
     for (run, _) in
         runs.iter_mut().zip(is_destination).filter(|(_, is_destination)| *is_destination)

@@ -9,7 +9,7 @@ use crate::cancel::Cancel;
 use crate::engine::plan::{Batch, BatchLimits, PLAN, Segment, SegmentKind};
 use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
-use crate::fallible::{push, with_room, zeroed};
+use crate::fallible::{try_push, try_with_capacity, try_zeroed};
 use crate::io::Capabilities;
 use crate::mem::{BufferPiece, Buffers, HostBuffer, UnfilledBuffer, as_uninit};
 use crate::sys::sync::Mutex;
@@ -108,7 +108,7 @@ impl Target for PerTensorTarget<'_> {
 
     fn prepare(&self, job: &mut [(Batch, Vec<Option<BufferPiece>>)]) -> Result<()> {
         for (batch, pieces) in job {
-            *pieces = with_room(batch.segments.len(), PLAN)?;
+            *pieces = try_with_capacity(batch.segments.len(), PLAN)?;
             for segment in &batch.segments {
                 pieces.push(match segment.kind {
                     SegmentKind::Data { tensor, start } => {
@@ -135,7 +135,7 @@ impl Target for PerTensorTarget<'_> {
     ) -> Result<PerTensorBatch> {
         let overhead = batch.segments.iter().zip(&pieces).filter(|(_, piece)| piece.is_none());
         let overhead = overhead.fold(0, |sum: u64, (segment, _)| sum.saturating_add(segment.len));
-        let overhead = zeroed(usize::try_from(overhead).unwrap_or(usize::MAX), || {
+        let overhead = try_zeroed(usize::try_from(overhead).unwrap_or(usize::MAX), || {
             "headers of tensors".to_owned()
         })?;
         Ok(PerTensorBatch { segments: batch.segments, pieces, overhead })
@@ -150,7 +150,7 @@ impl Target for PerTensorTarget<'_> {
         let mut bytes = Vec::new();
         for piece in lease.pieces.into_iter().filter(|_| keep) {
             let piece = piece.map_or_else(|| UnfilledBuffer::new(0, 0)?.piece(0, 0), Ok)?;
-            push(&mut bytes, piece, PLAN)?;
+            try_push(&mut bytes, piece, PLAN)?;
         }
         Ok(CommittedBatch::in_host(bytes))
     }
@@ -168,7 +168,7 @@ impl PerTensorBatch {
     fn memory(&mut self) -> Result<Vec<SegmentBytes<'_>>> {
         let bug = || Error::Bug("a header without memory".to_owned());
         let mut overhead = &mut *self.overhead;
-        let mut chunks = with_room(self.segments.len(), PLAN)?;
+        let mut chunks = try_with_capacity(self.segments.len(), PLAN)?;
         for (segment, piece) in self.segments.iter().zip(&mut self.pieces) {
             let bytes = match piece {
                 Some(piece) => piece.bytes_mut(),

@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 
 use crate::cancel::{Cancel, POLL};
 use crate::error::Result;
-use crate::fallible::append;
+use crate::fallible::try_extend;
 
 /// The memory of shorter copies is not worth keeping.
 const SHORT: usize = 64 << 10;
@@ -62,7 +62,7 @@ impl CopyPool {
     pub fn copy(&self, bytes: &[u8]) -> Result<PooledCopy<'_>> {
         let mut copy = if bytes.len() < SHORT { Vec::new() } else { self.free() };
         copy.clear();
-        append(&mut copy, bytes, "a copy of what is saved")?;
+        try_extend(&mut copy, bytes, "a copy of what is saved")?;
         Ok(PooledCopy { bytes: copy, pool: self })
     }
 

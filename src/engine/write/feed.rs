@@ -14,7 +14,7 @@ use crate::engine::download::Downloader;
 use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
-use crate::fallible::{collected, listed};
+use crate::fallible::{try_collect, try_collect_results};
 use crate::mem::device::{DeviceBytes, StreamsByDevice};
 use crate::mem::pinned::Share;
 
@@ -53,7 +53,7 @@ impl<'p> Feeder<'_, 'p> {
             let bytes = bytes.get(range).ok_or_else(|| changed(item))?;
             Ok(TensorChunk { tensor, start, bytes: ChunkBytes::Copied(self.copies.copy(bytes)?) })
         });
-        self.task.write_chunks(collected(chunks, PLAN)?, control)
+        self.task.write_chunks(try_collect_results(chunks, PLAN)?, control)
     }
 
     /// Copies a tensor into memory, and writes it. Each thread holds one such copy at most, so it
@@ -74,7 +74,7 @@ impl<'p> Feeder<'_, 'p> {
                 let bytes = ChunkBytes::Shared(Arc::clone(&copy), range(item, start, len)?);
                 Ok(TensorChunk { tensor, start, bytes })
             });
-            self.task.write_chunks(collected(chunks, PLAN)?, control)?;
+            self.task.write_chunks(try_collect_results(chunks, PLAN)?, control)?;
             self.task.send_complete_parts(control)?;
         }
         let released = || Arc::strong_count(&copy) == 1;
@@ -100,7 +100,7 @@ impl<'p> Feeder<'_, 'p> {
 
     fn device_group(&self, tensors: Range<usize>, control: &Control<'_>) -> Result<()> {
         let from = tensors.clone().map(|tensor| self.on_device(tensor));
-        let from = collected(from, PLAN)?;
+        let from = try_collect_results(from, PLAN)?;
         let Some(first) = from.first() else { return Ok(()) };
         let stream = self.streams.next(first)?;
         let hash = || {
@@ -112,7 +112,7 @@ impl<'p> Feeder<'_, 'p> {
             let bytes = ChunkBytes::Shared(Arc::clone(&all), range);
             TensorChunk { tensor, start: 0, bytes }
         });
-        self.task.write_chunks(listed(chunks, PLAN)?, control)
+        self.task.write_chunks(try_collect(chunks, PLAN)?, control)
     }
 
     fn on_device(&self, tensor: usize) -> Result<&'p DeviceBytes> {

@@ -16,7 +16,7 @@ use crate::codec::crypt::{EncryptionOptions, Manifest, PIECE_LEN};
 use crate::codec::encrypt::Encryptor;
 use crate::engine::workers;
 use crate::error::Result;
-use crate::fallible::{collected, repeated};
+use crate::fallible::{try_collect_results, try_repeat};
 use crate::format::tensors::header::Hashes;
 use crate::io::WriteAt;
 use crate::mem::device::StreamsByDevice;
@@ -83,7 +83,7 @@ pub fn write_tensors(
         hash_pool: hash_pool(items, options.hashes)?,
         backlog: &backlog,
         sends,
-        digests: Mutex::new(repeated([0; 32], items.len(), "digests of headers")?),
+        digests: Mutex::new(try_repeat([0; 32], items.len(), "digests of headers")?),
         progress,
         counters: Counters::default(),
     };
@@ -178,7 +178,7 @@ fn encryptors<'o>(
     let encryptor = |item: &WriteTensor<'_>| {
         options.encryption.map(|options| Encryptor::new(item.entry.data_len, options)).transpose()
     };
-    collected(items.iter().map(encryptor), "tags of encrypted pieces")
+    try_collect_results(items.iter().map(encryptor), "tags of encrypted pieces")
 }
 
 /// Returns the hash pool of the tensors that are written in several chunks; without headers it has

@@ -15,7 +15,7 @@ use crate::codec::{HashBatch, HashPool};
 use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
-use crate::fallible::{collected, listed, push};
+use crate::fallible::{try_collect, try_collect_results, try_push};
 use crate::format::tensors::header::{Hashes, HeaderDraft};
 use crate::io::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
@@ -67,7 +67,8 @@ impl<'p> SaveTask<'p> {
     /// The chunks of a large tensor may come in any order; its header is written when the pool has
     /// hashed all of them. Complete parts are sent later, by [`SaveTask::send_complete_parts`].
     pub fn write_chunks(&self, chunks: Vec<TensorChunk<'p>>, control: &Control<'_>) -> Result<()> {
-        let encrypted = collected(chunks.iter().map(|chunk| self.encrypted(chunk)), PLAN)?;
+        let encrypted =
+            try_collect_results(chunks.iter().map(|chunk| self.encrypted(chunk)), PLAN)?;
         let plain = self.hashes.is_none();
         let headers = if plain { Vec::new() } else { self.headers_of_small(&chunks)? };
         let mut headers = headers.iter();
@@ -157,18 +158,18 @@ impl<'p> SaveTask<'p> {
         let mut drafts = Vec::new();
         for chunk in chunks {
             if !self.item(chunk.tensor)?.is_large() {
-                push(&mut drafts, (chunk, self.draft(chunk.tensor)?), PLAN)?;
+                try_push(&mut drafts, (chunk, self.draft(chunk.tensor)?), PLAN)?;
             }
         }
         let inputs =
             drafts.iter().map(|(chunk, draft)| (draft.bytes.as_slice(), chunk.bytes.as_ref()));
-        let inputs = listed(inputs, PLAN)?;
+        let inputs = try_collect(inputs, PLAN)?;
         let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()))?;
         let drafts = drafts.into_iter().zip(digests);
         let finish = |((chunk, draft), digests): ((&TensorChunk<'p>, _), _)| {
             self.finish_header(chunk.tensor, draft, &digests)
         };
-        collected(drafts.map(finish), PLAN)
+        try_collect_results(drafts.map(finish), PLAN)
     }
 
     fn encryptor(&self, tensor: usize) -> Result<Option<&Encryptor<'p>>> {
@@ -230,10 +231,10 @@ fn append<'a>(runs: &mut Vec<WriteRun<'a>>, offset: u64, bytes: &'a [u8]) -> Res
     let end = offset + bytes.len() as u64;
     match runs.last_mut().filter(|run| run.end == offset) {
         Some(run) => {
-            push(&mut run.buffers, IoSlice::new(bytes), PLAN)?;
+            try_push(&mut run.buffers, IoSlice::new(bytes), PLAN)?;
             run.end = end;
         }
-        None => push(runs, WriteRun { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?,
+        None => try_push(runs, WriteRun { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?,
     }
     Ok(())
 }

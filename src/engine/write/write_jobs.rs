@@ -8,7 +8,7 @@ use super::write_tensor::WriteTensor;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, BatchLimits, Extent, PLAN, SegmentKind, partition};
 use crate::error::Result;
-use crate::fallible::{collected, listed, more_room, push};
+use crate::fallible::{try_collect, try_collect_results, try_push, try_reserve};
 
 /// Bytes of one write: long enough for a disk to stream, and short enough to stay in the CPU cache.
 pub const BATCH_LEN: u64 = 4 << 20;
@@ -56,7 +56,7 @@ pub fn plan_jobs(
 ) -> Result<Vec<WriteJob>> {
     let mut jobs = Interleaver { max_interleaved, interleaved: Vec::new(), jobs: Vec::new() };
     let in_memory = |tensors| {
-        listed(batches(items, tensors, batch_len)?.into_iter().map(WriteJob::Memory), PLAN)
+        try_collect(batches(items, tensors, batch_len)?.into_iter().map(WriteJob::Memory), PLAN)
     };
     let mut first = 0;
     for (tensor, item) in items.iter().enumerate() {
@@ -82,7 +82,7 @@ pub fn plan_jobs(
         };
         jobs.append(in_memory(first..tensor)?)?;
         first = if let WriteJob::DeviceGroup(group) = &alone { group.end } else { tensor + 1 };
-        push(&mut jobs.jobs, alone, PLAN)?;
+        try_push(&mut jobs.jobs, alone, PLAN)?;
     }
     jobs.append(in_memory(first..items.len())?)?;
     jobs.flush()?;
@@ -114,9 +114,9 @@ pub fn batches(
         data_offset: item.entry.data_offset,
         data_len: item.entry.data_len,
     });
-    let extents = listed(extents, PLAN)?;
+    let extents = try_collect(extents, PLAN)?;
     let batches = partition(&extents, &BatchLimits { len, unit: len.min(PIECE_LEN), ..LIMITS })?;
-    collected(batches.iter().map(|batch| spans(batch, &extents, first)), PLAN)
+    try_collect_results(batches.iter().map(|batch| spans(batch, &extents, first)), PLAN)
 }
 
 fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<DataRange>> {
@@ -130,7 +130,7 @@ fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<DataRang
         }
         SegmentKind::Header { .. } | SegmentKind::Gap => None,
     });
-    listed(spans, PLAN)
+    try_collect(spans, PLAN)
 }
 
 /// Returns the end of the group of tensors, from `first` on, that are downloaded together into one
@@ -161,7 +161,7 @@ struct Interleaver {
 
 impl Interleaver {
     fn append(&mut self, jobs: Vec<WriteJob>) -> Result<()> {
-        more_room(&mut self.jobs, jobs.len(), PLAN)?;
+        try_reserve(&mut self.jobs, jobs.len(), PLAN)?;
         self.jobs.extend(jobs);
         Ok(())
     }
@@ -173,7 +173,7 @@ impl Interleaver {
 
     fn flush(&mut self) -> Result<()> {
         while !self.interleaved.is_empty() {
-            more_room(&mut self.jobs, self.interleaved.len(), PLAN)?;
+            try_reserve(&mut self.jobs, self.interleaved.len(), PLAN)?;
             self.jobs.extend(self.interleaved.iter_mut().filter_map(VecDeque::pop_front));
             self.interleaved.retain(|tensor| !tensor.is_empty());
         }

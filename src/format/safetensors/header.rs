@@ -9,7 +9,7 @@ use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 
 use super::{LENGTH_LEN, METADATA};
 use crate::error::{Malformed, Result, Shortened};
-use crate::fallible::{listed, with_room};
+use crate::fallible::{try_collect, try_with_capacity};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
@@ -36,7 +36,7 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Safetenso
     let text = std::str::from_utf8(json).map_err(|e| failed(&format!("it is not UTF-8: {e}")))?;
     // An upper bound of the number of tensors: each has at least the colon after its name.
     let most = json.iter().filter(|&&byte| byte == b':').count();
-    let mut raw = UncheckedHeader { tensors: with_room(most, WHAT)?, metadata: None };
+    let mut raw = UncheckedHeader { tensors: try_with_capacity(most, WHAT)?, metadata: None };
     let mut from = serde_json::Deserializer::from_str(text);
     let read = from.deserialize_map(HeaderVisitor(&mut raw)).and_then(|()| from.end());
     read.map_err(|e| failed(&e.to_string()))?;
@@ -44,7 +44,7 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Safetenso
     let mut tensors = raw.tensors;
     tensors
         .sort_unstable_by(|(a, one), (b, two)| (one.data_offsets, a).cmp(&(two.data_offsets, b)));
-    let mut entries: Vec<Entry> = with_room(tensors.len(), WHAT)?;
+    let mut entries: Vec<Entry> = try_with_capacity(tensors.len(), WHAT)?;
     let mut end = 0;
     for (key, info) in tensors {
         let name = Name::from_key(&key).map_err(malformed)?;
@@ -69,7 +69,7 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Safetenso
         });
     }
     let end = data_at.saturating_add(end);
-    let metadata = raw.metadata.map(|pairs| listed(pairs, WHAT)).transpose()?;
+    let metadata = raw.metadata.map(|pairs| try_collect(pairs, WHAT)).transpose()?;
     Ok(SafetensorsHeader { entries, metadata, end })
 }
 

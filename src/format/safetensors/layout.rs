@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{MAX_HEADER_LEN, METADATA};
 use crate::error::{Error, Result};
-use crate::fallible::{listed, push_str, with_room};
+use crate::fallible::{try_collect, try_push_str, try_with_capacity};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, checked_len};
 use crate::format::dtype::DType;
@@ -55,7 +55,7 @@ impl SafetensorsTensor {
 
 /// Returns the tensors in the order of a file, with their names and their numbers in `tensors`.
 fn sorted(tensors: Vec<SafetensorsTensor>) -> Result<Vec<(String, usize, SafetensorsTensor)>> {
-    let mut sorted = with_room(tensors.len(), WHAT)?;
+    let mut sorted = try_with_capacity(tensors.len(), WHAT)?;
     for (number, tensor) in tensors.into_iter().enumerate() {
         let (name, dtype) = (&tensor.name, tensor.dtype);
         let nested = "safetensors files cannot hold nested structures";
@@ -71,7 +71,7 @@ fn sorted(tensors: Vec<SafetensorsTensor>) -> Result<Vec<(String, usize, Safeten
         sorted.push((Reverse(rank), key, number, tensor));
     }
     sorted.sort_unstable_by(|one, other| (one.0, &one.1, one.2).cmp(&(other.0, &other.1, other.2)));
-    listed(sorted.into_iter().map(|(_, key, number, tensor)| (key, number, tensor)), WHAT)
+    try_collect(sorted.into_iter().map(|(_, key, number, tensor)| (key, number, tensor)), WHAT)
 }
 
 /// The layout of a file that is to be written.
@@ -97,15 +97,15 @@ impl SafetensorsLayout {
     ) -> Result<Self> {
         let sorted = sorted(tensors)?;
         let mut json = beginning(metadata)?;
-        let mut entries = with_room(sorted.len(), WHAT)?;
-        let mut order = with_room(sorted.len(), WHAT)?;
+        let mut entries = try_with_capacity(sorted.len(), WHAT)?;
+        let mut order = try_with_capacity(sorted.len(), WHAT)?;
         let mut end = 0u64;
         let mut names = BTreeSet::new();
         for (key, number, tensor) in sorted {
             let (start, len) = (end, tensor.len()?);
             end = end.checked_add(len).ok_or_else(|| tensor.too_large())?;
             let one = format!("{}:{},", to_json(&key)?, tensor.described(start, end)?);
-            push_str(&mut json, &one, WHAT)?;
+            try_push_str(&mut json, &one, WHAT)?;
             let SafetensorsTensor { name, dtype, shape } = tensor;
             if !names.insert(key) {
                 return Err(refused(format!("tensor `{name}` is given twice")));
@@ -148,7 +148,7 @@ fn beginning(metadata: Option<&[(String, String)]>) -> Result<String> {
         sorted.insert(name, value);
     }
     for text in [&to_json(METADATA)?, ":", &to_json(&sorted)?, ","] {
-        push_str(&mut json, text, WHAT)?;
+        try_push_str(&mut json, text, WHAT)?;
     }
     Ok(json)
 }
@@ -166,7 +166,7 @@ fn ended(mut json: String) -> Result<Vec<u8>> {
         );
         return Err(refused(what));
     }
-    let mut head = with_room(len + size_of::<u64>(), WHAT)?;
+    let mut head = try_with_capacity(len + size_of::<u64>(), WHAT)?;
     head.extend((len as u64).to_le_bytes());
     head.extend(json.into_bytes());
     head.resize(len + size_of::<u64>(), b' ');

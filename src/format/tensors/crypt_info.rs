@@ -4,7 +4,7 @@
 //! This module only parses and writes its bytes; `crate::crypt` encrypts and decrypts.
 
 use crate::error::{Malformed, Result};
-use crate::fallible::with_room;
+use crate::fallible::try_with_capacity;
 use crate::format::bytes::Cursor;
 
 const CHUNK_KEY_DERIVATION: u16 = 1;
@@ -135,7 +135,7 @@ pub fn encode(
     macs: &[[u8; MAC_LEN]],
 ) -> Result<Vec<u8>> {
     let len = encoded_len(derivation.is_some(), macs.len() as u64);
-    let room = || with_room(usize::try_from(len).unwrap_or(usize::MAX), "a header");
+    let room = || try_with_capacity(usize::try_from(len).unwrap_or(usize::MAX), "a header");
     let mut chunks: Vec<Vec<u8>> = Vec::new();
     if let Some(derivation) = derivation.filter(|_| !macs.is_empty()) {
         let mut chunk = CHUNK_KEY_DERIVATION.to_le_bytes().to_vec();

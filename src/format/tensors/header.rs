@@ -7,7 +7,7 @@ use super::index::{
     dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind,
 };
 use crate::error::{Error, Malformed, Result};
-use crate::fallible::with_room;
+use crate::fallible::try_with_capacity;
 use crate::format::TensorKind;
 use crate::format::bytes::Cursor;
 use crate::format::catalog::Entry;
@@ -302,7 +302,7 @@ impl HeaderDraft {
         let bug = |what: &str| Error::Bug(format!("header of `{}`: {what}", entry.name));
         let len = usize::try_from(entry.data_offset.saturating_sub(entry.header_offset))
             .map_err(|_| bug("too long"))?;
-        let mut out = with_room(len, "a header")?;
+        let mut out = try_with_capacity(len, "a header")?;
         out.extend_from_slice(&(len as u64).to_le_bytes());
         out.extend_from_slice(&module_index.to_le_bytes());
         out.push(entry.kind as u8);

@@ -2,7 +2,7 @@
 
 use super::prologue::{PROLOGUE_LEN, Prologue};
 use crate::error::{Error, Malformed, Result};
-use crate::fallible::{listed, with_room};
+use crate::fallible::{try_collect, try_with_capacity};
 use crate::format::TensorKind;
 use crate::format::bytes::Cursor;
 use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
@@ -154,10 +154,10 @@ pub fn parse(
                 ))
                 .in_file(uri)
         })?;
-    let mut entries = with_room(count, "an index")?;
+    let mut entries = try_with_capacity(count, "an index")?;
     // Names and shapes are allocated one by one, and a failure of that could not be reported as an
     // error. So enough memory for all of them is requested once, before the first.
-    with_room::<[u8; MIN_NAME_MEMORY]>(count, "names and shapes of an index")?;
+    try_with_capacity::<[u8; MIN_NAME_MEMORY]>(count, "names and shapes of an index")?;
     let mut names = NameTree::default();
     for number in 0..count {
         let at = cursor.offset();
@@ -288,7 +288,7 @@ const fn longest_header(data_len: u64) -> u64 {
 }
 
 fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str) -> Result<()> {
-    let mut order = listed(entries.iter(), "an index")?;
+    let mut order = try_collect(entries.iter(), "an index")?;
     order.sort_unstable_by_key(|entry| entry.header_offset);
     let mut end = first;
     for entry in order {
@@ -342,7 +342,7 @@ pub fn encode(entries: &[Entry], tagged: bool, index_len: u64) -> Result<Vec<u8>
     let len = usize::try_from(index_len).map_err(|_| {
         Error::InvalidArgument(format!("an index of {index_len} bytes is too large"))
     })?;
-    let mut out = with_room(len, "an index")?;
+    let mut out = try_with_capacity(len, "an index")?;
     for entry in entries {
         entry.encode(tagged, &mut out)?;
     }

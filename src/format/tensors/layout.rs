@@ -1,7 +1,7 @@
 //! The layout of a new file: the position of each tensor.
 
 use crate::error::{Error, Result};
-use crate::fallible::with_room;
+use crate::fallible::try_with_capacity;
 use crate::format::TensorKind;
 use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
@@ -57,8 +57,11 @@ pub fn place(
     encrypted: Option<bool>,
 ) -> Result<FileLayout> {
     let plain = if encrypted.is_some() { VERSION_ENCRYPTED } else { VERSION_PLAIN };
-    let mut layout =
-        FileLayout { entries: with_room(tensors.len(), "an index")?, end: start, version: plain };
+    let mut layout = FileLayout {
+        entries: try_with_capacity(tensors.len(), "an index")?,
+        end: start,
+        version: plain,
+    };
     for tensor in tensors {
         let UnplacedTensor { name, kind, dtype, shape, meta } = tensor;
         let too_large = || {

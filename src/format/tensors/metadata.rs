@@ -12,7 +12,7 @@
 use std::collections::BTreeSet;
 
 use crate::error::{Error, Malformed, Result, Shortened};
-use crate::fallible::{more_room, owned, push};
+use crate::fallible::{try_push, try_reserve, try_to_string};
 use crate::format::bytes::Cursor;
 
 /// Distinguishes metadata from unused space.
@@ -46,7 +46,7 @@ pub fn encode(pairs: &[(String, String)], uri: &str) -> Result<Vec<u8>> {
         for text in [name, value] {
             // Too long a text makes the sum too long, which is refused below.
             let len = u32::try_from(text.len()).unwrap_or(u32::MAX);
-            more_room(&mut out, size_of::<u32>() + text.len() + END_LEN, WHAT)?;
+            try_reserve(&mut out, size_of::<u32>() + text.len() + END_LEN, WHAT)?;
             out.extend_from_slice(&len.to_le_bytes());
             out.extend_from_slice(text.as_bytes());
         }
@@ -102,8 +102,9 @@ fn parse(mut cursor: Cursor<'_>) -> Result<Vec<(String, String)>, Malformed> {
             return Err(Malformed::new(at, what));
         }
         let short = |error: Error| Malformed::new(at, error.to_string());
-        let pair = owned(name, WHAT).and_then(|name| Ok((name, owned(value, WHAT)?)));
-        pair.and_then(|pair| push(&mut pairs, pair, WHAT)).map_err(short)?;
+        let pair =
+            try_to_string(name, WHAT).and_then(|name| Ok((name, try_to_string(value, WHAT)?)));
+        pair.and_then(|pair| try_push(&mut pairs, pair, WHAT)).map_err(short)?;
     }
     Ok(pairs)
 }

@@ -15,7 +15,7 @@ use redis::{Pipeline, Value, cmd};
 use super::{Capabilities, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Escaped, Result};
-use crate::fallible::{push, with_room};
+use crate::fallible::{try_push, try_with_capacity};
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
@@ -165,7 +165,7 @@ impl RedisSource {
                             let what = format!("more than {MAX_KEY_BYTES} bytesof keys");
                             return Err(self.unexpected_answer("SCAN", what));
                         }
-                        push(&mut keys, key, KEYS)?;
+                        try_push(&mut keys, key, KEYS)?;
                     }
                     other => {
                         return Err(self.unexpected_answer("SCAN", format!("the key {other:?}")));
@@ -185,7 +185,7 @@ impl RedisSource {
         keys: &[(u64, Vec<u8>)],
         budget: &dyn Fn() -> RetryBudget<'t>,
     ) -> Result<Vec<StoredValue>> {
-        let mut values = with_room(keys.len(), KEYS)?;
+        let mut values = try_with_capacity(keys.len(), KEYS)?;
         for batch in keys.chunks(SCAN_COUNT) {
             let mut lengths = Pipeline::new();
             for (_, key) in batch {

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use super::{DeviceMemory, Event};
 use crate::cancel::{Cancel, POLL};
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, listed};
+use crate::fallible::{LISTS, try_collect};
 use crate::sys::sync::{Condvar, Mutex};
 
 /// Memory for the tensors of a load, block by block.
@@ -28,7 +28,7 @@ pub struct DeviceBlock {
 impl DeviceBlocks {
     /// Creates room for `count` blocks, none of which is allocated yet.
     pub fn new(count: usize) -> Result<Self> {
-        let slots = listed((0..count).map(|_| OnceLock::new()), LISTS)?;
+        let slots = try_collect((0..count).map(|_| OnceLock::new()), LISTS)?;
         Ok(DeviceBlocks { slots, adding: Mutex::new(()), added: Condvar::new() })
     }
 

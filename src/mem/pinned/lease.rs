@@ -9,7 +9,7 @@ use super::return_estimator::MIN_SLEEP;
 use super::share::ShareReservation;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::fallible::collected;
+use crate::fallible::try_collect_results;
 use crate::mem::device::{DeviceMemory, Event, HostToDeviceCopy, Stream};
 use crate::sys::sync::thread;
 
@@ -112,7 +112,7 @@ impl<'p> StagingLease<'p> {
             let to = to.at(offset, len).ok_or_else(|| out_of_range(to, offset, len))?;
             Ok(HostToDeviceCopy { to, from, len })
         });
-        let copies = collected(copies, PLAN)?;
+        let copies = try_collect_results(copies, PLAN)?;
         self.begin(stream)?;
         // SAFETY: as for `upload`, for each of them.
         unsafe { stream.upload_batch(&copies) }

@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 use crate::cancel::POLL;
 use crate::environment::UPLOAD_MB;
 use crate::error::Result;
-use crate::fallible::repeated;
+use crate::fallible::try_repeat;
 use crate::io::transport::TransportOptions;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
@@ -143,7 +143,7 @@ impl PartMemory {
             if let Some(free) = state.take(len, limit) {
                 drop(state);
                 return if free.is_empty() {
-                    repeated(0, len, "a part of an upload")
+                    try_repeat(0, len, "a part of an upload")
                 } else {
                     Ok(free)
                 };

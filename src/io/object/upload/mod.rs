@@ -21,7 +21,7 @@ use bytes::Bytes;
 
 use crate::cancel::{Cancel, Never, run_detached};
 use crate::error::{Error, Result};
-use crate::fallible::{append, resize};
+use crate::fallible::{try_extend, try_resize};
 use crate::io::transport::TransportOptions;
 use crate::io::{UnclosedOutcome, WriteAt};
 use crate::sys::process::OwnerProcess;
@@ -198,7 +198,7 @@ impl MultipartUpload {
         let room = usize::try_from(head_len - at).map_err(too_large)?;
         let len = bytes.len().min(room);
         let end = state.head.len().max(start + len);
-        resize(&mut state.head, end, "the head of an upload")?;
+        try_resize(&mut state.head, end, "the head of an upload")?;
         state.head[start..start + len].copy_from_slice(&bytes[..len]);
         Ok(len)
     }
@@ -281,7 +281,7 @@ impl MultipartUpload {
         if !sent {
             let mut all = head;
             for (_, tail) in tails {
-                append(&mut all, &tail, "what is uploaded")?;
+                try_extend(&mut all, &tail, "what is uploaded")?;
             }
             return self.note_cancellation(self.object.put(&Bytes::from(all), cancel));
         }
