@@ -87,8 +87,8 @@ fn compile_once(build: &cc::Build, version: &str) -> Result<(), String> {
     let library = format!("lib{NAME}.a");
     let key = key(build, &out, version).map_err(|e| format!("csrc/ cannot be read: {e}"))?;
     // The profile's folder, three levels up, is shared by all runs of this script.
-    let kept = out.ancestors().nth(3).unwrap_or(&out).join("csrc").join(format!("{key:016x}"));
-    if fs::copy(kept.join(&library), out.join(&library)).is_ok() {
+    let cached = out.ancestors().nth(3).unwrap_or(&out).join("csrc").join(format!("{key:016x}"));
+    if fs::copy(cached.join(&library), out.join(&library)).is_ok() {
         println!("cargo::rustc-link-search=native={}", out.display());
         println!("cargo::rustc-link-lib=static={NAME}");
         println!("cargo::rustc-link-lib=dylib=stdc++");
@@ -100,15 +100,15 @@ fn compile_once(build: &cc::Build, version: &str) -> Result<(), String> {
     })?;
     // Renamed when complete, so that its name never shows a partial file. If saving fails, the next
     // run compiles again.
-    let part = kept.with_extension(std::process::id().to_string());
-    let saved = fs::create_dir_all(&kept)
+    let part = cached.with_extension(std::process::id().to_string());
+    let saved = fs::create_dir_all(&cached)
         .and_then(|()| fs::copy(out.join(&library), &part))
-        .and_then(|_| fs::rename(&part, kept.join(&library)));
+        .and_then(|_| fs::rename(&part, cached.join(&library)));
     if let Err(error) = saved {
         println!(
             "cargo::warning=cannot keep the compiled library in {}, so the next build compiles it \
              again: {error}",
-            kept.display()
+            cached.display()
         );
     }
     Ok(())
@@ -133,8 +133,8 @@ fn key(build: &cc::Build, out: &Path, version: &str) -> std::io::Result<u64> {
 }
 
 fn find() -> Result<PathBuf, String> {
-    if let Some(given) = env::var_os("TENSORIZER_TORCH") {
-        return Ok(PathBuf::from(given));
+    if let Some(folder) = env::var_os("TENSORIZER_TORCH") {
+        return Ok(PathBuf::from(folder));
     }
     let python = match env::var_os("VIRTUAL_ENV") {
         Some(venv) => Path::new(&venv).join("bin/python").into_os_string(),

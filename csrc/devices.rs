@@ -15,7 +15,7 @@ use crate::torch::{self, thrown};
 
 /// A subset of the tensors of a call.
 pub struct TensorSubset {
-    /// Their places in the selection.
+    /// Their positions in the selection.
     pub positions: Vec<usize>,
     /// Their numbers in the file.
     pub numbers: Vec<usize>,
@@ -30,13 +30,13 @@ impl TensorSubset {
     }
 }
 
-/// The devices of a call that the core can reach, in the order in which they were asked for.
+/// The devices of a call that the core can reach, in the order of the first request.
 #[derive(Default)]
 pub struct CallDevices {
     /// The devices that were found.
     pub devices: Vec<CallDevice>,
-    /// The place in `devices` of each device that was asked for; None for host memory.
-    known: Vec<(DeviceIndex, Option<usize>)>,
+    /// The position in `devices` of each requested device; None for host memory.
+    found: Vec<(DeviceIndex, Option<usize>)>,
 }
 
 /// A device, and the stream on which its memory is used.
@@ -50,17 +50,17 @@ pub struct CallDevice {
 }
 
 impl CallDevices {
-    /// Returns the place of a device in `devices`; None for host memory. `unreached` decides what to
+    /// Returns the position of a device in `devices`; None for host memory. `unreached` decides what to
     /// do if the device cannot be reached.
-    pub fn place(
+    pub fn position_of(
         &mut self,
         index: DeviceIndex,
         unreached: impl FnOnce(Error) -> Result<Option<Arc<dyn Device>>>,
     ) -> Result<Option<usize>> {
-        if let Some((_, place)) = self.known.iter().find(|(known, _)| *known == index) {
-            return Ok(*place);
+        if let Some((_, position)) = self.found.iter().find(|(found, _)| *found == index) {
+            return Ok(*position);
         }
-        let place = match device::find(index).or_else(unreached)? {
+        let position = match device::find(index).or_else(unreached)? {
             None => None,
             Some(device) => {
                 let consumer = Consumer(torch::current_stream(index).map_err(thrown)?);
@@ -70,8 +70,8 @@ impl CallDevices {
                 Some(self.devices.len() - 1)
             }
         };
-        self.known.push((index, place));
-        Ok(place)
+        self.found.push((index, position));
+        Ok(position)
     }
 
     /// Returns the names of the devices.

@@ -33,14 +33,14 @@ pub unsafe fn load_into_tensors(
     let mut devices = CallDevices::default();
     let mut of_each = Vec::with_capacity(found.len());
     for tensor in &found {
-        let place = devices.place(tensor.device, Err)?;
-        if place.is_none() && tensor.device != CPU {
+        let device_position = devices.position_of(tensor.device, Err)?;
+        if device_position.is_none() && tensor.device != CPU {
             return Err(Error::Bug(format!("host memory of device {}", tensor.device)));
         }
-        of_each.push(place);
+        of_each.push(device_position);
     }
-    let on_devices = TensorSubset::of(selection, &of_each, |place| place.is_some());
-    let in_host = TensorSubset::of(selection, &of_each, |place| place.is_none());
+    let on_devices = TensorSubset::of(selection, &of_each, |position| position.is_some());
+    let in_host = TensorSubset::of(selection, &of_each, |position| position.is_none());
     // Dropping the streams waits for copies: after an error, too, all copies have ended when this returns.
     let mut streams: Vec<Streams> = Vec::new();
     if !on_devices.numbers.is_empty() {
@@ -75,7 +75,7 @@ pub unsafe fn load_into_tensors(
     headers.into_iter().map(|header| header.ok_or_else(missing)).collect()
 }
 
-/// Fills tensors, each given with the place of its device in `devices`. Copies may be under way
+/// Fills tensors, each given with the position of its device in `devices`. Copies may be under way
 /// until the streams are handed over or dropped.
 ///
 /// # Safety

@@ -17,7 +17,7 @@ use tensorizer::{
 
 use crate::allocator::TorchAllocator;
 use crate::load::check_type;
-use crate::tensor::{LoadedTensors, TensorPlace};
+use crate::tensor::{LoadedTensors, TensorLocation};
 
 /// Tensors of a file one by one.
 pub struct TorchTensors {
@@ -63,22 +63,22 @@ impl TorchTensors {
         let landed = self.tensors.next(allocate, cancel);
         let landed = landed.map_err(|error| error.with_file("loading", self.file.uri()))?;
         let numbers: Vec<usize> = landed.iter().map(|tensor| tensor.number).collect();
-        let (mut places, mut taken) = (Vec::with_capacity(landed.len()), Vec::new());
+        let (mut locations, mut ready_blocks) = (Vec::with_capacity(landed.len()), Vec::new());
         for tensor in landed {
-            places.push(match tensor.memory {
-                ReadyMemory::Host(buffer) => TensorPlace::Host(buffer),
-                ReadyMemory::Zeros => TensorPlace::Zeros(0),
+            locations.push(match tensor.memory {
+                ReadyMemory::Host(buffer) => TensorLocation::Host(buffer),
+                ReadyMemory::Zeros => TensorLocation::Zeros(0),
                 ReadyMemory::Block(block) => {
-                    taken.push(block);
-                    TensorPlace::Block(0, taken.len() - 1, 0)
+                    ready_blocks.push(block);
+                    TensorLocation::Block(0, ready_blocks.len() - 1, 0)
                 }
             });
         }
         let blocks = match &mut *self.allocator {
-            Some(allocator) => vec![allocator.take(&taken)?],
+            Some(allocator) => vec![allocator.take(&ready_blocks)?],
             None => Vec::new(),
         };
-        Ok((LoadedTensors::new(&self.file, &numbers, places, blocks), numbers))
+        Ok((LoadedTensors::new(&self.file, &numbers, locations, blocks), numbers))
     }
 
     /// Returns a handle that ends the load from another thread.
@@ -113,15 +113,15 @@ pub fn next(number: i64, cancel: &dyn Cancel) -> Result<LoadedTensors> {
     })?;
     open.closer.check_process()?;
     let mut tensors = open.tensors.lock().unwrap_or_else(PoisonError::into_inner);
-    let taken = tensors.next(cancel);
+    let loaded = tensors.next(cancel);
     drop(tensors);
-    match &taken {
+    match &loaded {
         Err(_) => close(number),
         // Only removed: calls on other threads that wait for tensors find the end, too.
-        Ok((loaded, _)) if loaded.size() == 0 => drop(remove(number)),
+        Ok((tensors, _)) if tensors.size() == 0 => drop(remove(number)),
         Ok(_) => {}
     }
-    taken.map(|(loaded, _)| loaded)
+    loaded.map(|(tensors, _)| tensors)
 }
 
 fn remove(number: i64) -> Option<Arc<OpenIterator>> {

@@ -14,7 +14,7 @@ use tensorizer::{Allocate as _, DeviceLoad, LoadOptions, load_counted};
 
 use crate::allocator::TorchAllocator;
 use crate::devices::{CallDevice, CallDevices, TensorSubset, set_slot};
-use crate::tensor::{LoadedTensors, TensorPlace};
+use crate::tensor::{LoadedTensors, TensorLocation};
 use crate::torch;
 
 /// The destination of new tensors.
@@ -27,7 +27,7 @@ pub struct LoadDestination<'d> {
 }
 
 impl LoadDestination<'_> {
-    /// Finds the devices, and for each tensor the place of its device among them; None for host memory.
+    /// Finds the devices, and for each tensor the position of its device in them; None for host memory.
     fn find(
         &self,
         file: &TensorFile,
@@ -41,7 +41,7 @@ impl LoadDestination<'_> {
         let mut found = Vec::with_capacity(selection.len());
         for (&number, &device) in selection.iter().zip(self.devices.iter().cycle()) {
             check_type(file.entry(number)?)?;
-            found.push(devices.place(device, |error| {
+            found.push(devices.position_of(device, |error| {
                 counters.fallback(&format!(
                     "copied through host memory by torch, because tensorizer cannot copy to the \
                      device itself: {error}"
@@ -65,7 +65,7 @@ pub fn load_tensors(
 ) -> Result<(LoadedTensors, Vec<CompactHeader>)> {
     let (devices, found) = to.find(file, selection, counters)?;
     let in_host = TensorSubset::of(selection, &found, |found| found.is_none());
-    let mut places: Vec<Option<(TensorPlace, CompactHeader)>> =
+    let mut locations: Vec<Option<(TensorLocation, CompactHeader)>> =
         selection.iter().map(|_| None).collect();
     // Local values are dropped in reverse order: copies end before the memory that they use is freed.
     let mut blocks = Vec::new();
@@ -74,15 +74,15 @@ pub fn load_tensors(
         let to = (&devices, found.as_slice(), to.apart);
         let loaded = load_on_devices(file, selection, to, (options, counters, cancel))?;
         (streams, blocks) = (loaded.streams, loaded.blocks);
-        for (at, place) in loaded.tensors {
-            set_slot(&mut places, at, place);
+        for (at, location) in loaded.tensors {
+            set_slot(&mut locations, at, location);
         }
     }
     // Called also if no tensor is asked for: the hash of the whole file is compared then, too.
     if !in_host.numbers.is_empty() || selection.is_empty() {
         let loaded = load_counted(file, &in_host.numbers, options, counters, cancel)?;
         for (&at, tensor) in in_host.positions.iter().zip(loaded) {
-            set_slot(&mut places, at, (TensorPlace::Host(tensor.memory), tensor.header));
+            set_slot(&mut locations, at, (TensorLocation::Host(tensor.memory), tensor.header));
         }
     }
     Streams::hand_over_all(streams).map_err(|error| error.with_file("loading", file.uri()))?;
@@ -92,9 +92,9 @@ pub fn load_tensors(
     }
     counters.publish("load", file.uri(), &names.join(", "), selection.len());
     let missing = || Error::Bug("a tensor that was not loaded".to_owned());
-    let loaded = places.into_iter().map(|place| place.ok_or_else(missing));
-    let (places, headers) = loaded.collect::<Result<Vec<_>>>()?.into_iter().unzip();
-    Ok((LoadedTensors::new(file, selection, places, blocks), headers))
+    let loaded = locations.into_iter().map(|location| location.ok_or_else(missing));
+    let (locations, headers) = loaded.collect::<Result<Vec<_>>>()?.into_iter().unzip();
+    Ok((LoadedTensors::new(file, selection, locations, blocks), headers))
 }
 
 /// Tensors on devices. Copies may be under way until the streams are handed over or dropped.
@@ -107,13 +107,13 @@ struct OnDevices<T> {
 }
 
 /// Loads those tensors of a selection that go to devices into new blocks. Returns each tensor with
-/// its place in the selection.
+/// its position in the selection.
 fn load_on_devices(
     file: &TensorFile,
     selection: &[usize],
     (devices, found, apart): (&CallDevices, &[Option<usize>], bool),
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
-) -> Result<OnDevices<(usize, (TensorPlace, CompactHeader))>> {
+) -> Result<OnDevices<(usize, (TensorLocation, CompactHeader))>> {
     let part = TensorSubset::of(selection, found, |found| found.is_some());
     let of: Vec<usize> = found.iter().copied().flatten().collect();
     let one_device = devices.devices.len() <= 1;
@@ -124,13 +124,15 @@ fn load_on_devices(
         into_new_blocks(file, &planned, &starts, devices, (options, counters, cancel))?;
     let mut loaded = Vec::with_capacity(part.positions.len());
     let tensors = part.positions.iter().zip(&part.numbers).zip(of.iter().zip(planned.locations()?));
-    for (((&at, &number), (&device, place)), header) in tensors.zip(headers) {
+    for (((&at, &number), (&device, block_location)), header) in tensors.zip(headers) {
         let start = starts.get(device).copied().unwrap_or(0);
-        let place = match file.entry(number)?.is_meta() {
-            true => TensorPlace::Zeros(device),
-            false => TensorPlace::Block(device, place.block - start, place.offset),
+        let location = match file.entry(number)?.is_meta() {
+            true => TensorLocation::Zeros(device),
+            false => {
+                TensorLocation::Block(device, block_location.block - start, block_location.offset)
+            }
         };
-        loaded.push((at, (place, header)));
+        loaded.push((at, (location, header)));
     }
     Ok(OnDevices { tensors: loaded, streams, blocks })
 }

@@ -50,10 +50,10 @@ fn interrupt() -> Result<()> {
 }
 
 impl From<OpOptions> for LoadOptions {
-    fn from(given: OpOptions) -> Self {
+    fn from(options: OpOptions) -> Self {
         LoadOptions {
-            readers: usize::try_from(given.readers).ok().filter(|&readers| readers > 0),
-            verify: Verify::all_if(given.verify),
+            readers: usize::try_from(options.readers).ok().filter(|&readers| readers > 0),
+            verify: Verify::all_if(options.verify),
             ..LoadOptions::default()
         }
     }

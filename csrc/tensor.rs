@@ -23,7 +23,7 @@ use crate::torch::{self, TensorInfo, TensorList, TorchBlocks, thrown};
 /// Tensors that were loaded, before torch takes them.
 pub struct LoadedTensors {
     descriptions: Descriptions,
-    places: Vec<TensorPlace>,
+    locations: Vec<TensorLocation>,
     /// The memory blocks of each device.
     blocks: Vec<UniquePtr<TorchBlocks>>,
 }
@@ -37,27 +37,27 @@ enum Descriptions {
 }
 
 /// The memory of a loaded tensor.
-pub enum TensorPlace {
+pub enum TensorLocation {
     /// In host memory of its own.
     Host(HostBuffer),
-    /// In the memory of a device: the device's place among the devices, the number of the block,
+    /// In the memory of a device: the device's position in the call's list, the number of the block,
     /// and the position of the first byte in it.
     Block(usize, usize, u64),
-    /// No memory yet: a tensor of zeros is to be made on the device at this place.
+    /// No memory yet: a tensor of zeros will be created on the device at this position in the list.
     Zeros(usize),
 }
 
 impl LoadedTensors {
-    /// Makes a list of the tensors with these numbers, each with its place.
+    /// Creates a list of the tensors with these numbers, each with its memory.
     pub fn new(
         file: &TensorFile,
         numbers: &[usize],
-        places: Vec<TensorPlace>,
+        locations: Vec<TensorLocation>,
         blocks: Vec<UniquePtr<TorchBlocks>>,
     ) -> Self {
         let descriptions =
             Descriptions::Entries(Arc::clone(file.shared_entries()), numbers.to_vec());
-        LoadedTensors { descriptions, places, blocks }
+        LoadedTensors { descriptions, locations, blocks }
     }
 
     /// Makes a list of copies of lent tensors in host memory, in their order and without names.
@@ -71,7 +71,7 @@ impl LoadedTensors {
         let descriptions = Descriptions::Like(like.collect::<Result<_>>()?);
         Ok(LoadedTensors {
             descriptions,
-            places: memory.into_iter().map(TensorPlace::Host).collect(),
+            locations: memory.into_iter().map(TensorLocation::Host).collect(),
             blocks: Vec::new(),
         })
     }
@@ -80,7 +80,7 @@ impl LoadedTensors {
 
     /// Returns the number of tensors.
     pub fn size(&self) -> usize {
-        self.places.len()
+        self.locations.len()
     }
 
     fn entry(&self, at: usize) -> Option<&Entry> {
@@ -114,34 +114,34 @@ impl LoadedTensors {
     /// Takes a tensor's host memory; empty if it was taken before, or if the tensor has none.
     pub fn take(&mut self, at: usize) -> Box<TorchHostMemory> {
         let none = HostBuffer::empty();
-        let taken = match self.places.get_mut(at) {
-            Some(TensorPlace::Host(memory)) => std::mem::replace(memory, none),
+        let memory_of_tensor = match self.locations.get_mut(at) {
+            Some(TensorLocation::Host(memory)) => std::mem::replace(memory, none),
             _ => none,
         };
-        Box::new(TorchHostMemory(taken))
+        Box::new(TorchHostMemory(memory_of_tensor))
     }
 
-    /// Returns the number of a tensor's block; -1 for host memory, -2 for zeros that are to be made.
+    /// Returns the number of a tensor's block; -1 for host memory, -2 for zeros that are not created yet.
     pub fn block(&self, at: usize) -> i64 {
-        match self.places.get(at) {
-            Some(TensorPlace::Block(_, block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
-            Some(TensorPlace::Zeros(_)) => -2,
+        match self.locations.get(at) {
+            Some(TensorLocation::Block(_, block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
+            Some(TensorLocation::Zeros(_)) => -2,
             _ => -1,
         }
     }
 
-    /// Returns the place of a tensor's device among the devices.
+    /// Returns the position of a tensor's device in the call's list of devices.
     pub fn device(&self, at: usize) -> usize {
-        match self.places.get(at) {
-            Some(TensorPlace::Block(device, ..) | TensorPlace::Zeros(device)) => *device,
+        match self.locations.get(at) {
+            Some(TensorLocation::Block(device, ..) | TensorLocation::Zeros(device)) => *device,
             _ => 0,
         }
     }
 
     /// Returns the position of a tensor's first byte in its block.
     pub fn offset(&self, at: usize) -> u64 {
-        match self.places.get(at) {
-            Some(TensorPlace::Block(_, _, offset)) => *offset,
+        match self.locations.get(at) {
+            Some(TensorLocation::Block(_, _, offset)) => *offset,
             _ => 0,
         }
     }
@@ -229,8 +229,8 @@ impl LentDevices {
     /// Returns a device with its current stream; None for host memory, and for devices that the
     /// core cannot reach, whose tensors torch has to copy.
     fn find(&mut self, index: DeviceIndex) -> Result<Option<DeviceStream>> {
-        if let Some((_, known)) = self.0.iter().find(|(known, _)| *known == index) {
-            return Ok(known.clone());
+        if let Some((_, device)) = self.0.iter().find(|(cached, _)| *cached == index) {
+            return Ok(device.clone());
         }
         let found = match device::find(index).unwrap_or(None) {
             Some(device) => Some((device, Consumer(torch::current_stream(index).map_err(thrown)?))),

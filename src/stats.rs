@@ -139,7 +139,7 @@ impl Counters {
     /// Records that a slower way was taken than possible, and why.
     pub fn fallback(&self, why: &str) {
         let mut all = self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner);
-        if !all.iter().any(|known| known == why) {
+        if !all.iter().any(|recorded| recorded == why) {
             all.push(why.to_owned());
         }
     }

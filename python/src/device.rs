@@ -26,16 +26,16 @@ pub fn staged(device: DeviceIndex) -> bool {
 /// Returns the report of the last load or save that has succeeded; None before the first.
 #[pyfunction]
 pub fn stats(py: Python<'_>) -> Answer<Option<Bound<'_, PyDict>>> {
-    last_report().map(|report| shown(py, report)).transpose()
+    last_report().map(|report| report_dict(py, report)).transpose()
 }
 
 /// Returns the reports of the calls after the one with this number.
 #[pyfunction]
 pub fn stats_since(py: Python<'_>, call: u64) -> Answer<Vec<Bound<'_, PyDict>>> {
-    reports_since(call).into_iter().map(|report| shown(py, report)).collect()
+    reports_since(call).into_iter().map(|report| report_dict(py, report)).collect()
 }
 
-fn shown(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {
+fn report_dict(py: Python<'_>, report: Report) -> Answer<Bound<'_, PyDict>> {
     let Report {
         call,
         ended,

@@ -1,6 +1,7 @@
 //! The Python module `tensorizer._C`: the core for the Python classes, with typed errors.
 
 mod cache;
+mod cached_heads;
 mod crypt;
 mod device;
 mod errors;
@@ -8,7 +9,6 @@ mod file;
 mod gil;
 mod handle;
 mod headers;
-mod heads;
 mod iterator;
 mod memory;
 mod names;

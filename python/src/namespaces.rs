@@ -15,10 +15,10 @@ use pyo3::types::PyDict;
 pub fn holders(namespaces: Vec<Bound<'_, PyDict>>, objects: Vec<Bound<'_, PyAny>>) -> Vec<usize> {
     let objects: Vec<*mut ffi::PyObject> = objects.iter().map(|object| object.as_ptr()).collect();
     let holds = |dict: &Bound<'_, PyDict>| {
-        let (mut place, mut value) = (0, ptr::null_mut());
+        let (mut position, mut value) = (0, ptr::null_mut());
         // SAFETY: `dict` is a live dict, and nothing changes it: this thread holds the GIL, and calls
         // nothing else of Python meanwhile. The value is borrowed, and only its address is used.
-        while unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut place, ptr::null_mut(), &mut value) }
+        while unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut position, ptr::null_mut(), &mut value) }
             != 0
         {
             if objects.contains(&value) {

@@ -16,10 +16,10 @@ use tensorizer::io::transport::Trust;
 use tensorizer::io::uri::{self, Address};
 use tensorizer::io::{MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options, StreamSource};
 
+use crate::cached_heads::{HeadFromPython, from_python};
 use crate::errors::{Answer, Raised};
 use crate::file::{PyFile, duplicate};
 use crate::gil;
-use crate::heads::{HeadFromPython, cached_heads};
 use crate::signals;
 use crate::sink::Sink;
 use crate::source::Source;
@@ -65,7 +65,8 @@ impl<'py> CallOptions<'py> {
     fn resolved(&self) -> Answer<OpenOptions> {
         let mut found = OpenOptions::from_environment().map_err(Raised::from)?;
         found.s3 = self.s3()?;
-        found.heads = cached_heads(self.get::<Vec<HeadFromPython>>("heads")?.into_iter().flatten());
+        found.cached_heads =
+            from_python(self.get::<Vec<HeadFromPython>>("heads")?.into_iter().flatten());
         if let Some(trust) = self.trust()? {
             found.transport.trust = trust;
         }

@@ -18,12 +18,12 @@ use tensorizer_torch::fill::load_into_tensors;
 use tensorizer_torch::iterate::TorchTensors;
 use tensorizer_torch::load::{LoadDestination, load_tensors};
 
+use crate::cached_heads::{HeadForPython, for_python};
 use crate::crypt::Decryption;
 use crate::errors::{Answer, Raised};
 use crate::gil;
 use crate::handle::Handle;
 use crate::headers::{HeaderCache, matching};
-use crate::heads::{HeadForPython, for_python};
 use crate::iterator::TensorIterator;
 use crate::names::{described, name_from_python, name_to_python, plain_name, stored, top_level};
 use crate::pickled::{PickledTuple, pickled};

@@ -21,7 +21,7 @@ use crate::signals;
 const CHUNK_LEN: usize = 8 << 20;
 
 /// Returns whether a file that was never closed exists, and its path if it did not get its own name.
-pub fn unclosed_place(outcome: UnclosedOutcome) -> (bool, Option<OsString>) {
+pub fn describe_unclosed(outcome: UnclosedOutcome) -> (bool, Option<OsString>) {
     match outcome {
         UnclosedOutcome::InPlace => (true, None),
         // Not as a `Path`: that may not work while the interpreter ends.
@@ -130,7 +130,7 @@ impl PathSink {
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Answer<(bool, Option<OsString>)> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
-        Ok(unclosed_place(gil::without(py, || sink.publish_unclosed(len, &signals))?))
+        Ok(describe_unclosed(gil::without(py, || sink.publish_unclosed(len, &signals))?))
     }
 
     /// Abandons the file.

@@ -97,8 +97,8 @@ pub fn shards<'py>(
     let mut slices = Vec::with_capacity(numbers.len());
     for (at, (number, dim)) in numbers.into_iter().zip(&dims).enumerate() {
         let entry = reader.file.entry(number)?;
-        let known = dim.extract::<i64>().ok();
-        if let Some(slice) = known.and_then(|dim| shard_of(entry, dim, rank, world)) {
+        let dim_number = dim.extract::<i64>().ok();
+        if let Some(slice) = dim_number.and_then(|dim| shard_of(entry, dim, rank, world)) {
             slices.push((number, Some(slice)));
             continue;
         }
@@ -124,10 +124,10 @@ fn shard_of(entry: &Entry, dim: i64, rank: u64, world: u64) -> Option<SliceBound
 
 /// Returns the steps of an index in each dimension; None if it is not handled here, or is no index.
 fn steps_of(shape: &[u64], index: &Bound<'_, PyAny>) -> Option<Vec<IndexStep>> {
-    let Ok(given) = index.cast::<PyTuple>() else {
+    let Ok(indices) = index.cast::<PyTuple>() else {
         return steps_of_items(shape, std::slice::from_ref(index));
     };
-    let items: Vec<_> = given.iter().collect();
+    let items: Vec<_> = indices.iter().collect();
     if let [dim, start, stop] = items.as_slice()
         && !items.iter().any(|item| is_ellipsis(item) || item.is_instance_of::<PySlice>())
     {
@@ -205,6 +205,6 @@ fn number_of(item: &Bound<'_, PyAny>) -> Option<i64> {
 /// Resolves an index into `count` items: a negative one counts from the end. None if it is out of range.
 fn resolve_index(number: i64, count: u64) -> Option<u64> {
     let from_back = || count.checked_sub(number.unsigned_abs());
-    let place = u64::try_from(number).ok().or_else(from_back)?;
-    (place < count).then_some(place)
+    let position = u64::try_from(number).ok().or_else(from_back)?;
+    (position < count).then_some(position)
 }

@@ -26,7 +26,7 @@ use crate::gil;
 use crate::handle::Handle;
 use crate::names::name_from_python;
 use crate::signals;
-use crate::sink::{Sink, unclosed_place};
+use crate::sink::{Sink, describe_unclosed};
 use crate::watch::{Watch, log};
 
 /// A file under construction. Calls run one at a time.
@@ -93,8 +93,8 @@ impl Drop for Writer {
 }
 
 impl Writer {
-    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, given: WriterArguments) -> Answer<Self> {
-        let options = given.options()?;
+    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, arguments: WriterArguments) -> Answer<Self> {
+        let options = arguments.options()?;
         let inner = tensorizer::Writer::new(sink?, base, options)?;
         Ok(Writer {
             progress: inner.progress(),
@@ -145,23 +145,28 @@ impl Writer {
 #[pymethods]
 impl Writer {
     #[staticmethod]
-    fn to_path(path: OsString, given: WriterArguments) -> Answer<Self> {
+    fn to_path(path: OsString, arguments: WriterArguments) -> Answer<Self> {
         let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
-        Self::new(sink, 0, given)
+        Self::new(sink, 0, arguments)
     }
 
     /// Writes through a duplicate of the descriptor, from `base` on.
     #[staticmethod]
-    fn to_fd(descriptor: c_int, uri: String, base: u64, given: WriterArguments) -> Answer<Self> {
+    fn to_fd(
+        descriptor: c_int,
+        uri: String,
+        base: u64,
+        arguments: WriterArguments,
+    ) -> Answer<Self> {
         let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.and_then(|file| Ok(Box::new(FileSink::from_file(file, uri)?) as _));
-        Self::new(sink, base, given)
+        Self::new(sink, base, arguments)
     }
 
     /// Writes to a server, from `base` on.
     #[staticmethod]
-    fn to_sink(sink: &Sink, base: u64, given: WriterArguments) -> Answer<Self> {
-        Self::new(sink.shared().map(|sink| Box::new(sink) as _), base, given)
+    fn to_sink(sink: &Sink, base: u64, arguments: WriterArguments) -> Answer<Self> {
+        Self::new(sink.shared().map(|sink| Box::new(sink) as _), base, arguments)
     }
 
     /// Writes to a Python object that can seek, from `base` on.
@@ -170,9 +175,9 @@ impl Writer {
         object: Py<PyAny>,
         uri: String,
         base: u64,
-        given: WriterArguments,
+        arguments: WriterArguments,
     ) -> Answer<Self> {
-        Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, given)
+        Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, arguments)
     }
 
     #[getter]
@@ -250,7 +255,7 @@ impl Writer {
     /// Ends a file that was never closed; another file that has its name stays. Returns whether it
     /// exists, and its path if it did not get its own name.
     fn finish_unclosed(&self, py: Python<'_>) -> Answer<(bool, Option<OsString>)> {
-        Ok(unclosed_place(self.with(py, |writer| writer.finish_unclosed(&signals))?))
+        Ok(describe_unclosed(self.with(py, |writer| writer.finish_unclosed(&signals))?))
     }
 
     /// True if a write has failed half-way, so that the file can only be abandoned.

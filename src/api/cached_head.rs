@@ -59,8 +59,8 @@ mod tests {
 
     fn open_with(opening: &Opening<'_>, head: CachedHead) -> Result<TensorFile> {
         let options = OpenOptions::from_environment().unwrap();
-        let heads = CachedHeads::from_iter([head]);
-        let options = OpenOptions { heads, ..options };
+        let cached_heads = CachedHeads::from_iter([head]);
+        let options = OpenOptions { cached_heads, ..options };
         opening.source(uri::open_model(ADDRESS, &options, &Never)?, 0)
     }
 
@@ -79,8 +79,8 @@ mod tests {
 
     #[test]
     fn only_headers_about_the_file_are_shared() {
-        let said = ["set-cookie", "etag", "x-amz-security-token", "authorization", "location"];
-        let headers = said.map(|name| (name.to_owned(), "value".to_owned()));
+        let names = ["set-cookie", "etag", "x-amz-security-token", "authorization", "location"];
+        let headers = names.map(|name| (name.to_owned(), "value".to_owned()));
         let file = open(CachedHead { headers: headers.clone().into(), ..head() }).unwrap();
         assert_eq!(file.source(0).unwrap().response_head().unwrap().headers, headers);
         assert_eq!(file.heads()[0].headers, [("etag".to_owned(), "value".to_owned())]);
@@ -88,13 +88,13 @@ mod tests {
 
     #[test]
     fn cached_head_without_validator_is_not_used() {
-        let known = |tag: Option<&str>, modified: Option<&str>| {
+        let open_with_validators = |tag: Option<&str>, modified: Option<&str>| {
             let text = |text: Option<&str>| text.map(str::to_owned);
             open(CachedHead { tag: text(tag), modified: text(modified), ..head() })
         };
-        known(Some("\"tag\""), None).unwrap();
-        known(None, Some("a date")).unwrap();
-        let error = known(None, None).err().unwrap();
+        open_with_validators(Some("\"tag\""), None).unwrap();
+        open_with_validators(None, Some("a date")).unwrap();
+        let error = open_with_validators(None, None).err().unwrap();
         assert!(matches!(&error, Error::Io { uri, .. } if *uri == head().uri), "{error}");
     }
 

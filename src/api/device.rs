@@ -251,9 +251,10 @@ impl<'f> DeviceLoad<'f> {
             let len = one.pool.buffer_len() as u64;
             len.saturating_mul(min_buffers(len))
         });
-        let least = self.selection.file.minimum_memory(true, true)?.saturating_add(others.sum());
+        let min_memory =
+            self.selection.file.minimum_memory(true, true)?.saturating_add(others.sum());
         let (most, memory) =
-            upload.options.memory.or_environment()?.tensors(MAX_HELD, largest, least)?;
+            upload.options.memory.or_environment()?.tensors(MAX_HELD, largest, min_memory)?;
         let options = LoadOptions { memory, ..*upload.options };
         let upload = &DeviceUpload { options: &options, ..*upload };
         let mut remaining = tensors;

@@ -26,7 +26,7 @@ pub struct TensorFile {
     catalog: Arc<Catalog>,
     /// The state of a `.tensors` file; None for other formats.
     tensors_state: Option<Arc<TensorsFileState>>,
-    heads: Arc<[CachedHead]>,
+    cached_heads: Arc<[CachedHead]>,
     /// Done once the bytes match the checksums of the hub, or need not.
     hub_verification: Arc<RetryableOnce>,
 }
@@ -53,17 +53,17 @@ impl TensorFile {
         sources: Vec<Arc<dyn ReadAt>>,
         catalog: Catalog,
         tensors_state: Option<TensorsFileState>,
-        heads: Vec<CachedHead>,
+        cached_heads: Vec<CachedHead>,
     ) -> Self {
-        let (tensors_state, heads, hub_verification) =
-            (tensors_state.map(Arc::new), heads.into(), Arc::default());
+        let (tensors_state, cached_heads, hub_verification) =
+            (tensors_state.map(Arc::new), cached_heads.into(), Arc::default());
         let catalog = Arc::new(catalog);
         TensorFile {
             uri,
             sources: ForkSafeMutex::new(sources.into()),
             catalog,
             tensors_state,
-            heads,
+            cached_heads,
             hub_verification,
         }
     }
@@ -108,7 +108,7 @@ impl TensorFile {
             sources: ForkSafeMutex::new(self.sources()),
             catalog: Arc::clone(&self.catalog),
             tensors_state: self.tensors_state.clone(),
-            heads: Arc::clone(&self.heads),
+            cached_heads: Arc::clone(&self.cached_heads),
             hub_verification: Arc::clone(&self.hub_verification),
         }
     }
@@ -124,7 +124,7 @@ impl TensorFile {
     /// [`Opening::keeps_heads`]: super::catalog_part::Opening::keeps_heads
     #[doc(hidden)]
     pub fn heads(&self) -> &[CachedHead] {
-        &self.heads
+        &self.cached_heads
     }
 
     /// The state of the comparison of its bytes with the checksums of its hub.
@@ -336,12 +336,12 @@ impl TensorFile {
         let len = len.min(entry.data_len.saturating_sub(start));
         let at = entry.data_offset.saturating_add(start);
         let samples = [0, len / 2, len.saturating_sub(1)];
-        let cold = |file: Arc<File>| {
-            samples
-                .iter()
-                .any(|&place| sys::is_in_page_cache(&file, at.saturating_add(place)) == Some(false))
+        let is_cold = |file: Arc<File>| {
+            samples.iter().any(|&sample| {
+                sys::is_in_page_cache(&file, at.saturating_add(sample)) == Some(false)
+            })
         };
-        if len == 0 || !source.file().is_some_and(cold) {
+        if len == 0 || !source.file().is_some_and(is_cold) {
             return Ok(None);
         }
         Ok(Some(move || source.file().into_iter().for_each(|file| sys::read_ahead(&file, at, len))))

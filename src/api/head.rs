@@ -100,11 +100,11 @@ impl FileHead {
             names.insert(&entry.name, number).map_err(|what| malformed(&uri, what))?;
         }
         let CatalogPart { source, format, head, entries, metadata } = part;
-        let heads = head.into_iter().collect();
+        let cached_heads = head.into_iter().collect();
         let (entries, indexed_files) = (Arc::new(entries), BTreeMap::new());
         let metadata = Arc::new(Ok(metadata));
         let catalog = Catalog { format, entries, names, metadata, indexed_files };
-        Ok(TensorFile::new(uri, vec![source], catalog, None, heads))
+        Ok(TensorFile::new(uri, vec![source], catalog, None, cached_heads))
     }
 
     /// Reads the catalog of the file, as number `file` of several, of which `at_once` are opened at once.
@@ -134,8 +134,8 @@ impl FileHead {
         }
         let len = safetensors::header_len(&self.bytes, base).map_err(|e| e.in_file(uri))?;
         let data_at = base.saturating_add(LENGTH_LEN).saturating_add(len);
-        let traits = self.source.capabilities();
-        if let Some(size) = traits.len.filter(|&size| size < data_at) {
+        let capabilities = self.source.capabilities();
+        if let Some(size) = capabilities.len.filter(|&size| size < data_at) {
             let what = "the safetensors header".to_owned();
             let uri = uri.to_owned();
             return Err(Error::Truncated { uri, what, start: base, end: data_at, size });
@@ -144,11 +144,11 @@ impl FileHead {
             self.read_first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
         let json = start.split_at_checked(size_of::<u64>()).map_or(&[][..], |(_, json)| json);
         let found = safetensors::parse(json, base, file, uri)?;
-        if let Some(size) = traits.len.filter(|&size| size < found.end) {
+        if let Some(size) = capabilities.len.filter(|&size| size < found.end) {
             let (uri, what) = (uri.to_owned(), "the data of its tensors".to_owned());
             return Err(Error::Truncated { uri, what, start: data_at, end: found.end, size });
         }
-        if let Some(size) = traits.len.filter(|&size| size > found.end) {
+        if let Some(size) = capabilities.len.filter(|&size| size > found.end) {
             let what = format!(
                 "expected the file to end with its data at byte {}, found {size} bytes",
                 found.end
@@ -158,7 +158,7 @@ impl FileHead {
         // The cached head has at least the bytes that tell the format, even if the header is shorter.
         let rest = start.get(self.bytes.len()..).unwrap_or(&[]);
         let head = opening.cached_head(&*self.source, base, &self.bytes, rest);
-        let passed = traits.len.is_none() && start.len() < self.bytes.len();
+        let passed = capabilities.len.is_none() && start.len() < self.bytes.len();
         let source = if passed {
             // The source is read front to back only, and some of its data were read already.
             Arc::new(PrefixedSource::new(self.source, base, self.bytes)) as Arc<dyn ReadAt>
@@ -203,7 +203,8 @@ impl FileHead {
         let space = block.get(len..unsealed).unwrap_or(&[]);
         let IndexTrailer { identity, metadata } =
             trailer::find(space, index_at.saturating_add(len as u64));
-        let heads = opening.cached_head(&*source, base, &bytes, &block).into_iter().collect();
+        let cached_heads =
+            opening.cached_head(&*source, base, &bytes, &block).into_iter().collect();
         let tensors_state = TensorsFileState {
             base,
             prologue,
@@ -218,7 +219,7 @@ impl FileHead {
         let metadata = metadata.map(|pairs| (!pairs.is_empty()).then_some(pairs));
         let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Arc::new(metadata));
         let catalog = Catalog { format, entries, names, metadata, indexed_files: BTreeMap::new() };
-        Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(tensors_state), heads))
+        Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(tensors_state), cached_heads))
     }
 }
 

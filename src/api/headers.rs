@@ -20,7 +20,7 @@ use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
-/// A callback for whole headers, each with the place of its tensor in the caller's order. They come
+/// A callback for whole headers, each with the position of its tensor in the caller's order. They come
 /// in any order.
 pub type HeaderCallback<'s> = &'s (dyn Fn(usize, &TensorHeader<'_>) -> Result<()> + Sync);
 
@@ -104,9 +104,9 @@ impl Codec for HeaderCodec<'_> {
         file.check_header(entry, raw)?;
         let header = TensorHeader::parse(raw, entry, file.is_encrypted())
             .map_err(|e| e.in_file(file.uri()))?;
-        let place = self.selection.order().get(tensor);
+        let position = self.selection.order().get(tensor);
         (self.on_header)(
-            *place.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?,
+            *position.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?,
             &header,
         )?;
         let in_chunks = match &self.decryptor {

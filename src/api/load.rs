@@ -268,18 +268,18 @@ impl LoadMemory {
         let size = |n: u64| usize::try_from(n).map_err(|_| too_large());
         let blocks = layout.blocks.iter().map(|block| Arena::new(size(block.len)?));
         let blocks = try_collect_results(blocks, LISTS)?;
-        let mut places = layout.locations.iter().zip(&own);
+        let mut locations = layout.locations.iter().zip(&own);
         let tensors = selection.entries.iter().zip(&in_place).map(|(entry, in_place)| {
             if *in_place {
                 let header = size(entry.header_offset)?;
                 let (at, len) = (size(entry.data_offset)?, size(entry.data_len)?);
                 return Ok(TensorLocation::Mapped { file: entry.file, header, at, len });
             }
-            let (place, (_, len)) =
-                places.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
+            let (location, (_, len)) =
+                locations.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
             Ok(TensorLocation::Block {
-                block: place.block,
-                at: size(place.offset)?,
+                block: location.block,
+                at: size(location.offset)?,
                 len: size(*len)?,
             })
         });
@@ -405,9 +405,9 @@ fn used_in_place(
     let map = options.map && !file.is_encrypted() && !entries.windows(2).any(share);
     let sources = file.sources();
     let local: Vec<bool> = sources.iter().map(|source| map && source.is_local()).collect();
-    let least = if file.format() == Format::Safetensors { 1 } else { MAPPED_ALIGNMENT };
+    let min_alignment = if file.format() == Format::Safetensors { 1 } else { MAPPED_ALIGNMENT };
     let could = entries.iter().map(|entry| {
-        let alignment = least.max(entry.dtype.size());
+        let alignment = min_alignment.max(entry.dtype.size());
         local.get(entry.file) == Some(&true)
             && entry.data_len > 0
             && entry.data_offset.is_multiple_of(alignment)

@@ -17,7 +17,8 @@ impl TensorFile {
     pub fn minimum_memory(&self, parts: bool, staged: bool) -> Result<u64> {
         let sources = self.sources();
         let files = as_refs(&sources);
-        let of_server = Capabilities::combined(&files).map_or(0, |traits| traits.reader_memory);
+        let of_server =
+            Capabilities::combined(&files).map_or(0, |capabilities| capabilities.reader_memory);
         let around = if staged { page_cache::READER_MEMORY } else { 0 };
         let buffer = pinned::buffer_len()? as u64;
         let needs = LoadNeeds {

@@ -16,7 +16,7 @@ use crate::format::name_tree::NameTree;
 use crate::format::tensors::identity::FileIdentity;
 use crate::format::tensors::index::{self, end_of_index};
 use crate::format::tensors::layout::{
-    FileLayout, MIN_INDEX_LEN, UnplacedTensor, index_len_for, place,
+    FileLayout, MIN_INDEX_LEN, UnplacedTensor, index_len_for, place_tensors,
 };
 use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
@@ -219,12 +219,12 @@ impl Writer {
     /// Ends a file that the caller has not finished. If another file has its name, that one stays:
     /// see [`WriteAt::publish_unclosed`]. Returns the outcome.
     pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
-        let mut place = UnclosedOutcome::Aborted;
+        let mut outcome = UnclosedOutcome::Aborted;
         self.end_with(cancel, |sink, len| {
-            place = sink.publish_unclosed(len, cancel)?;
+            outcome = sink.publish_unclosed(len, cancel)?;
             Ok(())
         })?;
-        Ok(place)
+        Ok(outcome)
     }
 
     fn end_with(
@@ -297,7 +297,7 @@ impl Writer {
         let encryption = self.options.encryption.as_deref();
         let encrypted = encryption.map(|options| options.derivation.is_some());
         // Lengths of entries do not depend on positions, so a trial gives the index's length.
-        let trial = place(
+        let trial = place_tensors(
             try_collect(placed.iter().cloned(), LISTS)?,
             self.end.max(end_of_index(self.base, MIN_INDEX_LEN)),
             alignment,
@@ -312,7 +312,7 @@ impl Writer {
             // Twice what is needed, so that many small calls do not move the data many times.
             self.move_data(self.index_len_for(used.saturating_mul(2)), cancel)?;
         }
-        place(placed, self.end, alignment, hashes, encrypted)
+        place_tensors(placed, self.end, alignment, hashes, encrypted)
     }
 
     fn reserve_index(&mut self, index_len: u64) -> Result<()> {

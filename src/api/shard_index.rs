@@ -118,8 +118,8 @@ impl ShardIndex {
     fn open(&self, selection: &ShardSelection<'_>, opening: &Opening<'_>) -> Result<TensorFile> {
         let uri = self.uri();
         let parts = open_all(&self.head, selection, uri, opening)?;
-        let mut heads: Vec<CachedHead> = Vec::new();
-        heads.extend(self.cached_head.clone());
+        let mut cached_heads: Vec<CachedHead> = Vec::new();
+        cached_heads.extend(self.cached_head.clone());
         let mut sources = try_with_capacity(parts.len(), LISTS)?;
         let mut entries: Vec<Entry> = Vec::new();
         let mut metadata: Option<BTreeMap<String, String>> = None;
@@ -142,7 +142,7 @@ impl ShardIndex {
             if let Some(pairs) = part.metadata {
                 metadata.get_or_insert_default().extend(pairs);
             }
-            heads.extend(part.head);
+            cached_heads.extend(part.head);
             sources.push(part.source);
         }
         if !self.index.metadata.is_empty() {
@@ -173,7 +173,7 @@ impl ShardIndex {
         }
         let catalog =
             Catalog { format, entries: Arc::new(entries), names, metadata, indexed_files };
-        Ok(TensorFile::new(uri.to_owned(), sources, catalog, None, heads))
+        Ok(TensorFile::new(uri.to_owned(), sources, catalog, None, cached_heads))
     }
 }
 
@@ -204,10 +204,10 @@ fn check_all_are_there(selection: &ShardSelection<'_>, names: &NameTree, uri: &s
 
 /// Returns how many files of such a source to open at once: fewer if the number of its connections is set.
 fn at_once(source: &dyn ReadAt) -> usize {
-    let traits = source.capabilities();
-    let any_number = traits.first_readers < traits.most_readers;
+    let capabilities = source.capabilities();
+    let any_number = capabilities.first_readers < capabilities.most_readers;
     let most = if any_number && !source.is_local() { AT_ONCE_OF_SERVERS } else { AT_ONCE };
-    most.min(traits.max_readers.max(AT_ONCE))
+    most.min(capabilities.max_readers.max(AT_ONCE))
 }
 
 /// Opens the files, several at once, in the order of their numbers.

@@ -44,7 +44,7 @@ impl RangeRules {
                 seekable,
             });
         }
-        let gap = Capabilities::combined(&files).map_or(0, |traits| traits.merge_gap);
+        let gap = Capabilities::combined(&files).map_or(0, |capabilities| capabilities.merge_gap);
         // A stream is read from front to back, so that the bytes between ranges come in any case.
         Ok(RangeRules { long: SHORT, gap: if seekable { gap } else { u64::MAX }, seekable })
     }

@@ -327,9 +327,9 @@ pub fn direct_ranges(
     if !are_plain(file, verify) || !rules.are_long(&ranges) || !few {
         return Ok(None);
     }
-    let places = (0..).step_by(usize::try_from(ranges.range_len()).unwrap_or(usize::MAX));
+    let offsets = (0..).step_by(usize::try_from(ranges.range_len()).unwrap_or(usize::MAX));
     let extents = ranges.starts().map(|start| extent(entry, &(start..start + ranges.range_len())));
-    Ok(Some(try_collect(extents.zip(places), LISTS)?))
+    Ok(Some(try_collect(extents.zip(offsets), LISTS)?))
 }
 
 /// Returns a range of a tensor's data as an extent.

@@ -18,11 +18,11 @@ const JOB_LEN: usize = 64 << 20;
 /// All copies have ended when it returns.
 pub fn snapshot(sources: &[DeviceBytes], cancel: &dyn Cancel) -> Result<Vec<HostBuffer>> {
     let lens = sources.iter().map(|bytes| Some(bytes.memory.size() as u64));
-    let (places, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
+    let (ranges, len) = pack(lens).ok_or_else(|| Error::Bug("an endless snapshot".to_owned()))?;
     let mut arena = Arena::new(len)?;
     let mut jobs = Vec::new();
     let mut rest = SliceRemainder::new(arena.bytes_mut());
-    for (source, &(start, len)) in sources.iter().zip(&places) {
+    for (source, &(start, len)) in sources.iter().zip(&ranges) {
         let destination = rest.cut(start, len)?;
         jobs.extend(
             (0..).step_by(JOB_LEN).zip(destination.chunks_mut(JOB_LEN)).map(|job| (source, job)),
@@ -56,5 +56,5 @@ pub fn snapshot(sources: &[DeviceBytes], cancel: &dyn Cancel) -> Result<Vec<Host
         }
         Ok(())
     })?;
-    arena.freeze(&places)
+    arena.freeze(&ranges)
 }

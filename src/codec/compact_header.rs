@@ -119,7 +119,7 @@ fn distinct(header: &TensorHeader<'_>) -> Box<[HashValue]> {
     let mut hashes: Vec<HashValue> = Vec::with_capacity(2);
     for stored in header.hashes() {
         let hash = HashValue::new(stored.algorithm, header.hash_value(&stored));
-        let same = hashes.iter().filter(|known| known.algorithm == hash.algorithm).count();
+        let same = hashes.iter().filter(|retained| retained.algorithm == hash.algorithm).count();
         if same < 2 && !hashes.contains(&hash) {
             hashes.push(hash);
         }

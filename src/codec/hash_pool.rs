@@ -299,8 +299,8 @@ mod tests {
                             assert!(locked(&found)[tensor].replace(digests).is_none());
                         };
                         let step = |more: bool| {
-                            let taken = pool.take(|| more, || false);
-                            taken.map(|taken| pool.hash(taken, complete)).is_some()
+                            let streams = pool.take(|| more, || false);
+                            streams.map(|streams| pool.hash(streams, complete)).is_some()
                         };
                         loop {
                             while step(true) {}

@@ -92,8 +92,8 @@ impl Sha256 {
         if self.rest_len == 0 {
             return bytes;
         }
-        let taken = bytes.len().min(BLOCK - self.rest_len);
-        let (head, tail) = bytes.split_at_checked(taken).unwrap_or((bytes, &[]));
+        let head_len = bytes.len().min(BLOCK - self.rest_len);
+        let (head, tail) = bytes.split_at_checked(head_len).unwrap_or((bytes, &[]));
         self.keep(head);
         if self.rest_len == BLOCK {
             let block = self.rest;

@@ -47,7 +47,7 @@ pub fn sample_residency(files: &[&dyn ReadAt], extents: &[Extent]) -> PageCacheR
     // One sample per page is enough; each sample is a system call.
     let samples = (total / PAGE).clamp(1, SAMPLES);
     let step = (total / samples).max(1);
-    let (mut next, mut sampled, mut cold, mut unknown) = (step / 2, 0, 0, 0);
+    let (mut next, mut sampled, mut uncached, mut unknown) = (step / 2, 0, 0, 0);
     for extent in extents {
         while next < extent.data_len {
             sampled += 1;
@@ -56,16 +56,16 @@ pub fn sample_residency(files: &[&dyn ReadAt], extents: &[Extent]) -> PageCacheR
                 .and_then(|file| crate::sys::is_in_page_cache(&file, extent.data_offset + next))
             {
                 Some(true) => {}
-                Some(false) => cold += 1,
+                Some(false) => uncached += 1,
                 None => unknown += 1,
             }
             next += step;
         }
         next -= extent.data_len;
     }
-    if cold * 2 > sampled {
+    if uncached * 2 > sampled {
         PageCacheResidency::Little
-    } else if cold + unknown == 0 {
+    } else if uncached + unknown == 0 {
         PageCacheResidency::All
     } else {
         PageCacheResidency::Some

@@ -168,7 +168,7 @@ impl<T: Target> ReadTask<'_, T> {
         };
         let Some(tensor) = only_tensor(job).filter(large) else { return false };
         let (_, crowded) = match *last_answer {
-            Some(known) if known.0 == tensor => known,
+            Some(cached) if cached.0 == tensor => cached,
             _ => *last_answer.insert((tensor, self.hashes.retained_len(tensor) >= max_unhashed)),
         };
         crowded

@@ -36,7 +36,7 @@ impl<'a> Cursor<'a> {
     /// The next `len` bytes.
     pub fn take(&mut self, len: usize, field: &str) -> Result<&'a [u8], Malformed> {
         let rest = self.remaining();
-        let taken = rest.get(..len).ok_or_else(|| {
+        let field = rest.get(..len).ok_or_else(|| {
             self.error(format!(
                 "the {} ends inside its {field}: expected {len} bytes, found {}",
                 self.what,
@@ -44,7 +44,7 @@ impl<'a> Cursor<'a> {
             ))
         })?;
         self.position += len;
-        Ok(taken)
+        Ok(field)
     }
 
     fn array<const N: usize>(&mut self, field: &str) -> Result<[u8; N], Malformed> {

@@ -120,7 +120,7 @@ impl DType {
     /// The type with this name in safetensors, and the number of values there in one element.
     pub fn from_safetensors(name: &str) -> Option<(Self, u64)> {
         TABLE.iter().chain(&BEYOND_TORCH).find_map(|row| {
-            let found = row.safetensors.filter(|known| known.name == name)?;
+            let found = row.safetensors.filter(|counterpart| counterpart.name == name)?;
             Some((DType(row), u64::from(found.values)))
         })
     }
@@ -241,7 +241,7 @@ mod tests {
             assert!(DType::parse(text.as_bytes()).is_err(), "{text:?}");
         }
         // Control characters are escaped, so that a terminal does not act on them.
-        let said = DType::parse(b"<V\x1b[2J\0torch.bfloat16").unwrap_err();
-        assert_eq!(said, r#"unknown dtype "<V\u{1b}[2J\0torch.bfloat16""#);
+        let message = DType::parse(b"<V\x1b[2J\0torch.bfloat16").unwrap_err();
+        assert_eq!(message, r#"unknown dtype "<V\u{1b}[2J\0torch.bfloat16""#);
     }
 }

@@ -27,8 +27,8 @@ pub struct CachedHeads(Arc<HashMap<String, CachedHead>>);
 
 impl CachedHeads {
     /// The cached header of the file with this address, given as messages show it.
-    pub fn of(&self, shown: &str) -> Option<&CachedHead> {
-        self.0.get(shown)
+    pub fn of(&self, display_address: &str) -> Option<&CachedHead> {
+        self.0.get(display_address)
     }
 
     /// The addresses of all cached headers.

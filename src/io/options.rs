@@ -17,7 +17,7 @@ pub struct OpenOptions {
     /// Keeps what servers of HTTP, S3, Google, Azure and hubs have sent.
     pub cache: Option<Cache>,
     /// The heads of files that are opened without a request.
-    pub heads: CachedHeads,
+    pub cached_heads: CachedHeads,
     /// Bytes that a server is asked for first, unless those that suit most files.
     pub first: Option<u64>,
     pub s3: S3Options,
@@ -30,7 +30,7 @@ impl OpenOptions {
             #[cfg(any(feature = "http", feature = "redis"))]
             transport: TransportOptions::from_environment()?,
             cache: Cache::from_environment()?,
-            heads: CachedHeads::default(),
+            cached_heads: CachedHeads::default(),
             first: None,
             s3: S3Options::default(),
         })

@@ -173,8 +173,12 @@ impl Pool {
         if waits || share.is_some_and(|share| !share.allows(buffers)) {
             return None;
         }
-        let taken = state.take(buffers)?;
-        Some(StagingLease::new(&self.inner, taken, share.map(|share| share.reserve(buffers))))
+        let taken_buffers = state.take(buffers)?;
+        Some(StagingLease::new(
+            &self.inner,
+            taken_buffers,
+            share.map(|share| share.reserve(buffers)),
+        ))
     }
 
     /// Allocates more buffers; false if the limit is reached. A single request for more than the
@@ -292,10 +296,10 @@ impl<'p> QueueTicket<'p> {
                 let has = has();
                 if ahead == 0
                     && has
-                    && let Some(taken) = state.take(buffers)
+                    && let Some(taken_buffers) = state.take(buffers)
                 {
                     let held = share.map(|share| share.reserve(buffers));
-                    return Ok(StagingLease::new(&pool.inner, taken, held));
+                    return Ok(StagingLease::new(&pool.inner, taken_buffers, held));
                 }
                 let under_way: usize = state.in_flight.iter().map(|f| f.buffers.len()).sum();
                 // All readers that need memory pin it at the same time. Buffers that are being

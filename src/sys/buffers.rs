@@ -130,13 +130,13 @@ impl<'a> Buffers<'a> {
     }
 
     /// Has `fill` write all of `before`, then at most `len` bytes of these buffers, then some of
-    /// `behind`. Each time that bytes arrive, `arrived` is called with all bytes written so far. At the
+    /// `after`. Each time that bytes arrive, `arrived` is called with all bytes written so far. At the
     /// end, also after an error, it is called once more, with true. Returns how many of the `len` bytes
     /// were written.
     pub fn tee<E>(
         &mut self,
         len: usize,
-        (before, behind): (&mut [u8], &mut [u8]),
+        (before, after): (&mut [u8], &mut [u8]),
         arrived: impl Fn(&FilledPart<'_>, bool) + Sync,
         fill: impl FnOnce(&mut Buffers<'_>) -> Result<(), E>,
     ) -> Result<usize, E> {
@@ -144,13 +144,13 @@ impl<'a> Buffers<'a> {
         let mut part = Buffers { written: Some(&written), ..Buffers::default() };
         let first = before.len();
         part.push(as_uninit(before));
-        let mut left = len;
+        let mut remaining = len;
         for range in self.ranges.get(self.current..).unwrap_or(&[]) {
-            let iov_len = range.iov_len.min(left);
-            left -= iov_len;
+            let iov_len = range.iov_len.min(remaining);
+            remaining -= iov_len;
             part.add(libc::iovec { iov_len, ..*range });
         }
-        part.push(as_uninit(behind));
+        part.push(as_uninit(after));
         let piece = |range: &libc::iovec| (range.iov_base.expose_provenance(), range.iov_len);
         let pieces = part.ranges.iter().map(piece).collect();
         let filled = FilledPart { pieces, written: &written };
@@ -158,7 +158,7 @@ impl<'a> Buffers<'a> {
         let outcome = fill(&mut Buffers { observer: Some(&observer), ..part });
         arrived(&filled, true);
         outcome?;
-        let filled = written.load(Ordering::Acquire).saturating_sub(first).min(len - left);
+        let filled = written.load(Ordering::Acquire).saturating_sub(first).min(len - remaining);
         self.advance_by(filled);
         Ok(filled)
     }
@@ -333,13 +333,13 @@ mod tests {
         let mut buffers = Buffers::from_slice(&mut one);
         buffers.push(as_uninit(&mut two));
         assert_eq!(buffers.fill_from(b"a"), 1);
-        let (mut before, mut behind) = ([0; 2], [0; 2]);
+        let (mut before, mut after) = ([0; 2], [0; 2]);
         let observed = std::sync::Mutex::new(Vec::new());
         let arrived = |filled: &FilledPart<'_>, _| {
             let from = |at: usize| joined(&filled.bytes(at..9));
             observed.lock().unwrap().push((filled.count(), from(1), from(5), from(8)));
         };
-        let filled = buffers.tee(5, (&mut before, &mut behind), arrived, |part| {
+        let filled = buffers.tee(5, (&mut before, &mut after), arrived, |part| {
             assert_eq!(part.remaining(), 9);
             part.arrived(0);
             assert_eq!(part.fill_from(b"<<bcde"), 6);

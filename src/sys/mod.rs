@@ -324,13 +324,13 @@ pub fn cpu_time() -> Duration {
 /// `/dev/urandom`. If both are forbidden, as in a sandbox, the error is that of the second.
 pub fn random(bytes: &mut [u8]) -> io::Result<()> {
     let mut done = 0;
-    while let Some(left) = bytes.get_mut(done..).filter(|left| !left.is_empty()) {
-        // SAFETY: writes at most `left.len()` bytes there.
-        let got = unsafe { libc::getrandom(left.as_mut_ptr().cast(), left.len(), 0) };
+    while let Some(unfilled) = bytes.get_mut(done..).filter(|unfilled| !unfilled.is_empty()) {
+        // SAFETY: writes at most `unfilled.len()` bytes there.
+        let got = unsafe { libc::getrandom(unfilled.as_mut_ptr().cast(), unfilled.len(), 0) };
         match usize::try_from(got) {
             Ok(got) => done += got,
             Err(_) if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
-            Err(_) => return File::open("/dev/urandom")?.read_exact(left),
+            Err(_) => return File::open("/dev/urandom")?.read_exact(unfilled),
         }
     }
     Ok(())

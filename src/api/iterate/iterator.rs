@@ -145,8 +145,8 @@ impl TensorIterator {
         let landed = items.into_iter().map(|WaitingTensor { tensor, memory, copy_events }| {
             for copy_event in copy_events {
                 let Some(consumer) = consumer else { continue };
-                let already_awaited = self.awaited.as_ref().is_some_and(|(stream, known)| {
-                    *stream == consumer && Arc::ptr_eq(known, &copy_event)
+                let already_awaited = self.awaited.as_ref().is_some_and(|(stream, awaited)| {
+                    *stream == consumer && Arc::ptr_eq(awaited, &copy_event)
                 });
                 if !already_awaited {
                     if shared.complete {
@@ -245,10 +245,10 @@ fn memory_shares(
     let sliced = selection.entries.iter().filter(|entry| entry.whole.is_some());
     let sliced = sliced.filter(|_| needs_whole || !file.is_seekable());
     let held = sliced.map(|entry| whole_tensor_len(entry)).max().unwrap_or(0);
-    let least = file.minimum_memory(selection.is_sliced(), on_device)?.saturating_add(held);
+    let min_memory = file.minimum_memory(selection.is_sliced(), on_device)?.saturating_add(held);
     let largest = lens.iter().copied().max().unwrap_or(0);
     let limit = options.load.memory.or_environment()?;
-    let (budget, memory) = limit.tensors(options.buffer_bytes, largest, least)?;
+    let (budget, memory) = limit.tensors(options.buffer_bytes, largest, min_memory)?;
     Ok((budget, LoadOptions { memory, map: false, ..options.load }))
 }
 

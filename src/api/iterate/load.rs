@@ -202,8 +202,8 @@ impl IteratorLoad<'_> {
             block: location.tensor,
             offset: location.offset,
         };
-        let places = try_collect(plan.locations.iter().map(to_block), LISTS)?;
-        upload.read(&request, (&[], &places), &mut || Ok(false)).map(drop)
+        let locations = try_collect(plan.locations.iter().map(to_block), LISTS)?;
+        upload.read(&request, (&[], &locations), &mut || Ok(false)).map(drop)
     }
 
     /// Loads tensors group by group, by way of host memory.
@@ -266,17 +266,17 @@ impl IteratorLoad<'_> {
         upload: &DeviceUpload<'_>,
     ) -> Result<()> {
         let (file, window) = (&self.shared.file, &self.shared.window);
-        let places = try_collect(
+        let locations = try_collect(
             tensors.iter().map(|&(block, _)| BlockLocation { block, offset: 0 }),
             LISTS,
         )?;
         let entries = try_collect_results(numbers.iter().map(|&number| file.entry(number)), LISTS)?;
         let sliced = entries.iter().all(|entry| entry.whole.is_some());
         if sliced && are_plain(file, upload.options.verify) {
-            let slices = try_collect(entries.into_iter().zip(places), LISTS)?;
+            let slices = try_collect(entries.into_iter().zip(locations), LISTS)?;
             upload.gather(file, &slices, &self.rules)?;
         } else {
-            upload.through_host(file, numbers, &places)?;
+            upload.through_host(file, numbers, &locations)?;
         }
         let copy_events = upload.copy_events()?;
         for &(tensor, number) in tensors {

@@ -46,15 +46,15 @@ impl ReadPlan {
                 plan.add(at, whole, ExtentLocation { tensor, offset: 0, file_position })?;
                 continue;
             }
-            let runs = match entry.whole {
+            let ranges = match entry.whole {
                 Some(_) => direct_ranges(selection.file, entry, verify, rules)?,
                 None => None,
             };
-            let runs = runs.unwrap_or(Vec::new());
-            if runs.is_empty() {
+            let ranges = ranges.unwrap_or(Vec::new());
+            if ranges.is_empty() {
                 try_push(&mut plan.unread, tensor, LISTS)?;
             }
-            for (extent, offset) in runs {
+            for (extent, offset) in ranges {
                 let file_position = extent.data_offset.wrapping_sub(offset);
                 plan.add(at, extent, ExtentLocation { tensor, offset, file_position })?;
             }

@@ -32,9 +32,9 @@ pub enum ReadyMemory {
     Zeros,
 }
 
-/// A tensor that waits for the caller, by its place in the order of the file.
+/// A tensor that waits for the caller, by its position in the order of the file.
 pub struct WaitingTensor {
-    /// Its place.
+    /// Its position.
     pub tensor: usize,
     /// Its bytes.
     pub memory: ReadyMemory,
@@ -42,8 +42,8 @@ pub struct WaitingTensor {
     pub copy_events: CopyEvents,
 }
 
-/// The tensors between those that are still to be read and those that the caller has taken. Tensors
-/// that are admitted and not taken have at most `budget` bytes, or are a single larger one.
+/// The tensors between those that are still to be read and those that were handed out. Tensors
+/// that are admitted and not handed out have at most `budget` bytes, or are a single larger one.
 pub struct Window {
     /// Bytes of each tensor in memory.
     lens: Vec<u64>,
@@ -53,11 +53,11 @@ pub struct Window {
     state: Mutex<WindowState>,
     /// Notified when more tensors may be read.
     room: Condvar,
-    /// Notified when more tensors may be taken.
+    /// Notified when more tensors are ready for the caller.
     available: Condvar,
 }
 
-/// A half of a load that asks for room. Each asks for tensors in rising order.
+/// A part of a load that requests room. Each requests tensors in rising order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Requester {
     /// Readers, which read tensors straight to their destination.
@@ -78,23 +78,23 @@ struct WindowState {
     budget: u64,
     /// The number of tensors, from the first one on, that were granted memory.
     granted: usize,
-    /// The tensors that each asker waits for: those of its next batch.
+    /// The tensors that each requester waits for: those of its next batch.
     pending: [PendingBatch; 2],
-    /// Bytes of tensors that are granted and not taken.
+    /// Bytes of tensors that are granted and not handed out.
     outstanding: u64,
-    /// All tensors before this one were taken.
-    all_taken_before: usize,
-    /// Tensors that were read, by place.
+    /// All tensors before this one were handed out.
+    all_handed_out_before: usize,
+    /// Tensors that were read and wait for the caller, by position.
     waiting: HashMap<usize, WaitingTensor>,
-    /// Their places, in the order in which they were delivered.
+    /// Their positions, in the order in which they were delivered.
     queue: VecDeque<usize>,
-    /// Tensors that were delivered, taken ones included.
+    /// True for each tensor that was delivered, also after it was handed out.
     delivered: Vec<bool>,
-    /// Tensors that the caller has taken.
-    has_taken: Vec<bool>,
-    /// The place of the next tensor in the order of the file.
+    /// True for each tensor that was handed out to the caller.
+    handed_out: Vec<bool>,
+    /// The position of the next tensor in the order of the file.
     next: usize,
-    taken: usize,
+    handed_out_count: usize,
     /// Bytes of several tensors that the caller got together. They count as outstanding until the
     /// next call.
     handed_out_bytes: u64,
@@ -103,37 +103,38 @@ struct WindowState {
 }
 
 impl WindowState {
-    /// True if a batch waits for memory, and the caller has taken all tensors before it. Its
+    /// True if a batch waits for memory, and all tensors before it were handed out. Its
     /// tensors can only come together, so that they have to be granted beyond the budget.
     fn is_starved(&self) -> bool {
         let starves = |pending: &PendingBatch| {
-            self.granted < pending.end && self.all_taken_before >= pending.first
+            self.granted < pending.end && self.all_handed_out_before >= pending.first
         };
         self.pending.iter().any(starves)
     }
 
-    fn has_taken(&self, tensor: usize) -> bool {
-        self.has_taken.get(tensor).copied().unwrap_or(false)
+    fn is_handed_out(&self, tensor: usize) -> bool {
+        self.handed_out.get(tensor).copied().unwrap_or(false)
     }
 
-    fn note_taken(&mut self, tensor: usize) {
-        self.taken += 1;
-        if let Some(taken) = self.has_taken.get_mut(tensor) {
-            *taken = true;
+    fn note_handed_out(&mut self, tensor: usize) {
+        self.handed_out_count += 1;
+        if let Some(handed_out) = self.handed_out.get_mut(tensor) {
+            *handed_out = true;
         }
-        while self.has_taken.get(self.all_taken_before).is_some_and(|taken| *taken) {
-            self.all_taken_before += 1;
+        while self.handed_out.get(self.all_handed_out_before).is_some_and(|handed_out| *handed_out)
+        {
+            self.all_handed_out_before += 1;
         }
     }
 }
 
 /// The result of waiting for tensors.
 pub enum NextTensors {
-    /// Tensors that were taken.
+    /// Tensors that are handed out now.
     Items(Vec<WaitingTensor>),
     /// None came within the time, or memory may be allocated now.
     Nothing,
-    /// All tensors were taken.
+    /// All tensors were handed out.
     End,
 }
 
@@ -141,9 +142,9 @@ impl Window {
     /// Makes a window for tensors of these lengths.
     pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Result<Self> {
         let none = try_repeat(false, lens.len(), LISTS)?;
-        let (delivered, has_taken) = (none.clone(), none);
+        let (delivered, handed_out) = (none.clone(), none);
         let state =
-            WindowState { budget: budget.max(1), delivered, has_taken, ..WindowState::default() };
+            WindowState { budget: budget.max(1), delivered, handed_out, ..WindowState::default() };
         let (room, available) = (Condvar::new(), Condvar::new());
         Ok(Window { lens, order, allocates, state: Mutex::new(state), room, available })
     }
@@ -166,7 +167,7 @@ impl Window {
         (self.state().budget / BATCH_FRACTION).max(1)
     }
 
-    /// True if memory for the next tensor may be taken.
+    /// True if memory for the next tensor may be granted.
     fn has_room(&self, state: &WindowState) -> bool {
         let Some(len) = self.lens.get(state.granted) else { return false };
         let fits = state.outstanding.saturating_add(*len) <= state.budget;
@@ -175,8 +176,8 @@ impl Window {
     }
 
     fn grant(&self, state: &mut WindowState) {
-        // A tensor of which nothing is read may be taken before it is granted, and does not count then.
-        if !state.has_taken(state.granted) {
+        // A tensor of which nothing is read may be handed out before it is granted, and does not count then.
+        if !state.is_handed_out(state.granted) {
             state.outstanding = state.outstanding.saturating_add(self.len(state.granted));
         }
         state.granted += 1;
@@ -186,8 +187,8 @@ impl Window {
     pub fn admits(&self, requester: Requester, first: usize, last: usize) -> bool {
         let mut state = self.state();
         let pending = PendingBatch { first, end: last + 1 };
-        if let Some(known) = state.pending.get_mut(requester as usize)
-            && std::mem::replace(known, pending) != pending
+        if let Some(previous) = state.pending.get_mut(requester as usize)
+            && std::mem::replace(previous, pending) != pending
             && self.allocates
         {
             self.available.notify_all();
@@ -243,7 +244,7 @@ impl Window {
         Ok(())
     }
 
-    /// Returns the places of all tensors that were not delivered.
+    /// Returns the positions of all tensors that were not delivered.
     pub fn undelivered(&self) -> Vec<usize> {
         let state = self.state();
         let delivered = state.delivered.iter().enumerate();
@@ -317,7 +318,7 @@ impl Window {
         Some(start..end)
     }
 
-    /// Takes the next tensor, and small ones behind it that were delivered too. Tensors that an
+    /// Takes the next tensor, and small ones after it that were delivered too. Tensors that an
     /// earlier call took no longer count against the budget.
     pub fn take(&self, time: Duration) -> Result<NextTensors> {
         let mut state = self.state();
@@ -332,7 +333,7 @@ impl Window {
         if !items.is_empty() {
             return Ok(NextTensors::Items(items));
         }
-        if state.taken == self.lens.len() {
+        if state.handed_out_count == self.lens.len() {
             return Ok(NextTensors::End);
         }
         match state.ended.take() {
@@ -370,8 +371,8 @@ impl Window {
                 Order::File => state.next += 1,
                 Order::Ready => drop(state.queue.pop_front()),
             }
-            state.note_taken(tensor);
-            // A tensor that is taken before it is granted is never counted.
+            state.note_handed_out(tensor);
+            // A tensor that is handed out before it is granted is never counted.
             if tensor < state.granted {
                 bytes = bytes.saturating_add(len);
             }

@@ -119,10 +119,10 @@ impl DecryptionOptions {
             ("opslimit", derivation.opslimit, MIN_OPSLIMIT, MAX_OPSLIMIT, self.max_opslimit),
             ("memlimit", derivation.memlimit, MIN_MEMLIMIT, MAX_MEMLIMIT, self.max_memlimit),
         ];
-        for (name, found, least, most, allowed) in limits {
-            if !(least..=most).contains(&found) {
+        for (name, found, min, max, allowed) in limits {
+            if !(min..=max).contains(&found) {
                 return Err(Error::Crypt(format!(
-                    "`{uri}`: the {name} of its key derivation must be {least} to {most}, \
+                    "`{uri}`: the {name} of its key derivation must be {min} to {max}, \
                      found {found}"
                 )));
             }
@@ -155,7 +155,7 @@ impl DecryptionOptions {
         };
         let _lock = cancel::lock_process(&self.deriving, cancel)?;
         let cached =
-            |(known, key): &(KeyDerivation, Key)| (known == derivation).then(|| key.clone());
+            |(derived, key): &(KeyDerivation, Key)| (derived == derivation).then(|| key.clone());
         if let Some(key) = self.derived.lock().iter().find_map(cached) {
             return Ok(key);
         }

@@ -37,8 +37,8 @@ fn every_tensor_is_hashed_once_and_all_readers_end() {
             assert!(locked(&found)[tensor].replace(digests).is_none());
         };
         let step = |more: bool| {
-            let taken = pool.take(|| more, || false);
-            taken.map(|taken| pool.hash(taken, complete)).is_some()
+            let streams = pool.take(|| more, || false);
+            streams.map(|streams| pool.hash(streams, complete)).is_some()
         };
         let reader = || loop {
             while step(true) {}

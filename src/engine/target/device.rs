@@ -83,7 +83,7 @@ impl<'d> DeviceTarget<'d> {
         segment: &Segment,
         position: u64,
     ) -> Result<Option<BlockLocation>> {
-        let bug = || Error::Bug("a tensor without a place".to_owned());
+        let bug = || Error::Bug("a tensor without a location".to_owned());
         match segment.kind {
             SegmentKind::Data { tensor, start } => {
                 let location = self.locations.get(tensor).ok_or_else(bug)?;
@@ -243,7 +243,7 @@ impl<'d> Target for DeviceTarget<'d> {
         for copy in &staging.copies {
             let block = self.memory.get(copy.block, cancel)?;
             if let Some(after) = &block.after
-                && !previous_uses.iter().any(|known| Arc::ptr_eq(known, after))
+                && !previous_uses.iter().any(|listed| Arc::ptr_eq(listed, after))
             {
                 previous_uses.push(after);
             }

@@ -104,7 +104,7 @@ impl<'d> DirectStorage<'d> {
         start: u64,
         cancel: &dyn Cancel,
     ) -> Result<(&'d DeviceMemory, usize)> {
-        let bug = || Error::Bug("a tensor without a place".to_owned());
+        let bug = || Error::Bug("a tensor without a location".to_owned());
         let location = self.locations.get(tensor).ok_or_else(bug)?;
         let block = self.memory.get(location.block, cancel)?;
         while let Some(after) = &block.after

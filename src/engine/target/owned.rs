@@ -32,8 +32,8 @@ pub struct TensorBuffers(Mutex<HashMap<usize, UnfilledBuffer>>);
 impl TensorBuffers {
     /// Takes the memory of a complete tensor; an empty buffer for a tensor without bytes.
     pub fn take(&self, tensor: usize) -> Result<HostBuffer> {
-        let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&tensor);
-        taken.map_or_else(|| Ok(HostBuffer::empty()), UnfilledBuffer::finish)
+        let memory = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&tensor);
+        memory.map_or_else(|| Ok(HostBuffer::empty()), UnfilledBuffer::finish)
     }
 }
 

@@ -49,8 +49,8 @@ impl HashBacklog {
     /// Creates the backlog of a number of threads, of at most `most` bytes. Unless `most` is less,
     /// two batches may wait, so that one is ready when another has been hashed.
     pub fn new(threads: usize, batch_len: u64, most: Option<u64>) -> Self {
-        let least = batch_len.saturating_mul(2);
-        let usual = (batch_len / BACKLOG_DIVISOR).saturating_mul(threads as u64).max(least);
+        let two_batches = batch_len.saturating_mul(2);
+        let usual = (batch_len / BACKLOG_DIVISOR).saturating_mul(threads as u64).max(two_batches);
         let usual = usize::try_from(usual).unwrap_or(usize::MAX);
         let most = most.and_then(|bytes| usize::try_from(bytes).ok());
         let limit = most.map_or(usual, |most| most.min(usual));

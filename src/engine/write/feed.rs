@@ -33,7 +33,7 @@ impl<'p> Feeder<'_, 'p> {
     /// Hashes, encrypts and writes the bytes of one job.
     pub fn feed(&self, job: WriteJob, control: &Control<'_>) -> Result<()> {
         match job {
-            WriteJob::Memory(spans) => self.memory(&spans, control)?,
+            WriteJob::Memory(ranges) => self.memory(&ranges, control)?,
             WriteJob::Deferred(tensor) => self.deferred(tensor, control)?,
             WriteJob::Device(tensor) => self.device(tensor, control)?,
             WriteJob::DeviceGroup(tensors) => self.device_group(tensors, control)?,
@@ -41,9 +41,9 @@ impl<'p> Feeder<'_, 'p> {
         self.task.send_complete_parts(control)
     }
 
-    fn memory(&self, spans: &[DataRange], control: &Control<'_>) -> Result<()> {
+    fn memory(&self, ranges: &[DataRange], control: &Control<'_>) -> Result<()> {
         let _slot = self.copy_slots.map(|slots| slots.acquire(control)).transpose()?;
-        let chunks = spans.iter().map(|&DataRange { tensor, start, len }| {
+        let chunks = ranges.iter().map(|&DataRange { tensor, start, len }| {
             let item = self.task.item(tensor)?;
             let bytes = match &item.data {
                 TensorData::Bytes(bytes) => *bytes,
@@ -68,9 +68,9 @@ impl<'p> Feeder<'_, 'p> {
         if (*copy).as_ref().len() as u64 != item.entry.data_len {
             return Err(changed(item));
         }
-        for spans in batches(self.task.items, tensor..tensor + 1, BATCH_LEN)? {
+        for ranges in batches(self.task.items, tensor..tensor + 1, BATCH_LEN)? {
             self.task.hash_backlog(control)?;
-            let chunks = spans.iter().map(|&DataRange { start, len, .. }| {
+            let chunks = ranges.iter().map(|&DataRange { start, len, .. }| {
                 let bytes = ChunkBytes::Shared(Arc::clone(&copy), range(item, start, len)?);
                 Ok(TensorChunk { tensor, start, bytes })
             });

@@ -72,18 +72,18 @@ impl<'p> SaveTask<'p> {
         let plain = self.hashes.is_none();
         let headers = if plain { Vec::new() } else { self.headers_of_small(&chunks)? };
         let mut headers = headers.iter();
-        let mut runs: Vec<WriteRun<'_>> = Vec::new();
+        let mut writes: Vec<WriteRun<'_>> = Vec::new();
         for (chunk, encrypted) in chunks.iter().zip(&encrypted) {
             let item = self.item(chunk.tensor)?;
             if !plain && !item.is_large() {
                 let header = headers.next().ok_or_else(|| Error::Bug("no header".to_owned()))?;
-                append(&mut runs, item.entry.header_offset, header)?;
+                append(&mut writes, item.entry.header_offset, header)?;
             }
             let bytes = encrypted.as_deref().unwrap_or(chunk.bytes.as_ref());
-            append(&mut runs, item.entry.data_offset + chunk.start, bytes)?;
+            append(&mut writes, item.entry.data_offset + chunk.start, bytes)?;
         }
-        for run in &mut runs {
-            self.write(run.offset, &mut run.buffers, control)?;
+        for write in &mut writes {
+            self.write(write.offset, &mut write.buffers, control)?;
         }
         let len: u64 = chunks.iter().map(|chunk| chunk.bytes.as_ref().len() as u64).sum();
         self.progress.fetch_add(len, Ordering::Relaxed);
@@ -227,14 +227,16 @@ impl<'p> SaveTask<'p> {
     }
 }
 
-fn append<'a>(runs: &mut Vec<WriteRun<'a>>, offset: u64, bytes: &'a [u8]) -> Result<()> {
+fn append<'a>(writes: &mut Vec<WriteRun<'a>>, offset: u64, bytes: &'a [u8]) -> Result<()> {
     let end = offset + bytes.len() as u64;
-    match runs.last_mut().filter(|run| run.end == offset) {
+    match writes.last_mut().filter(|write| write.end == offset) {
         Some(run) => {
             try_push(&mut run.buffers, IoSlice::new(bytes), PLAN)?;
             run.end = end;
         }
-        None => try_push(runs, WriteRun { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?,
+        None => {
+            try_push(writes, WriteRun { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?
+        }
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::tensors::header::Hashes;
-use crate::format::tensors::layout::{UnplacedTensor, place};
+use crate::format::tensors::layout::{UnplacedTensor, place_tensors};
 use crate::io::WriteAt;
 use crate::io::local::FileSink;
 use crate::mem::device::fake::{FakeDevice, InjectedFaults};
@@ -70,7 +70,7 @@ fn tensors(hashes: Hashes) -> TestTensors {
         shape: vec![len as u64],
         meta: false,
     });
-    let layout = place(placed.collect(), 0, 64, hashes, None).unwrap();
+    let layout = place_tensors(placed.collect(), 0, 64, hashes, None).unwrap();
     let data = TENSORS.iter().enumerate();
     let data =
         data.map(|(n, &(_, len))| (0..len).map(|i| (i * 31 + i / 255 + n * 7) as u8).collect());

@@ -116,12 +116,12 @@ pub fn batches(
     });
     let extents = try_collect(extents, PLAN)?;
     let batches = partition(&extents, &BatchLimits { len, unit: len.min(PIECE_LEN), ..LIMITS })?;
-    try_collect_results(batches.iter().map(|batch| spans(batch, &extents, first)), PLAN)
+    try_collect_results(batches.iter().map(|batch| data_ranges(batch, &extents, first)), PLAN)
 }
 
-fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<DataRange>> {
+fn data_ranges(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<DataRange>> {
     let empty = |tensor: usize| extents.get(tensor).is_some_and(|extent| extent.data_len == 0);
-    let spans = batch.segments.iter().filter_map(|segment| match segment.kind {
+    let ranges = batch.segments.iter().filter_map(|segment| match segment.kind {
         SegmentKind::Data { tensor, start } => {
             Some(DataRange { tensor: first + tensor, start, len: segment.len })
         }
@@ -130,7 +130,7 @@ fn spans(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<DataRang
         }
         SegmentKind::Header { .. } | SegmentKind::Gap => None,
     });
-    try_collect(spans, PLAN)
+    try_collect(ranges, PLAN)
 }
 
 /// Returns the end of the group of tensors, from `first` on, that are downloaded together into one

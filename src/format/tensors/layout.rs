@@ -33,7 +33,7 @@ pub struct UnplacedTensor {
     pub meta: bool,
 }
 
-/// The outcome of [`place`].
+/// The outcome of [`place_tensors`].
 #[derive(Debug)]
 pub struct FileLayout {
     /// The index entries, with their positions.
@@ -49,7 +49,7 @@ pub struct FileLayout {
 ///
 /// `hashes`: those that headers hold. `encrypted`: None without encryption, otherwise true if keys are
 /// derived.
-pub fn place(
+pub fn place_tensors(
     tensors: Vec<UnplacedTensor>,
     start: u64,
     alignment: u64,

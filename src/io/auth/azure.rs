@@ -49,7 +49,7 @@ pub struct AzureContainer<'c> {
     /// Account and host ending, where the address names them.
     pub account: Option<&'c (String, String)>,
     /// The address as messages show it.
-    pub shown: &'c str,
+    pub display_address: &'c str,
 }
 
 /// The settings of the environment for a container.
@@ -191,14 +191,14 @@ fn account(
         Error::InvalidArgument(format!(
             "`{}`: no storage account given: set AZURE_STORAGE_ACCOUNT_NAME to its name, or use \
              abfss://container@account.dfs.core.windows.net/name",
-            container.shown
+            container.display_address
         ))
     })?;
     if of_address.is_some() && owner.is_none() && of_variables.has_credentials_or_endpoint() {
         let what = format!(
             "`{}`: the environment has an account key, a shared access signature or an endpoint, \
              but not the name of its account: set AZURE_STORAGE_ACCOUNT_NAME ",
-            container.shown
+            container.display_address
         );
         return Err(Error::InvalidArgument(what));
     }

@@ -27,14 +27,14 @@ const ABSENCE_CACHED_FOR: Duration = Duration::from_secs(60);
 
 /// The time at which credentials, or a signed URL, that expire then are renewed.
 pub fn renew_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
-    let left = expiry.duration_since(now).unwrap_or(Duration::ZERO);
-    expiry.checked_sub(RENEWAL_MARGIN.min(left / 10)).unwrap_or(now)
+    let remaining = expiry.duration_since(now).unwrap_or(Duration::ZERO);
+    expiry.checked_sub(RENEWAL_MARGIN.min(remaining / 10)).unwrap_or(now)
 }
 
 /// The time of the next attempt to renew what expires then.
 pub fn retry_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
-    let left = expiry.duration_since(now).unwrap_or(Duration::ZERO);
-    now.checked_add((left / 10).max(SHORTEST_PAUSE)).unwrap_or(now)
+    let remaining = expiry.duration_since(now).unwrap_or(Duration::ZERO);
+    now.checked_add((remaining / 10).max(SHORTEST_PAUSE)).unwrap_or(now)
 }
 
 /// Credentials of a cloud.

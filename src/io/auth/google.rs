@@ -66,10 +66,11 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
     } else {
         RequestIdentity::Machine
     };
-    let given = builder.get_config_value(&GoogleConfigKey::BaseUrl);
+    let base_url = builder.get_config_value(&GoogleConfigKey::BaseUrl);
     // An emulator needs no credentials, and its name may come without `http://`.
     let scheme = if emulator.contains("://") { "" } else { "http://" };
-    let given = given.or_else(|| (!emulator.is_empty()).then(|| format!("{scheme}{emulator}")));
+    let base_url =
+        base_url.or_else(|| (!emulator.is_empty()).then(|| format!("{scheme}{emulator}")));
     let mut fixed = FixedSettings::default();
     if identity != RequestIdentity::Anonymous && !key_or_token {
         check_login_file(&snapshot)?;
@@ -83,7 +84,7 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
         let store = builder.clone().with_http_connector(client).build()?;
         Ok((Arc::clone(store.credentials()), CloudCredential::Google))
     });
-    let endpoint = parse_endpoint(given.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
+    let endpoint = parse_endpoint(base_url.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
     let credentials = CredentialProvider::new(snapshot, Arc::new(chain));
     Ok(CloudSettings { endpoint, account: String::new(), identity, credentials })
 }

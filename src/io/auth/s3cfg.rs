@@ -19,8 +19,8 @@ impl S3Cfg {
     /// Reads the file that was named, which must be there, or `~/.s3cfg`, which need not.
     pub fn find(named: Option<&Path>) -> Result<Self> {
         if let Some(path) = named {
-            let shown = path.display().to_string();
-            return Self::read(path).map_err(|e| Error::io("reading", &shown, e));
+            let path_text = path.display().to_string();
+            return Self::read(path).map_err(|e| Error::io("reading", &path_text, e));
         }
         let home =
             read_guarded(|| std::env::var_os("HOME")).map(|home| Path::new(&home).join(".s3cfg"));

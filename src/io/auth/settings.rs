@@ -34,7 +34,7 @@ pub fn is_truthy(value: &str) -> bool {
 
 /// The address of a server that a variable names, with its scheme: credentials are sent there.
 pub fn parse_endpoint(text: &str) -> Result<Url> {
-    let shown = show_text(text);
+    let address = show_text(text);
     let found = Some(text).filter(|text| text.contains("://") && !text.contains(char::is_control));
     let found = found.and_then(|text| Url::parse(text).ok());
     let found = found.filter(|url| matches!(url.scheme(), "http" | "https"));
@@ -44,7 +44,7 @@ pub fn parse_endpoint(text: &str) -> Result<Url> {
     found.filter(Url::has_host).filter(has_no_secrets).ok_or_else(|| {
         let what = format!(
             "expected the https:// or http:// address of a server, without user and query, found \
-             `{shown}`"
+             `{address}`"
         );
         Error::InvalidArgument(what)
     })

@@ -179,16 +179,16 @@ impl CachedSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let whole = self.entry.expand_to_chunks(range);
-        let mut before = vec![0; len(&(whole.start..range.start))];
-        let mut behind = vec![0; len(&(range.end..whole.end))];
+        let chunks = self.entry.expand_to_chunks(range);
+        let mut before = vec![0; len(&(chunks.start..range.start))];
+        let mut after = vec![0; len(&(range.end..chunks.end))];
         let written = AtomicUsize::new(0);
         let write = |filled: &FilledPart<'_>, last| {
-            self.write_arrived(whole.start, filled, &written, if last { 1 } else { WRITE_STEP });
+            self.write_arrived(chunks.start, filled, &written, if last { 1 } else { WRITE_STEP });
         };
-        buffers.tee(len(range), (&mut before, &mut behind), write, |part| {
+        buffers.tee(len(range), (&mut before, &mut after), write, |part| {
             let what = || "tensors".to_owned();
-            read_exact_at(&*self.origin.server, whole.start, part, &what, cancel)
+            read_exact_at(&*self.origin.server, chunks.start, part, &what, cancel)
         })
     }
 

@@ -105,7 +105,7 @@ impl HubAddress {
     }
 
     /// The address.
-    pub fn show(&self) -> String {
+    pub fn display_address(&self) -> String {
         let revision = utf8_percent_encode(&self.revision, ENCODED_IN_REVISIONS);
         let separator = if self.path.is_empty() { "" } else { "/" };
         format!("hf://{}@{revision}{separator}{}", self.repo, self.path)
@@ -160,8 +160,8 @@ mod tests {
                 (&*address.repo, &*address.revision, &*address.path),
                 (repo, revision, path)
             );
-            let again = HubAddress::parse(&address.show()).unwrap();
-            assert_eq!(again.show(), address.show(), "{uri}");
+            let again = HubAddress::parse(&address.display_address()).unwrap();
+            assert_eq!(again.display_address(), address.display_address(), "{uri}");
         }
         for uri in [
             "hf://",

@@ -98,8 +98,9 @@ impl Hub {
             options.connect = options.connect.min(LIMIT_WITH_COPY);
             options.stall = options.stall.min(LIMIT_WITH_COPY);
         }
-        let shown = address.show();
-        let (status, headers) = http::headers(self.url(address), &shown, &options, cancel)?;
+        let display_address = address.display_address();
+        let (status, headers) =
+            http::headers(self.url(address), &display_address, &options, cancel)?;
         let commit = header_text(&headers, "x-repo-commit").filter(|text| is_commit(text));
         let commit = commit.map(str::to_owned);
         // Any address of a server may redirect to another host, so that this alone proves nothing.
@@ -110,7 +111,7 @@ impl Hub {
             code == "EntryNotFound" || (code.is_empty() && status == StatusCode::NOT_FOUND);
         let refusal = (!exists && !missing).then(|| {
             let (kind, what) = self.refusal(address, status, &headers);
-            Error::io("asking for", &shown, io::Error::new(kind, what))
+            Error::io("asking for", &display_address, io::Error::new(kind, what))
         });
         Ok(HubAnswer { exists, commit, checksum: checksum(&headers), refusal })
     }

@@ -93,7 +93,7 @@ impl Repo {
                     let what = "the server 's response has no X-Repo-Commit header, so itis not a \
                                 Hugging Facehub : check HF_ENDPOINT";
                     let error = io::Error::new(ErrorKind::InvalidData, what);
-                    return Err(Error::io("asking for", &address.show(), error));
+                    return Err(Error::io("asking for", &address.display_address(), error));
                 }
                 _ => {}
             }
@@ -106,13 +106,20 @@ impl Repo {
                 wanted.path
             ),
         };
-        Err(Error::io("opening", &wanted.show(), io::Error::new(ErrorKind::NotFound, what)))
+        Err(Error::io(
+            "opening",
+            &wanted.display_address(),
+            io::Error::new(ErrorKind::NotFound, what),
+        ))
     }
 
     /// The commit at which another process has opened the repository for this one.
     fn commit_of_cached_heads(&self, wanted: &HubAddress) -> Option<String> {
-        let addresses =
-            self.options.heads.addresses().filter_map(|address| HubAddress::parse(address).ok());
+        let addresses = self
+            .options
+            .cached_heads
+            .addresses()
+            .filter_map(|address| HubAddress::parse(address).ok());
         let mut same =
             addresses.filter(|address| address.repo == wanted.repo && address.is_pinned());
         same.next().map(|address| address.revision)
@@ -126,8 +133,9 @@ impl Repo {
     ) -> Option<HubAddress> {
         let addresses = candidates.iter().map(|address| Some(address.at_commit(commit?)));
         let addresses: Vec<HubAddress> = addresses.collect::<Option<_>>()?;
-        let has_cached_head =
-            |address: &&HubAddress| self.options.heads.of(&address.show()).is_some();
+        let has_cached_head = |address: &&HubAddress| {
+            self.options.cached_heads.of(&address.display_address()).is_some()
+        };
         let is_downloaded = |address: &&HubAddress| self.local.file(address).is_some();
         addresses
             .iter()
@@ -138,7 +146,7 @@ impl Repo {
 
     fn not_cached(&self, wanted: &HubAddress) -> Error {
         let what = "HF_HUB_OFFLINE is set, and it is not in the cache of Hugging Face's client";
-        Error::io("opening", &wanted.show(), io::Error::new(ErrorKind::NotFound, what))
+        Error::io("opening", &wanted.display_address(), io::Error::new(ErrorKind::NotFound, what))
     }
 
     /// Opens a file of a commit.
@@ -148,13 +156,13 @@ impl Repo {
         first: Option<u64>,
         cancel: &dyn Cancel,
     ) -> Result<Arc<dyn ReadAt>> {
-        let shown = address.show();
+        let display_address = address.display_address();
         let (inner, copy): (Arc<dyn ReadAt>, _) = match self.local.file(address) {
             Some(path) => {
                 let file = crate::sys::open_nonblocking(&path);
                 let file =
                     file.map_err(|e| Error::io("opening", &path.display().to_string(), e))?;
-                let source = Arc::new(FileSource::new(file, shown)?);
+                let source = Arc::new(FileSource::new(file, display_address)?);
                 (source, Some(path.canonicalize().unwrap_or(path)))
             }
             None if self.offline => return Err(self.not_cached(address)),
@@ -162,7 +170,7 @@ impl Repo {
                 let hub = self.hub()?;
                 let options =
                     OpenOptions { transport: hub.options(), first, ..self.options.clone() };
-                (http::open_as(hub.url(address), &shown, &options, cancel)?, None)
+                (http::open_as(hub.url(address), &display_address, &options, cancel)?, None)
             }
         };
         Ok(Arc::new(HubSource { inner, copy, address: address.clone(), repo: Arc::clone(self) }))

@@ -49,7 +49,7 @@ const MAX_CONNECTIONS: usize = 32;
 
 /// A file of a server with ranges.
 pub struct HttpSource {
-    shown: String,
+    display_address: String,
     url: FileUrl,
     /// The location to which redirects have led, which may cease to exist.
     moved: ForkSafeMutex<Option<Arc<RequestTarget>>>,
@@ -69,39 +69,39 @@ pub fn open(address: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result
     let url = Url::parse(address).map_err(|e| {
         Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
     })?;
-    let shown = show(&url);
-    open_as(url, &shown, options, cancel)
+    let display_address = display_url(&url);
+    open_as(url, &display_address, options, cancel)
 }
 
-/// Opens an address that messages call `shown`.
+/// Opens an address that messages call `display_address`.
 pub fn open_as(
     url: Url,
-    shown: &str,
+    display_address: &str,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let tls = url.scheme() == "https";
     let location = RequestTarget::new(url, options.transport.headers.clone());
-    open_url(FileUrl::Fixed(Arc::new(location)), tls, shown.to_owned(), options, cancel)
+    open_url(FileUrl::Fixed(Arc::new(location)), tls, display_address.to_owned(), options, cancel)
 }
 
 /// Opens a URL; `tls` is true for `https://`.
 pub fn open_url(
     url: FileUrl,
     tls: bool,
-    shown: String,
+    display_address: String,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let clients = ClientPool::new(&options.transport, tls).map_err(Error::InvalidArgument)?;
-    open_with_clients((url, tls), Arc::new(clients), shown, options, cancel)
+    open_with_clients((url, tls), Arc::new(clients), display_address, options, cancel)
 }
 
 /// Opens a URL by clients that other files may have too.
 fn open_with_clients(
     (url, tls): (FileUrl, bool),
     clients: Arc<ClientPool>,
-    shown: String,
+    display_address: String,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
@@ -109,22 +109,23 @@ fn open_with_clients(
     let cache = options.cache.clone().filter(|_| options.transport.trust != Trust::Anything);
     let cache = cache.zip(url.cache_key());
     // Several files may have one shown address: later responses must prove which file it is.
-    let cached = options.heads.of(&shown);
+    let cached = options.cached_heads.of(&display_address);
     let cached = cached.filter(|head| head.tag.is_some() || head.modified.is_some());
     let mut entry = None;
     let (moved, first, head) = match cached {
         Some(head) => (None, FirstResponse::cached(head)?, Arc::clone(&head.first)),
         None => {
             entry = cache.as_ref().and_then(|(cache, key)| cache.latest(key));
-            request_head(&url, &clients, &shown, entry.as_ref(), options, cancel)?
+            request_head(&url, &clients, &display_address, entry.as_ref(), options, cancel)?
         }
     };
     if !first.has_ranges {
-        let (folder, shown_name, options) = (url.sibling(""), shown.clone(), options.clone());
+        let (folder, address, options) =
+            (url.sibling(""), display_address.clone(), options.clone());
         let (transport, shared) = (options.transport.clone(), Arc::clone(&clients));
         let open: OpenSibling = Arc::new(move |name, first, cancel| match &folder {
             Some(folder) => {
-                sibling((folder, tls), &shared, &shown_name, &options, (name, first), cancel)
+                sibling((folder, tls), &shared, &address, &options, (name, first), cancel)
             }
             None => Ok(None),
         });
@@ -134,12 +135,12 @@ fn open_with_clients(
             clients,
             transport,
             first.validators,
-            shown.clone(),
+            display_address.clone(),
         );
-        return Ok(Arc::new(StreamSource::new(body, shown)));
+        return Ok(Arc::new(StreamSource::new(body, display_address)));
     }
     let source = Arc::new(HttpSource {
-        shown,
+        display_address,
         url,
         moved: ForkSafeMutex::new(moved),
         clients,
@@ -161,7 +162,7 @@ fn open_with_clients(
 #[cfg(feature = "hf")]
 pub fn headers(
     url: Url,
-    shown: &str,
+    display_address: &str,
     options: &TransportOptions,
     cancel: &dyn Cancel,
 ) -> Result<(StatusCode, HeaderMap)> {
@@ -172,7 +173,7 @@ pub fn headers(
         let to = headers.get(LOCATION).and_then(|to| at.url.join(to.to_str().ok()?).ok());
         to.is_some_and(|to| to.origin() != at.url.origin())
     };
-    let budget = RetryBudget::new("asking for", shown, options, cancel).opening();
+    let budget = RetryBudget::new("asking for", display_address, options, cancel).opening();
     retry::run(&budget, || {
         clients.with_client(&budget, |client| {
             client.run(&budget, async {
@@ -196,12 +197,12 @@ type HeadResponse = (Option<Arc<RequestTarget>>, FirstResponse, Arc<[u8]>);
 fn request_head(
     url: &FileUrl,
     clients: &ClientPool,
-    shown: &str,
+    display_address: &str,
     entry: Option<&CacheEntry>,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<HeadResponse> {
-    let budget = RetryBudget::new("reading", shown, &options.transport, cancel).opening();
+    let budget = RetryBudget::new("reading", display_address, &options.transport, cancel).opening();
     let range = ByteRange { start: 0, end: options.first.unwrap_or(HEAD_LEN) };
     // False once a server has answered 304 for another tag, as those may that compare weak ones.
     let is_conditional = Cell::new(true);
@@ -239,23 +240,24 @@ fn request_head(
 fn sibling(
     (url, tls): (&FileUrl, bool),
     clients: &Arc<ClientPool>,
-    shown: &str,
+    display_address: &str,
     options: &OpenOptions,
     (name, first): (&str, Option<u64>),
     cancel: &dyn Cancel,
 ) -> Result<Option<Arc<dyn ReadAt>>> {
     if url.is_version() {
         return Err(Error::Unsupported(format!(
-            "`{shown}` is one version of an index of shards, which does not say which versions of \
+            "`{display_address}` is one version of an index of shards, which does not say which versions of \
              the shards belong to it: open the index without a version, or each shard with its own"
         )));
     }
     let Some(url) = url.sibling(name) else { return Ok(None) };
-    let (path, query) = shown.split_once('?').map_or((shown, ""), |(path, _)| (path, "?..."));
+    let (path, query) =
+        display_address.split_once('?').map_or((display_address, ""), |(path, _)| (path, "?..."));
     let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
-    let (shown, options) =
+    let (display_address, options) =
         (format!("{folder}/{name}{query}"), OpenOptions { first, ..options.clone() });
-    open_with_clients((url, tls), Arc::clone(clients), shown, &options, cancel).map(Some)
+    open_with_clients((url, tls), Arc::clone(clients), display_address, &options, cancel).map(Some)
 }
 
 /// The capabilities of servers with ranges.
@@ -273,11 +275,11 @@ pub(crate) fn capabilities(len: Option<u64>, options: &TransportOptions) -> Capa
 }
 
 /// An address as messages show it; None if it is none.
-pub fn shown(address: &str) -> Option<String> {
-    Url::parse(address).ok().map(|url| show(&url))
+pub fn display_address(address: &str) -> Option<String> {
+    Url::parse(address).ok().map(|url| display_url(&url))
 }
 
-fn show(url: &Url) -> String {
+fn display_url(url: &Url) -> String {
     let mut url = url.clone();
     let query = url.query().is_some();
     url.set_query(None);
@@ -341,7 +343,7 @@ impl HttpSource {
 
 impl ReadAt for HttpSource {
     fn uri(&self) -> &str {
-        &self.shown
+        &self.display_address
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -373,7 +375,8 @@ impl ReadAt for HttpSource {
             done += buffers.fill_from(from_head) as u64;
         }
         if done < end {
-            let budget = RetryBudget::new("reading", &self.shown, &self.options.transport, cancel);
+            let budget =
+                RetryBudget::new("reading", &self.display_address, &self.options.transport, cancel);
             let read = retry::run(&budget, || {
                 let range = ByteRange { start: done, end };
                 let outcome = self.attempt(range, buffers, &mut done, &budget);
@@ -392,12 +395,12 @@ impl ReadAt for HttpSource {
         cancel: &dyn Cancel,
     ) -> Result<Option<Arc<dyn ReadAt>>> {
         let at = (&self.url, self.tls);
-        sibling(at, &self.clients, &self.shown, &self.options, (name, first), cancel)
+        sibling(at, &self.clients, &self.display_address, &self.options, (name, first), cancel)
     }
 
     fn response_head(&self) -> Option<CachedHead> {
         let Validators { len, tag, modified } = self.validators.clone();
-        let (uri, headers) = (self.shown.clone(), self.headers.clone());
+        let (uri, headers) = (self.display_address.clone(), self.headers.clone());
         Some(CachedHead { uri, len: len?, tag, modified, headers, first: Arc::default() })
     }
 }

@@ -89,12 +89,12 @@ impl FirstResponse {
         self.validators.len = Some(len);
         self.validators.tag = Some(tag.to_owned());
         // Headers of the file that such an answer leaves out.
-        let known = [
+        let fields = [
             (ETAG, tag.to_owned()),
             (CONTENT_LENGTH, len.to_string()),
             (ACCEPT_RANGES, "bytes".to_owned()),
         ];
-        for (name, value) in known {
+        for (name, value) in fields {
             if !self.headers.iter().any(|(found, _)| *found == name.as_str()) {
                 self.headers.push((name.as_str().to_owned(), value));
             }

@@ -24,7 +24,7 @@ pub struct SequentialBody {
     clients: Arc<ClientPool>,
     options: TransportOptions,
     validators: Validators,
-    shown: String,
+    display_address: String,
     /// The connection and the response. In a forked child they are the parent's, and are not used.
     connection: Option<DropInOwner<(PooledClient, Response)>>,
     /// Bytes that have arrived and were not asked for yet.
@@ -41,7 +41,7 @@ impl SequentialBody {
         clients: Arc<ClientPool>,
         options: TransportOptions,
         validators: Validators,
-        shown: String,
+        display_address: String,
     ) -> Self {
         SequentialBody {
             url,
@@ -49,7 +49,7 @@ impl SequentialBody {
             clients,
             options,
             validators,
-            shown,
+            display_address,
             connection: None,
             unread: Bytes::new(),
             position: 0,
@@ -104,8 +104,8 @@ impl SequentialBody {
 
     /// Waits until there are bytes, or for the end.
     fn fill_unread(&mut self, cancel: &dyn Cancel) -> crate::error::Result<()> {
-        let (options, shown) = (self.options.clone(), self.shown.clone());
-        let budget = RetryBudget::new("reading", &shown, &options, cancel);
+        let (options, display_address) = (self.options.clone(), self.display_address.clone());
+        let budget = RetryBudget::new("reading", &display_address, &options, cancel);
         // The whole body is one request.
         let budget = budget.resumed(self.time_waited, self.position);
         budget.set_position(self.position);

@@ -253,14 +253,14 @@ impl ReadAt for DirectReader {
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
         let wanted = buffers.remaining();
-        let left = self.capabilities.len.unwrap_or(u64::MAX).saturating_sub(offset);
-        let wanted = wanted.min(usize::try_from(left).unwrap_or(usize::MAX));
+        let remaining_in_file = self.capabilities.len.unwrap_or(u64::MAX).saturating_sub(offset);
+        let wanted = wanted.min(usize::try_from(remaining_in_file).unwrap_or(usize::MAX));
         if wanted == 0 {
             return Ok(0);
         }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let read = loop {
-            let (ring, left) = (state.ring.is_some(), buffers.remaining());
+            let (ring, remaining) = (state.ring.is_some(), buffers.remaining());
             let max_len = if ring { READ_LEN } else { DEPTH * READ_LEN };
             let plan = PlannedRead::plan(offset, buffers.ranges(usize::MAX), wanted, max_len);
             match self.read_planned(&mut state, &plan, buffers) {
@@ -269,8 +269,8 @@ impl ReadAt for DirectReader {
                 // them: plain reads go on behind what is there.
                 Err(_) if ring => {
                     state.ring = None;
-                    if buffers.remaining() < left {
-                        break left - buffers.remaining();
+                    if buffers.remaining() < remaining {
+                        break remaining - buffers.remaining();
                     }
                 }
                 Err(error) => return Err(Error::io("reading", &self.uri, error)),

@@ -74,7 +74,7 @@ impl TemporaryFile {
                 self.target = unclosed_name(&target);
                 self.publish(file).map(|name| (false, name))
             }
-            taken => taken.map(|()| (true, target)),
+            result => result.map(|()| (true, target)),
         }
     }
 

@@ -32,15 +32,15 @@ pub(super) struct TemporaryNames {
 impl TemporaryNames {
     /// The hidden names beside a path; None if the path ends in no name.
     pub(super) fn of(target: &Path) -> Option<Self> {
-        let mut shown = target.file_name()?.to_string_lossy().into_owned();
+        let mut name = target.file_name()?.to_string_lossy().into_owned();
         // Leave room for the rest of the name within the usual limit of 255 bytes.
-        while shown.len() > 200 {
-            shown.pop();
+        while name.len() > 200 {
+            name.pop();
         }
         let folder = target.parent().filter(|p| !p.as_os_str().is_empty());
         let folder = folder.unwrap_or(Path::new(".")).to_owned();
         let mount_id = mount_id(&folder);
-        Some(TemporaryNames { folder, prefix: format!(".{shown}.tensorizer-"), mount_id })
+        Some(TemporaryNames { folder, prefix: format!(".{name}.tensorizer-"), mount_id })
     }
 
     /// Their folder.

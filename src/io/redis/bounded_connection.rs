@@ -30,9 +30,9 @@ impl ReceiveLimit {
     }
 
     fn take(&self, bytes: usize) -> io::Result<()> {
-        let left = self.0.load(Ordering::Relaxed).saturating_sub(bytes as u64);
-        self.0.store(left, Ordering::Relaxed);
-        if left == 0 { Err(io::Error::from(ErrorKind::InvalidData)) } else { Ok(()) }
+        let remaining = self.0.load(Ordering::Relaxed).saturating_sub(bytes as u64);
+        self.0.store(remaining, Ordering::Relaxed);
+        if remaining == 0 { Err(io::Error::from(ErrorKind::InvalidData)) } else { Ok(()) }
     }
 }
 

@@ -28,7 +28,7 @@ pub struct RedisAddress {
     /// Keys begin with this and a colon.
     pub prefix: String,
     /// For messages.
-    pub shown: String,
+    pub display_address: String,
 }
 
 impl RedisAddress {
@@ -39,7 +39,7 @@ impl RedisAddress {
         let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| bad("no host"))?;
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let port = url.port().unwrap_or(DEFAULT_PORT);
-        let shown_port = url.port().map_or(String::new(), |port| format!(":{port}"));
+        let display_port = url.port().map_or(String::new(), |port| format!(":{port}"));
         // As it is written: a parsed path would have its special characters encoded.
         let (_, rest) = address.split_once("://").unwrap_or(("", address));
         let rest = rest.split(['?', '#']).next().unwrap_or(rest);
@@ -65,9 +65,9 @@ impl RedisAddress {
                 other => return Err(bad(&format!("unknown option `{other}`, there is only `db`"))),
             }
         }
-        let shown = format!("{}://{host}{shown_port}/{prefix}", url.scheme());
+        let display_address = format!("{}://{host}{display_port}/{prefix}", url.scheme());
         let tls = url.scheme() == "rediss";
-        Ok(RedisAddress { host, port, tls, settings, prefix, shown })
+        Ok(RedisAddress { host, port, tls, settings, prefix, display_address })
     }
 }
 
@@ -201,13 +201,13 @@ mod tests {
         let parse = RedisAddress::parse;
         let found = parse("redis://me:p%40ss@host/a b/\"c\"?db=3").unwrap();
         assert_eq!(found.prefix, "a b/\"c\"");
-        assert_eq!(found.shown, "redis://host/a b/\"c\"");
+        assert_eq!(found.display_address, "redis://host/a b/\"c\"");
         let settings = &found.settings;
         assert_eq!((settings.username(), settings.password()), (Some("me"), Some("p@ss")));
         assert_eq!(settings.db(), 3);
         assert_eq!((found.host.as_str(), found.port, found.tls), ("host", 6379, false));
         assert!(parse("rediss://[::1]:7/x").unwrap().tls);
-        assert_eq!(parse("rediss://[::1]:7/x").unwrap().shown, "rediss://::1:7/x");
+        assert_eq!(parse("rediss://[::1]:7/x").unwrap().display_address, "rediss://::1:7/x");
         for bad in ["redis://me:secret@host:port/x", "redis://:secret@host/x?dbs=1"] {
             let message = parse(bad).err().unwrap();
             assert!(!message.contains("secret"), "{message}");

@@ -54,7 +54,7 @@ struct StoredValue {
 
 /// The values of all keys with one prefix.
 pub struct RedisSource {
-    shown: String,
+    display_address: String,
     connections: RedisConnections,
     options: TransportOptions,
     values: Vec<StoredValue>,
@@ -70,16 +70,16 @@ pub fn open(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let parsed = RedisAddress::parse(address).map_err(Error::InvalidArgument)?;
-    let (shown, prefix) = (parsed.shown.clone(), parsed.prefix.clone());
+    let (display_address, prefix) = (parsed.display_address.clone(), parsed.prefix.clone());
     let connections = RedisConnections::new(parsed, options).map_err(Error::InvalidArgument)?;
     let (values, end, batch_len) = (Vec::new(), 0, AtomicU64::new(BATCH_LEN));
     let options = options.clone();
-    let mut source = RedisSource { shown, connections, options, values, end, batch_len };
+    let mut source = RedisSource { display_address, connections, options, values, end, batch_len };
     source.values = source.find(&prefix, cancel)?;
     if source.values.is_empty() {
         let what = format!("no key of the database begins with `{prefix}:`");
         let error = std::io::Error::new(ErrorKind::NotFound, what);
-        return Err(Error::io("opening", &source.shown, error));
+        return Err(Error::io("opening", &source.display_address, error));
     }
     source.end = source.values.iter().map(|value| value.start + value.len).max().unwrap_or(0);
     Ok(Arc::new(source))
@@ -103,7 +103,11 @@ impl RedisSource {
         const SHOWN: usize = 200;
         let what: String = what.to_string().chars().take(SHOWN).collect();
         let text = format!("unexpected reply to {command} : {}", Escaped(&what));
-        Error::io("reading", &self.shown, std::io::Error::new(ErrorKind::InvalidData, text))
+        Error::io(
+            "reading",
+            &self.display_address,
+            std::io::Error::new(ErrorKind::InvalidData, text),
+        )
     }
 
     /// All keys with the prefix, by position.
@@ -111,7 +115,7 @@ impl RedisSource {
         // All of it is one request for the caller.
         let begun = Instant::now();
         let budget = || {
-            RetryBudget::new("reading", &self.shown, &self.options, cancel)
+            RetryBudget::new("reading", &self.display_address, &self.options, cancel)
                 .opening()
                 .resumed(begun.elapsed(), 0)
         };
@@ -237,7 +241,7 @@ impl RedisSource {
                      file is incomplete"
                 );
                 let error = std::io::Error::new(ErrorKind::UnexpectedEof, text);
-                return Err(Error::io("reading", &self.shown, error));
+                return Err(Error::io("reading", &self.display_address, error));
             };
             let until = (value.start + value.len).min(next).min(stop).min(at + COMMAND_LEN);
             pieces.push(ValueRange { value, start: at, len: until - at });
@@ -288,7 +292,7 @@ fn position(key: &[u8]) -> Option<u64> {
 
 impl ReadAt for RedisSource {
     fn uri(&self) -> &str {
-        &self.shown
+        &self.display_address
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -325,7 +329,7 @@ impl ReadAt for RedisSource {
             commands.add_command(piece.command());
         }
         let max_bytes = pieces.iter().map(|piece| piece.len + ANSWER_LEN).sum();
-        let budget = RetryBudget::new("reading", &self.shown, &self.options, cancel);
+        let budget = RetryBudget::new("reading", &self.display_address, &self.options, cancel);
         let answers = self.send(&commands, max_bytes, offset, &budget)?;
         let mut done = 0;
         for (piece, answer) in pieces.iter().zip(answers) {
@@ -346,7 +350,7 @@ impl ReadAt for RedisSource {
                         bytes.len()
                     ),
                 );
-                return Err(Error::io("reading", &self.shown, failure.error));
+                return Err(Error::io("reading", &self.display_address, failure.error));
             }
             done += buffers.fill_from(&bytes);
         }

@@ -137,15 +137,15 @@ pub async fn with_guarded_polls<T>(work: impl Future<Output = T>) -> T {
     std::future::poll_fn(|context| read_guarded(|| work.as_mut().poll(context))).await
 }
 
-/// Runs work that may ask servers, such as finding credentials, before the object `shown` is opened.
+/// Runs work that may ask servers, such as finding credentials, before the object `display_address` is opened.
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub fn run_once<T>(
-    shown: &str,
+    display_address: &str,
     options: &TransportOptions,
     cancel: &dyn Cancel,
     work: impl Future<Output = CallResult<T>>,
 ) -> CallResult<T> {
-    let budget = RetryBudget::new("opening", shown, options, cancel);
+    let budget = RetryBudget::new("opening", display_address, options, cancel);
     let done: Result<CallResult<T>, Failure> = EventLoop::new()
         .and_then(|events| events.run(&budget, async { Ok(with_guarded_polls(work).await) }));
     done.unwrap_or_else(|failure| Err::<T, Error>(budget.error(failure)))

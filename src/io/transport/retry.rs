@@ -112,7 +112,7 @@ impl std::error::Error for Failure {}
 /// The time that all attempts of one request may take, and what they have moved so far.
 pub struct RetryBudget<'o> {
     action: &'static str,
-    shown: &'o str,
+    display_address: &'o str,
     options: &'o TransportOptions,
     cancel: &'o dyn Cancel,
     begun: Instant,
@@ -124,16 +124,16 @@ pub struct RetryBudget<'o> {
 }
 
 impl<'o> RetryBudget<'o> {
-    /// A budget that begins now. Errors say that `action` (a gerund) of `shown` (an address) failed.
+    /// A budget that begins now. Errors say that `action` (a gerund) of `display_address` (an address) failed.
     pub fn new(
         action: &'static str,
-        shown: &'o str,
+        display_address: &'o str,
         options: &'o TransportOptions,
         cancel: &'o dyn Cancel,
     ) -> Self {
         RetryBudget {
             action,
-            shown,
+            display_address,
             options,
             cancel,
             begun: clock::now(),
@@ -199,7 +199,7 @@ impl<'o> RetryBudget<'o> {
     /// The error of a request without further attempts.
     pub fn error(&self, failure: Failure) -> Error {
         let Failure { error, ended, .. } = failure;
-        ended.unwrap_or_else(|| Error::io(self.action, self.shown, error))
+        ended.unwrap_or_else(|| Error::io(self.action, self.display_address, error))
     }
 
     /// Pauses before the next attempt, after `failed` of them; the error if there is to be none.
@@ -227,7 +227,7 @@ impl<'o> RetryBudget<'o> {
             self.position.load(Ordering::Relaxed),
             clock::since(self.begun).as_secs_f32()
         );
-        Err(Error::io(self.action, self.shown, io::Error::new(kind, what)))
+        Err(Error::io(self.action, self.display_address, io::Error::new(kind, what)))
     }
 }
 

@@ -8,6 +8,6 @@ mod scheme;
 pub use model::{open_file, open_model, open_path};
 #[cfg(all(feature = "clouds", feature = "s3"))]
 pub use open::create_object;
-pub use open::{create, open, shown};
+pub use open::{create, display_address, open};
 pub use path_hint::path_hint;
 pub use scheme::{Address, Scheme, Service, parse};

@@ -7,7 +7,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::open::{open, shown};
+use super::open::{display_address, open};
 use super::scheme::{Address, parse};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -57,8 +57,8 @@ fn file_in_folder(folder: &Path) -> Result<PathBuf> {
     if let Some(path) = usual {
         return Ok(path);
     }
-    let shown = folder.display().to_string();
-    let refused = |e| Error::io("opening", &shown, e);
+    let display_address = folder.display().to_string();
+    let refused = |e| Error::io("opening", &display_address, e);
     let mut names = Vec::new();
     for entry in fs::read_dir(folder).map_err(refused)? {
         names.extend(entry.map_err(refused)?.file_name().into_string());
@@ -103,8 +103,10 @@ pub fn open_model(
     let itself = in_folder.is_empty() || !uri.ends_with('/');
     let candidates: Vec<String> =
         itself.then(|| uri.to_owned()).into_iter().chain(in_folder).collect();
-    let is_cached =
-        |uri: &&String| shown(uri).is_some_and(|shown| options.heads.of(&shown).is_some());
+    let is_cached = |uri: &&String| {
+        display_address(uri)
+            .is_some_and(|display_address| options.cached_heads.of(&display_address).is_some())
+    };
     if let Some(uri) = candidates.iter().find(is_cached) {
         return open(uri, options, cancel);
     }
@@ -117,8 +119,8 @@ pub fn open_model(
     }
     Err(missing.filter(|_| itself).unwrap_or_else(|| {
         let what = format!("there is none of {EXPECTED_IN_FOLDERS}");
-        let shown = shown(uri).unwrap_or_else(|| uri.to_owned());
-        Error::io("opening", &shown, io::Error::new(ErrorKind::NotFound, what))
+        let display_address = display_address(uri).unwrap_or_else(|| uri.to_owned());
+        Error::io("opening", &display_address, io::Error::new(ErrorKind::NotFound, what))
     }))
 }
 

@@ -81,15 +81,15 @@ pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<B
 }
 
 /// An address as messages, and the cached head of its file, have it; None where no heads are cached.
-pub fn shown(uri: &str) -> Option<String> {
+pub fn display_address(uri: &str) -> Option<String> {
     let Ok(Address::Server(scheme)) = parse(OsStr::new(uri)) else { return None };
     match scheme.service {
         #[cfg(feature = "http")]
-        Service::Http => http::shown(uri),
+        Service::Http => http::display_address(uri),
         #[cfg(feature = "s3")]
-        Service::S3 => s3::shown(uri),
+        Service::S3 => s3::display_address(uri),
         #[cfg(feature = "clouds")]
-        Service::Cloud => cloud::shown(uri),
+        Service::Cloud => cloud::display_address(uri),
         _ => None,
     }
 }

@@ -85,11 +85,11 @@ pub fn parse(uri: &OsStr) -> Result<Address> {
     if let Some(&(name, service)) = SCHEMES.iter().find(|(name, _)| *name == scheme) {
         return Ok(Address::Server(Scheme { name, service }));
     }
-    let shown = uri.to_string_lossy();
+    let uri_text = uri.to_string_lossy();
     if scheme != "file" {
         let names = SCHEMES.map(|(name, _)| name).join("://, ");
         let what = format!(
-            "`{scheme}://` addresses are not known: expected a path, or file://, {names}:// (`{shown}`)"
+            "`{scheme}://` addresses are not known: expected a path, or file://, {names}:// (`{uri_text}`)"
         );
         return Err(Error::InvalidArgument(what));
     }
@@ -98,7 +98,8 @@ pub fn parse(uri: &OsStr) -> Result<Address> {
         _ => rest,
     };
     if !path.starts_with(b"/") {
-        let what = format!("expected file:///path, an absolute path of this machine (`{shown}`)");
+        let what =
+            format!("expected file:///path, an absolute path of this machine (`{uri_text}`)");
         return Err(Error::InvalidArgument(what));
     }
     let path: Vec<u8> = percent_encoding::percent_decode(path).collect();

@@ -17,7 +17,7 @@ pub enum Cloud {
 pub struct CloudAddress {
     pub cloud: Cloud,
     /// The address as messages show it.
-    pub shown: String,
+    pub display_address: String,
     /// Account and host ending, where the address names them.
     pub account: Option<(String, String)>,
     /// Or container.
@@ -46,16 +46,16 @@ impl CloudAddress {
         if rest.contains(['?', '#']) {
             return bad(" and a `?` or `#`, which these addresses cannot have");
         }
-        let (place, key) = rest.split_once('/').unwrap_or((rest, ""));
+        let (bucket_and_account, key) = rest.split_once('/').unwrap_or((rest, ""));
         let key = key.trim_start_matches('/');
-        if place.is_empty() || key.is_empty() {
+        if bucket_and_account.is_empty() || key.is_empty() {
             return bad("");
         }
         if !fits_in_url(key) {
             return bad(": its name has `.`, `..` or a control character, which is not allowed");
         }
-        let (bucket, account) = match (place.split_once('@'), cloud) {
-            (None, _) => (place, None),
+        let (bucket, account) = match (bucket_and_account.split_once('@'), cloud) {
+            (None, _) => (bucket_and_account, None),
             (Some(_), Cloud::Google) => return bad(": a bucket's name has no `@` "),
             (Some((container, host)), Cloud::Azure) => match parse_host(host) {
                 Some(account) => (container, Some(account)),
@@ -69,9 +69,9 @@ impl CloudAddress {
         if !is_valid_name(bucket) {
             return bad("");
         }
-        let shown = format!("{scheme}://{place}/{key}");
+        let display_address = format!("{scheme}://{bucket_and_account}/{key}");
         let (bucket, key) = (bucket.to_owned(), key.to_owned());
-        Ok(CloudAddress { cloud, shown, account, bucket, key })
+        Ok(CloudAddress { cloud, display_address, account, bucket, key })
     }
 
     /// Another object in the same folder.
@@ -81,8 +81,8 @@ impl CloudAddress {
             within if within.is_empty() => name.to_owned(),
             within => format!("{within}/{name}"),
         };
-        let shown = format!("{}/{name}", folder(&self.shown));
-        CloudAddress { shown, key, ..self.clone() }
+        let display_address = format!("{}/{name}", folder(&self.display_address));
+        CloudAddress { display_address, key, ..self.clone() }
     }
 }
 
@@ -95,18 +95,18 @@ mod tests {
     fn addresses_name_cloud_bucket_and_key() {
         let parts = |uri| {
             let found = CloudAddress::parse(uri).unwrap();
-            (found.shown, found.bucket, found.key, found.account)
+            (found.display_address, found.bucket, found.key, found.account)
         };
-        let plain = |shown: &str, bucket: &str, key: &str| {
-            (shown.to_owned(), bucket.to_owned(), key.to_owned(), None)
+        let plain = |display_address: &str, bucket: &str, key: &str| {
+            (display_address.to_owned(), bucket.to_owned(), key.to_owned(), None)
         };
         assert_eq!(parts("gs://b/a/k"), plain("gs://b/a/k", "b", "a/k"));
         assert_eq!(parts("GS://b//k%20 ü"), plain("gs://b/k%20 ü", "b", "k%20 ü"));
         assert_eq!(parts("az://$root/k"), plain("az://$root/k", "$root", "k"));
         let account = ("acc".to_owned(), "core.windows.net".to_owned());
-        let shown = "abfss://c@acc.dfs.core.windows.net/a/b".to_owned();
-        let expected = (shown.clone(), "c".to_owned(), "a/b".to_owned(), Some(account));
-        assert_eq!(parts(&shown), expected);
+        let display_address = "abfss://c@acc.dfs.core.windows.net/a/b".to_owned();
+        let expected = (display_address.clone(), "c".to_owned(), "a/b".to_owned(), Some(account));
+        assert_eq!(parts(&display_address), expected);
         for uri in [
             "gs://",
             "gs://b",
@@ -136,9 +136,9 @@ mod tests {
     fn siblings() {
         let sibling = |uri, name| {
             let found = CloudAddress::parse(uri).unwrap().sibling(name);
-            (found.shown, found.key)
+            (found.display_address, found.key)
         };
-        let pair = |shown: &str, key: &str| (shown.to_owned(), key.to_owned());
+        let pair = |display_address: &str, key: &str| (display_address.to_owned(), key.to_owned());
         assert_eq!(sibling("gs://b/a/k", "n"), pair("gs://b/a/n", "a/n"));
         assert_eq!(sibling("gs://b/k", "n"), pair("gs://b/n", "n"));
     }

@@ -41,13 +41,13 @@ impl Blob {
     fn disturbed_error(&self, why: &str, answer: &CloudResponse) -> Error {
         let (status, code) = (answer.status.as_u16(), Escaped(answer.code()));
         let what = format!("the server answered {status}: {code}: {why}");
-        Error::io("writing", self.shown(), std::io::Error::other(what))
+        Error::io("writing", self.display_address(), std::io::Error::other(what))
     }
 }
 
 impl UploadProtocol for Blob {
-    fn shown(&self) -> &str {
-        &self.object.requests.shown
+    fn display_address(&self) -> &str {
+        &self.object.requests.display_address
     }
 
     fn stall(&self) -> Duration {

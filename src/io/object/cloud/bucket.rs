@@ -30,9 +30,9 @@ pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Resu
     let found = match address.cloud {
         Cloud::Google => google_auth::settings(&address.bucket, options)?,
         Cloud::Azure => {
-            let (account, shown) = (address.account.as_ref(), &*address.shown);
+            let (account, display_address) = (address.account.as_ref(), &*address.display_address);
             azure_auth::settings(
-                &AzureContainer { name: &address.bucket, account, shown },
+                &AzureContainer { name: &address.bucket, account, display_address },
                 options,
             )?
         }

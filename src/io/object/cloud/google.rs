@@ -40,8 +40,8 @@ fn crc32c(bytes: &[u8]) -> String {
 }
 
 impl UploadProtocol for GoogleObject {
-    fn shown(&self) -> &str {
-        &self.object.requests.shown
+    fn display_address(&self) -> &str {
+        &self.object.requests.display_address
     }
 
     fn stall(&self) -> Duration {

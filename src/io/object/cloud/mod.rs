@@ -9,4 +9,4 @@ mod read;
 mod request;
 
 pub use create::create;
-pub use read::{open, shown};
+pub use read::{display_address, open};

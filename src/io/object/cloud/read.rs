@@ -22,11 +22,11 @@ const VALID_FOR: Duration = Duration::from_secs(30);
 /// Opens an address, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let address = CloudAddress::parse(uri)?;
-    let shown = address.shown.clone();
+    let display_address = address.display_address.clone();
     // Finding credentials may need the network, on machines of a cloud.
     let found = resolve(&address, &options.transport);
     let CloudBucket { url, account, credentials } =
-        run_once(&shown, &options.transport, cancel, found)?;
+        run_once(&display_address, &options.transport, cancel, found)?;
     let tls = url.scheme() == "https";
     let Some(credentials) = credentials else {
         let mut options = options.clone();
@@ -35,18 +35,18 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
             options.transport.headers.push((name.to_owned(), value.to_owned()));
         }
         let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
-        let opened = http::open_as(url, &shown, &options, cancel);
+        let opened = http::open_as(url, &display_address, &options, cancel);
         return opened.map_err(|error| with_anonymous_hint(error, address.cloud));
     };
     let headers = options.transport.headers.clone();
     let (bucket, account) = (Arc::new(url), account.into());
     let signer = CloudSigner { bucket, account, credentials, address, headers };
-    http::open_url(FileUrl::signed(Box::new(signer)), tls, shown, options, cancel)
+    http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, options, cancel)
 }
 
 /// An address as messages show it; None if it is none.
-pub fn shown(uri: &str) -> Option<String> {
-    CloudAddress::parse(uri).ok().map(|address| address.shown)
+pub fn display_address(uri: &str) -> Option<String> {
+    CloudAddress::parse(uri).ok().map(|address| address.display_address)
 }
 
 /// Authorizes requests for an object.
@@ -132,7 +132,7 @@ mod tests {
                 Cloud::Google => simulated::google(&simulated_cloud, &transport),
                 Cloud::Azure => simulated::azure(&simulated_cloud, &transport),
             };
-            let shown = address.shown.clone();
+            let display_address = address.display_address.clone();
             let (bucket, headers) =
                 (Arc::new(simulated_cloud.serve().parse().unwrap()), Vec::new());
             let account = "account".into();
@@ -140,7 +140,7 @@ mod tests {
             let environment = OpenOptions::from_environment().unwrap();
             let options = OpenOptions { transport, cache: None, ..environment };
             let url = FileUrl::signed(Box::new(signer));
-            let source = http::open_url(url, false, shown, &options, &Never).unwrap();
+            let source = http::open_url(url, false, display_address, &options, &Never).unwrap();
             while simulated_cloud.now() < 24 * 3600 {
                 // A token that was revoked is renewed once.
                 if simulated_cloud.now() == 43_320 {

@@ -177,12 +177,13 @@ impl CloudObject {
     pub fn new(uri: &str, options: TransportOptions, cancel: &dyn Cancel) -> Result<Self> {
         let address = CloudAddress::parse(uri)?;
         // Finding credentials may need the network, on machines of a cloud.
-        let found = run_once(&address.shown, &options, cancel, resolve(&address, &options))?;
+        let found =
+            run_once(&address.display_address, &options, cancel, resolve(&address, &options))?;
         let CloudBucket { url, account, credentials } = found;
         let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
         let tls = url.scheme() == "https";
         Ok(CloudObject {
-            requests: UploadRequests::new(address.shown, options, tls)?,
+            requests: UploadRequests::new(address.display_address, options, tls)?,
             cloud: address.cloud,
             url,
             account,
@@ -241,7 +242,7 @@ impl CloudObject {
 
     /// The error of a refusal that the caller does not accept.
     pub fn refusal_error(&self, answer: &CloudResponse) -> Error {
-        self.with_hint(Error::io("writing", &self.requests.shown, answer.failure().error))
+        self.with_hint(Error::io("writing", &self.requests.display_address, answer.failure().error))
     }
 
     fn with_hint(&self, error: Error) -> Error {

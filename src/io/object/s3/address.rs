@@ -22,27 +22,27 @@ impl S3Address {
     /// Parses an address.
     pub fn parse(uri: &str) -> Result<Self> {
         let rest = uri.split_once("://").map_or(uri, |(_, rest)| rest);
-        let (place, more) = match rest.find(['?', '#']).and_then(|at| rest.split_at_checked(at)) {
-            Some((place, more)) => (place, Some(more)),
+        let (object, query) = match rest.find(['?', '#']).and_then(|at| rest.split_at_checked(at)) {
+            Some((object, query)) => (object, Some(query)),
             None => (rest, None),
         };
-        let (bucket, key) = place.split_once('/').unwrap_or((place, ""));
+        let (bucket, key) = object.split_once('/').unwrap_or((object, ""));
         let key = key.trim_start_matches('/');
         if bucket.is_empty() || key.is_empty() {
             let what = format!("expected s3://bucket/key, found `{}`", show_text(uri));
             return Err(Error::InvalidArgument(what));
         }
-        let of_more = |more: &str| {
+        let version_of = |more: &str| {
             let version = more.strip_prefix('?')?.strip_prefix(VERSION)?;
             let fits = !version.is_empty() && !version.contains(['&', '#', '?']);
             fits.then(|| version.to_owned())
         };
-        let version = more.map(of_more);
+        let version = query.map(version_of);
         if version == Some(None) {
             // Without what was found, which may be a secret.
             let what = format!(
                 "`{}`: only ?{VERSION}... may follow the key, which cannot contain `?` or `#`; \
-                 tensorizer 2 dropped the rest, and opened `s3://{place}`",
+                 tensorizer 2 dropped the rest, and opened `s3://{object}`",
                 show_text(uri)
             );
             return Err(Error::InvalidArgument(what));
@@ -51,7 +51,7 @@ impl S3Address {
     }
 
     /// The address as messages show it. No part of it is a secret.
-    pub fn shown(&self) -> String {
+    pub fn display_address(&self) -> String {
         let S3Address { bucket, key, version } = self;
         match version {
             Some(version) => format!("s3://{bucket}/{key}?{VERSION}{version}"),
@@ -83,10 +83,10 @@ mod tests {
             let found = S3Address::parse(uri).unwrap();
             assert_eq!((&*found.bucket, &*found.key), (bucket, key), "{uri}");
             assert_eq!(found.version.as_deref(), version, "{uri}");
-            assert_eq!(S3Address::parse(&found.shown()).unwrap(), found, "{uri}");
+            assert_eq!(S3Address::parse(&found.display_address()).unwrap(), found, "{uri}");
         }
         let one = S3Address::parse("s3://b/f/k?versionId=1").unwrap();
-        assert_eq!(one.sibling("l").shown(), "s3://b/f/l?versionId=1");
+        assert_eq!(one.sibling("l").display_address(), "s3://b/f/l?versionId=1");
         assert_eq!(S3Address::parse("s3://b/k").unwrap().sibling("l").key, "l");
     }
 

@@ -20,20 +20,20 @@ pub const DEFAULT_WRITE_ENDPOINT: &str = "object.ord1.coreweave.com";
 /// Hosts whose buckets are part of the host's name, as at AWS.
 const VIRTUAL_HOSTS: [&str; 2] = ["cwobject.com", "cwlota.com"];
 
-/// The first endpoint that is named: `given` by the call or `.s3cfg`, or by AWS's variables, or by
-/// AWS's profile, or `assigned` by the program as its default, or by `TENSORIZER_S3_ENDPOINT`.
+/// The endpoint to use, from the first of these that states one: the call or `.s3cfg` (`explicit`), AWS's
+/// variables, AWS's profile, `program_default`, `TENSORIZER_S3_ENDPOINT`.
 pub fn named(
-    given: Option<String>,
-    assigned: Option<String>,
+    explicit: Option<String>,
+    program_default: Option<String>,
     aws: &SdkConfig,
     force_http: bool,
 ) -> Result<Option<Server>> {
-    if let Some(address) = given {
+    if let Some(address) = explicit {
         return Server::endpoint(&address, force_http, false).map(Some);
     }
     let of_variable = || Some(S3_ENDPOINT.value()?.to_string_lossy().into_owned());
-    let assigned = assigned.filter(|text| !text.is_empty());
-    let found = of_aws(aws).or(assigned).or_else(of_variable);
+    let program_default = program_default.filter(|text| !text.is_empty());
+    let found = of_aws(aws).or(program_default).or_else(of_variable);
     found.map(|address| Server::endpoint(&address, force_http, true)).transpose()
 }
 
@@ -154,8 +154,8 @@ fn is_amazon(host: &str) -> bool {
 }
 
 fn endpoint_url(endpoint: &str, force_http: bool, http_allowed: bool) -> Result<Url> {
-    let shown = show_text(endpoint);
-    let bad = |what: &str| Error::InvalidArgument(format!("S3 endpoint `{shown}`: {what}"));
+    let address = show_text(endpoint);
+    let bad = |what: &str| Error::InvalidArgument(format!("S3 endpoint `{address}`: {what}"));
     let lower = endpoint.to_ascii_lowercase();
     let host = match lower.split_once("://") {
         None => endpoint,

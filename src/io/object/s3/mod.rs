@@ -10,5 +10,5 @@ mod upload;
 pub use endpoint::{DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT};
 #[cfg(test)]
 pub(crate) use read::signed_until;
-pub use read::{open, shown};
+pub use read::{display_address, open};
 pub use upload::create;

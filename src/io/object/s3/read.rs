@@ -28,13 +28,13 @@ const VALID_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let address = S3Address::parse(uri)?;
     // Signing needs no network; finding credentials may, on machines of a cloud.
-    let shown = address.shown();
+    let display_address = address.display_address();
     let found = async {
         let transport = transport_options(&options.transport).await;
         let bucket = resolve(&options.s3, &transport, DEFAULT_READ_ENDPOINT, &address).await?;
         Ok((transport, bucket))
     };
-    let (transport, bucket) = run_once(&shown, &options.transport, cancel, found)?;
+    let (transport, bucket) = run_once(&display_address, &options.transport, cancel, found)?;
     if bucket.credentials.is_none() {
         // A key that does not fit into a URL is an error of the argument.
         public_url(&bucket, &address)?;
@@ -42,12 +42,12 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     let (tls, headers) = (bucket.server.is_tls(), transport.headers.clone());
     let signer = S3Signer { bucket: Arc::new(bucket), address, headers };
     let options = OpenOptions { transport, ..options.clone() };
-    http::open_url(FileUrl::signed(Box::new(signer)), tls, shown, &options, cancel)
+    http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, &options, cancel)
 }
 
 /// An address as messages show it; None if it is none.
-pub fn shown(uri: &str) -> Option<String> {
-    S3Address::parse(uri).ok().map(|address| address.shown())
+pub fn display_address(uri: &str) -> Option<String> {
+    S3Address::parse(uri).ok().map(|address| address.display_address())
 }
 
 /// The time until which a URL is used that is signed now with credentials that expire then.
@@ -55,7 +55,7 @@ pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> 
     let expiry =
         [now.checked_add(VALID_FOR), credentials].into_iter().flatten().min().unwrap_or(now);
     // Towards their end there may be new credentials at any time, and signing costs nothing.
-    let ends = expiry.duration_since(now).is_ok_and(|left| left <= RENEWAL_MARGIN);
+    let ends = expiry.duration_since(now).is_ok_and(|remaining| remaining <= RENEWAL_MARGIN);
     if ends { retry_at(now, expiry) } else { renew_at(now, expiry) }
 }
 
@@ -164,7 +164,7 @@ fn public_url(found: &S3Bucket, address: &S3Address) -> Result<Url> {
     };
     let host = endpoint.host_str().unwrap_or("");
     let bad = || {
-        let uri = address.shown();
+        let uri = address.display_address();
         let what = format!(
             "`{uri}`: the bucket's name cannot be put before the endpoint's host `{host}` \
              (virtual-hosted style): expected an endpoint with a domain name"
@@ -174,7 +174,7 @@ fn public_url(found: &S3Bucket, address: &S3Address) -> Result<Url> {
     if !fits_in_url(key) {
         let what = format!(
             "{:?}: a key with `.`, `..` or control characters cannot be read without credentials",
-            address.shown()
+            address.display_address()
         );
         return Err(Error::InvalidArgument(what));
     }

@@ -117,7 +117,7 @@ pub async fn transport_options(options: &TransportOptions) -> TransportOptions {
     options
 }
 
-/// Finds the server and the credentials of a bucket. No server is asked for what is given, or cached.
+/// Finds the server and the credentials of a bucket. No server is asked for what is explicit, or cached.
 /// `default` is the default endpoint of tensorizer 2.
 pub async fn resolve(
     s3: &S3Options,
@@ -125,7 +125,7 @@ pub async fn resolve(
     default: &str,
     address: &S3Address,
 ) -> Result<S3Bucket> {
-    let uri = address.shown();
+    let uri = address.display_address();
     let file = S3Cfg::find(s3.config_path.as_deref())?;
     let region = match &s3.region {
         Some(region) => Some(region.clone()),
@@ -134,9 +134,9 @@ pub async fn resolve(
     let default_region = region.clone().unwrap_or_else(|| DEFAULT_REGION.to_owned());
     let settings = aws::settings(default_region.clone(), options).await;
     let force_http = s3.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
-    let given = s3.endpoint.clone().or(file.host);
-    let assigned = s3.default_endpoint.clone();
-    let named = endpoint::named(given, assigned, &settings, force_http)?;
+    let explicit = s3.endpoint.clone().or(file.host);
+    let program_default = s3.default_endpoint.clone();
+    let named = endpoint::named(explicit, program_default, &settings, force_http)?;
     let access = s3.access_key.clone().or(file.access_key);
     let secret = s3.secret_key.clone().or(file.secret_key);
     let (credentials, none_found) =

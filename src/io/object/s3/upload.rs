@@ -62,9 +62,9 @@ impl S3Object {
     /// Finds the server and the credentials. Nothing is sent yet.
     fn new(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Self> {
         let address = S3Address::parse(uri)?;
-        let shown = address.shown();
+        let display_address = address.display_address();
         if address.version.is_some() {
-            let what = format!("`{shown}`: a version of an object cannot be written");
+            let what = format!("`{display_address}`: a version of an object cannot be written");
             return Err(Error::InvalidArgument(what));
         }
         let found = async {
@@ -72,7 +72,7 @@ impl S3Object {
             let bucket = resolve(&options.s3, &transport, DEFAULT_WRITE_ENDPOINT, &address).await?;
             Ok((transport, bucket))
         };
-        let (options, resolved) = run_once(&shown, &options.transport, cancel, found)?;
+        let (options, resolved) = run_once(&display_address, &options.transport, cancel, found)?;
         if resolved.credentials.is_none() && !resolved.is_endpoint_named {
             let what = format!(
                 "no credentials were found, and the object is not sent to {} anonymously: give \
@@ -80,10 +80,10 @@ impl S3Object {
                 resolved.host()
             );
             let error = IoError::new(ErrorKind::PermissionDenied, what);
-            return Err(Error::io("opening", &shown, error));
+            return Err(Error::io("opening", &display_address, error));
         }
         Ok(S3Object {
-            requests: UploadRequests::new(shown, options, resolved.server.is_tls())?,
+            requests: UploadRequests::new(display_address, options, resolved.server.is_tls())?,
             address,
             resolved,
             mark: new_mark()?,
@@ -152,8 +152,8 @@ impl S3Object {
 }
 
 impl UploadProtocol for S3Object {
-    fn shown(&self) -> &str {
-        &self.requests.shown
+    fn display_address(&self) -> &str {
+        &self.requests.display_address
     }
 
     fn stall(&self) -> Duration {

@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn never_more_than_the_limit_where_parts_are_sent_in_order() {
         let memory = PartMemory::new(UploadBudget { writers: 4, bytes: Some(40), object: None });
-        let (taken, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let (in_use, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
@@ -217,10 +217,10 @@ mod tests {
                         memory.complete();
                         let sending = memory.sending();
                         let part = memory.take(10, &nothing_to_send).unwrap();
-                        let now = taken.fetch_add(1, Ordering::SeqCst) + 1;
+                        let now = in_use.fetch_add(1, Ordering::SeqCst) + 1;
                         most.fetch_max(now, Ordering::SeqCst);
                         std::thread::yield_now();
-                        taken.fetch_sub(1, Ordering::SeqCst);
+                        in_use.fetch_sub(1, Ordering::SeqCst);
                         sending.done(10, Some(part));
                     }
                 });

@@ -98,10 +98,12 @@ impl MultipartUpload {
 
     /// The state of an object that is still open.
     fn open_state(&self) -> Result<MutexGuard<'_, UploadState>> {
-        self.owner.check(self.object.shown())?;
+        self.owner.check(self.object.display_address())?;
         let state = self.state();
         match state.closed_because {
-            Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.object.shown()))),
+            Some(why) => {
+                Err(Error::Closed(format!("`{}` is closed: {why}", self.object.display_address())))
+            }
             None => Ok(state),
         }
     }
@@ -186,7 +188,7 @@ impl MultipartUpload {
     fn too_many_parts_error(&self) -> Error {
         Error::InvalidArgument(format!(
             "`{}` would have more than {} parts: write its tensors in fewer calls",
-            self.object.shown(),
+            self.object.display_address(),
             self.object.limits().max_parts
         ))
     }
@@ -268,7 +270,7 @@ impl MultipartUpload {
             if part.filled != filled {
                 return Err(Error::Bug(format!(
                     "`{}`: {} of {filled} bytes from {start} on were written",
-                    self.object.shown(),
+                    self.object.display_address(),
                     part.filled
                 )));
             }
@@ -276,7 +278,10 @@ impl MultipartUpload {
             tails.push((number, std::mem::take(&mut part.bytes)));
         }
         if head.len() as u64 != len.min(plan.head_len) {
-            return Err(Error::Bug(format!("`{}`: an incomplete head", self.object.shown())));
+            return Err(Error::Bug(format!(
+                "`{}`: an incomplete head",
+                self.object.display_address()
+            )));
         }
         if !sent {
             let mut all = head;
@@ -295,7 +300,7 @@ impl MultipartUpload {
             if number >= self.first_part() {
                 return Err(Error::InvalidArgument(format!(
                     "the index of `{}` takes {} bytes: write its tensors in fewer calls",
-                    self.object.shown(),
+                    self.object.display_address(),
                     head.len()
                 )));
             }
@@ -310,7 +315,7 @@ impl MultipartUpload {
 
 impl WriteAt for UploadSink {
     fn uri(&self) -> &str {
-        self.0.object.shown()
+        self.0.object.display_address()
     }
 
     fn max_writers(&self) -> usize {

@@ -33,7 +33,7 @@ pub fn confirm_if_present(error: Error, is_there: impl FnOnce() -> Result<bool>)
 /// An object that is being written, as a whole or in parts.
 pub trait UploadProtocol: Send + Sync {
     /// The address as messages show it.
-    fn shown(&self) -> &str;
+    fn display_address(&self) -> &str;
 
     /// Time limit for a server that neither sends nor takes bytes.
     fn stall(&self) -> Duration;

@@ -13,17 +13,17 @@ use crate::sys::clock;
 
 /// The connections of one object. `C` is what makes requests; the number counts the bytes that it sends.
 pub struct UploadRequests<C> {
-    pub shown: String,
+    pub display_address: String,
     pub options: TransportOptions,
     config: ClientConfig,
     pool: ConnectionPool<(C, Arc<AtomicU64>)>,
 }
 
 impl<C: Clone> UploadRequests<C> {
-    /// The connections of the object that messages call `shown`; `tls` is true for `https://`.
-    pub fn new(shown: String, options: TransportOptions, tls: bool) -> Result<Self> {
+    /// The connections of the object that messages call `display_address`; `tls` is true for `https://`.
+    pub fn new(display_address: String, options: TransportOptions, tls: bool) -> Result<Self> {
         let config = ClientConfig::new(&options, tls).map_err(Error::InvalidArgument)?;
-        Ok(UploadRequests { shown, options, config, pool: ConnectionPool::default() })
+        Ok(UploadRequests { display_address, options, config, pool: ConnectionPool::default() })
     }
 
     /// Repeats a request until it succeeds. `wrap` makes a `C` of a new client; `invalidate` is called
@@ -35,7 +35,7 @@ impl<C: Clone> UploadRequests<C> {
         invalidate: impl Fn(Instant),
         make: impl Fn(C, Arc<AtomicU64>) -> F,
     ) -> Result<T> {
-        let budget = RetryBudget::new("writing", &self.shown, &self.options, cancel);
+        let budget = RetryBudget::new("writing", &self.display_address, &self.options, cancel);
         retry::run(&budget, || {
             let begun = clock::now();
             let connection =

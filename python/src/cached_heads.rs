@@ -13,7 +13,7 @@ pub type HeadFromPython = HeadTuple<PyBackedBytes>;
 pub type HeadForPython<'py> = HeadTuple<Bound<'py, PyBytes>>;
 
 /// Converts heads from Python for the core.
-pub fn cached_heads(heads: impl Iterator<Item = HeadFromPython>) -> CachedHeads {
+pub fn from_python(heads: impl Iterator<Item = HeadFromPython>) -> CachedHeads {
     let heads = heads.map(|(uri, len, tag, modified, headers, first)| {
         let first: &[u8] = &first;
         CachedHead { uri, len, tag, modified, headers, first: first.into() }
