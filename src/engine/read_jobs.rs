@@ -12,13 +12,13 @@ pub const LARGE: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
 /// Batches that one reader reads one after another, each with the target's plan for it.
 pub type ReadJob<T> = Vec<(Batch, <T as Target>::BatchPlan)>;
 
-/// Plans all batches, and returns them in the order in which they are read. `step` and `whole`: see
+/// Plans all batches, and returns them in the order in which they are read. `step` and `max_uncut`: see
 /// [`Batch::steps`].
 pub fn plan_jobs<T: Target>(
     extents: &[Extent],
     batches: Vec<Batch>,
     target: &mut T,
-    (step, whole): (u64, u64),
+    (step, max_uncut): (u64, u64),
     large_first: bool,
 ) -> Result<Vec<ReadJob<T>>> {
     let mut jobs = try_with_capacity(batches.len(), PLAN)?;
@@ -28,7 +28,7 @@ pub fn plan_jobs<T: Target>(
             _ => None,
         });
         let first = largest.max().filter(|&len| large_first && len >= LARGE);
-        let steps = if step == u64::MAX { vec![batch] } else { batch.steps(step, whole)? };
+        let steps = if step == u64::MAX { vec![batch] } else { batch.steps(step, max_uncut)? };
         let steps = steps.into_iter().map(|batch| {
             let job = target.plan(&batch)?;
             Ok((batch, job))

@@ -45,7 +45,7 @@ impl NameTree {
         let plain = path.is_plain();
         match self.numbers.entry(path) {
             Entry::Occupied(_) => return Err(conflict()),
-            Entry::Vacant(place) => place.insert(index),
+            Entry::Vacant(slot) => slot.insert(index),
         };
         self.plain += usize::from(plain);
         Ok(())
@@ -304,7 +304,7 @@ mod tests {
                 (prop::collection::vec(step(), 1..4), any::<bool>(), 0..8u8), 1..12)
         ) {
             let (mut tree, mut root) = (NameTree::default(), NestedMap::default());
-            let mut known: Vec<(Name, usize)> = Vec::new();
+            let mut inserted: Vec<(Name, usize)> = Vec::new();
             for (number, (path, respell, remove)) in paths.into_iter().enumerate() {
                 let name = Name::from_path(path.clone()).unwrap();
                 let name = if respell { respelled(&name) } else { name };
@@ -315,10 +315,10 @@ mod tests {
                     tree.remove(&name);
                 } else if expected {
                     path.into_iter().fold(&mut root, |level, step| level.0.entry(step).or_default());
-                    known.push((name, number));
+                    inserted.push((name, number));
                 }
             }
-            for (name, number) in &known {
+            for (name, number) in &inserted {
                 prop_assert_eq!(tree.find(name.stored()), Some(*number));
                 prop_assert_eq!(tree.find(&name.canonical()), Some(*number));
             }

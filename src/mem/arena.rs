@@ -297,11 +297,11 @@ impl Drop for HostBuffer {
         let page = crate::sys::page_size();
         let address = self.start.as_ptr().addr();
         let skip = address.next_multiple_of(page) - address;
-        let whole = self.len.saturating_sub(skip) / page * page;
-        if whole > 0 {
+        let len = self.len.saturating_sub(skip) / page * page;
+        if len > 0 {
             // SAFETY: whole pages inside our exclusive range of a private mapping, as checked above, and
             // this value, the only way to them, is going away.
-            unsafe { crate::sys::release_pages(self.start.as_ptr().add(skip), whole) };
+            unsafe { crate::sys::release_pages(self.start.as_ptr().add(skip), len) };
         }
     }
 }

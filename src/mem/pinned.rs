@@ -139,11 +139,11 @@ impl Pool {
         for buffer in &state.free {
             *idle.entry(buffer.slab.base()).or_default() += 1;
         }
-        let whole = |buffer: &StagingBuffer| {
+        let is_slab_unused = |buffer: &StagingBuffer| {
             idle.get(&buffer.slab.base()) == Some(&Arc::strong_count(&buffer.slab))
         };
         let (unused, in_use): (Vec<StagingBuffer>, Vec<StagingBuffer>) =
-            std::mem::take(&mut state.free).into_iter().partition(whole);
+            std::mem::take(&mut state.free).into_iter().partition(is_slab_unused);
         state.free = in_use;
         state.allocated -= unused.len();
         state.pageable = state.pageable && state.allocated > 0;

@@ -169,11 +169,11 @@ proptest! {
         }
         match open(bytes, 0, true) {
             Ok(file) => {
-                let mut spans: Vec<(u64, u64)> =
+                let mut ranges: Vec<(u64, u64)> =
                     file.entries().iter().map(|entry| (entry.data_offset, entry.end())).collect();
-                spans.sort_unstable();
-                prop_assert!(spans.windows(2).all(|pair| pair[0].1 <= pair[1].0));
-                prop_assert!(spans.iter().all(|span| span.1 <= size));
+                ranges.sort_unstable();
+                prop_assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0));
+                prop_assert!(ranges.iter().all(|range| range.1 <= size));
             }
             Err(Error::Format { .. } | Error::Truncated { .. } | Error::Version { .. }) => {}
             Err(other) => prop_assert!(false, "{other}"),

@@ -94,19 +94,19 @@ fn a_file_is_opened_listed_and_read() {
     );
     fs::write(&path, &bytes).unwrap();
     let memory: Arc<dyn ReadAt> = Arc::new(MemorySource::new(bytes.clone(), "memory"));
-    let behind = [b"{{{", &bytes[..]].concat();
-    let behind: Arc<dyn ReadAt> = Arc::new(MemorySource::new(behind, "behind others"));
+    let prefixed = [b"{{{", &bytes[..]].concat();
+    let prefixed: Arc<dyn ReadAt> = Arc::new(MemorySource::new(prefixed, "behind others"));
     for file in [
         TensorFile::open(&path).unwrap(),
         TensorFile::open_uri(path.to_str().unwrap(), &Never).unwrap(),
         TensorFile::from_source(memory, 0, &Never).unwrap(),
-        TensorFile::from_source(behind, 3, &Never).unwrap(),
+        TensorFile::from_source(prefixed, 3, &Never).unwrap(),
     ] {
         assert_eq!(file.format(), Format::Safetensors);
         assert!(file.prologue().is_none() && !file.is_encrypted() && file.is_seekable());
-        let said = [("format", "pt"), ("licence", "none")];
-        let said = said.map(|(name, value)| (name.to_owned(), value.to_owned()));
-        assert_eq!(file.metadata().unwrap().unwrap(), said);
+        let expected = [("format", "pt"), ("licence", "none")];
+        let expected = expected.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        assert_eq!(file.metadata().unwrap().unwrap(), expected);
         assert_eq!(names(&file), ["odd", "half", "matrix", "empty", "scalar"]);
         let entry = &file.entries()[2];
         assert_eq!((entry.dtype.name(), &*entry.shape), ("float32", &[40, 30][..]));
@@ -176,10 +176,10 @@ fn shards_are_one_file() {
         let of: Vec<usize> = file.entries().iter().map(|entry| entry.file).collect();
         assert_eq!(of, [0, 1, 1, 1]);
         // Values of the index replace those of the shards, and its numbers become texts as written.
-        let said = file.metadata().unwrap().unwrap();
-        let said: Vec<(&str, &str)> =
-            said.iter().map(|(name, value)| (&**name, &**value)).collect();
-        assert_eq!(said, [("format", "index"), ("part", "two"), ("total_size", "4810")]);
+        let metadata = file.metadata().unwrap().unwrap();
+        let pairs: Vec<(&str, &str)> =
+            metadata.iter().map(|(name, value)| (&**name, &**value)).collect();
+        assert_eq!(pairs, [("format", "index"), ("part", "two"), ("total_size", "4810")]);
 
         let read = file.read_all(&["scalar", "matrix", "both"]).unwrap();
         assert_eq!(read[0].as_slice::<f32>().unwrap(), [7.0]);
@@ -401,11 +401,11 @@ fn pickles_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("pytorch_model.bin");
     // The beginnings of what torch.save writes, and of what it wrote before release 1.6.
-    for (bytes, said) in [(&b"PK\x03\x04"[..], "torch.save"), (b"\x80\x02\x8a\n", "pickle")] {
+    for (bytes, expected) in [(&b"PK\x03\x04"[..], "torch.save"), (b"\x80\x02\x8a\n", "pickle")] {
         fs::write(&path, [bytes, &[0; 200]].concat()).unwrap();
         for path in [folder.path(), &path] {
             let text = text(TensorFile::open(path));
-            assert!(text.contains(said), "{text}");
+            assert!(text.contains(expected), "{text}");
         }
     }
 }

@@ -140,7 +140,7 @@ proptest! {
         let mut there: Vec<Vec<Option<(usize, u64)>>> =
             layout.blocks.iter().map(|block| vec![None; block.len as usize]).collect();
         for batch in partition(&extents, &limits(batch_len, 100)).unwrap() {
-            let place = |segment: &Segment, position: u64| Ok(match segment.kind {
+            let locate = |segment: &Segment, position: u64| Ok(match segment.kind {
                 SegmentKind::Gap => None,
                 SegmentKind::Header { tensor } => {
                     let block = layout.locations[tensor].block;
@@ -153,14 +153,14 @@ proptest! {
                     Some(BlockLocation { block, offset: offset + start })
                 }
             });
-            let staging = plan_staging(&batch, buffer_len, unit, place).unwrap();
+            let staging = plan_staging(&batch, buffer_len, unit, locate).unwrap();
             let total: usize = staging.staged.iter().map(|staged| staged.len).sum();
             prop_assert_eq!(total as u64, batch.len());
             let mut buffers = vec![vec![None; buffer_len]; staging.buffers];
             for staged in &staging.staged {
                 let Some(buffer) = staged.buffer else { continue };
-                let place = &mut buffers[buffer][staged.at..][..staged.len];
-                for (byte, slot) in place.iter_mut().enumerate() {
+                let bytes = &mut buffers[buffer][staged.at..][..staged.len];
+                for (byte, slot) in bytes.iter_mut().enumerate() {
                     let whose = match staged.kind {
                         SegmentKind::Data { tensor, start } => (tensor, start + byte as u64),
                         _ => (usize::MAX, 0),
@@ -183,9 +183,9 @@ proptest! {
                 }
             }
         }
-        for (tensor, (place, extent)) in layout.locations.iter().zip(&extents).enumerate() {
-            prop_assert!(place.offset % 64 == 0);
-            let mine = &there[place.block][place.offset as usize..][..extent.data_len as usize];
+        for (tensor, (location, extent)) in layout.locations.iter().zip(&extents).enumerate() {
+            prop_assert!(location.offset % 64 == 0);
+            let mine = &there[location.block][location.offset as usize..][..extent.data_len as usize];
             for (byte, found) in mine.iter().enumerate() {
                 prop_assert_eq!(*found, Some((tensor, byte as u64)));
             }
@@ -210,7 +210,7 @@ proptest! {
         prop_assert_eq!(layout.locations.len(), lens.len());
         for (number, block) in layout.blocks.iter().enumerate() {
             let inside: Vec<u64> = layout.locations.iter().zip(&lens)
-                .filter(|(place, _)| place.block == number).map(|(_, len)| *len).collect();
+                .filter(|(location, _)| location.block == number).map(|(_, len)| *len).collect();
             let small = inside.iter().filter(|&&len| len < 1 << 20).count();
             prop_assert!(small == 0 || small == inside.len());
             prop_assert!(small == 0 || block.len <= 64 << 20);
@@ -219,26 +219,26 @@ proptest! {
         }
         // In host memory, bytes lie in blocks as in those of the disk, so that direct reads can go there.
         let together = |_: &_| large == LargeTensors::OneBlock;
-        for (place, (extent, len)) in layout.locations.iter().zip(&tensors).filter(together) {
-            let block = layout.blocks[place.block];
+        for (location, (extent, len)) in layout.locations.iter().zip(&tensors).filter(together) {
+            let block = layout.blocks[location.block];
             if *len >= 1 << 20 || (block.image.is_some() && block.len > (1 << 20) + 4096) {
-                prop_assert_eq!(place.offset % 4096, extent.data_offset % 4096);
+                prop_assert_eq!(location.offset % 4096, extent.data_offset % 4096);
             }
         }
-        for ((place, len), (extent, _)) in layout.locations.iter().zip(&lens).zip(&tensors) {
-            let block = layout.blocks[place.block];
-            prop_assert!(place.offset % 64 == 0 && place.offset + len <= block.len);
+        for ((location, len), (extent, _)) in layout.locations.iter().zip(&lens).zip(&tensors) {
+            let block = layout.blocks[location.block];
+            prop_assert!(location.offset % 64 == 0 && location.offset + len <= block.len);
             if block.image.is_some() {
-                prop_assert_eq!(block.find(0, extent.data_offset, *len), Some(place.offset));
+                prop_assert_eq!(block.find(0, extent.data_offset, *len), Some(location.offset));
             }
         }
     }
 
     /// Steps are the batch, cut in large data only.
     #[test]
-    fn steps_cover_their_batch(extents in extents(), step in 1u64..20_000, whole in 0u64..50_000) {
+    fn steps_cover_their_batch(extents in extents(), step in 1u64..20_000, max_uncut in 0u64..50_000) {
         for batch in partition(&extents, &limits(100_000, 100)).unwrap() {
-            let steps = batch.clone().steps(step, whole).unwrap();
+            let steps = batch.clone().steps(step, max_uncut).unwrap();
             let mut position = batch.offset;
             let mut joined: Vec<Segment> = Vec::new();
             for one in &steps {

@@ -34,7 +34,8 @@ fn begin_to_refuse() {
 
 impl Refusing {
     fn refuses(size: usize) -> bool {
-        let refuse = |left: u64| (left < NONE && size > LARGE).then(|| left.wrapping_sub(1));
+        let refuse =
+            |remaining: u64| (remaining < NONE && size > LARGE).then(|| remaining.wrapping_sub(1));
         UNTIL_REFUSED.fetch_update(Ordering::SeqCst, Ordering::SeqCst, refuse) == Ok(0)
     }
 }
@@ -82,7 +83,7 @@ fn tensors() -> Vec<(String, Vec<u8>)> {
         .collect()
 }
 
-fn listed(tensors: &[(String, Vec<u8>)]) -> Vec<SaveTensor<'_>> {
+fn to_save(tensors: &[(String, Vec<u8>)]) -> Vec<SaveTensor<'_>> {
     let mut listed = Vec::new();
     for (name, data) in tensors {
         listed.push(SaveTensor::new(name, &[data.len() as u64], data.as_slice()).unwrap());
@@ -127,9 +128,9 @@ fn with_each_refused(what: &str, work: &dyn Fn() -> Result<(), Error>) {
     for number in 0.. {
         TO_BE_REFUSED.store(number, Ordering::SeqCst);
         let outcome = work();
-        let left = UNTIL_REFUSED.swap(NONE, Ordering::SeqCst);
+        let remaining = UNTIL_REFUSED.swap(NONE, Ordering::SeqCst);
         TO_BE_REFUSED.store(NONE, Ordering::SeqCst);
-        if left < NONE {
+        if remaining < NONE {
             outcome.unwrap();
             break;
         }
@@ -202,8 +203,8 @@ fn short_memory_is_an_error() {
     let mut child = Command::new(std::env::current_exe().unwrap());
     let name = "short_memory::in_a_process_of_its_own";
     let outcome = child.args(["--exact", name, "--ignored", "--nocapture"]).output().unwrap();
-    let said = String::from_utf8_lossy(&outcome.stdout);
+    let output = String::from_utf8_lossy(&outcome.stdout);
     let errors = String::from_utf8_lossy(&outcome.stderr);
-    assert!(outcome.status.success(), "{said}\n{errors}");
-    assert!(said.contains("1 passed"), "{said}\n{errors}");
+    assert!(outcome.status.success(), "{output}\n{errors}");
+    assert!(output.contains("1 passed"), "{output}\n{errors}");
 }

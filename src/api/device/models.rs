@@ -115,8 +115,8 @@ fn load(interrupted: bool) {
         outcome => assert_eq!(outcome.unwrap().len(), LENS.len()),
     }
     drop(blocks);
-    for (number, place) in planned.locations().unwrap().into_iter().enumerate() {
-        assert_eq!(memory[place.block], tensor(number), "tensor {number}");
+    for (number, location) in planned.locations().unwrap().into_iter().enumerate() {
+        assert_eq!(memory[location.block], tensor(number), "tensor {number}");
     }
 }
 

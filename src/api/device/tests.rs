@@ -238,10 +238,10 @@ fn check(
     files: &SavedFile,
     schedule: &LoadSchedule,
     memory: &TestMemory,
-    places: &[BlockLocation],
+    locations: &[BlockLocation],
 ) {
-    for (&number, place) in schedule.selection.iter().zip(places) {
-        let start = memory.starts[place.block] + place.offset as usize;
+    for (&number, location) in schedule.selection.iter().zip(locations) {
+        let start = memory.starts[location.block] + location.offset as usize;
         let expected = &files.tensors[number];
         let same = memory.bytes[start..][..expected.len()] == *expected;
         assert!(same || schedule.flipped.is_some(), "tensor {number}: {schedule:?}");

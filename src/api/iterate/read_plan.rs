@@ -36,14 +36,14 @@ impl ReadPlan {
     ) -> Result<Self> {
         let mut plan = ReadPlan::default();
         let extents = selection.extents()?;
-        for (at, (entry, whole)) in selection.entries.iter().zip(extents).enumerate() {
+        for (at, (entry, extent)) in selection.entries.iter().zip(extents).enumerate() {
             let &(tensor, _) = tensors.get(at).ok_or_else(|| missing_from_plan(at))?;
-            if entry.whole.is_none() && whole.end() > whole.header_offset {
-                if whole.data_len == 0 {
+            if entry.whole.is_none() && extent.end() > extent.header_offset {
+                if extent.data_len == 0 {
                     plan.without_data.insert(tensor);
                 }
-                let file_position = whole.data_offset;
-                plan.add(at, whole, ExtentLocation { tensor, offset: 0, file_position })?;
+                let file_position = extent.data_offset;
+                plan.add(at, extent, ExtentLocation { tensor, offset: 0, file_position })?;
                 continue;
             }
             let ranges = match entry.whole {

@@ -36,9 +36,9 @@ pub fn partition_by_device(
     try_collect(all.into_iter().map(|(_, batch)| batch), PLAN)
 }
 
-/// Returns `part / whole` as a fixed-point number with 32 fractional bits.
-fn share_of(part: u64, whole: u64) -> u64 {
-    let share = (u128::from(part) << 32) / u128::from(whole.max(1));
+/// Returns `part / total` as a fixed-point number with 32 fractional bits.
+fn share_of(part: u64, total: u64) -> u64 {
+    let share = (u128::from(part) << 32) / u128::from(total.max(1));
     u64::try_from(share).unwrap_or(u64::MAX)
 }
 

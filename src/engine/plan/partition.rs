@@ -90,9 +90,9 @@ impl Batch {
     }
 
     /// Cuts the batch into steps of about `step` bytes, so that hashing finds the bytes of each
-    /// step in the CPU cache. Only data of more than `whole` bytes are cut; shorter data stay with
+    /// step in the CPU cache. Only data of more than `max_uncut` bytes are cut; shorter data stay with
     /// their header.
-    pub fn steps(self, step: u64, whole: u64) -> Result<Vec<Batch>> {
+    pub fn steps(self, step: u64, max_uncut: u64) -> Result<Vec<Batch>> {
         let mut steps: Vec<Batch> = Vec::new();
         let (mut offset, mut len) = (self.offset, 0);
         let mut add = |segment: Segment, joined: bool| -> Result<()> {
@@ -110,10 +110,10 @@ impl Batch {
             offset += segment.len;
             Ok(())
         };
-        let mut behind_header = false;
+        let mut after_header = false;
         for segment in self.segments {
             match segment.kind {
-                SegmentKind::Data { tensor, start } if segment.len > whole => {
+                SegmentKind::Data { tensor, start } if segment.len > max_uncut => {
                     let mut done = 0;
                     while done < segment.len {
                         let len = step.max(1).min(segment.len - done);
@@ -122,9 +122,9 @@ impl Batch {
                         done += len;
                     }
                 }
-                _ => add(segment, behind_header)?,
+                _ => add(segment, after_header)?,
             }
-            behind_header = matches!(segment.kind, SegmentKind::Header { .. });
+            after_header = matches!(segment.kind, SegmentKind::Header { .. });
         }
         Ok(steps)
     }

@@ -80,15 +80,15 @@ fn callers_error_takes_precedence_over_the_first_of_a_worker() {
             Err(Error::Closed("by the caller".to_owned()))
         };
         let fails = thread_rng().gen_range(0..6);
-        let (left, failed) = (AtomicUsize::new(40), AtomicBool::new(false));
+        let (remaining, failed) = (AtomicUsize::new(40), AtomicBool::new(false));
         let outcome = run_adapting(range, &cancel, |control, _| {
             while !control.is_retired() {
                 control.check()?;
-                let number = 40 - left.load(Ordering::Relaxed);
+                let number = 40 - remaining.load(Ordering::Relaxed);
                 if number == 40 {
                     break;
                 }
-                left.fetch_sub(1, Ordering::Relaxed);
+                remaining.fetch_sub(1, Ordering::Relaxed);
                 if number >= fails {
                     failed.store(true, Ordering::Relaxed);
                     return Err(Error::Closed("by a worker".to_owned()));
@@ -102,6 +102,6 @@ fn callers_error_takes_precedence_over_the_first_of_a_worker() {
         assert_eq!(who, if callers { "by the caller" } else { "by a worker" });
         assert!(callers || failed.into_inner());
         // Each worker notices the error between two pieces of work.
-        assert!(left.into_inner() > 20);
+        assert!(remaining.into_inner() > 20);
     });
 }

@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(at, 1000 + 16 + 8, "{what}");
         assert!(what.contains("at most 16 bytes, found 17"), "{what}");
         let text = |len: u32, bytes: &[u8]| [&len.to_le_bytes()[..], bytes].concat();
-        for (pairs, at, said) in [
+        for (pairs, at, expected) in [
             (vec![1, 0, 0], 1000, "ends inside its name: expected 4 bytes, found 3"),
             (text(5, b"abc"), 1004, "ends inside its name: expected 5 bytes, found 3"),
             (text(1, b"a"), 1005, "ends inside its value: expected 4 bytes, found 0"),
@@ -196,7 +196,7 @@ mod tests {
         ] {
             let (found, what) = refused(&ended(&pairs));
             assert_eq!(found, at, "{what}");
-            assert!(what.contains(said), "{what}");
+            assert!(what.contains(expected), "{what}");
         }
     }
 

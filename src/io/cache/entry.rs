@@ -363,12 +363,12 @@ impl CacheEntry {
     fn set_flags(&self, range: Range<u64>) -> io::Result<()> {
         let end =
             if range.end == self.version.len { self.version.chunks() } else { range.end / CHUNK };
-        let whole = range.start.div_ceil(CHUNK)..end;
-        if whole.is_empty() {
+        let chunks = range.start.div_ceil(CHUNK)..end;
+        if chunks.is_empty() {
             return Ok(());
         }
-        let count = usize::try_from(whole.end - whole.start).map_err(io::Error::other)?;
-        self.file.write_all_at(&vec![1; count], self.version.flags_at() + whole.start)
+        let count = usize::try_from(chunks.end - chunks.start).map_err(io::Error::other)?;
+        self.file.write_all_at(&vec![1; count], self.version.flags_at() + chunks.start)
     }
 }
 

@@ -60,8 +60,8 @@ mod tests {
     #[test]
     fn checksums_of_parts_combine() {
         // The check value of the catalogue of CRCs.
-        let whole = Checksum::of(b"123456789");
-        assert_eq!((whole.value, &*whole.for_s3()), (0xae8b_1486_0a79_9888, "rosUhgp5mIg="));
+        let combined = Checksum::of(b"123456789");
+        assert_eq!((combined.value, &*combined.for_s3()), (0xae8b_1486_0a79_9888, "rosUhgp5mIg="));
         assert_eq!(Checksum::default().for_s3(), "AAAAAAAAAAA=");
         assert_eq!(Checksum::default(), Checksum::of(b""));
         for at in 0..=9 {
@@ -70,7 +70,7 @@ mod tests {
                 Checksum::default()
                     .combined_with(Checksum::of(one))
                     .combined_with(Checksum::of(other)),
-                whole
+                combined
             );
         }
     }

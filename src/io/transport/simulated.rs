@@ -113,8 +113,8 @@ impl SimulatedCloud {
         counter.fetch_add(1, Ordering::Relaxed);
         let (status, fields, body) = match field("range").filter(|_| good) {
             _ if !good => {
-                let said = "<Error><Code>ExpiredToken</Code></Error>";
-                ("403 Forbidden", String::new(), said.as_bytes().to_vec())
+                let document = "<Error><Code>ExpiredToken</Code></Error>";
+                ("403 Forbidden", String::new(), document.as_bytes().to_vec())
             }
             Some(range) => {
                 let (from, to) = range.trim_start_matches("bytes=").split_once('-')?;

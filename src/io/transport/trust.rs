@@ -157,8 +157,8 @@ mod tests {
 
     #[test]
     fn hints_name_what_helps() {
-        let given = Trust::from_argument("/ca".into()).hint("X");
-        assert!(given.starts_with("/ca(certificate_handling ) does not have the certificate of"));
+        let hint = Trust::from_argument("/ca".into()).hint("X");
+        assert!(hint.starts_with("/ca(certificate_handling ) does not have the certificate of"));
         assert!(Trust::System.hint("X or Y").starts_with("set X or Yto a PEM file"));
         assert!(
             untrusted_message("invalid peer certificate: UnknownIssuer", "do")

@@ -126,9 +126,9 @@ fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -
         planned.run(&to, options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();
     Streams::hand_over_all(streams).unwrap();
     memory.blocks = DeviceBlocks::new(0).unwrap();
-    let places = planned.locations().unwrap();
-    let bytes = places.iter().zip(file.entries()).map(|(place, entry)| {
-        let start = memory.starts[place.block] + place.offset as usize;
+    let locations = planned.locations().unwrap();
+    let bytes = locations.iter().zip(file.entries()).map(|(location, entry)| {
+        let start = memory.starts[location.block] + location.offset as usize;
         memory.bytes[start..][..entry.loaded_len() as usize].to_vec()
     });
     bytes.collect()

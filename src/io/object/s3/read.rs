@@ -211,7 +211,8 @@ mod tests {
     /// which they are renewed.
     #[test]
     fn a_day_of_reading_is_never_refused() {
-        for (hold, away, step, given) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)] {
+        for (hold, away, step, expected_issued) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)]
+        {
             let (simulated_cloud, net, region) =
                 (SimulatedCloud::new(hold, away), options(), format!("read-{hold}"));
             simulate(&simulated_cloud, &region, &net);
@@ -236,7 +237,7 @@ mod tests {
             assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 0);
             assert!(simulated_cloud.answered.load(Ordering::Relaxed) >= 24 * 3600 / step);
             assert!(
-                given.contains(&simulated_cloud.issued()),
+                expected_issued.contains(&simulated_cloud.issued()),
                 "{} times",
                 simulated_cloud.issued()
             );
