@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "asks for more memory than Miri has")]
-    fn lengths_beyond_memory_are_errors() {
+    fn allocations_beyond_memory_are_errors() {
         let most = isize::MAX.unsigned_abs();
         let error = try_zeroed(most, || "a header".to_owned()).err().map(|error| error.to_string());
         assert!(error.is_some_and(|error| error.contains("for a header")));

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn agrees_with_the_library_at_every_length_around_blocks() {
+    fn digests_equal_the_library_at_lengths_around_blocks() {
         for len in (0..300).chain([4095, 4096, 4097, 100_003]) {
             for cut in [0, 1, 55, 56, 63, 64, 65, 130] {
                 let bytes = data(len, cut);
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_agree_with_the_library() {
+    fn pairs_of_digests_equal_the_library() {
         for (len_a, len_b, skew_a, skew_b) in [
             (0, 0, 0, 0),
             (1000, 1000, 0, 0),

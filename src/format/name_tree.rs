@@ -299,7 +299,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
         #[test]
-        fn nested_maps_give_the_same_answers(
+        fn tree_agrees_with_nested_maps(
             paths in prop::collection::vec(
                 (prop::collection::vec(step(), 1..4), any::<bool>(), 0..8u8), 1..12)
         ) {

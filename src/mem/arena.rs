@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_blocks_come_from_the_heap_unless_they_are_to_be_mapped() {
+    fn short_blocks_come_from_the_heap_unless_mapping_is_requested() {
         let page = crate::sys::page_size();
         for len in [1, page, MAPPED_FROM - 1] {
             assert!(matches!(Arena::new(len).unwrap().memory, ArenaMemory::Heap(_)));
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_disjoint_and_keep_their_buffer_from_being_used() {
+    fn pieces_are_disjoint_and_buffer_cannot_finish_before_they_drop() {
         let mut unfilled = UnfilledBuffer::new(100, 5000).unwrap();
         let (mut first, mut last) =
             (unfilled.piece(0, 30).unwrap(), unfilled.piece(50, 50).unwrap());
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_ranges_are_refused() {
+    fn overlapping_or_outlying_ranges_are_refused() {
         for ranges in [&[(0, 5)][..], &[(3, 2)], &[(0, 2), (1, 1)], &[(usize::MAX, 2)]] {
             assert!(Arena::new(4).unwrap().freeze(ranges).is_err());
         }

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_bound_where_there_is_one_node() {
+    fn readers_are_not_bound_on_a_machine_with_one_node() {
         let all = Affinity { nodes: vec![(0, vec![0, 1])], allowed: 2 };
         assert!(all.cpus(0).is_empty() && all.node(0).is_none());
         let none = Affinity::default();

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_cut_in_order_and_within() {
+    fn ranges_are_cut_in_order_and_within_bounds() {
         let mut bytes = *b"abcdef";
         let mut rest = SliceRemainder::new(&mut bytes);
         assert_eq!(rest.cut(1, 2).unwrap(), b"bc");

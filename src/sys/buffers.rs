@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_shows_what_it_was_filled_with() {
+    fn tee_reports_the_bytes_filled_so_far() {
         let (mut one, mut two) = (*b"....", *b"......");
         let mut buffers = Buffers::from_slice(&mut one);
         buffers.push(as_uninit(&mut two));
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn adjacent_buffers_are_one() {
+    fn adjacent_buffers_become_one_range() {
         let mut memory = *b"abcdef";
         let (one, two) = memory.split_at_mut(3);
         let mut buffers = Buffers::from_slice(one);

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_prefers_a_node() {
+    fn memory_is_allocated_on_the_preferred_node() {
         let mut map = memmap2::MmapMut::map_anon(1 << 20).unwrap();
         // Kernels without NUMA, and sandboxes, lack these calls.
         if let Ok(before) = preferred_node(&map) {

@@ -129,7 +129,7 @@ fn parse(bytes: &[u8]) -> Option<(Directory, Vec<Record>)> {
 
 proptest! {
     #[test]
-    fn records_are_found_where_they_lie(archive in archives(), base in 0usize..70) {
+    fn records_are_found_at_their_positions(archive in archives(), base in 0usize..70) {
         let mut bytes = vec![7; base];
         bytes.extend(&archive.bytes);
         let file = open(bytes, base as u64, true).unwrap();
@@ -145,7 +145,7 @@ proptest! {
     }
 
     #[test]
-    fn nothing_is_believed(
+    fn damaged_archives_are_refused_or_stay_within_bounds(
         archive in archives(),
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
         cut in prop_oneof![4 => Just(None), 1 => any::<prop::sample::Index>().prop_map(Some)],

@@ -60,7 +60,7 @@ fn plain(manifest: bool) -> EncryptionOptions {
 }
 
 #[test]
-fn written_is_read() {
+fn encrypted_tensors_round_trip_with_keys_and_passphrases() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let derivation = KeyDerivation { opslimit: 1, memlimit: 8192, salt: [3; 16] };
@@ -95,7 +95,7 @@ fn written_is_read() {
 }
 
 #[test]
-fn a_wrong_key_leaves_nothing_in_the_destination() {
+fn wrong_key_leaves_no_bytes_in_the_destination() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     write(&path, plain(false), false);
@@ -119,7 +119,7 @@ fn a_wrong_key_leaves_nothing_in_the_destination() {
 }
 
 #[test]
-fn a_manifest_seals_what_encryption_leaves_open() {
+fn manifest_detects_exchanged_renamed_and_missing_tensors() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let secret = || Secret::Key(key(1));
@@ -197,7 +197,7 @@ impl ReadAt for TwoFaced {
 }
 
 #[test]
-fn sealed_headers_cannot_change_after_the_file_was_opened() {
+fn headers_that_change_after_opening_are_refused_with_a_manifest() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     write(&path, plain(true), false);
@@ -220,7 +220,7 @@ fn sealed_headers_cannot_change_after_the_file_was_opened() {
 }
 
 #[test]
-fn limits_of_derivations_are_heeded() {
+fn key_derivations_beyond_the_limits_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let derivation = KeyDerivation { opslimit: 3, memlimit: 1 << 20, salt: [3; 16] };

@@ -79,7 +79,7 @@ fn text<T>(result: Result<T, Error>) -> String {
 }
 
 #[test]
-fn a_file_is_opened_listed_and_read() {
+fn safetensors_files_are_listed_and_loaded_from_every_source() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f");
     let bytes = pack(
@@ -141,7 +141,7 @@ fn tensors_are_mapped_where_their_elements_are_aligned() {
 }
 
 #[test]
-fn a_pipe_is_read_once() {
+fn pipe_is_read_once_front_to_back() {
     let bytes = pack(None, &[("a", floats(&[2, 2], 1.0)), ("b", halves(&[3.0]))]);
     let pipe = StreamSource::new(std::io::Cursor::new(bytes), "pipe");
     let file = TensorFile::from_source(Arc::new(pipe), 0, &Never).unwrap();
@@ -152,7 +152,7 @@ fn a_pipe_is_read_once() {
 }
 
 #[test]
-fn empty_metadata_are_not_none() {
+fn empty_metadata_differ_from_missing_metadata() {
     for (stated, found) in
         [(None, None), (Some(json!(null)), None), (Some(json!({})), Some(&[][..]))]
     {
@@ -164,7 +164,7 @@ fn empty_metadata_are_not_none() {
 }
 
 #[test]
-fn shards_are_one_file() {
+fn shards_are_opened_as_one_file() {
     let folder = tempfile::tempdir().unwrap();
     write_shards(folder.path());
     let index = folder.path().join("model.safetensors.index.json");
@@ -259,7 +259,7 @@ fn save_tensors(path: &Path, encryption: Option<EncryptionOptions>) -> Vec<u8> {
 }
 
 #[test]
-fn slices_of_every_format() {
+fn slices_have_the_right_bytes_in_every_format() {
     let folder = tempfile::tempdir().unwrap();
     write_shards(folder.path());
     check_slices(&TensorFile::open(folder.path()).unwrap());
@@ -269,7 +269,7 @@ fn slices_of_every_format() {
 }
 
 #[test]
-fn slices_of_encrypted_files() {
+fn slices_of_encrypted_files_have_the_right_bytes() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("sealed");
     let key = |byte| Key::new(&[byte; 32]).unwrap();
@@ -350,7 +350,7 @@ fn damaged_files_are_refused() {
 }
 
 #[test]
-fn indexes_lead_nowhere_else() {
+fn shard_index_opens_no_file_outside_its_folder() {
     let folder = tempfile::tempdir().unwrap();
     let inside = folder.path().join("inside");
     write_shards(&inside);
@@ -397,7 +397,7 @@ fn folders_are_opened_by_one_file_in_them() {
 }
 
 #[test]
-fn pickles_are_refused() {
+fn zip_archives_and_pickles_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("pytorch_model.bin");
     // The beginnings of what torch.save writes, and of what it wrote before release 1.6.

@@ -96,7 +96,7 @@ fn check_entries(file: &TensorFile, expected: &Value, name: &str) {
 }
 
 #[test]
-fn sound_files_hold_what_the_manifest_says() {
+fn valid_files_load_as_the_manifest_states() {
     let mut seen = 0;
     for file in manifest() {
         let name = file["file"].as_str().unwrap().to_owned();
@@ -257,7 +257,7 @@ fn check_crypt(info: &CryptInfo, chunks: &Value, name: &str) {
 
 /// Damage gives an error, or the data that the undamaged file holds; never anything else.
 #[test]
-fn damaged_files_give_an_error_or_the_right_data() {
+fn damaged_files_are_refused_or_load_the_right_data() {
     let files = manifest();
     let sound: std::collections::HashMap<&str, &Value> =
         files.iter().map(|f| (f["file"].as_str().unwrap(), f)).collect();
@@ -319,7 +319,7 @@ fn damaged_files_give_an_error_or_the_right_data() {
 /// Every byte of prologue, index, headers and data of small files, changed in several ways: an
 /// error, or the same tensors. Hashes are verified, so nothing else is excused.
 #[test]
-fn no_changed_byte_gives_wrong_data() {
+fn changed_bytes_never_load_as_wrong_data() {
     for name in [
         "v1_linear.tensors.gz",
         "v2_nested.tensors.gz",
@@ -363,7 +363,7 @@ fn no_changed_byte_gives_wrong_data() {
 /// One bit at a time in all that encryption adds, and in the ciphertext: an error of the right
 /// class, also without hashes.
 #[test]
-fn every_bit_of_encryption_counts() {
+fn every_flipped_bit_of_encryption_is_detected() {
     let files = manifest();
     for name in ["v3_ex_string.tensors.gz", "v3_ex_key.tensors.gz"] {
         let meta = files.iter().find(|file| file["file"] == name).unwrap();

@@ -15,7 +15,7 @@ fn strings(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
 }
 
 #[test]
-fn metadata_come_back_in_their_order() {
+fn metadata_round_trip_in_order() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let metadata = strings(&[("b", "ü"), ("a", "")]);
@@ -50,7 +50,7 @@ fn metadata_come_back_in_their_order() {
 }
 
 #[test]
-fn an_encrypted_file_has_them_only_if_that_is_said() {
+fn encrypted_files_need_clear_metadata_to_have_metadata() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let key = Key::new(&[1; 32]).unwrap();
@@ -86,7 +86,7 @@ fn metadata_without_tensors_are_refused_and_the_old_file_stays() {
 }
 
 #[test]
-fn metadata_leave_room_for_later_entries() {
+fn metadata_reserve_space_for_later_entries() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let shortest = 256 << 10;
@@ -133,7 +133,7 @@ fn damaged(path: &std::path::Path, options: SaveOptions) -> Arc<dyn ReadAt> {
 }
 
 #[test]
-fn damaged_metadata_are_an_error_only_if_they_are_read() {
+fn damaged_metadata_are_an_error_only_when_read() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let source = damaged(&path, SaveOptions::default());
@@ -182,7 +182,7 @@ fn slices_share_the_metadata_of_their_file() {
 
 proptest! {
     #[test]
-    fn whatever_lies_behind_the_index_tensors_are_loaded(
+    fn tensors_load_with_any_bytes_after_the_index(
         bytes in proptest::collection::vec(any::<u8>(), 1..100),
         magic in proptest::option::of(0usize..3),
     ) {

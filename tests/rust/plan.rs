@@ -23,7 +23,7 @@ prop_compose! {
 
 proptest! {
     #[test]
-    fn every_wanted_byte_is_covered_once_and_in_order(
+    fn batches_cover_every_wanted_byte_once_in_order(
         extents in extents(),
         part_len in 1u64..50_000,
         merge_gap in prop_oneof![Just(0u64), 0u64..6000],
@@ -85,7 +85,7 @@ proptest! {
 
     /// Small tensors are hashed in one go, so they must lie in one part.
     #[test]
-    fn tensors_of_an_eighth_of_a_part_are_not_cut(extents in extents()) {
+    fn tensors_up_to_an_eighth_of_a_batch_are_not_cut(extents in extents()) {
         for part in partition(&extents, &limits(800_000, 0)).unwrap() {
             for piece in part.segments {
                 if let SegmentKind::Data { tensor, .. } = piece.kind {
@@ -96,7 +96,7 @@ proptest! {
     }
 
     #[test]
-    fn parts_are_about_as_long_as_asked_for(len in 1u64..10_000_000, part_len in 1000u64..1_000_000) {
+    fn batches_exceed_the_requested_length_by_at_most_half(len in 1u64..10_000_000, part_len in 1000u64..1_000_000) {
         let extents = [Extent { file: 0, header_offset: 0, data_offset: 100, data_len: len }];
         for part in partition(&extents, &limits(part_len, 0)).unwrap() {
             prop_assert!(part.len() <= part_len + part_len / 2 + 100);
@@ -117,7 +117,7 @@ proptest! {
 }
 
 #[test]
-fn sizes_beyond_the_address_space_do_not_fit() {
+fn lengths_beyond_the_address_space_are_refused() {
     assert!(pack([Some(u64::MAX - 1), Some(100)].into_iter()).is_none());
     assert!(pack([Some(1), None].into_iter()).is_none());
 }
@@ -126,7 +126,7 @@ proptest! {
     /// Every byte of data has one place in a staging buffer, and one copy takes it to its place on the
     /// device, whatever else goes along.
     #[test]
-    fn staged_data_arrive_where_they_belong(
+    fn every_staged_byte_is_copied_once_to_its_location(
         extents in extents(),
         aligned in any::<bool>(),
         batch_len in 1u64..50_000,
@@ -194,7 +194,7 @@ proptest! {
 
     /// Small tensors share blocks of bounded length; large ones share none with them.
     #[test]
-    fn nothing_large_is_kept_alive_by_something_small(
+    fn large_tensors_share_no_block_with_small_ones(
         lens in prop::collection::vec(prop_oneof![0u64..5000, 900_000u64..1_200_000], 0..300),
         gap in prop_oneof![Just(0u64), Just(8192)],
         large in prop_oneof![Just(LargeTensors::OwnBlocks), Just(LargeTensors::OneBlock)],

@@ -60,7 +60,7 @@ fn rewrite(bytes: &[u8], calls: usize, alignment: u64) -> Vec<u8> {
 }
 
 #[test]
-fn old_files_are_reproduced_to_the_byte() {
+fn rewritten_files_of_old_releases_are_identical() {
     let text = std::fs::read_to_string(
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/manifest.json"),
     );
@@ -141,7 +141,7 @@ proptest! {
 
     /// Sizes around all of the limits: parts, pieces that are hashed in pairs, mapped ones.
     #[test]
-    fn written_is_read(
+    fn saved_tensors_load_with_the_same_bytes(
         lens in prop::collection::vec(
             prop_oneof![0usize..200, 1000usize..100_000, (1usize << 20)-3..(1 << 20)+3, Just(5_000_001)], 1..12),
         alignment in prop_oneof![Just(1u64), Just(64), Just(4096)],
@@ -166,7 +166,7 @@ proptest! {
 }
 
 #[test]
-fn the_index_grows_without_a_ceiling() {
+fn index_grows_beyond_its_reserved_space() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("many.tensors");
     let mut writer =
@@ -192,7 +192,7 @@ fn the_index_grows_without_a_ceiling() {
 }
 
 #[test]
-fn nothing_appears_until_the_file_is_finished() {
+fn file_is_invisible_until_it_is_finished() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("new/folder/f.tensors");
     let count = |folder: &Path| std::fs::read_dir(folder).unwrap().count();
@@ -212,7 +212,7 @@ fn nothing_appears_until_the_file_is_finished() {
 }
 
 #[test]
-fn bad_calls_are_refused_and_can_be_corrected() {
+fn refused_calls_can_be_corrected_and_repeated() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     for alignment in [0, 3, 4 << 20] {
@@ -284,7 +284,7 @@ impl ReadAt for Scripted {
 }
 
 #[test]
-fn short_reads_are_continued_and_a_shrunken_source_is_an_error() {
+fn short_reads_continue_and_a_shrunk_source_is_an_error() {
     let bytes = golden("v1_module.tensors.gz");
     let size = bytes.len() as u64;
     for step in [1, 3, 1000] {
@@ -303,7 +303,7 @@ fn short_reads_are_continued_and_a_shrunken_source_is_an_error() {
 }
 
 #[test]
-fn a_pipe_that_promises_too_much_costs_nothing() {
+fn false_index_length_of_a_pipe_allocates_no_memory() {
     // An index of 2⁶² bytes, then nothing: memory must grow with what arrives only.
     let mut bytes = golden("v1_linear.tensors.gz")[..300].to_vec();
     bytes[65..73].copy_from_slice(&(1u64 << 62).to_le_bytes());
@@ -312,7 +312,7 @@ fn a_pipe_that_promises_too_much_costs_nothing() {
 }
 
 #[test]
-fn an_interrupt_ends_a_load_and_a_save() {
+fn cancellation_ends_a_load_and_a_save() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let data = pattern(400_000_000, 3);
@@ -329,7 +329,7 @@ fn an_interrupt_ends_a_load_and_a_save() {
 }
 
 #[test]
-fn folders_and_missing_files_are_named() {
+fn errors_name_folders_and_missing_files() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("missing");
     for path in [missing.as_path(), folder.path()] {

@@ -108,7 +108,7 @@ fn with_metadata() -> SaveOptions {
 /// Saves to a path in some calls.
 fn write(path: &Path, options: SaveOptions, calls: usize, safetensors: bool) -> Result<(), Error> {
     let tensors = tensors();
-    let lists: Vec<_> = tensors.chunks(tensors.len().div_ceil(calls)).map(listed).collect();
+    let lists: Vec<_> = tensors.chunks(tensors.len().div_ceil(calls)).map(to_save).collect();
     begin_to_refuse();
     let mut writer = Writer::new(Box::new(FileSink::create(path)?), 0, options)?;
     for list in lists {
@@ -149,7 +149,7 @@ type Options = fn() -> SaveOptions;
 /// Runs in a child process: a refused allocation that cannot fail with an error would end it.
 #[test]
 #[ignore = "begun by the next one"]
-fn in_a_process_of_its_own() {
+fn refused_allocations_are_errors_in_a_child_process() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| -> PathBuf { folder.path().join(name) };
     let saves: [(&str, Options, usize, bool); 4] = [
@@ -199,9 +199,9 @@ fn in_a_process_of_its_own() {
 }
 
 #[test]
-fn short_memory_is_an_error() {
+fn refused_allocations_are_errors() {
     let mut child = Command::new(std::env::current_exe().unwrap());
-    let name = "short_memory::in_a_process_of_its_own";
+    let name = "short_memory::refused_allocations_are_errors_in_a_child_process";
     let outcome = child.args(["--exact", name, "--ignored", "--nocapture"]).output().unwrap();
     let output = String::from_utf8_lossy(&outcome.stdout);
     let errors = String::from_utf8_lossy(&outcome.stderr);

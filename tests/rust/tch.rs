@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use tensorizer_torch::tch::{load, load_into, load_named, save};
 
 #[test]
-fn tensors_come_back() {
+fn tensors_round_trip_through_tch() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let weight = Tensor::randn([40, 30], (Kind::Float, Device::Cpu));
@@ -31,7 +31,7 @@ fn tensors_come_back() {
 }
 
 #[test]
-fn errors_say_what_and_touch_nothing() {
+fn failed_calls_explain_and_leave_tensors_and_files_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let bias = Tensor::arange(5, (Kind::Int64, Device::Cpu));

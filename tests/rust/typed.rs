@@ -21,7 +21,7 @@ fn round_trip<T: Element + PartialEq + std::fmt::Debug>(values: &[T]) {
 }
 
 #[test]
-fn every_element_type_comes_back() {
+fn every_element_type_round_trips() {
     round_trip(&[1u8, 2, 3, 255]);
     round_trip(&[1u16, u16::MAX]);
     round_trip(&[1u32, u32::MAX]);
@@ -39,7 +39,7 @@ fn every_element_type_comes_back() {
 }
 
 #[test]
-fn several_tensors_in_the_order_asked_for() {
+fn several_tensors_are_returned_in_the_requested_order() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     let (a, b) = ([1.0f32, 2.0], [f16::ONE]);
@@ -59,7 +59,7 @@ fn several_tensors_in_the_order_asked_for() {
 }
 
 #[test]
-fn bad_use_says_what_and_touches_nothing() {
+fn invalid_calls_fail_and_leave_destinations_untouched() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
     tensorizer::write(&path, vec![SaveTensor::new("a", &[2], &[1.0f32, 2.0]).unwrap()]).unwrap();

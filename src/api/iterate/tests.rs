@@ -200,7 +200,7 @@ fn encrypted_tensors_are_delivered_decrypted() {
 }
 
 #[test]
-fn damage_is_an_error_and_damaged_tensors_are_not_delivered() {
+fn damaged_tensors_are_an_error_and_not_delivered() {
     let folder = tempfile::tempdir().unwrap();
     let path = saved(folder.path(), SaveOptions::default());
     let mut bytes = std::fs::read(&path).unwrap();

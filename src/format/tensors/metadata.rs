@@ -213,7 +213,7 @@ mod tests {
         }
 
         #[test]
-        fn any_pairs_are_read_or_refused(pairs in proptest::collection::vec(0u8..6, 0..80)) {
+        fn any_metadata_bytes_are_parsed_or_refused(pairs in proptest::collection::vec(0u8..6, 0..80)) {
             // Whatever is parsed encodes to the same bytes again.
             if let Ok(found) = find(&ended(&pairs), 0) {
                 prop_assert!(pairs.is_empty() || encode(&found, "f").unwrap() == ended(&pairs));

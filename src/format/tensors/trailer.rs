@@ -75,7 +75,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_or_refused(
+        fn any_trailer_bytes_are_parsed_or_refused(
             mut space in proptest::collection::vec(any::<u8>(), 0..200),
             put_there in proptest::collection::vec((0usize..200, 0usize..2), 0..4),
         ) {

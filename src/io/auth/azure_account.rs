@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_belong_to_one_account() {
+    fn credentials_match_their_own_account_only() {
         let gov = AzureAccount::parse_connection_string(
             "AccountName=x;EndpointSuffix=core.usgovcloudapi.net",
         )

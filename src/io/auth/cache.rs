@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_serve_until_they_expire_or_are_refused() {
+    fn credentials_are_used_until_they_expire_or_are_refused() {
         let entry = CredentialSlot::default();
         let store = |found| name(entry.store(found));
         let cached = || entry.cached().map(name);
@@ -378,7 +378,7 @@ mod tests {
 
     #[test]
     #[cfg(feature = "clouds")]
-    fn tokens_without_a_known_end_serve_until_they_are_refused() {
+    fn tokens_without_expiry_are_used_until_they_are_refused() {
         let entry = CredentialSlot::default();
         let token = |bearer: &str| {
             let credential =

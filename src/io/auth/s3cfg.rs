@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_default_section_counts() {
+    fn only_the_default_section_is_read() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s3cfg");
         let text = "[other]\naccess_key = no\n[default]\naccess_key = key\nsecret_key=se=cret\n\

@@ -208,7 +208,7 @@ mod tests {
     use crate::io::transport::Trust;
 
     #[test]
-    fn the_named_metadata_server_replaces_all_others() {
+    fn configured_metadata_server_replaces_all_others() {
         let applied = |settings: &FixedSettings, uri: &str| {
             let mut request = HttpRequest::new(HttpRequestBody::empty());
             *request.uri_mut() = uri.parse().unwrap();

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_signature_serves_until_it_is_refused() {
+    fn old_signature_is_used_until_it_is_refused() {
         let url = FileUrl::signed(Box::new(FlakySigner(AtomicU32::new(0))));
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let target = || {

@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_is_confirmed_by_its_own_tag_only() {
+    fn cached_copy_is_confirmed_by_its_own_etag_only() {
         for tag in [None, Some("\"x\"")] {
             let mut first = not_modified_response(tag);
             first.confirm_copy(Some((7, "\"x\""))).unwrap();

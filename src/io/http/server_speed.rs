@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_gap_is_what_arrives_during_the_latency_of_a_request() {
+    fn merge_gap_is_the_bytes_that_arrive_during_one_latency() {
         let speed = ServerSpeed::default();
         assert_eq!(speed.merge_gap(4), DEFAULT_GAP);
         speed.record_latency(Duration::from_millis(2));
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn gaps_are_bounded() {
+    fn merge_gap_stays_within_its_bounds() {
         let near = ServerSpeed::default();
         near.record_latency(Duration::from_micros(100));
         near.record_body(1 << 20, Duration::from_millis(100));

@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shrunk_file_gives_the_bytes_that_it_still_has() {
+    fn shrunk_file_returns_its_remaining_bytes() {
         let (folder, bytes, source) = file_on_disk(3 << 20);
         let Some(reader) = open_reader(&source) else { return };
         let path = folder.path().join("f");

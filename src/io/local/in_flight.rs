@@ -98,7 +98,7 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn reads_under_way_are_limited_and_every_reader_proceeds() {
+    fn reads_in_flight_are_limited_and_every_reader_proceeds() {
         let (in_flight, now, max_reads) =
             (InFlightLimit::new(3), AtomicUsize::new(0), AtomicUsize::new(0));
         assert_eq!(in_flight.mean(), (None, 3));

@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     #[cfg(feature = "clouds")]
-    fn google_and_azure_have_other_encodings() {
+    fn checksums_are_encoded_as_google_and_azure_expect() {
         assert_eq!(Checksum::of(b"123456789").for_azure(), "iJh5CoYUi64=");
         // The check value of the catalogue is e3069283.
         assert_eq!(for_google(b"123456789"), "4waSgw==");

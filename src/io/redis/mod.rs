@@ -364,7 +364,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_end_in_the_position_of_their_value() {
+    fn keys_end_with_the_position_of_their_value() {
         assert_eq!(pattern("a*b"), "a\\*b:*");
         assert_eq!(position(b"p:a:b:12"), Some(12));
         assert_eq!(position(b"p:header:x"), None);

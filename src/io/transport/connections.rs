@@ -161,7 +161,7 @@ mod tests {
     use crate::sys::clock;
 
     #[test]
-    fn a_request_without_an_answer_ends_with_its_budget() {
+    fn request_without_a_response_ends_with_its_budget() {
         clock::simulate();
         let options = TransportOptions::from_environment().unwrap();
         let options = TransportOptions { total: Duration::from_secs(3600), ..options };

@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_requests_go_on_for_a_day_and_stalled_ones_for_the_total_time() {
+    fn slow_requests_last_a_day_and_stalled_ones_the_total_time() {
         let options = TransportOptions { total: HOUR, ..options() };
         let budget = RetryBudget::new("reading", "file", &options, &Never);
         for _ in 0..24 * 360 {

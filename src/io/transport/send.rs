@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn an_upload_that_goes_on_for_a_day_is_not_stalled() {
+    fn slow_upload_of_a_day_is_not_stalled() {
         let sent = AtomicU64::new(0);
         let (answer, took) = run(async {
             let request = async {
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn an_upload_stalls_when_no_byte_is_taken_for_the_limit() {
+    fn upload_fails_if_no_byte_is_accepted_within_the_limit() {
         let sent = AtomicU64::new(0);
         let (outcome, took) = run(async {
             let request = async {
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_is_waited_for_up_to_the_limit() {
+    fn request_waits_for_a_response_up_to_the_limit() {
         let hour = Duration::from_secs(3600);
         let [late, never] = [hour - Duration::from_secs(1), 24 * hour].map(|time| {
             run(async { (unless_stalled(hour, None, sleep(time)).await, elapsed().as_secs()) })

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bundle_is_a_file_or_a_folder() {
+    fn certificates_come_from_a_file_or_a_folder() {
         let folder = tempfile::tempdir().unwrap();
         let trust = |path: &Path| Trust::from_argument(path.to_owned());
         let error = trust(folder.path()).files().unwrap_err();
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn hints_name_what_helps() {
+    fn certificate_hints_name_the_setting_to_change() {
         let hint = Trust::from_argument("/ca".into()).hint("X");
         assert!(hint.starts_with("/ca(certificate_handling ) does not have the certificate of"));
         assert!(Trust::System.hint("X or Y").starts_with("set X or Yto a PEM file"));

@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_of_folders_have_candidates() {
+    fn folder_addresses_have_candidate_files() {
         for uri in ["http://h", "https://h/a/", "s3://b/k.d", "gs://b/k/", "http://h/a.tensors.d//"]
         {
             let folder = uri.trim_end_matches('/');

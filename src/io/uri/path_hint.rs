@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn ordinary_paths_are_left_alone() {
+    fn ordinary_paths_get_no_hint() {
         for path in [
             "a",
             "/a/b",

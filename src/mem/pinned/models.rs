@@ -32,7 +32,7 @@ fn fill_and_check(lease: &mut StagingLease<'_>, mark: u8) {
 }
 
 #[test]
-fn all_are_served_and_no_buffer_is_given_twice() {
+fn every_reader_is_served_and_no_buffer_is_leased_twice() {
     check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 3, 1));
         thread::scope(|scope| {
@@ -54,7 +54,7 @@ fn all_are_served_and_no_buffer_is_given_twice() {
 }
 
 #[test]
-fn calls_keep_to_their_shares_and_block_no_other_call() {
+fn calls_stay_within_their_shares_and_block_no_other_call() {
     check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 3, 1));
         let calls = [Some(Share::new(1)), Some(Share::new(2)), None];
@@ -148,7 +148,7 @@ fn buffers_come_back_after_their_copies() {
 }
 
 #[test]
-fn the_limit_may_change_and_memory_be_given_back_meanwhile() {
+fn limit_may_change_and_memory_be_released_during_leases() {
     check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 4, 1));
         thread::scope(|scope| {
@@ -175,7 +175,7 @@ fn the_limit_may_change_and_memory_be_given_back_meanwhile() {
 }
 
 #[test]
-fn a_waiting_reader_does_work_that_others_wait_for() {
+fn waiting_reader_does_work_that_other_readers_need() {
     check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
         // A filled lease is dropped by any thread that has time, like pieces that wait for their

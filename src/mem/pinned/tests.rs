@@ -45,7 +45,7 @@ fn missing_memory_is_an_error_only_if_it_is_needed() {
 }
 
 #[test]
-fn waiting_readers_are_served_in_turn_or_give_up() {
+fn waiting_readers_are_served_in_ticket_order_or_cancelled() {
     let (_, device) = device(InjectedFaults::default());
     let pool = Pool::new(64, 2, SATURATING);
     let all = pool.enqueue(None).lease(2, &device, &Never).unwrap();
@@ -103,7 +103,7 @@ fn a_reader_waits_for_the_bus_instead_of_taking_more_memory() {
 }
 
 #[test]
-fn copies_that_begin_later_are_not_waited_for() {
+fn lease_does_not_wait_for_later_copies() {
     let (fake, device) = device(InjectedFaults::default());
     let pool = Pool::new(64, 8, SATURATING);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
@@ -124,7 +124,7 @@ fn copies_that_begin_later_are_not_waited_for() {
 }
 
 #[test]
-fn downloaded_bytes_are_there_after_the_wait() {
+fn downloaded_bytes_are_valid_after_the_wait() {
     let (_, device) = device(InjectedFaults::default());
     let pool = Pool::new(64, 1, SATURATING);
     let stream = Arc::clone(&device).stream(Consumer(0)).unwrap();
@@ -230,7 +230,7 @@ fn two_readers_pin_at_once(earlier: usize) {
 }
 
 #[test]
-fn readers_that_need_memory_at_the_same_time_pin_it_at_the_same_time() {
+fn readers_pin_memory_concurrently() {
     two_readers_pin_at_once(0);
     two_readers_pin_at_once(1);
 }

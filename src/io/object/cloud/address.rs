@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn siblings() {
+    fn sibling_is_in_the_same_folder() {
         let sibling = |uri, name| {
             let found = CloudAddress::parse(uri).unwrap().sibling(name);
             (found.display_address, found.key)

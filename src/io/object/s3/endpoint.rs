@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn schemes_of_endpoints() {
+    fn endpoint_url_has_the_requested_scheme() {
         let url = |text, force, allowed| endpoint_url(text, force, allowed).map(String::from);
         assert_eq!(url("host:9000", false, false).unwrap(), "https://host:9000/");
         assert_eq!(url("host", true, false).unwrap(), "http://host/");
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_of_aws_by_partition_fips_and_dual_stack() {
+    fn aws_host_depends_on_partition_fips_and_dual_stack() {
         let host = |bucket: &str, region: &str, fips, dual_stack| {
             Server::Aws { fips, dual_stack }.url(bucket, region).map(String::from)
         };
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_in_messages() {
+    fn messages_name_the_host_of_the_request() {
         let host = |address| Server::endpoint(address, false, false).unwrap().host("bucket", "r");
         assert_eq!(host("storage.example:9000/path"), "storage.example:9000");
         assert_eq!(host("cwobject.com"), "bucket.cwobject.com");

@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn error_documents() {
+    fn error_documents_are_parsed_or_empty() {
         let read = |text: &str| S3ErrorDocument::read(text.as_bytes());
         let whole = "<?xml version='1.0'?><Error><Code>NoSuchKey</Code><Message>It is not there.\
                      </Message></Error>";
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_buckets_keys_and_credentials_are_told_apart() {
+    fn missing_buckets_keys_and_credentials_are_distinguished() {
         let server = Server::endpoint("host:9000", false, false).unwrap();
         let refusal = |none_found, status, code: Option<&str>| {
             let resolved = S3Bucket::without_credentials(server.clone(), none_found);

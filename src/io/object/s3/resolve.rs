@@ -228,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_requester_pays_if_the_variable_says_so() {
+    fn requester_pays_if_the_variable_is_set() {
         let pays = |text: &str| requester_pays(Some(OsStr::new(text)));
         for text in ["requester", "Requester", "true", "1"] {
             assert!(pays(text).unwrap(), "{text}");

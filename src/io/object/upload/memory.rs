@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn never_more_than_the_limit_where_parts_are_sent_in_order() {
+    fn memory_stays_within_the_limit_if_parts_are_sent_in_order() {
         let memory = PartMemory::new(UploadBudget { writers: 4, bytes: Some(40), object: None });
         let (in_use, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_object_holds_one_part_less_than_it_has() {
+    fn short_object_has_at_most_its_parts_but_one_in_memory() {
         let budget = |object| UploadBudget { writers: 16, bytes: None, object };
         for (object, parts) in [
             (None, 20),

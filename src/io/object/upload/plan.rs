@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn sixteen_connections_up_to_the_largest_sizes() {
+    fn part_memory_allows_sixteen_connections_at_any_size() {
         let mib = 1 << 20;
         for (len, parts, part_len, memory) in [
             (GB, 119, 8 * mib, 160 * mib),
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_suffice_for_what_was_not_announced() {
+    fn part_numbers_suffice_for_unannounced_bytes() {
         for (len, longest) in [(GB, 8 << 20), (140 * GB, 102 << 20), (5000 * GB, S3.max_part_len)] {
             let mut plan = PartPlan::new(S3, 0, 0);
             assert!(take_all_parts(&mut plan, len) <= S3.body_parts());
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn more_parts_where_the_protocol_has_them() {
+    fn protocols_with_more_part_numbers_get_shorter_parts() {
         let mut plan = PartPlan::new(MANY, INDEX, 140 * GB);
         assert_eq!((plan.part_len, plan.longest_part()), (PART_LEN, PART_LEN));
         assert_eq!(take_all_parts(&mut plan, 140 * GB), 16_689);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_has_one_part() {
+    fn every_byte_belongs_to_one_part() {
         for (head, len) in [(0, 0), (1, 100 << 20), (300_000, 200 << 30), (100 << 20, 1 << 30)] {
             let mut plan = PartPlan::new(S3, head, len);
             assert!(plan.head_len >= head.max(1), "{plan:?}");
