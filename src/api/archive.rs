@@ -20,12 +20,13 @@ use crate::io::ReadAt;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
-/// Requests for local headers that are sent to a server at once: each has a latency, however little
-/// it returns.
+/// Number of concurrent requests for local headers. Each has a full latency, although it returns
+/// few bytes.
 const REQUESTS: usize = 32;
 
-/// Reads the records of an archive that begins at `base`. It is number `file` of several, of which
-/// `at_once` are opened at once. Each record becomes an entry of bytes, named `<file>/<record>`.
+/// Reads the records of an archive that begins at `base`. `file`: number of the archive among
+/// several. `at_once`: number of archives that are opened concurrently. Each record becomes an
+/// entry of bytes, named `<file>/<record>`.
 pub fn read_archive(
     source: Arc<dyn ReadAt>,
     base: u64,
@@ -80,7 +81,7 @@ fn bytes_dtype() -> Result<DType> {
     DType::from_name("uint8").ok_or_else(|| Error::Bug("no type of bytes".to_owned()))
 }
 
-/// Records, and the position of the directory behind the last of them.
+/// Records, and the position of the directory that follows the last record.
 type ArchiveRecords = (Vec<Record>, u64);
 
 fn read_directory(
@@ -146,7 +147,7 @@ fn read_headers(
     try_collect_results(positions, LISTS)
 }
 
-/// The codec of a read that brings nothing but local headers.
+/// The codec of a read of local headers only.
 struct LocalHeaders<'r> {
     uri: &'r str,
     base: u64,
@@ -191,8 +192,8 @@ pub struct PickledTensor {
 }
 
 impl TensorFile {
-    /// Returns the same files with tensors that lie in their storages, in the order given. Tensors
-    /// may share bytes.
+    /// Returns the same files with the given tensors, which are parts of their storages, in the
+    /// order given. Tensors may share bytes.
     #[doc(hidden)]
     pub fn pickled(&self, tensors: Vec<PickledTensor>) -> Result<Self> {
         let entries = tensors.into_iter().map(|tensor| self.pickled_entry(tensor));

@@ -3,15 +3,15 @@
 use super::catalog_part::Opening;
 use crate::io::{CachedHead, ReadAt};
 
-/// Response headers that are passed on: they describe the file. Any other may hold a secret, such
-/// as a session or a signed address.
+/// Response headers that a cached head retains, because they describe the file. Other headers may
+/// contain secrets, such as a session or a signed address.
 const SHARED_RESPONSE_HEADERS: [&str; 6] =
     ["accept-ranges", "content-length", "content-range", "content-type", "etag", "last-modified"];
 
 impl Opening<'_> {
     /// Returns the cached head of a file that begins with these bytes, given in two pieces. None if
-    /// heads are not kept, for local files that are of no hub, for servers without ranges, and for
-    /// a file inside another one.
+    /// heads are not requested, for local files outside a hub's cache, for servers without range
+    /// requests, and for a file inside another one.
     pub(super) fn cached_head(
         &self,
         source: &dyn ReadAt,
@@ -22,7 +22,7 @@ impl Opening<'_> {
         let mut head = source.response_head().filter(|_| self.keeps_heads && base == 0)?;
         head.headers.retain(|(name, _)| SHARED_RESPONSE_HEADERS.contains(&name.as_str()));
         if head.tag.is_none() && head.modified.is_none() {
-            // With neither a tag nor a date, no response could prove that the file still begins
+            // Without a tag or a date, no later response could prove that the file still begins
             // with these bytes.
             return Some(head);
         }

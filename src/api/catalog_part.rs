@@ -15,13 +15,13 @@ use crate::mem::Buffers;
 pub struct Opening<'c> {
     /// Ends the call, for example while it waits for a named pipe.
     pub cancel: &'c dyn Cancel,
-    /// True to open archives of `torch.save` as their storages. Their tensors are described in a
-    /// pickle, which only Python reads, so that such files are refused elsewhere.
+    /// True to open archives of `torch.save` as storages, without tensors. The tensors are
+    /// described in a pickle, which only Python can read. If false, such files are refused.
     pub storages: bool,
     /// True to keep cached heads, for other processes that open the same files.
     pub keeps_heads: bool,
-    /// The wanted tensors, by the stored forms of their names; None for all. Of a checkpoint in
-    /// several files, only those are opened that its index names for them.
+    /// The wanted tensors, by the stored forms of their names; None for all. If a checkpoint
+    /// consists of several files, only the files that contain these tensors are opened.
     pub wanted: Option<&'c BTreeSet<String>>,
 }
 
@@ -69,8 +69,8 @@ pub fn read_up_to(
     Ok(done)
 }
 
-/// Reads on from `offset` until there are `len` bytes. The length is not trusted: memory grows with
-/// the bytes that arrive.
+/// Reads from `offset` on until there are `len` bytes. The length is not trusted: memory is
+/// allocated as bytes arrive.
 pub fn read_growing(
     source: &dyn ReadAt,
     offset: u64,

@@ -19,18 +19,19 @@ use crate::mem::device::Streams;
 use crate::mem::pinned::min_buffers;
 use crate::stats::{Counters, PAGEABLE};
 
-/// A load to devices: the tensors, and their places in blocks of device memory.
+/// A load to devices: the tensors, and their locations in blocks of device memory.
 pub struct DeviceLoad<'f> {
     selection: Selection<'f>,
     layout: MemoryLayout,
-    /// The device of each block, by its place in the destination; empty if there is one device.
+    /// The device of each block, as an index into the destination's devices; empty if there is one
+    /// device.
     device_of_block: Vec<usize>,
 }
 
 impl<'f> DeviceLoad<'f> {
-    /// Plans a load of tensors, given by number, into new blocks. `device_of` has the device of
-    /// each, by its place among all devices; if it is empty, all go to the only one. With `apart`,
-    /// each tensor has a block of its own.
+    /// Plans a load of tensors, given by number, into new blocks. `device_of` has the index of each
+    /// tensor's device; if it is empty, all tensors go to the only device. With `apart`, each
+    /// tensor has a block of its own.
     pub fn new(
         file: &'f TensorFile,
         numbers: &[usize],
@@ -90,8 +91,8 @@ impl<'f> DeviceLoad<'f> {
     }
 
     /// Plans a load of tensors into existing memory: a block each, in the order of their numbers.
-    /// `device_of` has the device of each, by its place among all devices; if it is empty, all are
-    /// on the only one.
+    /// `device_of` has the index of each tensor's device; if it is empty, all are on the only
+    /// device.
     pub fn into_blocks(
         file: &'f TensorFile,
         numbers: &[usize],
@@ -113,7 +114,7 @@ impl<'f> DeviceLoad<'f> {
         })
     }
 
-    /// Returns the device of each block, by its place among all; empty if there is one device.
+    /// Returns the index of each block's device; empty if there is one device.
     pub fn block_devices(&self) -> &[usize] {
         &self.device_of_block
     }
@@ -123,14 +124,15 @@ impl<'f> DeviceLoad<'f> {
         try_collect(self.layout.blocks.iter().map(|block| block.len), LISTS)
     }
 
-    /// Returns the place of each tensor, in the order of their numbers.
+    /// Returns the location of each tensor, in the order of their numbers.
     pub fn locations(&self) -> Result<Vec<BlockLocation>> {
         self.selection.to_caller_order(try_collect(self.layout.locations.iter().copied(), LISTS)?)
     }
 
-    /// Runs the load. Copies may still be under way when it returns; the consumer's stream waits for
-    /// them once the returned streams are handed over. Tensors without data are left alone. Meanwhile
-    /// it calls `allocate` on this thread, until that returns false: then all blocks are there.
+    /// Runs the load. Copies may still be under way when it returns; the consumer's stream waits
+    /// for them once the returned streams are handed over. Tensors without data are left alone.
+    /// Meanwhile it calls `allocate` on this thread until that returns false, because all blocks
+    /// are allocated.
     pub fn run(
         &self,
         to: &Destination<'_>,
@@ -176,8 +178,7 @@ impl<'f> DeviceLoad<'f> {
         let headers = HeaderCodec::new(selection, options.verify, &|_, _| Ok(()))?;
         let several = to.devices.len() > 1;
         let headers = if (headers.decrypts() || several) && !file.is_seekable() {
-            // A stream cannot be read again, should the direct way to the devices turn out to be
-            // impossible.
+            // A stream cannot be read a second time if direct reads to the devices fail.
             counters.fallback(if several {
                 "through host memory: a source that can only be read front to back is read once\
                  for all devices"
@@ -206,8 +207,9 @@ impl<'f> DeviceLoad<'f> {
         Ok((headers, streams))
     }
 
-    /// Loads slices. Long contiguous ranges are read straight to their places, and short ones are
-    /// gathered. Slices that are verified or encrypted come by way of host memory, some at a time.
+    /// Loads slices. Long contiguous ranges are read straight to their locations, and short ones
+    /// are gathered. Slices that are verified or encrypted are loaded to host memory first, some at
+    /// a time.
     fn slices(&self, upload: &DeviceUpload<'_>) -> Result<()> {
         let file = self.selection.file;
         let rules = RangeRules::of(&self.selection, upload.options)?;

@@ -1,4 +1,4 @@
-//! The transfer of a load's bytes to devices: read straight to their places, gathered, or copied
+//! The transfer of a load's bytes to devices: read straight to their locations, gathered, or copied
 //! from host memory.
 
 use std::sync::Arc;
@@ -40,7 +40,8 @@ pub struct Destination<'d> {
     pub devices: &'d [DestinationDevice<'d>],
     /// Their memory: the blocks of the plan.
     pub memory: &'d DeviceBlocks,
-    /// True if a device is to read local files itself (GPUDirect Storage), if it can and is the only one.
+    /// True to let the device read local files itself (GPUDirect Storage), if it supports that and
+    /// is the only device.
     pub direct_storage: bool,
 }
 
@@ -73,7 +74,7 @@ impl DeviceUpload<'_> {
         Ok(of_each.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
-    /// Reads extents to their places in blocks of this layout. Returns the numbers of those that
+    /// Reads extents to their locations in blocks of this layout. Returns the numbers of those that
     /// could not be decrypted in chunks.
     pub fn read(
         &self,
@@ -108,7 +109,7 @@ impl DeviceUpload<'_> {
         read_while(request, &mut target, counters, cancel, allocate)
     }
 
-    /// Reads extents without headers straight to their places, as they are in the file.
+    /// Reads extents without headers straight to their locations, as they are in the file.
     pub fn copy(
         &self,
         files: &[&dyn ReadAt],
@@ -156,7 +157,8 @@ impl DeviceUpload<'_> {
         }
     }
 
-    /// Gathers slices of a file on their way to their places, some at a time.
+    /// Gathers slices of a file in staging buffers and copies them to their locations, some at a
+    /// time.
     pub fn gather(
         &self,
         file: &TensorFile,
@@ -204,7 +206,7 @@ impl DeviceUpload<'_> {
     }
 
     /// Loads tensors, given by number in the order of the file, to host memory, and copies them
-    /// from there to their places.
+    /// from there to their locations.
     pub fn through_host(
         &self,
         file: &TensorFile,

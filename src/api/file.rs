@@ -27,7 +27,7 @@ pub struct TensorFile {
     /// The state of a `.tensors` file; None for other formats.
     tensors_state: Option<Arc<TensorsFileState>>,
     cached_heads: Arc<[CachedHead]>,
-    /// Done once the bytes match the checksums of the hub, or need not.
+    /// Set once the bytes have been compared with the checksums of the hub, or need no comparison.
     hub_verification: Arc<RetryableOnce>,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct TensorsFileState {
     pub prologue: Prologue,
     /// Prologue and index as they are in the file, if it has a manifest (a seal).
     pub head: Option<Vec<u8>>,
-    /// The identity by which the other half of a saved object knows it.
+    /// The identity by which the pickle of a saved object refers to this file.
     pub identity: Option<FileIdentity>,
     pub decryption: OnceLock<Arc<DecryptionOptions>>,
     /// The tags that headers must have, by stored name. Set once the manifest was verified.
@@ -100,7 +100,7 @@ impl TensorFile {
         TensorFile { catalog: Arc::new(catalog), ..self.duplicate() }
     }
 
-    /// Returns the same file once more. It stays open when this one is closed.
+    /// Returns another handle of the same file. It stays open when this one is closed.
     #[doc(hidden)]
     pub fn duplicate(&self) -> Self {
         TensorFile {
@@ -114,9 +114,10 @@ impl TensorFile {
     }
 
     /// Returns cached heads, if [`Opening::keeps_heads`] asked for them. With these, other
-    /// processes open the same files without a request. There is one for each file that can be read
-    /// at positions: first the index of shards, if there is one, then the files in their order.
-    /// Local files have one only if they are of a hub: it names the hub's commit, and has no bytes.
+    /// processes open the same files without a request. There is one for each file that supports
+    /// random access: first the index of shards, if there is one, then the files in their order. Of
+    /// local files, only those in a hub's cache have one: it names the hub's commit, and has no
+    /// bytes.
     ///
     /// The bytes of a head are all that come before the tensors. Archives of `torch.save` have
     /// their directory at their end: their heads have only the few bytes that tell the format.
@@ -193,7 +194,7 @@ impl TensorFile {
         self.tensors_state.as_ref()?.decryption.get().map(Arc::as_ref)
     }
 
-    /// The identity by which the other half of a saved object knows this file.
+    /// The identity by which the pickle of a saved object refers to this file.
     pub fn identity(&self) -> Option<FileIdentity> {
         self.tensors_state.as_ref()?.identity
     }

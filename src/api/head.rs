@@ -1,4 +1,4 @@
-//! The first bytes of a file, which tell its format, and the reading of what follows them.
+//! Reads the first bytes of a file, recognises its format, and reads the catalog.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -24,7 +24,7 @@ use crate::io::{PrefixedSource, ReadAt};
 pub struct FileHead {
     source: Arc<dyn ReadAt>,
     base: u64,
-    /// As many as there are, up to the length of a prologue.
+    /// At most the length of a prologue; fewer if the file is shorter.
     bytes: Vec<u8>,
 }
 
@@ -107,7 +107,8 @@ impl FileHead {
         Ok(TensorFile::new(uri, vec![source], catalog, None, cached_heads))
     }
 
-    /// Reads the catalog of the file, as number `file` of several, of which `at_once` are opened at once.
+    /// Reads the catalog of the file. `file`: its number among several. `at_once`: number of files
+    /// that are opened concurrently.
     pub fn part(
         self,
         (file, at_once): (usize, usize),
@@ -224,7 +225,7 @@ impl FileHead {
 }
 
 /// Reads an index block. If the length of the file is unknown, each part is checked before more is
-/// read: a server may send anything, without end.
+/// read, because a server may send endless data.
 fn read_index(
     source: &dyn ReadAt,
     at: u64,

@@ -68,7 +68,7 @@ impl<'s> HeaderCodec<'s> {
         compact.ok_or_else(|| Error::Bug(format!("no header {tensor}")))
     }
 
-    /// Decrypts and verifies all data of a tensor whose header has come.
+    /// Decrypts and verifies all data of a tensor whose header has arrived.
     pub fn decrypt_and_verify(
         &self,
         tensor: usize,

@@ -17,7 +17,7 @@ use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, as_refs, read_exac
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
 
-/// The most bytes that a reader requests at once, and holds until those before them are hashed.
+/// Maximum bytes of a reader's request. The reader holds them until all earlier bytes are hashed.
 const MAX_PIECE_LEN: u64 = 16 << 20;
 /// Files that are read at once: each is hashed by one core at a time.
 const MAX_FILES_AT_ONCE: usize = 8;
@@ -175,7 +175,8 @@ impl<'s> ChecksumComparison<'s> {
     }
 }
 
-/// Reads files side by side, each in order, with as many readers as speed it up.
+/// Reads files concurrently, each in order. The number of readers grows while that raises the
+/// throughput.
 fn compare(
     files: &[ChecksumComparison<'_>],
     memory: MemoryLimit,

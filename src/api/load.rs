@@ -26,12 +26,13 @@ use crate::io::as_refs;
 use crate::mem::{Arena, HostBuffer, SliceRemainder, as_uninit, zero_fill};
 use crate::stats::{Counters, Stage};
 
-/// The alignment from which tensors in a mapped file are used in place, or that of their element
-/// size if it is larger: code that torch generates assumes as much. It holds for storages, too,
-/// whatever is in them. Safetensors files promise only the alignment of the element size, and with
-/// that their own library uses tensors in place.
+/// Tensors of a mapped file are used in place if they have this alignment, or that of their element
+/// size if it is larger. Code that torch generates assumes this alignment. It also applies to
+/// storages, whatever their elements. Safetensors files guarantee only the alignment of the element
+/// size, and their own library uses tensors in place with that.
 const MAPPED_ALIGNMENT: u64 = 16;
-/// Fewer bytes than this are read and not mapped: the number of mappings of a process is limited.
+/// Minimum total bytes for mapping; fewer bytes are read, because the number of mappings of a
+/// process is limited.
 const MAPPED_FROM: u64 = 1 << 20;
 
 /// Loads tensors, given by number, into memory of their own.
@@ -434,8 +435,8 @@ fn map_tensors(
         let bug = || Error::Bug("a mapping of no file".to_owned());
         let handle = source.file().ok_or_else(bug)?;
         let uri = source.uri().to_owned();
-        // A file that has shrunk since it was opened must fail here, and not with SIGBUS when it is
-        // touched.
+        // If the file has shrunk since it was opened, the load must fail here, and not with SIGBUS
+        // when the mapping is touched.
         let size = handle.metadata().map_err(|e| Error::io("examining", &uri, e))?.len();
         if size < end {
             let what = "mapping".to_owned();

@@ -14,8 +14,8 @@ pub struct LoadOptions {
     /// come into memory when they are first touched. Other sources than files, and tensors whose
     /// data are not aligned, are read in any case.
     ///
-    /// Such a file must not be written to or cut short while such tensors live: they would show
-    /// other bytes, or touching them would end the process (SIGBUS).
+    /// The file must not be modified or truncated while these tensors exist: their values would
+    /// change, or touching them would end the process (SIGBUS).
     pub map: bool,
     /// The memory that the load may have in flight beside its tensors: the buffers of connections,
     /// staging buffers, and bytes that are read but not wanted. If it is not set,

@@ -38,8 +38,8 @@ impl TensorFile {
     }
 }
 
-/// Runs some work. If it fails because local copies of a server's files are damaged, these copies
-/// are removed, and the work runs once more with the server's own bytes.
+/// Runs some work. If it fails because local copies of a server's files are damaged, removes these
+/// copies and runs the work once more with bytes from the server.
 pub fn with_intact_copies<T>(
     suspects: &dyn Fn(&Error) -> Vec<Arc<dyn ReadAt>>,
     cancel: &dyn Cancel,
@@ -49,8 +49,8 @@ pub fn with_intact_copies<T>(
         Err(error) if may_be_damage(&error) => error,
         done => return done,
     };
-    // A wrong key looks like damage. The second run, with the server's own bytes, tells which of
-    // them it is.
+    // A wrong key causes the same error as damage. The second run, with bytes from the server,
+    // distinguishes them.
     let sure = !matches!(error, Error::Crypt(_));
     let sources = suspects(&error);
     let discard = |remove| {
@@ -92,7 +92,7 @@ fn may_be_damage(error: &Error) -> bool {
     )
 }
 
-/// Returns the error that a copy was damaged, and that its bytes could not be fetched again.
+/// Returns the error for a damaged copy whose bytes could not be fetched again.
 fn not_fetched(copies: &[PathBuf], damage: &Error, second_run: Error) -> Error {
     let Error::Io { action, uri, error } = second_run else { return second_run };
     let copies: Vec<String> = copies.iter().map(|copy| format!("`{}`", copy.display())).collect();

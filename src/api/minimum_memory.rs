@@ -8,7 +8,7 @@ use crate::io::{Capabilities, as_refs};
 use crate::mem::pinned;
 use crate::memory_limit::{CONNECTION, LoadNeeds};
 
-/// The most that one connection, or one file object of another language, needs under any limit.
+/// Maximum bytes that one connection, or one Python file object, needs under any limit.
 const READER: u64 = 2 * CONNECTION;
 
 impl TensorFile {

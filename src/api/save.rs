@@ -30,7 +30,7 @@ const MAX_ALIGNMENT: u64 = 2 << 20;
 /// Marks the end of a file.
 const END_MARK: [u8; 8] = [0; 8];
 
-/// Bytes for entries that metadata leave in the shortest index: room for some 2,000 entries.
+/// Bytes of the shortest index that metadata leave free for entries; enough for some 2,000 entries.
 const ENTRIES_LEN: u64 = MIN_INDEX_LEN / 2;
 
 /// An index with a manifest or an identity is written again once the number of tensors has grown by
@@ -53,7 +53,7 @@ pub struct Writer {
     /// The digests of their headers, for a manifest and for the file's identity.
     digests: Vec<[u8; 32]>,
     names: NameTree,
-    /// The encoded metadata, which are written behind the entries of the index.
+    /// The encoded metadata, which are written after the entries of the index.
     metadata: Vec<u8>,
     index_len: u64,
     visible_index: VisibleIndex,
@@ -291,7 +291,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Places tensors behind the earlier ones, after making room in the index.
+    /// Assigns file positions after the earlier tensors, and extends the index if necessary.
     fn lay_out(&mut self, placed: Vec<UnplacedTensor>, cancel: &dyn Cancel) -> Result<FileLayout> {
         let SaveOptions { alignment, hashes, .. } = self.options;
         let encryption = self.options.encryption.as_deref();

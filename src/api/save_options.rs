@@ -39,7 +39,7 @@ pub struct SaveOptions {
     pub hashes: Hashes,
     /// If set, the tensors' data are encrypted.
     pub encryption: Option<Arc<EncryptionOptions>>,
-    /// If set, the file gets an identity, by which the other half of a saved object knows it.
+    /// If set, the file gets an identity, by which the pickle of a saved object refers to it.
     pub identity: Option<IdentitySource>,
     /// Metadata of the file, as names and values: no name twice, and at most 100,000,000 bytes. A
     /// safetensors file distinguishes an empty list from none.

@@ -14,7 +14,7 @@ pub struct Selection<'f> {
     pub entries: Vec<&'f Entry>,
     /// Their numbers in the file.
     numbers: Vec<usize>,
-    /// The place of each in the caller's order.
+    /// The position of each in the caller's order.
     order: Vec<usize>,
 }
 
@@ -75,7 +75,7 @@ impl<'f> Selection<'f> {
         try_collect(extents, LISTS)
     }
 
-    /// Returns the place of each tensor in the caller's order.
+    /// Returns the position of each tensor in the caller's order.
     pub fn order(&self) -> &[usize] {
         &self.order
     }

@@ -17,7 +17,7 @@ use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, MAX_LEN, ShardMap};
 use crate::io::{CachedHead, ReadAt};
 
-/// The number of files that are opened at once: of this machine, and of a server, where each
+/// Number of files that are opened concurrently: local files, and files of a server, where each
 /// request has a latency.
 const AT_ONCE: usize = 16;
 const AT_ONCE_OF_SERVERS: usize = 64;
@@ -134,7 +134,7 @@ impl ShardIndex {
             ));
         }
         for (file, part) in parts.into_iter().enumerate() {
-            // Of two files that hold a tensor, the index says which one counts.
+            // If two files contain a tensor of this name, the index states which of them is used.
             let elsewhere =
                 |entry: &Entry| format.names_tensors() && selection.is_elsewhere(&entry.name, file);
             try_reserve(&mut entries, part.entries.len(), LISTS)?;
@@ -179,7 +179,8 @@ impl ShardIndex {
 
 /// Returns the number of the file of each tensor that the index names, by the stored form of its name.
 fn indexed_files(index: &ShardMap, uri: &str) -> Result<BTreeMap<String, usize>> {
-    // Inserted one by one, each in a small piece of memory: `collect` would first sort a list of them all.
+    // Inserted one by one, so that each allocation is small: `collect` would first allocate a
+    // sorted list of all names.
     let mut indexed_files = BTreeMap::new();
     for (name, &file) in &index.tensors {
         let name = Name::from_key(name).map_err(|what| malformed(uri, what))?;

@@ -9,10 +9,11 @@ use crate::engine::plan::SliceRanges;
 use crate::error::Result;
 use crate::io::{Capabilities, as_refs};
 
-/// Shorter ranges are read with the bytes between them: the plan of a longer one is small compared
-/// with its bytes.
+/// Ranges of at least this length are read one by one, because their plan is small compared with
+/// their bytes. Shorter ranges are read together with the bytes between them.
 const SHORT: u64 = 16 << 10;
-/// About how many bytes are planned and read together: a file may claim any number of them.
+/// Approximate bytes that are planned and read together. The limit is needed because a file may
+/// claim any number of ranges.
 pub const MAX_GROUP_LEN: u64 = 16 << 30;
 
 /// Rules for the contiguous ranges of the slices of a load.
@@ -45,7 +46,7 @@ impl RangeRules {
             });
         }
         let gap = Capabilities::combined(&files).map_or(0, |capabilities| capabilities.merge_gap);
-        // A stream is read from front to back, so that the bytes between ranges come in any case.
+        // A stream is read front to back, so the bytes between ranges are read in any case.
         Ok(RangeRules { long: SHORT, gap: if seekable { gap } else { u64::MAX }, seekable })
     }
 

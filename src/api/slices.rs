@@ -1,8 +1,8 @@
 //! Loads of slices, which read only the bytes of the slices.
 //!
-//! Long contiguous ranges are read straight to their destination. Short ones are read with
-//! the bytes between them, and so are pieces of encryption, which are decrypted as a whole. A
-//! tensor whose hashes are to be verified is read as a whole, and then cut.
+//! Long contiguous ranges are read straight to their destination. Short ranges are read together
+//! with the bytes between them. Pieces of encryption are read and decrypted as a whole. A tensor
+//! whose hashes are verified is read as a whole, and then cut.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -29,7 +29,7 @@ use crate::format::catalog::{Entry, WholeTensor};
 use crate::io::{ReadAt, as_refs};
 use crate::stats::Counters;
 
-/// The most bytes of whole tensors that are held while slices are cut from them.
+/// Maximum bytes of whole tensors that are in memory while slices are cut from them.
 pub const MAX_HELD: u64 = 256 << 20;
 
 /// The function that loads whole tensors.
@@ -252,7 +252,8 @@ impl SliceLoad<'_> {
     }
 }
 
-/// Ranges that are planned and read together. A slice may have more of them than there is memory for plans.
+/// Ranges that are planned and read together. A slice may have more ranges than fit into memory as
+/// one plan.
 #[derive(Default)]
 struct RangeGroup<'r> {
     direct: Vec<Extent>,
@@ -353,7 +354,8 @@ fn whole_pieces(reads: impl Iterator<Item = Range<u64>>, data_len: u64) -> Resul
     Ok(pieces)
 }
 
-/// Returns a file of the whole tensors of which slices are wanted, in the order of the file.
+/// Returns the same file with the whole tensors of the selected slices as its only tensors, in the
+/// order of the file.
 fn wholes(selection: &Selection<'_>) -> Result<TensorFile> {
     let entries = selection.entries.iter().map(|entry| {
         let shape = entry.whole.as_ref().map_or_else(|| entry.shape.clone(), |w| w.shape.clone());

@@ -17,7 +17,8 @@ use crate::io::read_exact_at;
 use crate::mem::{Arena, Buffers, as_uninit};
 use crate::stats::{Counters, Stage};
 
-/// The most bytes of a tensor with its header for this path: they take less time than a plan does.
+/// Maximum bytes of a tensor with its header for this path. Reading them takes less time than
+/// planning would.
 const MOST: u64 = 64 << 10;
 
 /// Loads the only tensor of a call, if it is small and its bytes are used as they are in a local

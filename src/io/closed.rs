@@ -9,7 +9,7 @@ use crate::mem::Buffers;
 pub struct ClosedSource {
     /// The path or address.
     pub uri: String,
-    /// True if it was a file of a hub.
+    /// True if the file came from a hub.
     pub of_hub: bool,
 }
 

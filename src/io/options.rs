@@ -14,11 +14,11 @@ pub struct OpenOptions {
     /// Time limits, connections, certificates and headers.
     #[cfg(any(feature = "http", feature = "redis"))]
     pub transport: TransportOptions,
-    /// Keeps what servers of HTTP, S3, Google, Azure and hubs have sent.
+    /// The cache of files from HTTP servers, S3, Google, Azure and hubs.
     pub cache: Option<Cache>,
     /// The heads of files that are opened without a request.
     pub cached_heads: CachedHeads,
-    /// Bytes that a server is asked for first, unless those that suit most files.
+    /// Bytes of the first request to a server; None for the default.
     pub first: Option<u64>,
     pub s3: S3Options,
 }
@@ -40,13 +40,13 @@ impl OpenOptions {
 /// Options of S3.
 #[derive(Debug, Clone, Default)]
 pub struct S3Options {
-    /// Both keys empty: anonymous.
+    /// Anonymous if both keys are empty.
     pub access_key: Option<String>,
     /// See `access_key`.
     pub secret_key: Option<String>,
     /// A host, or an address with a scheme.
     pub endpoint: Option<String>,
-    /// The endpoint where neither the call nor a file nor AWS's settings name one. None: that of
+    /// The endpoint if neither the call nor a file nor AWS's settings state one. None for that of
     /// `TENSORIZER_S3_ENDPOINT`.
     pub default_endpoint: Option<String>,
     /// The file to read instead of `~/.s3cfg`.

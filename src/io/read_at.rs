@@ -17,8 +17,8 @@ pub struct Capabilities {
     pub max_readers: usize,
     /// Readers of a load at its beginning, unless the caller names a number.
     pub first_readers: usize,
-    /// The most readers that a load starts by itself, while more of them bring more. The same as
-    /// `first_readers` where the number is known.
+    /// Maximum number of readers that a load starts by itself while more readers raise the
+    /// throughput. Equal to `first_readers` if the number is fixed.
     pub most_readers: usize,
     /// Bytes of a request.
     pub request_len: u64,
@@ -71,13 +71,13 @@ const LONG_REQUEST: u64 = 8 << 20;
 /// The checksum that a hub publishes of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HubChecksum {
-    /// The file is of no hub.
+    /// The file is not from a hub.
     NoHub,
     /// The SHA-256 of all its bytes.
     Sha256([u8; 32]),
-    /// Another checksum than that.
+    /// The hub publishes another kind of checksum.
     NotSha256,
-    /// Unknown: the hub was not asked, and is not to be.
+    /// Unknown, because the hub must not be contacted.
     NotAsked,
 }
 
@@ -95,7 +95,7 @@ pub trait ReadAt: Send + Sync {
     fn read_at(&self, offset: u64, buffers: &mut Buffers<'_>, cancel: &dyn Cancel)
     -> Result<usize>;
 
-    /// Bounds the bytes that each connection buffers. A lower bound from before stays.
+    /// Limits the bytes that each connection buffers. An earlier, lower limit remains in force.
     fn limit_connection(&self, _bytes: u64) {}
 
     /// A file handle for one reader of neighbouring ranges, where that is faster than a shared one.
@@ -103,8 +103,8 @@ pub trait ReadAt: Send + Sync {
         None
     }
 
-    /// Opens the file of this name in the same folder, in the same way; None where there is no folder.
-    /// A server is asked for its first bytes, as many as `first` if that is given.
+    /// Opens the file of this name in the same folder, with the same options; None if the source
+    /// has no folder. `first`: bytes of the first request to a server.
     fn sibling(
         &self,
         _name: &str,
@@ -125,24 +125,24 @@ pub trait ReadAt: Send + Sync {
         Ok(HubChecksum::NoHub)
     }
 
-    /// The copy on this disk that is read in the place of its server, if there is one.
+    /// The local copy that is read instead of the server, if there is one.
     fn local_copy(&self) -> Option<&dyn LocalCopy> {
         None
     }
 
-    /// The file behind it, where it is a local regular file that can be mapped.
-    /// A shard's may be closed when what this returns is dropped.
+    /// The open file, if the source is a local regular file that can be mapped. The descriptor of a
+    /// shard may be closed when the returned value is dropped.
     fn file(&self) -> Option<Arc<std::fs::File>> {
         None
     }
 
-    /// True if there is such a file, which this does not open.
+    /// True if the source is a local regular file. Does not open it.
     fn is_local(&self) -> bool {
         self.file().is_some()
     }
 }
 
-/// A copy on this disk of what a server has, which may be damaged.
+/// A local copy of a server's file, which may be damaged.
 pub trait LocalCopy {
     /// The path, while the copy is read.
     fn path(&self) -> Option<PathBuf>;
@@ -152,7 +152,7 @@ pub trait LocalCopy {
     fn discard(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf>;
 }
 
-/// A copy that is not ours to remove, such as that of another program's cache.
+/// A copy that belongs to another program, such as its cache, and is never removed here.
 impl LocalCopy for PathBuf {
     fn path(&self) -> Option<PathBuf> {
         Some(self.clone())

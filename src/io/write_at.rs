@@ -17,16 +17,16 @@ pub trait WriteAt: Send + Sync {
     /// The path or address, for messages.
     fn uri(&self) -> &str;
 
-    /// The most threads that may write at once.
+    /// Maximum number of threads that may write at once.
     fn max_writers(&self) -> usize;
 
-    /// Threads that write unless the caller names a number.
+    /// Default number of writing threads.
     fn default_writers(&self) -> usize {
         crate::sys::cpu_count().min(self.max_writers())
     }
 
-    /// Maximum number of positions at which the file is written in turns. From each one on, bytes come
-    /// in order.
+    /// Maximum number of positions at which writes may continue alternately; writes at each of them
+    /// are in order.
     fn max_positions(&self) -> usize {
         usize::MAX
     }
@@ -40,11 +40,11 @@ pub trait WriteAt: Send + Sync {
         (0, 0)
     }
 
-    /// Limits parts that are retained to so many bytes.
+    /// Limits the bytes of retained parts.
     fn limit_retained_parts(&self, _bytes: u64) {}
 
     /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
-    /// of the file's head and, where it shows early, of its end.
+    /// of the file's head and, if the sink is visible early, of its end.
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize>;
 
     /// Does remaining work of writes that takes long. Threads call it after their writes, when they
@@ -56,14 +56,14 @@ pub trait WriteAt: Send + Sync {
     /// Reads bytes back that were written before.
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
 
-    /// Announces that the file will be at least `len` bytes long, so that a full disk shows early,
-    /// and that its first `head` bytes are written last.
+    /// Announces that the file will have at least `len` bytes, so that a full disk is detected
+    /// early, and that its first `head` bytes are written last.
     fn reserve(&self, _head: u64, _len: u64) -> Result<()> {
         Ok(())
     }
 
-    /// Moves what is from `at` to `end` towards the end of the file, by `len` bytes or more: gives
-    /// by how many, a multiple of 2 MiB if `len` is one.
+    /// Moves the bytes from `at` to `end` towards the end of the file, by at least `len` bytes.
+    /// Returns the distance, which is a multiple of 2 MiB if `len` is one.
     fn insert(&self, at: u64, end: u64, len: u64, cancel: &dyn Cancel) -> Result<u64> {
         let mut end = end;
         let mut buffer = Vec::new();
@@ -81,21 +81,21 @@ pub trait WriteAt: Send + Sync {
     /// Ends the file at `len` bytes and makes it visible under its name.
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()>;
 
-    /// The same for a file that its writer has forgotten, so that it may not be all that was to be
-    /// written: what has the name already stays.
+    /// Ends a file that its writer never finished, and which may be incomplete. A file that has the
+    /// name already stays.
     fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
         self.publish(len, cancel).map(|()| UnclosedOutcome::InPlace)
     }
 }
 
-/// The outcome of a file that its writer has forgotten.
+/// The outcome of a file that its writer never finished.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum UnclosedOutcome {
-    /// It was finished where it was being written, as its name or in the caller's file.
+    /// The file has its own name, or is the caller's open file.
     InPlace,
-    /// Its name is that of another file, which stays: it was finished under this one.
+    /// Another file has its name and stays; the new file has this name instead.
     OtherName(PathBuf),
-    /// It was given up: an object cannot be read before it is complete.
+    /// The upload was aborted: an object cannot be read before it is complete.
     Aborted,
 }
 

@@ -22,7 +22,7 @@ use crate::sys::process::DropInOwner;
 
 /// Allocates memory of a device, on the caller's thread.
 pub trait Allocate {
-    /// Allocates memory for tensors, each of so many bytes. `first` is the place of the first of them.
+    /// Allocates memory for tensors of these lengths. `first` is the position of the first of them.
     fn allocate(&mut self, first: usize, lens: &[u64]) -> Result<Vec<DeviceMemory>>;
 
     /// Returns the stream that is current on the device.
@@ -33,7 +33,8 @@ pub trait Allocate {
 pub struct ReadyTensor {
     /// Its number in the file.
     pub number: usize,
-    /// Its bytes. Those on a device are for work that is queued on the current stream from now on.
+    /// Its bytes. On a device, only work that is queued on the current stream from now on may use
+    /// them.
     pub memory: ReadyMemory,
 }
 
@@ -102,8 +103,8 @@ impl TensorIterator {
         Ok(iterator)
     }
 
-    /// Waits for the next tensors: one, or several small ones. Several count as taken only when
-    /// this is called again. None at the end.
+    /// Waits for the next tensors: one, or several small ones. Several small tensors count against
+    /// the budget until the next call. None at the end.
     pub fn next(
         &mut self,
         mut allocate: Option<&mut dyn Allocate>,
@@ -164,7 +165,7 @@ impl TensorIterator {
         try_collect_results(landed, LISTS)
     }
 
-    /// Allocates the memory that may be taken now.
+    /// Allocates the memory that the budget allows now.
     fn allocate(&self, allocate: &mut dyn Allocate) -> Result<()> {
         let Some((to, blocks)) = &self.shared.device else { return Ok(()) };
         let window = &self.shared.window;

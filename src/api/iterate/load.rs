@@ -1,5 +1,6 @@
 //! The load of an iterator, on a thread of its own, in the order of the file. Tensors that can be
-//! read straight to their destination come in one read, others in groups by way of host memory.
+//! read straight to their destination are loaded by one read. Others are loaded in groups, through
+//! host memory.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -59,7 +60,7 @@ struct IteratorLoad<'r> {
     cancel: &'r dyn Cancel,
 }
 
-/// Tensors by place, each with its number in the file.
+/// Tensors by position in the order of the file, each with its number in the file.
 type NumberedTensors = Vec<(usize, usize)>;
 
 impl IteratorLoad<'_> {
@@ -94,8 +95,8 @@ impl IteratorLoad<'_> {
         Ok(())
     }
 
-    /// Loads tensors, given by their places in the order of the file: those that are read straight
-    /// to their destination, and groups of others at the same time.
+    /// Loads tensors, given by their positions in the order of the file. Tensors that are read
+    /// straight to their destination and groups of other tensors are loaded at the same time.
     fn all(&self, tensors: &[usize], upload: Option<&DeviceUpload<'_>>) -> Result<()> {
         let file = &self.shared.file;
         let numbers = tensors.iter().filter_map(|&tensor| self.shared.numbers.get(tensor).copied());
@@ -153,7 +154,7 @@ impl IteratorLoad<'_> {
         if entry.whole.is_some() {
             return Ok(direct_ranges(file, entry, self.options.verify, &self.rules)?.is_some());
         }
-        // A stream cannot be read again, should decryption in chunks turn out to be impossible.
+        // A stream cannot be read a second time if decryption in chunks fails.
         Ok(!on_device || file.decryption().is_none() || file.is_seekable())
     }
 
@@ -206,7 +207,7 @@ impl IteratorLoad<'_> {
         upload.read(&request, (&[], &locations), &mut || Ok(false)).map(drop)
     }
 
-    /// Loads tensors group by group, by way of host memory.
+    /// Loads tensors group by group, through host memory.
     fn grouped(&self, tensors: &[(usize, usize)], upload: Option<&DeviceUpload<'_>>) -> Result<()> {
         let window = &self.shared.window;
         let mut remaining = tensors;
@@ -227,8 +228,9 @@ impl IteratorLoad<'_> {
         Ok(())
     }
 
-    /// Returns how many of the first tensors form one group: all slices, or all whole. The span of
-    /// a group, with other tensors that lie in it, is limited to a part of the bytes read ahead.
+    /// Returns how many of the first tensors form one group, which has either slices or whole
+    /// tensors. The file range of a group, unwanted tensors included, is limited to a part of the
+    /// bytes read ahead.
     fn group_len(&self, tensors: &[(usize, usize)]) -> Result<usize> {
         let (file, window) = (&self.shared.file, &self.shared.window);
         let most = window.max_batch_len();

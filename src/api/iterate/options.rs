@@ -17,7 +17,7 @@ pub enum Order {
 pub struct IterateOptions {
     /// Load options.
     pub load: LoadOptions,
-    /// The most bytes of tensors that are in memory or in flight, and not yet taken. A single
+    /// Maximum bytes of tensors that are in memory or in flight and not handed out yet. A single
     /// tensor may be larger.
     pub buffer_bytes: u64,
     /// The order in which they are handed out.

@@ -17,11 +17,11 @@ pub(super) struct ReadPlan {
     pub(super) extents: Vec<Extent>,
     /// The destination of each extent's data.
     pub(super) locations: Vec<ExtentLocation>,
-    /// The place of each extent's tensor in the order of the file.
+    /// The position of each extent's tensor in the order of the file.
     pub(super) tensors: Vec<usize>,
     /// The number of each extent's tensor in the selection.
     pub(super) selected: Vec<usize>,
-    /// Tensors of which nothing is read, by their places in the order of the file.
+    /// Tensors of which nothing is read, by their positions in the order of the file.
     pub(super) unread: Vec<usize>,
     /// Tensors without data, of which only the header is read.
     pub(super) without_data: HashSet<usize>,

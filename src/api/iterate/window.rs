@@ -13,9 +13,10 @@ use crate::fallible::{LISTS, try_push, try_repeat};
 use crate::mem::HostBuffer;
 use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
-/// The part of the bytes read ahead that one batch or one group may have, so that several are in flight.
+/// The divisor of the read-ahead that limits one batch or one group, so that several are in flight.
 const BATCH_FRACTION: u64 = 8;
-/// Small tensors are handed out together: at most so many, with at most this part of the bytes read ahead.
+/// Limits of small tensors that are handed out together: their number, and the divisor of the
+/// read-ahead that limits their bytes.
 const MAX_TOGETHER: usize = 1024;
 const TOGETHER_FRACTION: u64 = 16;
 /// The most blocks that are allocated together, and the most bytes of them.
@@ -66,7 +67,7 @@ pub enum Requester {
     Groups,
 }
 
-/// Tensors that can only come together: from `first` on, up to `end`.
+/// Tensors that share a batch and so arrive together: from `first` on, up to `end`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct PendingBatch {
     first: usize,
@@ -103,8 +104,8 @@ struct WindowState {
 }
 
 impl WindowState {
-    /// True if a batch waits for memory, and all tensors before it were handed out. Its
-    /// tensors can only come together, so that they have to be granted beyond the budget.
+    /// True if a batch waits for memory, and all tensors before it were handed out. Its tensors
+    /// arrive only together, so they must be granted beyond the budget.
     fn is_starved(&self) -> bool {
         let starves = |pending: &PendingBatch| {
             self.granted < pending.end && self.all_handed_out_before >= pending.first
@@ -266,7 +267,7 @@ impl Window {
         self.room.notify_all();
     }
 
-    /// Drops tensors that wait for the caller, and makes readers stop.
+    /// Closes the window: drops tensors that wait for the caller, and makes readers stop.
     pub fn close(&self) {
         let mut state = self.state();
         state.closed = true;
@@ -290,9 +291,9 @@ impl Window {
         self.room.notify_all();
     }
 
-    /// Notes that memory for so many tensors could not be allocated: from now on, no more is read
-    /// ahead than now. Returns false if the load has to fail: there is not enough memory for one
-    /// tensor, and none will be freed.
+    /// Notes that memory for `count` tensors could not be allocated, and limits the read-ahead to
+    /// its present size. Returns false if the load must fail because no memory will be freed for
+    /// even one tensor.
     pub fn allocation_failed(&self, count: usize) -> bool {
         let mut state = self.state();
         state.budget = state.outstanding.max(1);

@@ -31,7 +31,7 @@ impl Key {
         &self.0.0.0
     }
 
-    /// Derives another key for a purpose. It reveals nothing about this one.
+    /// Derives another key for a purpose. The derived key reveals nothing about this one.
     pub fn subkey(&self, purpose: &str) -> Option<Key> {
         let derived = Zeroizing::new(sodium::keyed_hash(purpose.as_bytes(), self.bytes()));
         Key::new(&*derived)

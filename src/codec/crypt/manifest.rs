@@ -1,10 +1,10 @@
-//! The manifest: an authentication tag over all that the format's own encryption leaves open. That is
-//! names, types, shapes, order and positions of tensors, their hashes, nonces and tags.
+//! The manifest: an authentication tag over everything that the encryption of the data does not
+//! protect: names, types, shapes, order and positions of tensors, their hashes, nonces and tags.
 //!
-//! It is in the last bytes of the index block, which other readers take for padding. The tag is a
-//! BLAKE2b under a key derived from the file's. It covers the prologue, the index up to the manifest,
-//! and a keyed BLAKE2b of each tensor's header in the order of the index. Headers hold the tags of all
-//! pieces of data, so no part of the file can be exchanged unnoticed.
+//! The manifest is in the last bytes of the index block. Other readers ignore these bytes as
+//! padding. The tag is a BLAKE2b under a key derived from the file's. It covers the prologue, the
+//! index up to the manifest, and a keyed BLAKE2b of each tensor's header in the order of the index.
+//! Headers hold the tags of all pieces of data, so no part of the file can be exchanged unnoticed.
 
 use super::{Key, sodium};
 use crate::error::{Error, Result};
@@ -15,8 +15,8 @@ const MAGIC: [u8; 8] = *b"TZSEAL01";
 /// Bytes at the end of the index block: magic and tag.
 pub const MANIFEST_LEN: usize = MAGIC.len() + 32;
 
-/// A keyed hash of a header. It cannot be computed without the key, nor be found by timing comparisons,
-/// which take constant time.
+/// A keyed hash of a header, which cannot be computed without the key. Comparisons take constant
+/// time, so their duration reveals nothing.
 #[derive(Clone, Copy)]
 pub struct HeaderTag([u8; 32]);
 

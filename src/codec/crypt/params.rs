@@ -20,13 +20,13 @@ pub const MAX_OPSLIMIT: u64 = u32::MAX as u64;
 pub const MIN_MEMLIMIT: u64 = 8192;
 /// Maximum memory of Argon2id in bytes, as in libsodium.
 pub const MAX_MEMLIMIT: u64 = 4_398_046_510_080;
-/// Limits of the derivations that a file may ask for, unless the caller allows more. They are above
-/// libsodium's `SENSITIVE`, which is 4 passes over 1 GiB.
+/// Limits of the key derivations that a file may require, unless the caller allows more. They are
+/// above libsodium's `SENSITIVE`, which is 4 passes over 1 GiB.
 const USUAL_OPSLIMIT: u64 = 16;
 const USUAL_MEMLIMIT: u64 = 2 << 30;
 /// Limit of passes times bytes for all keys of a file together: two derivations at `SENSITIVE`.
 const USUAL_WORK: u128 = 8 << 30;
-/// Maximum number of keys that one file may ask for.
+/// Maximum number of derived keys that one file may require.
 const MAX_KEYS: usize = 64;
 
 /// Options for encryption.
@@ -61,11 +61,11 @@ pub struct DecryptionOptions {
     derived: ForkSafeMutex<Vec<(KeyDerivation, Key)>>,
     /// Held while a key is derived, so that each key is derived once.
     deriving: ProcessLock,
-    /// The derivations that each file has asked for, by its path or address.
+    /// The derivations that each file has required, by its path or address.
     derivation_costs: ForkSafeMutex<HashMap<String, DerivationCost>>,
 }
 
-/// The derivations that a file has asked for so far.
+/// The derivations that a file has required so far.
 
 #[derive(Clone, Copy)]
 struct DerivationCost {
@@ -92,8 +92,9 @@ impl DecryptionOptions {
         }
     }
 
-    /// Sets the maximum passes, and the maximum memory in bytes, that a file may ask for; None for the
-    /// default. All keys of a file together may then cost as much as one derivation at both limits.
+    /// Sets the maximum passes, and the maximum memory in bytes, that a derivation of a file may
+    /// take; None for the default. All keys of a file together may then cost as much as one
+    /// derivation at both limits.
     pub fn allow(&mut self, opslimit: Option<u64>, memlimit: Option<u64>) {
         if opslimit.is_some() || memlimit.is_some() {
             self.max_opslimit = opslimit.unwrap_or(self.max_opslimit);
@@ -188,8 +189,8 @@ impl DecryptionOptions {
 /// Lets one derivation run at a time: each takes as much memory as its file asks for.
 static DERIVING: ProcessLock = ProcessLock::new();
 
-/// Derives a key from a passphrase. A derivation that runs cannot be stopped: if the call is cancelled,
-/// its thread is left to finish, and the next derivation waits for it.
+/// Derives a key from a passphrase. A running derivation cannot be stopped. If the call is
+/// cancelled, its thread runs to the end, and the next derivation waits for it.
 pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) -> Result<Key> {
     let out_of_memory = || Error::OutOfMemory {
         bytes: derivation.memlimit,

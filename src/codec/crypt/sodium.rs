@@ -11,8 +11,9 @@ use crate::sys;
 /// Bytes of a key.
 pub const KEY_LEN: usize = 32;
 
-/// Initialises the library once, which makes it use the features of the processor. Without a source of
-/// random numbers that would end the process. Then it is left out, and the library is slower.
+/// Initialises the library once, which makes it use the features of the processor. Without a source
+/// of random numbers, initialisation would end the process, so it is skipped, and the library is
+/// slower.
 pub fn start() {
     static STARTED: OnceLock<()> = OnceLock::new();
     STARTED.get_or_init(|| {

@@ -56,7 +56,7 @@ impl fmt::Debug for AwsCredentialSource {
 }
 
 impl AwsCredentialSource {
-    /// The present credentials.
+    /// The current credentials.
     pub async fn get(&self) -> Result<Credentials, MissingCredentials> {
         match self {
             AwsCredentialSource::Fixed(credentials) => Ok(credentials.clone()),
@@ -68,7 +68,7 @@ impl AwsCredentialSource {
         }
     }
 
-    /// Forgets the credentials that were used at that time: a server has refused them.
+    /// Removes the credentials that were in use at that time, because a server has refused them.
     pub fn invalidate(&self, used: Instant) {
         if let AwsCredentialSource::Chain(provider) = self {
             provider.invalidate(used);
@@ -100,7 +100,7 @@ pub fn profile() -> Option<String> {
     })
 }
 
-/// The settings of environment and profile. No server is asked.
+/// The settings of environment and profile. Contacts no server.
 pub async fn settings(region: String, options: &TransportOptions) -> SdkConfig {
     let mut loader = aws_config::defaults(BehaviorVersion::latest()).region(Region::new(region));
     if let Some(profile) = profile() {
@@ -109,7 +109,7 @@ pub async fn settings(region: String, options: &TransportOptions) -> SdkConfig {
     loader.http_client(LazySdkClient::new(options)).load().await
 }
 
-/// The region that the environment or the profile names.
+/// The region from the environment or the profile.
 pub async fn named_region() -> Option<String> {
     let mut of_profile = ProfileFileRegionProvider::builder();
     if let Some(profile) = profile() {
@@ -119,7 +119,7 @@ pub async fn named_region() -> Option<String> {
     found.or_else(of_profile.build()).region().await.map(|region| region.to_string())
 }
 
-/// AWS's files; None where they are not well-formed, which the chain itself reports.
+/// The profiles in AWS's files; None if the files are malformed, which the chain itself reports.
 async fn profiles() -> Option<ProfileSet> {
     let profile = profile().map(Into::into);
     aws_config::profile::load(&Fs::real(), &Env::real(), &Default::default(), profile).await.ok()
@@ -140,7 +140,7 @@ pub async fn trust() -> Option<Trust> {
     Some(Trust::Bundle { path, named_by: "`ca_bundle` of AWS's profile" })
 }
 
-/// Refuses a profile that is in no file: the chain would skip it where there are no files, and find
+/// Refuses a profile that no file contains. Without files, the chain would skip the profile and use
 /// other credentials.
 pub async fn check_profile(uri: &str) -> Result<()> {
     let Some(profile) = profile().filter(|name| name != "default") else { return Ok(()) };
@@ -194,7 +194,7 @@ struct AwsChain {
 impl BuildCredentialChain for AwsChain {
     fn build(&self, _answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
         Box::pin(async {
-            // It reads the present environment, which may name other credentials by now.
+            // The chain reads the current environment, which may have changed since the snapshot.
             if !snapshot(String::new()).has_same_variables(&self.snapshot) {
                 return Err(MissingCredentials::Failed(Failure::permanent(
                     ErrorKind::PermissionDenied,
@@ -208,7 +208,7 @@ impl BuildCredentialChain for AwsChain {
     }
 }
 
-/// A provider of the SDK as a chain.
+/// A credential provider of the SDK as a credential chain.
 struct AwsProvider(SharedCredentialsProvider);
 
 impl CredentialChain for AwsProvider {
@@ -230,8 +230,9 @@ fn missing_credentials(error: CredentialsError) -> MissingCredentials {
     MissingCredentials::Failed(Failure::transient(ErrorKind::PermissionDenied, what))
 }
 
-/// True if nothing names credentials. Other clouds have another service in the place of AWS's metadata
-/// service, so that no or a strange answer from there means the same; a busy service does not.
+/// True if no credentials are configured. Other clouds have their own service at the address of
+/// AWS's metadata service. No response, or an unexpected one, from this address therefore also
+/// means that there are none; a busy service does not.
 fn is_absent(error: &CredentialsError) -> bool {
     let of_metadata_service = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
     match of_metadata_service {

@@ -40,10 +40,10 @@ const AUTHORITY_KEYS: [AzureConfigKey; 3] =
 /// Settings that the chain uses before Azure's command line.
 const PREFERRED_TO_CLI: [AzureConfigKey; 3] =
     [AzureConfigKey::Token, AzureConfigKey::ClientSecret, AzureConfigKey::FederatedTokenFile];
-/// Bytes of the longest signature: a request's address has an end.
+/// Maximum bytes of a signature, because servers limit the length of a URL.
 const LONGEST_SIGNATURE: usize = 8 << 10;
 
-/// The container that is asked for.
+/// The requested container.
 pub struct AzureContainer<'c> {
     pub name: &'c str,
     /// Account and host ending, where the address names them.
@@ -144,7 +144,7 @@ fn configured(values: &AzureSettings<'_>, account: &AzureAccount) -> Result<Micr
     Ok(builder.with_config(AzureConfigKey::SasKey, signature))
 }
 
-/// Refuses settings that would have tokens come from Azure's command line.
+/// Refuses settings that would get tokens from Azure's command line.
 fn refuse_cli(values: &AzureSettings<'_>, has_account_credentials: bool) -> Result<()> {
     let kind = value(values, AzureConfigKey::CredentialType);
     let others =
@@ -159,7 +159,7 @@ fn refuse_cli(values: &AzureSettings<'_>, has_account_credentials: bool) -> Resu
     Err(Error::InvalidArgument(what.to_owned()))
 }
 
-/// The account of a container, that of its address or of the environment, and what is known of it.
+/// The account of a container: from its address, or from the environment.
 fn account(
     container: &AzureContainer<'_>,
     values: &AzureSettings<'_>,

@@ -1,6 +1,6 @@
-//! The one cache of credentials. They are kept for the process as long as the variables and files that
-//! name them stay the same. They are renewed before they expire, and looked up again when a server
-//! refuses them.
+//! The cache of credentials. It keeps them per process while the variables and files that they come
+//! from stay the same. Credentials are renewed before they expire, and looked up again when a
+//! server refuses them.
 
 use std::future::Future;
 use std::io::ErrorKind;
@@ -78,7 +78,7 @@ pub struct FoundCredential {
 /// Why there are no credentials.
 #[derive(Debug)]
 pub enum MissingCredentials {
-    /// Nothing names any: objects are read anonymously.
+    /// No credentials are configured: objects are read anonymously.
     Absent,
     /// They could not be obtained.
     Failed(Failure),
@@ -87,7 +87,7 @@ pub enum MissingCredentials {
 impl From<MissingCredentials> for Failure {
     fn from(missing: MissingCredentials) -> Self {
         match missing {
-            // Only for a request whose bucket was opened with credentials, which are gone now.
+            // Only for a request whose bucket was opened with credentials that no longer exist.
             MissingCredentials::Absent => {
                 Failure::transient(ErrorKind::PermissionDenied, "no credentials were found")
             }
@@ -100,18 +100,18 @@ impl From<MissingCredentials> for Failure {
 pub type CredentialFuture<'p, T> =
     Pin<Box<dyn Future<Output = Result<T, MissingCredentials>> + Send + 'p>>;
 
-/// A cloud's chain of places in which credentials are found.
+/// A cloud's credential chain, which searches several sources in order.
 pub trait CredentialChain: Send + Sync {
     fn get(&self) -> CredentialFuture<'_, FoundCredential>;
 }
 
-/// Builds a chain, which asks no server yet.
+/// Builds a credential chain without contacting a server.
 pub trait BuildCredentialChain: Send + Sync {
-    /// `answered` is to be set once a server of credentials has answered.
+    /// The chain sets `answered` once a credential server has responded.
     fn build(&self, answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>>;
 
-    /// True if failures mean that there are no credentials unless a server of credentials answers:
-    /// the machine may have none.
+    /// True if the machine may have no credentials. Until a credential server has responded,
+    /// failures then mean that there are none.
     fn is_optional(&self) -> bool {
         false
     }
@@ -130,10 +130,10 @@ pub struct CredentialProvider {
 /// The cached state of a snapshot.
 #[derive(Default)]
 struct CredentialSlot {
-    /// Held while the chain is asked, so that only one thread asks.
+    /// Held during a lookup, so that only one thread runs it.
     asking: tokio::sync::Mutex<()>,
     state: Mutex<CredentialSlotState>,
-    /// True once a server of credentials has answered.
+    /// True once a credential server has responded.
     answered: Arc<AtomicBool>,
 }
 
@@ -160,7 +160,7 @@ impl CredentialProvider {
         CredentialProvider { snapshot: Arc::new(snapshot), builder, has_found: Arc::default() }
     }
 
-    /// The present credentials. While they cannot be renewed, the old ones serve until they expire or
+    /// The current credentials. If renewal fails, the old credentials are used until they expire or
     /// are refused.
     pub async fn get(&self) -> Result<CloudCredential, MissingCredentials> {
         let entry = CACHE.get(&self.snapshot);
@@ -203,7 +203,7 @@ impl CredentialProvider {
         entry.store(found)
     }
 
-    /// Forgets the credentials that were used at that time: a server has refused them.
+    /// Removes the credentials that were in use at that time, because a server has refused them.
     pub fn invalidate(&self, used: Instant) {
         CACHE.get(&self.snapshot).invalidate(used);
     }
@@ -320,7 +320,7 @@ mod tests {
         assert!(cached().is_none());
         assert_eq!(store(expiring("one", 3600)).unwrap(), "one");
         assert_eq!(cached().unwrap().unwrap(), "one");
-        // A server of credentials that is away for a moment.
+        // The credential server is temporarily unavailable.
         assert_eq!(store(failed()).unwrap(), "one");
         // Expired credentials are looked for at once.
         assert_eq!(store(expiring("two", -1)).unwrap(), "two");

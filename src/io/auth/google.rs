@@ -116,7 +116,8 @@ fn default_login_file(snapshot: &Snapshot) -> Option<PathBuf> {
     Some(home.join(".config/gcloud").join(LOGIN_FILE))
 }
 
-/// Refuses a folder without that file where the usual folder has one: the chain would find that.
+/// Refuses a folder without that file if the default folder contains one, because the chain would
+/// use that one.
 fn check_login_file(snapshot: &Snapshot) -> Result<()> {
     let elsewhere = snapshot.variable("CLOUDSDK_CONFIG").is_some_and(|text| !text.is_empty());
     match default_login_file(snapshot).filter(|file| elsewhere && file.exists()) {

@@ -16,7 +16,7 @@ pub struct S3Cfg {
 }
 
 impl S3Cfg {
-    /// Reads the file that was named, which must be there, or `~/.s3cfg`, which need not.
+    /// Reads the given file, which must exist, or `~/.s3cfg`, which may be missing.
     pub fn find(named: Option<&Path>) -> Result<Self> {
         if let Some(path) = named {
             let path_text = path.display().to_string();

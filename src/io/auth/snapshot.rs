@@ -21,8 +21,8 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Takes a snapshot of the variables for which `is_relevant` is true, and of the files that `files`
-    /// finds in it. Snapshots of other scopes differ.
+    /// Takes a snapshot of the variables for which `is_relevant` is true, and of the files whose
+    /// paths `files` returns for it. Snapshots of different scopes are never equal.
     pub fn take(
         scope: String,
         is_relevant: impl Fn(&[u8]) -> bool,

@@ -81,7 +81,7 @@ pub struct TokenClient {
 }
 
 impl TokenClient {
-    /// A client with the options of a source or sink, but for its headers and certificates.
+    /// A client with the options of a source or sink, except their headers and certificates.
     pub fn new(options: &TransportOptions, may_be_absent: bool, settings: FixedSettings) -> Self {
         let (headers, trust_settings) = (Vec::new(), CREDENTIALS_SETTINGS);
         let trust = options.credential_trust.clone();
@@ -151,8 +151,9 @@ fn is_link_local(host: &str) -> bool {
     host == "metadata.google.internal" || host.parse().is_ok_and(|ip: Ipv4Addr| ip.is_link_local())
 }
 
-/// True if an answer is that of a token server, and not that of another server at the same address, or
-/// of a machine whose metadata service is disabled. Google's marks its answers.
+/// True if a response comes from a token server. False for another server at the same address, and
+/// for a machine whose metadata service is disabled. Google's server marks its responses with a
+/// header.
 fn is_token_server(status: StatusCode, google: bool) -> bool {
     let of_google = google && status == StatusCode::FORBIDDEN;
     status.is_success() || of_google || is_transient_for_tokens(status)
@@ -175,7 +176,7 @@ fn check_expiry(host: &str, body: &[u8]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The document with which a token server refuses.
+/// The error document of a token server.
 #[derive(Deserialize)]
 struct TokenErrorDocument {
     error: String,

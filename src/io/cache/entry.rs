@@ -1,9 +1,9 @@
-//! An entry of the cache: the bytes of a server's file at their own positions, behind them a flag for each
-//! chunk of 64 KiB that is present, and a line of JSON that describes the file.
+//! An entry of the cache: a file with the bytes of a server's file at their own positions, one flag
+//! for each chunk of 64 KiB (1 if present), and a line of JSON that describes the file.
 //!
-//! Bytes are written before their flag, so that a process may be killed at any time. A crash of the machine
-//! may lose what was written last: until it was synced as a whole, an entry is valid only in the boot in
-//! which it was made.
+//! Bytes are written before their flag, so a process may be killed at any time. A crash of the
+//! machine may lose recent writes. Until a complete entry is synced, it is therefore valid only
+//! until the next boot.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, IoSlice};
@@ -29,7 +29,7 @@ const BLOCK: u64 = DISK_BLOCK as u64;
 const TRAILER_LEN: u64 = 4 * BLOCK;
 /// The most flags that are read at once.
 const MAX_FLAGS_READ: u64 = 4096;
-/// Sizes below this overflow nowhere.
+/// Maximum size of a file; sums of such sizes do not overflow.
 const MAX_LEN: u64 = 1 << 60;
 const FORMAT: u32 = 1;
 
@@ -37,7 +37,7 @@ const FORMAT: u32 = 1;
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct FileVersion {
     format: u32,
-    /// Its address without secrets, which tells servers and objects apart.
+    /// The address without secrets, which identifies server and object.
     name: String,
     /// The address as messages show it.
     uri: String,
@@ -55,7 +55,8 @@ struct EntryTrailer {
     synced: bool,
 }
 
-/// One file may be shown under several addresses, as by a signed one and without its signature.
+/// One file may have several display addresses, such as a signed URL and the same URL without its
+/// signature. Two versions are equal even if these differ.
 impl PartialEq for FileVersion {
     fn eq(&self, other: &FileVersion) -> bool {
         let FileVersion { format, name, uri: _, tag, len } = other;
@@ -142,7 +143,7 @@ pub struct CacheEntry {
     path: PathBuf,
     version: FileVersion,
     complete: bool,
-    /// True once it is neither read nor written: the disk is full or broken.
+    /// True once the entry is neither read nor written any more, because the disk is full or fails.
     disabled: AtomicBool,
     /// True once something was written.
     written: AtomicBool,
@@ -204,7 +205,8 @@ impl CacheEntry {
         Ok(entry)
     }
 
-    /// Opens an entry of any version of a file, of which the first chunk is present. That is no use of it yet.
+    /// Opens an entry of any version of a file, of which the first chunk is present. Does not count
+    /// as a use.
     pub fn open_latest(path: &Path, name: &str) -> io::Result<Option<Self>> {
         let Some(entry) = Self::open_if(path, |found| found.name == name)? else { return Ok(None) };
         let first = 0..CHUNK.min(entry.file_len());
@@ -287,8 +289,8 @@ impl CacheEntry {
         self.disabled.store(true, Ordering::Relaxed);
     }
 
-    /// Looks up whether the first of some bytes are present, and up to where that holds. The range is not
-    /// empty.
+    /// Returns whether the first byte of a non-empty range is present, and the end of the bytes
+    /// like it.
     pub fn presence(&self, range: &Range<u64>) -> io::Result<Presence> {
         let chunks = self.chunks_of(range);
         let flags = self.flags(chunks.start..chunks.end.min(chunks.start + MAX_FLAGS_READ))?;
@@ -372,8 +374,8 @@ impl CacheEntry {
     }
 }
 
-/// Syncs what was written. A complete entry is then valid in later boots, and one that could not be synced
-/// is not used again: a later reader would not learn of the failure.
+/// Syncs what was written. A complete entry is then valid after later boots. An entry that could
+/// not be synced is not used again, because later readers would not notice the failure.
 impl Drop for CacheEntry {
     fn drop(&mut self) {
         if !self.written.load(Ordering::Relaxed) {
@@ -381,12 +383,12 @@ impl Drop for CacheEntry {
         }
         let Ok(file) = self.file.try_clone() else { return };
         let version = self.version.clone();
-        // On another thread: a disk may take its time.
+        // On another thread, because a sync may take long.
         let sync = move || {
             let trailer = |boot, synced| EntryTrailer { version: version.clone(), boot, synced };
             let synced = file.sync_data().and_then(|()| {
                 if count_present(&file, &version)? == version.chunks() {
-                    // A sync is no use of the entry.
+                    // A sync does not count as a use of the entry.
                     let used = file.metadata()?.modified()?;
                     write_trailer(&file, &trailer(boot(), true))?;
                     file.set_modified(used)?;

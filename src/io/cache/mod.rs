@@ -68,8 +68,8 @@ impl Cache {
         Ok(Cache { folder: Arc::new(folder), max_bytes })
     }
 
-    /// The last entry of a file, whatever its version, so that the server can be asked whether it still
-    /// has that; None without one, or if it cannot be used.
+    /// The latest entry of a file, of any version. The server can then be asked whether it still
+    /// has this version. None if there is no usable entry.
     pub fn latest(&self, name: &str) -> Option<CacheEntry> {
         self.check_folder().ok()?;
         let prefix = format!("{}-", FileVersion::prefix(name));

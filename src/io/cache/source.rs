@@ -16,17 +16,18 @@ use crate::io::{CachedHead, Capabilities, LocalCopy, ReadAt, read_exact_at};
 use crate::mem::{Buffers, FilledPart};
 use crate::sys;
 
-/// Pause between two looks for what another process fetches.
+/// Poll interval while another process fetches the bytes.
 const PEER_POLL: Duration = Duration::from_millis(20);
 
 /// A source with a file of which some chunks are cached. Others are fetched and written. If another
-/// process is fetching them, they are waited for.
+/// process is fetching them, reads wait for it.
 struct CachedSource {
     origin: CacheOrigin,
     entry: CacheEntry,
-    /// True once another process has taken too long: none is waited for any more.
+    /// True once another process has exceeded the time limit. From then on, this source waits for
+    /// no process.
     stopped_waiting: AtomicBool,
-    /// The source that replaces the entry once that is not trusted.
+    /// The source that replaces the entry once the entry is not trusted.
     replacement: OnceLock<Arc<dyn ReadAt>>,
 }
 
@@ -84,7 +85,7 @@ struct CompleteSource {
 struct CompleteEntry {
     origin: CacheOrigin,
     entry: CacheEntry,
-    /// The source that replaces the entry once that is not trusted.
+    /// The source that replaces the entry once the entry is not trusted.
     replacement: OnceLock<Arc<dyn ReadAt>>,
 }
 
@@ -159,7 +160,7 @@ impl LocalCopy for CompleteSource {
 }
 
 impl CachedSource {
-    /// Reads bytes of the entry; an error or none means that they are not there.
+    /// Reads bytes of the entry. An error, or 0 bytes, means that they are not present.
     fn read_cached(&self, range: &Range<u64>, buffers: &mut Buffers<'_>) -> std::io::Result<usize> {
         let read = buffers.tee(
             len(range),
@@ -171,8 +172,8 @@ impl CachedSource {
         Ok(read)
     }
 
-    /// Reads bytes from the server, and writes them to the entry, with the rest of their chunks, so that
-    /// none is fetched again. They are written while they arrive: the connection goes on meanwhile.
+    /// Reads the chunks that contain these bytes from the server, and writes them to the entry, so
+    /// that no byte is fetched twice. Writes run while further bytes arrive.
     fn fetch(
         &self,
         range: &Range<u64>,
@@ -192,8 +193,8 @@ impl CachedSource {
         })
     }
 
-    /// Writes to the entry what has arrived from `start` on and was not written before, if that
-    /// is at least `min_bytes` bytes.
+    /// Writes the new bytes, which arrived from `start` on, to the entry if they are at least
+    /// `min_bytes`.
     fn write_arrived(
         &self,
         start: u64,

@@ -42,16 +42,17 @@ use server_speed::DEFAULT_GAP;
 const HEAD_LEN: u64 = 1 << 20;
 /// Bytes of a request: at 100 MB/s and 50 ms of latency a fourteenth of its time is latency.
 const REQUEST_LEN: u64 = 64 << 20;
-/// Connections of a load at its beginning: as many as a server in the same rack has use for.
+/// Initial connections of a load: as many as a server in the same rack can use.
 const FIRST_CONNECTIONS: usize = 4;
-/// The most connections that a load makes by itself: 100 MB/s each fill a network of 25 Gbit/s.
+/// Maximum connections of a load unless the caller sets a number. At 100 MB/s each, they fill a
+/// network of 25 Gbit/s.
 const MAX_CONNECTIONS: usize = 32;
 
 /// A file of a server with ranges.
 pub struct HttpSource {
     display_address: String,
     url: FileUrl,
-    /// The location to which redirects have led, which may cease to exist.
+    /// The location to which redirects have led; it may expire.
     moved: ForkSafeMutex<Option<Arc<RequestTarget>>>,
     clients: Arc<ClientPool>,
     options: OpenOptions,
@@ -59,7 +60,7 @@ pub struct HttpSource {
     head: Arc<[u8]>,
     headers: Vec<(String, String)>,
     tls: bool,
-    /// True if the server sends ahead of reads, by HTTP/2.
+    /// True if the server sends bytes before they are read, by HTTP/2.
     sends_ahead: bool,
 }
 
@@ -73,7 +74,7 @@ pub fn open(address: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result
     open_as(url, &display_address, options, cancel)
 }
 
-/// Opens an address that messages call `display_address`.
+/// Opens an address; messages name it `display_address`.
 pub fn open_as(
     url: Url,
     display_address: &str,
@@ -97,7 +98,7 @@ pub fn open_url(
     open_with_clients((url, tls), Arc::new(clients), display_address, options, cancel)
 }
 
-/// Opens a URL by clients that other files may have too.
+/// Opens a URL with clients that may be shared with other files.
 fn open_with_clients(
     (url, tls): (FileUrl, bool),
     clients: Arc<ClientPool>,
@@ -105,10 +106,12 @@ fn open_with_clients(
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
-    // Bytes of servers that are not verified are not cached for those that are.
+    // Bytes from a server whose certificate is not verified must not be used for loads that verify
+    // it.
     let cache = options.cache.clone().filter(|_| options.transport.trust != Trust::Anything);
     let cache = cache.zip(url.cache_key());
-    // Several files may have one shown address: later responses must prove which file it is.
+    // Several files may have the same display address, so later responses must prove which file it
+    // is.
     let cached = options.cached_heads.of(&display_address);
     let cached = cached.filter(|head| head.tag.is_some() || head.modified.is_some());
     let mut entry = None;
@@ -204,7 +207,8 @@ fn request_head(
 ) -> Result<HeadResponse> {
     let budget = RetryBudget::new("reading", display_address, &options.transport, cancel).opening();
     let range = ByteRange { start: 0, end: options.first.unwrap_or(HEAD_LEN) };
-    // False once a server has answered 304 for another tag, as those may that compare weak ones.
+    // False once a server has responded 304 for another tag, as servers that compare tags weakly
+    // may do.
     let is_conditional = Cell::new(true);
     let head = retry::run(&budget, || {
         clients.with_client(&budget, |client| {
@@ -224,7 +228,8 @@ fn request_head(
                     is_conditional.set(confirmed.is_ok());
                     confirmed?;
                 } else if first.has_ranges && first.validators.len != Some(0) {
-                    // Without ranges the body is the whole file, and with an error a page.
+                    // Without range support the body is the whole file; after an error it is an
+                    // error page.
                     let begun = clock::now();
                     bytes = client.read_body(response, first.len, &budget).await?;
                     clients.speed().record_body(bytes.len() as u64, clock::since(begun));
@@ -274,7 +279,7 @@ pub(crate) fn capabilities(len: Option<u64>, options: &TransportOptions) -> Capa
     }
 }
 
-/// An address as messages show it; None if it is none.
+/// The address for messages; None if it cannot be parsed.
 pub fn display_address(address: &str) -> Option<String> {
     Url::parse(address).ok().map(|url| display_url(&url))
 }
@@ -326,8 +331,8 @@ impl HttpSource {
         outcome.map(drop).map_err(|failure| failure.if_redirected(at.is_some()))
     }
 
-    /// Fails if the server has another file than the one that was opened, and says what differs. The
-    /// connection is a new one: a server may close that of its refusal without a word.
+    /// Fails if the server has another file than the one that was opened, and says what differs.
+    /// Uses a new connection, because a server may close that of its refusal.
     fn check_file(
         &self,
         at: Option<&Arc<RequestTarget>>,

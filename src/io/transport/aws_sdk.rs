@@ -58,7 +58,7 @@ pub struct LazySdkClient {
 }
 
 impl LazySdkClient {
-    /// A client with the options of a source or sink, but for its headers and certificates.
+    /// A client with the options of a source or sink, except their headers and certificates.
     pub fn new(options: &TransportOptions) -> Self {
         let (headers, trust_settings) = (Vec::new(), AWS_CREDENTIALS_SETTINGS);
         let trust = options.credential_trust.clone();

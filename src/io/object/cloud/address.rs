@@ -16,13 +16,13 @@ pub enum Cloud {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CloudAddress {
     pub cloud: Cloud,
-    /// The address as messages show it.
+    /// The address for messages, without secrets.
     pub display_address: String,
     /// Account and host ending, where the address names them.
     pub account: Option<(String, String)>,
-    /// Or container.
+    /// The bucket or container.
     pub bucket: String,
-    /// Or blob.
+    /// The key of the object, or the name of the blob.
     pub key: String,
 }
 

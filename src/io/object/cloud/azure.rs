@@ -19,11 +19,11 @@ const LIMITS: UploadLimits =
 const CHECKSUM: &str = "x-ms-content-crc64";
 /// The metadata with the mark of a blob. Its name may have letters and digits only.
 const MARK: &str = "x-ms-meta-tensorizerupload";
-/// The code for blocks that are not, or no longer, those of this blob.
+/// The error code for blocks that do not exist, or no longer exist, in this blob.
 const OTHER_BLOCKS: &str = "InvalidBlockList";
-/// The code for a blob with blocks whose names have another length.
+/// The error code for a blob with blocks whose names have another length.
 const OTHER_NAMES: &str = "InvalidBlobOrBlock";
-/// The code for a blob with too many blocks.
+/// The error code for a blob with too many blocks.
 const TOO_MANY_BLOCKS: &str = "BlockCountExceedsLimit";
 
 /// A blob.
@@ -135,7 +135,7 @@ impl UploadProtocol for Blob {
     }
 
     fn abort(&self, _upload: &str, _cancel: &dyn Cancel) -> Result<()> {
-        // There is no such call: Azure forgets blocks that were not listed after a week.
+        // Azure has no such call; it deletes uncommitted blocks after a week.
         Ok(())
     }
 }

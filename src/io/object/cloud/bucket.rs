@@ -24,8 +24,8 @@ pub struct CloudBucket {
     pub credentials: Option<CredentialProvider>,
 }
 
-/// Finds the bucket of an address. A server is asked only whether this machine has an identity, where
-/// the settings name none.
+/// Finds the bucket of an address. Contacts a server only to find out whether this machine has an
+/// identity, if the settings state none.
 pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Result<CloudBucket> {
     let found = match address.cloud {
         Cloud::Google => google_auth::settings(&address.bucket, options)?,
@@ -40,7 +40,7 @@ pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Resu
     let credentials = match found.identity {
         RequestIdentity::Anonymous => None,
         RequestIdentity::Configured => Some(found.credentials),
-        // A machine whose service fails has one: its requests are tried again.
+        // A machine whose metadata service fails has an identity: its requests are retried.
         RequestIdentity::Machine => match found.credentials.get().await {
             Err(MissingCredentials::Absent) => None,
             Ok(_) | Err(MissingCredentials::Failed(_)) => Some(found.credentials),

@@ -44,7 +44,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, options, cancel)
 }
 
-/// An address as messages show it; None if it is none.
+/// The address for messages; None if it cannot be parsed.
 pub fn display_address(uri: &str) -> Option<String> {
     CloudAddress::parse(uri).ok().map(|address| address.display_address)
 }
@@ -146,7 +146,7 @@ mod tests {
                 if simulated_cloud.now() == 43_320 {
                     simulated_cloud.revoke_all();
                 }
-                // Behind the head, which is cached.
+                // Positions after the head, which is cached.
                 let (at, mut bytes) = (OBJECT_LEN / 2 + simulated_cloud.now(), [0; 5]);
                 let what = || "bytes".to_owned();
                 read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), &what, &Never)

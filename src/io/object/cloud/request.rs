@@ -22,9 +22,9 @@ use crate::io::transport::{
 
 /// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
 const COMBINE_LIMIT: Duration = Duration::from_secs(120);
-/// Codes of uploads whose bytes are not what was sent.
+/// Error codes for uploads that arrived damaged.
 const DAMAGED: [&str; 3] = ["BadDigest", "Crc64Mismatch", "Md5Mismatch"];
-/// Codes of servers that do not know the header with a checksum.
+/// Error codes of servers that do not support the header with a checksum.
 const UNKNOWN_CHECKSUM: [&str; 3] = ["FeatureNotSupported", "NotImplemented", "UnsupportedHeader"];
 
 /// A request of an upload.
@@ -220,7 +220,7 @@ impl CloudObject {
         answer.map_err(|error| self.with_hint(error))
     }
 
-    /// The outcome of a last request that has failed, and whose answer may have been lost: a success if the
+    /// The outcome of a failed last request, whose response may have been lost: success if the
     /// object has `len` bytes, and the mark of this upload in a header.
     pub fn confirm_completed(
         &self,

@@ -8,13 +8,14 @@ const VERSION: &str = "versionId=";
 
 /// `s3://bucket/key`, or `s3://bucket/key?versionId=version`.
 ///
-/// Key and version are as they stand there: a percent sign is one. A key with `?` or `#` cannot be
-/// named, as in the package that this one succeeds; that one left away what is behind them.
+/// Key and version are taken literally: a percent sign is not an escape. A key with `?` or `#`
+/// cannot be addressed. The earlier package had the same limit, and ignored everything after these
+/// characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct S3Address {
     pub bucket: String,
     pub key: String,
-    /// None: the latest.
+    /// The version; None for the latest.
     pub version: Option<String>,
 }
 
@@ -39,7 +40,7 @@ impl S3Address {
         };
         let version = query.map(version_of);
         if version == Some(None) {
-            // Without what was found, which may be a secret.
+            // The message does not quote the query, which may be a secret.
             let what = format!(
                 "`{}`: only ?{VERSION}... may follow the key, which cannot contain `?` or `#`; \
                  tensorizer 2 dropped the rest, and opened `s3://{object}`",
@@ -50,7 +51,7 @@ impl S3Address {
         Ok(S3Address { bucket: bucket.to_owned(), key: key.to_owned(), version: version.flatten() })
     }
 
-    /// The address as messages show it. No part of it is a secret.
+    /// The address for messages. No part of it is a secret.
     pub fn display_address(&self) -> String {
         let S3Address { bucket, key, version } = self;
         match version {

@@ -45,16 +45,17 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, &options, cancel)
 }
 
-/// An address as messages show it; None if it is none.
+/// The address for messages; None if it cannot be parsed.
 pub fn display_address(uri: &str) -> Option<String> {
     S3Address::parse(uri).ok().map(|address| address.display_address())
 }
 
-/// The time until which a URL is used that is signed now with credentials that expire then.
+/// The time until which a URL is used that is signed at `now` with credentials that expire at
+/// `expiry`.
 pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> SystemTime {
     let expiry =
         [now.checked_add(VALID_FOR), credentials].into_iter().flatten().min().unwrap_or(now);
-    // Towards their end there may be new credentials at any time, and signing costs nothing.
+    // Shortly before they expire, new credentials may appear at any time, and signing costs little.
     let ends = expiry.duration_since(now).is_ok_and(|remaining| remaining <= RENEWAL_MARGIN);
     if ends { retry_at(now, expiry) } else { renew_at(now, expiry) }
 }
@@ -226,7 +227,7 @@ mod tests {
             let options = OpenOptions { transport: net, s3, cache: None, ..environment };
             let source = open("s3://bucket/key", &options, &Never).unwrap();
             while simulated_cloud.now() < 24 * 3600 {
-                // Behind the head, which is cached.
+                // Positions after the head, which is cached.
                 let (at, mut bytes) = (OBJECT_LEN / 2 + simulated_cloud.now(), [0; 5]);
                 let what = || "bytes".to_owned();
                 read_exact_at(&*source, at, &mut Buffers::from_slice(&mut bytes), &what, &Never)

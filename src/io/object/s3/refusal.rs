@@ -1,4 +1,5 @@
-//! Refusals of S3: their documents, whether to try again, and the region to which AWS sends a request.
+//! Error responses of S3: their documents, whether to retry, and the region to which AWS redirects
+//! a request.
 
 use std::error::Error as _;
 use std::io::ErrorKind;
@@ -16,7 +17,7 @@ use crate::io::transport::{Failure, says_expired, status_failure};
 /// The header with the region of a bucket.
 const BUCKET_REGION: &str = "x-amz-bucket-region";
 
-/// Codes of uploads whose bytes are not what was sent.
+/// Error codes for uploads that arrived damaged.
 const DAMAGED: [&str; 2] = ["BadDigest", "XAmzContentChecksumMismatch"];
 
 /// The error document of a refusal.
@@ -51,8 +52,8 @@ pub fn bucket_region_of(headers: &HeaderMap) -> Option<&str> {
 }
 
 impl S3Bucket {
-    /// True if AWS has named another region, to which requests go from now on; only once. `asked` is the
-    /// host of the request, before which another thread may have learnt of the region.
+    /// True if AWS has named another region, to which later requests go; only once. `asked`: the
+    /// host of the request. Another thread may have found the region since the request was sent.
     pub fn follows_region(&self, headers: &HeaderMap, asked: Option<&str>) -> bool {
         let Some(region) =
             bucket_region_of(headers).filter(|_| matches!(self.server, Server::Aws { .. }))
@@ -132,7 +133,8 @@ impl S3Bucket {
                 }
             }
             let refused = self.refusal(status, &headers, &document);
-            // A success whose body reports an error, or is none of S3; or bytes that were not sent so.
+            // A status of success with an error, or with a document that is not from S3, or bytes
+            // that were damaged in transit.
             let is_damaged = document.code.as_deref().is_some_and(|code| DAMAGED.contains(&code));
             if status.is_success() || is_damaged {
                 return Failure::transient(ErrorKind::InvalidData, refused.error.to_string());
@@ -141,7 +143,8 @@ impl S3Bucket {
             let moved = self.follows_region(&headers, None);
             return refused.if_renewable(expired || moved);
         }
-        // Requests and credentials fail with a failure of the transport, some causes down.
+        // The cause chain of errors of requests and credentials contains a failure of the
+        // transport.
         let mut cause = error.source();
         while let Some(found) = cause {
             if let Some(failure) = found.downcast_ref::<Failure>() {

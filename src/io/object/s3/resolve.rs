@@ -25,22 +25,22 @@ use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The variable that names the payer of requests.
 const PAYER: &str = "AWS_REQUEST_PAYER";
-/// The region that requests are signed for if nothing says otherwise.
+/// The default region for signatures.
 const DEFAULT_REGION: &str = "us-east-1";
 
 /// A bucket: its server, and the credentials of requests.
 pub struct S3Bucket {
     pub server: Server,
-    /// True if an argument, a file or the environment names the server.
+    /// True if an argument, a file or the environment states the server.
     pub is_endpoint_named: bool,
     pub bucket: String,
-    /// None: requests are anonymous.
+    /// None for anonymous requests.
     pub credentials: Option<AwsCredentialSource>,
-    /// True if credentials were looked for, and there are none.
+    /// True if a search for credentials has found none.
     pub none_found: bool,
-    /// The region that was named, or is usual.
+    /// The configured region, or the default one.
     region: String,
-    /// The region of the bucket, where AWS has named another.
+    /// The region of the bucket, if AWS has named another one.
     pub bucket_region: ForkSafeMutex<Option<String>>,
     requester_pays: bool,
     /// True if uploads carry checksums.
@@ -55,7 +55,8 @@ impl S3Bucket {
             .region(Region::new(self.region()))
             // Checksums of whole objects say nothing about ranges, and asking would be signed.
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
-            // Ours are headers: many servers do not know checksums behind a body.
+            // Checksums are sent as headers here, because many servers do not support checksums
+            // after a body.
             .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
         let config = self.server.configure(config);
         match &self.credentials {
@@ -142,8 +143,8 @@ pub async fn resolve(
     let (credentials, none_found) =
         credentials((access, secret), &default_region, options, &uri).await?;
     let is_endpoint_named = named.is_some();
-    // Credentials of AWS's chain go to AWS, whatever the region. Nothing else says where keys of other
-    // origins belong, and old scripts expect the default.
+    // Credentials of AWS's chain are only sent to AWS, whatever the region. For other keys nothing
+    // states the server, and old scripts expect the default.
     let server = match (named, &credentials) {
         (Some(server), _) => server,
         (None, Some(AwsCredentialSource::Chain(_))) if force_http => {
@@ -197,7 +198,7 @@ async fn credentials(
             let keys = AwsCredentialSource::Chain(provider(region.to_owned(), options));
             match keys.get().await {
                 Ok(_) => Ok((Some(keys), false)),
-                // No error: the object may be public.
+                // Not an error, because the object may be public.
                 Err(MissingCredentials::Absent) => Ok((None, true)),
                 Err(MissingCredentials::Failed(failure)) => {
                     let what = failure.error.to_string();
@@ -211,7 +212,7 @@ async fn credentials(
     }
 }
 
-/// True if the variable says that the requester pays. Programs differ in the word for it.
+/// True if the variable states that the requester pays. Programs use different values for it.
 fn requester_pays(value: Option<&OsStr>) -> Result<bool> {
     match value.map(OsStr::to_ascii_lowercase).as_deref().map(OsStr::to_str) {
         None | Some(Some("" | "false" | "0")) => Ok(false),

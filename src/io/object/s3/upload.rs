@@ -38,9 +38,9 @@ pub struct S3Object {
     requests: UploadRequests<Client>,
     address: S3Address,
     resolved: S3Bucket,
-    /// The mark by which the object is recognised.
+    /// The mark by which this upload's object is recognised.
     mark: String,
-    /// The server's agreement at the beginning.
+    /// The server's support for checksums, as found at the beginning.
     checksum_support: OnceLock<ChecksumSupport>,
 }
 
@@ -50,11 +50,11 @@ const MARK: &str = "tensorizer-upload";
 /// A server's use of checksums of uploads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ChecksumSupport {
-    /// It gets none.
+    /// The server is sent none.
     None,
-    /// It gets those of parts, and may ignore them.
+    /// The server is sent those of parts, and may ignore them.
     Parts,
-    /// It compares those of parts, and that of the object.
+    /// The server compares those of parts, and that of the object.
     All,
 }
 
@@ -110,7 +110,7 @@ impl S3Object {
         };
         let region = self.resolved.region();
         let invalidate = |used| {
-            // Credentials are as good in another region.
+            // Credentials are valid in every region.
             if let Some(keys) = &self.resolved.credentials
                 && self.resolved.region() == region
             {
@@ -132,7 +132,7 @@ impl S3Object {
         sent.map_err(|error| error.at_host(&self.resolved.host()))
     }
 
-    /// True if the object is that of this upload.
+    /// True if the object comes from this upload.
     fn is_complete(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
         let found = self.request(cancel, |client| async move {
             let head = client.head_object().bucket(&self.address.bucket).key(&self.address.key);
@@ -297,7 +297,8 @@ impl UploadProtocol for S3Object {
             async move { complete.send().await.map(drop).map_err(|e| self.resolved.failure(e)) }
         });
         match completed {
-            // It was completed, and the answer lost, if the object is what was sent.
+            // If the object has the mark of this upload, it was completed and only the response was
+            // lost.
             Err(Error::Io { error, .. })
                 if error.kind() == ErrorKind::NotFound && self.is_complete(len, cancel)? =>
             {
@@ -317,7 +318,7 @@ impl UploadProtocol for S3Object {
     }
 }
 
-/// The number of a part as the SDK has it.
+/// The number of a part in the SDK, which counts from 1.
 fn sdk_part_number(number: u64) -> Result<i32> {
     i32::try_from(number).map_err(|_| Error::Bug(format!("a part with the number {number}")))
 }

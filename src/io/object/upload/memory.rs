@@ -56,8 +56,8 @@ impl UploadBudget {
         parts.clamp(1, self.writers.max(1))
     }
 
-    /// Positions of the file that may be written in turns. Each has an incomplete part, and so has the
-    /// end of the tensor before it.
+    /// Maximum number of positions at which the file may be written alternately. Each needs memory
+    /// for two incomplete parts: its own, and that with the end of the tensor before it.
     pub fn max_positions(&self, part_len: u64) -> usize {
         let parts = usize::try_from(self.limit(part_len) / part_len).unwrap_or(usize::MAX);
         (parts.saturating_sub(self.writers(part_len)) / 2).max(1)
@@ -168,14 +168,14 @@ impl PartMemory {
         SendingPart(self)
     }
 
-    /// Frees unused memory, after the upload was given up.
+    /// Frees unused memory after the upload was aborted.
     pub fn clear(&self) {
         self.state().free = Vec::new();
     }
 }
 
 impl SendingPart<'_> {
-    /// Takes back the memory of a part; None if a cancelled request still has it.
+    /// Takes back the memory of a part; None if a cancelled request still uses it.
     pub fn done(self, len: usize, memory: Option<Vec<u8>>) {
         let mut state = self.0.state();
         match memory {

@@ -1,8 +1,8 @@
 //! Multipart uploads: parts are sent while others are still being written.
 //!
-//! The first part holds the prologue and the index, which are written last; it is kept until
-//! then. Any other part is sent by a thread that has just written. Nothing can be read under
-//! the address before the server has been told to put the parts together.
+//! The first part holds the prologue and the index, which are written last; it is retained until
+//! then. Any other part is sent by a thread that has just completed a write. The object is
+//! invisible until the server is told to combine the parts.
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 
@@ -44,7 +44,7 @@ struct MultipartUpload {
     object: Arc<dyn UploadProtocol>,
     state: Mutex<UploadState>,
     memory: PartMemory,
-    /// The server's name of the upload, once it has begun.
+    /// The server's id of the upload, once it has begun.
     upload_id: Mutex<Option<Arc<str>>>,
     /// True once a request was cancelled: then the upload is aborted quickly.
     interrupted: AtomicBool,
@@ -84,8 +84,8 @@ impl UploadSink {
         })))
     }
 
-    /// Aborts the upload: what was there before stays. The error is that of a call that was cancelled
-    /// before the server has answered.
+    /// Aborts the upload; an earlier object of this name stays. The error is that of a cancelled
+    /// call.
     pub fn abort(&self, cancel: &dyn Cancel) -> Result<()> {
         self.0.abort("its upload was aborted", cancel)
     }
@@ -145,7 +145,7 @@ impl MultipartUpload {
                     Error::Cancelled
                 })
             };
-            // Nothing more can be done about a server that does not answer; it shows to no reader.
+            // If the server does not respond, nothing more can be done. No reader sees the parts.
             let _ = run_detached(&waits, move || object.abort(&upload_id, &Never));
             return interrupted.into_inner().map_or(Ok(()), Err);
         }
@@ -180,7 +180,7 @@ impl MultipartUpload {
         Ok(())
     }
 
-    /// The number of the first part behind the head.
+    /// The number of the first part after the head.
     fn first_part(&self) -> u64 {
         self.object.limits().head_parts() + 1
     }
@@ -193,7 +193,7 @@ impl MultipartUpload {
         ))
     }
 
-    /// Puts bytes into the head, and says how many belong there.
+    /// Copies bytes into the head, and returns how many belong there.
     fn write_head(state: &mut UploadState, head_len: u64, at: u64, bytes: &[u8]) -> Result<usize> {
         let too_large = |_| Error::Bug("a head beyond memory".to_owned());
         let start = usize::try_from(at).map_err(too_large)?;
@@ -205,7 +205,7 @@ impl MultipartUpload {
         Ok(len)
     }
 
-    /// Puts bytes into one part.
+    /// Copies bytes into one part.
     fn write_part(&self, offset: u64, bytes: &[u8], cancel: &dyn Cancel) -> Result<usize> {
         let too_large = |_| Error::Bug("a part beyond memory".to_owned());
         let (range, start, part) = {
@@ -249,7 +249,7 @@ impl MultipartUpload {
         }
     }
 
-    /// Sends what is left and has the server put everything together.
+    /// Sends the remaining parts, and has the server combine all parts.
     fn publish(&self, len: u64, cancel: &dyn Cancel) -> Result<()> {
         drop(self.open_state()?);
         self.send_ready_parts(cancel)?;

@@ -22,7 +22,7 @@ impl UploadLimits {
         self.max_parts / 10
     }
 
-    /// Part numbers for the bytes behind the head.
+    /// Part numbers for the bytes after the head.
     fn body_parts(self) -> u64 {
         self.max_parts - self.head_parts()
     }
@@ -38,33 +38,33 @@ impl UploadLimits {
     }
 }
 
-/// An announced length is far more than what was written before if it is this many times as long.
+/// An announced length counts as far more than the written length if it exceeds it by this factor.
 const MUCH_MORE: u64 = 3;
 
-/// The parts of an object, as far as they were asked for.
+/// The parts of an object that were requested so far.
 ///
-/// What was announced is cut into parts of one length, if it is far more than was written before.
-/// Otherwise parts are so long that the numbers left would hold twice as much again as there is
-/// already: however much is written, the numbers suffice.
+/// If the announced length is far more than was written before, it is cut into parts of one length.
+/// Otherwise, each part is so long that the remaining part numbers could hold twice the present
+/// length. So part numbers never run out, however much is written.
 #[derive(Debug)]
 pub struct PartPlan {
     limits: UploadLimits,
-    /// Bytes that are written last, whole parts.
+    /// Length of the head, which is written last; a multiple of the length of parts.
     pub head_len: u64,
-    /// Bytes of each part of the head, and of the first ones behind it.
+    /// Length of each part of the head, and of the first parts after it.
     pub part_len: u64,
-    /// Parts behind the head: their number for each length.
+    /// The announced bytes after the head, and the length of their parts.
     announced: (u64, u64),
-    /// The end of each part behind the head, counted from there.
+    /// The end of each part after the head, relative to the head's end.
     ends: Vec<u64>,
 }
 
-/// A part behind the head.
+/// A part after the head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PartRange {
-    /// From 0 on.
+    /// Its number, counted from 0.
     pub number: u64,
-    /// Counted from the end of the head.
+    /// Its start, relative to the end of the head.
     pub start: u64,
     pub len: u64,
 }

@@ -65,15 +65,15 @@ pub trait UploadProtocol: Send + Sync {
         cancel: &dyn Cancel,
     ) -> Result<()>;
 
-    /// Has the server forget the parts.
+    /// Aborts the upload; the server deletes its parts.
     fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()>;
 }
 
-/// A part that the server has.
+/// A part that the server has received.
 pub struct SentPart {
     pub number: u64,
-    /// The server's name of it.
+    /// The server's name of the part, such as an `ETag`.
     pub tag: String,
-    /// The checksum that was sent, if the server compares that of the object too.
+    /// The checksum that was sent, if the server also compares that of the object.
     pub checksum: Option<Checksum>,
 }

@@ -11,7 +11,8 @@ use crate::io::transport::{
 };
 use crate::sys::clock;
 
-/// The connections of one object. `C` is what makes requests; the number counts the bytes that it sends.
+/// The connections of one object. `C` is the client that makes requests; the number counts the
+/// bytes that it sends.
 pub struct UploadRequests<C> {
     pub display_address: String,
     pub options: TransportOptions,
@@ -20,7 +21,8 @@ pub struct UploadRequests<C> {
 }
 
 impl<C: Clone> UploadRequests<C> {
-    /// The connections of the object that messages call `display_address`; `tls` is true for `https://`.
+    /// The connections of an object. `display_address`: its address for messages. `tls`: true for
+    /// `https://`.
     pub fn new(display_address: String, options: TransportOptions, tls: bool) -> Result<Self> {
         let config = ClientConfig::new(&options, tls).map_err(Error::InvalidArgument)?;
         Ok(UploadRequests { display_address, options, config, pool: ConnectionPool::default() })
@@ -46,7 +48,7 @@ impl<C: Clone> UploadRequests<C> {
             self.pool.give_back(connection);
             if outcome.as_ref().is_err_and(Failure::is_renewable) {
                 invalidate(begun);
-                // Clients may sign for the region that was wrong.
+                // Clients may still sign for the wrong region.
                 self.pool.clear();
             }
             outcome
