@@ -33,7 +33,7 @@ static LENT: ForkSafeMutex<Option<HashMap<i64, LentTensors>>> = ForkSafeMutex::n
 static LOADED: ForkSafeMutex<Option<HashMap<i64, LoadedTensors>>> = ForkSafeMutex::new(None);
 
 /// A number under which tensors are exchanged. Dropping it drops tensors that were not fetched, so
-/// that a call which fails half-way leaves nothing behind.
+/// that a call that fails half-way leaves no tensors in the table.
 pub struct ExchangeHandle(i64);
 
 impl ExchangeHandle {

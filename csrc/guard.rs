@@ -6,7 +6,7 @@ use tensorizer::error::{Error, Result};
 
 /// Runs the body of a function that C++ calls; a panic becomes an error.
 pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    // A panicking body drops all that it has changed, so that no half-changed state is seen.
+    // A panic drops all values that the body has changed, so no inconsistent state remains visible.
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
         let text = panic
             .downcast_ref::<&str>()

@@ -78,7 +78,7 @@ pub fn load_tensors(
             set_slot(&mut locations, at, location);
         }
     }
-    // Called also if no tensor is asked for: the hash of the whole file is compared then, too.
+    // Also called without tensors, because the hash of the whole file is compared then, too.
     if !in_host.numbers.is_empty() || selection.is_empty() {
         let loaded = load_counted(file, &in_host.numbers, options, counters, cancel)?;
         for (&at, tensor) in in_host.positions.iter().zip(loaded) {
@@ -158,7 +158,8 @@ fn into_new_blocks(
         let end = starts.get(at + 1).copied().unwrap_or(lens.len());
         allocations.push(Allocation::new(found, start, lens.get(start..end).unwrap_or(&[])));
     }
-    // The devices take turns: the first reads for one do not wait for all memory of another.
+    // The devices take turns, so that reads for one device do not wait until all memory of another
+    // is allocated.
     let mut turn = 0;
     let mut allocate = || {
         for _ in 0..allocations.len() {
@@ -223,8 +224,8 @@ pub(crate) fn check_type(entry: &Entry) -> Result<()> {
     Err(Error::Unsupported(format!("tensor `{}`: torch has no dtype for {dtype_name}", entry.name)))
 }
 
-/// Returns how many of the first blocks to allocate together. Not all: the first reads need not
-/// wait for the last block.
+/// Returns how many of the first blocks to allocate together. Not all of them, so that the first
+/// reads do not wait for the last block.
 fn blocks_at_once(lens: &[u64]) -> usize {
     const LEN: u64 = 256 << 20;
     const MOST: usize = 1024;

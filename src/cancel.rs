@@ -1,8 +1,8 @@
 //! Cancellation of calls.
 //!
 //! Every function that may wait takes a [`Cancel`], and checks it at least every 100 ms. On the
-//! caller's own thread it is that of the caller, which may check for a signal. On other threads it
-//! tells whether the call goes on.
+//! caller's own thread it is the caller's check, for example for signals. On other threads it is a
+//! check of whether the call has ended.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, TryLockError};
@@ -20,9 +20,9 @@ pub const POLL: Duration = Duration::from_millis(50);
 /// Poll interval while waiting for a lock.
 const LOCK_POLL: Duration = Duration::from_millis(10);
 
-/// Decides if a call is to go on.
+/// A check for cancellation.
 pub trait Cancel: Sync {
-    /// Returns an error once the call is to end. The call ends with this error.
+    /// Returns an error if the call must end. The call ends with this error.
     fn check(&self) -> Result<()>;
 }
 
@@ -100,9 +100,9 @@ impl RetryableOnce {
     }
 }
 
-/// Runs work that cannot be stopped, such as a sync to a disk that hangs, on a thread of its own. If
-/// the call is cancelled before the work ends, that thread is left behind, with all that was moved into
-/// it.
+/// Runs work that cannot be stopped, such as a sync to a disk that hangs, on a thread of its own.
+/// If the call is cancelled before the work ends, the thread continues, and owns everything that
+/// was moved into it.
 pub fn run_detached<T: Send + 'static>(
     cancel: &dyn Cancel,
     work: impl FnOnce() -> T + Send + 'static,
@@ -126,7 +126,7 @@ pub fn run_detached<T: Send + 'static>(
     loop {
         match receive.recv_timeout(POLL) {
             Ok(done) => {
-                // The thread has nothing left to do but to end.
+                // The thread only has to exit.
                 let _ = thread.join();
                 return Ok(done);
             }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
-/// Calls a function under a condition, such as that no thread changes the environment meanwhile.
+/// A guard: calls a function while, for example, no thread changes the environment.
 pub type Guard = fn(&mut dyn FnMut());
 
 static GUARD: OnceLock<Guard> = OnceLock::new();

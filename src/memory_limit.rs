@@ -21,13 +21,12 @@ const MIN_OVERHEAD: u64 = 256 << 10;
 /// The share of a limit that staging buffers, parts of uploads or tensors may take where readers or
 /// writers need memory too: three quarters.
 const SHARE: (u64, u64) = (3, 4);
-/// Maximum bytes that a thread of a save copies at once: two pieces of encryption, and some bytes
-/// around them.
+/// Maximum bytes that a thread of a save copies at once: two pieces of encryption and a margin.
 const COPIED: u64 = 6 << 20;
 /// Minimum bytes for copies that wait for their hash.
 const WAITING: u64 = 2 << 20;
-/// Bytes for reading, before more than the largest tensor is held, or more than one batch is read at a
-/// time. At most half of a limit goes to reading for this reason.
+/// Bytes that reading gets before tensors get more than the largest one needs, or before a second
+/// batch is fetched concurrently; at most half of the limit.
 const READS: u64 = 16 << 20;
 /// Minimum bytes of a batch that a member of a group fetches.
 const BATCH: u64 = 1 << 20;
@@ -37,7 +36,7 @@ const BATCH: u64 = 1 << 20;
 pub struct MemoryLimit {
     /// Bytes; None if the caller sets no limit.
     bytes: Option<u64>,
-    /// Bytes of the original limit that are set aside for something else, and are not part of `bytes`.
+    /// Bytes of the original limit that are reserved for other uses, and are not part of `bytes`.
     reserved: u64,
 }
 
@@ -65,8 +64,8 @@ impl LoadNeeds {
         self.reader.saturating_add(MIN_OVERHEAD).saturating_add(self.gathers)
     }
 
-    /// The same if a server sends ahead as much as the limit allows: at most two windows, which are a
-    /// quarter of the limit.
+    /// The same for a server that sends ahead as much as the limit allows: at most two windows,
+    /// together a quarter of the limit.
     pub fn minimum_with_read_ahead(&self) -> u64 {
         let minimum = self.minimum();
         minimum.saturating_add((minimum / 3 + 1).max(2 * SHORTEST_WINDOW))
@@ -107,7 +106,7 @@ pub struct SaveNeeds {
 }
 
 impl SaveNeeds {
-    /// The needs of a save of tensors in host memory, which are hashed.
+    /// The memory that a save of tensors in host memory needs, with hashes.
     pub fn of_host(uploads: bool, encrypted: bool) -> Self {
         let (retained, part) = if uploads { (PART_LEN, PART_LEN) } else { (0, 0) };
         let thread = if uploads { CONNECTION } else { 0 };
@@ -172,13 +171,13 @@ impl MemoryLimit {
         Ok(MemoryLimit { bytes, ..self })
     }
 
-    /// Returns what remains of the limit if `reserved` bytes of it are set aside for something else.
+    /// Returns the limit without `reserved` bytes, which are for other uses.
     pub fn reserving(self, reserved: u64) -> Self {
         let bytes = self.bytes.map(|bytes| bytes.saturating_sub(reserved));
         MemoryLimit { bytes, reserved: self.reserved.saturating_add(reserved) }
     }
 
-    /// Bytes of the limit that are set aside for something else.
+    /// Bytes of the limit that are reserved for other uses.
     pub fn reserved(self) -> u64 {
         self.reserved
     }

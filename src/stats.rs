@@ -57,7 +57,7 @@ pub fn times_first_touch() -> bool {
     TIMES_FIRST_TOUCH.load(Ordering::Relaxed)
 }
 
-/// The fallback of a pool of staging memory that is not all pinned.
+/// The reported fallback if some staging memory is not pinned.
 pub const PAGEABLE: &str =
     "pageable staging memory: the system or the driver refused to pin as much memory as needed";
 
@@ -124,7 +124,7 @@ impl Counters {
         self.most_threads.store(most, Ordering::Relaxed);
     }
 
-    /// Sets the way in which the source is read, if it can be read in several.
+    /// Sets the read method of the source, if it has several.
     pub fn reading(&self, how: &'static str) {
         *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = how;
     }
@@ -136,7 +136,7 @@ impl Counters {
         self.most_in_flight.fetch_max(most, Ordering::Relaxed);
     }
 
-    /// Records that a slower way was taken than possible, and why.
+    /// Records that a slower method was used, and the reason.
     pub fn fallback(&self, why: &str) {
         let mut all = self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner);
         if !all.iter().any(|recorded| recorded == why) {
@@ -194,19 +194,19 @@ pub struct Report {
     pub bytes: u64,
     /// Threads that moved them.
     pub threads: usize,
-    /// Maximum number of threads, had more of them helped.
+    /// Maximum number of threads that the call could have used.
     pub most_threads: usize,
     /// Time from the call to its return.
     pub elapsed: Duration,
     /// Time in each stage, summed over the threads, in the order of [`Stage::ALL`].
     pub stages: [Duration; Stage::ALL.len()],
-    /// The way in which the source was read, if it could be read in several; else empty.
+    /// The read method of the source, if it has several; else empty.
     pub reading: &'static str,
     /// Bytes of direct reads that were under way, on average.
     pub in_flight: u64,
     /// Maximum bytes of direct reads that were allowed to be under way.
     pub most_in_flight: u64,
-    /// Slower ways that were taken, and the reasons.
+    /// The reasons for slower methods that were used.
     pub fallbacks: Vec<String>,
 }
 

@@ -1,4 +1,5 @@
-//! Shares of a memory limit for the Python parts of a call, and the switch that times new memory.
+//! Division of a memory limit for the Python parts of a call, and the switch for timing memory
+//! allocation.
 
 use pyo3::prelude::*;
 use tensorizer::MemoryLimit;
@@ -6,10 +7,10 @@ use tensorizer::memory_limit::SaveNeeds;
 
 use crate::errors::Answer;
 
-/// Divides a limit between tensors that are held and the readers that bring them. `largest`: bytes
-/// of the largest tensor; `reader`: bytes that the readers need at least; `kept`: bytes of the
-/// limit that the caller uses itself. Returns the bytes of tensors, and the bytes that are not for
-/// the readers, with `kept`. Without a limit, tensors get the `wanted` bytes.
+/// Divides a limit between tensors in memory and the readers that load them. `largest`: bytes of
+/// the largest tensor; `reader`: minimum bytes for the readers; `kept`: bytes that are reserved for
+/// the caller. Returns the bytes for tensors, and the bytes that are not for the readers, `kept`
+/// included. Without a limit, tensors get the `wanted` bytes.
 #[pyfunction]
 #[pyo3(signature = (limit, wanted, largest, reader, kept = 0))]
 pub fn shares_of_tensors(
@@ -24,10 +25,11 @@ pub fn shares_of_tensors(
     Ok((tensors, rest.reserved()))
 }
 
-/// Divides a limit for a member of a group. `most`: bytes of a batch at most; `reads`: batches that
-/// are fetched at once, while `others` are sent or wait; `whole`: bytes of a batch at least;
-/// `reader`: bytes that fetching a batch needs at least. Returns the bytes of a batch, the number
-/// that is fetched at once, and the bytes of the limit that are not for fetching one of them.
+/// Divides a limit for a member of a group. `most`: maximum bytes of a batch; `reads`: number of
+/// batches that are fetched concurrently; `others`: number of batches that are being sent or wait;
+/// `whole`: minimum bytes of a batch; `reader`: minimum bytes for fetching a batch. Returns the
+/// bytes of a batch, the number of batches that are fetched concurrently, and the bytes of the
+/// limit that are not for fetching one of them.
 #[pyfunction]
 pub fn shares_of_group(
     limit: Option<u64>,
@@ -54,7 +56,7 @@ pub fn least_of_save(uploads: bool, encrypted: bool) -> u64 {
     SaveNeeds::of_host(uploads, encrypted).minimum()
 }
 
-/// Makes the loads of this process measure, or not, how long the system takes to provide new memory.
+/// Enables or disables timing of memory allocation in the loads of this process.
 #[pyfunction]
 pub fn time_first_touch(timed: bool) {
     tensorizer::stats::time_first_touch(timed);

@@ -93,8 +93,8 @@ pub fn plain_name(name: &Bound<'_, PyAny>) -> Option<Name> {
     if text.is_some_and(stored) { None } else { name_from_python(name).ok() }
 }
 
-/// Returns dtype without `torch.` and shape of entries. Equal ones share one object: many objects
-/// would make the garbage collector look at all others.
+/// Returns dtype without `torch.` and shape of entries. Equal values share one object, because many
+/// new objects would trigger the garbage collector.
 pub fn described<'e, 'py>(
     py: Python<'py>,
     entries: impl Iterator<Item = &'e Entry>,

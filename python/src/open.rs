@@ -61,7 +61,7 @@ impl<'py> CallOptions<'py> {
         })
     }
 
-    /// Returns the options of the environment, replaced by those of the call where it has any.
+    /// Returns the options of the environment, overridden by those of the call.
     fn resolved(&self) -> Answer<OpenOptions> {
         let mut found = OpenOptions::from_environment().map_err(Raised::from)?;
         found.s3 = self.s3()?;
@@ -145,7 +145,7 @@ pub fn open(
     Ok(Source::new(source, base))
 }
 
-/// True once the warning was given: for most servers, it is the same for all their files.
+/// True once the warning was issued. For most servers, it would be the same for all files.
 static WARNED: AtomicBool = AtomicBool::new(false);
 
 /// Warns, once per process, that the cache keeps nothing of a file.

@@ -111,18 +111,19 @@ impl Reader {
         Ok(gil::without(py, || self.file.unlock(options, &signals))?)
     }
 
-    /// Sets a callable that is told the bytes of tensor data that all loads have moved.
+    /// Sets a callable that gets the bytes of tensor data that all loads have moved.
     fn watch(&self, tell: Py<PyAny>) {
         self.loads.watch.set(tell);
     }
 
-    /// Limits the memory of its loads to `limit` bytes, less the bytes `beside` that the caller uses.
+    /// Limits the memory of its loads to `limit` bytes, of which `beside` bytes are reserved for
+    /// the caller.
     #[pyo3(signature = (limit, beside = 0))]
     fn limit_memory(&self, limit: Option<u64>, beside: u64) {
         self.loads.set_memory(MemoryLimit::of(limit).reserving(beside));
     }
 
-    /// Makes its loads read files through the page cache even if they are not in it: other
+    /// Makes its loads read files through the page cache even if they are not in it, because other
     /// processes of this machine load the same file at the same time.
     fn share_cache(&self) {
         self.loads.share_cache();
@@ -196,9 +197,9 @@ impl Reader {
         self.file.format().name()
     }
 
-    /// Returns the same files with the tensors of a pickle, which lie in their records. Each has
-    /// name, dtype without `torch.`, shape, `(record, position in it)` or None for the `meta`
-    /// device, and whether it has strides, so that this cannot load it.
+    /// Returns the same files with the tensors of a pickle, which are parts of the records. Each
+    /// has a name, a dtype without `torch.`, a shape, `(record, position in it)` or None for the
+    /// `meta` device, and true if it is strided and cannot be loaded here.
     fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTuple<'py>>) -> Answer<Self> {
         Ok(self.of_same(pickled(&self.file, py, tensors)?))
     }
@@ -231,7 +232,7 @@ impl Reader {
         self.file.entries().iter().map(|entry| entry.file).collect()
     }
 
-    /// The identity by which the other half of a saved object knows this file.
+    /// The identity by which the pickle of a saved object refers to this file.
     #[getter]
     fn pair_id(&self) -> Option<Cow<'static, [u8]>> {
         self.file.identity().map(|id| id.to_vec().into())
@@ -393,8 +394,9 @@ impl Reader {
     }
 
     /// Begins to load tensors one by one, in the order of the file, or as they are `ready`. At most
-    /// `buffer_bytes` bytes of them are held for the caller. They are handed out for the device's
-    /// current stream or, with `complete`, after their copies, for all its streams.
+    /// `buffer_bytes` bytes of tensors are in memory before they are handed out. They are handed
+    /// out for the device's current stream or, with `complete`, after their copies, for all its
+    /// streams.
     #[pyo3(signature = (numbers, *, verify, readers, device, buffer_bytes, ready, complete))]
     #[allow(clippy::too_many_arguments)]
     fn iterate(

@@ -20,11 +20,12 @@ use crate::signals;
 /// Bytes that one thread sends at a time.
 const CHUNK_LEN: usize = 8 << 20;
 
-/// Returns whether a file that was never closed exists, and its path if it did not get its own name.
+/// Describes a file that was never closed: true if it exists, and its path if it has another name
+/// than its own.
 pub fn describe_unclosed(outcome: UnclosedOutcome) -> (bool, Option<OsString>) {
     match outcome {
         UnclosedOutcome::InPlace => (true, None),
-        // Not as a `Path`: that may not work while the interpreter ends.
+        // Not as a `Path`, which may not be importable while the interpreter ends.
         UnclosedOutcome::OtherName(path) => (true, Some(path.into_os_string())),
         UnclosedOutcome::Aborted => (false, None),
     }

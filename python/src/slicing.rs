@@ -46,9 +46,9 @@ type SliceBounds = Vec<(u64, u64)>;
 type SliceAndIndex<'py> = (SliceBounds, Bound<'py, PyTuple>);
 
 /// Returns the same file with the selected parts of some tensors as its only tensors. For each
-/// index that has steps or drops dimensions, it also returns the place of the tensor and the index
-/// to apply to the loaded part. `other` is called with the place of an index that is not handled
-/// here: it returns ranges and the index to apply, or raises.
+/// index that has steps or drops dimensions, it also returns the position of the tensor in the list
+/// and the index to apply to the loaded part. `other` is called with the position of an index that
+/// is not handled here: it returns ranges and the index to apply, or raises.
 #[pyfunction]
 #[allow(clippy::type_complexity)]
 pub fn indexed<'py>(
@@ -84,7 +84,7 @@ pub fn indexed<'py>(
 
 /// Returns the same file with the parts of some tensors that a rank of `world` has as its only
 /// tensors. Each tensor is cut in one dimension, as `torch.chunk` cuts it. `other` is called with
-/// the place of a tensor that has no such dimension: it returns ranges, or raises.
+/// the position of a tensor that has no such dimension: it returns ranges, or raises.
 #[pyfunction]
 pub fn shards<'py>(
     reader: &Reader,

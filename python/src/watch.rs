@@ -26,13 +26,13 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Sets the callable that is told from now on; only the first one counts.
+    /// Sets the callable that gets reports from now on; later calls have no effect.
     pub fn set(&self, callback: Py<PyAny>) {
         let _ = self.callback.set(callback);
     }
 
-    /// Reports what a running call has moved, on the thread that checks for signals. An exception
-    /// of the callable ends the call.
+    /// Reports the bytes that a running call has moved, on the thread that checks for signals. An
+    /// exception of the callable ends the call.
     pub fn tick(&self, moved: u64) -> Result<()> {
         let Some(callback) = self.callback.get() else { return Ok(()) };
         let sum = self.ended_bytes.load(Ordering::Relaxed).saturating_add(moved);
@@ -43,7 +43,7 @@ impl Watch {
         reported.map_err(|e| Error::Caller(Box::new(e)))
     }
 
-    /// Adds what an ended call has moved, and reports the sum.
+    /// Adds the bytes of an ended call, and reports the sum.
     pub fn end(&self, moved: u64) -> Result<()> {
         self.ended_bytes.fetch_add(moved, Ordering::Relaxed);
         self.tick(0)

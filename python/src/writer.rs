@@ -191,7 +191,7 @@ impl Writer {
         self.progress.load(Ordering::Relaxed)
     }
 
-    /// Sets a callable that is told the bytes of tensor data that were written.
+    /// Sets a callable that gets the bytes of tensor data that were written.
     fn watch(&self, tell: Py<PyAny>) {
         self.watch.set(tell);
     }
@@ -202,7 +202,8 @@ impl Writer {
         self.with(py, |writer| Ok(writer.end()))
     }
 
-    /// Gives the file an identity: that of the file of which it is a copy, or one of its own.
+    /// Gives the file an identity: that of the file that it copies or, with None, one derived from
+    /// its content.
     #[pyo3(signature = (given))]
     fn set_pair(&self, py: Python<'_>, given: Option<[u8; 16]>) -> Answer<()> {
         let source = given.map_or(IdentitySource::FromContent, IdentitySource::Given);

@@ -33,8 +33,8 @@ impl Verify {
     }
 }
 
-/// Maximum size of a tensor that is hashed by the thread that moves it. Larger ones are hashed by any
-/// thread that is free: see [`super::HashPool`].
+/// Maximum size of a tensor that is hashed by the thread that moves it. Larger tensors are hashed
+/// by any idle thread: see [`super::HashPool`].
 pub const SMALL: u64 = 1024 << 10;
 
 /// Bytes that are hashed between two checks for cancellation: some milliseconds.

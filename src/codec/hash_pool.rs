@@ -209,7 +209,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
             queue.idle -= 1;
             more = more_to_move();
         }
-        // Near the end it is faster to leave the second stream to an idle thread than to hash both
+        // Near the end, leaving the second stream to an idle thread is faster than hashing both
         // here.
         let pair = more || queue.ready.len() > queue.idle + 1;
         Some(self.take_batch(queue, pair))

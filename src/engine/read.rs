@@ -25,10 +25,10 @@ use crate::mem::numa::Affinity;
 use crate::stats::{Counters, Stage};
 use crate::sys::sync::Mutex;
 
-/// Loads of fewer bytes are read on the calling thread: it would be done before a second thread
-/// runs.
+/// Loads of fewer bytes are read on the calling thread, which takes less time than starting a
+/// second one.
 const INLINE_LEN: u64 = 4 << 20;
-/// The same limit if bytes are decrypted or hashed.
+/// The same limit for loads that decrypt or hash.
 const INLINE_HASHED: u64 = 1 << 20;
 /// Bytes of one read step when hashes are verified. They stay in a core's L2 cache until they are
 /// hashed.
@@ -160,7 +160,7 @@ fn limited_by_receiver(limits: BatchLimits, request: &ReadRequest<'_>) -> BatchL
     BatchLimits { len, separate_len: limits.separate_len.min(max_len), tapers: false, ..limits }
 }
 
-/// Returns what hands out tensors as they are complete, if the call has a receiver.
+/// Returns the delivery of complete tensors, if the call has a receiver.
 fn completion<'r>(request: &ReadRequest<'r>) -> Result<Option<CompletionTracker<'r>>> {
     let new = |(receiver, tensors)| {
         CompletionTracker::new(receiver, tensors, request.extents, request.verify)
@@ -181,9 +181,9 @@ fn total(request: &ReadRequest<'_>) -> Result<u64> {
     Ok(lens.fold(0, u64::saturating_add))
 }
 
-/// True if large tensors are read first. Their bytes may then wait long for their hash, so nothing
-/// else may wait for these bytes. No reader may need their memory, and no header that is read later
-/// may be needed to decrypt them.
+/// True if large tensors are read first. Their bytes may then wait long for their hash. This is
+/// allowed only if nothing waits for these bytes: readers must not need their memory, and their
+/// decryption must not need a header that is read later.
 fn begins_with_large<T: Target>(
     request: &ReadRequest<'_>,
     source: &Capabilities,

@@ -155,8 +155,8 @@ impl<T: Target> ReadTask<'_, T> {
         node.and_then(near).unwrap_or(true)
     }
 
-    /// True if a job should be put off, because it is of a large tensor of which too many bytes
-    /// wait for their hash.
+    /// True if a job should be deferred, because it belongs to a large tensor of which too many
+    /// bytes wait for their hash.
     ///
     /// Such a tensor shares no job with others, and its jobs stay in order. So bytes in memory
     /// never wait for a job that is still in the queue. `last_answer` caches the result, as
@@ -185,7 +185,7 @@ impl<T: Target> ReadTask<'_, T> {
             let source = handles.handle(batch.file)?;
             let direct = self.target.direct().filter(|direct| direct.is_usable());
             if let Some(direct) = direct {
-                // No staging buffers are needed: the ticket would hold up the queue for them.
+                // No staging buffers are needed, and the ticket would block the queue for them.
                 ticket = None;
                 if self.read_directly(&batch, source, direct, control)? {
                     continue;
@@ -344,7 +344,7 @@ impl<T: Target> ReadTask<'_, T> {
         })
     }
 
-    /// Hashes the tensors that a batch has whole, and passes other data to the hash pool.
+    /// Hashes the tensors that are complete in the batch, and passes other data to the hash pool.
     fn verify(
         &self,
         bytes: Vec<T::Bytes>,

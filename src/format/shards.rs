@@ -35,7 +35,7 @@ pub const IN_FOLDERS: [&str; 15] = [
 /// The same names, shortened for messages.
 pub const EXPECTED_IN_FOLDERS: &str = "model.safetensors, pytorch_model.bin, \
     diffusion_pytorch_model.safetensors, adapter_model.safetensors, their indexes and fp16 variants";
-/// Endings that addresses of files have, and those of folders hardly ever.
+/// Endings of file addresses; addresses of folders hardly ever have them.
 pub const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
 
 /// A parsed index.
@@ -99,7 +99,7 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     Ok(ShardMap { metadata: metadata.collect(), files, tensors })
 }
 
-/// Describes what is wrong with a shard's name; None if nothing is. Shards lie in the folder of their
+/// Returns the defect of a shard's name; None if it is valid. Shards are in the folder of their
 /// index, or below it.
 fn name_problem(name: &str) -> Option<&'static str> {
     let mut steps = name.split('/');

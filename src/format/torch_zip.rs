@@ -1,10 +1,10 @@
 //! Files of `torch.save`: zip archives of records. The record `data.pkl` is a pickle, and the records
 //! `data/…` are the storages to which it refers.
 //!
-//! Records are used in place. So no record may be compressed or encrypted, overlap another, or have two
-//! descriptions that disagree. torch writes a data descriptor after each record (bit 3 of its flags),
-//! and no sizes into its local header. It pads that header to align the data, and ends every archive
-//! with the records for large files (zip64), whatever its size.
+//! Records are used in place, so they must not be compressed, encrypted or overlapping, and their
+//! local header must agree with the directory. torch writes a data descriptor after each record
+//! (bit 3 of its flags), and no sizes into its local header. It pads that header to align the data,
+//! and ends every archive with the records for large files (zip64), whatever its size.
 
 use std::collections::HashSet;
 

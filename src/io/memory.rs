@@ -12,7 +12,7 @@ pub struct MemorySource<B> {
 }
 
 impl<B: AsRef<[u8]> + Send + Sync> MemorySource<B> {
-    /// `uri` is what messages call it.
+    /// `uri`: its name in messages.
     pub fn new(bytes: B, uri: impl Into<String>) -> Self {
         MemorySource { bytes, uri: uri.into() }
     }

@@ -15,7 +15,7 @@ pub struct PrefixedSource {
 }
 
 impl PrefixedSource {
-    /// `prefix` are the bytes from `base` on that `source` has given already.
+    /// `prefix`: the bytes from `base` on that were read from `source` before.
     pub fn new(source: Arc<dyn ReadAt>, base: u64, prefix: Vec<u8>) -> Self {
         PrefixedSource { source, base, prefix }
     }

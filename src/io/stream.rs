@@ -24,7 +24,7 @@ pub trait Stream: Send {
     /// Reads some of the next bytes; 0 only at the end.
     fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize>;
 
-    /// Opens files in the folder of the stream's, where there is one.
+    /// Opens files in the same folder, if the stream comes from a folder.
     fn open_sibling(&self) -> Option<OpenSibling> {
         None
     }
@@ -55,7 +55,7 @@ pub struct StreamSource<S> {
 }
 
 impl<S: Stream> StreamSource<S> {
-    /// `uri` is what messages call it. Position 0 is the stream's next byte.
+    /// `uri`: its name in messages. Position 0 is the stream's next byte.
     pub fn new(stream: S, uri: impl Into<String>) -> Self {
         Self::new_at(stream, uri, 0)
     }
@@ -84,7 +84,7 @@ impl<S: Stream> StreamSource<S> {
     }
 
     fn read_error(&self, error: io::Error) -> Error {
-        // The end of the call passes through the stream as its error.
+        // A cancelled call is passed through the stream as an error.
         match error.downcast::<Error>() {
             Ok(error) => error,
             Err(error) => Error::io("reading", &self.uri, error),
@@ -136,7 +136,8 @@ impl<S: Stream> ReadAt for StreamSource<S> {
         first: Option<u64>,
         cancel: &dyn Cancel,
     ) -> Result<Option<Arc<dyn ReadAt>>> {
-        // Without the lock: opening takes its time, and several may be opened at once.
+        // Not under the lock, because opening may take long, and several files may be opened
+        // concurrently.
         let opener = self.lock(cancel)?.0.open_sibling();
         opener.map_or(Ok(None), |open| open(name, first, cancel))
     }

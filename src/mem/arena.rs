@@ -112,8 +112,8 @@ impl Arena {
         Ok(Arena { memory: ArenaMemory::Mapped(map, Some(in_use)), start: 0, len })
     }
 
-    /// Leaves the block out of forked processes. They have nothing at its addresses, so none of
-    /// them may use it or free it. Blocks without a mapping of their own are inherited.
+    /// Excludes the block from forked processes. Its addresses are unmapped there, so they must
+    /// neither use nor free it. Blocks without a mapping of their own are inherited.
     pub fn leave_out_of_forks(&self) {
         if let ArenaMemory::Mapped(map, _) = &self.memory {
             // If the kernel refuses, a child inherits the pages copy-on-write, which costs memory

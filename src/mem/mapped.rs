@@ -1,7 +1,7 @@
 //! The files that tensors of this process are mapped from.
 //!
-//! Code that writes into an open file checks here first. Otherwise the tensors would change, or end
-//! the process when they are touched.
+//! Code that writes into an open file checks here first. Otherwise the values of the tensors would
+//! change, or touching them would end the process (SIGBUS).
 
 use std::collections::HashMap;
 use std::fs::File;

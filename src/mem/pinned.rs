@@ -181,9 +181,8 @@ impl Pool {
         ))
     }
 
-    /// Allocates more buffers; false if the limit is reached. A single request for more than the
-    /// limit is granted all the same, as the limit may have been lowered since its batch was
-    /// planned.
+    /// Allocates more buffers; false if the limit is reached. A single request beyond the limit is
+    /// granted, because the limit may have been lowered after its batch was planned.
     fn grow(
         &self,
         buffers: usize,

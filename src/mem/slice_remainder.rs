@@ -18,7 +18,7 @@ impl<'a> SliceRemainder<'a> {
     /// Cuts off the range at `start` of the whole, which must lie after all ranges that were cut
     /// before.
     pub fn cut(&mut self, start: usize, len: usize) -> Result<&'a mut [u8]> {
-        let bug = || Error::Bug(format!("{len} bytes at {start} behind {}", self.position));
+        let bug = || Error::Bug(format!("{len} bytes at {start} after {}", self.position));
         let skip = start.checked_sub(self.position).ok_or_else(bug)?;
         let end = start.checked_add(len).ok_or_else(bug)?;
         if end - self.position > self.bytes.len() {

@@ -139,10 +139,11 @@ const CUT_LEN: u64 = 4 << 20;
 pub struct BatchLimits {
     /// Approximate bytes of a batch.
     pub len: u64,
-    /// True if batches become shorter towards the end, so that all readers end at the same time,
-    /// whatever their number.
+    /// True if batches become shorter towards the end, so that any number of readers end at nearly
+    /// the same time.
     pub tapers: bool,
-    /// Gaps of at most this length are read over; longer ones start a new batch.
+    /// Gaps of at most this length are read with the data around them; longer gaps start a new
+    /// batch.
     pub merge_gap: u64,
     /// Maximum number of segments in a batch.
     pub segments: usize,
@@ -305,7 +306,7 @@ impl OpenBatch {
     fn fits(&self, extent: &Extent, limits: &BatchLimits) -> bool {
         let Some(gap) = extent.header_offset.checked_sub(self.end) else { return false };
         let offset = self.batch.offset;
-        // A long tensor fills the room that is left in a batch; a short one is not worth a cut.
+        // A long tensor is cut to fill the batch; cutting a short one is not worthwhile.
         let room = limits.len.saturating_sub(extent.data_offset.saturating_sub(offset));
         let cut = extent.data_len >= CUT_LEN && room >= limits.len / 16;
         let overhead = extent.data_offset.saturating_sub(self.end);

@@ -48,7 +48,7 @@ impl<T> WorkQueue<T> {
     }
 
     /// Takes the next work of a reader; readers are numbered from 0. With one share, it is the
-    /// first work that is not put off, or the first of all if every one is.
+    /// first work that is not deferred, or the first of all if every one is deferred.
     pub fn next(&self, reader: usize, mut put_off: impl FnMut(&T) -> bool) -> Option<T> {
         let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
         // With one share, all readers take from it in turn.

@@ -114,9 +114,9 @@ impl<'d> Target for DeviceTarget<'d> {
         Self: 't;
     type Bytes = StagedBytes<'d>;
 
-    /// Batches of one staging buffer. For servers, batches of as many buffers as suit the source
-    /// and leave each reader two batches. Batches may get a third longer than this, and may fill
-    /// their buffers only by half.
+    /// Batches of one staging buffer. For servers, a batch has as many buffers as the source's
+    /// request length needs, while each reader can still have two batches. Batches may get a third
+    /// longer than this, and may fill their buffers only by half.
     fn limits(
         &self,
         source: &Capabilities,

@@ -55,7 +55,7 @@ pub trait Target: Sync {
     /// Limits its memory to these shares.
     fn limit_memory(&mut self, _shares: &LoadShares) {}
 
-    /// Limits its memory to that which a load of `_total` bytes needs.
+    /// Limits its memory to the needs of a load of `_total` bytes.
     fn expect_bytes(&mut self, _total: u64) {}
 
     /// Returns the unit of cuts: within a batch, data are cut only at multiples of this many bytes.
@@ -113,7 +113,7 @@ pub trait Target: Sync {
     /// Prevents the data of a tensor that could not be decrypted from reaching their destination.
     fn withhold(&self, _lease: &mut Self::Lease<'_>, _tensor: usize) {}
 
-    /// Takes a lease whose memory is full. With `keep`, returns the bytes of its chunks, in their
+    /// Takes back a lease whose memory is filled. With `keep`, returns the bytes of its chunks in
     /// order.
     fn commit(
         &self,

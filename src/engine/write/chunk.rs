@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::copy_pool::PooledCopy;
 
-/// The fraction (1/2) of a batch that may wait to be hashed, for each thread. Beyond that, threads
-/// hash before they write more. Hashing and writing take about the same time.
+/// The fraction (1/2) of a batch that may wait to be hashed, for each thread. Threads with a longer
+/// backlog hash before they write more. Hashing and writing take about the same time.
 const BACKLOG_DIVISOR: u64 = 2;
 
 /// A part of a tensor's data.

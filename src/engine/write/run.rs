@@ -208,7 +208,7 @@ fn streams_of(items: &[WriteTensor<'_>]) -> Result<StreamsByDevice> {
 }
 
 /// Returns the number of threads of an upload of `parts` parts, and how many of them may copy at
-/// once. Further threads would have neither a part to send nor a turn to copy.
+/// once. Further threads would have no part to send and no permission to copy.
 fn upload_threads(useful: usize, wanted: usize, parts: u64) -> (usize, usize) {
     let copying = wanted.div_ceil(SENDING_FOR_ONE_COPYING);
     let parts = usize::try_from(parts).unwrap_or(usize::MAX);

@@ -18,7 +18,7 @@ fn refused(what: String) -> Error {
     Error::InvalidArgument(what)
 }
 
-/// A tensor that is to be placed in a file.
+/// A tensor without a file position yet.
 #[derive(Debug, Clone)]
 pub struct SafetensorsTensor {
     /// Its name, which is a plain string.

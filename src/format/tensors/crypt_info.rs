@@ -1,7 +1,7 @@
 //! The encryption block: the part of each header in an encrypted file that describes the encryption of
 //! the data.
 //!
-//! This module only parses and writes its bytes; `crate::crypt` encrypts and decrypts.
+//! This module only parses and writes its bytes; `crate::codec::crypt` encrypts and decrypts.
 
 use crate::error::{Malformed, Result};
 use crate::fallible::try_with_capacity;
@@ -15,7 +15,7 @@ const ALGORITHM_ARGON2ID13: i32 = 2;
 const SALT_LEN: u16 = 16;
 /// Bytes of an authentication tag.
 pub const MAC_LEN: usize = 16;
-/// Bytes that are encrypted as one piece, as in the package that this one replaces.
+/// Bytes that are encrypted as one piece, as in the earlier package.
 pub const PIECE_LEN: u64 = 2 << 20;
 
 /// The parameters for deriving the key from a passphrase: Argon2id version 1.3.

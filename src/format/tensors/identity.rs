@@ -3,7 +3,7 @@
 //! is mistaken for it.
 //!
 //! In the file, the identity is at the end of the index block, and only a manifest follows it: see
-//! [`behind`](super::behind).
+//! [`trailer`](super::trailer).
 
 /// The first bytes of the record.
 const MAGIC: [u8; 8] = *b"TZPAIR01";

@@ -14,7 +14,7 @@ use crate::format::name_tree::NameTree;
 pub const TAG_LEN: u64 = size_of::<u32>() as u64;
 const TAG_SHORT: u32 = 1;
 const TAG_LONG: u32 = 5;
-/// Bytes of the shortest possible entry: name, dtype and shape of nothing.
+/// Bytes of the shortest possible entry: empty name, dtype and shape.
 const MIN_ENTRY_LEN: usize = 2 + 1 + 1 + 1 + 24;
 /// Minimum bytes that an entry allocates beside itself: a name, and its node in the tree of names.
 const MIN_NAME_MEMORY: usize = 64;
@@ -156,7 +156,8 @@ pub fn parse(
         })?;
     let mut entries = try_with_capacity(count, "an index")?;
     // Names and shapes are allocated one by one, and a failure of that could not be reported as an
-    // error. So enough memory for all of them is requested once, before the first.
+    // error. So memory for all of them is allocated once before, and released, to find out if there
+    // is enough.
     try_with_capacity::<[u8; MIN_NAME_MEMORY]>(count, "names and shapes of an index")?;
     let mut names = NameTree::default();
     for number in 0..count {

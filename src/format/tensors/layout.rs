@@ -18,7 +18,7 @@ use crate::format::tensors::prologue::{
 /// Minimum bytes of the index: the fixed length of the old package, 256 KiB.
 pub const MIN_INDEX_LEN: u64 = 256 << 10;
 
-/// A tensor that is to be placed in a file.
+/// A tensor without a file position yet.
 #[derive(Debug, Clone)]
 pub struct UnplacedTensor {
     /// Its name.
@@ -44,8 +44,8 @@ pub struct FileLayout {
     pub version: u32,
 }
 
-/// Places tensors one after another from `start`. Headers are padded so that the data of each tensor
-/// begin at a multiple of `alignment` in the file.
+/// Assigns file positions to tensors, one after another from `start`. Headers are padded so that
+/// the data of each tensor begin at a multiple of `alignment` in the file.
 ///
 /// `hashes`: those that headers hold. `encrypted`: None without encryption, otherwise true if keys are
 /// derived.

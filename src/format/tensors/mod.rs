@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! prologue  73 bytes: magic, version, flags, totals, length of the index
-//! index     one entry per tensor, then unused space, which may end with a trailer: see `behind`
+//! index     one entry per tensor, then unused space, which may end with a trailer: see `trailer`
 //! tensor    header, data          (repeated, in the order of the index)
 //! end       8 zero bytes
 //! ```

@@ -8,7 +8,7 @@ use crate::error::{Error, Malformed, Result};
 /// The contents of an index trailer, except its manifest.
 #[derive(Debug, PartialEq, Eq)]
 pub struct IndexTrailer {
-    /// The identity by which the pickle of a saved object recognises this file of its storages.
+    /// The identity by which the pickle of a saved object recognises the file with its storages.
     pub identity: Option<FileIdentity>,
     /// Names and values.
     pub metadata: std::result::Result<Vec<(String, String)>, Malformed>,
@@ -24,7 +24,7 @@ pub fn write(mut space: &mut [u8], metadata: &[u8], identity: Option<FileIdentit
     let found = space.len();
     let short = || {
         let needed = len(metadata, identity.is_some());
-        Error::Bug(format!("{needed} bytes to be put into {found} behind the index"))
+        Error::Bug(format!("{needed} bytes to be put into {found} after the index"))
     };
     if let Some(id) = identity {
         if !identity::write(space, id) {

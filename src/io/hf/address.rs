@@ -11,24 +11,24 @@ const DEFAULT_REVISION: &str = "main";
 const OTHER_KINDS: [&str; 4] = ["datasets", "spaces", "kernels", "buckets"];
 /// Longest name of a user, and of a repository.
 const LONGEST: usize = 96;
-/// Characters that would end a revision in an address.
+/// Characters that cannot be part of a revision in an address.
 const ENCODED_IN_REVISIONS: &AsciiSet = &CONTROLS.add(b'/').add(b'%').add(b'@').add(b'?').add(b'#');
 
-/// A repository at a revision, and what is named in it.
+/// A repository at a revision, and a file or folder in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HubAddress {
     /// `org/name`.
     pub repo: String,
     /// A branch, a tag or a commit.
     pub revision: String,
-    /// A file, or a folder; empty for the whole repository.
+    /// The path of a file or a folder; empty for the whole repository.
     pub path: String,
     /// True if the address names a folder.
     folder: bool,
 }
 
 impl HubAddress {
-    /// Reads an address.
+    /// Parses an address.
     pub fn parse(uri: &str) -> Result<Self> {
         let wrong = |what: &str| {
             let uri = Escaped(uri);
@@ -71,17 +71,17 @@ impl HubAddress {
         Ok(HubAddress { repo: format!("{org}/{name}"), revision, path, folder })
     }
 
-    /// The same at a commit.
+    /// The same address at a commit.
     pub fn at_commit(&self, commit: &str) -> Self {
         HubAddress { revision: commit.to_owned(), ..self.clone() }
     }
 
-    /// A file of it.
+    /// The address of a file of this repository.
     pub fn file(&self, path: String) -> Self {
         HubAddress { path, folder: false, ..self.clone() }
     }
 
-    /// Another file in the same folder.
+    /// The address of another file in the same folder.
     pub fn sibling(&self, name: &str) -> Self {
         let folder = self.path.rsplit_once('/').map(|(folder, _)| folder);
         self.file(folder.map_or(name.to_owned(), |folder| format!("{folder}/{name}")))

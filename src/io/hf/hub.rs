@@ -1,4 +1,4 @@
-//! The hub, and its answers about files.
+//! Requests to the hub about files, and its responses.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -36,7 +36,7 @@ pub struct Hub {
 pub struct HubAnswer {
     /// True if there is such a file.
     pub exists: bool,
-    /// The commit that the revision is at now.
+    /// The commit that the revision points to now.
     pub commit: Option<String>,
     /// The checksum that it publishes.
     pub checksum: HubChecksum,
@@ -51,7 +51,7 @@ impl HubAnswer {
 }
 
 impl Hub {
-    /// The hub that the environment names, with the token that is found there.
+    /// The hub that the environment names, with its token.
     pub fn from_environment(options: TransportOptions) -> Result<Self> {
         let named = HF_ENDPOINT.value().unwrap_or(ENDPOINT.into());
         let endpoint = named.to_str().and_then(|text| Url::parse(text).ok());
@@ -84,8 +84,8 @@ impl Hub {
         options
     }
 
-    /// Asks about a file, without its bytes. A request without an answer is an error. `has_copy` sets short
-    /// time limits, because a local copy can be used instead.
+    /// Requests the properties of a file, without its bytes. No response is an error. `has_copy`:
+    /// true for short time limits, because a local copy can be used instead.
     pub fn ask(
         &self,
         address: &HubAddress,
@@ -103,7 +103,7 @@ impl Hub {
             http::headers(self.url(address), &display_address, &options, cancel)?;
         let commit = header_text(&headers, "x-repo-commit").filter(|text| is_commit(text));
         let commit = commit.map(str::to_owned);
-        // Any address of a server may redirect to another host, so that this alone proves nothing.
+        // Any URL of a server may redirect to another host, so a redirect alone proves nothing.
         let is_hub = commit.is_some() || headers.contains_key(LINKED_ETAG);
         let exists = status.is_success() || (status.is_redirection() && is_hub);
         let code = header_text(&headers, "x-error-code").unwrap_or("");
@@ -189,7 +189,7 @@ fn header_text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
     headers.get(name).and_then(|value| value.to_str().ok())
 }
 
-/// Files of LFS are known by the SHA-256 of their bytes, others by another hash.
+/// The hub publishes the SHA-256 of LFS files, and another hash for other files.
 fn checksum(headers: &HeaderMap) -> HubChecksum {
     let tag = header_text(headers, LINKED_ETAG).or_else(|| header_text(headers, "etag"));
     tag.map_or(HubChecksum::NotSha256, |tag| {
@@ -197,7 +197,7 @@ fn checksum(headers: &HeaderMap) -> HubChecksum {
     })
 }
 
-/// The SHA-256 in the tag of a file, if it is one.
+/// The SHA-256 in the `ETag` of a file, if the tag is one.
 pub fn sha256_of_tag(tag: &str) -> HubChecksum {
     let mut sha256 = [0; 32];
     let (pairs, rest) = tag.as_bytes().as_chunks::<2>();

@@ -1,4 +1,4 @@
-//! The cache of Hugging Face's own client, which is read and never changed.
+//! The cache of Hugging Face's own client. It is read, and never changed.
 
 use std::fs;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::address::{HubAddress, is_commit};
 use crate::environment::{HF_CACHE, HF_HOME, OLD_CACHE, XDG_CACHE, home};
 
-/// The folder in which that client keeps its own files.
+/// The folder in which that client stores its files.
 pub fn hf_home() -> Option<PathBuf> {
     HF_HOME.expanded().or_else(|| {
         let caches = XDG_CACHE.expanded().or_else(|| Some(home()?.join(".cache")))?;
@@ -28,7 +28,7 @@ impl LocalCache {
         Some(self.0.as_ref()?.join(format!("models--{}", address.repo.replace('/', "--"))))
     }
 
-    /// The commit that a branch or tag was at.
+    /// The commit that a branch or tag pointed to.
     pub fn commit(&self, address: &HubAddress) -> Option<String> {
         let found = fs::read(self.folder(address)?.join("refs").join(&address.revision)).ok()?;
         let commit = String::from_utf8(found).ok()?.trim().to_owned();

@@ -35,11 +35,11 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     repo.open(&found, options.first, cancel)
 }
 
-/// A repository, and where its files come from.
+/// A repository, and the sources of its files.
 struct Repo {
     local: LocalCache,
     offline: bool,
-    /// None until it is asked.
+    /// None until the hub was contacted.
     hub: OnceLock<Hub>,
     options: OpenOptions,
 }
@@ -53,7 +53,7 @@ impl Repo {
         Ok(self.hub.get_or_init(|| hub))
     }
 
-    /// The file that an address names, at the commit that its revision is at now.
+    /// The file that an address names, at the present commit of its revision.
     fn find(&self, wanted: &HubAddress, cancel: &dyn Cancel) -> Result<HubAddress> {
         let candidates = wanted.candidates();
         let mut commit = if wanted.is_pinned() {
@@ -177,7 +177,7 @@ impl Repo {
     }
 }
 
-/// True if there was no answer, for another reason than a wrong certificate.
+/// True if there was no response, unless the reason is an untrusted certificate.
 fn is_unreachable(error: &Error) -> bool {
     let others = [ErrorKind::PermissionDenied, ErrorKind::InvalidInput, ErrorKind::InvalidData];
     matches!(error, Error::Io { error, .. } if !others.contains(&error.kind()))
@@ -231,7 +231,7 @@ impl ReadAt for HubSource {
         if self.copy.is_none() {
             return self.inner.response_head();
         }
-        // It names the commit, and no validators: there was no server.
+        // It names the commit and has no validators, because no server was contacted.
         let len = self.inner.capabilities().len?;
         let (uri, first) = (self.uri().to_owned(), Arc::default());
         Some(CachedHead { uri, len, tag: None, modified: None, headers: Vec::new(), first })

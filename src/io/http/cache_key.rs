@@ -1,4 +1,4 @@
-//! The name of a file in the cache: its address without signatures and other secrets.
+//! The key of a file in the cache: its address without signatures and other secrets.
 
 use url::Url;
 
@@ -15,13 +15,13 @@ const AZURE: [&str; 17] = [
 const OLDER: [&str; 3] = ["expires", "signature", "policy"];
 const OLDER_SIGNERS: [&str; 3] = ["awsaccesskeyid", "googleaccessid", "key-pair-id"];
 
-/// The name of the file at an address. None where the query has other fields: one may be a secret, or
-/// name the file.
+/// The cache key of an address. None if the query has unknown fields, which may be secrets or may
+/// select the file.
 pub fn cache_key(address: &Url) -> Option<String> {
     let keys: Vec<String> =
         address.query_pairs().map(|(key, _)| key.to_ascii_lowercase()).collect();
     let has = |key: &str| keys.iter().any(|found| found == key);
-    // Short names belong to a signature only where they come together.
+    // Short field names are part of a signature only in these combinations.
     let azure = has("sig") && has("sv");
     let older = has("signature") && OLDER_SIGNERS.iter().any(|key| has(key));
     let is_signature = |key: &str| {
@@ -47,7 +47,7 @@ pub fn cache_key(address: &Url) -> Option<String> {
     Some(format!("{url}?{}", query.finish()))
 }
 
-/// True if an address names one version of a file.
+/// True if the address states a version of its file.
 pub fn is_version(address: &Url) -> bool {
     address.query_pairs().any(|(key, _)| VERSIONS.contains(&&*key))
 }

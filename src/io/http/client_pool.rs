@@ -1,4 +1,4 @@
-//! The clients of one source and its siblings, lent to threads, and the bodies of their responses.
+//! A pool of the clients of one source and its siblings, and reading of response bodies.
 
 use std::future::Future;
 use std::io::ErrorKind;
@@ -24,11 +24,12 @@ pub struct ClientPool {
     speed: ServerSpeed,
 }
 
-/// A client that one thread has.
+/// A client on loan to one thread.
 pub struct PooledClient(PooledConnection<Client>);
 
 impl ClientPool {
-    /// Reads the certificates. If they cannot be used, that is an error if `tls` needs them at once.
+    /// Reads the certificates. Invalid certificates are an error only if `tls` is true, which needs
+    /// them at once.
     pub fn new(options: &TransportOptions, tls: bool) -> Result<Self, String> {
         let config = ClientConfig::new(options, tls)?;
         let (pool, window) = (ConnectionPool::default(), AtomicU32::new(HTTP2_WINDOW));
@@ -102,7 +103,7 @@ impl PooledClient {
     ) -> Result<Bytes, Failure> {
         let bytes = read_chunk(response, self.client().stall()).await?;
         budget.received(bytes.len() as u64);
-        // A body that never pauses would not let the event loop check.
+        // Without a yield, a fast body would keep the event loop from its checks.
         budget.check()?;
         Ok(bytes)
     }

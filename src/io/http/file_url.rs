@@ -23,10 +23,10 @@ pub type SignFuture<'p, T> = Pin<Box<dyn Future<Output = Result<T, Failure>> + S
 
 /// Signs the URL of an object.
 pub trait Sign: Send + Sync {
-    /// A signed URL, and the time until which it is good.
+    /// Returns a signed URL, and the time until which it is valid.
     fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)>;
 
-    /// Forgets the credentials that were used at that time: a server has refused them.
+    /// Removes the credentials that were in use at that time, because a server has refused them.
     fn invalidate(&self, used: Instant);
 
     /// True if the status 401 means that credentials have expired, as for tokens.
@@ -35,7 +35,7 @@ pub trait Sign: Send + Sync {
     /// The name of the object in the cache, without secrets.
     fn cache_key(&self) -> String;
 
-    /// True if it is one version of its object, and not the latest.
+    /// True if it is a fixed version of its object.
     fn is_version(&self) -> bool {
         false
     }
@@ -67,9 +67,9 @@ pub trait Sign: Send + Sync {
 
 /// The URL of a file.
 pub enum FileUrl {
-    /// As the caller named it.
+    /// The URL that the caller passed.
     Fixed(Arc<RequestTarget>),
-    /// Signed. A signature is used as long as it is good.
+    /// A signed URL. A signature is used while it is valid.
     Signed { signer: Box<dyn Sign>, cached: ForkSafeMutex<Option<SignedUrl>> },
 }
 
@@ -154,8 +154,8 @@ impl FileUrl {
         }
     }
 
-    /// The location of the file now, and since when it is good. Signs it if there is no signature, or
-    /// if that is about to expire.
+    /// The current location of the file, and the time since which it is valid. Signs it if there is
+    /// no signature, or if the signature is about to expire.
     async fn current_target(&self) -> Result<(Arc<RequestTarget>, Instant), Failure> {
         let (signer, cached) = match self {
             FileUrl::Fixed(target) => return Ok((Arc::clone(target), clock::now())),
@@ -168,19 +168,20 @@ impl FileUrl {
         let (target, renew_at) = match signer.sign().await {
             Ok(signed) => signed,
             Err(failure) => {
-                // The old signature serves as long as the server accepts it.
+                // The old signature is used as long as the server accepts it.
                 let old = cached.lock().as_ref().map(|old| (Arc::clone(&old.target), old.since));
                 return old.filter(|_| !failure.is_ended()).ok_or(failure);
             }
         };
-        // After its credentials were found: they must not seem newer than a refusal of them.
+        // Taken after the credentials were found, so that they never seem newer than a refusal of
+        // them.
         let since = clock::now();
         let target = Arc::new(target);
         *cached.lock() = Some(SignedUrl { target: Arc::clone(&target), renew_at, since });
         Ok((target, since))
     }
 
-    /// Forgets a signature that was used at that time: a server has refused it.
+    /// Removes a signature that was in use at that time, because a server has refused it.
     fn invalidate(&self, used: Instant) {
         if let FileUrl::Signed { signer, cached } = self {
             // Another thread may have signed since.
@@ -189,9 +190,9 @@ impl FileUrl {
         }
     }
 
-    /// Sends a request to `at`, where a redirect has led before, or to the URL itself. Returns the
-    /// location if it is another one. A refusal says whether a signature has expired; then it is not
-    /// used again.
+    /// Sends a request to `at`, the target of an earlier redirect, or to the URL itself. Returns
+    /// the new location if a redirect was followed. If the server refuses because the signature has
+    /// expired, it is not used again.
     pub async fn request(
         &self,
         client: &PooledClient,
@@ -226,14 +227,14 @@ impl FileUrl {
             }
             return Err(failure.if_renewable(expired || is_moved));
         }
-        // The URL itself is not kept by the caller: its signature expires.
+        // The caller does not retain the URL itself, because its signature expires.
         let moved = (at.is_some() || target != *from).then(|| Arc::new(target));
         Ok((moved, response))
     }
 }
 
-/// True if the body of an answer says why the server refuses. Refusals of a range or a condition, and
-/// those of busy servers, mean the same from all servers.
+/// True if the reason of a refusal is in the body of the response. The status alone suffices for
+/// refused ranges, failed conditions and busy servers.
 fn is_refusal(status: StatusCode) -> bool {
     let other_meanings = [
         StatusCode::NOT_MODIFIED,

@@ -1,4 +1,4 @@
-//! Responses, checked against what was asked for.
+//! Responses, and their checks against the request.
 
 use std::io::ErrorKind;
 
@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::io::CachedHead;
 use crate::io::transport::{Failure, status_failure};
 
-/// Bytes `start` to `end`, the latter not included.
+/// Bytes from `start` up to `end`, which is excluded.
 #[derive(Debug, Clone, Copy)]
 pub struct ByteRange {
     pub start: u64,
@@ -26,7 +26,7 @@ impl ByteRange {
     }
 }
 
-/// Size, `ETag` and date of a file, by which a change between requests is noticed.
+/// Size, `ETag` and date of a file, which show if it changes between requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Validators {
     /// Bytes of the file, where that is known.
@@ -37,11 +37,11 @@ pub struct Validators {
 
 /// The response to the first request.
 pub struct FirstResponse {
-    /// True if the server has answered with the range that was asked for.
+    /// True if the server has sent the requested range.
     pub has_ranges: bool,
-    /// True if a cached copy still is what the server has: there is no body.
+    /// True if the cached copy is current, so there is no body.
     pub not_modified: bool,
-    /// Bytes of its body, where it says so.
+    /// Length of its body, if the response states it.
     pub len: Option<u64>,
     pub validators: Validators,
     pub headers: Vec<(String, String)>,
@@ -50,7 +50,7 @@ pub struct FirstResponse {
 }
 
 impl FirstResponse {
-    /// The response to another opening. A head that cannot be of its file is the error.
+    /// The first response, rebuilt from a cached head. A head that contradicts itself is an error.
     pub fn cached(head: &CachedHead) -> crate::error::Result<Self> {
         let found = head.first.len() as u64;
         if found > head.len {
@@ -74,8 +74,9 @@ impl FirstResponse {
 }
 
 impl FirstResponse {
-    /// Completes the answer that a cached copy, of this size and `ETag`, is current. Another `ETag` is
-    /// a failure: the request is then repeated without the condition.
+    /// Completes the response 304, which states that a cached copy of this size and `ETag` is
+    /// current. Another `ETag` is a failure, after which the request is repeated without the
+    /// condition.
     pub fn confirm_copy(&mut self, copy: Option<(u64, &str)>) -> Result<(), Failure> {
         let Some((len, tag)) = copy else {
             let what = "the server answered 304Not Modified to a request without If-None-Match";
@@ -139,7 +140,7 @@ pub fn check_status(response: &Response) -> Result<(), Failure> {
     Err(status_failure(status, response.headers(), format!("the server answered {status}")))
 }
 
-/// True if a server refuses a range, or the `ETag` that was sent along: it may have another file.
+/// True if a server refuses a range, or the `ETag` of a request, so it may have another file.
 pub fn may_be_another_file(response: &Response) -> bool {
     let status = response.status();
     matches!(status, StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE)
@@ -154,8 +155,8 @@ impl Validators {
         }
     }
 
-    /// The `ETag` that is sent along with requests: a strong one, which promises the same bytes. Dates
-    /// are not sent, because each machine of a server may have another.
+    /// The `ETag` for conditional requests: a strong one, which identifies the bytes. Dates are not
+    /// sent, because the machines of a server may have different ones.
     pub fn strong_tag(&self) -> Option<&str> {
         self.tag.as_deref().filter(|tag| !tag.starts_with("W/"))
     }
@@ -165,7 +166,7 @@ impl Validators {
         self.check_status(response)?;
         let headers = response.headers();
         if response.status() != StatusCode::PARTIAL_CONTENT {
-            // The page of a proxy, or a server without ranges since.
+            // The page of a proxy, or a server that no longer supports ranges.
             let what = format!(
                 "expected 206 Partial Content with bytes {} to {}, the server answered {} without \
                  a range",
@@ -263,7 +264,7 @@ pub fn parse_first(response: &Response, wanted: ByteRange) -> Result<FirstRespon
         sends_ahead: Some(response.version() == Version::HTTP_2),
     };
     match response.status() {
-        // Without a size: that of the cached copy holds.
+        // The response has no size; that of the cached copy is used.
         StatusCode::NOT_MODIFIED => return Ok(found(true, Some(0), None)),
         // Only an empty file has no first byte.
         StatusCode::RANGE_NOT_SATISFIABLE => return Ok(found(true, Some(0), Some(0))),
@@ -277,7 +278,7 @@ pub fn parse_first(response: &Response, wanted: ByteRange) -> Result<FirstRespon
         Some((0, end, Some(len))) if end == wanted.end.min(len) => {
             return Ok(found(true, Some(end), Some(len)));
         }
-        // A range without a total, or another range than was asked for.
+        // A range without a total length, or another range than the requested one.
         Some(_) => format!(
             "the request was for {}, but the server's Content-Range is {:?}",
             wanted.header_value(),

@@ -27,7 +27,7 @@ pub struct SequentialBody {
     display_address: String,
     /// The connection and the response. In a forked child they are the parent's, and are not used.
     connection: Option<DropInOwner<(PooledClient, Response)>>,
-    /// Bytes that have arrived and were not asked for yet.
+    /// Bytes that have arrived and were not read yet.
     unread: Bytes,
     position: u64,
     /// Time spent waiting for bytes.

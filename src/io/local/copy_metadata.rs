@@ -1,5 +1,5 @@
-//! Copies owner, permissions and attributes to a file that replaces another: no user gains access, and where
-//! the system allows it none loses access.
+//! Copies owner, permissions and attributes to a file that replaces another. No user gains access;
+//! no user loses access if the system permits that.
 
 use std::fs::{File, Permissions};
 use std::io;
@@ -13,23 +13,25 @@ const ACL: &std::ffi::CStr = c"system.posix_acl_access";
 /// Gives a file that only its owner can open the owner, group, access control list, labels, user
 /// attributes and permissions of another.
 ///
-/// What the system refuses is left out. Then the permissions are narrowed so far that the new
-/// owner, group and list admit no user whom the old did not.
+/// Steps that the system refuses are skipped. The permissions are then restricted, so that the new
+/// owner, group and list give access to no user who had none before.
 pub(super) fn copy(new: &File, old: &File) -> io::Result<()> {
     let (mut is, was) = (new.metadata()?, old.metadata()?);
     if (is.uid(), is.gid()) != (was.uid(), was.gid()) {
-        // Without privileges a file can be given to no other owner, but to a group of one's own.
+        // Without privileges, the owner cannot be changed, and the group only to one of the
+        // process's own groups.
         let _ = fchown(new, Some(was.uid()), Some(was.gid()))
             .or_else(|_| fchown(new, None, Some(was.gid())));
         is = new.metadata()?;
     }
     let mut mode = was.mode() & 0o7777;
     if (is.uid(), is.gid()) != (was.uid(), was.gid()) {
-        // The file must not run with another user's rights now.
+        // A setuid or setgid bit must not give the rights of the wrong user.
         mode &= !0o6000;
     }
     if is.gid() != was.gid() {
-        // Each of the two classes now has members of the other.
+        // Members of the old group are now others, and members of the new group were others, so
+        // both classes get only the permissions that both had.
         let both = mode >> 3 & mode & 0o7;
         mode = mode & !0o77 | both << 3 | both;
     }

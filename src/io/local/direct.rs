@@ -27,8 +27,9 @@ use crate::mem::{Arena, Buffers, DISK_BLOCK};
 pub const READ_LEN: usize = 1 << 20;
 /// Maximum number of reads that one reader has under way.
 pub const DEPTH: usize = 4;
-/// Reads that the readers of a load have under way together, per reader: half of the maximum of each.
-/// So readers in the middle of a batch make up for readers between two batches.
+/// Reads that the readers of a load have under way together, per reader: half of the maximum of
+/// each. So readers in the middle of a batch use the reads that readers between two batches leave
+/// free.
 pub const READS_PER_READER: usize = DEPTH / 2;
 /// Bytes of the buffer of one reader.
 pub const DIRECT_MEMORY: u64 = (DEPTH * READ_LEN) as u64;
@@ -57,7 +58,7 @@ impl DirectReader {
         let mut memory = Arena::new(DEPTH * READ_LEN).ok()?;
         let probe = memory.bytes_mut().get_mut(..DISK_BLOCK)?;
         file.read_at(probe, 0).ok()?;
-        // Refused in many containers, and if too little memory may be locked.
+        // io_uring is refused in many containers, and if the limit of locked memory is too low.
         let ring = IoUring::new(u32::try_from(DEPTH).ok()?).ok();
         let state = Mutex::new(DirectReaderState { memory, ring });
         Some(DirectReader {
@@ -123,8 +124,8 @@ impl DirectReader {
                     planned.record(&memory[done % DEPTH * READ_LEN..][..READ_LEN], read, into);
                 filled += got;
                 if got < planned.wanted {
-                    // The end of the file, or a read that was cut short. Nothing that the kernel has not
-                    // taken yet may be left in a ring that is used again.
+                    // The end of the file, or a read that was cut short. A ring that is reused must
+                    // contain no unsubmitted reads.
                     reads.submit_all()?;
                     return Ok(filled);
                 }
@@ -265,8 +266,8 @@ impl ReadAt for DirectReader {
             let plan = PlannedRead::plan(offset, buffers.ranges(usize::MAX), wanted, max_len);
             match self.read_planned(&mut state, &plan, buffers) {
                 Ok(read) => break read,
-                // Kernels before 5.6 have rings without such reads, and one may be short of memory for
-                // them: plain reads go on behind what is there.
+                // Kernels before 5.6 do not support such reads in rings, and others may lack memory
+                // for them. Plain reads continue after the bytes that have arrived.
                 Err(_) if ring => {
                     state.ring = None;
                     if buffers.remaining() < remaining {

@@ -3,9 +3,9 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// Counts reads under way, up to a maximum. A reader that waits for the last reads of a batch, or
-/// processes bytes, leaves its share to the others. So the disk always has as many reads as are
-/// allowed.
+/// Counts reads under way, up to a maximum. While a reader waits for the last reads of a batch, or
+/// processes bytes, other readers can use its share. So the disk is always given the maximum number
+/// of reads.
 #[derive(Debug)]
 pub struct InFlightLimit {
     max_reads: usize,

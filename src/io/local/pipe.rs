@@ -18,7 +18,7 @@ impl Stream for Pipe {
                 continue;
             }
             match crate::sys::read_vectored(&self.0, buffers) {
-                // Another process has taken the bytes, or the caller has handled a signal.
+                // Another process has read the bytes, or the caller has handled a signal.
                 Err(e)
                     if matches!(
                         e.kind(),

@@ -46,11 +46,11 @@ impl FileSink {
             if metadata.is_dir() {
                 return Err(fail(io::Error::from(io::ErrorKind::IsADirectory)));
             }
-            // A device: there is nothing to rename over.
+            // A device cannot be replaced by a rename.
             let file = OpenOptions::new().read(true).write(true).open(&target).map_err(fail)?;
             return Ok(FileSink { unpublished: None, file, uri, reserved: AtomicU64::new(0) });
         }
-        // Replacing it must need the same permission as overwriting it.
+        // Replacing a file must require the same permission as overwriting it.
         let writable = || OpenOptions::new().write(true).open(&target);
         let replaced = existing.map(|_| writable()).transpose().map_err(fail)?;
         let hidden_names = TemporaryNames::of(&target)
@@ -140,15 +140,16 @@ fn is_protected_by_sticky_bit(
     if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == own_user || old.uid() == own_user {
         return Ok(false);
     }
-    // Needs the same: to be the owner, or the privilege to act for every owner.
+    // Tests the privilege by an operation that needs it: only the owner, or a privileged process,
+    // may do this.
     let opened = OpenOptions::new().write(true).custom_flags(libc::O_NOATIME).open(target);
     Ok(opened.is_err_and(|e| e.raw_os_error() == Some(libc::EPERM)))
 }
 
-/// The target of a path that names nothing yet: absolute, because the process may change its folder,
-/// and through symbolic links, as `open` would create what they point to.
+/// The target of a path that does not exist yet. It is absolute, because the process may change its
+/// working directory, and symbolic links are followed, as `open` would do.
 fn resolve_links(path: &Path) -> io::Result<PathBuf> {
-    // As many as Linux follows.
+    // Maximum number of symbolic links, as in Linux.
     const MAX_LINKS: u32 = 40;
     let mut target = std::path::absolute(path)?;
     for _ in 0..MAX_LINKS {

@@ -1,4 +1,4 @@
-//! A file that is being written and has not got its name yet.
+//! A file that is being written and does not have its final name yet.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -50,7 +50,7 @@ impl TemporaryFile {
         ))
     }
 
-    /// Refuses an operation that only the process may do that began the file.
+    /// Returns an error in a process other than the one that began the file.
     pub(super) fn check_owner(&self, uri: &str) -> Result<()> {
         self.owner.check(uri)
     }
@@ -90,13 +90,14 @@ impl TemporaryFile {
         Ok(())
     }
 
-    /// Makes sure that what was written has a hidden name, and returns it.
+    /// Ensures that the file has a hidden name, and returns the name.
     fn ensure_hidden_name(&mut self, file: &File) -> io::Result<PathBuf> {
         let path = match self.path.take() {
             Some(path) => path,
             None => match self.hidden_names.link(file) {
                 Ok(path) => path,
-                // Linking looked possible; what was written must not be lost where it is not.
+                // The link failed although the trial had succeeded. The file is copied, so that its
+                // bytes are not lost.
                 Err(_) => self.copy(file)?,
             },
         };
@@ -106,7 +107,7 @@ impl TemporaryFile {
     /// Copies what was written into a file with a hidden name.
     fn copy(&mut self, file: &File) -> io::Result<PathBuf> {
         let (copy, path) = self.hidden_names.create(0o600)?;
-        // From here on it is removed whatever happens.
+        // From here on, the file is removed on every path.
         self.path = Some(path.clone());
         io::Seek::rewind(&mut &*file)?;
         io::copy(&mut &*file, &mut &copy)?;
@@ -143,7 +144,8 @@ fn create_unnamed(folder: &Path, mode: u32) -> Option<File> {
     trial.is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists).then_some(file)
 }
 
-/// `name.unclosed`: the name of a file that its writer has forgotten, where its own is taken.
+/// `name.unclosed`: the name of a file that its writer never finished, if another file has its own
+/// name.
 fn unclosed_name(target: &Path) -> PathBuf {
     let mut name = target.as_os_str().to_owned();
     name.push(".unclosed");

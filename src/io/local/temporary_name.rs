@@ -1,7 +1,8 @@
-//! Hidden names beside a file, for bytes that are to become it.
+//! Hidden names of unpublished files, in the same folder as their targets.
 //!
-//! A killed process leaves such a name. A process that writes under one holds the file's lock, which ends
-//! with the last process that has it open: that may be a forked child, until whose end the file stays.
+//! A killed process leaves such a file. A process that writes to one holds the file's lock until
+//! the last process that has it open ends, which may be a forked child. Until then, the file is not
+//! removed.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -11,11 +12,11 @@ use std::time::{Duration, SystemTime};
 
 use crate::sys;
 
-/// Ends names of locked files, which are stale once the lock is free.
+/// The suffix of locked files, which are stale once the lock is free.
 const LOCKED_SUFFIX: &str = ".tmp";
-/// Ends names of files on mounts without locks. Only their own writer removes these.
+/// The suffix of files on mounts without locks. Only their own writer removes these.
 const UNLOCKED_SUFFIX: &str = ".unlocked";
-/// The number of names that are tried.
+/// Maximum number of names that are tried.
 const MAX_ATTEMPTS: u32 = 100;
 /// Some mounts grant locks without asking the other machines, so a free lock there does not prove that
 /// the writer has ended. A writer counts as alive if it has written within this time.
@@ -30,7 +31,7 @@ pub(super) struct TemporaryNames {
 }
 
 impl TemporaryNames {
-    /// The hidden names beside a path; None if the path ends in no name.
+    /// The hidden names for a path; None if the path has no file name.
     pub(super) fn of(target: &Path) -> Option<Self> {
         let mut name = target.file_name()?.to_string_lossy().into_owned();
         // Leave room for the rest of the name within the usual limit of 255 bytes.
@@ -63,7 +64,7 @@ impl TemporaryNames {
                 return Ok((file, path));
             }
             match sys::try_flock(&file) {
-                // Until it was locked, another saver could take it for stale.
+                // Before the lock was taken, another writer may have removed the file as stale.
                 Ok(true) => match fs::symlink_metadata(&path) {
                     Ok(_) => return Ok((file, path)),
                     Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -96,7 +97,8 @@ impl TemporaryNames {
         Err(io::Error::from(io::ErrorKind::AlreadyExists))
     }
 
-    /// Removes what savers of the target have left that were killed, as far as that is certain.
+    /// Removes files that killed writers of the same target have left, if it is certain that these
+    /// have ended.
     pub(super) fn remove_stale(&self) {
         // A folder that cannot be listed keeps what is in it.
         for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
@@ -104,7 +106,7 @@ impl TemporaryNames {
                 entry.file_name().to_str().and_then(|name| self.mount_id_of(name))
             {
                 let is_same_mount = self.mount_id == Some(mount_id);
-                // One that cannot be removed stays for the next saver.
+                // A file that cannot be removed is left to the next writer.
                 let _ = remove_if_stale(&entry.path(), is_same_mount);
             }
         }
@@ -153,7 +155,7 @@ fn remove_if_stale(path: &Path, is_same_mount: bool) -> io::Result<()> {
         return Ok(());
     }
     if sys::try_flock(&file)? {
-        // Under the lock a name stays, except that its saver may just have published the file.
+        // No writer holds the lock, but the writer may have published the file just before.
         let named = fs::symlink_metadata(path)?;
         if (named.dev(), named.ino()) == (opened.dev(), opened.ino()) {
             fs::remove_file(path)?;

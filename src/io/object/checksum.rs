@@ -17,26 +17,26 @@ impl Checksum {
         Checksum { value, len: bytes.len() as u64 }
     }
 
-    /// The checksum of the same bytes and those behind them.
+    /// The checksum of these bytes followed by those of `next`.
     pub fn combined_with(self, next: Checksum) -> Self {
         let value = checksum_combine(CrcAlgorithm::Crc64Nvme, self.value, next.value, next.len);
         Checksum { value, len: self.len + next.len }
     }
 
-    /// As S3 has it: big-endian, in base64.
+    /// The encoding of S3: big-endian, in base64.
     #[cfg(feature = "s3")]
     pub fn for_s3(self) -> String {
         BASE64_STANDARD.encode(self.value.to_be_bytes())
     }
 
-    /// As Azure has it: little-endian, in base64.
+    /// The encoding of Azure: little-endian, in base64.
     #[cfg(feature = "clouds")]
     pub fn for_azure(self) -> String {
         BASE64_STANDARD.encode(self.value.to_le_bytes())
     }
 }
 
-/// The CRC-32C of some bytes as Google has it: big-endian, in base64.
+/// The CRC-32C of some bytes in Google's encoding: big-endian, in base64.
 #[cfg(feature = "clouds")]
 pub fn for_google(bytes: &[u8]) -> String {
     let value = checksum(CrcAlgorithm::Crc32Iscsi, bytes);

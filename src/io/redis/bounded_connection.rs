@@ -1,4 +1,4 @@
-//! The bytes of a connection, by TCP or TLS: never more than the commands can be answered with.
+//! Connections, by TCP or TLS, that limit the received bytes to the maximum length of the replies.
 
 use std::io::{self, ErrorKind};
 use std::pin::Pin;
@@ -13,18 +13,18 @@ use tokio_rustls::TlsConnector;
 
 use crate::io::transport::Tls;
 
-/// Bytes that may still arrive. A server that sends more has not answered what it was asked, and
-/// the memory for it is not taken.
+/// Bytes that may still arrive. A server that sends more is faulty, and no memory is allocated for
+/// these bytes.
 #[derive(Debug, Clone, Default)]
 pub struct ReceiveLimit(Arc<AtomicU64>);
 
 impl ReceiveLimit {
-    /// Allows so many bytes from now on.
+    /// Sets the bytes that may arrive from now on.
     pub fn set(&self, bytes: u64) {
         self.0.store(bytes, Ordering::Relaxed);
     }
 
-    /// True if more than that came.
+    /// True if the limit was exceeded.
     pub fn is_used_up(&self) -> bool {
         self.0.load(Ordering::Relaxed) == 0
     }
@@ -40,7 +40,7 @@ impl ReceiveLimit {
 pub trait TcpOrTls: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> TcpOrTls for S {}
 
-/// A connection that ends when it brings too much.
+/// A connection that fails when more bytes arrive than allowed.
 pub struct BoundedConnection {
     stream: Box<dyn TcpOrTls>,
     receive_limit: ReceiveLimit,

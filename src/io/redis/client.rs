@@ -1,4 +1,4 @@
-//! Connections to a Redis server, and what its errors mean.
+//! Connections to a Redis server, and the classification of its errors.
 
 use std::io::{self, ErrorKind};
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::io::transport::{
     timer, untrusted_message,
 };
 
-/// The port that servers listen on unless they are told otherwise.
+/// The default port of servers.
 const DEFAULT_PORT: u16 = 6379;
 
 /// A parsed `redis://user:password@host:port/prefix?db=number`.
@@ -25,7 +25,7 @@ pub struct RedisAddress {
     port: u16,
     tls: bool,
     settings: RedisConnectionInfo,
-    /// Keys begin with this and a colon.
+    /// The prefix of keys, which a colon follows.
     pub prefix: String,
     /// For messages.
     pub display_address: String,
@@ -40,7 +40,7 @@ impl RedisAddress {
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let port = url.port().unwrap_or(DEFAULT_PORT);
         let display_port = url.port().map_or(String::new(), |port| format!(":{port}"));
-        // As it is written: a parsed path would have its special characters encoded.
+        // Taken as written, because a parsed path has its special characters encoded.
         let (_, rest) = address.split_once("://").unwrap_or(("", address));
         let rest = rest.split(['?', '#']).next().unwrap_or(rest);
         let prefix = rest.split_once('/').map_or("", |(_, path)| path).to_owned();
@@ -82,13 +82,13 @@ pub struct RedisConnections {
     pool: ConnectionPool<(MultiplexedConnection, ReceiveLimit)>,
 }
 
-/// Bytes that a greeting may have, and each answer beside its data.
+/// Maximum bytes of the greeting, and of each reply without its data.
 const OVERHEAD: u64 = 4 << 10;
 
 impl RedisConnections {
-    /// Reads the certificates, if they are needed; what is wrong with them is the error.
+    /// Reads the certificates, if they are needed. Invalid certificates are an error.
     pub fn new(address: RedisAddress, options: &TransportOptions) -> Result<Self, String> {
-        // Clients of Redis do not heed the variables of HTTP clients.
+        // Clients of Redis ignore the variables of HTTP clients.
         let trust = match &options.trust {
             Trust::Default => Trust::System,
             other => other.clone(),
@@ -124,7 +124,8 @@ impl RedisConnections {
         Ok((connection, receive_limit))
     }
 
-    /// Sends a series of commands and gives their answers, in order, of at most so many bytes.
+    /// Sends a series of commands and returns their replies in order, of at most the given number
+    /// of bytes.
     pub fn send(
         &self,
         commands: &Pipeline,
@@ -147,7 +148,7 @@ impl RedisConnections {
             );
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         }
-        // A connection on which something failed is not used again.
+        // A connection is not reused after an error.
         let answers = answers?;
         self.pool.give_back(connection);
         Ok(answers)

@@ -21,27 +21,28 @@ use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
 use client::{RedisAddress, RedisConnections};
 
-/// Bytes that one command asks for.
+/// Maximum bytes that one command requests.
 const COMMAND_LEN: u64 = 1 << 20;
-/// Bytes and commands that are asked for before the first answer is read.
+/// Maximum bytes, and commands, that are requested before the first reply is read.
 const BATCH_LEN: u64 = 8 << 20;
 const BATCH_COMMANDS: usize = 1024;
-/// Bytes a part of a plan, which a thread reads in batches.
+/// Bytes of a request of the read engine, which a thread reads in batches.
 const REQUEST_LEN: u64 = 32 << 20;
-/// Connections beyond which one server, which works on one thread, gave nothing more.
+/// Number of connections that saturates a server, which works on one thread.
 const CONNECTIONS: usize = 4;
-/// Bytes of the answer to one step of a scan. What the client makes of it takes up to 56 for 4 of them:
-/// an empty list has no more.
+/// Maximum bytes of the reply to one step of a scan. Parsed, it may take 14 times as much memory:
+/// an empty list of 4 bytes becomes a value of 56.
 const SCAN_LEN: u64 = 2 << 20;
-/// Bytes of an answer beside its data: a length or a number, and ends of lines.
+/// Bytes of a reply without its data: a length or a number, and line ends.
 const ANSWER_LEN: u64 = 64;
-/// Bytes that the keys of one file may take: of some hundred thousand tensors, each of which has two.
+/// Maximum bytes of the keys of one file: enough for some hundred thousand tensors with two keys
+/// each.
 const MAX_KEY_BYTES: usize = 64 << 20;
 /// Lists of keys, in messages.
 const KEYS: &str = "the keys of a file";
-/// Keys that a step of a scan looks at, and that one batch asks about.
+/// Keys that one step of a scan examines, and keys per batch of requests for lengths.
 const SCAN_COUNT: usize = 1000;
-/// A step whose answer was too long is done again for so many times fewer keys.
+/// A scan step whose reply was too long is repeated with the number of keys divided by this.
 const COUNT_DIVISOR: usize = 32;
 
 /// The position of a key's value in the file.
@@ -59,7 +60,7 @@ pub struct RedisSource {
     options: TransportOptions,
     values: Vec<StoredValue>,
     end: u64,
-    /// Bytes that are asked for before the first answer is read.
+    /// Bytes that are requested before the first reply is read.
     batch_len: AtomicU64,
 }
 
@@ -86,7 +87,7 @@ pub fn open(
 }
 
 impl RedisSource {
-    /// One batch of commands, tried again where that may help.
+    /// Sends one batch of commands, and retries after transient failures.
     fn send(
         &self,
         commands: &Pipeline,
@@ -98,7 +99,7 @@ impl RedisSource {
         retry::run(budget, || self.connections.send(commands, max_bytes, budget))
     }
 
-    /// The error of an answer that the command does not have.
+    /// The error for a reply of an unexpected type.
     fn unexpected_answer(&self, command: &str, what: impl std::fmt::Display) -> Error {
         const SHOWN: usize = 200;
         let what: String = what.to_string().chars().take(SHOWN).collect();
@@ -112,7 +113,7 @@ impl RedisSource {
 
     /// All keys with the prefix, by position.
     fn find(&self, prefix: &str, cancel: &dyn Cancel) -> Result<Vec<StoredValue>> {
-        // All of it is one request for the caller.
+        // The whole scan counts as one request for time limits.
         let begun = Instant::now();
         let budget = || {
             RetryBudget::new("reading", &self.display_address, &self.options, cancel)
@@ -142,7 +143,7 @@ impl RedisSource {
             scan.cmd("SCAN").arg(&cursor).arg("MATCH").arg(pattern(prefix));
             scan.arg("COUNT").arg(count);
             let answers = match self.send(&scan, SCAN_LEN, 0, &budget()) {
-                // Long names: fewer of them fit into an answer.
+                // The names are long, so fewer of them fit into a reply.
                 Err(Error::Io { error, .. })
                     if error.kind() == ErrorKind::InvalidData && count > 1 =>
                 {
@@ -303,7 +304,7 @@ impl ReadAt for RedisSource {
             most_readers: self.options.connections.unwrap_or(CONNECTIONS),
             request_len: REQUEST_LEN,
             merge_gap: 0,
-            // The answer of the server, and the values parsed from it.
+            // The reply of the server, and the values parsed from it.
             of_hub: false,
             reader_memory: CONNECTION + 2 * self.batch_len.load(Ordering::Relaxed),
         }

@@ -23,21 +23,21 @@ const HTTPS_PROXIES: [&str; 4] = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "al
 /// Schemes of proxies.
 const PROXY_SCHEMES: [&str; 6] = ["http", "https", "socks4", "socks4a", "socks5", "socks5h"];
 
-/// All that clients of one source or sink are made of.
+/// The configuration of the clients of one source or sink.
 #[derive(Debug)]
 pub struct ClientConfig {
     connect: Duration,
     stall: Duration,
     tls: Tls,
-    /// Why no server is trusted.
+    /// The reason why no server is trusted, if the certificates are invalid.
     without_roots: Option<Arc<str>>,
     /// The advice for an untrusted certificate.
     hint: Arc<str>,
 }
 
 impl ClientConfig {
-    /// Reads the certificates. What is wrong with them is the error if `tls` needs them at once;
-    /// otherwise they are needed only if the server redirects to `https://`.
+    /// Reads the certificates. If they are invalid, that is an error only if `tls` is true.
+    /// Otherwise they are needed only after a redirect to `https://`.
     pub fn new(options: &TransportOptions, tls: bool) -> Result<Self, String> {
         let (found, without_roots) = match Tls::new(&options.trust, PROTOCOLS) {
             Ok(found) => (found, None),
@@ -193,7 +193,7 @@ mod tests {
         let what = check(bad, "https").unwrap();
         assert!(what.starts_with("https_proxy names a proxy with `quic://`"), "{what}");
         assert!(!what.contains("secret"));
-        // Of requests that would not use it.
+        // For requests that do not use the proxy.
         assert_eq!(check(bad, "http"), None);
     }
 }

@@ -21,9 +21,10 @@ pub struct TransportOptions {
     pub credential_trust: Trust,
     /// The settings that name certificates, for messages.
     pub trust_settings: &'static str,
-    /// Connections of a load or an upload unless the caller names a number. None: as many as help.
+    /// Default number of connections of a load or an upload. None to add connections while they
+    /// raise the throughput.
     pub connections: Option<usize>,
-    /// The most connections, whatever the caller asks for.
+    /// Maximum number of connections, also if the caller requests more.
     pub max_connections: usize,
     /// Attempts of one request, the first included.
     pub attempts: u32,
@@ -35,7 +36,8 @@ pub struct TransportOptions {
     pub total: Duration,
 }
 
-/// A time limit of 10 ms to a month, so that sums of them cannot overflow. 0 means a second.
+/// Clamps a time limit to between 10 ms and a month, so that sums cannot overflow. 0 becomes one
+/// second.
 fn time(variable: &NumberVariable) -> Result<Duration> {
     const SHORTEST: Duration = Duration::from_millis(10);
     const LONGEST: Duration = Duration::from_secs(31 * 24 * 60 * 60);
@@ -46,7 +48,7 @@ fn time(variable: &NumberVariable) -> Result<Duration> {
 }
 
 impl TransportOptions {
-    /// The options that the environment sets; an error for a variable that is no number.
+    /// The options from the environment. A variable that is not a number is an error.
     pub fn from_environment() -> Result<Self> {
         Ok(TransportOptions {
             headers: Vec::new(),

@@ -1,5 +1,5 @@
-//! The one retry loop: which failures are worth another attempt, the pause before it, and the time that
-//! all attempts may take.
+//! The retry loop: decides which failures are retried, after which pause, and for how long in
+//! total.
 
 use std::fmt;
 use std::io;
@@ -17,7 +17,8 @@ use crate::sys::fork_safe_mutex::ForkSafeMutex;
 /// at most a half.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
-/// Bytes that earn a request another second: a slow transfer is no stalled one.
+/// Each time that this many bytes have moved, a request gets another second, so that slow transfers
+/// do not count as stalled.
 const BYTES_A_SECOND: u64 = 64 << 10;
 
 /// Why a request failed.
@@ -35,18 +36,18 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// A failure that another attempt would repeat.
+    /// A permanent failure: a retry would fail, too.
     pub fn permanent(kind: io::ErrorKind, what: impl Into<String>) -> Self {
         let error = io::Error::new(kind, what.into());
         Failure { error, transient: false, renewable: false, retry_after: None, ended: None }
     }
 
-    /// A failure that another attempt may not have.
+    /// A transient failure: a retry may succeed.
     pub fn transient(kind: io::ErrorKind, what: impl Into<String>) -> Self {
         Failure { transient: true, ..Self::permanent(kind, what) }
     }
 
-    /// The end of the call, because its caller has ended it.
+    /// A cancelled call.
     pub fn ended(error: Error) -> Self {
         Failure { ended: Some(error), ..Self::permanent(io::ErrorKind::Interrupted, "ended") }
     }
@@ -61,8 +62,8 @@ impl Failure {
         Failure { renewable, ..self }
     }
 
-    /// The same failure, of a request that was sent where a redirect had led before: from the first
-    /// address a refusal may be another one.
+    /// The same failure, of a request to the target of an earlier redirect. A refusal there is
+    /// retried from the first address.
     pub fn if_redirected(self, redirected: bool) -> Self {
         use io::ErrorKind::{NotFound, Other, PermissionDenied};
         let refused = matches!(self.error.kind(), NotFound | PermissionDenied | Other);
@@ -92,7 +93,7 @@ impl Failure {
         Failure { error: io::Error::new(self.error.kind(), what), ..self }
     }
 
-    /// The same kind, text and classification, where a library hands out references only.
+    /// A copy of the failure, for libraries that return only references to errors.
     #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn copy(&self) -> Self {
         let error = io::Error::new(self.error.kind(), self.error.to_string());
@@ -144,7 +145,7 @@ impl<'o> RetryBudget<'o> {
         }
     }
 
-    /// The budget of the first request to a server: one that refuses connections is not retried.
+    /// The budget of the first request to a server. A refused connection is not retried.
     pub fn opening(self) -> Self {
         RetryBudget { opening: true, ..self }
     }
@@ -231,8 +232,8 @@ impl<'o> RetryBudget<'o> {
     }
 }
 
-/// Repeats a request until it succeeds, fails for good, or the budget is spent. A failure that a new
-/// signature may cure is repeated once at no cost.
+/// Repeats a request until it succeeds, fails permanently, or the budget is spent. If a new
+/// signature may help, the request is repeated once, which does not count as a retry.
 pub fn run<T>(
     budget: &RetryBudget<'_>,
     mut attempt: impl FnMut() -> Result<T, Failure>,
@@ -268,7 +269,7 @@ mod tests {
 
     const HOUR: Duration = Duration::from_secs(3600);
 
-    /// Options of a simulated clock, on which hours pass at once.
+    /// Options for tests on a simulated clock.
     fn options() -> TransportOptions {
         clock::simulate();
         let options = TransportOptions::from_environment().unwrap();

@@ -12,9 +12,9 @@ use reqwest::{Response, StatusCode};
 
 use super::{Failure, timer, untrusted_message};
 
-/// Bytes of the longest document that is kept: an answer of an API, with room to spare.
+/// Maximum bytes of an API's document that is held in memory.
 const DOCUMENT_LIMIT: usize = 4 << 20;
-/// Bytes of a refusal that are read.
+/// Maximum bytes that are read of an error response.
 const REFUSAL_LIMIT: usize = 16 << 10;
 /// Texts of S3, Azure and others for expired credentials and signed URLs.
 const EXPIRED: [&str; 7] = [
@@ -52,7 +52,7 @@ pub async fn read_chunk(response: &mut Response, stall: Duration) -> Result<Byte
     Ok(unless_stalled(stall, None, response.chunk()).await??.unwrap_or(Bytes::new()))
 }
 
-/// Reads the body of an answer that is kept as a whole: a document of an API.
+/// Reads the whole body of an API's response into memory.
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub async fn read_document(response: &mut Response, stall: Duration) -> Result<Vec<u8>, Failure> {
     let mut body = Vec::new();
@@ -89,7 +89,7 @@ pub fn says_expired(body: &[u8]) -> bool {
     EXPIRED.iter().any(|expired| text.contains(expired))
 }
 
-/// True if a server that answers so may answer another attempt otherwise.
+/// True if a request with this status may succeed when it is retried.
 pub fn is_transient(status: StatusCode) -> bool {
     let busy = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS];
     status.is_server_error() || busy.contains(&status)
@@ -128,7 +128,7 @@ impl From<reqwest::Error> for Failure {
 /// The failure of a request without an answer; `hint` says what helps if the server's certificate is
 /// not trusted.
 pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
-    // The texts of all causes: the outermost says little, and would show the whole address.
+    // Joins the texts of all causes. The outermost says little, and contains the whole URL.
     let error = error.without_url();
     let mut causes = Vec::new();
     let mut kind = ErrorKind::Other;
@@ -169,7 +169,7 @@ mod tests {
 
     const STALL: Duration = Duration::from_secs(60);
 
-    /// Runs work on a clock that goes on whenever all of it waits.
+    /// Runs work on a simulated clock, which advances whenever all of the work waits.
     fn run<T>(work: impl Future<Output = T>) -> T {
         pause();
         tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work)

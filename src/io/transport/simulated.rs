@@ -21,7 +21,7 @@ pub const OBJECT_LEN: u64 = 64 << 20;
 #[derive(Debug)]
 pub struct SimulatedCloud {
     lifetime: u64,
-    /// Seconds of each seven minutes in which none are issued.
+    /// Seconds of each seven minutes during which no credentials are issued.
     outage: u64,
     /// Seconds since the beginning, as the test says.
     now: AtomicU64,

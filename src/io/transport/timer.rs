@@ -17,7 +17,7 @@ mod paused {
     thread_local! {
         /// The time of this thread's clock once it is driven by its waits.
         static NOW: Cell<Option<Duration>> = const { Cell::new(None) };
-        /// The ends of the waits, the next one first.
+        /// The ends of all waits, the earliest first.
         static WAITS: RefCell<BTreeSet<(Duration, u64)>> = const { RefCell::new(BTreeSet::new()) };
         static LAST: Cell<u64> = const { Cell::new(0) };
     }

@@ -41,7 +41,7 @@ impl Tls {
         if let Some((_, tls)) = cached().get(&key).filter(|(before, _)| *before == stamps) {
             return Ok(tls.clone());
         }
-        // Without the lock: a holder of the environment's guard may wait for it.
+        // Not under the lock, because a thread that holds the environment's guard may wait for it.
         let mut config = build(&trust)?;
         config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
         let tls = Tls { config: Arc::new(config), owner: OwnerProcess::current() };
@@ -131,7 +131,7 @@ fn with_source(trust: &Trust, what: &str) -> String {
     }
 }
 
-/// Accepts every certificate, as the caller has asked for.
+/// Accepts every certificate, because the caller has disabled verification.
 #[derive(Debug)]
 struct AnyCertificate(Arc<CryptoProvider>);
 

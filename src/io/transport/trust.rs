@@ -1,5 +1,5 @@
 //! The trusted certificates: those that the call names, those of the variables that other programs
-//! heed too, or the system's.
+//! use, too, or the system's.
 
 use std::path::{Path, PathBuf};
 
@@ -34,7 +34,7 @@ pub const REDIS_SETTINGS: &str = "certificate_handling=CAInfo(cacert=...) or SSL
 pub const AWS_CREDENTIALS_SETTINGS: &str = "AWS_CA_BUNDLE";
 #[cfg(feature = "clouds")]
 pub const CREDENTIALS_SETTINGS: &str = "REQUESTS_CA_BUNDLE";
-/// The variables that every client heeds, the first one first.
+/// The variables that every client reads, in order of precedence.
 const BUNDLES: [TextVariable; 2] = [
     TextVariable {
         name: "REQUESTS_CA_BUNDLE",

@@ -1,4 +1,4 @@
-//! Bodies of requests that count what was sent: a slow upload is no stalled one.
+//! Request bodies that count the sent bytes, so that slow uploads do not count as stalled.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use http_body::{Frame, SizeHint};
 /// Bytes that are handed to a connection at a time. It copies them, and takes more until it has 400 KiB.
 const STEP: usize = 64 << 10;
 
-/// A body that counts what the connection has taken.
+/// A body that counts the bytes that the connection has accepted.
 pub struct UploadBody<B> {
     body: B,
     unsent: Bytes,

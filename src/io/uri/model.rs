@@ -15,7 +15,8 @@ use crate::format::shards::{EXPECTED_IN_FOLDERS, FILES, IN_FOLDERS, is_index_nam
 use crate::io::local::{FileSource, Pipe};
 use crate::io::{OpenOptions, ReadAt, StreamSource};
 
-/// Kinds of files of which a folder may have one only, where its name is none of [`IN_FOLDERS`].
+/// Kinds of files that are opened in a folder without a file of [`IN_FOLDERS`], if there is only
+/// one of the kind.
 const UNIQUE_KINDS: [fn(&str) -> bool; 3] = [
     |name| is_index_name(name, ".safetensors"),
     |name| name.ends_with(".safetensors"),
@@ -88,9 +89,9 @@ fn file_in_folder(folder: &Path) -> Result<PathBuf> {
     Err(refused(io::Error::new(ErrorKind::IsADirectory, what)))
 }
 
-/// Opens an address or a local path. Where there is nothing at an address, or it ends with a slash, it may
-/// be that of a folder with one of [`IN_FOLDERS`]. If the head of one of these files is cached, that one is
-/// opened.
+/// Opens an address or a local path. If an address has no file, or ends with a slash, it may be the
+/// address of a folder with one of [`IN_FOLDERS`]. If the head of one of these files is cached,
+/// that file is opened.
 pub fn open_model(
     uri: &str,
     options: &OpenOptions,
@@ -130,7 +131,7 @@ fn is_missing(error: &Error) -> bool {
     matches!(error, Error::Io { error, .. } if missing.contains(&error.kind()))
 }
 
-/// The files of an address that may be that of a folder; none if it cannot be.
+/// The candidate files of a folder address; none if it cannot be the address of a folder.
 fn folder_candidates(uri: &str) -> Vec<String> {
     let has_folders = matches!(
         parse(OsStr::new(uri)), Ok(Address::Server(scheme)) if scheme.has_folders()

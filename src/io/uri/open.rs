@@ -23,7 +23,7 @@ use crate::io::{OpenOptions, ReadAt, WriteAt};
 
 /// Opens an address or a local path for reading, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
-    // Both are of servers only.
+    // Both options apply to servers only.
     let _ = (options, cancel);
     let scheme = match parse(OsStr::new(uri))? {
         Address::Path(path) => return Ok(Arc::new(FileSource::open(&path)?)),
@@ -80,7 +80,8 @@ pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<B
     }
 }
 
-/// An address as messages, and the cached head of its file, have it; None where no heads are cached.
+/// The address for messages and for cached heads, without secrets. None for schemes without cached
+/// heads.
 pub fn display_address(uri: &str) -> Option<String> {
     let Ok(Address::Server(scheme)) = parse(OsStr::new(uri)) else { return None };
     match scheme.service {

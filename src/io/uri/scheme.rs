@@ -1,4 +1,4 @@
-//! The one list of schemes, and what an address names.
+//! The list of schemes, and the parsing of addresses.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
@@ -40,8 +40,8 @@ pub struct Scheme {
 }
 
 impl Scheme {
-    /// True if addresses may be those of folders, or begin like addresses of files in them. The hub
-    /// knows its own folders.
+    /// True if an address may name a folder whose files are tried by name. False for the hub, which
+    /// lists its own folders.
     pub fn has_folders(self) -> bool {
         matches!(self.service, Service::Http | Service::S3 | Service::Cloud)
     }
@@ -76,8 +76,8 @@ pub enum Address {
     Server(Scheme),
 }
 
-/// Parses an address: `word://…` names a server, anything else is a path. An unknown scheme is an error,
-/// so that no file is looked for, or made, in a folder called `word:`.
+/// Parses an address: `word://…` names a server, anything else is a path. An unknown scheme is an
+/// error. Otherwise, files would be opened or created in a folder called `word:`.
 pub fn parse(uri: &OsStr) -> Result<Address> {
     let Some((scheme, rest)) = split_scheme(uri.as_bytes()) else {
         return Ok(Address::Path(uri.into()));
@@ -106,7 +106,7 @@ pub fn parse(uri: &OsStr) -> Result<Address> {
     Ok(Address::Path(OsString::from_vec(path).into()))
 }
 
-/// The scheme of an address in lower case, and the rest behind `://`.
+/// The scheme of an address in lower case, and the part after `://`.
 fn split_scheme(uri: &[u8]) -> Option<(String, &[u8])> {
     let colon = uri.windows(3).position(|three| three == b"://")?;
     let (scheme, rest) = uri.split_at_checked(colon)?;

@@ -33,7 +33,7 @@ pub struct InjectedFaults {
     pub node: Option<usize>,
 }
 
-/// Returns the fake device that takes the place of the CPU, if the environment asks for it.
+/// Returns the fake device that replaces the CPU, if the environment enables it.
 pub fn instead_of_cpu() -> Result<Option<Arc<dyn Device>>> {
     static ONE: PerProcess<OnceLock<Arc<FakeDevice>>> = PerProcess::new();
     let seed = FAKE_DEVICE.value()?;

@@ -127,8 +127,8 @@ unsafe impl Send for StagingBuffer {}
 // SAFETY: through a shared buffer its bytes are only read (`StagingLease::bytes`, `DownloadedBytes`).
 unsafe impl Sync for StagingBuffer {}
 
-/// Memory that is allocated and pinned at once. A forked process has nothing at its addresses, and
-/// leaves it alone.
+/// Memory that is allocated and pinned at once. Its addresses are unmapped in a forked process,
+/// which neither uses nor frees it.
 pub struct Slab {
     start: NonNull<u8>,
     pinned: bool,
@@ -193,8 +193,9 @@ impl PoolState {
         let mut outcome = Ok(());
         for _ in 0..self.in_flight.len() {
             let Some(flight) = self.in_flight.pop_front() else { break };
-            // Copies of a stream end in order. Streams share a bus: if one of them has a copy under
-            // way, the others are hardly further. Each query would cost a driver call.
+            // Copies of a stream end in order. Streams share a bus: if one of them has a copy in
+            // flight, the others have hardly progressed further. Each query would cost a driver
+            // call.
             let has_some = self.free.len() > free && !waiting.is_empty();
             if has_some || waiting.contains(&flight.stream) {
                 self.in_flight.push_back(flight);

@@ -178,8 +178,7 @@ fn limit_may_change_and_memory_be_released_during_leases() {
 fn waiting_reader_does_work_that_other_readers_need() {
     check_model(RULES, || {
         let (device, pool) = (device(), Pool::new(LEN, 2, 1));
-        // A filled lease is dropped by any thread that has time, like pieces that wait for their
-        // hash.
+        // Any idle thread may drop a filled lease, as with pieces that wait for their hash.
         let in_use: Mutex<Vec<StagingLease<'_>>> = Mutex::new(Vec::new());
         thread::scope(|scope| {
             for _ in 0..2 {

@@ -118,8 +118,8 @@ pub async fn transport_options(options: &TransportOptions) -> TransportOptions {
     options
 }
 
-/// Finds the server and the credentials of a bucket. No server is asked for what is explicit, or cached.
-/// `default` is the default endpoint of tensorizer 2.
+/// Finds the server and the credentials of a bucket. Contacts no server for values that are given
+/// or cached. `default` is the default endpoint of tensorizer 2.
 pub async fn resolve(
     s3: &S3Options,
     options: &TransportOptions,
