@@ -17,7 +17,7 @@ class TorchBlocks {
  public:
   explicit TorchBlocks(c10::Device device);
 
-  // Adds blocks of so many bytes each, for this thread's current stream.
+  // Adds blocks of these lengths, for this thread's current stream.
   void add(rust::Slice<const std::uint64_t> lens);
 
   // Returns the address of a block.

@@ -50,7 +50,7 @@ mod ffi {
         type TorchBlocks;
         /// Makes an empty list of blocks.
         fn new_blocks(device: i16) -> UniquePtr<TorchBlocks>;
-        /// Adds blocks of so many bytes each.
+        /// Adds blocks of these lengths.
         fn add(self: Pin<&mut TorchBlocks>, lens: &[u64]) -> Result<()>;
         #[cxx_name = "address"]
         fn block_address(self: &TorchBlocks, at: usize) -> Result<usize>;

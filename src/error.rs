@@ -61,7 +61,7 @@ pub enum Error {
     TensorNotFound {
         /// The file or address.
         uri: String,
-        /// The name asked for.
+        /// The requested name.
         name: String,
     },
     /// A tensor's bytes are not those that were hashed when it was written.
@@ -76,7 +76,7 @@ pub enum Error {
         /// The hash of the bytes read.
         found: String,
     },
-    /// Verification was asked for and the file holds nothing to verify against.
+    /// Verification was requested, but the file has no hash of the tensor.
     #[error("Tensor '{name}' cannot be verified: `{uri}` holds no hash of it")]
     NoHash {
         /// The tensor.
@@ -84,7 +84,7 @@ pub enum Error {
         /// The file or address.
         uri: String,
     },
-    /// Verification was asked for and the file's format has no hashes.
+    /// Verification was requested, but the file's format has no hashes.
     #[error(
         "`{uri}` cannot be verified: {format} files hold no hashes{elsewhere}; load it without \
          verifying"

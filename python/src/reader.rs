@@ -64,9 +64,9 @@ impl Reader {
 
 #[pymethods]
 impl Reader {
-    /// Reads a source from `base` on, or from the beginning of its file. With `keep_heads`, cached
-    /// heads are kept for other processes. Of a checkpoint in several files, only those are opened
-    /// that the index names for the `wanted` tensors; all if it does not name one.
+    /// Reads a source from `base` on, or from the beginning of its file. With `keep_heads`, it
+    /// retains cached heads for other processes. Of a checkpoint's files, it opens only those with
+    /// `wanted` tensors; all if the index lacks one.
     #[new]
     #[pyo3(signature = (source, base = None, keep_heads = false, wanted = None))]
     fn open(
@@ -123,8 +123,8 @@ impl Reader {
         self.loads.set_memory(MemoryLimit::of(limit).reserving(beside));
     }
 
-    /// Makes its loads read files through the page cache even if they are not in it, because other
-    /// processes of this machine load the same file at the same time.
+    /// Makes its loads read through the page cache, because other local processes load the same
+    /// file at the same time.
     fn share_cache(&self) {
         self.loads.share_cache();
     }
@@ -197,9 +197,9 @@ impl Reader {
         self.file.format().name()
     }
 
-    /// Returns the same files with the tensors of a pickle, which are parts of the records. Each
-    /// has a name, a dtype without `torch.`, a shape, `(record, position in it)` or None for the
-    /// `meta` device, and true if it is strided and cannot be loaded here.
+    /// Returns the same files with the tensors of a pickle, which are parts of the records. Each is
+    /// name, dtype without `torch.`, shape, `(record, position in it)` or None for the `meta`
+    /// device, and true if it is strided and cannot be loaded here.
     fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTuple<'py>>) -> Answer<Self> {
         Ok(self.of_same(pickled(&self.file, py, tensors)?))
     }

@@ -34,7 +34,7 @@ const END_MARK: [u8; 8] = [0; 8];
 const ENTRIES_LEN: u64 = MIN_INDEX_LEN / 2;
 
 /// An index with a manifest or an identity is written again once the number of tensors has grown by
-/// one part in so many.
+/// this fraction (1/8).
 const VISIBLE_GROWTH: usize = 8;
 
 /// A file under construction: a `.tensors` file, unless [`Writer::write_safetensors`] is called.

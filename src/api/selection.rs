@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::fallible::{LISTS, try_collect, try_repeat, try_with_capacity};
 use crate::format::catalog::Entry;
 
-/// Tensors that were asked for, sorted by their positions; the engine numbers them in this order.
+/// The requested tensors, sorted by position. The engine numbers them in this order.
 pub struct Selection<'f> {
     /// The file that has them.
     pub file: &'f TensorFile,

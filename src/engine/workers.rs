@@ -36,8 +36,8 @@ impl WorkerRange {
         WorkerRange { initial: workers, max: workers, bytes: None }
     }
 
-    /// The number that the caller has asked for, or else the range that suits the source. The
-    /// source's `max_readers` limits both.
+    /// The number that the caller has set, or else the range that suits the source. The source's
+    /// `max_readers` limits both.
     pub fn of(capabilities: &Capabilities, requested: Option<usize>) -> Self {
         let allowed = |number: usize| number.clamp(1, capabilities.max_readers.max(1));
         match requested {

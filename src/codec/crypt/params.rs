@@ -37,7 +37,7 @@ pub struct EncryptionOptions {
     /// The derivation of the key, so that readers can repeat it; None for a key that was given
     /// directly.
     pub derivation: Option<KeyDerivation>,
-    /// True if names, shapes, order and tags are to be authenticated as well; see [`super::Manifest`].
+    /// True to also authenticate names, shapes, order and tags; see [`super::Manifest`].
     pub manifest: bool,
 }
 

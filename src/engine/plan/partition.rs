@@ -213,8 +213,8 @@ pub fn partition(extents: &[Extent], limits: &BatchLimits) -> Result<Vec<Batch>>
 /// A tapered batch has at least this fraction (1/8) of the usual length: a shorter request costs
 /// more than its bytes.
 const SHORTEST: u64 = 8;
-/// A tapered batch has at most this fraction (1/32) of the bytes that are left. With about so many
-/// readers, all end at nearly the same time, even the one that began a long batch last.
+/// A tapered batch has at most this fraction (1/32) of the bytes that are left. With about 32
+/// readers, all end at nearly the same time, even if one begins a long batch last.
 const SHARES: u64 = 32;
 
 struct Partitioner {

@@ -175,8 +175,8 @@ impl<'d> Target for DeviceTarget<'d> {
         PIECE_LEN.min(self.buffer_len() as u64 / 2).max(1)
     }
 
-    /// Few enough bytes that each reader finds a tensor of its own to hash. None for sources that
-    /// are read front to back, and for servers.
+    /// Low enough that each reader finds another tensor to hash. None for sources that are read
+    /// front to back, and for servers.
     fn max_unhashed(&self, source: &Capabilities, readers: WorkerRange) -> Option<u64> {
         let bytes = self.buffers() * self.buffer_len() as u64;
         let any_order = source.max_readers > 1 && !source.has_long_requests();

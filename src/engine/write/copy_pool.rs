@@ -27,7 +27,7 @@ pub struct CopySlots {
 pub struct CopySlot<'t>(&'t CopySlots);
 
 impl CopySlots {
-    /// Lets so many threads copy at once.
+    /// Allows this number of threads to copy at once.
     pub fn new(threads: usize) -> Self {
         CopySlots { free: Mutex::new(threads.max(1)), freed: Condvar::new() }
     }

@@ -19,7 +19,7 @@ pub const UPLOAD_BATCH_LEN: u64 = 512 << 10;
 /// interleaved, so that several tensors are hashed at once.
 const INTERLEAVE_LEN: u64 = 16 << 20;
 /// Maximum number of tensors of a device that are written together. Each has a header and data, and
-/// one system call takes only so many buffers.
+/// the number of buffers of one system call is limited.
 const MAX_GROUP: usize = crate::sys::MAX_VECTORS / 2;
 
 /// A part of the data of one tensor. A tensor without data has one range, of no bytes.
@@ -154,7 +154,7 @@ fn group_end(items: &[WriteTensor<'_>], first: usize, staging: usize) -> usize {
 
 struct Interleaver {
     max_interleaved: usize,
-    /// The batches of tensors that are to be interleaved.
+    /// The batches of tensors that will be interleaved.
     interleaved: Vec<VecDeque<WriteJob>>,
     jobs: Vec<WriteJob>,
 }

@@ -1,5 +1,5 @@
-//! The server of `s3://` addresses: the endpoint that is named, or else the one that the credentials
-//! belong to.
+//! The server of `s3://` addresses: the configured endpoint, or else the server that the
+//! credentials belong to.
 
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
@@ -37,7 +37,7 @@ pub fn named(
     found.map(|address| Server::endpoint(&address, force_http, true)).transpose()
 }
 
-/// The endpoint that AWS's variables or the profile name. Empty ones count as not set.
+/// The endpoint from AWS's variables or the profile. Empty values count as not set.
 fn of_aws(aws: &SdkConfig) -> Option<String> {
     let setting = |variable: &str, key: &str| {
         let setting = ServiceConfigKey::builder().service_id("S3").env(variable).profile(key);
@@ -54,10 +54,10 @@ fn of_aws(aws: &SdkConfig) -> Option<String> {
     found.or_else(|| setting("", "endpoint_url"))
 }
 
-/// The server that is asked.
+/// The server of the requests.
 #[derive(Debug, Clone)]
 pub enum Server {
-    /// An endpoint that was named, or a default of tensorizer 2.
+    /// A configured endpoint, or a default of tensorizer 2.
     Endpoint {
         url: Url,
         /// True if buckets are part of the path, and not of the host's name.
@@ -78,13 +78,13 @@ impl Server {
         Ok(Server::Endpoint { url, path_style })
     }
 
-    /// AWS, as environment and profile say.
+    /// AWS, with the settings of environment and profile.
     pub fn aws(aws: &SdkConfig) -> Self {
         let (fips, dual_stack) = (aws.use_fips(), aws.use_dual_stack());
         Server::Aws { fips: fips.unwrap_or(false), dual_stack: dual_stack.unwrap_or(false) }
     }
 
-    /// True if it is AWS, also where it was named.
+    /// True if the server is AWS, also if it was configured.
     pub fn is_aws(&self) -> bool {
         match self {
             Server::Endpoint { url, .. } => {
@@ -94,7 +94,7 @@ impl Server {
         }
     }
 
-    /// True if it is asked by TLS.
+    /// True if requests use TLS.
     pub fn is_tls(&self) -> bool {
         match self {
             Server::Endpoint { url, .. } => url.scheme() == "https",
@@ -102,7 +102,7 @@ impl Server {
         }
     }
 
-    /// Has the SDK ask this server.
+    /// Makes the SDK send requests to this server.
     pub fn configure(&self, config: aws_sdk_s3::config::Builder) -> aws_sdk_s3::config::Builder {
         match self {
             Server::Endpoint { url, path_style } => config
@@ -128,7 +128,7 @@ impl Server {
         let params =
             params.use_fips(fips).use_dual_stack(dual_stack).build().map_err(|e| bad(&e))?;
         let resolver = DefaultResolver::new();
-        // The rules are in memory: the answer is there at once.
+        // The rules are in memory, so the future is ready at once.
         let found = pin!(resolver.resolve_endpoint(&params));
         match found.poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Ok(found)) => Url::parse(found.url()).map_err(|e| bad(&e)),
@@ -137,7 +137,7 @@ impl Server {
         }
     }
 
-    /// The host, and the port if it has one of its own, as messages name them.
+    /// The host for messages, with its port unless that is the default one.
     pub fn host(&self, bucket: &str, region: &str) -> String {
         let Ok(url) = self.url(bucket, region) else { return "AWS".to_owned() };
         let host = url.host_str().unwrap_or("");

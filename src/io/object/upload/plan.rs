@@ -78,7 +78,7 @@ impl PartPlan {
         PartPlan { limits, head_len, part_len, announced, ends: Vec::new() }
     }
 
-    /// The file will have at least so many bytes.
+    /// Announces that the file will have at least `len` bytes.
     pub fn announce(&mut self, len: u64) {
         let len = len.saturating_sub(self.head_len);
         let end = self.end();
@@ -113,7 +113,7 @@ impl PartPlan {
         self.part_range(self.ends.partition_point(|&end| end <= at))
     }
 
-    /// A part that was asked for before.
+    /// A part that was requested before.
     pub fn part_range(&self, number: usize) -> Option<PartRange> {
         let start = number.checked_sub(1).map_or(Some(0), |last| self.ends.get(last).copied())?;
         let len = self.ends.get(number)? - start;
