@@ -123,8 +123,7 @@ impl Reader {
         self.loads.set_memory(MemoryLimit::of(limit).reserving(beside));
     }
 
-    /// Makes its loads read through the page cache, because other local processes load the same
-    /// file at the same time.
+    /// Makes its loads read through the page cache, as other processes load the same file now.
     fn share_cache(&self) {
         self.loads.share_cache();
     }
