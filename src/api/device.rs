@@ -179,10 +179,10 @@ impl<'f> DeviceLoad<'f> {
             // A stream cannot be read again, should the direct way to the devices turn out to be
             // impossible.
             counters.fallback(if several {
-                "through host memory: a source that can only be read front to back is read once\
+                "through host memory: a source that can only be read front to back is read once \
                  for all devices"
             } else {
-                "decrypted in host memory: the source can only be read front to back , and only once"
+                "decrypted in host memory: the source can only be read front to back, and only once"
             });
             while allocate()? {}
             let loaded = upload.through_host(file, selection.numbers(), &self.layout.locations)?;
