@@ -210,7 +210,7 @@ pub fn one_to_save<'t>(
     let info = tensors.info(at).map_err(|e| refused(&name, &e))?;
     let dtype = DType::from_code(info.dtype).ok_or_else(|| {
         Error::Unsupported(format!(
-            "tensor `{name}`: its dtype (torchScalarType {}) cannot be stored in a file",
+            "tensor `{name}`: its dtype (torch ScalarType {}) cannot be stored in a file",
             info.dtype
         ))
     })?;

@@ -180,10 +180,10 @@ impl<'f> DeviceLoad<'f> {
         let headers = if (headers.decrypts() || several) && !file.is_seekable() {
             // A stream cannot be read a second time if direct reads to the devices fail.
             counters.fallback(if several {
-                "through host memory: a source that can only be read front to back is read once\
+                "through host memory: a source that can only be read front to back is read once \
                  for all devices"
             } else {
-                "decrypted in host memory: the source can only be read front to back , and only once"
+                "decrypted in host memory: the source can only be read front to back, and only once"
             });
             while allocate()? {}
             let loaded = upload.through_host(file, selection.numbers(), &self.layout.locations)?;

@@ -289,7 +289,7 @@ impl TensorFile {
         };
         if tensors_state.base != 0 {
             return Err(Error::Unsupported(format!(
-                "cannot copy parts of `{}` : it begins at byte {} of a larger file, and not at its \
+                "cannot copy parts of `{}`: it begins at byte {} of a larger file, and not at its \
                  first byte",
                 self.uri, tensors_state.base
             )));

@@ -90,7 +90,7 @@ impl Writer {
         let pairs = options.metadata.as_deref().unwrap_or(&[]);
         if encrypted && !pairs.is_empty() && !options.clear_metadata {
             return Err(Error::InvalidArgument(format!(
-                "`{}`: the metadata of an encrypted file are not encrypted, and only a manifest\
+                "`{}`: the metadata of an encrypted file are not encrypted, and only a manifest \
                  authenticates them: leave them out, or pass clear_metadata=True",
                 sink.uri()
             )));

@@ -229,7 +229,7 @@ fn open_all(
             let source = head.source().sibling(name, selection.first, control)?.ok_or_else(|| {
                 Error::Unsupported(format!(
                     "`{uri}` is an index of shards, which cannot be found from a file object: pass \
-                     the path or addressof the index"
+                     the path or address of the index"
                 ))
             })?;
             let opening = Opening { cancel: control, ..*opening };

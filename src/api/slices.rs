@@ -64,7 +64,7 @@ impl TensorFile {
                 || entry.whole.is_some()
             {
                 return Err(Error::InvalidArgument(format!(
-                    "invalid slice{slice:?} of tensor `{}`, whose shape is {:?}",
+                    "invalid slice {slice:?} of tensor `{}`, whose shape is {:?}",
                     entry.name, entry.shape
                 )));
             }

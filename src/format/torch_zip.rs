@@ -83,7 +83,7 @@ pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Ma
     let (end, follows) = match large {
         Some(large) if !plain.is_short_for(&large) => {
             let what = format!(
-                "the end records of the zip archive contradict each other: {:?} and , as zip64, \
+                "the end records of the zip archive contradict each other: {:?} and, as zip64, \
                  {:?}",
                 plain.directory, large.directory
             );
@@ -232,7 +232,7 @@ pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Rec
     if let Some(twice) = records.iter().find(|record| !names.insert(&record.name)) {
         return Err(Malformed::new(
             at,
-            format!("the zip archive has two records `{}` ", Shortened(&twice.name)),
+            format!("the zip archive has two records `{}`", Shortened(&twice.name)),
         ));
     }
     Ok(records)
@@ -248,7 +248,7 @@ fn check_kind(raw: &[CentralEntry<'_>], at: u64) -> Result<(), Malformed> {
     };
     if has(|name| name == b"constants.pkl" || name.starts_with(b"code/")) {
         let what =
-            "a TorchScript archive, as torch.jit.save writes it: load it with torch.jit.load ";
+            "a TorchScript archive, as torch.jit.save writes it: load it with torch.jit.load";
         return Err(Malformed::new(at, what));
     }
     if !has(|name| name == b"data.pkl") {
@@ -258,7 +258,7 @@ fn check_kind(raw: &[CentralEntry<'_>], at: u64) -> Result<(), Malformed> {
     }
     let top = first.unwrap_or(b"");
     match raw.iter().find(|central| !central.name.starts_with(top)) {
-        Some(other) => Err(other.fail("is in another folder than the firstrecord".to_owned())),
+        Some(other) => Err(other.fail("is in another folder than the first record".to_owned())),
         None => Ok(()),
     }
 }
@@ -412,7 +412,7 @@ impl Record {
         }
         cursor.take(2, "version")?;
         if cursor.u16("flags")? != self.flags {
-            return Err(differs("its flags "));
+            return Err(differs("its flags"));
         }
         if cursor.u16("method")? != 0 {
             return Err(differs("its method"));

@@ -39,7 +39,7 @@ class Google:
     @staticmethod
     def stage(method, path):
         if method in ("PUT", "POST"):
-            begin = "begin" if "uploads" in path else "complete"
+            begin = "begin" if "uploads" in path.partition("?")[2] else "complete"
             return begin if method == "POST" else "part" if "partNumber" in path else "put"
         return "abort" if method == "DELETE" else None
 

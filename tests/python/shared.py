@@ -17,6 +17,9 @@ from pathlib import Path
 folder = None
 #: The program that ends a server with the run.
 GUARD = Path(__file__).with_name("guard.py")
+#: The guards that this process has started. They end after it if other workers use their servers;
+#: Python would warn of a running process whose object is collected.
+_GUARDS = []
 
 
 def _folder():
@@ -96,9 +99,11 @@ def _start(address, start):
         def popen(command, **options):
             # In a session of its own, Ctrl-C does not end it before the tests.
             guard = [sys.executable, "-SE", GUARD, str(listener.fileno())]
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [*guard, *command], pass_fds=[listener.fileno()], start_new_session=True, **options
             )
+            _GUARDS.append(process)
+            return process
 
         try:
             found = start(popen)

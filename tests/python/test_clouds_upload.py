@@ -149,7 +149,7 @@ def test_an_exception_keeps_the_old_object(bucket, key, address):
     assert bucket.read(key) == b"old"
 
 
-def test_transient_failures_of_uploads_are_retried(address, through):
+def test_transient_upload_failures_are_retried(address, through):
     """Every request fails at first, in one way or another."""
     seen = set()
     faults = [("status", 503, {"Retry-After": "0"}), ("reset",), ("status", 429), ("status", 500)]

@@ -275,7 +275,7 @@ impl Closer {
         if self.0.owner().is_current() {
             return Ok(());
         }
-        let what = "this iterator was made before a fork(), by the parent process : make one in \
+        let what = "this iterator was made before a fork(), by the parent process: make one in \
                     this process";
         Err(Error::Closed(what.to_owned()))
     }

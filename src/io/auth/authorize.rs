@@ -40,7 +40,7 @@ impl CloudCredential {
         *signed_request.method_mut() = request.method().clone();
         *signed_request.uri_mut() =
             request.url().as_str().parse().map_err(|_| {
-                malformed("cannot sign a request: its addressis invalid".to_owned())
+                malformed("cannot sign a request: its address is invalid".to_owned())
             })?;
         *signed_request.headers_mut() = request.headers().clone();
         let signed = AzureAuthorizer::new(credential, account).try_authorize(&mut signed_request);

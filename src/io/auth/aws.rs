@@ -151,7 +151,7 @@ pub async fn check_profile(uri: &str) -> Result<()> {
     let variable = read_guarded(|| PROFILE_VARIABLES.into_iter().find(|name| is_set(name)));
     let what = format!(
         "{} names the profile `{}`, which was not found: neither ~/.aws/config nor \
-         ~/.aws/credentials(or the files that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE \
+         ~/.aws/credentials (or the files that AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE \
          name) has it",
         variable.unwrap_or("AWS_PROFILE"),
         Escaped(&profile)

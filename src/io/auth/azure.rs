@@ -153,7 +153,7 @@ fn refuse_cli(values: &AzureSettings<'_>, has_account_credentials: bool) -> Resu
     if kind != Some("azure_cli") && (!cli_enabled || kind.is_some() || others) {
         return Ok(());
     }
-    let what = "tokens are not taken from the AzureCLI: set AZURE_STORAGE_TOKEN to what `az \
+    let what = "tokens are not taken from the Azure CLI: set AZURE_STORAGE_TOKEN to what `az \
                 account get-access-token --resource https://storage.azure.com/ --query accessToken \
                 --output tsv` prints";
     Err(Error::InvalidArgument(what.to_owned()))
@@ -197,7 +197,7 @@ fn account(
     if of_address.is_some() && owner.is_none() && of_variables.has_credentials_or_endpoint() {
         let what = format!(
             "`{}`: the environment has an account key, a shared access signature or an endpoint, \
-             but not the name of its account: set AZURE_STORAGE_ACCOUNT_NAME ",
+             but not the name of its account: set AZURE_STORAGE_ACCOUNT_NAME",
             container.display_address
         );
         return Err(Error::InvalidArgument(what));

@@ -123,7 +123,7 @@ fn check_login_file(snapshot: &Snapshot) -> Result<()> {
     match default_login_file(snapshot).filter(|file| elsewhere && file.exists()) {
         None => Ok(()),
         Some(file) => Err(Error::InvalidArgument(format!(
-            "the folder of CLOUDSDK_CONFIG has no {LOGIN_FILE}, but `{}`exists: set \
+            "the folder of CLOUDSDK_CONFIG has no {LOGIN_FILE}, but `{}` exists: set \
              GOOGLE_APPLICATION_CREDENTIALS to the file to use",
             file.display()
         ))),

@@ -44,7 +44,7 @@ impl FixedSettings {
         let malformed = |_| {
             Failure::permanent(
                 ErrorKind::InvalidInput,
-                "the credential provider made an invalid request ",
+                "the credential provider made an invalid request",
             )
         };
         let uri = request.uri();

@@ -58,7 +58,7 @@ impl HubAddress {
         let revision = percent_decode_str(revision).decode_utf8();
         let revision = revision.map_or_else(|_| String::new(), |text| text.into_owned());
         if !is_relative_path(&revision) {
-            return Err(wrong("where the revision is a branch , a tag or a commit"));
+            return Err(wrong("where the revision is a branch, a tag or a commit"));
         }
         let path = path.trim_start_matches('/');
         let folder = path.is_empty() || path.ends_with('/');

@@ -90,8 +90,8 @@ impl Repo {
             match &commit {
                 Some(commit) if answer.exists => return Ok(candidate.at_commit(commit)),
                 None if answer.exists => {
-                    let what = "the server 's response has no X-Repo-Commit header, so itis not a \
-                                Hugging Facehub : check HF_ENDPOINT";
+                    let what = "the server's response has no X-Repo-Commit header, so it is not a \
+                                Hugging Face hub: check HF_ENDPOINT";
                     let error = io::Error::new(ErrorKind::InvalidData, what);
                     return Err(Error::io("asking for", &address.display_address(), error));
                 }

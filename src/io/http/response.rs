@@ -55,7 +55,7 @@ impl FirstResponse {
         let found = head.first.len() as u64;
         if found > head.len {
             return Err(Error::InvalidArgument(format!(
-                "the cached header of `{}`is invalid: expected at most the {} bytes of the file, \
+                "the cached header of `{}` is invalid: expected at most the {} bytes of the file, \
                  found {found}",
                 head.uri, head.len
             )));
@@ -79,7 +79,7 @@ impl FirstResponse {
     /// condition.
     pub fn confirm_copy(&mut self, copy: Option<(u64, &str)>) -> Result<(), Failure> {
         let Some((len, tag)) = copy else {
-            let what = "the server answered 304Not Modified to a request without If-None-Match";
+            let what = "the server answered 304 Not Modified to a request without If-None-Match";
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         };
         if self.validators.tag.as_deref().is_some_and(|found| found != tag) {
@@ -186,7 +186,7 @@ impl Validators {
         let stated = content_length(headers).unwrap_or(end.saturating_sub(start));
         if (start, end) != (wanted.start, wanted.end) || stated != end - start {
             let what = format!(
-                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated}\
+                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated} \
                  bytes",
                 wanted.start, wanted.end
             );

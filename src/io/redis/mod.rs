@@ -103,7 +103,7 @@ impl RedisSource {
     fn unexpected_answer(&self, command: &str, what: impl std::fmt::Display) -> Error {
         const SHOWN: usize = 200;
         let what: String = what.to_string().chars().take(SHOWN).collect();
-        let text = format!("unexpected reply to {command} : {}", Escaped(&what));
+        let text = format!("unexpected reply to {command}: {}", Escaped(&what));
         Error::io(
             "reading",
             &self.display_address,
@@ -167,7 +167,7 @@ impl RedisSource {
                     Value::BulkString(key) => {
                         key_bytes += key.len() + size_of_val(&key);
                         if key_bytes > MAX_KEY_BYTES {
-                            let what = format!("more than {MAX_KEY_BYTES} bytesof keys");
+                            let what = format!("more than {MAX_KEY_BYTES} bytes of keys");
                             return Err(self.unexpected_answer("SCAN", what));
                         }
                         try_push(&mut keys, key, KEYS)?;
@@ -238,7 +238,7 @@ impl RedisSource {
                     continue;
                 }
                 let text = format!(
-                    "no key of the database holds byte {at}of the file: a key was removed, or the \
+                    "no key of the database holds byte {at} of the file: a key was removed, or the \
                      file is incomplete"
                 );
                 let error = std::io::Error::new(ErrorKind::UnexpectedEof, text);

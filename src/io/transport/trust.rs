@@ -102,11 +102,11 @@ impl Trust {
     pub fn hint(&self, variables: &str) -> String {
         match self {
             Trust::Bundle { path, named_by } => format!(
-                "{}({named_by} ) does not have the certificate of the authority that signed it",
+                "{} ({named_by}) does not have the certificate of the authority that signed it",
                 path.display()
             ),
             _ => format!(
-                "set {variables} to a PEM file with the certificate of the authority that signed it "
+                "set {variables} to a PEM file with the certificate of the authority that signed it"
             ),
         }
     }
@@ -158,8 +158,8 @@ mod tests {
     #[test]
     fn certificate_hints_name_the_setting_to_change() {
         let hint = Trust::from_argument("/ca".into()).hint("X");
-        assert!(hint.starts_with("/ca(certificate_handling ) does not have the certificate of"));
-        assert!(Trust::System.hint("X or Y").starts_with("set X or Yto a PEM file"));
+        assert!(hint.starts_with("/ca (certificate_handling) does not have the certificate of"));
+        assert!(Trust::System.hint("X or Y").starts_with("set X or Y to a PEM file"));
         assert!(
             untrusted_message("invalid peer certificate: UnknownIssuer", "do")
                 .unwrap()

@@ -56,12 +56,12 @@ impl CloudAddress {
         }
         let (bucket, account) = match (bucket_and_account.split_once('@'), cloud) {
             (None, _) => (bucket_and_account, None),
-            (Some(_), Cloud::Google) => return bad(": a bucket's name has no `@` "),
+            (Some(_), Cloud::Google) => return bad(": a bucket's name has no `@`"),
             (Some((container, host)), Cloud::Azure) => match parse_host(host) {
                 Some(account) => (container, Some(account)),
                 None => {
                     return bad(
-                        ": what follows the `@` is not the host of an Azurestorage account",
+                        ": what follows the `@` is not the host of an Azure storage account",
                     );
                 }
             },

@@ -93,9 +93,9 @@ impl UploadProtocol for Blob {
                            replaced";
             let why = match answer.code() {
                 OTHER_NAMES => {
-                    "another program has begun an upload of this blob, and left uncommitted blocks "
+                    "another program has begun an upload of this blob, and left uncommitted blocks"
                 }
-                _ => "failed uploads of this blob have left too many uncommitted blocks ",
+                _ => "failed uploads of this blob have left too many uncommitted blocks",
             };
             return Err(self.disturbed_error(&format!("{why}, {forgets}"), &answer));
         }
@@ -126,7 +126,7 @@ impl UploadProtocol for Blob {
             Ok(answer) => {
                 let why = "another program has written this blob during the upload, and Azure has \
                            deleted the blocks of this upload: the blob has the content of the \
-                           otherprogram";
+                           other program";
                 self.disturbed_error(why, &answer)
             }
             Err(error) => error,
