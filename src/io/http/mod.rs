@@ -106,12 +106,10 @@ fn open_with_clients(
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
-    // Bytes from a server whose certificate is not verified must not be used for loads that verify
-    // it.
+    // Bytes that came without verified certificates must not be used for loads that verify them.
     let cache = options.cache.clone().filter(|_| options.transport.trust != Trust::Anything);
     let cache = cache.zip(url.cache_key());
-    // Several files may have the same display address, so later responses must prove which file it
-    // is.
+    // Files may share a display address, so later responses must prove which file it is.
     let cached = options.cached_heads.of(&display_address);
     let cached = cached.filter(|head| head.tag.is_some() || head.modified.is_some());
     let mut entry = None;

@@ -14,7 +14,7 @@ const ACL: &std::ffi::CStr = c"system.posix_acl_access";
 /// attributes and permissions of another.
 ///
 /// Steps that the system refuses are skipped. The permissions are then restricted, so that the new
-/// owner, group and list give access to no user who had none before.
+/// owner, group and list give no user access without earlier access.
 pub(super) fn copy(new: &File, old: &File) -> io::Result<()> {
     let (mut is, was) = (new.metadata()?, old.metadata()?);
     if (is.uid(), is.gid()) != (was.uid(), was.gid()) {

@@ -278,10 +278,8 @@ impl MultipartUpload {
             tails.push((number, std::mem::take(&mut part.bytes)));
         }
         if head.len() as u64 != len.min(plan.head_len) {
-            return Err(Error::Bug(format!(
-                "`{}`: an incomplete head",
-                self.object.display_address()
-            )));
+            let address = self.object.display_address();
+            return Err(Error::Bug(format!("`{address}`: an incomplete head")));
         }
         if !sent {
             let mut all = head;
