@@ -99,7 +99,7 @@ pub enum Error {
     },
     /// The bytes of a file do not have the hash that its hub publishes.
     #[error(
-        "`{uri}` failed SHA256 verification: the hub publishes {expected}, the bytes have {found}{local_copy}"
+        "`{uri}` failed SHA256 verification: the hub publishes {expected}, the bytes have {found}{kept}"
     )]
     FileHashMismatch {
         /// The address.
@@ -109,7 +109,7 @@ pub enum Error {
         /// The hash of the bytes read.
         found: Box<str>,
         /// The local copy that was read, and how to replace it; empty if the bytes came from the hub.
-        local_copy: Box<str>,
+        kept: Box<str>,
     },
     /// The file is encrypted in a way that this call cannot undo.
     #[error("{0}")]

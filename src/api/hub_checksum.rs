@@ -163,7 +163,7 @@ impl<'s> ChecksumComparison<'s> {
             uri: self.source.uri().to_owned(),
             expected: hex(&self.expected).into(),
             found: hex(&found).into(),
-            local_copy: self.source.local_copy().and_then(LocalCopy::path).map_or_else(
+            kept: self.source.local_copy().and_then(LocalCopy::path).map_or_else(
                 Box::default,
                 |path| {
                     let path = path.display();
