@@ -110,17 +110,49 @@ def table(case: Case, rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def read_records(folder: Path, pattern: str) -> list[tuple[dict, list[dict]]]:
+    """Return the records of a folder in the order of their dates: the machine, and its rows."""
+    texts = (path.read_text().splitlines() for path in folder.glob(pattern))
+    records = [[json.loads(line) for line in lines] for lines in texts]
+    ordered = sorted(records, key=lambda record: record[0]["date"])
+    return [(machine, rows) for machine, *rows in ordered]
+
+
 def newest(folder: Path, pattern: str) -> tuple[dict[str, dict], list[dict]]:
     """Return, by case, the machine of the newest record that has it, and those rows."""
     machines: dict[str, dict] = {}
     found: dict[str, list[dict]] = {}
-    texts = (path.read_text().splitlines() for path in folder.glob(pattern))
-    records = [[json.loads(line) for line in lines] for lines in texts]
-    for machine, *rows in sorted(records, key=lambda record: record[0]["date"]):
+    for machine, rows in read_records(folder, pattern):
         for case in {row["case"] for row in rows}:
             machines[case] = machine
             found[case] = [row for row in rows if row["case"] == case]
     return machines, [row for rows in found.values() for row in rows]
+
+
+def newest_session(folder: Path, patterns: tuple[str, ...], cases: set[str]) -> tuple[dict, list]:
+    """Return the machine and the rows of the newest session that has all of some cases.
+
+    A session is all records of one commit on one machine.
+
+    Raises:
+        ValueError: No session has all of them.
+
+    """
+    sessions: dict[tuple[str, str], dict[str, list[dict]]] = {}
+    machines: dict[tuple[str, str], dict] = {}
+    records = [record for pattern in patterns for record in read_records(folder, pattern)]
+    for machine, rows in sorted(records, key=lambda record: record[0]["date"]):
+        session = machine["commit"], machine["cpu"]
+        machines[session] = machine
+        by_case = sessions.setdefault(session, {})
+        by_case |= {
+            name: [r for r in rows if r["case"] == name] for name in {r["case"] for r in rows}
+        }
+    complete = [session for session, by_case in sessions.items() if cases <= by_case.keys()]
+    if not complete:
+        raise ValueError(f"no session has all of these cases: {sorted(cases)}")
+    last = max(complete, key=lambda session: machines[session]["date"])
+    return machines[last], [row for rows in sessions[last].values() for row in rows]
 
 
 def note(folder: Path, case: str, date: str) -> list[str]:

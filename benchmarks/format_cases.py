@@ -132,9 +132,10 @@ BYTES = [
 PRETRAINED = "llama"
 WHAT = "from_pretrained of a Llama of 1.08 GB in four shards"
 BESIDE = ("ours from_pretrained", "from_pretrained")
-TWO_WAYS = ("ours from_pretrained", "ours tensorizer.transformers", "from_pretrained")
+WAYS = ("ours from_pretrained", "ours tensorizer.transformers",
+        "ours tensorizer.transformers mmap", "from_pretrained")  # fmt: skip
 MODELS = [
-    Case("pretrained", WHAT, PRETRAINED, "shards", TWO_WAYS, (), (Asked("time", 1.05, *BESIDE),),
+    Case("pretrained", WHAT, PRETRAINED, "shards", WAYS, (), (Asked("time", 1.05, *BESIDE),),
          work="format_models"),
     Case("pretrained-cold", f"{WHAT}, not in the page cache", PRETRAINED, "shards", BESIDE, (),
          (Asked("speed", 1, *BESIDE),), cold=True, work="format_models"),

@@ -74,10 +74,10 @@ def ours(where: str) -> torch.nn.Module:
         return plain(where)
 
 
-def ours_transformers(where: str) -> torch.nn.Module:
+def ours_transformers(where: str, **options) -> torch.nn.Module:
     from tensorizer.transformers import from_pretrained
 
-    return from_pretrained(f"{where}/", device="cpu")
+    return from_pretrained(f"{where}/", device="cpu", **options)
 
 
 def ours_address(where: str) -> torch.nn.Module:
@@ -107,6 +107,7 @@ def fetched(where: str) -> torch.nn.Module:
 LOADERS: dict[str, Callable[[str], torch.nn.Module]] = {
     "ours from_pretrained": ours,
     "ours tensorizer.transformers": ours_transformers,
+    "ours tensorizer.transformers mmap": lambda where: ours_transformers(where, mmap=True),
     "ours load, then from_pretrained": ours_address,
     "from_pretrained": plain,
     "curl, then from_pretrained": fetched,

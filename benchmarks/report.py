@@ -15,7 +15,7 @@ from pathlib import Path
 import dcp_report
 import format_report
 from cases import CASES, FULL
-from figures import newest, note, table
+from figures import newest, newest_session, note, table
 from losses import losses
 
 HERE = Path(__file__).resolve().parent
@@ -52,20 +52,9 @@ def cell(row: dict | None, ours: dict, named: bool = False) -> str:
 
 
 def summary(folder: Path) -> str:
-    """Return the table of the README: of each case ours, the old package, and others.
-
-    Raises:
-        ValueError: The newest figures of its cases are of several sessions.
-
-    """
-    found = [
-        newest(folder, pattern) for pattern in ("[0-9]*.jsonl", f"{format_report.PREFIX}*.jsonl")
-    ]
-    machines = {case: machine for part, _ in found for case, machine in part.items()}
-    all_rows = [row for _, rows in found for row in rows]
-    sessions = {(machines[case]["commit"], machines[case]["cpu"]) for case in ROWS.values()}
-    if len(sessions) > 1:
-        raise ValueError(f"the rows of the README are of several sessions: {sorted(sessions)}")
+    """Return the table of the README: of each case ours, the old package, and others."""
+    patterns = ("[0-9]*.jsonl", f"{format_report.PREFIX}*.jsonl")
+    machine, all_rows = newest_session(folder, patterns, set(ROWS.values()))
     lines = [
         "| | tensorizer 3 | tensorizer 2.12.1 | safetensors | fastest other |",
         "|---|---|---|---|---|",
@@ -83,7 +72,6 @@ def summary(folder: Path) -> str:
         fastest = min(rest, key=lambda row: row["median"], default=None)
         cells = [cell(ours, ours), cell(old, ours), cell(safe, ours), cell(fastest, ours, True)]
         lines.append(f"| {what} | {' | '.join(cells)} |")
-    machine = machines["read"]
     lines += [
         "",
         "A model of 2.2 GB in 201 tensors; for transformers, a Llama of 1.08 GB. "

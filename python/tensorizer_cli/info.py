@@ -9,7 +9,7 @@ from .describe import open_description
 from .file_description import FileDescription, plain, size, text
 from .file_facts import FileFacts, HashCounts, TensorFacts, Totals
 from .file_locations import FileLocation, file_locations
-from .modules import ModuleTotals, listed, modules, shown as shown_modules
+from .modules import ModuleTotals, descendants, modules, rows as module_rows
 from .output import Report, bold, brief, dim, plural, shown
 
 #: The most files of a model, and the most modules, that are shown.
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
             alignment=facts.alignment,
             metadata=facts.metadata,
             files=[location.as_json() for location in found],
-            modules=[{"path": list(one.path), **_numbers(one.totals)} for one in listed(root)],
+            modules=[{"path": list(one.path), **_numbers(one.totals)} for one in descendants(root)],
             largest=[_for_programs(tensor) for tensor in largest],
         )
     return 0
@@ -143,7 +143,7 @@ def _show_files(report: Report, found: Sequence[FileLocation]) -> None:
 
 def _show_modules(report: Report, root: ModuleTotals) -> None:
     cells = [("modules", "tensors", "parameters", "bytes", "")]
-    for name, of, count in shown_modules(root):
+    for name, of, count in module_rows(root):
         each = f"each of {count:,}" if count > 1 else ""
         numbers = f"{of.tensors:,}", f"{of.parameters:,}", size(of.nbytes)
         cells.append((brief(name, _NAME), *numbers, each))

@@ -23,12 +23,12 @@ class ModuleTotals:
     totals: Totals = field(default_factory=Totals)
     below: dict[str, ModuleTotals] = field(default_factory=dict)
 
-    def alike(self, other: ModuleTotals) -> bool:
-        """Tell whether two modules hold the same, as the layers of a model do."""
+    def has_same_contents(self, other: ModuleTotals) -> bool:
+        """Return True if two modules have the same totals and children, as layers of a model do."""
         return (
             self.totals == other.totals
             and self.below.keys() == other.below.keys()
-            and all(one.alike(other.below[step]) for step, one in self.below.items())
+            and all(one.has_same_contents(other.below[step]) for step, one in self.below.items())
         )
 
 
@@ -44,17 +44,17 @@ def modules(tensors: Iterable[TensorFacts], depth: int) -> ModuleTotals:
     return root
 
 
-def listed(module: ModuleTotals) -> Iterator[ModuleTotals]:
+def descendants(module: ModuleTotals) -> Iterator[ModuleTotals]:
     """Yield all modules below one, each before those below it."""
     for one in module.below.values():
         yield one
-        yield from listed(one)
+        yield from descendants(one)
 
 
-def shown(module: ModuleTotals, indent: int = 0) -> Iterator[tuple[str, Totals, int]]:
+def rows(module: ModuleTotals, indent: int = 0) -> Iterator[tuple[str, Totals, int]]:
     """Yield rows: a name, its totals, and the number of equal modules that the row stands for.
 
-    Numbered modules in sequence that hold the same, as the layers of a model do, share a row.
+    Modules with consecutive numbers and the same contents, such as layers, share a row.
     """
     # Some files have their tensors in the order of their names, where 10 comes before 2.
     siblings = sorted(module.below.values(), key=_order)
@@ -62,13 +62,13 @@ def shown(module: ModuleTotals, indent: int = 0) -> Iterator[tuple[str, Totals, 
         first, last = group[0].path[-1], group[-1].path[-1]
         name = first if len(group) == 1 else f"{first}-{last}"
         yield "  " * indent + name, group[0].totals, len(group)
-        yield from shown(group[0], indent + 1)
+        yield from rows(group[0], indent + 1)
 
 
 def _groups(siblings: list[ModuleTotals]) -> Iterator[list[ModuleTotals]]:
     group: list[ModuleTotals] = []
     for one in siblings:
-        if group and not (_follows(group[-1], one) and group[-1].alike(one)):
+        if group and not (_follows(group[-1], one) and group[-1].has_same_contents(one)):
             yield group
             group = []
         group.append(one)

@@ -421,3 +421,16 @@ def test_functions_are_short():
         if count > MOST_FUNCTION_LINES
     }
     assert long == set(LONG_FUNCTIONS), f"more than {MOST_FUNCTION_LINES} lines"
+
+
+def test_few_types_share_a_name():
+    """A name may have two types, such as one of the core and its class for Python."""
+    definition = re.compile(r"(?:pub(?:\([a-z: ]+\))? )?(?:struct|enum|trait|type|union) (\w+)")
+    found: dict[str, list[str]] = {}
+    for name, lines in rust_files():
+        for line in lines:
+            # Indented ones are associated types, or types of one function.
+            if match := definition.match(line):
+                found.setdefault(match[1], []).append(name)
+    assert len(found) > 400
+    assert {name: files for name, files in found.items() if len(files) > 2} == {}
