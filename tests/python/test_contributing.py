@@ -19,7 +19,8 @@ def test_each_station_of_a_byte_is_in_its_file():
     stations = re.findall(r"`(\w+)` in (`[\w./]+/[\w./]+`(?:, `[\w./]+`)*)", TEXT)
     assert len(stations) > 25
     #: A function or type in Rust or Python, in C++, or a list of a test.
-    definition = r"(?m)(?:\b(?:fn|def|struct|enum|trait|class) |^[\w:<>]+ |^){name}(?:\(|<| =| \{{|:)"
+    words = r"\b(?:fn|def|struct|enum|trait|class) "
+    definition = rf"(?m)(?:{words}|^[\w:<>]+ |^){{name}}(?:\(|<| =| \{{{{|:)"
     missing = [
         f"{name} in {path}"
         for name, paths in stations

@@ -292,7 +292,7 @@ def test_workers(method, tmp_path):
 
 
 def test_no_lock_of_a_process_is_inherited():
-    """A thread of the parent may hold it at the fork: use `ForkSafeMutex`, or a lock in a `PerProcess`."""
+    """A thread of the parent may hold it: use `ForkSafeMutex`, or a lock in a `PerProcess`."""
     lock = re.compile(r"static \w+: (?:\w+::)*(?:Mutex|RwLock|Condvar|LazyLock)\b.*")
     folders = ("src", "csrc", "python/src")
     sources = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*.rs")]

@@ -14,7 +14,7 @@ pub struct IndexTrailer {
     pub metadata: std::result::Result<Vec<(String, String)>, Malformed>,
 }
 
-/// Bytes that [`write`] writes.
+/// Bytes that [`write()`] writes.
 pub fn len(metadata: &[u8], has_identity: bool) -> usize {
     metadata.len() + if has_identity { IDENTITY_LEN } else { 0 }
 }
