@@ -281,27 +281,27 @@ class Writer:
     @staticmethod
     def to_path(
         path: str,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
     ) -> Writer: ...
     @staticmethod
     def to_fd(
         descriptor: int,
         uri: str,
         base: int,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
     ) -> Writer: ...
     @staticmethod
     def to_sink(
         sink: Sink,
         base: int,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
     ) -> Writer: ...
     @staticmethod
     def to_object(
         object: Any,
         uri: str,
         base: int,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
     ) -> Writer: ...
     @property
     def uri(self) -> str: ...
