@@ -70,7 +70,7 @@ def load(name: str, engine: str, folder: str, verify: bool) -> dict[str, object]
     warm_up(RUNAI if engine == RUNAI else "ours")
     options = {} if engine == DEFAULT else {"num_readers": int(engine)} if engine != RUNAI else {}
     loader = load_runai if engine == RUNAI else load_http if source.server else load_ours
-    have_memory((path.with_name(f"{source.model}.tensors").stat().st_size * 5) // 2)
+    have_memory(path.with_name(f"{source.model}.tensors").stat().st_size)
     before = sum(os.times()[:2])
     start = time.perf_counter()
     tensors = loader(path, **options)

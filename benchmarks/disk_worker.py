@@ -18,7 +18,7 @@ import peers
 import tensorizer
 import torch
 from landing_files import Model, model_of
-from machine import fresh
+from machine import have_memory
 from run import forget
 
 Tensors = Mapping[str, torch.Tensor]
@@ -78,12 +78,6 @@ def bytes_from_disk() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def have_memory(size: int) -> None:
-    """Take memory and give it back: a virtual machine may have returned it to its host."""
-    memory = fresh(size)
-    torch.frombuffer(memory, dtype=torch.uint8)[::4096].fill_(1)
-
-
 def cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -102,7 +96,7 @@ def main() -> None:
     peers.import_for(options.engine)
     torch.zeros(1, device=options.device)
     files = [model.path(ending) for ending in ("tensors", "safetensors")]
-    have_memory(2 * model.total_bytes)
+    have_memory(model.total_bytes)
     if options.cold:
         forget(files)
     if options.wait:

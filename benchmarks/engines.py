@@ -141,7 +141,7 @@ def save_checkpoint(engine: str, out: str, model: Model) -> dict[str, object]:
     tensors = model.tensors()
     state = checkpoints.nested(tensors)
     os.sync()
-    have_memory(model.total_bytes * 5 // 2)
+    have_memory(model.total_bytes)
     start = time.perf_counter()
     checkpoints.save(state, out, ours)
     if "synced" in engine or "2.12.1" in engine:
@@ -338,7 +338,7 @@ def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]
         total = sum(t.nbytes for t in tensors.values())
         out = f"{path}.{engine.split(maxsplit=1)[0]}.saved"
         os.sync()
-        have_memory(total * 5 // 2)
+        have_memory(total)
         reset_peak()
         before = status("VmHWM")
         start = time.perf_counter()
@@ -367,7 +367,7 @@ def main(engine: str, folder: str, model: str, quick: bool) -> dict[str, object]
         verified = checksum(load_redis(path)) == json.loads(Path(f"{path}.json").read_text())
         return {"seconds": seconds, "bytes": total, "verified": verified}
     expected = json.loads(Path(f"{path}.json").read_text())
-    have_memory((QUICK if quick else FULL)[model].total_bytes * 5 // 2)
+    have_memory((QUICK if quick else FULL)[model].total_bytes)
     reset_peak()
     before = status("VmHWM")
     cpu = sum(os.times()[:4])

@@ -138,7 +138,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
         def load(_: Given) -> Tensors:
             return of_bytes(data)
 
-    have_memory(one_file(folder, case).stat().st_size * 5 // 2)
+    have_memory(one_file(folder, case).stat().st_size)
     reset_peak()
     before = status("VmHWM")
     cpu = sum(os.times()[:4])

@@ -125,7 +125,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
     known = json.loads((folder / f"{PRETRAINED}.json").read_text())
     where = f"http://{server}/{PRETRAINED}" if case.scheme else str(folder / PRETRAINED)
     checksum({"": torch.ones(1 << 20, dtype=torch.int64)})
-    have_memory(sum(path.stat().st_size for path in shards(folder, PRETRAINED)) * 5 // 2)
+    have_memory(sum(path.stat().st_size for path in shards(folder, PRETRAINED)))
     reset_peak()
     before = status("VmHWM")
     cpu = sum(os.times()[:4])

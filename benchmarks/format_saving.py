@@ -147,7 +147,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
     out.mkdir()
     try:
         os.sync()
-        have_memory(sum(tensor.nbytes for tensor in tensors.values()) * 5 // 2)
+        have_memory(sum(tensor.nbytes for tensor in tensors.values()))
         reset_peak()
         before = status("VmHWM")
         cpu = sum(os.times()[:4])
