@@ -35,8 +35,8 @@ class Case:
 #: there is none.
 CASES = (
     Case("tmpfs", "load from memory", "tmpfs", "large", ("tensors", "safetensors"),
-         (UP, "ours", "ours clone", "ours in place", "ours verify-crc32", "ours verify",
-          "ours float32", *LOADERS, "tensorizer 2.12.1"),
+         (UP, "ours", "ours iterate", "ours safetensors", "ours clone", "ours in place",
+          "ours verify-crc32", "ours verify", "ours float32", *LOADERS, "tensorizer 2.12.1"),
          (UP, "ours", "ours in place", "ours verify", "ours float32", "safetensors")),
     Case("save", "save to memory", "tmpfs", "large", ("tensors", OUT),
          (BACK, *SAVERS), (BACK, *SAVERS[:1])),
@@ -51,7 +51,8 @@ CASES = (
     Case("save-20k", "save 20,000 small tensors to memory", "tmpfs", "20k",
          ("tensors", OUT), (BACK, *SAVERS)),
     Case("disk", "load from disk, nothing in the page cache", "disk", "large",
-         ("tensors", "safetensors"), (UP, "direct reads", "ours", *LOADERS), (UP, "ours"),
+         ("tensors", "safetensors"), (UP, "direct reads", "ours", "ours safetensors", *LOADERS),
+         (UP, "ours"),
          cold=True),
     Case("save-disk", "save to disk, with fsync", "disk", "large", ("tensors", OUT),
          (BACK, *SAVERS)),
@@ -83,6 +84,7 @@ def forget(folder: Path, model: str) -> None:
 def guess(bench: Bench, case: Case, engine: str) -> float:
     """Return what an engine may take, from what it took before."""
     took = [float(row["took"]) for row in bench.rows.of(STEP, case=case.name, engine=engine)]
+    took = took or [float(row["took"]) for row in bench.rows.of(STEP, engine=engine)]
     return 1.3 * max(took) if took else (5 if bench.toy else 45)
 
 

@@ -14,34 +14,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests/cuda"))
 
 import emulated
 import torch
-from checks import sums
+from checks import Tensors, sums
 
-from engine import DEVICE, LOADERS, AbsentError, import_modules, read_sums
-
-Pairs = Iterable[tuple[str, torch.Tensor]]
+from engine import LOADERS, AbsentError, Pairs, collect, import_modules, read_sums
 
 
-def iterate(path: Path) -> Pairs:
-    import tensorizer
-
-    return tensorizer.iterate(f"{path}.tensors", DEVICE)
-
-
-def of_safetensors(path: Path) -> Pairs:
-    """Load the file that the peers load."""
-    import tensorizer
-
-    return tensorizer.load(f"{path}.safetensors", DEVICE).items()
-
-
-def two_devices(path: Path) -> Pairs:
+def two_devices(path: Path) -> Tensors:
     """Load the first half of the layers to one device, and the others to another one."""
     import tensorizer
 
@@ -50,54 +34,12 @@ def two_devices(path: Path) -> Pairs:
     def device(name: str) -> str:
         return f"cuda:{int(name.split('.')[1]) * 2 // count}"
 
-    return tensorizer.load(f"{path}.tensors", device).items()
+    return tensorizer.load(f"{path}.tensors", device)
 
 
-def prefetch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(f"{path}.safetensors", "pt", device="cuda:0") as file:
-        if not hasattr(file, "prefetch"):
-            raise AbsentError("this safetensors has no prefetch")
-        with file.prefetch(threads=os.cpu_count() or 8) as loader:
-            yield from loader
-
-
-def runai(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from runai_model_streamer import SafetensorsStreamer
-
-    with SafetensorsStreamer() as streamer:
-        streamer.stream_file(f"{path}.safetensors", device=DEVICE)
-        for name, tensor in streamer.get_tensors():
-            yield name, tensor.to(DEVICE)
-
-
-def instanttensor(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from instanttensor import safe_open
-
-    with safe_open(f"{path}.safetensors", framework="pt", device=0) as file:
-        yield from file.tensors()
-
-
-OURS: dict[str, Callable[[Path], Pairs]] = {
-    "ours safetensors": of_safetensors,
-    "ours two devices": two_devices,
-}
-#: Engines that hand out tensors before all have landed.
-STREAMING: dict[str, Callable[[Path], Pairs]] = {
-    "ours iterate": iterate,
-    "safetensors prefetch": prefetch,
-    "run:ai": runai,
-    "InstantTensor": instanttensor,
-}
-
-
-def pairs(engine: str, path: Path) -> Pairs:
-    if engine in OURS:
-        return OURS[engine](path)
-    if engine in STREAMING:
-        return STREAMING[engine](path)
-    return LOADERS[engine](path).items()
+def start(engine: str, path: Path) -> Tensors | Pairs:
+    """Begin a load: all tensors, or an iterator of them."""
+    return two_devices(path) if engine == "ours two devices" else LOADERS[engine](path)
 
 
 def load(engine: str, path: Path) -> dict[str, float]:
@@ -106,18 +48,12 @@ def load(engine: str, path: Path) -> dict[str, float]:
     torch.cuda.empty_cache()
     emulated.reset()
     used = emulated.stat("device used")
-    first = None
-    tensors = []
     cpu, begun = time.process_time(), time.perf_counter()
-    for _, tensor in pairs(engine, path):
-        if first is None and engine in STREAMING:
-            torch.cuda.current_stream().synchronize()
-            first = time.perf_counter() - begun
-        tensors.append(tensor)
+    tensors, first = collect(start(engine, path), begun)
     for device in range(torch.cuda.device_count()):
         torch.cuda.synchronize(device)
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
-    size = sum(tensor.nbytes for tensor in tensors)
+    size = sum(tensor.nbytes for tensor in tensors.values())
     calls = {name: n for name, n in emulated.calls_by_name().items() if name != "copy"}
     return {
         "seconds": seconds,
@@ -134,10 +70,11 @@ def load(engine: str, path: Path) -> dict[str, float]:
 def main(engine: str, folder: str, model: str, task: str = "count") -> dict[str, object]:
     path = Path(folder) / model
     import_modules(engine)
-    torch.ones(1, device=DEVICE)
+    torch.ones(1, device="cuda")
     torch.cuda.synchronize()
     if task == "verify":
-        return {"verified": sums(dict(pairs(engine, path))) == read_sums(path)}
+        tensors, _ = collect(start(engine, path), 0)
+        return {"verified": sums(tensors) == read_sums(path)}
     first = load(engine, path)
     gc.collect()
     return first | {"again": load(engine, path)}

@@ -24,24 +24,27 @@ def comparison(rows: Rows, case: Case) -> list[str]:
     first = case.engines[0]
     ours = middle(next((m for n, m in found.items() if n.startswith("ours")), []), "rate")
     lines = ["", f"**{case.title}** ({case.name})", "",
-             f"| engine | rounds | median s | best s | again s | GB/s | of {first} "
-             "| ours is faster by |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+             "| engine | rounds | median s | best s | again s | first tensor, s | GB/s "
+             f"| of {first} | ours is faster by |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, mine in found.items():
         good = [row for row in mine if row["status"] == "ok"]
         bad = next((row for row in mine if row["status"] != "ok"), None)
         if bad is not None:
             why = " ".join(str(bad["why"]).split())[-160:].replace("|", "/")
-            lines.append(f"| {name} | {bad['status']}: {why} | | | | | | |")
+            lines.append(f"| {name} | {bad['status']}: {why} | | | | | | | |")
         if not good:
             continue
         rate = middle(good, "rate")
         again = [seconds for row in good for seconds in row.get("again", ())]
         share = middle(good, "of_pinned")
+        landed = middle(good, "first")
         faster = f"{ours / rate:.2f}" if ours and rate and not name.startswith("ours") else "-"
         lines.append(
             f"| {name} | {len(good)} | {middle(good, 'seconds'):.3f} "
             f"| {min(row['seconds'] for row in good):.3f} "
-            f"| {f'{statistics.median(again):.3f}' if again else '-'} | {rate / 1e9:.2f} "
+            f"| {f'{statistics.median(again):.3f}' if again else '-'} "
+            f"| {'-' if landed is None else f'{landed:.3f}'} | {rate / 1e9:.2f} "
             f"| {'-' if share is None else f'{share:.2f}'} | {faster} |"
         )
     return lines
