@@ -113,6 +113,14 @@ def no_room(
     return None
 
 
+def read(path: Path) -> None:
+    """Read a file once: the first reader of new pages of a tmpfs is slower than all others."""
+    buffer = bytearray(16 << 20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
 def main(folder: Path, model: str, count: int, total: int, formats: list[str]) -> None:
     made = tensors(count, total)
     if plan(folder, model, count, total) is None:
@@ -124,6 +132,7 @@ def main(folder: Path, model: str, count: int, total: int, formats: list[str]) -
         path = folder / f"{model}.{suffix}"
         part = folder / f"{model}.part"
         SAVERS[suffix](made, part)
+        read(part)
         part.rename(path)
 
 

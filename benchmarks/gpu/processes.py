@@ -28,7 +28,10 @@ class Ended:
 
     def why(self) -> str:
         """Return how it ended, and its last words."""
-        words = (self.error.strip() or self.out.strip())[-600:]
+        words = self.error.strip() or self.out.strip()
+        # Where it crashed comes before a list of all modules.
+        crash = words.find("Fatal Python error")
+        words = words[-600:] if crash < 0 else words[crash : crash + 1500]
         if self.late:
             return f"it did not end within {self.seconds:.0f} s; {words}"
         if self.code < 0:

@@ -142,22 +142,28 @@ def test_inductor_compiles_a_load_and_kernels_that_use_it(folder):
 
 @real_only
 def test_aot_inductor_loads_to_the_device(folder, tmp_path):
-    class Model(torch.nn.Module):
-        def __init__(self, path):
-            super().__init__()
-            self.path = path
+    """In a process of its own: a package that crashes would end all tests."""
+    code = """
+import sys, tensorizer, torch
+path, package = sys.argv[1:]
 
-        def forward(self, x):
-            (found,) = torch.ops.tensorizer.load(self.path, ["t03"], device="cuda")
-            return found * 2 + x
+class Model(torch.nn.Module):
+    def forward(self, x):
+        (found,) = torch.ops.tensorizer.load(path, ["t03"], device="cuda")
+        return found * 2 + x
 
-    ones = torch.ones(510_000, device="cuda")
-    program = torch.export.export(Model(str(folder / "f.tensors")), (ones,))
-    package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "model.pt2")
-    )
-    run = torch._inductor.aoti_load_package(package)
-    assert bool((run(ones).cpu() == 7).all())
+ones = torch.ones(510_000, device="cuda")
+program = torch.export.export(Model(), (ones,))
+torch._inductor.aoti_compile_and_package(program, package_path=package)
+run = torch._inductor.aoti_load_package(package)
+assert bool((run(ones).cpu() == 7).all())
+"""
+    command = [sys.executable, "-X", "faulthandler", "-c", code]
+    done = subprocess.run(
+        [*command, str(folder / "f.tensors"), str(tmp_path / "model.pt2")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @real_only
