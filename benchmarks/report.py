@@ -37,7 +37,9 @@ ROWS = {
     "The same over HTTP": "pretrained-http",
 }
 #: Reports of other programs, which stand beside the records under these names and a date.
-REPORTS = ("formats", "dcp", "ranks", "cache", "hf", "clouds", "host-share", "emulated", "disk")
+REPORTS = (
+    "formats", "dcp", "ranks", "cache", "hf", "clouds", "h100", "host-share", "emulated", "disk",
+)  # fmt: skip
 
 
 def cell(row: dict | None, ours: dict, named: bool = False) -> str:
@@ -109,8 +111,11 @@ def tables(folder: Path, machines: dict[str, dict], rows: list[dict]) -> str:
 
 
 def reports(folder: Path) -> str:
-    """Return the newest report of each other program, with headings of the second level."""
-    newest = [sorted(folder.glob(f"{name}-[0-9]*.md"))[-1:] for name in REPORTS]
+    """Return the newest report of each other program, with headings of the second level.
+
+    Those of devices are in folders of their own.
+    """
+    newest = [sorted(folder.parent.glob(f"*/{name}-[0-9]*.md"))[-1:] for name in REPORTS]
     texts = [path.read_text().strip() for paths in newest for path in paths]
     return "\n\n".join(re.sub(r"^#", "##", text, flags=re.MULTILINE) for text in texts)
 

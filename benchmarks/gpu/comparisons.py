@@ -14,6 +14,8 @@ STEP = "compare"
 LOADERS = ("InstantTensor", "safetensors prefetch", "safetensors", "run:ai", "fastsafetensors")
 SAVERS = ("ours save", "ours save_async", "safetensors save", "torch.save")
 UP, BACK = "pinned copy", "pinned copy back"
+#: Engines that only read or copy.
+BASELINES = (UP, BACK, "direct reads")
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,9 @@ def measure(bench: Bench, case: Case, engine: str, round_: int) -> Row:
     if case.cold:
         forget(place.folder, model.name)
     row = bench.engine(engine, place, model, loads=1 if case.cold else 2)
-    limits = bench.rows.of(STEP, case=case.name, engine=case.engines[0], round=round_)
-    if row["status"] == "ok" and limits and limits[0]["status"] == "ok":
-        row["of_pinned"] = round(float(row["rate"]) / float(limits[0]["rate"]), 4)
+    copies = bench.rows.of(STEP, case=case.name, engine=case.engines[0], round=round_)
+    if row["status"] == "ok" and copies and copies[0]["status"] == "ok":
+        row["of_pinned"] = round(float(row["rate"]) / float(copies[0]["rate"]), 4)
     return row
 
 

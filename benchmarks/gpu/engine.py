@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 from checks import Tensors, blank, sums
+from comparisons import BASELINES
 from models import KEY, OUT
 
 DEVICE = "cuda"
@@ -156,7 +157,7 @@ def read_sums(path: Path) -> dict[str, str]:
 
 
 def pinned_copy(size: int, back: bool) -> float:
-    """The limit: one pinned buffer copied to the device (or back) again and again, in seconds."""
+    """Return the seconds of copies from one pinned buffer to the device, or back."""
     step = min(256 << 20, size)
     buffer = torch.ones(step, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(step, dtype=torch.uint8, device=DEVICE)
@@ -172,7 +173,7 @@ def pinned_copy(size: int, back: bool) -> float:
     raise AssertionError
 
 
-def limit(engine: str, path: Path) -> dict[str, object]:
+def baseline(engine: str, path: Path) -> dict[str, object]:
     if engine == "direct reads":
         from baselines import direct
 
@@ -183,9 +184,6 @@ def limit(engine: str, path: Path) -> dict[str, object]:
     size = os.path.getsize(f"{path}.tensors")
     seconds = pinned_copy(size, back=engine == "pinned copy back")
     return {"seconds": seconds, "bytes": size, "verified": True}
-
-
-LIMITS = ("pinned copy", "pinned copy back", "direct reads")
 
 
 def saved(engine: str, out: str) -> Tensors:
@@ -300,8 +298,8 @@ def main(engine: str, folder: str, model: str, loads: str = "2") -> dict[str, ob
     import_modules(engine)
     torch.ones(1, device=DEVICE)
     torch.cuda.synchronize()
-    if engine in LIMITS:
-        return limit(engine, path)
+    if engine in BASELINES:
+        return baseline(engine, path)
     if "save" in engine.rsplit(maxsplit=1)[-1]:
         return save(engine, path)
     return load(engine, path, int(loads))

@@ -21,6 +21,7 @@ import os
 import shlex
 import shutil
 import signal
+import site
 import sys
 import tempfile
 from pathlib import Path
@@ -160,7 +161,11 @@ def finish(options: argparse.Namespace, rows: Rows) -> None:
         # Arguments have folders of this machine.
         about = {name: value for name, value in machine.items() if name != "arguments"}
         lines = [about, *rows.ends.values()]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        # Messages have paths of this machine.
+        for prefix in (f"{HERE.parents[1]}/", f"{site.getsitepackages()[0]}/", f"{sys.prefix}/"):
+            text = text.replace(prefix, "")
+        path.write_text(text)
         print(f"recorded in {path}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 import emulated_step
-from comparisons import CASES, Case
+from comparisons import BASELINES, CASES, Case
 from rows import Row, Rows
 from sweep import STEP as SWEEP, times
 
@@ -17,37 +17,40 @@ def middle(rows: list[Row], field: str) -> float | None:
 
 def comparison(rows: Rows, case: Case) -> list[str]:
     """Return the table of a case; ratios are of median rates, above 1 where ours is faster."""
-    found = {name: rows.of("compare", case=case.name, engine=name) for name in case.engines}
+    first, *others = case.engines
+    found = {name: rows.of("compare", case=case.name, engine=name) for name in (*others, first)}
     found = {name: mine for name, mine in found.items() if mine}
     if not found:
         return []
-    first = case.engines[0]
     ours = middle(next((m for n, m in found.items() if n.startswith("ours")), []), "rate")
     lines = ["", f"**{case.title}** ({case.name})", "",
-             "| engine | rounds | median s | best s | again s | first tensor, s | GB/s "
-             f"| of {first} | ours is faster by |",
-             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+             f"| engine | median s | min to max | again s | first tensor, s | GB/s | of a {first} "
+             "| ours is faster by |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, mine in found.items():
         good = [row for row in mine if row["status"] == "ok"]
         bad = next((row for row in mine if row["status"] != "ok"), None)
         if bad is not None:
             why = " ".join(str(bad["why"]).split())[-160:].replace("|", "/")
-            lines.append(f"| {name} | {bad['status']}: {why} | | | | | | | |")
-        if not good:
-            continue
-        rate = middle(good, "rate")
-        again = [seconds for row in good for seconds in row.get("again", ())]
-        share = middle(good, "of_pinned")
-        landed = middle(good, "first")
-        faster = f"{ours / rate:.2f}" if ours and rate and not name.startswith("ours") else "-"
-        lines.append(
-            f"| {name} | {len(good)} | {middle(good, 'seconds'):.3f} "
-            f"| {min(row['seconds'] for row in good):.3f} "
-            f"| {f'{statistics.median(again):.3f}' if again else '-'} "
-            f"| {'-' if landed is None else f'{landed:.3f}'} | {rate / 1e9:.2f} "
-            f"| {'-' if share is None else f'{share:.2f}'} | {faster} |"
-        )
+            lines.append(f"| {name} | {bad['status']}: {why} | | | | | | |")
+        if good:
+            lines.append(measured(name, good, ours, is_baseline=name in BASELINES))
     return lines
+
+
+def measured(name: str, rows: list[Row], ours: float | None, is_baseline: bool) -> str:
+    """Return the row of an engine; `ours` is the median rate of ours."""
+    rate, seconds = middle(rows, "rate"), sorted(float(row["seconds"]) for row in rows)
+    again = [seconds for row in rows for seconds in row.get("again", ())]
+    landed, share = middle(rows, "first"), middle(rows, "of_pinned")
+    ratio = f"{ours / rate:.2f}{' of it' if is_baseline else ''}" if ours and rate else "-"
+    return (
+        f"| {'baseline: ' if is_baseline else ''}{name} | {statistics.median(seconds):.3f} "
+        f"| {seconds[0]:.3f} to {seconds[-1]:.3f} "
+        f"| {f'{statistics.median(again):.3f}' if again else '-'} "
+        f"| {'-' if landed is None else f'{landed:.3f}'} | {rate / 1e9:.2f} "
+        f"| {'-' if share is None or is_baseline else f'{share:.2f}'} "
+        f"| {'-' if name.startswith('ours') else ratio} |"
+    )
 
 
 def swept(rows: Rows) -> list[str]:

@@ -140,29 +140,39 @@ def test_inductor_compiles_a_load_and_kernels_that_use_it(folder):
         torch.testing.assert_close(compiled(ones).cpu(), expected)
 
 
-@real_only
-def test_aot_inductor_loads_to_the_device(folder, tmp_path):
-    """In a process of its own: a package that crashes would end all tests."""
-    code = """
-import sys, tensorizer, torch
+PACKAGE = """
+import sys, torch
 path, package = sys.argv[1:]
 
 class Model(torch.nn.Module):
     def forward(self, x):
-        (found,) = torch.ops.tensorizer.load(path, ["t03"], device="cuda")
+        found = x * 3
+        if path:
+            (found,) = torch.ops.tensorizer.load(path, ["t03"], device="cuda")
         return found * 2 + x
 
+if path:
+    import tensorizer
 ones = torch.ones(510_000, device="cuda")
 program = torch.export.export(Model(), (ones,))
 torch._inductor.aoti_compile_and_package(program, package_path=package)
 run = torch._inductor.aoti_load_package(package)
 assert bool((run(ones).cpu() == 7).all())
 """
-    command = [sys.executable, "-X", "faulthandler", "-c", code]
-    done = subprocess.run(
-        [*command, str(folder / "f.tensors"), str(tmp_path / "model.pt2")],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+
+
+@real_only
+def test_aot_inductor_loads_to_the_device(folder, tmp_path):
+    """In processes of their own: on some machines a package of torch alone crashes as it opens."""
+
+    def run(path):
+        command = [sys.executable, "-X", "faulthandler", "-c", PACKAGE, path]
+        command += [str(tmp_path / f"{bool(path)}.pt2")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    if (alone := run("")).returncode != 0:
+        pytest.skip(f"torch's packages do not run here: {alone.stderr[-500:]}")
+    done = run(str(folder / "f.tensors"))
     assert done.returncode == 0, done.stderr[-3000:]
 
 
