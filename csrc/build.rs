@@ -144,7 +144,7 @@ fn find() -> Result<PathBuf, String> {
                   print(s.submodule_search_locations[0] if s else '')";
     let output = Command::new(&python).args(["-I", "-c", script]).output();
     let found = output.ok().and_then(|o| String::from_utf8(o.stdout).ok());
-    // A Python that does not answer is reported like one without torch.
+    // A Python that does not respond is reported like one without torch.
     let found = found.unwrap_or(String::new());
     match found.trim() {
         "" => Err("torch was not found: install it first (pip install torch), or set \

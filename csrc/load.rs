@@ -23,7 +23,7 @@ pub struct LoadDestination<'d> {
     /// The device of each tensor, or of all of them.
     pub devices: &'d [DeviceIndex],
     /// True if each tensor on a device has memory of its own, instead of a part of a block.
-    pub apart: bool,
+    pub separate_memory: bool,
 }
 
 impl LoadDestination<'_> {
@@ -71,7 +71,7 @@ pub fn load_tensors(
     let mut blocks = Vec::new();
     let mut streams = Vec::new();
     if in_host.numbers.len() < selection.len() {
-        let to = (&devices, found.as_slice(), to.apart);
+        let to = (&devices, found.as_slice(), to.separate_memory);
         let loaded = load_on_devices(file, selection, to, (options, counters, cancel))?;
         (streams, blocks) = (loaded.streams, loaded.blocks);
         for (at, location) in loaded.tensors {
@@ -111,14 +111,14 @@ struct OnDevices<T> {
 fn load_on_devices(
     file: &TensorFile,
     selection: &[usize],
-    (devices, found, apart): (&CallDevices, &[Option<usize>], bool),
+    (devices, found, separate_memory): (&CallDevices, &[Option<usize>], bool),
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
 ) -> Result<OnDevices<(usize, (TensorLocation, CompactHeader))>> {
     let part = TensorSubset::of(selection, found, |found| found.is_some());
     let of: Vec<usize> = found.iter().copied().flatten().collect();
     let one_device = devices.devices.len() <= 1;
     let of_several = if one_device { &[][..] } else { &of };
-    let planned = DeviceLoad::new(file, &part.numbers, of_several, apart)?;
+    let planned = DeviceLoad::new(file, &part.numbers, of_several, separate_memory)?;
     let starts = block_starts(planned.block_devices(), devices.devices.len());
     let OnDevices { tensors: headers, blocks, streams } =
         into_new_blocks(file, &planned, &starts, devices, (options, counters, cancel))?;

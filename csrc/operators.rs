@@ -155,7 +155,7 @@ pub fn op_load_checked(
             }
         }
         // Tensors that a graph gets from an operator may not share memory.
-        let destination = LoadDestination { devices: &[options.device], apart: true };
+        let destination = LoadDestination { devices: &[options.device], separate_memory: true };
         let options = options.into();
         let counters = Counters::default();
         let loaded = load_tensors(&file, &selection, destination, &options, &counters, &interrupt)?;
@@ -169,7 +169,7 @@ fn loaded(
     device: DeviceIndex,
     options: LoadOptions,
 ) -> Result<LoadedTensors> {
-    let destination = LoadDestination { devices: &[device], apart: false };
+    let destination = LoadDestination { devices: &[device], separate_memory: false };
     Ok(load_tensors(file, selection, destination, &options, &Counters::default(), &interrupt)?.0)
 }
 

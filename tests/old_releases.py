@@ -79,7 +79,7 @@ def make(folder: Path) -> dict[Path, dict[str, torch.Tensor]]:
     files.update(full(folder))
     pair = folder / "pair.tensors"
     with FileWriter(pair, metadata=some) as writer:
-        writer.set_pair(None)
+        writer.set_pair_id(None)
         writer.write_leaves(list(files[long]), list(files[long].values()))
     files[pair] = files[long]
     for manifest in (False, True):

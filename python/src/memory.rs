@@ -5,54 +5,55 @@ use pyo3::prelude::*;
 use tensorizer::MemoryLimit;
 use tensorizer::memory_limit::SaveNeeds;
 
-use crate::errors::Answer;
+use crate::errors::CallResult;
 
 /// Divides a limit between tensors in memory and the readers that load them. `largest`: bytes of
-/// the largest tensor; `reader`: minimum bytes for the readers; `kept`: bytes that are reserved for
-/// the caller. Returns the bytes for tensors, and the bytes that are not for the readers, `kept`
+/// the largest tensor; `reader`: minimum bytes for the readers; `reserved`: bytes that are reserved for
+/// the caller. Returns the bytes for tensors, and the bytes that are not for the readers, `reserved`
 /// included. Without a limit, tensors get the `wanted` bytes.
 #[pyfunction]
-#[pyo3(signature = (limit, wanted, largest, reader, kept = 0))]
-pub fn shares_of_tensors(
+#[pyo3(signature = (limit, wanted, largest, reader, reserved = 0))]
+pub fn split_tensor_memory(
     limit: Option<u64>,
     wanted: u64,
     largest: u64,
     reader: u64,
-    kept: u64,
-) -> Answer<(u64, u64)> {
-    let limit = MemoryLimit::of(limit).reserving(kept).or_environment()?;
+    reserved: u64,
+) -> CallResult<(u64, u64)> {
+    let limit = MemoryLimit::of(limit).reserving(reserved).or_environment()?;
     let (tensors, rest) = limit.tensors(wanted, largest, reader)?;
     Ok((tensors, rest.reserved()))
 }
 
-/// Divides a limit for a member of a group. `most`: maximum bytes of a batch; `reads`: number of
+/// Divides a limit for a member of a group. `max_batch`: maximum bytes of a batch; `reads`: number of
 /// batches that are fetched concurrently; `others`: number of batches that are being sent or wait;
-/// `whole`: minimum bytes of a batch; `reader`: minimum bytes for fetching a batch. Returns the
+/// `min_batch`: minimum bytes of a batch; `reader`: minimum bytes for fetching a batch. Returns the
 /// bytes of a batch, the number of batches that are fetched concurrently, and the bytes of the
 /// limit that are not for fetching one of them.
 #[pyfunction]
-pub fn shares_of_group(
+pub fn split_group_memory(
     limit: Option<u64>,
-    most: u64,
+    max_batch: u64,
     reads: u64,
     others: u64,
-    whole: u64,
+    min_batch: u64,
     reader: u64,
-) -> Answer<(u64, u64, u64)> {
-    let shares =
-        MemoryLimit::of(limit).or_environment()?.group(most, reads, others, whole, reader)?;
+) -> CallResult<(u64, u64, u64)> {
+    let shares = MemoryLimit::of(limit)
+        .or_environment()?
+        .group(max_batch, reads, others, min_batch, reader)?;
     Ok((shares.batch, shares.at_once, shares.load.reserved()))
 }
 
 /// Returns the bytes of a limit, or of that of the environment; None for no limit.
 #[pyfunction]
-pub fn known_limit(limit: Option<u64>) -> Answer<Option<u64>> {
+pub fn effective_memory_limit(limit: Option<u64>) -> CallResult<Option<u64>> {
     Ok(MemoryLimit::of(limit).or_environment()?.bytes())
 }
 
 /// Returns the minimum memory of a save that writes tensors from host memory and hashes them.
 #[pyfunction]
-pub fn least_of_save(uploads: bool, encrypted: bool) -> u64 {
+pub fn minimum_save_memory(uploads: bool, encrypted: bool) -> u64 {
     SaveNeeds::of_host(uploads, encrypted).minimum()
 }
 

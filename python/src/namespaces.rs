@@ -12,7 +12,10 @@ use pyo3::types::PyDict;
 /// Changes no reference counts: there may be hundreds of thousands of values, in memory that no
 /// other code is about to touch.
 #[pyfunction]
-pub fn holders(namespaces: Vec<Bound<'_, PyDict>>, objects: Vec<Bound<'_, PyAny>>) -> Vec<usize> {
+pub fn dicts_with_value(
+    namespaces: Vec<Bound<'_, PyDict>>,
+    objects: Vec<Bound<'_, PyAny>>,
+) -> Vec<usize> {
     let objects: Vec<*mut ffi::PyObject> = objects.iter().map(|object| object.as_ptr()).collect();
     let holds = |dict: &Bound<'_, PyDict>| {
         let (mut position, mut value) = (0, ptr::null_mut());

@@ -20,7 +20,7 @@ use tensorizer_torch::load::{LoadDestination, load_tensors};
 
 use crate::cached_heads::{HeadForPython, for_python};
 use crate::crypt::Decryption;
-use crate::errors::{Answer, Raised};
+use crate::errors::{CallResult, Raised};
 use crate::gil;
 use crate::handle::Handle;
 use crate::headers::{HeaderCache, matching};
@@ -75,7 +75,7 @@ impl Reader {
         base: Option<u64>,
         keep_heads: bool,
         wanted: Option<Vec<Bound<'_, PyAny>>>,
-    ) -> Answer<Self> {
+    ) -> CallResult<Self> {
         // An invalid name is an error later, when the tensor is looked up.
         let wanted = wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
         let wanted: Option<BTreeSet<String>> = wanted;
@@ -106,21 +106,21 @@ impl Reader {
     }
 
     /// Makes loads decrypt with a key or a passphrase.
-    fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> Answer<()> {
+    fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> CallResult<()> {
         let options = Arc::clone(&decryption.0);
         Ok(gil::without(py, || self.file.unlock(options, &signals))?)
     }
 
     /// Sets a callable that gets the bytes of tensor data that all loads have moved.
-    fn watch(&self, tell: Py<PyAny>) {
-        self.loads.watch.set(tell);
+    fn watch(&self, callback: Py<PyAny>) {
+        self.loads.watch.set(callback);
     }
 
-    /// Limits the memory of its loads to `limit` bytes, of which `beside` bytes are reserved for
+    /// Limits the memory of its loads to `limit` bytes, of which `reserved` bytes are for
     /// the caller.
-    #[pyo3(signature = (limit, beside = 0))]
-    fn limit_memory(&self, limit: Option<u64>, beside: u64) {
-        self.loads.set_memory(MemoryLimit::of(limit).reserving(beside));
+    #[pyo3(signature = (limit, reserved = 0))]
+    fn limit_memory(&self, limit: Option<u64>, reserved: u64) {
+        self.loads.set_memory(MemoryLimit::of(limit).reserving(reserved));
     }
 
     /// Makes its loads read through the page cache, as other processes load the same file now.
@@ -129,7 +129,7 @@ impl Reader {
     }
 
     /// Returns the minimum memory of a load: of `parts` of tensors, or with staging buffers.
-    fn least(&self, parts: bool, staged: bool) -> Answer<u64> {
+    fn minimum_memory(&self, parts: bool, staged: bool) -> CallResult<u64> {
         Ok(self.file.minimum_memory(parts, staged)?)
     }
 
@@ -141,7 +141,7 @@ impl Reader {
     /// Returns the same file with slices of some of its tensors as its only tensors. Each is given
     /// by its number, and first index and end in each dimension, or None for the whole tensor.
     #[allow(clippy::type_complexity)]
-    pub fn sliced(&self, slices: Vec<(usize, Option<Vec<(u64, u64)>>)>) -> Answer<Reader> {
+    pub fn sliced(&self, slices: Vec<(usize, Option<Vec<(u64, u64)>>)>) -> CallResult<Reader> {
         let slices = slices.into_iter().map(|(number, ranges)| {
             let ranges = ranges.map(|ranges| ranges.into_iter().map(|(start, end)| start..end));
             (number, ranges.map(Iterator::collect))
@@ -150,7 +150,7 @@ impl Reader {
     }
 
     /// Returns the range of a slice in each dimension of the whole tensor; None for a whole tensor.
-    fn ranges(&self, number: usize) -> Answer<Option<Vec<(u64, u64)>>> {
+    fn ranges(&self, number: usize) -> CallResult<Option<Vec<(u64, u64)>>> {
         Ok(self
             .file
             .entry(number)?
@@ -164,7 +164,7 @@ impl Reader {
         &self,
         py: Python<'_>,
         numbers: Vec<usize>,
-    ) -> Answer<Vec<Vec<(&'static str, String)>>> {
+    ) -> CallResult<Vec<Vec<(&'static str, String)>>> {
         let headers = gil::without(py, || read_headers(&self.file, &numbers, &signals))?;
         Ok(headers.iter().map(|header| header.hashes().collect()).collect())
     }
@@ -199,25 +199,29 @@ impl Reader {
     /// Returns the same files with the tensors of a pickle, which are parts of the records. Each is
     /// name, dtype without `torch.`, shape, `(record, position in it)` or None for the `meta`
     /// device, and true if it is strided and cannot be loaded here.
-    fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTuple<'py>>) -> Answer<Self> {
+    fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTuple<'py>>) -> CallResult<Self> {
         Ok(self.of_same(pickled(&self.file, py, tensors)?))
     }
 
     /// Returns the bytes of some entries.
-    fn read<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Vec<Bound<'py, PyBytes>>> {
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        numbers: Vec<usize>,
+    ) -> CallResult<Vec<Bound<'py, PyBytes>>> {
         let options = LoadOptions::default();
         let loaded = gil::without(py, || load(&self.file, &numbers, &options, &signals))?;
         Ok(loaded.iter().map(|entry| PyBytes::new(py, entry.bytes())).collect())
     }
 
     /// Returns the number of each tensor's file, if only an index of shards names the tensors.
-    fn promised(&self) -> BTreeMap<String, usize> {
+    fn indexed_files(&self) -> BTreeMap<String, usize> {
         self.file.indexed_files().clone()
     }
 
     /// The metadata of the file; an error if they are damaged.
     #[getter]
-    fn metadata(&self) -> Answer<Option<Vec<(String, String)>>> {
+    fn metadata(&self) -> CallResult<Option<Vec<(String, String)>>> {
         Ok(self.file.metadata()?.map(<[_]>::to_vec))
     }
 
@@ -266,23 +270,27 @@ impl Reader {
     }
 
     /// Returns a tensor's name.
-    fn name<'py>(&self, py: Python<'py>, number: usize) -> Answer<Bound<'py, PyAny>> {
+    fn name<'py>(&self, py: Python<'py>, number: usize) -> CallResult<Bound<'py, PyAny>> {
         Ok(name_to_python(py, &self.file.entry(number)?.name)?)
     }
 
     /// Returns the names of tensors.
-    fn names<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Vec<Bound<'py, PyAny>>> {
+    fn names<'py>(
+        &self,
+        py: Python<'py>,
+        numbers: Vec<usize>,
+    ) -> CallResult<Vec<Bound<'py, PyAny>>> {
         let names = self.some(&numbers)?.into_iter().map(|entry| name_to_python(py, &entry.name));
         Ok(names.collect::<PyResult<_>>()?)
     }
 
     /// Returns a tensor's name in its stored form.
-    fn stored_name(&self, number: usize) -> Answer<&str> {
+    fn stored_name(&self, number: usize) -> CallResult<&str> {
         Ok(self.file.entry(number)?.name.stored())
     }
 
     /// Returns the number of the tensor of this name; None if there is none.
-    fn find(&self, name: &Bound<'_, PyAny>) -> Answer<Option<usize>> {
+    fn find(&self, name: &Bound<'_, PyAny>) -> CallResult<Option<usize>> {
         Ok(self.file.find(name_from_python(name)?.stored()))
     }
 
@@ -293,18 +301,22 @@ impl Reader {
 
     /// Returns the first components of the names of these tensors. Each has the number of its
     /// tensor, or the list of the numbers of tensors below it.
-    fn top_level<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Bound<'py, PyDict>> {
+    fn top_level<'py>(
+        &self,
+        py: Python<'py>,
+        numbers: Vec<usize>,
+    ) -> CallResult<Bound<'py, PyDict>> {
         let entries = self.some(&numbers)?;
         Ok(top_level(py, numbers.into_iter().zip(entries))?)
     }
 
     /// Returns the bytes in the file of these tensors together.
-    fn data_len(&self, numbers: Vec<usize>) -> Answer<u64> {
+    fn data_len(&self, numbers: Vec<usize>) -> CallResult<u64> {
         Ok(data_len(self.some(&numbers)?.into_iter()))
     }
 
     /// Returns a tensor's number of bytes in memory.
-    fn memory_len(&self, number: usize) -> Answer<u64> {
+    fn memory_len(&self, number: usize) -> CallResult<u64> {
         Ok(self.file.entry(number)?.memory_len().unwrap_or(u64::MAX))
     }
 
@@ -324,19 +336,28 @@ impl Reader {
     }
 
     /// Returns prologue and index of a file with only these tensors, at the same positions.
-    fn head_of<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Answer<Bound<'py, PyBytes>> {
+    fn head_of<'py>(
+        &self,
+        py: Python<'py>,
+        numbers: Vec<usize>,
+    ) -> CallResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.file.head_of(&numbers)?))
     }
 
     /// Reads bytes of the file as they are.
-    fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Answer<Bound<'py, PyBytes>> {
+    fn raw<'py>(
+        &self,
+        py: Python<'py>,
+        offset: u64,
+        len: usize,
+    ) -> CallResult<Bound<'py, PyBytes>> {
         let read = |buffer: &mut [u8]| gil::without(py, || self.file.raw(offset, buffer, &signals));
         Ok(PyBytes::new_with(py, len, |buffer| Ok(read(buffer).map_err(Raised::from)?))?)
     }
 
     /// Makes the kernel begin to read bytes of one tensor's data, from its byte `start` on, if they
     /// are in a local file and not in the page cache.
-    fn read_ahead(&self, py: Python<'_>, number: usize, start: u64, len: u64) -> Answer<()> {
+    fn read_ahead(&self, py: Python<'_>, number: usize, start: u64, len: u64) -> CallResult<()> {
         // The check keeps the GIL: after a release, it may take long to get it back.
         if let Some(begin) = self.file.read_ahead(number, start, len)? {
             gil::without(py, || {
@@ -353,7 +374,7 @@ impl Reader {
     }
 
     /// Returns `(dtype without "torch.", shape, opaque)` of one tensor.
-    fn describe(&self, number: usize) -> Answer<(&'static str, Vec<u64>, bool)> {
+    fn describe(&self, number: usize) -> CallResult<(&'static str, Vec<u64>, bool)> {
         let entry = self.file.entry(number)?;
         Ok((entry.dtype.name(), entry.shape.to_vec(), entry.dtype.is_opaque()))
     }
@@ -363,14 +384,14 @@ impl Reader {
         &self,
         py: Python<'py>,
         numbers: Vec<usize>,
-    ) -> Answer<Vec<Bound<'py, PyTuple>>> {
+    ) -> CallResult<Vec<Bound<'py, PyTuple>>> {
         Ok(described(py, self.some(&numbers)?.into_iter())?)
     }
 
     /// Loads tensors to a device, or each to its own of `devices`: -1 for the CPU, the index for
-    /// CUDA. With `apart`, each tensor there has memory of its own. Returns the handle with which
+    /// CUDA. With `separate_memory`, each tensor there has memory of its own. Returns the handle with which
     /// `_take` fetches them, and their module indices.
-    #[pyo3(signature = (numbers, *, verify, readers, map, device, apart, devices=None))]
+    #[pyo3(signature = (numbers, *, verify, readers, map, device, separate_memory, devices=None))]
     #[allow(clippy::too_many_arguments)]
     fn load(
         &self,
@@ -380,13 +401,13 @@ impl Reader {
         readers: Option<usize>,
         map: bool,
         device: i16,
-        apart: bool,
+        separate_memory: bool,
         devices: Option<Vec<i16>>,
-    ) -> Answer<(Handle, Vec<u16>)> {
+    ) -> CallResult<(Handle, Vec<u16>)> {
         let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let options = self.loads.options(readers, verify, map);
             let devices = devices.as_deref().unwrap_or(std::slice::from_ref(&device));
-            let destination = LoadDestination { devices, apart };
+            let destination = LoadDestination { devices, separate_memory };
             load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
         })?;
         Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))
@@ -408,7 +429,7 @@ impl Reader {
         buffer_bytes: u64,
         ready: bool,
         complete: bool,
-    ) -> Answer<TensorIterator> {
+    ) -> CallResult<TensorIterator> {
         let order = if ready { Order::Ready } else { Order::File };
         let load = self.loads.options(readers, verify, false);
         let options = IterateOptions { load, buffer_bytes, order, complete };
@@ -426,7 +447,7 @@ impl Reader {
         numbers: Vec<usize>,
         verify: &str,
         readers: Option<usize>,
-    ) -> Answer<Vec<u16>> {
+    ) -> CallResult<Vec<u16>> {
         let headers = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let (options, lent) = (self.loads.options(readers, verify, false), borrow(&handle.0)?);
             // SAFETY: the Python caller owns the tensors, and does not use them during the call.
@@ -441,7 +462,12 @@ impl Reader {
     }
 
     /// Compares lent tensors with the bytes, types and shapes of these tensors of the file.
-    fn matches(&self, py: Python<'_>, handle: &Handle, numbers: Vec<usize>) -> Answer<Vec<bool>> {
+    fn matches(
+        &self,
+        py: Python<'_>,
+        handle: &Handle,
+        numbers: Vec<usize>,
+    ) -> CallResult<Vec<bool>> {
         Ok(gil::without(py, || {
             let lent = borrow(&handle.0)?;
             matching(&self.file, &self.headers, &lent, &numbers)

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyTuple};
 use tensorizer::format::catalog::Entry;
 
-use crate::errors::Answer;
+use crate::errors::CallResult;
 use crate::reader::Reader;
 
 /// One dimension of an index.
@@ -47,17 +47,17 @@ type SliceAndIndex<'py> = (SliceBounds, Bound<'py, PyTuple>);
 
 /// Returns the same file with the selected parts of some tensors as its only tensors. For each
 /// index that has steps or drops dimensions, it also returns the position of the tensor in the list
-/// and the index to apply to the loaded part. `other` is called with the position of an index that
+/// and the index to apply to the loaded part. `fallback` is called with the position of an index that
 /// is not handled here: it returns ranges and the index to apply, or raises.
 #[pyfunction]
 #[allow(clippy::type_complexity)]
-pub fn indexed<'py>(
+pub fn slice_by_index<'py>(
     py: Python<'py>,
     reader: &Reader,
     numbers: Vec<usize>,
     indices: Vec<Bound<'py, PyAny>>,
-    other: &Bound<'py, PyAny>,
-) -> Answer<(Reader, Vec<(usize, Bound<'py, PyTuple>)>)> {
+    fallback: &Bound<'py, PyAny>,
+) -> CallResult<(Reader, Vec<(usize, Bound<'py, PyTuple>)>)> {
     let mut slices = Vec::with_capacity(numbers.len());
     let mut remaining_indices = Vec::new();
     for (at, (number, index)) in numbers.into_iter().zip(&indices).enumerate() {
@@ -73,7 +73,7 @@ pub fn indexed<'py>(
             }
             continue;
         }
-        let (ranges, remaining): SliceAndIndex<'py> = other.call1((at,))?.extract()?;
+        let (ranges, remaining): SliceAndIndex<'py> = fallback.call1((at,))?.extract()?;
         slices.push((number, Some(ranges)));
         if !remaining.is_empty() {
             remaining_indices.push((at, remaining));
@@ -83,17 +83,17 @@ pub fn indexed<'py>(
 }
 
 /// Returns the same file with the parts of some tensors that a rank of `world` has as its only
-/// tensors. Each tensor is cut in one dimension, as `torch.chunk` cuts it. `other` is called with
+/// tensors. Each tensor is cut in one dimension, as `torch.chunk` cuts it. `fallback` is called with
 /// the position of a tensor that has no such dimension: it returns ranges, or raises.
 #[pyfunction]
-pub fn shards<'py>(
+pub fn slice_by_shard<'py>(
     reader: &Reader,
     numbers: Vec<usize>,
     dims: Vec<Bound<'py, PyAny>>,
     rank: u64,
     world: u64,
-    other: &Bound<'py, PyAny>,
-) -> Answer<Reader> {
+    fallback: &Bound<'py, PyAny>,
+) -> CallResult<Reader> {
     let mut slices = Vec::with_capacity(numbers.len());
     for (at, (number, dim)) in numbers.into_iter().zip(&dims).enumerate() {
         let entry = reader.file.entry(number)?;
@@ -102,7 +102,7 @@ pub fn shards<'py>(
             slices.push((number, Some(slice)));
             continue;
         }
-        let (ranges, _): SliceAndIndex<'py> = other.call1((at,))?.extract()?;
+        let (ranges, _): SliceAndIndex<'py> = fallback.call1((at,))?.extract()?;
         slices.push((number, Some(ranges)));
     }
     reader.sliced(slices)

@@ -20,7 +20,7 @@ use tensorizer_torch::exchange::{LentTensors, borrow};
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 use crate::crypt::Encryption;
-use crate::errors::Answer;
+use crate::errors::CallResult;
 use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::handle::Handle;
@@ -50,7 +50,7 @@ struct WriterArguments {
     metadata: Option<Vec<(String, String)>>,
     clear_metadata: bool,
     memory: Option<u64>,
-    kept: u64,
+    reserved_memory: u64,
 }
 
 impl WriterArguments {
@@ -64,8 +64,15 @@ impl WriterArguments {
             }
         };
         let encryption = self.encryption.map(|encryption| Arc::clone(&encryption.get().0));
-        let WriterArguments { alignment, threads, metadata, clear_metadata, memory, kept, .. } =
-            self;
+        let WriterArguments {
+            alignment,
+            threads,
+            metadata,
+            clear_metadata,
+            memory,
+            reserved_memory,
+            ..
+        } = self;
         Ok(SaveOptions {
             alignment,
             threads,
@@ -74,7 +81,7 @@ impl WriterArguments {
             identity: None,
             metadata,
             clear_metadata,
-            memory: MemoryLimit::of(memory).reserving(kept),
+            memory: MemoryLimit::of(memory).reserving(reserved_memory),
         })
     }
 }
@@ -93,7 +100,11 @@ impl Drop for Writer {
 }
 
 impl Writer {
-    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, arguments: WriterArguments) -> Answer<Self> {
+    fn new(
+        sink: Result<Box<dyn WriteAt>>,
+        base: u64,
+        arguments: WriterArguments,
+    ) -> CallResult<Self> {
         let options = arguments.options()?;
         let inner = tensorizer::Writer::new(sink?, base, options)?;
         Ok(Writer {
@@ -109,7 +120,7 @@ impl Writer {
         &self,
         py: Python<'_>,
         body: impl FnOnce(&mut tensorizer::Writer) -> Result<T> + Send,
-    ) -> Answer<T> {
+    ) -> CallResult<T> {
         let mut inner = match self.inner.try_lock() {
             // In a forked child, the thread that holds the lock does not exist: that is an error here.
             Err(TryLockError::WouldBlock) => {
@@ -128,7 +139,7 @@ impl Writer {
         &self,
         py: Python<'_>,
         write: impl FnOnce(&mut tensorizer::Writer, &dyn Cancel) -> Result<()> + Send,
-    ) -> Answer<()> {
+    ) -> CallResult<()> {
         let written = || self.progress.load(Ordering::Relaxed);
         self.with(py, |writer| {
             let go_on = || {
@@ -145,7 +156,7 @@ impl Writer {
 #[pymethods]
 impl Writer {
     #[staticmethod]
-    fn to_path(path: OsString, arguments: WriterArguments) -> Answer<Self> {
+    fn to_path(path: OsString, arguments: WriterArguments) -> CallResult<Self> {
         let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
         Self::new(sink, 0, arguments)
     }
@@ -157,7 +168,7 @@ impl Writer {
         uri: String,
         base: u64,
         arguments: WriterArguments,
-    ) -> Answer<Self> {
+    ) -> CallResult<Self> {
         let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.and_then(|file| Ok(Box::new(FileSink::from_file(file, uri)?) as _));
         Self::new(sink, base, arguments)
@@ -165,7 +176,7 @@ impl Writer {
 
     /// Writes to a server, from `base` on.
     #[staticmethod]
-    fn to_sink(sink: &Sink, base: u64, arguments: WriterArguments) -> Answer<Self> {
+    fn to_sink(sink: &Sink, base: u64, arguments: WriterArguments) -> CallResult<Self> {
         Self::new(sink.shared().map(|sink| Box::new(sink) as _), base, arguments)
     }
 
@@ -176,12 +187,12 @@ impl Writer {
         uri: String,
         base: u64,
         arguments: WriterArguments,
-    ) -> Answer<Self> {
+    ) -> CallResult<Self> {
         Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, arguments)
     }
 
     #[getter]
-    fn total_tensor_bytes(&self, py: Python<'_>) -> Answer<u64> {
+    fn total_tensor_bytes(&self, py: Python<'_>) -> CallResult<u64> {
         self.with(py, |writer| Ok(writer.tensor_bytes()))
     }
 
@@ -192,27 +203,27 @@ impl Writer {
     }
 
     /// Sets a callable that gets the bytes of tensor data that were written.
-    fn watch(&self, tell: Py<PyAny>) {
-        self.watch.set(tell);
+    fn watch(&self, callback: Py<PyAny>) {
+        self.watch.set(callback);
     }
 
     /// Position after the last byte that belongs to the file.
     #[getter]
-    fn end(&self, py: Python<'_>) -> Answer<u64> {
+    fn end(&self, py: Python<'_>) -> CallResult<u64> {
         self.with(py, |writer| Ok(writer.end()))
     }
 
     /// Gives the file an identity: that of the file that it copies or, with None, one derived from
     /// its content.
-    #[pyo3(signature = (given))]
-    fn set_pair(&self, py: Python<'_>, given: Option<[u8; 16]>) -> Answer<()> {
-        let source = given.map_or(IdentitySource::FromContent, IdentitySource::Given);
+    #[pyo3(signature = (pair_id))]
+    fn set_pair_id(&self, py: Python<'_>, pair_id: Option<[u8; 16]>) -> CallResult<()> {
+        let source = pair_id.map_or(IdentitySource::FromContent, IdentitySource::Given);
         self.with(py, |writer| writer.set_identity(source))
     }
 
     /// The file's identity, of the tensors written so far.
     #[getter]
-    fn pair_id(&self, py: Python<'_>) -> Answer<Option<Cow<'static, [u8]>>> {
+    fn pair_id(&self, py: Python<'_>) -> CallResult<Option<Cow<'static, [u8]>>> {
         self.with(py, |writer| Ok(writer.identity().map(|id| id.to_vec().into())))
     }
 
@@ -224,7 +235,7 @@ impl Writer {
         names: Vec<Bound<'_, PyAny>>,
         kinds: Vec<u8>,
         modules: Vec<u16>,
-    ) -> Answer<()> {
+    ) -> CallResult<()> {
         let lent = borrow(&handle.0)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
         self.counted(py, move |writer, go_on| {
@@ -238,7 +249,7 @@ impl Writer {
         py: Python<'_>,
         handle: &Handle,
         names: Vec<Bound<'_, PyAny>>,
-    ) -> Answer<()> {
+    ) -> CallResult<()> {
         let lent = borrow(&handle.0)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
         self.counted(py, move |writer, go_on| {
@@ -249,30 +260,30 @@ impl Writer {
     }
 
     /// Ends the file and makes it visible.
-    fn finish(&self, py: Python<'_>) -> Answer<()> {
+    fn finish(&self, py: Python<'_>) -> CallResult<()> {
         self.with(py, |writer| writer.finish(&signals))
     }
 
     /// Ends a file that was never closed; another file that has its name stays. Returns whether it
     /// exists, and its path if it did not get its own name.
-    fn finish_unclosed(&self, py: Python<'_>) -> Answer<(bool, Option<OsString>)> {
+    fn finish_unclosed(&self, py: Python<'_>) -> CallResult<(bool, Option<OsString>)> {
         Ok(describe_unclosed(self.with(py, |writer| writer.finish_unclosed(&signals))?))
     }
 
     /// True if a write has failed half-way, so that the file can only be abandoned.
     #[getter]
-    fn failed(&self, py: Python<'_>) -> Answer<bool> {
+    fn failed(&self, py: Python<'_>) -> CallResult<bool> {
         self.with(py, |writer| Ok(writer.failed()))
     }
 
     /// The path or address.
     #[getter]
-    fn uri(&self, py: Python<'_>) -> Answer<String> {
+    fn uri(&self, py: Python<'_>) -> CallResult<String> {
         self.with(py, |writer| Ok(writer.uri().to_owned()))
     }
 
     /// Abandons the file.
-    fn abandon(&self, py: Python<'_>) -> Answer<()> {
+    fn abandon(&self, py: Python<'_>) -> CallResult<()> {
         self.with(py, |writer| {
             writer.abandon();
             Ok(())

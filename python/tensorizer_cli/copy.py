@@ -14,7 +14,7 @@ from tensorizer import (
     HashMismatchError,
     TensorType,
 )
-from tensorizer._native import least_of_save, local_path
+from tensorizer._native import local_path, minimum_save_memory
 from tensorizer.file.file_writer import FileWriter
 from tensorizer.file.to_safetensors import is_safetensors_target, save_safetensors
 from tensorizer.streams.addresses import is_address
@@ -215,7 +215,7 @@ def _copy(
         identity = source.reader.pair_id
         if identity is not None:
             # A copy is as good a storage file of a saved object.
-            writer.set_pair(identity)
+            writer.set_pair_id(identity)
         for batch in source.batches(most):
             tensors, modules = source.load(batch, _hashes(source, options))
             writer.write(
@@ -243,7 +243,7 @@ def _hashes(source: BatchedFile, options: argparse.Namespace) -> str:
 def _min_save_memory(target: str | int, encryption: EncryptionParams | None) -> int:
     """Return the smallest memory limit with which the copy can be written."""
     uploads = isinstance(target, str) and is_address(target) and local_path(target) is None
-    return least_of_save(uploads, encryption is not None)
+    return minimum_save_memory(uploads, encryption is not None)
 
 
 def _to_safetensors(

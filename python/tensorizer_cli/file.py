@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from tensorizer import CryptographyError, DecryptionParams
-from tensorizer._native import known_limit
+from tensorizer._native import effective_memory_limit
 from tensorizer._types import Head
 from tensorizer.file.tensor_file import TensorFile, in_batches
 
@@ -50,7 +50,7 @@ class BatchedFile(FileDescription):
             memory_limit=memory_limit,
         )
         super().__init__(str(file), self._file.reader, self._file.heads)
-        self.memory_limit = known_limit(memory_limit)
+        self.memory_limit = effective_memory_limit(memory_limit)
 
     def __enter__(self) -> BatchedFile:
         return self

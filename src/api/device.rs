@@ -30,13 +30,13 @@ pub struct DeviceLoad<'f> {
 
 impl<'f> DeviceLoad<'f> {
     /// Plans a load of tensors, given by number, into new blocks. `device_of` has the index of each
-    /// tensor's device; if it is empty, all tensors go to the only device. With `apart`, each
+    /// tensor's device; if it is empty, all tensors go to the only device. With `separate_memory`, each
     /// tensor has a block of its own.
     pub fn new(
         file: &'f TensorFile,
         numbers: &[usize],
         device_of: &[usize],
-        apart: bool,
+        separate_memory: bool,
     ) -> Result<Self> {
         let selection = Selection::new(file, numbers)?;
         selection.check()?;
@@ -44,7 +44,7 @@ impl<'f> DeviceLoad<'f> {
         let lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let tensors = try_collect(extents.into_iter().zip(lens), LISTS)?;
         let layout = |tensors: &[(Extent, u64)]| {
-            let layout = if apart {
+            let layout = if separate_memory {
                 MemoryLayout::one_block_each(tensors.iter().map(|(_, len)| *len))
             } else {
                 MemoryLayout::new(tensors, LargeTensors::OwnBlocks)

@@ -82,21 +82,21 @@ impl TensorFile {
 
 /// Returns the checksum that is published of each file.
 fn request_checksums(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<HubChecksum>> {
-    let answers = Mutex::new(vec![HubChecksum::NoHub; sources.len()]);
+    let checksums = Mutex::new(vec![HubChecksum::NoHub; sources.len()]);
     let queue = Mutex::new(sources.iter().enumerate());
     workers::run(MAX_CHECKSUM_REQUESTS.min(sources.len()), cancel, |control| {
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((number, source)) = next else { break };
-            let answer = source.checksum(control)?;
-            let mut answers = answers.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(slot) = answers.get_mut(number) {
-                *slot = answer;
+            let checksum = source.checksum(control)?;
+            let mut checksums = checksums.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(slot) = checksums.get_mut(number) {
+                *slot = checksum;
             }
         }
         Ok(())
     })?;
-    Ok(answers.into_inner().unwrap_or_else(PoisonError::into_inner))
+    Ok(checksums.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// The comparison of one file with its checksum.

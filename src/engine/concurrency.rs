@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-/// No byte within this time means high latency: double the workers. Local servers and disks answer
+/// No byte within this time means high latency: double the workers. Local servers and disks respond
 /// sooner, and compared with the latency of others the wait is short.
 const SILENCE: Duration = Duration::from_millis(10);
 /// The shortest time over which a rate is measured: some time slices of a scheduler.
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A source that answers after a while, and then delivers at a rate that depends on the number
+    /// A source that responds after a while, and then delivers at a rate that depends on the number
     /// of workers.
     struct SimulatedSource<R: Fn(usize) -> f64> {
         latency: Duration,

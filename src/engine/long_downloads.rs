@@ -131,14 +131,15 @@ fn download(bandwidth: f64, signing: &mut Signing) -> DownloadFigures {
         }
         *counts.get_mut(running.len()).unwrap() += 1;
         now.at += TICK;
-        let answered = running.iter().filter(|(from, _)| *from <= now.at).count();
-        let share = (bandwidth / answered.max(1) as f64).min(CONNECTION_RATE) * TICK.as_secs_f64();
+        let responding = running.iter().filter(|(from, _)| *from <= now.at).count();
+        let share =
+            (bandwidth / responding.max(1) as f64).min(CONNECTION_RATE) * TICK.as_secs_f64();
         for (_, remaining) in running.iter_mut().filter(|(from, _)| *from <= now.at) {
             bytes += remaining.min(share);
             *remaining -= share;
         }
-        (now.bytes, now.running, now.receiving) = (bytes as u64, running.len(), answered);
-        now.arrivals += 4 * answered as u64;
+        (now.bytes, now.running, now.receiving) = (bytes as u64, running.len(), responding);
+        now.arrivals += 4 * responding as u64;
         now.cpu += TICK;
     }
     DownloadFigures {

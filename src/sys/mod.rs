@@ -124,7 +124,7 @@ pub fn is_in_page_cache(file: &File, offset: u64) -> Option<bool> {
     if read >= 0 { Some(true) } else { would_wait.then_some(false) }
 }
 
-/// The answer of `cachestat(2)`, which Linux has since 6.5; None without it.
+/// The result of `cachestat(2)`, which Linux has since 6.5; None without it.
 fn cachestat(file: &File, offset: u64) -> Option<bool> {
     /// The number of the call, the same on all architectures.
     const CACHESTAT: libc::c_long = 451;

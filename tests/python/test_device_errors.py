@@ -138,7 +138,7 @@ def test_stubs_to_link_programs_with_are_not_the_driver(tmp_path):
     driver(tmp_path / "stubs", "libcuda.so", 34)  # CUDA_ERROR_STUB_LIBRARY
     (tmp_path / "real").mkdir()
     driver(tmp_path / "real", "libcuda.so.1", 0)
-    code = "import tensorizer; print(tensorizer._C.staged(0))"
+    code = "import tensorizer; print(tensorizer._C.uses_staging_memory(0))"
     for folders, found in [(["stubs", "real"], "True"), (["stubs"], "False")]:
         given = os.environ.get("LD_LIBRARY_PATH", "")
         path = os.pathsep.join([*(str(tmp_path / folder) for folder in folders), given])

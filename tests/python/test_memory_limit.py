@@ -11,7 +11,7 @@ import torch
 from conftest import assert_same as same_tensor, run_python
 from scripted import FaultServer, Scripted
 from servers import Moto, Nginx, Redis
-from tensorizer._native import shares_of_group, shares_of_tensors
+from tensorizer._native import split_group_memory, split_tensor_memory
 from tensorizer.group.exchange import MemoryBudget
 from tensorizer_cli.main import main
 
@@ -322,11 +322,11 @@ def test_members_with_limits_of_their_own(ranks, small):
 
 
 def test_shares_of_tensors():
-    assert shares_of_tensors(None, 100, 1000, MIB) == (100, 0)
-    tensors, beside = shares_of_tensors(64 * MIB, 1 << 30, 1, MIB)
+    assert split_tensor_memory(None, 100, 1000, MIB) == (100, 0)
+    tensors, beside = split_tensor_memory(64 * MIB, 1 << 30, 1, MIB)
     assert tensors == beside == 48 * MIB
     with pytest.raises(ValueError, match="at least"):
-        shares_of_group(MIB, MIB, 3, 4, 1, MIB)
+        split_group_memory(MIB, MIB, 3, 4, 1, MIB)
 
 
 def test_values_of_redis(small, tmp_path):

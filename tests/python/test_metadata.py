@@ -139,7 +139,7 @@ def test_an_identity_and_a_manifest_are_beside_them(path):
             options = {"encryption": encryption, "clear_metadata": True}
             with FileWriter(path, metadata=METADATA, **options) as writer:
                 if identity:
-                    writer.set_pair(identity)
+                    writer.set_pair_id(identity)
                 writer.write_leaves(list(TENSORS), list(TENSORS.values()))
             sealed = DecryptionParams.from_key(KEY, require_manifest=True) if encryption else None
             with TensorFile(path, encryption=sealed) as file:

@@ -90,7 +90,7 @@ class StorageFile:
 
     def write(self, tensors: list[torch.Tensor]) -> str:
         """Write all storages, and return the file's identity; it is not visible at its path yet."""
-        self._file.set_pair(None)
+        self._file.set_pair_id(None)
         self._file.write_leaves(*named_leaves(tensors))
         identity = self._file.pair_id
         assert identity is not None

@@ -122,8 +122,8 @@ class Checkpoint:
     def _named_in_files(self) -> Iterable[tuple[Name, _PickledTensor]]:
         """Yield the tensors of all files; raise if one that the index lists is missing."""
         uris = self._records.files()
-        promised = self._records.promised()
-        missing = set(promised)
+        indexed_files = self._records.indexed_files()
+        missing = set(indexed_files)
         found = self._read(len(uris))
         for file, uri in enumerate(uris):
             _check_versions(found, file, uri)
@@ -137,15 +137,15 @@ class Checkpoint:
                 )
             for name, like in named:
                 if isinstance(name, str):
-                    if promised.get(name, file) != file:
+                    if indexed_files.get(name, file) != file:
                         continue
                     missing.discard(name)
                 yield name, _PickledTensor.of(like, meta_storages.record_of(like, name))
         if missing:
             name = min(missing)
             raise FormatError(
-                f"expected tensor {shown(name)} in {uris[promised[name]]}, which does not hold it "
-                f"({self._records.uri})"
+                f"expected tensor {shown(name)} in {uris[indexed_files[name]]}, which does not "
+                f"hold it ({self._records.uri})"
             )
 
     def _read(self, files: int) -> dict[str, bytes]:
@@ -171,7 +171,7 @@ class Checkpoint:
         verify: str,
         readers: int | None,
         map: bool,
-        apart: bool,
+        separate_memory: bool,
         shared: bool = True,
     ) -> tuple[list[torch.Tensor], int]:
         """Return tensors on a device, and the number of bytes that were read for them.
@@ -199,13 +199,23 @@ class Checkpoint:
         missing = sorted(by_storage - storages.keys())
         if missing:
             handle, _ = self._records.load(
-                missing, verify=verify, readers=readers, map=map, device=place, apart=apart
+                missing,
+                verify=verify,
+                readers=readers,
+                map=map,
+                device=place,
+                separate_memory=separate_memory,
             )
             for record, loaded in zip(missing, take(handle), strict=True):
                 storages[record] = self._remember_storage(record, loaded, device)
         direct = [number for number, is_alone in zip(numbers, alone, strict=True) if is_alone]
         handle, _ = self.reader.load(
-            direct, verify=verify, readers=readers, map=map, device=place, apart=apart
+            direct,
+            verify=verify,
+            readers=readers,
+            map=map,
+            device=place,
+            separate_memory=separate_memory,
         )
         loaded_directly = iter(take(handle))
         made = [

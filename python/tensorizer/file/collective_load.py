@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._native import known_limit
+from .._native import effective_memory_limit
 from .._types import Head
 from ..group.exchange import MemoryBudget
 from ..group.members import Members
@@ -134,7 +134,7 @@ def fill_collectively(
 
     def describe(found: tuple[FillTask, TensorRequest]) -> tuple[bytes, Table, bool, bool]:
         (wanted, _), request = found
-        limited = known_limit(wanted.file.memory_limit) is not None
+        limited = effective_memory_limit(wanted.file.memory_limit) is not None
         return request.structure.digest(), request.table, wanted.file.verify != "nothing", limited
 
     (task, request), of_all = members.run_on_all(prepare_request, describe)

@@ -47,7 +47,7 @@ class FileWriter:
         clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
         progress: Reports the bytes that are written.
         memory_limit: The most bytes that a write has in flight beside the tensors.
-        memory_kept: The bytes of the limit that are reserved for something else.
+        reserved_memory: The bytes of the limit that are reserved for something else.
 
     Raises:
         OSError, TypeError, ValueError: See :class:`tensorizer.TensorSerializer`.
@@ -69,7 +69,7 @@ class FileWriter:
         clear_metadata: bool = False,
         progress: ProgressReporter | None = None,
         memory_limit: int | None = None,
-        memory_kept: int = 0,
+        reserved_memory: int = 0,
     ) -> None:
         self._stream: Any = None
         self._writer: Writer | None = None
@@ -87,7 +87,7 @@ class FileWriter:
             "metadata": _metadata_pairs(metadata),
             "clear_metadata": bool(clear_metadata),
             "memory": checked_memory_limit(memory_limit),
-            "kept": memory_kept,
+            "reserved_memory": reserved_memory,
         }
         stream = open_address(file_obj, "wb")
         self._native = self._writer = _open(stream, options)
@@ -104,9 +104,9 @@ class FileWriter:
         """Bytes of tensor data written so far, from any thread and during a write."""
         return self._native.progress
 
-    def set_pair(self, identity: bytes | None) -> None:
+    def set_pair_id(self, identity: bytes | None) -> None:
         """Give the file an identity: one that is given, or for None a hash of its content."""
-        self._native.set_pair(identity)
+        self._native.set_pair_id(identity)
 
     @property
     def pair_id(self) -> bytes | None:
@@ -234,7 +234,7 @@ class FileWriter:
         """
         writer, self._writer = self._native, None
         uri = writer.uri
-        kept, beside = False, None
+        is_complete, other_path = False, None
         if isinstance(self._stream, (UploadFile, AtomicRandom)) and self._stream.ended:
             # The caller has closed or abandoned the stream, and has seen any error.
             writer.finish()
@@ -243,16 +243,16 @@ class FileWriter:
             writer.abandon()
             self._abandon_stream()
         else:
-            kept, beside = writer.finish_unclosed()
+            is_complete, other_path = writer.finish_unclosed()
             stream, self._stream = self._stream, None
             if isinstance(stream, AtomicRandom):
-                kept, beside = stream.publish_unclosed(writer.end)
+                is_complete, other_path = stream.publish_unclosed(writer.end)
             elif stream is not None and not getattr(stream, "closed", False):
                 stream.seek(writer.end)
                 stream.close()
-        if beside is not None:
-            what = f"the file of that name is unchanged, and the new one is {beside}"
-        elif kept:
+        if other_path is not None:
+            what = f"the file of that name is unchanged, and the new one is {other_path}"
+        elif is_complete:
             what = "the file was completed with what was written"
         else:
             what = "the upload was aborted, and there is no new object"

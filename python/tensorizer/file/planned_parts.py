@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from .._native import Reader, indexed, shards
+from .._native import Reader, slice_by_index, slice_by_shard
 from .._types import Name
 from ..tensors.sharding import Part, Shard
 from .tensor_file import TensorFile
@@ -45,7 +45,7 @@ class PlannedParts(Mapping[int, Part]):
 
         ``fallback`` handles indices that are invalid, or not of the usual types.
         """
-        reader, lefts = indexed(file.reader, numbers, indices, fallback)
+        reader, lefts = slice_by_index(file.reader, numbers, indices, fallback)
         file.adopt(reader)
         parts = PlannedParts(numbers, reader)
         rests = {
@@ -84,7 +84,7 @@ class PlannedParts(Mapping[int, Part]):
 
         until = end + 1
         rank, world = shard.rank, shard.world
-        reader = shards(file.reader, numbers[:until], dims[:until], rank, world, fallback)
+        reader = slice_by_shard(file.reader, numbers[:until], dims[:until], rank, world, fallback)
         file.adopt(reader)
         if end < len(numbers):
             raise ValueError(f"both a slice and a shard of {names[end]!r} are asked for")

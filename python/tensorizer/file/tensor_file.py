@@ -22,7 +22,7 @@ from .._native import (
     Source,
     TensorIterator,
     open as native_open,
-    shares_of_tensors,
+    split_tensor_memory,
 )
 from .._types import Head, Name, OpenOptions, Slice, VerifyHash
 from ..streams.addresses import is_address
@@ -394,7 +394,7 @@ class TensorFile:
             readers=self._num_readers,
             map=self.maps,
             device=devices.number(device),
-            apart=self._clone,
+            separate_memory=self._clone,
         )
         (tensor,) = take(handle)
         self._read[0] += min(tensor.nbytes, reader.data_len(one))
@@ -414,7 +414,7 @@ class TensorFile:
                 verify=verify or self.verify,
                 readers=self._num_readers,
                 map=self.maps,
-                apart=self._clone,
+                separate_memory=self._clone,
                 shared=self.keeps_shared,
             )
             self._read[0] += read
@@ -425,7 +425,7 @@ class TensorFile:
             readers=self._num_readers,
             map=self.maps,
             device=devices.number(device),
-            apart=self._clone,
+            separate_memory=self._clone,
         )
         tensors = take(handle)
         # In the file, a sliced tensor has more bytes, and a tensor of the meta device fewer.
@@ -454,7 +454,7 @@ class TensorFile:
             readers=self._num_readers,
             map=False,
             device=devices.CPU,
-            apart=self._clone,
+            separate_memory=self._clone,
             devices=[known[device] for device in places],
         )
         tensors = take(handle)
@@ -555,7 +555,7 @@ class TensorFile:
         device: torch.device = _CPU,
         *,
         min_memory: int = 0,
-        kept: int = 0,
+        reserved: int = 0,
     ) -> int:
         """Reserve a part of the memory limit for tensors that are held, and return its bytes.
 
@@ -565,7 +565,7 @@ class TensorFile:
             length: A function that returns the bytes of one.
             device: The device that they are loaded to.
             min_memory: The fewest bytes to leave beside them.
-            kept: Bytes of the limit that are reserved for something else.
+            reserved: Bytes of the limit that are reserved for something else.
 
         Raises:
             ValueError: The limit is too small for the largest of them.
@@ -573,13 +573,15 @@ class TensorFile:
         """
         largest = max(map(length, numbers), default=0)
         reader = max(min_memory, self.min_memory(device))
-        most, beside = shares_of_tensors(self.memory_limit, wanted, largest, reader, kept)
-        self.reader.limit_memory(self.memory_limit, beside)
+        most, not_readers = split_tensor_memory(
+            self.memory_limit, wanted, largest, reader, reserved
+        )
+        self.reader.limit_memory(self.memory_limit, not_readers)
         return most
 
     def min_memory(self, device: torch.device = _CPU, *, parts: bool = False) -> int:
         """Return the smallest memory limit with which tensors, or parts of them, can be read."""
-        return self.reader.least(parts, devices.is_native(device))
+        return self.reader.minimum_memory(parts, devices.is_native(device))
 
     def placed(
         self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from .._native import shares_of_tensors
+from .._native import split_tensor_memory
 
 if TYPE_CHECKING:
     from .._native import Reader
@@ -48,8 +48,10 @@ def copy_to_redis(
         raise TypeError(f"the prefix of the keys must be a str, not {type(prefix).__name__}")
     if not hasattr(client, "pipeline"):
         raise TypeError(f"expected a client such as redis.Redis, not {type(client).__name__}")
-    least = reader.least(False, False)
-    held, _ = shares_of_tensors(memory_limit, _UNLIMITED, _HELD_BATCHES * _SMALL_VALUE, least)
+    min_memory = reader.minimum_memory(False, False)
+    held, _ = split_tensor_memory(
+        memory_limit, _UNLIMITED, _HELD_BATCHES * _SMALL_VALUE, min_memory
+    )
     longest = min(_MAX_VALUE_BYTES, held // _HELD_BATCHES)
     head = reader.head_of(numbers)
     wanted = numbers if force else _missing(reader, numbers, client, prefix)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from .._errors import GroupError
-from .._native import shares_of_group
+from .._native import split_group_memory
 from .communicator import Communicator
 from .plan import HEADER, Batch
 
@@ -37,7 +37,7 @@ Deliver: TypeAlias = Callable[[Batch, torch.Tensor], None]
 def batch_bytes(total: int, members: int, most: int = BATCH_BYTES) -> int:
     """Return the length of batches for this total of bytes.
 
-    A server answers all reads that are made at once in about the same time. With long batches,
+    A server responds to all reads that are made at once in about the same time. With long batches,
     members would have nothing to send at first, and much at the end.
     """
     by_share = int(total * _FIRST_BATCHES_SHARE) // (members * _CONCURRENT_READS)
@@ -74,7 +74,7 @@ class MemoryBudget:
         """
         # Batches that are being sent, of this member and of others, beside those being read.
         others = 2 * _CONCURRENT_SENDS + scattered
-        batch, concurrent_reads, other_bytes = shares_of_group(
+        batch, concurrent_reads, other_bytes = split_group_memory(
             limit, most + HEADER, _CONCURRENT_READS, others, longest + HEADER, reader
         )
         return cls(batch - HEADER, concurrent_reads, other_bytes)

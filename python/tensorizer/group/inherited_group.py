@@ -12,7 +12,7 @@ _FOUND: list[Any] = []
 def inherited_default_group() -> Any:
     """Return the default group that the process was forked with; None if there was none.
 
-    Its connections belong to the parent: a process that waits for an answer on them waits forever.
+    Its connections belong to the parent: a process that waits for a response on them waits forever.
     """
     return _FOUND[0] if _FOUND else None
 

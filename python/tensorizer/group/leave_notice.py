@@ -38,7 +38,7 @@ def watch(store: Any) -> Iterator[Callable[[], bool]]:
     thread: threading.Thread | None = None
 
     def poll_store() -> None:
-        # The store itself may not answer. It is lost when the process that hosts it ends; if that
+        # The store itself may not respond. It is lost when the process that hosts it ends; if that
         # process has completed the call, all others soon have, too.
         found = False
         while not found and not done.wait(_POLL_SECONDS):

@@ -23,7 +23,7 @@ from .communicator import Communicator
 
 _T = TypeVar("_T")
 
-#: Bytes of each member's answer that are sent first, and of the length in front of it.
+#: Bytes of each member's value that are sent first, and of the length in front of it.
 _FIRST_BYTES, _LENGTH = 512, 8
 #: The most connections of parts that are kept between calls: each takes descriptors and threads.
 _MAX_KEPT_SUBGROUPS = 32
@@ -208,14 +208,14 @@ class Members(Communicator):
         try:
             if isinstance(error, GroupError):
                 raise error
-            answers = self.all_gather((value, None if error is None else _sendable(error)))
-            self._failure_agreed = any(failure is not None for _, failure in answers)
+            values = self.all_gather((value, None if error is None else _sendable(error)))
+            self._failure_agreed = any(failure is not None for _, failure in values)
             if error is not None:
                 raise error
-            for rank, (_, failure) in enumerate(answers):
+            for rank, (_, failure) in enumerate(values):
                 if failure is not None:
                     raise _received(failure, rank)
-            return [value for value, _ in answers]
+            return [value for value, _ in values]
         finally:
             # Its traceback holds this call, and all objects of it.
             del error
@@ -239,14 +239,14 @@ class Members(Communicator):
             rest = self.all_gather_bytes(data[room:], max(lengths) - room)
         for rank in longer if len(longer) == 1 else ():
             rest[rank] = self.broadcast_bytes(data[room:], rank, lengths[rank] - room)
-        answers = [
+        values = [
             value if rank == self.rank else pickle.loads((first + more)[:length])
             for rank, (first, more, length) in enumerate(
                 zip(first_parts, rest, lengths, strict=True)
             )
         ]
         self._raise_interrupt()
-        return answers
+        return values
 
     def run_on_first(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` at the first member, and return its result at all of them.

@@ -18,7 +18,7 @@ from typing import Any
 _ALL_ARRIVED, _ONE_LEFT = "all arrived", "another member left"
 _TIMED_OUT = "another member timed out"
 #: Seconds between two checks of the store: at first; at most, with few members; and, with many, for
-#: each member, as one store answers all of them.
+#: each member, as one store serves all of them.
 _PAUSE, _LONGEST_PAUSE, _PAUSE_FOR_EACH = 1e-3, 5e-3, 2e-4
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from .._locks import ForkSafeLock
-from .._native import holders
+from .._native import dicts_with_value
 from . import torch_functions
 from .prefetching import PrefetchLoader
 from .reading import PySafeSlice, TensorMeta, safe_open
@@ -115,7 +115,7 @@ def _replace(pairs: list[tuple[Any, Any]], replaced: list[tuple[dict[str, Any], 
         if isinstance(module, ModuleType) and name.partition(".")[0] != "tensorizer"
     ]
     # Large programs have thousands of modules, most of which have none of these objects.
-    for number in holders(namespaces, [one for one, _ in pairs]):
+    for number in dicts_with_value(namespaces, [one for one, _ in pairs]):
         namespace = namespaces[number]
         for key, value in list(namespace.items()):
             if id(value) in by_id:

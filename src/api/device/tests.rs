@@ -119,7 +119,7 @@ struct LoadSchedule {
     buffer_len: usize,
     readers: usize,
     verify: Verify,
-    apart: bool,
+    separate_memory: bool,
     /// True if blocks are allocated during the load.
     late: bool,
     direct_storage: bool,
@@ -177,7 +177,8 @@ fn load(files: &SavedFile, schedule: &LoadSchedule, key: Option<Key>) -> Result<
     let encrypted = key.is_some();
     let file = opened(files, schedule, key)?;
     let device_of = schedule.device_of();
-    let planned = DeviceLoad::new(&file, &schedule.selection, &device_of, schedule.apart)?;
+    let planned =
+        DeviceLoad::new(&file, &schedule.selection, &device_of, schedule.separate_memory)?;
     let lens = planned.block_lens().unwrap();
     let mut memory = if schedule.late { TestMemory::late(&lens) } else { TestMemory::new(&lens) };
     let fakes = schedule.fakes();
@@ -271,7 +272,7 @@ fn random_schedules_load_the_right_bytes_or_report_the_fault() {
             buffer_len: if large { 256 << 10 } else { 64 << random.below(8) },
             readers: 1 + random.below(6) as usize,
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][random.below(3) as usize],
-            apart: random.one_in(2),
+            separate_memory: random.one_in(2),
             late: random.one_in(2),
             direct_storage: random.one_in(4),
             pipe: random.one_in(4),
@@ -405,7 +406,7 @@ fn encrypted_files_are_decrypted_in_staging_memory() {
             buffer_len: 4 << 20,
             readers: 1 + (seed % 5) as usize,
             verify: [Verify::Nothing, Verify::Crc32, Verify::All][(seed % 3) as usize],
-            apart: seed % 2 == 0,
+            separate_memory: seed % 2 == 0,
             late: seed % 3 == 0,
             direct_storage: true,
             pipe: false,

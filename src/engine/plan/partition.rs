@@ -169,8 +169,8 @@ pub fn partition(extents: &[Extent], limits: &BatchLimits) -> Result<Vec<Batch>>
         if extent.end() <= extent.header_offset {
             continue;
         }
-        let apart = extent.data_len >= limits.separate_len;
-        if apart
+        let is_separate = extent.data_len >= limits.separate_len;
+        if is_separate
             || !partitioner
                 .open_batch
                 .as_ref()
@@ -202,7 +202,7 @@ pub fn partition(extents: &[Extent], limits: &BatchLimits) -> Result<Vec<Batch>>
                 partitioner.close()?;
             }
         }
-        if apart {
+        if is_separate {
             partitioner.close()?;
         }
     }

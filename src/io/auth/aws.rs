@@ -236,8 +236,8 @@ fn missing_credentials(error: CredentialsError) -> MissingCredentials {
 fn is_absent(error: &CredentialsError) -> bool {
     let of_metadata_service = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
     match of_metadata_service {
-        Some(ImdsError::ErrorResponse(answer)) => {
-            let status = answer.response().status().as_u16();
+        Some(ImdsError::ErrorResponse(error)) => {
+            let status = error.response().status().as_u16();
             status < 500 && status != 429
         }
         Some(_) => true,

@@ -49,7 +49,7 @@ pub enum CloudCredential {
 }
 
 impl CloudCredential {
-    /// True if a chain has given the same answer again.
+    /// True if a chain has returned the same credential again.
     fn is_same(&self, other: &CloudCredential) -> bool {
         match (self, other) {
             #[cfg(feature = "s3")]
@@ -107,8 +107,11 @@ pub trait CredentialChain: Send + Sync {
 
 /// Builds a credential chain without contacting a server.
 pub trait BuildCredentialChain: Send + Sync {
-    /// The chain sets `answered` once a credential server has responded.
-    fn build(&self, answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>>;
+    /// The chain sets `has_responded` once a credential server has responded.
+    fn build(
+        &self,
+        has_responded: &Arc<AtomicBool>,
+    ) -> CredentialFuture<'_, Arc<dyn CredentialChain>>;
 
     /// True if the machine may have no credentials. Until a credential server has responded,
     /// failures then mean that there are none.
@@ -134,18 +137,18 @@ struct CredentialSlot {
     asking: tokio::sync::Mutex<()>,
     state: Mutex<CredentialSlotState>,
     /// True once a credential server has responded.
-    answered: Arc<AtomicBool>,
+    has_responded: Arc<AtomicBool>,
 }
 
 #[derive(Default)]
 struct CredentialSlotState {
     /// The chain, and when it was built.
     chain: Option<(Arc<dyn CredentialChain>, Instant)>,
-    last: Option<LastAnswer>,
+    last: Option<LastResult>,
 }
 
-/// The last answer.
-struct LastAnswer {
+/// The last result.
+struct LastResult {
     /// None for absent credentials.
     credential: Option<CloudCredential>,
     expiry: Option<SystemTime>,
@@ -177,7 +180,7 @@ impl CredentialProvider {
             let chain = match chain {
                 Some(chain) => chain,
                 None => {
-                    let chain = self.builder.build(&entry.answered).await?;
+                    let chain = self.builder.build(&entry.has_responded).await?;
                     lock_unpoisoned(&entry.state).chain = Some((Arc::clone(&chain), clock::now()));
                     chain
                 }
@@ -194,7 +197,7 @@ impl CredentialProvider {
                 Err(MissingCredentials::Failed(MissingCredentials::Absent.into()))
             }
             Err(MissingCredentials::Failed(_))
-                if self.builder.is_optional() && !has_found && !entry.has_answered() =>
+                if self.builder.is_optional() && !has_found && !entry.has_responded() =>
             {
                 Err(MissingCredentials::Absent)
             }
@@ -210,11 +213,11 @@ impl CredentialProvider {
 }
 
 impl CredentialSlot {
-    fn has_answered(&self) -> bool {
-        self.answered.load(Ordering::Relaxed)
+    fn has_responded(&self) -> bool {
+        self.has_responded.load(Ordering::Relaxed)
     }
 
-    /// The last answer, while it holds.
+    /// The last result, while it is valid.
     fn cached(&self) -> Option<Result<CloudCredential, MissingCredentials>> {
         let state = lock_unpoisoned(&self.state);
         let last = state.last.as_ref()?;
@@ -237,15 +240,15 @@ impl CredentialSlot {
                     before.credential.as_ref().is_some_and(|old| old.is_same(&credential))
                 });
                 let since = same.map_or_else(clock::now, |before| before.since);
-                LastAnswer { credential: Some(credential), expiry, renew_at, since }
+                LastResult { credential: Some(credential), expiry, renew_at, since }
             }
             (Err(_), Some(old)) => {
                 let expiry = old.expiry.unwrap_or(now);
-                LastAnswer { renew_at: Some(retry_at(now, expiry)), ..old }
+                LastResult { renew_at: Some(retry_at(now, expiry)), ..old }
             }
             (Err(MissingCredentials::Absent), None) => {
                 let renew_at = now.checked_add(ABSENCE_CACHED_FOR);
-                LastAnswer { credential: None, expiry: None, renew_at, since: clock::now() }
+                LastResult { credential: None, expiry: None, renew_at, since: clock::now() }
             }
             (Err(failed), None) => return Err(failed),
         };
@@ -339,7 +342,7 @@ mod tests {
         assert!(cached().is_none());
     }
 
-    /// A chain that gives these answers, the last one first.
+    /// A chain that returns these results, the last one first.
     struct ScriptedChain(Mutex<Vec<Result<FoundCredential, MissingCredentials>>>);
 
     impl CredentialChain for ScriptedChain {
@@ -353,21 +356,21 @@ mod tests {
             &self,
             _answered: &Arc<AtomicBool>,
         ) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
-            let answers = std::mem::take(&mut *lock_unpoisoned(&self.0));
+            let results = std::mem::take(&mut *lock_unpoisoned(&self.0));
             Box::pin(async {
-                Ok(Arc::new(ScriptedChain(Mutex::new(answers))) as Arc<dyn CredentialChain>)
+                Ok(Arc::new(ScriptedChain(Mutex::new(results))) as Arc<dyn CredentialChain>)
             })
         }
     }
 
     #[test]
     fn credentials_that_were_found_are_not_absent_later() {
-        let answers =
+        let results =
             vec![expiring("two", 3600), Err(MissingCredentials::Absent), expiring("one", -1)];
         let scope = "credentials_that_were_found".to_owned();
         let snapshot = Snapshot::take(scope, |_| false, |_| Vec::new());
         let provider =
-            CredentialProvider::new(snapshot, Arc::new(ScriptedChain(Mutex::new(answers))));
+            CredentialProvider::new(snapshot, Arc::new(ScriptedChain(Mutex::new(results))));
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let get = || name(runtime.block_on(provider.get()));
         assert_eq!(get().unwrap(), "one");

@@ -21,7 +21,7 @@ pub fn without_retries() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
-/// A provider of object_store, and the credential that its answers are.
+/// A provider of object_store, and the credential that it returns.
 type BuiltProvider<T> = (Arc<dyn StoreProvider<Credential = T>>, fn(Arc<T>) -> CloudCredential);
 
 /// Builds a chain of object_store over a client of the transport.
@@ -44,8 +44,11 @@ where
     T: std::fmt::Debug + Send + Sync + 'static,
     F: Fn(TokenClient) -> object_store::Result<BuiltProvider<T>> + Send + Sync,
 {
-    fn build(&self, answered: &Arc<AtomicBool>) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
-        let client = self.client.clone().reporting(answered);
+    fn build(
+        &self,
+        has_responded: &Arc<AtomicBool>,
+    ) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
+        let client = self.client.clone().reporting(has_responded);
         Box::pin(async move {
             let (provider, wrap) =
                 read_guarded(|| (self.build)(client)).map_err(missing_credentials)?;

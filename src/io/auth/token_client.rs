@@ -22,7 +22,7 @@ use crate::io::transport::{
     CREDENTIALS_SETTINGS, ClientConfig, Failure, TransportOptions, is_transient, read_document,
 };
 
-/// Time limits for connecting to, and for the answer of, a metadata service that may not exist.
+/// Time limits for connecting to, and for the response of, a metadata service that may not exist.
 const MACHINE_LIMITS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3));
 /// The latest expiry of a token that is accepted, in seconds: later ones overflow in date arithmetic.
 const MAX_EXPIRY: u64 = 100_000_000_000;
@@ -76,8 +76,8 @@ pub struct TokenClient {
     /// True if the machine may have no metadata service.
     may_be_absent: bool,
     settings: FixedSettings,
-    /// Set once a server of tokens has answered.
-    answered: Arc<AtomicBool>,
+    /// Set once a token server has responded.
+    has_responded: Arc<AtomicBool>,
 }
 
 impl TokenClient {
@@ -86,12 +86,12 @@ impl TokenClient {
         let (headers, trust_settings) = (Vec::new(), CREDENTIALS_SETTINGS);
         let trust = options.credential_trust.clone();
         let options = TransportOptions { headers, trust, trust_settings, ..options.clone() };
-        TokenClient { options, may_be_absent, settings, answered: Arc::default() }
+        TokenClient { options, may_be_absent, settings, has_responded: Arc::default() }
     }
 
-    /// The same client; it sets `answered` once a server of tokens has answered.
-    pub fn reporting(self, answered: &Arc<AtomicBool>) -> Self {
-        TokenClient { answered: Arc::clone(answered), ..self }
+    /// The same client; it sets `has_responded` once a token server has responded.
+    pub fn reporting(self, has_responded: &Arc<AtomicBool>) -> Self {
+        TokenClient { has_responded: Arc::clone(has_responded), ..self }
     }
 
     /// True if the machine may have no metadata service.
@@ -102,7 +102,7 @@ impl TokenClient {
     async fn send(&self, mut request: HttpRequest) -> Result<HttpResponse, Failure> {
         self.settings.apply(&mut request)?;
         let mut options = self.options.clone();
-        if self.may_be_absent && !self.answered.load(Ordering::Relaxed) {
+        if self.may_be_absent && !self.has_responded.load(Ordering::Relaxed) {
             (options.connect, options.stall) = MACHINE_LIMITS;
         }
         let host = request.uri().host().unwrap_or("").to_owned();
@@ -118,17 +118,17 @@ impl TokenClient {
         let mut response = client.send(Request::try_from(request.map(body))?, None).await?;
         let (status, headers) = (response.status(), response.headers().clone());
         if is_token_server(status, headers.contains_key("metadata-flavor")) {
-            self.answered.store(true, Ordering::Relaxed);
+            self.has_responded.store(true, Ordering::Relaxed);
         }
         let body = read_document(&mut response, client.stall()).await?;
         if !status.is_success() {
             return Err(refusal_failure(&host, status, &body));
         }
         check_expiry(&host, &body)?;
-        let mut answer = HttpResponse::new(body.into());
-        *answer.status_mut() = status;
-        *answer.headers_mut() = headers;
-        Ok(answer)
+        let mut whole = HttpResponse::new(body.into());
+        *whole.status_mut() = status;
+        *whole.headers_mut() = headers;
+        Ok(whole)
     }
 }
 
@@ -141,8 +141,8 @@ impl HttpConnector for TokenClient {
 #[async_trait]
 impl HttpService for TokenClient {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let answer = self.send(request).await;
-        answer.map_err(|failure| HttpError::new(HttpErrorKind::Unknown, failure))
+        let response = self.send(request).await;
+        response.map_err(|failure| HttpError::new(HttpErrorKind::Unknown, failure))
     }
 }
 
@@ -159,7 +159,7 @@ fn is_token_server(status: StatusCode, google: bool) -> bool {
     status.is_success() || of_google || is_transient_for_tokens(status)
 }
 
-/// Azure's metadata service answers 410 while it is updated.
+/// Azure's metadata service responds with 410 while it is updated.
 fn is_transient_for_tokens(status: StatusCode) -> bool {
     is_transient(status) || status == StatusCode::GONE
 }

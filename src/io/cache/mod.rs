@@ -1,7 +1,7 @@
 //! The cache: a folder with bytes that servers have sent, for the next load of the same file.
 //!
 //! Versions of a file are distinguished by `ETag` and size. Each opening asks the server for them; the
-//! server answers without a body if the cached version is still current. `entry.rs` describes the files
+//! server responds without a body if the cached version is still current. `entry.rs` describes the files
 //! of the folder.
 
 mod entry;

@@ -17,7 +17,7 @@ use crate::io::{HubChecksum, http};
 
 /// The address of the hub, unless the environment names another.
 const ENDPOINT: &str = "https://huggingface.co";
-/// Time limit for an answer where there is a local copy.
+/// Time limit for a response where there is a local copy.
 const LIMIT_WITH_COPY: Duration = Duration::from_secs(10);
 
 /// The header with the hash of an LFS file.
@@ -32,8 +32,8 @@ pub struct Hub {
     options: TransportOptions,
 }
 
-/// The hub's answer about a file.
-pub struct HubAnswer {
+/// The response of the hub about a file.
+pub struct HubResponse {
     /// True if there is such a file.
     pub exists: bool,
     /// The commit that the revision points to now.
@@ -43,10 +43,10 @@ pub struct HubAnswer {
     refusal: Option<Error>,
 }
 
-impl HubAnswer {
-    /// Returns the answer, or the error of a refusal.
+impl HubResponse {
+    /// Returns the response, or the error of a refusal.
     pub fn into_result(self) -> Result<Self> {
-        self.refusal.map_or(Ok(HubAnswer { refusal: None, ..self }), Err)
+        self.refusal.map_or(Ok(HubResponse { refusal: None, ..self }), Err)
     }
 }
 
@@ -91,7 +91,7 @@ impl Hub {
         address: &HubAddress,
         has_copy: bool,
         cancel: &dyn Cancel,
-    ) -> Result<HubAnswer> {
+    ) -> Result<HubResponse> {
         let mut options = self.options();
         if has_copy {
             options.total = options.total.min(LIMIT_WITH_COPY);
@@ -113,7 +113,7 @@ impl Hub {
             let (kind, what) = self.refusal(address, status, &headers);
             Error::io("asking for", &display_address, io::Error::new(kind, what))
         });
-        Ok(HubAnswer { exists, commit, checksum: checksum(&headers), refusal })
+        Ok(HubResponse { exists, commit, checksum: checksum(&headers), refusal })
     }
 
     fn refusal(

@@ -74,22 +74,22 @@ impl Repo {
             let address =
                 commit.as_deref().map_or_else(|| candidate.clone(), |c| candidate.at_commit(c));
             let has_copy = cached_commit.is_some() && commit.is_none();
-            let answer = match self.hub()?.ask(&address, has_copy, cancel) {
+            let response = match self.hub()?.ask(&address, has_copy, cancel) {
                 Err(error) if has_copy && is_unreachable(&error) => {
                     let found = self.find_without_request(cached_commit.as_deref(), &candidates);
                     return found.ok_or(error);
                 }
-                answer => answer?.into_result()?,
+                response => response?.into_result()?,
             };
-            if commit.is_none() && answer.commit.is_some() {
-                commit = answer.commit;
+            if commit.is_none() && response.commit.is_some() {
+                commit = response.commit;
                 if let Some(found) = self.find_without_request(commit.as_deref(), &candidates) {
                     return Ok(found);
                 }
             }
             match &commit {
-                Some(commit) if answer.exists => return Ok(candidate.at_commit(commit)),
-                None if answer.exists => {
+                Some(commit) if response.exists => return Ok(candidate.at_commit(commit)),
+                None if response.exists => {
                     let what = "the server's response has no X-Repo-Commit header, so it is not a \
                                 Hugging Face hub: check HF_ENDPOINT";
                     let error = io::Error::new(ErrorKind::InvalidData, what);

@@ -87,7 +87,7 @@ pub struct RangeRequest<'w> {
     pub range: Option<ByteRange>,
     /// The file that was opened: another one is refused, if it has a strong `ETag`.
     pub if_match: Option<&'w Validators>,
-    /// The `ETag` of a cached copy: the server answers 304 if the file still has it.
+    /// The `ETag` of a cached copy: the server responds with 304 if the file still has it.
     pub if_none_match: Option<&'w str>,
 }
 

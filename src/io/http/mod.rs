@@ -159,7 +159,7 @@ fn open_with_clients(
     }
 }
 
-/// Requests the headers of an address. Refusals, and redirects to other hosts, are answers.
+/// Requests the headers of an address. Refusals, and redirects to other hosts, are responses.
 #[cfg(feature = "hf")]
 pub fn headers(
     url: Url,

@@ -89,7 +89,7 @@ impl FirstResponse {
         }
         self.validators.len = Some(len);
         self.validators.tag = Some(tag.to_owned());
-        // Headers of the file that such an answer leaves out.
+        // Headers of the file that such a response leaves out.
         let fields = [
             (ETAG, tag.to_owned()),
             (CONTENT_LENGTH, len.to_string()),

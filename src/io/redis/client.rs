@@ -136,11 +136,11 @@ impl RedisConnections {
         let (stream, receive_limit) = connection.client();
         let mut stream = stream.clone();
         receive_limit.set(max_bytes.saturating_add(OVERHEAD));
-        let answers = connection.run(budget, async {
+        let replies = connection.run(budget, async {
             commands.query_async::<Vec<Value>>(&mut stream).await.map_err(failure)
         });
-        if answers.as_ref().is_err_and(Failure::is_ended) {
-            return answers;
+        if replies.as_ref().is_err_and(Failure::is_ended) {
+            return replies;
         }
         if receive_limit.is_used_up() {
             let what = format!(
@@ -149,9 +149,9 @@ impl RedisConnections {
             return Err(Failure::permanent(ErrorKind::InvalidData, what));
         }
         // A connection is not reused after an error.
-        let answers = answers?;
+        let replies = replies?;
         self.pool.give_back(connection);
-        Ok(answers)
+        Ok(replies)
     }
 }
 

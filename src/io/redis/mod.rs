@@ -34,7 +34,7 @@ const CONNECTIONS: usize = 4;
 /// an empty list of 4 bytes becomes a value of 56.
 const SCAN_LEN: u64 = 2 << 20;
 /// Bytes of a reply without its data: a length or a number, and line ends.
-const ANSWER_LEN: u64 = 64;
+const REPLY_OVERHEAD: u64 = 64;
 /// Maximum bytes of the keys of one file: enough for some hundred thousand tensors with two keys
 /// each.
 const MAX_KEY_BYTES: usize = 64 << 20;
@@ -100,7 +100,7 @@ impl RedisSource {
     }
 
     /// The error for a reply of an unexpected type.
-    fn unexpected_answer(&self, command: &str, what: impl std::fmt::Display) -> Error {
+    fn unexpected_reply(&self, command: &str, what: impl std::fmt::Display) -> Error {
         const SHOWN: usize = 200;
         let what: String = what.to_string().chars().take(SHOWN).collect();
         let text = format!("unexpected reply to {command}: {}", Escaped(&what));
@@ -142,7 +142,7 @@ impl RedisSource {
             let mut scan = Pipeline::new();
             scan.cmd("SCAN").arg(&cursor).arg("MATCH").arg(pattern(prefix));
             scan.arg("COUNT").arg(count);
-            let answers = match self.send(&scan, SCAN_LEN, 0, &budget()) {
+            let replies = match self.send(&scan, SCAN_LEN, 0, &budget()) {
                 // The names are long, so fewer of them fit into a reply.
                 Err(Error::Io { error, .. })
                     if error.kind() == ErrorKind::InvalidData && count > 1 =>
@@ -150,17 +150,17 @@ impl RedisSource {
                     count = (count / COUNT_DIVISOR).max(1);
                     continue;
                 }
-                answers => answers?,
+                replies => replies?,
             };
-            let answer = match answers.into_iter().next() {
-                Some(Value::Array(answer)) => answer,
-                other => return Err(self.unexpected_answer("SCAN", format!("{other:?}"))),
+            let reply = match replies.into_iter().next() {
+                Some(Value::Array(reply)) => reply,
+                other => return Err(self.unexpected_reply("SCAN", format!("{other:?}"))),
             };
-            let mut answer = answer.into_iter();
+            let mut reply = reply.into_iter();
             let (Some(Value::BulkString(next)), Some(Value::Array(found))) =
-                (answer.next(), answer.next())
+                (reply.next(), reply.next())
             else {
-                return Err(self.unexpected_answer("SCAN", "not a cursor and a list of keys"));
+                return Err(self.unexpected_reply("SCAN", "not a cursor and a list of keys"));
             };
             for key in found {
                 match key {
@@ -168,12 +168,12 @@ impl RedisSource {
                         key_bytes += key.len() + size_of_val(&key);
                         if key_bytes > MAX_KEY_BYTES {
                             let what = format!("more than {MAX_KEY_BYTES} bytes of keys");
-                            return Err(self.unexpected_answer("SCAN", what));
+                            return Err(self.unexpected_reply("SCAN", what));
                         }
                         try_push(&mut keys, key, KEYS)?;
                     }
                     other => {
-                        return Err(self.unexpected_answer("SCAN", format!("the key {other:?}")));
+                        return Err(self.unexpected_reply("SCAN", format!("the key {other:?}")));
                     }
                 }
             }
@@ -198,17 +198,17 @@ impl RedisSource {
             }
             for ((start, key), len) in batch.iter().zip(self.send(
                 &lengths,
-                ANSWER_LEN * batch.len() as u64,
+                REPLY_OVERHEAD * batch.len() as u64,
                 0,
                 &budget(),
             )?) {
                 let len = match len {
                     Value::Int(len) => u64::try_from(len).unwrap_or(0),
-                    other => return Err(self.unexpected_answer("STRLEN", format!("{other:?}"))),
+                    other => return Err(self.unexpected_reply("STRLEN", format!("{other:?}"))),
                 };
                 if start.checked_add(len).is_none() {
                     return Err(
-                        self.unexpected_answer("STRLEN", format!("{len} for a value at {start}"))
+                        self.unexpected_reply("STRLEN", format!("{len} for a value at {start}"))
                     );
                 }
                 // The value of a tensor without data shares its position with the next one.
@@ -329,15 +329,15 @@ impl ReadAt for RedisSource {
         for piece in &pieces {
             commands.add_command(piece.command());
         }
-        let max_bytes = pieces.iter().map(|piece| piece.len + ANSWER_LEN).sum();
+        let max_bytes = pieces.iter().map(|piece| piece.len + REPLY_OVERHEAD).sum();
         let budget = RetryBudget::new("reading", &self.display_address, &self.options, cancel);
-        let answers = self.send(&commands, max_bytes, offset, &budget)?;
+        let replies = self.send(&commands, max_bytes, offset, &budget)?;
         let mut done = 0;
-        for (piece, answer) in pieces.iter().zip(answers) {
-            let bytes = match answer {
+        for (piece, reply) in pieces.iter().zip(replies) {
+            let bytes = match reply {
                 Value::BulkString(bytes) => bytes,
                 Value::Nil => Vec::new(),
-                other => return Err(self.unexpected_answer("GETRANGE", format!("{other:?}"))),
+                other => return Err(self.unexpected_reply("GETRANGE", format!("{other:?}"))),
             };
             if bytes.len() as u64 != piece.len {
                 let failure = Failure::permanent(

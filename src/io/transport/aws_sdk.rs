@@ -88,7 +88,7 @@ impl HttpClient for LazySdkClient {
     }
 }
 
-/// The reason why no client could be made, as the answer to each request.
+/// The reason why no client could be made, as the response to each request.
 #[derive(Debug)]
 struct NoClient(Failure);
 
@@ -116,13 +116,13 @@ async fn send(
     // The SDK reads no objects in this way, only the documents of its API.
     let body = read_document(&mut response, client.stall()).await?;
     let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
-    let mut answer = HttpResponse::new(status, SdkBody::from(body));
+    let mut whole = HttpResponse::new(status, SdkBody::from(body));
     for (name, value) in response.headers() {
         if let Ok(value) = value.to_str() {
-            answer.headers_mut().append(name.as_str().to_owned(), value.to_owned());
+            whole.headers_mut().append(name.as_str().to_owned(), value.to_owned());
         }
     }
-    Ok(answer)
+    Ok(whole)
 }
 
 #[cfg(test)]

@@ -133,7 +133,7 @@ impl Client {
         self.http.request(method, url)
     }
 
-    /// Sends a request, and waits for the head of its answer. `sent` counts the bytes of its body.
+    /// Sends a request, and waits for the head of its response. `sent` counts the bytes of its body.
     pub async fn send(
         &self,
         request: Request,
@@ -150,8 +150,8 @@ impl Client {
         stall: Duration,
     ) -> Result<Response, Failure> {
         self.check(request.url())?;
-        let answer = unless_stalled(stall, sent, self.http.execute(request)).await?;
-        answer.map_err(|error| connection_failure(error, &self.hint))
+        let response = unless_stalled(stall, sent, self.http.execute(request)).await?;
+        response.map_err(|error| connection_failure(error, &self.hint))
     }
 
     /// Fails if no server of `https://` is trusted, or if the proxy cannot be used.

@@ -1,4 +1,4 @@
-//! Sending a request: the time limit of a stalled server, the bound of an answer that is kept, and
+//! Sending a request: the time limit of a stalled server, the limit of a response that is kept, and
 //! whether a failure is transient.
 
 use std::error::Error as _;
@@ -37,8 +37,8 @@ pub async fn unless_stalled<T>(
     let count = || sent.map_or(0, |sent| sent.load(Ordering::Relaxed));
     loop {
         let before = count();
-        if let Ok(answer) = timer::timeout(stall, &mut wait).await {
-            return Ok(answer);
+        if let Ok(result) = timer::timeout(stall, &mut wait).await {
+            return Ok(result);
         }
         if count() == before {
             let what = format!("the server sent nothing for {} s", stall.as_secs_f64());
@@ -125,7 +125,7 @@ impl From<reqwest::Error> for Failure {
     }
 }
 
-/// The failure of a request without an answer; `hint` says what helps if the server's certificate is
+/// The failure of a request without a response; `hint` says what helps if the server's certificate is
 /// not trusted.
 pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
     // Joins the texts of all causes. The outermost says little, and contains the whole URL.
@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn slow_upload_of_a_day_is_not_stalled() {
         let sent = AtomicU64::new(0);
-        let (answer, took) = run(async {
+        let (result, took) = run(async {
             let request = async {
                 for _ in 0..24 * 60 {
                     sleep(STALL - Duration::from_millis(1)).await;
@@ -188,7 +188,7 @@ mod tests {
             };
             (unless_stalled(STALL, Some(&sent), request).await.unwrap(), elapsed())
         });
-        assert_eq!((answer, took.as_secs() / 3600), ("done", 23));
+        assert_eq!((result, took.as_secs() / 3600), ("done", 23));
     }
 
     #[test]

@@ -27,8 +27,8 @@ pub struct SimulatedCloud {
     now: AtomicU64,
     /// When each credential expires.
     issued: Mutex<Vec<u64>>,
-    /// Requests that were answered, and those that were refused.
-    pub answered: AtomicU64,
+    /// Requests that were served, and those that were refused.
+    pub served: AtomicU64,
     pub refused: AtomicU64,
 }
 
@@ -42,7 +42,7 @@ impl SimulatedCloud {
             outage,
             now: AtomicU64::new(0),
             issued: Mutex::default(),
-            answered: AtomicU64::new(0),
+            served: AtomicU64::new(0),
             refused: AtomicU64::new(0),
         })
     }
@@ -84,7 +84,7 @@ impl SimulatedCloud {
         issued[number.parse::<usize>().unwrap()] > self.now()
     }
 
-    /// Answers requests for objects; gives the address. It ends with the process.
+    /// Serves requests for objects; returns the address. It ends with the process.
     pub fn serve(self: &Arc<Self>) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
@@ -92,14 +92,14 @@ impl SimulatedCloud {
         thread::spawn(move || {
             for connection in listener.incoming().map_while(Result::ok) {
                 let simulated_cloud = Arc::clone(&simulated_cloud);
-                thread::spawn(move || while simulated_cloud.answer(&connection).is_some() {});
+                thread::spawn(move || while simulated_cloud.serve(&connection).is_some() {});
             }
         });
         address
     }
 
-    /// Answers one request. None once there are no more.
-    fn answer(&self, mut connection: &TcpStream) -> Option<()> {
+    /// Serves one request. None once there are no more.
+    fn serve(&self, mut connection: &TcpStream) -> Option<()> {
         let (mut reader, mut head) = (BufReader::new(connection), String::new());
         while !head.ends_with("\r\n\r\n") {
             reader.read_line(&mut head).ok().filter(|&len| len > 0)?;
@@ -109,7 +109,7 @@ impl SimulatedCloud {
         let len: u64 = field("content-length").map_or(0, |len| len.parse().unwrap());
         std::io::copy(&mut reader.by_ref().take(len), &mut std::io::sink()).ok()?;
         let good = self.accepts(&head);
-        let counter = if good { &self.answered } else { &self.refused };
+        let counter = if good { &self.served } else { &self.refused };
         counter.fetch_add(1, Ordering::Relaxed);
         let (status, fields, body) = match field("range").filter(|_| good) {
             _ if !good => {

@@ -110,9 +110,14 @@ impl SavedSlices {
 }
 
 /// Loads all tensors of a file to the stand-in, and returns their bytes.
-fn on_device(file: &TensorFile, seed: u64, apart: bool, options: &LoadOptions) -> Vec<Vec<u8>> {
+fn on_device(
+    file: &TensorFile,
+    seed: u64,
+    separate_memory: bool,
+    options: &LoadOptions,
+) -> Vec<Vec<u8>> {
     let numbers: Vec<usize> = (0..file.entries().len()).collect();
-    let planned = DeviceLoad::new(file, &numbers, &[], apart).unwrap();
+    let planned = DeviceLoad::new(file, &numbers, &[], separate_memory).unwrap();
     let mut memory = TestMemory::new(&planned.block_lens().unwrap());
     let device: Arc<dyn Device> = FakeDevice::new(seed, InjectedFaults::default());
     let pool = Pool::new(4 << 20, 8, 16);

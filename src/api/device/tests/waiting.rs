@@ -38,7 +38,7 @@ fn hashes_and_staging_buffers_never_deadlock() {
             buffer_len: 4 << 20,
             readers,
             verify: Verify::All,
-            apart: false,
+            separate_memory: false,
             late: false,
             direct_storage: false,
             pipe: false,

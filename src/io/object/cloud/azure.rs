@@ -38,8 +38,8 @@ impl Blob {
     }
 
     /// The error of an upload that another one has disturbed.
-    fn disturbed_error(&self, why: &str, answer: &CloudResponse) -> Error {
-        let (status, code) = (answer.status.as_u16(), Escaped(answer.code()));
+    fn disturbed_error(&self, why: &str, response: &CloudResponse) -> Error {
+        let (status, code) = (response.status.as_u16(), Escaped(response.code()));
         let what = format!("the server answered {status}: {code}: {why}");
         Error::io("writing", self.display_address(), std::io::Error::other(what))
     }
@@ -87,17 +87,17 @@ impl UploadProtocol for Blob {
             .query("blockid", &*tag)
             .checksum(CHECKSUM, Checksum::of(bytes).for_azure())
             .handling(|_, code| code == OTHER_NAMES || code.ends_with(TOO_MANY_BLOCKS));
-        let answer = self.object.send(&request, cancel)?;
-        if !answer.status.is_success() {
+        let response = self.object.send(&request, cancel)?;
+        if !response.status.is_success() {
             let forgets = "which Azure deletes a week after the last of them, or when the blob is \
                            replaced";
-            let why = match answer.code() {
+            let why = match response.code() {
                 OTHER_NAMES => {
                     "another program has begun an upload of this blob, and left uncommitted blocks"
                 }
                 _ => "failed uploads of this blob have left too many uncommitted blocks",
             };
-            return Err(self.disturbed_error(&format!("{why}, {forgets}"), &answer));
+            return Err(self.disturbed_error(&format!("{why}, {forgets}"), &response));
         }
         Ok(SentPart { number, tag, checksum: None })
     }
@@ -122,12 +122,12 @@ impl UploadProtocol for Blob {
             .handling(|_, code| code == OTHER_BLOCKS)
             .with_long_limit();
         let refused = match self.object.send(&request, cancel) {
-            Ok(answer) if answer.status.is_success() => return Ok(()),
-            Ok(answer) => {
+            Ok(response) if response.status.is_success() => return Ok(()),
+            Ok(response) => {
                 let why = "another program has written this blob during the upload, and Azure has \
                            deleted the blocks of this upload: the blob has the content of the \
                            other program";
-                self.disturbed_error(why, &answer)
+                self.disturbed_error(why, &response)
             }
             Err(error) => error,
         };

@@ -31,8 +31,8 @@ impl GoogleObject {
 }
 
 /// The server's name of a part; it is copied into an XML document.
-fn tag_of(answer: &CloudResponse) -> Option<&str> {
-    answer.field("etag").filter(|tag| !tag.contains(['<', '>', '&']))
+fn tag_of(response: &CloudResponse) -> Option<&str> {
+    response.field("etag").filter(|tag| !tag.contains(['<', '>', '&']))
 }
 
 fn crc32c(bytes: &[u8]) -> String {
@@ -67,9 +67,12 @@ impl UploadProtocol for GoogleObject {
         let request = UploadRequest::new(Method::POST, &nothing)
             .query("uploads", "")
             .field(MARK, &*self.mark)
-            .complete_if(|answer| answer.element("UploadId").is_some());
-        let answer = self.object.send(&request, cancel)?;
-        answer.element("UploadId").map(Arc::from).ok_or_else(|| self.object.refusal_error(&answer))
+            .complete_if(|response| response.element("UploadId").is_some());
+        let response = self.object.send(&request, cancel)?;
+        response
+            .element("UploadId")
+            .map(Arc::from)
+            .ok_or_else(|| self.object.refusal_error(&response))
     }
 
     fn part(
@@ -83,9 +86,9 @@ impl UploadProtocol for GoogleObject {
             .query("partNumber", number.to_string())
             .query("uploadId", upload)
             .checksum(CHECKSUM, crc32c(bytes))
-            .complete_if(|answer| tag_of(answer).is_some());
-        let answer = self.object.send(&request, cancel)?;
-        let tag = tag_of(&answer).ok_or_else(|| self.object.refusal_error(&answer))?.to_owned();
+            .complete_if(|response| tag_of(response).is_some());
+        let response = self.object.send(&request, cancel)?;
+        let tag = tag_of(&response).ok_or_else(|| self.object.refusal_error(&response))?.to_owned();
         Ok(SentPart { number, tag, checksum: None })
     }
 
@@ -105,7 +108,7 @@ impl UploadProtocol for GoogleObject {
         let request = UploadRequest::new(Method::POST, &text)
             .query("uploadId", upload)
             .field("content-type", "application/xml")
-            .complete_if(|answer| answer.is_document("CompleteMultipartUploadResult"))
+            .complete_if(|response| response.is_document("CompleteMultipartUploadResult"))
             .with_long_limit();
         let done = self.object.send(&request, cancel).map(drop);
         done.or_else(|error| self.object.confirm_completed(error, (MARK, &self.mark), len, cancel))

@@ -106,7 +106,7 @@ impl<'a> UploadRequest<'a> {
     }
 }
 
-/// The answer of a server.
+/// The response of a server.
 pub struct CloudResponse {
     pub status: StatusCode,
     pub fields: HeaderMap,
@@ -130,7 +130,7 @@ impl CloudResponse {
         self.fields.get(name).and_then(|value| value.to_str().ok())
     }
 
-    /// The code of a refusal. Answers without a body have it in a header.
+    /// The code of a refusal. Responses without a body have it in a header.
     pub fn code(&self) -> &str {
         self.field("x-ms-error-code").or_else(|| self.element("Code")).unwrap_or("")
     }
@@ -200,24 +200,26 @@ impl CloudObject {
             }
         };
         let wrap = |client| (client, Arc::default());
-        let answer = self.requests.send(cancel, wrap, invalidate, |client, sent| async move {
+        let response = self.requests.send(cancel, wrap, invalidate, |client, sent| async move {
             let checksums = self.checksums.load(Ordering::Relaxed);
-            let mut answer = self.send_once(request, checksums, &client, &sent).await?;
-            if checksums && request.checksum.is_some() && UNKNOWN_CHECKSUM.contains(&answer.code())
+            let mut response = self.send_once(request, checksums, &client, &sent).await?;
+            if checksums
+                && request.checksum.is_some()
+                && UNKNOWN_CHECKSUM.contains(&response.code())
             {
-                answer = self.send_once(request, false, &client, &sent).await?;
-                if answer.status.is_success() {
+                response = self.send_once(request, false, &client, &sent).await?;
+                if response.status.is_success() {
                     self.checksums.store(false, Ordering::Relaxed);
                 }
             }
-            let good = if answer.status.is_success() {
-                (request.complete)(&answer)
+            let good = if response.status.is_success() {
+                (request.complete)(&response)
             } else {
-                (request.handled)(answer.status, answer.code())
+                (request.handled)(response.status, response.code())
             };
-            if good { Ok(answer) } else { Err(answer.failure()) }
+            if good { Ok(response) } else { Err(response.failure()) }
         });
-        answer.map_err(|error| self.with_hint(error))
+        response.map_err(|error| self.with_hint(error))
     }
 
     /// The outcome of a failed last request, whose response may have been lost: success if the
@@ -233,16 +235,20 @@ impl CloudObject {
             let nothing = Bytes::new();
             let request = UploadRequest::new(Method::HEAD, &nothing)
                 .handling(|status, _| status == StatusCode::NOT_FOUND);
-            let answer = self.send(&request, cancel)?;
+            let response = self.send(&request, cancel)?;
             let is_whole = |size: &str| size.parse::<u64>() == Ok(len);
-            Ok(answer.field(field) == Some(mark)
-                && answer.field("content-length").is_some_and(is_whole))
+            Ok(response.field(field) == Some(mark)
+                && response.field("content-length").is_some_and(is_whole))
         })
     }
 
     /// The error of a refusal that the caller does not accept.
-    pub fn refusal_error(&self, answer: &CloudResponse) -> Error {
-        self.with_hint(Error::io("writing", &self.requests.display_address, answer.failure().error))
+    pub fn refusal_error(&self, response: &CloudResponse) -> Error {
+        self.with_hint(Error::io(
+            "writing",
+            &self.requests.display_address,
+            response.failure().error,
+        ))
     }
 
     fn with_hint(&self, error: Error) -> Error {

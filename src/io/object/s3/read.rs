@@ -236,7 +236,7 @@ mod tests {
                 simulated_cloud.advance(step);
             }
             assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 0);
-            assert!(simulated_cloud.answered.load(Ordering::Relaxed) >= 24 * 3600 / step);
+            assert!(simulated_cloud.served.load(Ordering::Relaxed) >= 24 * 3600 / step);
             assert!(
                 expected_issued.contains(&simulated_cloud.issued()),
                 "{} times",

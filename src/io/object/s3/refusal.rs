@@ -79,7 +79,7 @@ impl S3Bucket {
         headers: &HeaderMap,
         document: &S3ErrorDocument,
     ) -> Failure {
-        let answered = match (&document.code, &document.message) {
+        let text = match (&document.code, &document.message) {
             (Some(code), Some(message)) => {
                 format!("the server answered {status}: {}: {}", Shortened(code), Shortened(message))
             }
@@ -90,13 +90,13 @@ impl S3Bucket {
         };
         let mut what = match document.code.as_deref() {
             Some("NoSuchBucket") => {
-                format!("{} has no bucket `{}`: {answered}", self.host(), Escaped(&self.bucket))
+                format!("{} has no bucket `{}`: {text}", self.host(), Escaped(&self.bucket))
             }
             Some("NoSuchKey") => {
                 let bucket = Escaped(&self.bucket);
-                format!("{} has no such object in the bucket `{bucket}`: {answered}", self.host())
+                format!("{} has no such object in the bucket `{bucket}`: {text}", self.host())
             }
-            _ => answered,
+            _ => text,
         };
         if let Some(region) = bucket_region_of(headers).filter(|region| *region != self.region()) {
             what += &format!("; the bucket is in the region `{region}`");
@@ -209,17 +209,17 @@ mod tests {
             (error.kind(), error.to_string())
         };
         let (missing, refused) = (StatusCode::NOT_FOUND, StatusCode::FORBIDDEN);
-        let answer = "the server answered 404 Not Found";
+        let text = "the server answered 404 Not Found";
         for (found, text) in [
             (
                 refusal(false, missing, Some("NoSuchBucket")),
-                format!("host:9000 has no bucket `bucket`: {answer}: NoSuchBucket"),
+                format!("host:9000 has no bucket `bucket`: {text}: NoSuchBucket"),
             ),
             (
                 refusal(false, missing, Some("NoSuchKey")),
-                format!("host:9000 has no such object in the bucket `bucket`: {answer}: NoSuchKey"),
+                format!("host:9000 has no such object in the bucket `bucket`: {text}: NoSuchKey"),
             ),
-            (refusal(false, missing, None), answer.to_owned()),
+            (refusal(false, missing, None), text.to_owned()),
         ] {
             assert_eq!(found, (ErrorKind::NotFound, text));
         }

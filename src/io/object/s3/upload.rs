@@ -175,14 +175,14 @@ impl UploadProtocol for S3Object {
             };
             let checksum = checksum.clone();
             async move {
-                let mut answer = send(checksum.clone()).await;
+                let mut response = send(checksum.clone()).await;
                 for retried in retry_checksums(&checksum) {
-                    if !answer.as_ref().is_err_and(may_reject_checksums) {
+                    if !response.as_ref().is_err_and(may_reject_checksums) {
                         break;
                     }
-                    answer = with_guarded_polls(send(retried)).await;
+                    response = with_guarded_polls(send(retried)).await;
                 }
-                answer.map(drop).map_err(|e| self.resolved.failure(e))
+                response.map(drop).map_err(|e| self.resolved.failure(e))
             }
         })
     }
@@ -200,13 +200,13 @@ impl UploadProtocol for S3Object {
                 let begin = begin.clone().checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
                 match begin.checksum_type(ChecksumType::FullObject).send().await {
                     Err(error) if may_reject_checksums(&error) => {}
-                    answer => {
-                        let answer = answer.map_err(|e| self.resolved.failure(e))?;
-                        let all = answer.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
-                            && answer.checksum_type == Some(ChecksumType::FullObject);
+                    response => {
+                        let response = response.map_err(|e| self.resolved.failure(e))?;
+                        let all = response.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
+                            && response.checksum_type == Some(ChecksumType::FullObject);
                         checksum_support =
                             if all { ChecksumSupport::All } else { ChecksumSupport::Parts };
-                        begun = Some(answer);
+                        begun = Some(response);
                     }
                 }
             }
@@ -245,19 +245,19 @@ impl UploadProtocol for S3Object {
             };
             let text = checksum.map(Checksum::for_s3);
             let mut sent_checksum = checksum;
-            let mut answer = send(text.clone()).await;
+            let mut response = send(text.clone()).await;
             // Not where the server has agreed to checksums.
             for retried in retry_checksums(&text)
                 .into_iter()
                 .filter(|_| checksum_support == ChecksumSupport::Parts)
             {
-                if !answer.as_ref().is_err_and(may_reject_checksums) {
+                if !response.as_ref().is_err_and(may_reject_checksums) {
                     break;
                 }
                 sent_checksum = checksum.filter(|_| retried.is_some());
-                answer = with_guarded_polls(send(retried)).await;
+                response = with_guarded_polls(send(retried)).await;
             }
-            let done = answer.map_err(|e| self.resolved.failure(e))?;
+            let done = response.map_err(|e| self.resolved.failure(e))?;
             let tag = done.e_tag.ok_or_else(|| {
                 let what = "the server's response to UploadPart has no ETag";
                 Failure::transient(ErrorKind::InvalidData, what)
@@ -372,7 +372,7 @@ mod tests {
             simulated_cloud.advance(60);
         }
         assert_eq!(simulated_cloud.refused.load(Ordering::Relaxed), 0);
-        assert_eq!(simulated_cloud.answered.load(Ordering::Relaxed), 24 * 60);
+        assert_eq!(simulated_cloud.served.load(Ordering::Relaxed), 24 * 60);
         assert!((25..30).contains(&simulated_cloud.issued()), "{} times", simulated_cloud.issued());
     }
 }

@@ -17,7 +17,7 @@ pub fn new_mark() -> Result<String> {
 }
 
 /// The outcome of the last request of an upload that has failed: a success if the object is there, and only
-/// the answer was lost.
+/// the response was lost.
 pub fn confirm_if_present(error: Error, is_there: impl FnOnce() -> Result<bool>) -> Result<()> {
     if !matches!(error, Error::Io { .. }) {
         return Err(error);
@@ -56,7 +56,7 @@ pub trait UploadProtocol: Send + Sync {
     ) -> Result<SentPart>;
 
     /// Completes the object, of `len` bytes, from its parts in the order of their numbers. A completion
-    /// whose answer was lost is recognised.
+    /// whose response was lost is recognised.
     fn complete(
         &self,
         upload: &str,
