@@ -68,8 +68,9 @@ fn build() -> Result<(), String> {
     println!("cargo:rustc-link-search=native={}", lib.display());
     println!("cargo:rustc-link-lib=dylib=torch_cpu");
     println!("cargo:rustc-link-lib=dylib=c10");
-    // These reach only this package's library; link arguments for cdylibs would also reach the Python
-    // module. The path is relative to tensorizer/lib; torch/ is installed next to tensorizer/.
+    // These reach only this package's library; link arguments for cdylibs would also reach the
+    // Python module. The path is relative to tensorizer/lib; torch/ is installed next to
+    // tensorizer/.
     println!("cargo:rustc-link-arg=-Wl,-rpath,$ORIGIN/../../torch/lib");
     println!("cargo:rustc-link-arg=-Wl,-soname,libtensorizer_torch.so");
     Ok(())
@@ -114,7 +115,8 @@ fn compile_once(build: &cc::Build, version: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Hashes everything that the library depends on: sources, compiler and flags, versions of torch and `cxx`.
+/// Hashes everything that the library depends on: sources, compiler and flags, versions of torch
+/// and `cxx`.
 fn key(build: &cc::Build, out: &Path, version: &str) -> std::io::Result<u64> {
     let mut hasher = DefaultHasher::new();
     version.hash(&mut hasher);
@@ -124,7 +126,8 @@ fn key(build: &cc::Build, out: &Path, version: &str) -> std::io::Result<u64> {
     for flag in compiler.args() {
         flag.to_string_lossy().replace(&out, "").hash(&mut hasher);
     }
-    // The code that `cxx` generates depends only on the bridges and on its version, which is in Cargo.lock.
+    // The code that `cxx` generates depends only on the bridges and on its version, which is in
+    // Cargo.lock.
     fs::read("../Cargo.lock")?.hash(&mut hasher);
     for source in SOURCES.iter().chain(HEADERS).chain(BRIDGES) {
         fs::read(source)?.hash(&mut hasher);

@@ -22,7 +22,8 @@ pub struct TensorSubset {
 }
 
 impl TensorSubset {
-    /// Returns the tensors of a selection for which a condition holds. `of_each` has one value for each.
+    /// Returns the tensors of a selection for which a condition holds. `of_each` has one value for
+    /// each.
     pub fn of<T>(selection: &[usize], of_each: &[T], holds: impl Fn(&T) -> bool) -> Self {
         let chosen = selection.iter().zip(of_each).enumerate().filter(|(_, (_, one))| holds(one));
         let (positions, numbers) = chosen.map(|(at, (&number, _))| (at, number)).unzip();
@@ -50,8 +51,8 @@ pub struct CallDevice {
 }
 
 impl CallDevices {
-    /// Returns the position of a device in `devices`; None for host memory. `unreached` decides what to
-    /// do if the device cannot be reached.
+    /// Returns the position of a device in `devices`; None for host memory. `unreached` decides
+    /// what to do if the device cannot be reached.
     pub fn position_of(
         &mut self,
         index: DeviceIndex,

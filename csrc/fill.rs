@@ -41,7 +41,8 @@ pub unsafe fn load_into_tensors(
     }
     let on_devices = TensorSubset::of(selection, &of_each, |position| position.is_some());
     let in_host = TensorSubset::of(selection, &of_each, |position| position.is_none());
-    // Dropping the streams waits for copies: after an error, too, all copies have ended when this returns.
+    // Dropping the streams waits for copies: after an error, too, all copies have ended when this
+    // returns.
     let mut streams: Vec<Streams> = Vec::new();
     if !on_devices.numbers.is_empty() {
         let tensors = found.iter().zip(&of_each).filter_map(|(one, of)| Some((one, (*of)?)));
@@ -79,7 +80,8 @@ pub unsafe fn load_into_tensors(
 /// until the streams are handed over or dropped.
 ///
 /// # Safety
-/// The tensors exist, and no other code reads or writes them until the streams are handed over or dropped.
+/// The tensors exist, and no other code reads or writes them until the streams are handed over or
+/// dropped.
 unsafe fn fill_on_devices<'t>(
     file: &TensorFile,
     tensors: impl Iterator<Item = (&'t ToFill, usize)>,
@@ -130,7 +132,8 @@ impl ToFill {
         unsafe { std::slice::from_raw_parts_mut(start, self.len) }
     }
 
-    /// Checks that tensors fit the entries of the file and do not overlap. Returns them with their memory.
+    /// Checks that tensors fit the entries of the file and do not overlap. Returns them with their
+    /// memory.
     fn check(file: &TensorFile, selection: &[usize], out: &torch::TensorList) -> Result<Vec<Self>> {
         let mut found = Vec::with_capacity(selection.len());
         for (at, &number) in selection.iter().enumerate() {

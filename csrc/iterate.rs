@@ -57,7 +57,8 @@ impl TorchTensors {
         Ok(TorchTensors { tensors, file: file.duplicate(), allocator: DropInOwner::new(allocator) })
     }
 
-    /// Waits for the next tensors: one, or several small ones; none at the end. Also returns their numbers.
+    /// Waits for the next tensors: one, or several small ones; none at the end. Also returns their
+    /// numbers.
     pub fn next(&mut self, cancel: &dyn Cancel) -> Result<(LoadedTensors, Vec<usize>)> {
         let allocate = self.allocator.as_mut().map(|allocator| allocator as &mut dyn Allocate);
         let landed = self.tensors.next(allocate, cancel);

@@ -27,7 +27,8 @@ pub struct LoadDestination<'d> {
 }
 
 impl LoadDestination<'_> {
-    /// Finds the devices, and for each tensor the position of its device in them; None for host memory.
+    /// Finds the devices, and for each tensor the position of its device in them; None for host
+    /// memory.
     fn find(
         &self,
         file: &TensorFile,
@@ -67,7 +68,8 @@ pub fn load_tensors(
     let in_host = TensorSubset::of(selection, &found, |found| found.is_none());
     let mut locations: Vec<Option<(TensorLocation, CompactHeader)>> =
         selection.iter().map(|_| None).collect();
-    // Local values are dropped in reverse order: copies end before the memory that they use is freed.
+    // Local values are dropped in reverse order: copies end before the memory that they use is
+    // freed.
     let mut blocks = Vec::new();
     let mut streams = Vec::new();
     if in_host.numbers.len() < selection.len() {

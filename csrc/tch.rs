@@ -41,7 +41,8 @@ fn take(mut loaded: LoadedTensors, device: Device) -> Result<Vec<(String, Tensor
     Ok(names.into_iter().zip(tensors).collect())
 }
 
-/// Returns the core's number of a device. Tensors for devices that it does not know come to the CPU first.
+/// Returns the core's number of a device. Tensors for devices that it does not know come to the CPU
+/// first.
 fn index(device: Device) -> DeviceIndex {
     match device {
         Device::Cuda(index) => DeviceIndex::try_from(index).unwrap_or(CPU),

@@ -40,8 +40,8 @@ enum Descriptions {
 pub enum TensorLocation {
     /// In host memory of its own.
     Host(HostBuffer),
-    /// In the memory of a device: the device's position in the call's list, the number of the block,
-    /// and the position of the first byte in it.
+    /// In the memory of a device: the device's position in the call's list, the number of the
+    /// block, and the position of the first byte in it.
     Block(usize, usize, u64),
     /// No memory yet: a tensor of zeros will be created on the device at this position in the list.
     Zeros(usize),
@@ -121,7 +121,8 @@ impl LoadedTensors {
         Box::new(TorchHostMemory(memory_of_tensor))
     }
 
-    /// Returns the number of a tensor's block; -1 for host memory, -2 for zeros that are not created yet.
+    /// Returns the number of a tensor's block; -1 for host memory, -2 for zeros that are not
+    /// created yet.
     pub fn block(&self, at: usize) -> i64 {
         match self.locations.get(at) {
             Some(TensorLocation::Block(_, block, _)) => i64::try_from(*block).unwrap_or(i64::MAX),
@@ -219,7 +220,8 @@ pub fn one_to_save<'t>(
     Ok(SaveTensor { name, kind, module_index, dtype, shape, data })
 }
 
-/// The devices of lent tensors, each with the stream that uses its memory. Each is looked up once per call.
+/// The devices of lent tensors, each with the stream that uses its memory. Each is looked up once
+/// per call.
 #[derive(Default)]
 pub struct LentDevices(Vec<(DeviceIndex, Option<DeviceStream>)>);
 

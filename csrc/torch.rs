@@ -16,7 +16,8 @@ mod ffi {
         shape: Vec<u64>,
         /// True for tensors of the `meta` device.
         meta: bool,
-        /// True if its bytes can be used as they are: in row-major order, on a device that the core knows.
+        /// True if its bytes can be used as they are: in row-major order, on a device that the core
+        /// knows.
         ready: bool,
         /// The device: -1 for the CPU, the index for CUDA, -2 for others.
         device: i16,

@@ -54,8 +54,8 @@ pub fn sleep(time: Duration, cancel: &dyn Cancel) -> Result<()> {
     cancel.check()
 }
 
-/// A per-process lock for one-time work: one thread does it while others wait. A forked child has its
-/// own lock, because no thread there would release the parent's.
+/// A per-process lock for one-time work: one thread does it while others wait. A forked child has
+/// its own lock, because no thread there would release the parent's.
 pub type ProcessLock = PerProcess<std::sync::Mutex<()>>;
 
 /// Waits for the lock of one-time work.

@@ -24,7 +24,8 @@ pub fn read_guarded<T>(body: impl FnOnce() -> T) -> T {
     run_guarded(GUARD.get(), body)
 }
 
-/// Runs code within a guard. Without a guard, or if the guard does not run it, it is run without one.
+/// Runs code within a guard. Without a guard, or if the guard does not run it, it is run without
+/// one.
 pub fn run_guarded<T>(guard: Option<&Guard>, body: impl FnOnce() -> T) -> T {
     let (mut body, mut result) = (Some(body), None);
     let mut run = || {

@@ -1,7 +1,8 @@
 //! All errors of the core.
 //!
-//! The variants are sorted by what the caller can do about them; `python/src/errors.rs` maps each to a
-//! Python class. Messages say what failed, on which file, what was expected and what was found.
+//! The variants are sorted by what the caller can do about them; `python/src/errors.rs` maps each
+//! to a Python class. Messages say what failed, on which file, what was expected and what was
+//! found.
 
 use std::io;
 
@@ -108,7 +109,8 @@ pub enum Error {
         expected: Box<str>,
         /// The hash of the bytes read.
         found: Box<str>,
-        /// The local copy that was read, and how to replace it; empty if the bytes came from the hub.
+        /// The local copy that was read, and how to replace it; empty if the bytes came from the
+        /// hub.
         kept: Box<str>,
     },
     /// The file is encrypted in a way that this call cannot undo.
@@ -213,8 +215,8 @@ impl Error {
     }
 }
 
-/// Text that a file or a server has chosen, in a message. Characters on which a terminal would act are
-/// escaped: control characters, and marks that are invisible or change the direction of text.
+/// Text that a file or a server has chosen, in a message. Characters on which a terminal would act
+/// are escaped: control characters, and marks that are invisible or change the direction of text.
 pub struct Escaped<'t>(pub &'t str);
 
 impl std::fmt::Display for Escaped<'_> {
@@ -232,7 +234,8 @@ impl std::fmt::Display for Escaped<'_> {
     }
 }
 
-/// Text that may be long, in a message. A long one is cut after its beginning, and its length added.
+/// Text that may be long, in a message. A long one is cut after its beginning, and its length
+/// added.
 pub struct Shortened<'t>(pub &'t str);
 
 impl std::fmt::Display for Shortened<'_> {

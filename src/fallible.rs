@@ -1,5 +1,5 @@
-//! Allocations whose size is given by data, a file or a server. If memory is short, the call ends with
-//! an error that names its purpose; Rust's own collections would end the process.
+//! Allocations whose size is given by data, a file or a server. If memory is short, the call ends
+//! with an error that names its purpose; Rust's own collections would end the process.
 
 use crate::error::{Error, Result};
 
@@ -34,8 +34,8 @@ pub fn try_repeat<T: Clone>(value: T, count: usize, what: &str) -> Result<Vec<T>
     Ok(out)
 }
 
-/// Reserves capacity for `more` items. The capacity at least doubles when it grows, so adding items one by one
-/// takes few allocations.
+/// Reserves capacity for `more` items. The capacity at least doubles when it grows, so adding items
+/// one by one takes few allocations.
 pub fn try_reserve<T>(out: &mut Vec<T>, more: usize, what: &str) -> Result<()> {
     let bytes = || bytes_of::<T>(out.len().saturating_add(more));
     let bytes = bytes();

@@ -1,5 +1,5 @@
-//! Reads and writes files of tensors, `.tensors` and `.safetensors`, and reads checkpoints that consist
-//! of several files.
+//! Reads and writes files of tensors, `.tensors` and `.safetensors`, and reads checkpoints that
+//! consist of several files.
 //!
 //! The path of the data:
 //!
@@ -143,8 +143,8 @@ pub use sys::fork_safe_mutex::ForkSafeMutex;
 #[doc(hidden)]
 pub use sys::process::{DropInOwner, OwnerProcess, PerProcess};
 
-/// Initialises a library while it is loaded, before there are threads. Otherwise the process might be
-/// forked while a thread does this at the first use.
+/// Initialises a library while it is loaded, before there are threads. Otherwise the process might
+/// be forked while a thread does this at the first use.
 #[doc(hidden)]
 pub fn before_threads() {
     sys::fork_safe_mutex::install_fork_handlers();

@@ -1,22 +1,23 @@
-//! The limit of the memory that a call may have in flight beside its tensors, and its division among
-//! the parts of the call.
+//! The limit of the memory that a call may have in flight beside its tensors, and its division
+//! among the parts of the call.
 //!
 //! Pure functions of numbers, except for the limit of the environment.
 
 use crate::environment::MEMORY_MB;
 use crate::error::{Error, Result};
 
-/// Bytes of a connection, apart from those that its server may send ahead: buffers of HTTP and TLS, an
-/// event loop, a thread.
+/// Bytes of a connection, apart from those that its server may send ahead: buffers of HTTP and TLS,
+/// an event loop, a thread.
 pub const CONNECTION: u64 = 1 << 20;
 /// Bytes of a part of an upload, as long as the number of parts allows it.
 pub const PART_LEN: u64 = 8 << 20;
 /// Minimum bytes that a server may send ahead: the initial window of HTTP/2.
 const SHORTEST_WINDOW: u64 = 64 << 10;
-/// The divisor of a limit that gives the bytes that a server may send ahead on a connection. With less
-/// it waits for acknowledgements; with more there is memory for too few connections.
+/// The divisor of a limit that gives the bytes that a server may send ahead on a connection. With
+/// less it waits for acknowledgements; with more there is memory for too few connections.
 const WINDOWS: u64 = 8;
-/// Minimum bytes of a reader for headers of tensors, and for unwanted bytes that it reads between them.
+/// Minimum bytes of a reader for headers of tensors, and for unwanted bytes that it reads between
+/// them.
 const MIN_OVERHEAD: u64 = 256 << 10;
 /// The share of a limit that staging buffers, parts of uploads or tensors may take where readers or
 /// writers need memory too: three quarters.
@@ -49,7 +50,8 @@ pub struct LoadNeeds {
     pub reader: u64,
     /// Minimum bytes that each reader holds to gather parts from; 0 if it does not gather.
     pub gathers: u64,
-    /// Bytes of a staging buffer, and the minimum and maximum number of these; None without a device.
+    /// Bytes of a staging buffer, and the minimum and maximum number of these; None without a
+    /// device.
     pub staging: Option<(u64, u64, u64)>,
 }
 
@@ -192,8 +194,8 @@ impl MemoryLimit {
         self.bytes.map_or(most, |bytes| (bytes / WINDOWS).clamp(SHORTEST_WINDOW.min(most), most))
     }
 
-    /// Bytes of items that are held in host memory at once: `wanted`, or less if the limit is lower. It
-    /// must allow `largest`, the bytes of the largest item.
+    /// Bytes of items that are held in host memory at once: `wanted`, or less if the limit is
+    /// lower. It must allow `largest`, the bytes of the largest item.
     pub fn held(self, wanted: u64, largest: u64) -> Result<u64> {
         let Some(bytes) = self.bytes else { return Ok(wanted) };
         self.needs(largest, || format!("a tensor of {largest} bytes is held as a whole"))?;
@@ -284,9 +286,9 @@ impl MemoryLimit {
         Ok(SaveShares { threads, waiting: hashes.then_some(waiting), parts: for_parts, staging })
     }
 
-    /// Divides the limit between tensors that are held for the caller and reading. `largest`: bytes of
-    /// the largest tensor. `reader`: minimum bytes for reading. Returns the bytes for tensors, and the
-    /// limit for reading.
+    /// Divides the limit between tensors that are held for the caller and reading. `largest`: bytes
+    /// of the largest tensor. `reader`: minimum bytes for reading. Returns the bytes for tensors,
+    /// and the limit for reading.
     pub fn tensors(self, wanted: u64, largest: u64, reader: u64) -> Result<(u64, MemoryLimit)> {
         let Some(bytes) = self.bytes else { return Ok((wanted, self)) };
         let reads = READS.min(bytes / 2).max(bytes - share(bytes));
@@ -297,11 +299,12 @@ impl MemoryLimit {
         Ok((tensors, self.reserving(tensors)))
     }
 
-    /// Divides the limit between batches that a member of a group fetches for all members and reading.
+    /// Divides the limit between batches that a member of a group fetches for all members and
+    /// reading.
     ///
-    /// `most`: maximum bytes of a batch. `reads`: maximum number of batches that are fetched at once.
-    /// `others`: number of batches that are being sent or wait. `whole`: bytes of a batch that cannot
-    /// be shorter. `reader`: minimum bytes for reading one batch.
+    /// `most`: maximum bytes of a batch. `reads`: maximum number of batches that are fetched at
+    /// once. `others`: number of batches that are being sent or wait. `whole`: bytes of a batch
+    /// that cannot be shorter. `reader`: minimum bytes for reading one batch.
     pub fn group(
         self,
         most: u64,

@@ -46,8 +46,8 @@ impl Stage {
 /// True if loads touch new memory before they read into it, to time that separately.
 static TIMES_FIRST_TOUCH: AtomicBool = AtomicBool::new(false);
 
-/// Enables or disables separate timing of the first touch of new memory in the loads of this process.
-/// If it is enabled, memory is touched once more, before it is read into.
+/// Enables or disables separate timing of the first touch of new memory in the loads of this
+/// process. If it is enabled, memory is touched once more, before it is read into.
 pub fn time_first_touch(timed: bool) {
     TIMES_FIRST_TOUCH.store(timed, Ordering::Relaxed);
 }
@@ -129,8 +129,8 @@ impl Counters {
         *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = how;
     }
 
-    /// Records the bytes of direct reads under way: the average, and the maximum that was allowed. If a
-    /// call has several parts, the largest values count.
+    /// Records the bytes of direct reads under way: the average, and the maximum that was allowed.
+    /// If a call has several parts, the largest values count.
     pub fn in_flight(&self, bytes: u64, most: u64) {
         self.in_flight.fetch_max(bytes, Ordering::Relaxed);
         self.most_in_flight.fetch_max(most, Ordering::Relaxed);

@@ -118,7 +118,8 @@ pub fn signals() -> Result<()> {
     }
     let found = match with(|py| py.check_signals()) {
         Ok(found) => found.map_err(|e| Error::Caller(Box::new(e))),
-        // The thread that ends the interpreter also finishes files that were never closed: it goes on.
+        // The thread that ends the interpreter also finishes files that were never closed: it goes
+        // on.
         Err(_) => Ok(()),
     };
     LAST_CHECK.set(Some(Instant::now()));

@@ -8,9 +8,9 @@ use tensorizer::memory_limit::SaveNeeds;
 use crate::errors::CallResult;
 
 /// Divides a limit between tensors in memory and the readers that load them. `largest`: bytes of
-/// the largest tensor; `reader`: minimum bytes for the readers; `reserved`: bytes that are reserved for
-/// the caller. Returns the bytes for tensors, and the bytes that are not for the readers, `reserved`
-/// included. Without a limit, tensors get the `wanted` bytes.
+/// the largest tensor; `reader`: minimum bytes for the readers; `reserved`: bytes that are reserved
+/// for the caller. Returns the bytes for tensors, and the bytes that are not for the readers,
+/// `reserved` included. Without a limit, tensors get the `wanted` bytes.
 #[pyfunction]
 #[pyo3(signature = (limit, wanted, largest, reader, reserved = 0))]
 pub fn split_tensor_memory(
@@ -25,11 +25,11 @@ pub fn split_tensor_memory(
     Ok((tensors, rest.reserved()))
 }
 
-/// Divides a limit for a member of a group. `max_batch`: maximum bytes of a batch; `reads`: number of
-/// batches that are fetched concurrently; `others`: number of batches that are being sent or wait;
-/// `min_batch`: minimum bytes of a batch; `reader`: minimum bytes for fetching a batch. Returns the
-/// bytes of a batch, the number of batches that are fetched concurrently, and the bytes of the
-/// limit that are not for fetching one of them.
+/// Divides a limit for a member of a group. `max_batch`: maximum bytes of a batch; `reads`: number
+/// of batches that are fetched concurrently; `others`: number of batches that are being sent or
+/// wait; `min_batch`: minimum bytes of a batch; `reader`: minimum bytes for fetching a batch.
+/// Returns the bytes of a batch, the number of batches that are fetched concurrently, and the bytes
+/// of the limit that are not for fetching one of them.
 #[pyfunction]
 pub fn split_group_memory(
     limit: Option<u64>,

@@ -1,4 +1,5 @@
-//! Finds the modules that have an object among their globals. One of the few modules that may use `unsafe`.
+//! Finds the modules that have an object among their globals. One of the few modules that may use
+//! `unsafe`.
 #![allow(unsafe_code)]
 
 use std::ptr;
@@ -19,8 +20,9 @@ pub fn dicts_with_value(
     let objects: Vec<*mut ffi::PyObject> = objects.iter().map(|object| object.as_ptr()).collect();
     let holds = |dict: &Bound<'_, PyDict>| {
         let (mut position, mut value) = (0, ptr::null_mut());
-        // SAFETY: `dict` is a live dict, and nothing changes it: this thread holds the GIL, and calls
-        // nothing else of Python meanwhile. The value is borrowed, and only its address is used.
+        // SAFETY: `dict` is a live dict, and nothing changes it: this thread holds the GIL, and
+        // calls nothing else of Python meanwhile. The value is borrowed, and only its address is
+        // used.
         while unsafe { ffi::PyDict_Next(dict.as_ptr(), &mut position, ptr::null_mut(), &mut value) }
             != 0
         {

@@ -80,8 +80,8 @@ impl<'py> CallOptions<'py> {
     }
 }
 
-/// Opens an address or a path (a `str`), a descriptor (an `int`), a file in memory (`bytes`), or a Python
-/// object that has `read`.
+/// Opens an address or a path (a `str`), a descriptor (an `int`), a file in memory (`bytes`), or a
+/// Python object that has `read`.
 #[pyfunction]
 #[pyo3(signature = (file, options = None))]
 pub fn open(
@@ -183,13 +183,15 @@ pub fn local_path(uri: OsString) -> CallResult<Option<OsString>> {
 }
 
 /// Returns the names of the files that a model's folder may have, in the order in which they are
-/// looked for, and the endings by which the address of a file is distinguished from that of a folder.
+/// looked for, and the endings by which the address of a file is distinguished from that of a
+/// folder.
 #[pyfunction]
 pub fn model_files() -> (Vec<&'static str>, Vec<&'static str>) {
     (IN_FOLDERS.to_vec(), FILES.to_vec())
 }
 
-/// Returns the scheme of a server's address, and whether objects can be written there; None for a path.
+/// Returns the scheme of a server's address, and whether objects can be written there; None for a
+/// path.
 #[pyfunction]
 pub fn scheme(uri: OsString) -> CallResult<Option<(&'static str, bool)>> {
     Ok(match uri::parse(&uri).map_err(Raised::from)? {

@@ -1,5 +1,5 @@
-//! `tensorizer._C.Reader`: an open file for `TensorDeserializer`. One of the few modules that may use
-//! `unsafe`.
+//! `tensorizer._C.Reader`: an open file for `TensorDeserializer`. One of the few modules that may
+//! use `unsafe`.
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;
@@ -389,8 +389,8 @@ impl Reader {
     }
 
     /// Loads tensors to a device, or each to its own of `devices`: -1 for the CPU, the index for
-    /// CUDA. With `separate_memory`, each tensor there has memory of its own. Returns the handle with which
-    /// `_take` fetches them, and their module indices.
+    /// CUDA. With `separate_memory`, each tensor there has memory of its own. Returns the handle
+    /// with which `_take` fetches them, and their module indices.
     #[pyo3(signature = (numbers, *, verify, readers, map, device, separate_memory, devices=None))]
     #[allow(clippy::too_many_arguments)]
     fn load(

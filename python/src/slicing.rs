@@ -1,4 +1,5 @@
-//! Parts of many tensors of a file in one call: those that Python indices select, or those of a rank.
+//! Parts of many tensors of a file in one call: those that Python indices select, or those of a
+//! rank.
 
 use std::ops::Range;
 
@@ -47,8 +48,8 @@ type SliceAndIndex<'py> = (SliceBounds, Bound<'py, PyTuple>);
 
 /// Returns the same file with the selected parts of some tensors as its only tensors. For each
 /// index that has steps or drops dimensions, it also returns the position of the tensor in the list
-/// and the index to apply to the loaded part. `fallback` is called with the position of an index that
-/// is not handled here: it returns ranges and the index to apply, or raises.
+/// and the index to apply to the loaded part. `fallback` is called with the position of an index
+/// that is not handled here: it returns ranges and the index to apply, or raises.
 #[pyfunction]
 #[allow(clippy::type_complexity)]
 pub fn slice_by_index<'py>(
@@ -83,8 +84,8 @@ pub fn slice_by_index<'py>(
 }
 
 /// Returns the same file with the parts of some tensors that a rank of `world` has as its only
-/// tensors. Each tensor is cut in one dimension, as `torch.chunk` cuts it. `fallback` is called with
-/// the position of a tensor that has no such dimension: it returns ranges, or raises.
+/// tensors. Each tensor is cut in one dimension, as `torch.chunk` cuts it. `fallback` is called
+/// with the position of a tensor that has no such dimension: it returns ranges, or raises.
 #[pyfunction]
 pub fn slice_by_shard<'py>(
     reader: &Reader,
@@ -108,7 +109,8 @@ pub fn slice_by_shard<'py>(
     reader.sliced(slices)
 }
 
-/// Returns the part that a rank has of a tensor cut in one dimension; None if it has no such dimension.
+/// Returns the part that a rank has of a tensor cut in one dimension; None if it has no such
+/// dimension.
 fn shard_of(entry: &Entry, dim: i64, rank: u64, world: u64) -> Option<SliceBounds> {
     let dim = resolve_index(dim, entry.shape.len() as u64)?;
     let ranges = (0..).zip(&entry.shape).map(|(at, &len)| {
@@ -202,7 +204,8 @@ fn number_of(item: &Bound<'_, PyAny>) -> Option<i64> {
     item.is_exact_instance_of::<PyInt>().then(|| item.extract().ok()).flatten()
 }
 
-/// Resolves an index into `count` items: a negative one counts from the end. None if it is out of range.
+/// Resolves an index into `count` items: a negative one counts from the end. None if it is out of
+/// range.
 fn resolve_index(number: i64, count: u64) -> Option<u64> {
     let from_back = || count.checked_sub(number.unsigned_abs());
     let position = u64::try_from(number).ok().or_else(from_back)?;

@@ -122,7 +122,8 @@ impl Writer {
         body: impl FnOnce(&mut tensorizer::Writer) -> Result<T> + Send,
     ) -> CallResult<T> {
         let mut inner = match self.inner.try_lock() {
-            // In a forked child, the thread that holds the lock does not exist: that is an error here.
+            // In a forked child, the thread that holds the lock does not exist: that is an error
+            // here.
             Err(TryLockError::WouldBlock) => {
                 self.owner.check(&self.uri)?;
                 self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)

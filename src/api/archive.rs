@@ -184,8 +184,8 @@ pub struct PickledTensor {
     pub dtype: DType,
     /// Its dimensions.
     pub shape: Box<[u64]>,
-    /// The number of the record that holds its storage, and the position of its first element there;
-    /// None for a tensor of the `meta` device.
+    /// The number of the record that holds its storage, and the position of its first element
+    /// there; None for a tensor of the `meta` device.
     pub storage: Option<(usize, u64)>,
     /// See [`Entry::strided`].
     pub strided: bool,
@@ -223,7 +223,8 @@ impl TensorFile {
                         record.data_len
                     )));
                 }
-                // Empty tensors are placed at the start of the record, not inside another tensor's bytes.
+                // Empty tensors are placed at the start of the record, not inside another tensor's
+                // bytes.
                 let offset = if len == 0 { 0 } else { offset };
                 (record.file, record.data_offset.saturating_add(offset), len)
             }

@@ -30,8 +30,8 @@ pub struct DeviceLoad<'f> {
 
 impl<'f> DeviceLoad<'f> {
     /// Plans a load of tensors, given by number, into new blocks. `device_of` has the index of each
-    /// tensor's device; if it is empty, all tensors go to the only device. With `separate_memory`, each
-    /// tensor has a block of its own.
+    /// tensor's device; if it is empty, all tensors go to the only device. With `separate_memory`,
+    /// each tensor has a block of its own.
     pub fn new(
         file: &'f TensorFile,
         numbers: &[usize],

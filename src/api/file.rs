@@ -149,7 +149,8 @@ impl TensorFile {
         by_name.try_reserve(count).map_err(|_| out_of_memory(count as u64, LISTS))?;
         let names = self.entries().iter().map(|entry| entry.name.stored().to_owned());
         by_name.extend(names.zip(digests));
-        // Kept, because headers are read again with their data: a server may send different ones then.
+        // Kept, because headers are read again with their data: a server may send different ones
+        // then.
         if let Some(tensors_state) = &self.tensors_state {
             tensors_state.verified_manifest.get_or_init(|| (manifest, by_name));
         }
@@ -375,7 +376,8 @@ impl TensorFile {
         })
     }
 
-    /// Returns the numbers of tensors, by the stored forms of their names. A name given twice is an error.
+    /// Returns the numbers of tensors, by the stored forms of their names. A name given twice is an
+    /// error.
     pub fn select<S: AsRef<str>>(&self, names: &[S]) -> Result<Vec<usize>> {
         let mut seen = std::collections::HashSet::new();
         names

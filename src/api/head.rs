@@ -156,7 +156,8 @@ impl FileHead {
             );
             return Err(Error::Format { uri: uri.to_owned(), offset: found.end, what });
         }
-        // The cached head has at least the bytes that tell the format, even if the header is shorter.
+        // The cached head has at least the bytes that tell the format, even if the header is
+        // shorter.
         let rest = start.get(self.bytes.len()..).unwrap_or(&[]);
         let head = opening.cached_head(&*self.source, base, &self.bytes, rest);
         let passed = capabilities.len.is_none() && start.len() < self.bytes.len();

@@ -20,8 +20,8 @@ use crate::mem::Buffers;
 use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
 
-/// A callback for whole headers, each with the position of its tensor in the caller's order. They come
-/// in any order.
+/// A callback for whole headers, each with the position of its tensor in the caller's order. They
+/// come in any order.
 pub type HeaderCallback<'s> = &'s (dyn Fn(usize, &TensorHeader<'_>) -> Result<()> + Sync);
 
 /// The codec of a `.tensors` file, for the tensors of one call.
@@ -147,7 +147,8 @@ pub fn read_headers(
     visit_headers(file, numbers, cancel, &|_, _| Ok(()))
 }
 
-/// Reads headers as [`read_headers`] does, and passes each to `on_header` as a whole while it is in memory.
+/// Reads headers as [`read_headers`] does, and passes each to `on_header` as a whole while it is in
+/// memory.
 pub fn visit_headers(
     file: &TensorFile,
     numbers: &[usize],

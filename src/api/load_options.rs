@@ -3,7 +3,8 @@
 use crate::codec::hash::Verify;
 use crate::memory_limit::MemoryLimit;
 
-/// Options of a load. The default reads with the source's own number of readers and verifies nothing.
+/// Options of a load. The default reads with the source's own number of readers and verifies
+/// nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LoadOptions {
     /// Threads that read at once, where the source allows more than one.
@@ -21,7 +22,8 @@ pub struct LoadOptions {
     /// staging buffers, and bytes that are read but not wanted. If it is not set,
     /// `TENSORIZER_MEMORY_MB` applies.
     pub memory: MemoryLimit,
-    /// True if other processes of this machine load the same file at the same time. Bytes that are not
-    /// in the page cache are then read through it, once for all processes, and not with direct I/O.
+    /// True if other processes of this machine load the same file at the same time. Bytes that are
+    /// not in the page cache are then read through it, once for all processes, and not with direct
+    /// I/O.
     pub shares_cache: bool,
 }

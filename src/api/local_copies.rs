@@ -73,7 +73,8 @@ pub fn with_intact_copies<T>(
     })
 }
 
-/// Returns the file that is being opened, if an error is about it and not about another file that it names.
+/// Returns the file that is being opened, if an error is about it and not about another file that
+/// it names.
 pub fn suspects_of_open(source: &Arc<dyn ReadAt>, error: &Error) -> Vec<Arc<dyn ReadAt>> {
     let other = match error {
         Error::Format { uri, .. } | Error::Truncated { uri, .. } => uri != source.uri(),

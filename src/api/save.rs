@@ -39,8 +39,9 @@ const VISIBLE_GROWTH: usize = 8;
 
 /// A file under construction: a `.tensors` file, unless [`Writer::write_safetensors`] is called.
 ///
-/// If the sink makes bytes visible early, it holds a complete file after each [`Writer::write`]. That
-/// has all tensors written so far or, with a manifest or an identity, at least eight ninths of them.
+/// If the sink makes bytes visible early, it holds a complete file after each [`Writer::write`].
+/// That has all tensors written so far or, with a manifest or an identity, at least eight ninths of
+/// them.
 pub struct Writer {
     owner: OwnerProcess,
     sink: Option<Box<dyn WriteAt>>,
@@ -364,8 +365,9 @@ impl Writer {
         self.version >= VERSION_LONG
     }
 
-    /// Makes written tensors visible in the file. New entries are added to the index in the file. It is
-    /// written anew only if its length or form has changed, or if it has a manifest or an identity.
+    /// Makes written tensors visible in the file. New entries are added to the index in the file.
+    /// It is written anew only if its length or form has changed, or if it has a manifest or an
+    /// identity.
     fn make_index_visible(&mut self, cancel: &dyn Cancel) -> Result<()> {
         let VisibleIndex { entries, entries_len, tagged, index_len } = self.visible_index;
         let rewrites_index = self.manifest_len() > 0 || self.options.identity.is_some();

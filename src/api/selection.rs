@@ -39,7 +39,8 @@ impl<'f> Selection<'f> {
             }
             sorted.push((entry, (number, at)));
         }
-        // An empty tensor without a header has the position of the next one, and is sorted before it.
+        // An empty tensor without a header has the position of the next one, and is sorted before
+        // it.
         sorted.sort_unstable_by_key(|(entry, (_, at))| {
             (entry.file, entry.header_offset, entry.data_len, *at)
         });

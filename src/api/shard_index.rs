@@ -28,7 +28,8 @@ const FIRST_OF_ONE: u64 = 64 << 10;
 pub struct ShardIndex {
     head: FileHead,
     index: ShardMap,
-    /// The number of the file of each tensor that the index names, by the stored form of the tensor's name.
+    /// The number of the file of each tensor that the index names, by the stored form of the
+    /// tensor's name.
     indexed_files: BTreeMap<String, usize>,
     /// The cached head with which other processes open the index without a request, if it is kept.
     cached_head: Option<CachedHead>,
@@ -49,7 +50,8 @@ impl ShardSelection<'_> {
         self.numbers.iter().filter_map(|&number| self.index.index.files.get(number))
     }
 
-    /// True if the index says that a tensor is not in this one of the opened files, but in another file.
+    /// True if the index says that a tensor is not in this one of the opened files, but in another
+    /// file.
     fn is_elsewhere(&self, name: &Name, file: usize) -> bool {
         let found = self.index.indexed_files.get(name.stored());
         found.is_some_and(|indexed_file| self.numbers.get(file) != Some(indexed_file))
@@ -100,7 +102,8 @@ impl ShardIndex {
         self.open(&selection, opening)
     }
 
-    /// Opens the files of the wanted tensors; all files if the index does not name one of these tensors.
+    /// Opens the files of the wanted tensors; all files if the index does not name one of these
+    /// tensors.
     pub fn open_wanted(&self, opening: &Opening<'_>) -> Result<TensorFile> {
         let files = opening.wanted.and_then(|wanted| {
             wanted.iter().map(|name| self.file_of(name)).collect::<Option<BTreeSet<_>>>()
@@ -177,7 +180,8 @@ impl ShardIndex {
     }
 }
 
-/// Returns the number of the file of each tensor that the index names, by the stored form of its name.
+/// Returns the number of the file of each tensor that the index names, by the stored form of its
+/// name.
 fn indexed_files(index: &ShardMap, uri: &str) -> Result<BTreeMap<String, usize>> {
     // Inserted one by one, so that each allocation is small: `collect` would first allocate a
     // sorted list of all names.
@@ -203,7 +207,8 @@ fn check_all_are_there(selection: &ShardSelection<'_>, names: &NameTree, uri: &s
     Err(malformed(uri, what))
 }
 
-/// Returns how many files of such a source to open at once: fewer if the number of its connections is set.
+/// Returns how many files of such a source to open at once: fewer if the number of its connections
+/// is set.
 fn at_once(source: &dyn ReadAt) -> usize {
     let capabilities = source.capabilities();
     let any_number = capabilities.first_readers < capabilities.most_readers;

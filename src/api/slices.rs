@@ -387,7 +387,8 @@ fn cut_slice(
     Ok(())
 }
 
-/// A codec for bytes that are only read: they have no headers, and are neither decrypted nor verified.
+/// A codec for bytes that are only read: they have no headers, and are neither decrypted nor
+/// verified.
 pub struct PlainCodec;
 
 impl Codec for PlainCodec {

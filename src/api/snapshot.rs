@@ -11,7 +11,8 @@ use crate::mem::device::{DeviceBytes, StreamsByDevice};
 use crate::mem::{Arena, HostBuffer, SliceRemainder};
 use crate::stats::Counters;
 
-/// Bytes of a job: large enough to keep several staging buffers busy, and small compared with a model.
+/// Bytes of a job: large enough to keep several staging buffers busy, and small compared with a
+/// model.
 const JOB_LEN: usize = 64 << 20;
 
 /// Copies device memory to host memory, after the work that is queued on the consumers' streams.

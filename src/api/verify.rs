@@ -20,7 +20,8 @@ pub fn matches_header(
 ) -> Result<bool> {
     let mut hash = header.start_hash();
     match data {
-        // A tensor that was saved from the meta device has no data that were hashed; loaded, it is zeros.
+        // A tensor that was saved from the meta device has no data that were hashed; loaded, it is
+        // zeros.
         _ if entry.is_meta() => {}
         TensorData::Meta => return Ok(false),
         TensorData::Bytes(bytes) => hash.update_large(bytes, cancel)?,

@@ -47,7 +47,8 @@ impl CompactHeader {
         }
     }
 
-    /// Copies a header. Also returns the bytes of it that hashes cover if `wanted` is true, else none.
+    /// Copies a header. Also returns the bytes of it that hashes cover if `wanted` is true, else
+    /// none.
     pub fn of(header: &TensorHeader<'_>, wanted: bool) -> (Self, Vec<u8>) {
         let module_index = header.module_index;
         let hashes = distinct(header);
@@ -89,7 +90,8 @@ impl CompactHeader {
         }
     }
 
-    /// Compares computed hashes with those of the header. A header without the wanted hash is an error.
+    /// Compares computed hashes with those of the header. A header without the wanted hash is an
+    /// error.
     pub fn verify(&self, digests: &Digests, entry: &Entry, uri: &str, which: Verify) -> Result<()> {
         let wanted = |hash: &&HashValue| which == Verify::All || hash.algorithm == Algorithm::Crc32;
         if !self.hashes.iter().any(|hash| wanted(&hash)) {
@@ -113,8 +115,8 @@ impl CompactHeader {
     }
 }
 
-/// The hashes of a header without duplicates, and at most two values per algorithm: of two different
-/// values at least one fails anyway.
+/// The hashes of a header without duplicates, and at most two values per algorithm: of two
+/// different values at least one fails anyway.
 fn distinct(header: &TensorHeader<'_>) -> Box<[HashValue]> {
     let mut hashes: Vec<HashValue> = Vec::with_capacity(2);
     for stored in header.hashes() {

@@ -66,7 +66,8 @@ impl<'o> Decryptor<'o> {
         entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    /// Takes the header of a tensor. Returns false if the tensor's data cannot be decrypted in chunks.
+    /// Takes the header of a tensor. Returns false if the tensor's data cannot be decrypted in
+    /// chunks.
     pub fn add_header(
         &self,
         tensor: usize,
@@ -105,8 +106,8 @@ impl<'o> Decryptor<'o> {
         Ok(slot.get().and_then(Option::as_ref))
     }
 
-    /// Decrypts data from `start` on in place, once the tensor's header is there. Returns false if the
-    /// tensor cannot be decrypted in chunks: then its data stay as they are.
+    /// Decrypts data from `start` on in place, once the tensor's header is there. Returns false if
+    /// the tensor cannot be decrypted in chunks: then its data stay as they are.
     pub fn decrypt_chunk(
         &self,
         tensor: usize,

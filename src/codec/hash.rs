@@ -40,8 +40,8 @@ pub const SMALL: u64 = 1024 << 10;
 /// Bytes that are hashed between two checks for cancellation: some milliseconds.
 const STEP: usize = 8 << 20;
 
-/// Hashes tensors, each given as the covered bytes of its header and its data. SHA-256 hashes two at a
-/// time; it is left out if `sha` is false.
+/// Hashes tensors, each given as the covered bytes of its header and its data. SHA-256 hashes two
+/// at a time; it is left out if `sha` is false.
 pub fn digest_all(tensors: &[(&[u8], &[u8])], sha: bool) -> Result<Vec<Digests>> {
     if !sha {
         let digests = tensors.iter().map(|(header, data)| digest(header, data, false));

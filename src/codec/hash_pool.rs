@@ -5,8 +5,8 @@
 //! piece has arrived waits in a queue.
 //!
 //! Threads take tensors from the queue two at a time, because one core hashes two streams together
-//! faster than one after the other. While fewer than two are ready, they continue to move bytes. So one
-//! large tensor is hashed by one thread while the others read.
+//! faster than one after the other. While fewer than two are ready, they continue to move bytes. So
+//! one large tensor is hashed by one thread while the others read.
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 
@@ -25,7 +25,8 @@ const QUANTUM: usize = 1 << 20;
 /// Interval of checks for cancellation while a thread waits for work.
 const IDLE: Duration = Duration::from_millis(20);
 
-/// The tensors of one call that are hashed piece by piece. Pieces are retained until they are hashed.
+/// The tensors of one call that are hashed piece by piece. Pieces are retained until they are
+/// hashed.
 pub struct HashPool<B> {
     /// None for tensors that are not hashed here, of which there may be many.
     states: Vec<Option<Box<Mutex<TensorHashes<B>>>>>,
@@ -75,8 +76,8 @@ impl<B: AsRef<[u8]>> HashWork<B> {
         self.piece.as_ref().map_or(0, |piece| piece.as_ref().len() - self.done)
     }
 
-    /// Returns the hash and the next bytes of the piece, at most `len`, which count as hashed from now
-    /// on.
+    /// Returns the hash and the next bytes of the piece, at most `len`, which count as hashed from
+    /// now on.
     fn next(&mut self, len: usize) -> (&mut Sha256, &[u8]) {
         let bytes = self.piece.as_ref().map_or(&[][..], |piece| piece.as_ref());
         let end = bytes.len().min(self.done.saturating_add(len));
@@ -153,7 +154,8 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         }
     }
 
-    /// Puts work back. Queues the tensor if it has bytes to hash, or if all of its bytes are hashed.
+    /// Puts work back. Queues the tensor if it has bytes to hash, or if all of its bytes are
+    /// hashed.
     fn requeue(&self, tensor: usize, mut work: HashWork<B>, state: &mut TensorHashes<B>) {
         if work.remaining() == 0 {
             work.piece = None;
@@ -189,9 +191,9 @@ impl<B: AsRef<[u8]>> HashPool<B> {
 
     /// Takes the next bytes of one or two tensors, which [`HashPool::hash`] is to hash.
     ///
-    /// If `more_to_move` returns true, it does not wait, and returns None unless two tensors are ready.
-    /// Otherwise it waits until one is ready. It returns None once all tensors are finished, or
-    /// `stopped` returns true.
+    /// If `more_to_move` returns true, it does not wait, and returns None unless two tensors are
+    /// ready. Otherwise it waits until one is ready. It returns None once all tensors are finished,
+    /// or `stopped` returns true.
     pub fn take(
         &self,
         more_to_move: impl Fn() -> bool,
@@ -253,8 +255,8 @@ impl<B: AsRef<[u8]>> HashPool<B> {
             if work.remaining() == 0 && state.next == state.data_len {
                 let crc = state.crc.clone().finalize();
                 drop(state);
-                // The bytes are freed before the threads that may wait for their memory are notified
-                // below.
+                // The bytes are freed before the threads that may wait for their memory are
+                // notified below.
                 drop(work.piece);
                 complete(tensor, Digests { crc, sha: work.sha.finish() });
                 locked(&self.queue).unfinished -= 1;

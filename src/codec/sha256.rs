@@ -1,8 +1,8 @@
 //! SHA-256 over one or two byte streams at once.
 //!
-//! With one stream, the SHA unit of a core waits for the result of the previous round; a second stream
-//! fills the gaps. With all cores busy this is a third more, CRC-32 included: two cores of Zen 5 hash
-//! 3.3 GB/s one by one and 4.4 GB/s in pairs (`benchmarks/sha256.rs`).
+//! With one stream, the SHA unit of a core waits for the result of the previous round; a second
+//! stream fills the gaps. With all cores busy this is a third more, CRC-32 included: two cores of
+//! Zen 5 hash 3.3 GB/s one by one and 4.4 GB/s in pairs (`benchmarks/sha256.rs`).
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
 

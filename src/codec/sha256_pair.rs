@@ -1,13 +1,13 @@
-//! The compression function of SHA-256 on two streams at once, with the SHA instructions of x86-64. One
-//! of the few modules with `unsafe` code.
+//! The compression function of SHA-256 on two streams at once, with the SHA instructions of x86-64.
+//! One of the few modules with `unsafe` code.
 //!
 //! The rounds are those of FIPS 180-4, section 6.2.2, four per step: `sha256rnds2` does two, and
-//! `sha256msg1`/`sha256msg2` extend the message. Steps of the two streams alternate, so that the unit
-//! works on one while the other waits for its result.
+//! `sha256msg1`/`sha256msg2` extend the message. Steps of the two streams alternate, so that the
+//! unit works on one while the other waits for its result.
 #![cfg_attr(target_arch = "x86_64", allow(unsafe_code))]
 
-/// Compresses the same number of blocks into each state. Returns false, and does nothing, on processors
-/// without these instructions.
+/// Compresses the same number of blocks into each state. Returns false, and does nothing, on
+/// processors without these instructions.
 #[cfg(target_arch = "x86_64")]
 pub fn compress(states: [&mut [u32; 8]; 2], blocks: [&[[u8; 64]]; 2]) -> bool {
     let able = is_x86_feature_detected!("sha")
@@ -59,8 +59,8 @@ mod x86 {
                     words_a = extend(words_a);
                     words_b = extend(words_b);
                 }
-                // An extension puts the current four words last; before the first extension they are at
-                // `step`.
+                // An extension puts the current four words last; before the first extension they
+                // are at `step`.
                 let (now_a, now_b) = if step < 3 {
                     (pick(&words_a, step), pick(&words_b, step))
                 } else {
@@ -115,7 +115,8 @@ mod x86 {
     fn message(block: &[u8; 64]) -> [__m128i; 4] {
         let swap = _mm_set_epi64x(0x0c0d_0e0f_0809_0a0b, 0x0405_0607_0001_0203);
         let quarter = |at: usize| {
-            // SAFETY: `at` is 0 to 3, so the sixteen bytes lie in the block; no alignment is needed.
+            // SAFETY: `at` is 0 to 3, so the sixteen bytes lie in the block; no alignment is
+            // needed.
             let words = unsafe { _mm_loadu_si128(block.as_ptr().cast::<__m128i>().add(at)) };
             _mm_shuffle_epi8(words, swap)
         };

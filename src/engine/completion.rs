@@ -105,8 +105,8 @@ impl<'r> CompletionTracker<'r> {
             .ok_or_else(|| Error::Bug(format!("extent {extent} of no tensor")))
     }
 
-    /// Counts parts that have arrived, and hands out the tensors that are complete now. `copy_event`: the
-    /// event after which the parts are on their device.
+    /// Counts parts that have arrived, and hands out the tensors that are complete now.
+    /// `copy_event`: the event after which the parts are on their device.
     pub fn arrived(&self, arrivals: &[Arrival], copy_event: Option<&Arc<dyn Event>>) -> Result<()> {
         let mut complete: Vec<(usize, usize, PartialTensor)> = Vec::new();
         let mut arrivals = arrivals.iter().copied().peekable();

@@ -74,7 +74,8 @@ pub struct ConcurrencyController {
 }
 
 impl ConcurrencyController {
-    /// Creates a controller that begins with `first` workers, of at most `max_workers`, on `cores` CPUs.
+    /// Creates a controller that begins with `first` workers, of at most `max_workers`, on `cores`
+    /// CPUs.
     pub fn new(first: usize, max_workers: usize, cores: usize) -> Self {
         let max_workers = max_workers.max(1);
         ConcurrencyController {

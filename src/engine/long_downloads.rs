@@ -22,8 +22,8 @@ const LATENCY: Duration = Duration::from_millis(30);
 /// Bytes a second of one connection to S3.
 const CONNECTION_RATE: f64 = 1e8;
 
-/// The tensors of a model of 70 billion parameters: some of a GB, most between 16 MB and 500 MB, and
-/// norms between them.
+/// The tensors of a model of 70 billion parameters: some of a GB, most between 16 MB and 500 MB,
+/// and norms between them.
 fn model() -> Vec<Extent> {
     let lens = [470, 16, 134, 16, 470, 470].map(|mb| mb * 1_000_000);
     let lens = [1_050 * 1_000_000; 2].into_iter().chain(lens.into_iter().cycle());

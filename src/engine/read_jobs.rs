@@ -12,8 +12,8 @@ pub const LARGE: u64 = if cfg!(test) { 1 << 20 } else { 64 << 20 };
 /// Batches that one reader reads one after another, each with the target's plan for it.
 pub type ReadJob<T> = Vec<(Batch, <T as Target>::BatchPlan)>;
 
-/// Plans all batches, and returns them in the order in which they are read. `step` and `max_uncut`: see
-/// [`Batch::steps`].
+/// Plans all batches, and returns them in the order in which they are read. `step` and `max_uncut`:
+/// see [`Batch::steps`].
 pub fn plan_jobs<T: Target>(
     extents: &[Extent],
     batches: Vec<Batch>,

@@ -1,4 +1,5 @@
-//! The sources of a load: their capabilities, and direct reads of files that are not in the page cache.
+//! The sources of a load: their capabilities, and direct reads of files that are not in the page
+//! cache.
 
 use super::file_handles::HandleKind;
 use super::page_cache::{self, DirectReads, PageCacheResidency};

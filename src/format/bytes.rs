@@ -1,4 +1,5 @@
-//! A bounds-checked cursor over bytes of a file, which knows their file position for error messages.
+//! A bounds-checked cursor over bytes of a file, which knows their file position for error
+//! messages.
 
 use crate::error::Malformed;
 

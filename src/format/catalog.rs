@@ -1,5 +1,5 @@
-//! The catalog: the tensors that a format finds in one or more files, and the positions of their bytes.
-//! The code that loads knows nothing else of a format.
+//! The catalog: the tensors that a format finds in one or more files, and the positions of their
+//! bytes. The code that loads knows nothing else of a format.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -46,8 +46,9 @@ impl Format {
     }
 }
 
-/// Names and values that files hold beside their tensors. None if no file has any, which safetensors
-/// distinguishes from an empty list. Damaged metadata do not prevent tensors from being loaded.
+/// Names and values that files hold beside their tensors. None if no file has any, which
+/// safetensors distinguishes from an empty list. Damaged metadata do not prevent tensors from being
+/// loaded.
 pub type Metadata = Result<Option<Vec<(String, String)>>, Malformed>;
 
 /// Tensors of one file, or of the shards of a checkpoint.
@@ -88,8 +89,8 @@ pub struct Entry {
     pub data_offset: u64,
     /// Bytes of data in the file; zero for a tensor of the `meta` device.
     pub data_len: u64,
-    /// The whole tensor, if this is a slice of one. Then `shape` is that of the slice, and the other
-    /// fields describe the whole.
+    /// The whole tensor, if this is a slice of one. Then `shape` is that of the slice, and the
+    /// other fields describe the whole.
     pub whole: Option<Arc<WholeTensor>>,
     /// True if its elements are not contiguous in row-major order (`torch.save`). Such a tensor is
     /// loaded from its storage by code that knows its strides.
@@ -133,8 +134,8 @@ impl Entry {
     }
 }
 
-/// Bytes that a tensor takes in memory. None if it is too large for torch, which computes strides from
-/// all dimensions, also of empty tensors.
+/// Bytes that a tensor takes in memory. None if it is too large for torch, which computes strides
+/// from all dimensions, also of empty tensors.
 pub fn checked_len(dtype: DType, shape: &[u64]) -> Option<u64> {
     let extent = shape.iter().try_fold(dtype.size(), |n, &dim| n.checked_mul(dim.max(1)))?;
     i64::try_from(extent).ok()?;

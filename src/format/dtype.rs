@@ -1,5 +1,5 @@
-//! The one table of element types: torch's name and code, bytes per element, the stored string, and the
-//! name in safetensors.
+//! The one table of element types: torch's name and code, bytes per element, the stored string, and
+//! the name in safetensors.
 
 /// An element type that a file can hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -171,8 +171,8 @@ impl DType {
         }
     }
 
-    /// True if a file's string is the usual one of this type. False for its other spellings, and for
-    /// opaque types: [`DType::parse`] reads those.
+    /// True if a file's string is the usual one of this type. False for its other spellings, and
+    /// for opaque types: [`DType::parse`] reads those.
     pub fn is_usual_string(self, stored: &[u8]) -> bool {
         self.0.plain.is_some_and(|plain| plain.as_bytes() == stored)
     }

@@ -1,7 +1,7 @@
 //! Converts bytes of files to structs and back. Pure: no I/O, no torch, no Python.
 //!
-//! Each format becomes a [`catalog`]: tensors, and the positions of their bytes. Nothing here allocates
-//! more than its input justifies, and no length in a file is trusted.
+//! Each format becomes a [`catalog`]: tensors, and the positions of their bytes. Nothing here
+//! allocates more than its input justifies, and no length in a file is trusted.
 
 pub mod bytes;
 pub mod catalog;

@@ -14,12 +14,12 @@ use crate::error::Escaped;
 /// Longest name that the format can hold, in bytes.
 pub const MAX_NAME_LEN: usize = u16::MAX as usize;
 
-/// Maximum number of steps in a path. Real structures have a handful, and code that walks the tree may
-/// recurse.
+/// Maximum number of steps in a path. Real structures have a handful, and code that walks the tree
+/// may recurse.
 pub const MAX_DEPTH: usize = 256;
 
-/// A tensor's name as stored: a plain string, or a JSON array that has been validated. Clones share the
-/// text.
+/// A tensor's name as stored: a plain string, or a JSON array that has been validated. Clones share
+/// the text.
 #[derive(Debug, Clone)]
 pub struct Name(Arc<str>);
 
@@ -75,7 +75,8 @@ impl Name {
         Ok(name)
     }
 
-    /// Like [`Name::from_key`], but a string in the stored form of a structured name is parsed as one.
+    /// Like [`Name::from_key`], but a string in the stored form of a structured name is parsed as
+    /// one.
     pub fn from_stored_or_key(text: &str) -> Result<Self, String> {
         if text.starts_with(MARK) { Self::parse(text.as_bytes()) } else { Self::from_key(text) }
     }

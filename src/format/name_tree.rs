@@ -1,11 +1,11 @@
 //! The names of a file as a tree: no path is a prefix of another, and the keys of one level are all
 //! strings or all indices.
 //!
-//! The tree is never built. Names are sorted by the bytes of their canonical form, without its closing
-//! bracket. All paths below a path then follow it directly: their next byte is `,`, and the next byte
-//! of any other path that begins with the same bytes sorts after `,`. A new structured name can
-//! therefore conflict only with its two neighbours. Plain names sort apart from these, and are looked
-//! up.
+//! The tree is never built. Names are sorted by the bytes of their canonical form, without its
+//! closing bracket. All paths below a path then follow it directly: their next byte is `,`, and the
+//! next byte of any other path that begins with the same bytes sorts after `,`. A new structured
+//! name can therefore conflict only with its two neighbours. Plain names sort apart from these, and
+//! are looked up.
 
 use std::borrow::Borrow;
 use std::cmp::Ordering;
@@ -29,8 +29,8 @@ pub struct NameTree {
 }
 
 impl NameTree {
-    /// Adds a name with the number `index`. A name that conflicts with an earlier one is an error, and
-    /// is not added.
+    /// Adds a name with the number `index`. A name that conflicts with an earlier one is an error,
+    /// and is not added.
     pub fn insert(&mut self, name: &Name, index: usize) -> Result<(), String> {
         let conflict = || format!("Conflicting tensor paths: {name} conflicts with another name");
         let path = CanonicalPath(name.canonical());
@@ -72,8 +72,8 @@ impl NameTree {
         self.numbers.len() - self.plain
     }
 
-    /// True if a plain name conflicts with structured names: their top level has indices, or its own
-    /// key has a subtree.
+    /// True if a plain name conflicts with structured names: their top level has indices, or its
+    /// own key has a subtree.
     fn plain_conflicts(&self, path: &CanonicalPath) -> bool {
         let first = self.from(ROOT.as_bytes()).filter(|path| !path.is_plain());
         if first.is_some_and(|path| path.get(ROOT.len()).is_some_and(u8::is_ascii_digit)) {

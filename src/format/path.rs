@@ -8,8 +8,8 @@ pub(super) const MARK: char = '\u{1e}';
 /// One step of a path.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Component {
-    /// A mapping's key, in UTF-8. JSON can also spell lone surrogates, which are stored as UTF-8 would
-    /// encode them.
+    /// A mapping's key, in UTF-8. JSON can also spell lone surrogates, which are stored as UTF-8
+    /// would encode them.
     Key(Box<[u8]>),
     /// A list's index.
     Index(u64),
@@ -63,8 +63,8 @@ fn escape(key: &[u8], out: &mut String) {
     }
 }
 
-/// True if a well-formed array, without the marker, certainly is in the form that [`encode`] writes.
-/// False for arrays with escapes, and for those of one string, which may have a plain form.
+/// True if a well-formed array, without the marker, certainly is in the form that [`encode`]
+/// writes. False for arrays with escapes, and for those of one string, which may have a plain form.
 pub(super) fn is_encoded(json: &str) -> bool {
     let (mut in_string, mut steps) = (false, 1);
     for byte in json.bytes() {

@@ -13,8 +13,8 @@ use crate::fallible::try_with_capacity;
 /// Maximum bytes of an index that is read, as for a safetensors header.
 pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
 /// File names that are looked for in the folder of a model, in this order: those of transformers,
-/// diffusers and PEFT, then those of half precision. Each costs a request if the server has none of the
-/// files before it.
+/// diffusers and PEFT, then those of half precision. Each costs a request if the server has none of
+/// the files before it.
 pub const IN_FOLDERS: [&str; 15] = [
     "model.safetensors",
     "model.safetensors.index.json",
@@ -49,8 +49,9 @@ pub struct ShardMap {
     pub metadata: Vec<(String, String)>,
 }
 
-/// True for the name of an index, also of a variant: `model.safetensors.index.fp16.json` as transformers
-/// names it, and `diffusion_pytorch_model.safetensors.fp16.index.json` as diffusers does.
+/// True for the name of an index, also of a variant: `model.safetensors.index.fp16.json` as
+/// transformers names it, and `diffusion_pytorch_model.safetensors.fp16.index.json` as diffusers
+/// does.
 pub fn is_index_name(name: &str, format: &str) -> bool {
     let Some((_, rest)) = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(format))
     else {

@@ -1,5 +1,5 @@
-//! Files of `torch.save`: zip archives of records. The record `data.pkl` is a pickle, and the records
-//! `data/…` are the storages to which it refers.
+//! Files of `torch.save`: zip archives of records. The record `data.pkl` is a pickle, and the
+//! records `data/…` are the storages to which it refers.
 //!
 //! Records are used in place, so they must not be compressed, encrypted or overlapping, and their
 //! local header must agree with the directory. torch writes a data descriptor after each record
@@ -13,8 +13,8 @@ use crate::error::{Malformed, Shortened};
 
 /// Bytes of a local header before the record's name.
 pub const LOCAL_LEN: u64 = 30;
-/// Bytes at the end of a file that contain all that [`find_directory`] needs: the zip64 end record, its
-/// locator, the plain end record, and the longest comment.
+/// Bytes at the end of a file that contain all that [`find_directory`] needs: the zip64 end record,
+/// its locator, the plain end record, and the longest comment.
 pub const TAIL_LEN: u64 = (END_LEN + LOCATOR_LEN + END64_LEN) as u64 + 0xffff;
 
 const END_LEN: usize = 22;
@@ -31,7 +31,8 @@ const LOCATOR: [u8; 4] = *b"PK\x06\x07";
 /// The id of the extra field with the values that do not fit into 32 bits.
 const EXTRA64: u16 = 1;
 const ENCRYPTED: u16 = 1 | 1 << 6 | 1 << 13;
-/// The flag of records whose sizes are in a data descriptor, and may be missing from the local header.
+/// The flag of records whose sizes are in a data descriptor, and may be missing from the local
+/// header.
 const DESCRIBED: u16 = 1 << 3;
 /// Flags that are accepted: the compression level, UTF-8 names, and the one above.
 const KNOWN_FLAGS: u16 = 0b110 | DESCRIBED | 1 << 11;
@@ -64,8 +65,8 @@ pub struct Record {
     flags: u16,
 }
 
-/// Finds the central directory from the last bytes of an archive of `size` bytes: at least [`TAIL_LEN`]
-/// of them, or all. `base` is the file position of the archive, for errors.
+/// Finds the central directory from the last bytes of an archive of `size` bytes: at least
+/// [`TAIL_LEN`] of them, or all. `base` is the file position of the archive, for errors.
 pub fn find_directory(tail: &[u8], size: u64, base: u64) -> Result<Directory, Malformed> {
     let fail = |at: u64, what: String| Malformed::new(base.saturating_add(at), what);
     let at = end_of_archive(tail).ok_or_else(|| {
@@ -149,8 +150,8 @@ impl EndRecord {
         Ok(EndRecord { directory: Directory { start, len, count: counts[1].into() }, several })
     }
 
-    /// Parses the zip64 end record, which lies with its locator before the plain one; None if there is
-    /// none.
+    /// Parses the zip64 end record, which lies with its locator before the plain one; None if there
+    /// is none.
     fn large(before: &[u8], end_at: u64, base: u64) -> Result<Option<Self>, Malformed> {
         let Some((before, locator)) =
             before.len().checked_sub(LOCATOR_LEN).and_then(|at| before.split_at_checked(at))
@@ -202,8 +203,8 @@ impl EndRecord {
     }
 }
 
-/// Parses a central directory: the records, sorted by position. Overlaps are refused, as far as they
-/// can be found without the local headers.
+/// Parses a central directory: the records, sorted by position. Overlaps are refused, as far as
+/// they can be found without the local headers.
 pub fn records(bytes: &[u8], directory: &Directory, base: u64) -> Result<Vec<Record>, Malformed> {
     let at = base.saturating_add(directory.start);
     let mut cursor = Cursor::new(bytes, at, "directory of the zip archive");
@@ -376,7 +377,8 @@ fn extra64(extra: &[u8], at: u64) -> Result<Option<Cursor<'_>>, Malformed> {
 }
 
 impl Record {
-    /// Bytes of its local header, without the extra field, whose length the directory does not state.
+    /// Bytes of its local header, without the extra field, whose length the directory does not
+    /// state.
     pub fn header_len(&self) -> u64 {
         LOCAL_LEN.saturating_add(self.name.len() as u64)
     }
@@ -395,8 +397,8 @@ impl Record {
         Malformed::new(at, what)
     }
 
-    /// Returns the position of its data. The local header must agree with the directory, and the data
-    /// must end at `end`, where the next record or the directory begins, or before.
+    /// Returns the position of its data. The local header must agree with the directory, and the
+    /// data must end at `end`, where the next record or the directory begins, or before.
     pub fn data_at(&self, header: &[u8], end: u64, base: u64) -> Result<u64, Malformed> {
         let at = base.saturating_add(self.header_at);
         let differs = |what: &str| {

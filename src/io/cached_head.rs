@@ -1,4 +1,5 @@
-//! Cached headers of files on servers, with which other processes open these files without a request.
+//! Cached headers of files on servers, with which other processes open these files without a
+//! request.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -6,8 +7,8 @@ use std::sync::Arc;
 /// A cached header: the head of a response, and the first bytes of the file. It holds no secrets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CachedHead {
-    /// The address as messages show it: without user, password and signature, and of a query only the
-    /// version of an object of S3.
+    /// The address as messages show it: without user, password and signature, and of a query only
+    /// the version of an object of S3.
     pub uri: String,
     /// Bytes of the file.
     pub len: u64,

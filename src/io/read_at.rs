@@ -43,7 +43,8 @@ impl Capabilities {
         of_hub: false,
     };
 
-    /// True if requests are so long that one of them keeps a reader busy for a while: those of servers.
+    /// True if requests are so long that one of them keeps a reader busy for a while: those of
+    /// servers.
     pub fn has_long_requests(&self) -> bool {
         self.request_len > LONG_REQUEST
     }
@@ -89,9 +90,9 @@ pub trait ReadAt: Send + Sync {
     /// Its capabilities.
     fn capabilities(&self) -> Capabilities;
 
-    /// Reads some bytes at `offset` into the buffers in order, and returns how many; 0 only at the end
-    /// of the source. Where the number of readers adapts to it, [`Buffers::arrived`] is called as bytes
-    /// arrive.
+    /// Reads some bytes at `offset` into the buffers in order, and returns how many; 0 only at the
+    /// end of the source. Where the number of readers adapts to it, [`Buffers::arrived`] is called
+    /// as bytes arrive.
     fn read_at(&self, offset: u64, buffers: &mut Buffers<'_>, cancel: &dyn Cancel)
     -> Result<usize>;
 
@@ -114,8 +115,8 @@ pub trait ReadAt: Send + Sync {
         Ok(None)
     }
 
-    /// The head of its server's response, without the first bytes of the file; None where there is no
-    /// server, or where it can only be read front to back.
+    /// The head of its server's response, without the first bytes of the file; None where there is
+    /// no server, or where it can only be read front to back.
     fn response_head(&self) -> Option<CachedHead> {
         None
     }

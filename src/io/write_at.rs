@@ -34,8 +34,8 @@ pub trait WriteAt: Send + Sync {
     /// True if other processes see written bytes before the file is published.
     fn is_visible_early(&self) -> bool;
 
-    /// Bytes of memory that are retained until the end, and bytes of each part that is retained until
-    /// it is sent.
+    /// Bytes of memory that are retained until the end, and bytes of each part that is retained
+    /// until it is sent.
     fn retained_memory(&self) -> (u64, u64) {
         (0, 0)
     }

@@ -265,8 +265,9 @@ pub struct BufferPiece {
     owner: Option<Arc<MemoryOwner>>,
 }
 
-// SAFETY: the range is exclusive to this value until it is dropped (`UnfilledBuffer::piece` gives out
-// each byte once, and `UnfilledBuffer::finish` fails before the drop); `owner` keeps the memory.
+// SAFETY: the range is exclusive to this value until it is dropped (`UnfilledBuffer::piece` gives
+// out each byte once, and `UnfilledBuffer::finish` fails before the drop); `owner` keeps the
+// memory.
 unsafe impl Send for BufferPiece {}
 // SAFETY: shared access only reads.
 unsafe impl Sync for BufferPiece {}
@@ -299,8 +300,8 @@ impl Drop for HostBuffer {
         let skip = address.next_multiple_of(page) - address;
         let len = self.len.saturating_sub(skip) / page * page;
         if len > 0 {
-            // SAFETY: whole pages inside our exclusive range of a private mapping, as checked above, and
-            // this value, the only way to them, is going away.
+            // SAFETY: whole pages inside our exclusive range of a private mapping, as checked
+            // above, and this value, the only way to them, is going away.
             unsafe { crate::sys::release_pages(self.start.as_ptr().add(skip), len) };
         }
     }

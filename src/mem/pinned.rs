@@ -267,8 +267,8 @@ impl<'p> QueueTicket<'p> {
         self.lease_with_idle_work(buffers, device, &|| Ok(false), cancel)
     }
 
-    /// Waits like [`QueueTicket::lease`], and meanwhile calls `idle`, which returns true if it found
-    /// something to do.
+    /// Waits like [`QueueTicket::lease`], and meanwhile calls `idle`, which returns true if it
+    /// found something to do.
     pub fn lease_with_idle_work(
         self,
         buffers: usize,

@@ -1,4 +1,5 @@
-//! Tests that no division exceeds its limit, and that the minimum that an error states is sufficient.
+//! Tests that no division exceeds its limit, and that the minimum that an error states is
+//! sufficient.
 
 use proptest::prelude::*;
 

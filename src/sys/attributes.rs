@@ -18,7 +18,8 @@ pub fn attribute_names(file: &File) -> io::Result<Vec<CString>> {
     Ok(names.map(CString::new).collect::<Result<_, _>>()?)
 }
 
-/// An extended attribute; None if the file has no such attribute, or its file system has none at all.
+/// An extended attribute; None if the file has no such attribute, or its file system has none at
+/// all.
 pub fn attribute(file: &File, name: &CStr) -> io::Result<Option<Vec<u8>>> {
     let value = sized(|out, len| {
         // SAFETY: a string that ends in a zero; the kernel writes at most `len` bytes to `out`,

@@ -14,8 +14,8 @@ use crate::fallible::{try_reserve, try_with_capacity};
 /// Bytes of the smallest page.
 const PAGE: usize = 4096;
 
-/// An observer of the bytes that arrive while buffers are filled. Without it, a long request would show
-/// its speed only at its end.
+/// An observer of the bytes that arrive while buffers are filled. Without it, a long request would
+/// show its speed only at its end.
 pub trait ArrivalObserver: Sync {
     /// Some bytes have arrived.
     fn arrived(&self, bytes: u64);
@@ -89,8 +89,8 @@ impl<'a> Buffers<'a> {
         self.remaining += range.iov_len;
         match self.ranges.last_mut() {
             Some(last) if last.iov_base.addr() + last.iov_len == range.iov_base.addr() => {
-                // Both are lent, whether or not they are of one allocation. The pointer of the first
-                // may reach only its own bytes, so the joint pointer is made from the exposed
+                // Both are lent, whether or not they are of one allocation. The pointer of the
+                // first may reach only its own bytes, so the joint pointer is made from the exposed
                 // provenance of both.
                 last.iov_base.expose_provenance();
                 range.iov_base.expose_provenance();
@@ -120,8 +120,8 @@ impl<'a> Buffers<'a> {
             if len == 0 {
                 break;
             }
-            // SAFETY: `len` bytes of both exist; the buffer's are lent exclusively, so the others do
-            // not overlap them.
+            // SAFETY: `len` bytes of both exist; the buffer's are lent exclusively, so the others
+            // do not overlap them.
             unsafe { std::ptr::copy_nonoverlapping(rest.as_ptr(), range.iov_base.cast(), len) };
             self.advance_by(len);
             done += len;
@@ -130,9 +130,9 @@ impl<'a> Buffers<'a> {
     }
 
     /// Has `fill` write all of `before`, then at most `len` bytes of these buffers, then some of
-    /// `after`. Each time that bytes arrive, `arrived` is called with all bytes written so far. At the
-    /// end, also after an error, it is called once more, with true. Returns how many of the `len` bytes
-    /// were written.
+    /// `after`. Each time that bytes arrive, `arrived` is called with all bytes written so far. At
+    /// the end, also after an error, it is called once more, with true. Returns how many of the
+    /// `len` bytes were written.
     pub fn tee<E>(
         &mut self,
         len: usize,
@@ -235,8 +235,9 @@ impl FilledPart<'_> {
             if from < to {
                 let start = std::ptr::with_exposed_provenance::<u8>(address + (from - at));
                 // SAFETY: these bytes are lent exclusively until `tee` returns, and this does not
-                // outlive that. They were written: only `fill_from` and `advance`, whose caller promises it,
-                // raise the count, in the order of the pieces. No code writes to them again.
+                // outlive that. They were written: only `fill_from` and `advance`, whose caller
+                // promises it, raise the count, in the order of the pieces. No code writes to them
+                // again.
                 found.push(IoSlice::new(unsafe { std::slice::from_raw_parts(start, to - from) }));
             }
             at += len;
@@ -253,8 +254,8 @@ pub enum BufferToFill<'a, 's> {
     Inspected(&'s mut [u8]),
 }
 
-/// Has `fill` fill memory front to back, and returns the bytes of each [`BufferToFill::Returned`]. `fill` either
-/// fills all of it or fails.
+/// Has `fill` fill memory front to back, and returns the bytes of each [`BufferToFill::Returned`].
+/// `fill` either fills all of it or fails.
 pub fn fill_all<'a>(
     mut memory: Vec<BufferToFill<'a, '_>>,
     fill: impl FnOnce(&mut Buffers<'_>) -> error::Result<()>,
@@ -277,8 +278,9 @@ pub fn fill_all<'a>(
     let mut out = try_with_capacity(memory.len(), WHAT)?;
     let returned = memory.into_iter().filter_map(|lent| match lent {
         BufferToFill::Returned(bytes) => {
-            // SAFETY: all bytes were written, each once and in order: only `fill_from` and `advance`,
-            // whose caller promises it, raise the count, to which no other code has access.
+            // SAFETY: all bytes were written, each once and in order: only `fill_from` and
+            // `advance`, whose caller promises it, raise the count, to which no other code has
+            // access.
             Some(unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [u8]) })
         }
         BufferToFill::Inspected(_) => None,
@@ -296,8 +298,8 @@ pub fn zero_fill(memory: &mut [MaybeUninit<u8>]) -> &mut [u8] {
 
 /// The same bytes, as memory to be filled.
 pub(crate) fn as_uninit(bytes: &mut [u8]) -> &mut [MaybeUninit<u8>] {
-    // SAFETY: the layout is the same. `Buffers` and `fill_all`, for which it is, write initialised bytes
-    // only.
+    // SAFETY: the layout is the same. `Buffers` and `fill_all`, for which it is, write initialised
+    // bytes only.
     unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
 }
 

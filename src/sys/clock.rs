@@ -49,7 +49,8 @@ mod simulated {
         LEAD.get().unwrap_or(Duration::ZERO)
     }
 
-    /// Simulates the time of this thread: from now on [`advance`] and [`sleep`] advance its clock at once.
+    /// Simulates the time of this thread: from now on [`advance`] and [`sleep`] advance its clock
+    /// at once.
     #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn simulate() {
         LEAD.set(Some(lead()));

@@ -1,8 +1,8 @@
-//! A fork-safe mutex: no process is forked while it is held. `unsafe` is allowed in this file: it calls
-//! `pthread_atfork`.
+//! A fork-safe mutex: no process is forked while it is held. `unsafe` is allowed in this file: it
+//! calls `pthread_atfork`.
 //!
-//! In a forked child, only the thread that called `fork` continues. A mutex that another thread held
-//! would never be released there. So `fork` waits until no other thread holds one of these.
+//! In a forked child, only the thread that called `fork` continues. A mutex that another thread
+//! held would never be released there. So `fork` waits until no other thread holds one of these.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -10,8 +10,8 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A fork-safe mutex for short sections. While a thread holds it, it neither forks, nor waits for other
-/// threads, nor calls code that may do so.
+/// A fork-safe mutex for short sections. While a thread holds it, it neither forks, nor waits for
+/// other threads, nor calls code that may do so.
 #[derive(Debug, Default)]
 pub struct ForkSafeMutex<T>(Mutex<T>);
 
@@ -41,8 +41,8 @@ impl<T> ForkSafeMutex<T> {
 
 /// Holds the lock until it is dropped.
 pub struct ForkSafeGuard<'b, T> {
-    // The first field, because fields are dropped in order: the mutex is unlocked before forks may go
-    // on.
+    // The first field, because fields are dropped in order: the mutex is unlocked before forks may
+    // go on.
     value: MutexGuard<'b, T>,
     _blocker: ForkBlocker,
 }
@@ -61,16 +61,16 @@ impl<T> DerefMut for ForkSafeGuard<'_, T> {
     }
 }
 
-/// No process is forked while this lives. It stays on the thread that made it, because it lies beside
-/// the guard of a mutex, which is not `Send`.
+/// No process is forked while this lives. It stays on the thread that made it, because it lies
+/// beside the guard of a mutex, which is not `Send`.
 struct ForkBlocker;
 
 impl ForkBlocker {
     fn new() -> Self {
         install_fork_handlers();
         let held = HELD.get();
-        // `fork` waits for a thread that holds one already: if that waited for `fork`, both would wait
-        // for ever.
+        // `fork` waits for a thread that holds one already: if that waited for `fork`, both would
+        // wait for ever.
         if held == 0 {
             HOLDERS.fetch_add(1, Ordering::SeqCst);
             while FORKING.load(Ordering::SeqCst) > 0 {
@@ -98,8 +98,8 @@ impl Drop for ForkBlocker {
     }
 }
 
-/// Installs the fork handlers. The first lock calls this; a library calls it while it is loaded, before
-/// there are threads.
+/// Installs the fork handlers. The first lock calls this; a library calls it while it is loaded,
+/// before there are threads.
 pub fn install_fork_handlers() {
     static STARTED: AtomicBool = AtomicBool::new(false);
     static INSTALLED: AtomicBool = AtomicBool::new(false);
@@ -113,7 +113,8 @@ pub fn install_fork_handlers() {
         return;
     }
     // SAFETY: functions that take nothing and stay in memory as long as their library; when that is
-    // unloaded, the C library drops them. If there is no memory to register them, forks do not wait.
+    // unloaded, the C library drops them. If there is no memory to register them, forks do not
+    // wait.
     unsafe {
         libc::pthread_atfork(
             Some(before_fork),

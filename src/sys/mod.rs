@@ -1,5 +1,5 @@
-//! System calls that the standard library does not offer. `unsafe` is allowed in this file: it makes
-//! system calls.
+//! System calls that the standard library does not offer. `unsafe` is allowed in this file: it
+//! makes system calls.
 #![allow(unsafe_code)]
 
 mod attributes;
@@ -50,8 +50,8 @@ fn vector_count(len: usize) -> c_int {
 pub fn read_vectored_at(file: &File, offset: u64, buffers: &mut Buffers<'_>) -> io::Result<usize> {
     let offset = position(offset)?;
     let ranges = buffers.ranges(MAX_VECTORS);
-    // SAFETY: each range is memory that is exclusively borrowed for this call, and the count does not
-    // exceed the slice.
+    // SAFETY: each range is memory that is exclusively borrowed for this call, and the count does
+    // not exceed the slice.
     let read = checked(unsafe {
         libc::preadv(file.as_raw_fd(), ranges.as_ptr(), vector_count(ranges.len()), offset)
     })?;
@@ -87,8 +87,8 @@ pub fn write_vectored_at(file: &File, offset: u64, buffers: &[IoSlice<'_>]) -> i
 }
 
 /// Waits until a read of a pipe, a socket or a terminal would not block: there are bytes, or it has
-/// ended. False if the time is over before that, or a signal interrupts. A named pipe that was opened
-/// at once has not ended as long as no writer has opened it.
+/// ended. False if the time is over before that, or a signal interrupts. A named pipe that was
+/// opened at once has not ended as long as no writer has opened it.
 pub fn wait_readable(file: &File, at_most: Duration) -> io::Result<bool> {
     let mut wanted = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let milliseconds = c_int::try_from(at_most.as_millis()).unwrap_or(c_int::MAX);
@@ -128,7 +128,8 @@ pub fn is_in_page_cache(file: &File, offset: u64) -> Option<bool> {
 fn cachestat(file: &File, offset: u64) -> Option<bool> {
     /// The number of the call, the same on all architectures.
     const CACHESTAT: libc::c_long = 451;
-    // Structures of the kernel: a range, and five counts of pages. The first counts those in the cache.
+    // Structures of the kernel: a range, and five counts of pages. The first counts those in the
+    // cache.
     let range: [u64; 2] = [offset, 1];
     let mut counts = [0u64; 5];
     // SAFETY: the kernel reads the range and writes the counts, which live until it returns.
@@ -139,10 +140,11 @@ fn cachestat(file: &File, offset: u64) -> Option<bool> {
     (result == 0).then_some(cached > 0)
 }
 
-/// Asks the kernel to begin reading a range into the page cache. It blocks only while more reads are
-/// under way than the disk accepts.
+/// Asks the kernel to begin reading a range into the page cache. It blocks only while more reads
+/// are under way than the disk accepts.
 pub fn read_ahead(file: &File, offset: u64, len: u64) {
-    /// For one call the kernel reads no more than its read-ahead, or the disk's limit of one request.
+    /// For one call the kernel reads no more than its read-ahead, or the disk's limit of one
+    /// request.
     const STEP: u64 = 512 << 10;
     let end = offset.saturating_add(len);
     let mut at = offset;
@@ -157,8 +159,8 @@ pub fn read_ahead(file: &File, offset: u64, len: u64) {
     }
 }
 
-/// Opens the same file once more for reading. The kernel keeps the position, and its prediction of the
-/// next reads, for each open file description. None if that is not possible.
+/// Opens the same file once more for reading. The kernel keeps the position, and its prediction of
+/// the next reads, for each open file description. None if that is not possible.
 pub fn reopen(file: &File) -> Option<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
@@ -199,8 +201,8 @@ pub fn start_writeback(file: &File, offset: u64, len: u64) {
     }
 }
 
-/// Reserves disk space for a range of a file, so that a full disk is found before anything is written.
-/// It is no error if the file system cannot do that.
+/// Reserves disk space for a range of a file, so that a full disk is found before anything is
+/// written. It is no error if the file system cannot do that.
 pub fn reserve(file: &File, range: Range<u64>) -> io::Result<()> {
     if range.is_empty() {
         return Ok(());
@@ -238,8 +240,8 @@ pub fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
     match std::fs::hard_link(from, to) {
         Ok(()) => std::fs::remove_file(from),
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(e),
-        // File systems without links: a check and a rename, between which another process may take the
-        // name.
+        // File systems without links: a check and a rename, between which another process may take
+        // the name.
         Err(_) => match std::fs::symlink_metadata(to) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => std::fs::rename(from, to),
             Err(e) => Err(e),
@@ -299,11 +301,11 @@ pub fn link(file: &File, name: &Path) -> io::Result<()> {
 /// Returns the memory of whole pages to the system.
 ///
 /// # Safety
-/// `[start, start + len)` is page-aligned, lies in a private mapping, and is neither read nor written
-/// from now on: its content is lost, and becomes zeros or that of the file.
+/// `[start, start + len)` is page-aligned, lies in a private mapping, and is neither read nor
+/// written from now on: its content is lost, and becomes zeros or that of the file.
 pub unsafe fn release_pages(start: *mut u8, len: usize) {
-    // SAFETY: the caller's promise. After a failure the pages stay until they are unmapped. Miri has no
-    // such call.
+    // SAFETY: the caller's promise. After a failure the pages stay until they are unmapped. Miri
+    // has no such call.
     let _ = cfg!(miri) || unsafe { libc::madvise(start.cast(), len, libc::MADV_DONTNEED) } == 0;
 }
 
@@ -342,8 +344,8 @@ pub fn page_size() -> usize {
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// The number of cores that this process may use, within the quota of its control group. It is cached:
-/// finding out takes some system calls and files, and each load of each tensor needs it.
+/// The number of cores that this process may use, within the quota of its control group. It is
+/// cached: finding out takes some system calls and files, and each load of each tensor needs it.
 pub fn cpu_count() -> usize {
     static CACHED: AtomicUsize = AtomicUsize::new(0);
     match CACHED.load(Ordering::Relaxed) {
@@ -366,8 +368,8 @@ mod tests {
             let one = [1usize; 1];
             // SAFETY: a mask of `size_of_val(&one)` bytes, for this thread, which ends soon.
             let set = unsafe { libc::sched_setaffinity(0, size_of_val(&one), one.as_ptr().cast()) };
-            // If the process may not run on the first core, it keeps its cores, and there is nothing to
-            // test.
+            // If the process may not run on the first core, it keeps its cores, and there is
+            // nothing to test.
             (set, super::cpu_count())
         });
         assert_eq!(again.join().map_err(|_| "it panicked").map(|(_, count)| count), Ok(first));
@@ -376,8 +378,8 @@ mod tests {
     /// Makes the system refuse some calls of this thread from now on.
     fn refuse(calls: &[libc::c_long]) -> bool {
         let step = |code, k, jt| libc::sock_filter { code, jt, jf: 0, k };
-        // Loads the number of the call; two steps for each call that is refused; then all others are
-        // allowed.
+        // Loads the number of the call; two steps for each call that is refused; then all others
+        // are allowed.
         let mut steps = vec![step((libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, 0, 0)];
         for &call in calls {
             let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;

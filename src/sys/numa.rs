@@ -13,7 +13,8 @@ const WORDS: usize = 1024 / WORD;
 /// CPUs that a `cpu_set_t` can name.
 const MOST_CPUS: usize = libc::CPU_SETSIZE as usize;
 
-/// Asks for the pages of some memory to come from a NUMA node while it has any. Existing pages stay.
+/// Asks for the pages of some memory to come from a NUMA node while it has any. Existing pages
+/// stay.
 ///
 /// # Errors
 /// There is no such node, or the kernel has no support for NUMA.
@@ -30,8 +31,8 @@ pub fn prefer_node(memory: &mut [u8], node: usize) -> io::Result<()> {
     if start >= end {
         return Ok(());
     }
-    // SAFETY: whole pages of memory that is borrowed exclusively, whose contents stay; the kernel reads
-    // as many bits of the mask as it has.
+    // SAFETY: whole pages of memory that is borrowed exclusively, whose contents stay; the kernel
+    // reads as many bits of the mask as it has.
     let code = unsafe {
         libc::syscall(
             libc::SYS_mbind,

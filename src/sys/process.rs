@@ -1,5 +1,5 @@
-//! Values that a forked child inherits, and must not release a second time. `unsafe` is allowed in this
-//! file: it drops values through raw pointers.
+//! Values that a forked child inherits, and must not release a second time. `unsafe` is allowed in
+//! this file: it drops values through raw pointers.
 #![allow(unsafe_code)]
 
 use std::mem::ManuallyDrop;
@@ -36,7 +36,8 @@ impl OwnerProcess {
     }
 }
 
-/// A value that is dropped only in its owner, the process that made it. Forked children leave it alone.
+/// A value that is dropped only in its owner, the process that made it. Forked children leave it
+/// alone.
 pub struct DropInOwner<T> {
     value: ManuallyDrop<T>,
     owner: OwnerProcess,
@@ -77,8 +78,9 @@ impl<T> Drop for DropInOwner<T> {
     }
 }
 
-/// A value that each process has for itself. A forked child begins with a new one: the parent's locks
-/// may have been held at the fork, and would never be released. An inherited value is never dropped.
+/// A value that each process has for itself. A forked child begins with a new one: the parent's
+/// locks may have been held at the fork, and would never be released. An inherited value is never
+/// dropped.
 pub struct PerProcess<T>(AtomicPtr<ProcessValue<T>>);
 
 impl<T: Default + Send + Sync> Default for PerProcess<T> {
@@ -101,7 +103,8 @@ impl<T: Default + Send + Sync> PerProcess<T> {
     /// The value of this process.
     pub fn get(&self) -> &T {
         let loaded = self.0.load(Ordering::Acquire);
-        // SAFETY: null, or from a box that is freed only with `self`; it is shared, and never changed.
+        // SAFETY: null, or from a box that is freed only with `self`; it is shared, and never
+        // changed.
         if let Some(stored) = unsafe { loaded.as_ref() }
             && stored.owner.is_current()
         {

@@ -1,5 +1,5 @@
-//! Range locks of files (locks of open file descriptions), which end with the processes that hold them.
-//! `unsafe` is allowed in this file: it makes system calls.
+//! Range locks of files (locks of open file descriptions), which end with the processes that hold
+//! them. `unsafe` is allowed in this file: it makes system calls.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -29,8 +29,8 @@ fn flock_request(range: &Range<u64>, kind: libc::c_int) -> io::Result<libc::floc
     })
 }
 
-/// Locks a range for this open file description, which all duplicates of the descriptor share. Does not
-/// wait. A range that it holds already can be locked again.
+/// Locks a range for this open file description, which all duplicates of the descriptor share. Does
+/// not wait. A range that it holds already can be locked again.
 pub fn try_lock_range(file: &File, range: &Range<u64>) -> io::Result<RangeLockAttempt> {
     let mut request = flock_request(range, libc::F_WRLCK)?;
     // SAFETY: one structure that lives until the call returns.
@@ -73,14 +73,14 @@ fn try_lock_in_use(file: &File, kind: libc::c_int) -> io::Result<bool> {
     }
 }
 
-/// Takes the shared lock of a file in use. False if another open file description holds the exclusive
-/// one.
+/// Takes the shared lock of a file in use. False if another open file description holds the
+/// exclusive one.
 pub fn try_lock_shared(file: &File) -> io::Result<bool> {
     try_lock_in_use(file, libc::F_RDLCK)
 }
 
-/// Takes the exclusive lock of a file that is open for writing. False if another open file description
-/// holds the shared or the exclusive one.
+/// Takes the exclusive lock of a file that is open for writing. False if another open file
+/// description holds the shared or the exclusive one.
 pub fn try_lock_exclusive(file: &File) -> io::Result<bool> {
     try_lock_in_use(file, libc::F_WRLCK)
 }

@@ -123,8 +123,8 @@ fn lengths_beyond_the_address_space_are_refused() {
 }
 
 proptest! {
-    /// Every byte of data has one place in a staging buffer, and one copy takes it to its place on the
-    /// device, whatever else goes along.
+    /// Every byte of data has one place in a staging buffer, and one copy takes it to its place on
+    /// the device, whatever else goes along.
     #[test]
     fn every_staged_byte_is_copied_once_to_its_location(
         extents in extents(),
@@ -217,7 +217,8 @@ proptest! {
             prop_assert!(block.image.is_none() || (gap == 0 && inside.len() > 1));
             prop_assert!(small > 0 || large == LargeTensors::OneBlock || inside.len() == 1);
         }
-        // In host memory, bytes lie in blocks as in those of the disk, so that direct reads can go there.
+        // In host memory, bytes lie in blocks as in those of the disk, so that direct reads can go
+        // there.
         let together = |_: &_| large == LargeTensors::OneBlock;
         for (location, (extent, len)) in layout.locations.iter().zip(&tensors).filter(together) {
             let block = layout.blocks[location.block];

@@ -1,5 +1,5 @@
-//! Memory that is short at any moment of a save or a load: an error that says so, never the end of the
-//! process, and no file in the place of an old one.
+//! Memory that is short at any moment of a save or a load: an error that says so, never the end of
+//! the process, and no file in the place of an old one.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -121,8 +121,8 @@ fn write(path: &Path, options: SaveOptions, calls: usize, safetensors: bool) -> 
     writer.finish(&Never)
 }
 
-/// Does some work as often as it makes large allocations, each time with another one refused. It must
-/// end with an error about memory, or in spite of that.
+/// Does some work as often as it makes large allocations, each time with another one refused. It
+/// must end with an error about memory, or in spite of that.
 fn with_each_refused(what: &str, work: &dyn Fn() -> Result<(), Error>) {
     let mut refused = 0;
     for number in 0.. {

@@ -23,11 +23,12 @@ pub struct Tensors {
 }
 
 impl TensorFile {
-    /// Iterates over tensors, given by number: each as soon as it has arrived, in memory of its own.
+    /// Iterates over tensors, given by number: each as soon as it has arrived, in memory of its
+    /// own.
     ///
     /// # Errors
-    /// An encrypted file without a key, a number that the file does not have, or a memory limit that
-    /// is too small. Errors of reading come from the iterator.
+    /// An encrypted file without a key, a number that the file does not have, or a memory limit
+    /// that is too small. Errors of reading come from the iterator.
     pub fn iterate(&self, numbers: &[usize], options: &IterateOptions) -> Result<Tensors> {
         let tensors = TensorIterator::new(self, numbers, None, options, None)?;
         let entries = Arc::clone(self.shared_entries());

@@ -47,8 +47,8 @@ pub struct TensorIterator {
 }
 
 impl TensorIterator {
-    /// Begins to load tensors of a file, given by number, to host memory or a device. `allocate` is for
-    /// a device only.
+    /// Begins to load tensors of a file, given by number, to host memory or a device. `allocate` is
+    /// for a device only.
     pub fn new(
         file: &TensorFile,
         numbers: &[usize],
@@ -198,8 +198,9 @@ impl TensorIterator {
 
     fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // A read from a Python object may run the garbage collector, which may drop the iterator
-            // on the thread of the load. That thread cannot join itself; it ends on its own.
+            // A read from a Python object may run the garbage collector, which may drop the
+            // iterator on the thread of the load. That thread cannot join itself; it ends on its
+            // own.
             if thread.thread().id() != thread::current().id() {
                 // A panic has become an error.
                 let _ = thread.join();

@@ -1,8 +1,8 @@
 //! Tensors of a file one by one, in host memory or on a device, while the next are being read.
 //!
 //! Each iterator has a thread for its load (`load`), which has readers as every load does. The
-//! window is between the load and the caller: it holds tensors that were delivered, and bounds how far
-//! others are read ahead. Device memory is allocated by the caller, on the caller's thread.
+//! window is between the load and the caller: it holds tensors that were delivered, and bounds how
+//! far others are read ahead. Device memory is allocated by the caller, on the caller's thread.
 
 mod host;
 mod iterator;

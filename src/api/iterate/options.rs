@@ -22,8 +22,9 @@ pub struct IterateOptions {
     pub buffer_bytes: u64,
     /// The order in which they are handed out.
     pub order: Order,
-    /// True: tensors are handed out after their copies to a device have ended, for use on all its streams.
-    /// False: they are handed out for the stream that is current then, which waits for the copies.
+    /// True: tensors are handed out after their copies to a device have ended, for use on all its
+    /// streams. False: they are handed out for the stream that is current then, which waits for the
+    /// copies.
     pub complete: bool,
 }
 

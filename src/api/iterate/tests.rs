@@ -110,7 +110,8 @@ impl IteratorSchedule {
         }
     }
 
-    /// Loads all tensors, of which the caller keeps none. Returns their numbers in the order of arrival.
+    /// Loads all tensors, of which the caller keeps none. Returns their numbers in the order of
+    /// arrival.
     fn run(&self, file: &TensorFile) -> Result<Vec<usize>> {
         let device: Arc<dyn Device> = FakeDevice::new(self.seed + 1, self.faults);
         let pool: &'static Pool = Box::leak(Box::new(Pool::new(self.buffer_len, 8, 16)));

@@ -177,7 +177,8 @@ impl Window {
     }
 
     fn grant(&self, state: &mut WindowState) {
-        // A tensor of which nothing is read may be handed out before it is granted, and does not count then.
+        // A tensor of which nothing is read may be handed out before it is granted, and does not
+        // count then.
         if !state.is_handed_out(state.granted) {
             state.outstanding = state.outstanding.saturating_add(self.len(state.granted));
         }

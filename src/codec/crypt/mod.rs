@@ -34,7 +34,8 @@ pub struct EncryptedPieces {
 }
 
 impl EncryptedPieces {
-    /// Takes the pieces from a header's description of the data; the error says what is wrong with it.
+    /// Takes the pieces from a header's description of the data; the error says what is wrong with
+    /// it.
     pub fn of(cipher: &Cipher, data_len: u64) -> std::result::Result<Self, String> {
         let (piece_len, nonce, macs) = match cipher {
             Cipher::Sequential { nonce, mac } => (data_len, *nonce, vec![*mac]),

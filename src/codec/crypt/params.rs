@@ -103,8 +103,8 @@ impl DecryptionOptions {
         }
     }
 
-    /// Resets the count of a file that is opened: derivations of an earlier file with this name do not
-    /// count.
+    /// Resets the count of a file that is opened: derivations of an earlier file with this name do
+    /// not count.
     pub fn reset_derivations(&self, uri: &str) {
         self.derivation_costs.lock().remove(uri);
     }

@@ -28,8 +28,9 @@ pub fn start() {
 pub fn open(bytes: &mut [u8], mac: &[u8; MAC_LEN], nonce: &[u8; 24], key: &[u8; KEY_LEN]) -> bool {
     let pointer = bytes.as_mut_ptr();
     start();
-    // SAFETY: `pointer` is valid for reading and writing `bytes.len()` bytes, and the function allows
-    // input and output to be the same bytes; tag, nonce and key have the lengths that it reads.
+    // SAFETY: `pointer` is valid for reading and writing `bytes.len()` bytes, and the function
+    // allows input and output to be the same bytes; tag, nonce and key have the lengths that it
+    // reads.
     let outcome = unsafe {
         ffi::crypto_secretbox_open_detached(
             pointer,
@@ -62,7 +63,8 @@ pub fn seal(bytes: &mut [u8], nonce: &[u8; 24], key: &[u8; KEY_LEN]) -> [u8; MAC
     mac
 }
 
-/// Derives a key by Argon2id 1.3. False if memory cannot be allocated, or a parameter is out of range.
+/// Derives a key by Argon2id 1.3. False if memory cannot be allocated, or a parameter is out of
+/// range.
 pub fn derive(
     out: &mut [u8; KEY_LEN],
     source: &[u8],
@@ -121,8 +123,8 @@ pub struct Page(pub [u8; KEY_LEN]);
 /// Keeps a page out of swap space and core dumps, if that is allowed.
 pub fn lock(page: &mut Page) {
     start();
-    // SAFETY: the memory is valid for the size of its type; locking does not change it. A refusal is no
-    // error: the limit of locked memory may be zero.
+    // SAFETY: the memory is valid for the size of its type; locking does not change it. A refusal
+    // is no error: the limit of locked memory may be zero.
     unsafe { ffi::sodium_mlock(std::ptr::from_mut(page).cast(), size_of::<Page>()) };
 }
 

@@ -90,8 +90,8 @@ impl Batch {
     }
 
     /// Cuts the batch into steps of about `step` bytes, so that hashing finds the bytes of each
-    /// step in the CPU cache. Only data of more than `max_uncut` bytes are cut; shorter data stay with
-    /// their header.
+    /// step in the CPU cache. Only data of more than `max_uncut` bytes are cut; shorter data stay
+    /// with their header.
     pub fn steps(self, step: u64, max_uncut: u64) -> Result<Vec<Batch>> {
         let mut steps: Vec<Batch> = Vec::new();
         let (mut offset, mut len) = (self.offset, 0);

@@ -61,7 +61,8 @@ pub trait Target: Sync {
     /// Returns the unit of cuts: within a batch, data are cut only at multiples of this many bytes.
     fn unit(&self) -> u64;
 
-    /// True if batches are read in shorter steps, so that hashes find their bytes in the CPU's cache.
+    /// True if batches are read in shorter steps, so that hashes find their bytes in the CPU's
+    /// cache.
     fn reads_in_steps(&self) -> bool {
         false
     }

@@ -46,8 +46,8 @@ pub enum WriteJob {
 /// Cuts adjacent tensors in memory into batches of at most `batch_len` bytes; other tensors become
 /// jobs of their own.
 ///
-/// Jobs are in file order, except that up to `max_interleaved` large tensors are interleaved; the batches
-/// of each tensor stay in order. `staging`: bytes of a device's staging buffer.
+/// Jobs are in file order, except that up to `max_interleaved` large tensors are interleaved; the
+/// batches of each tensor stay in order. `staging`: bytes of a device's staging buffer.
 pub fn plan_jobs(
     items: &[WriteTensor<'_>],
     max_interleaved: usize,

@@ -142,8 +142,8 @@ impl<'de: 'j, 'j> Deserialize<'de> for TensorFields<'j> {
 }
 
 impl TensorFields<'_> {
-    /// Returns type and shape, and checks that the data begin at `end` and have the length that these
-    /// need.
+    /// Returns type and shape, and checks that the data begin at `end` and have the length that
+    /// these need.
     fn placed(&self, end: u64) -> Result<(DType, Box<[u64]>), String> {
         let (from, to) = self.data_offsets;
         if from != end || to < from {

@@ -88,8 +88,8 @@ pub struct SafetensorsLayout {
 }
 
 impl SafetensorsLayout {
-    /// Lays out a file at position `base`, byte for byte as the safetensors library does, except that
-    /// metadata are sorted by name. The error says what cannot be written.
+    /// Lays out a file at position `base`, byte for byte as the safetensors library does, except
+    /// that metadata are sorted by name. The error says what cannot be written.
     pub fn new(
         tensors: Vec<SafetensorsTensor>,
         metadata: Option<&[(String, String)]>,

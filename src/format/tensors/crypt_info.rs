@@ -1,5 +1,5 @@
-//! The encryption block: the part of each header in an encrypted file that describes the encryption of
-//! the data.
+//! The encryption block: the part of each header in an encrypted file that describes the encryption
+//! of the data.
 //!
 //! This module only parses and writes its bytes; `crate::codec::crypt` encrypts and decrypts.
 

@@ -142,8 +142,8 @@ impl<'h> TensorHeader<'h> {
         &self.raw[hash.at.clone()]
     }
 
-    /// The bytes of the header that hashes cover: hash values are zeroed, the encryption block is cut
-    /// out.
+    /// The bytes of the header that hashes cover: hash values are zeroed, the encryption block is
+    /// cut out.
     #[allow(clippy::indexing_slicing)] // `parse` has validated the ranges.
     pub fn covered(&self) -> Vec<u8> {
         let mut bytes = self.raw.to_vec();
@@ -194,8 +194,8 @@ fn check_dtype_and_shape(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), M
     Err(disagreement(entry, what))
 }
 
-/// True if type and shape are stored exactly as a plain type of this entry is written. False otherwise,
-/// even if they mean the same.
+/// True if type and shape are stored exactly as a plain type of this entry is written. False
+/// otherwise, even if they mean the same.
 fn is_of_entry(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<bool, Malformed> {
     let len = cursor.u8("dtype length")?;
     if !entry.dtype.is_usual_string(cursor.take(usize::from(len), "dtype")?)

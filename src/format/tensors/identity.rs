@@ -1,6 +1,6 @@
 //! The identity that links the two halves of an object saved by `torch.save`: its pickle, and the
-//! `.tensors` file with its storages. The pickle states the identity of its file, so that no other file
-//! is mistaken for it.
+//! `.tensors` file with its storages. The pickle states the identity of its file, so that no other
+//! file is mistaken for it.
 //!
 //! In the file, the identity is at the end of the index block, and only a manifest follows it: see
 //! [`trailer`](super::trailer).

@@ -129,9 +129,9 @@ pub struct ParsedIndex {
 
 /// Parses the index block, which lies at file position `base`.
 ///
-/// `file_len` is the size of the file, if it is known. Every entry is checked against it and against
-/// the other entries. The bytes of two tensors never overlap, so the total size of all tensors is
-/// bounded by the size of the file.
+/// `file_len` is the size of the file, if it is known. Every entry is checked against it and
+/// against the other entries. The bytes of two tensors never overlap, so the total size of all
+/// tensors is bounded by the size of the file.
 pub fn parse(
     block: &[u8],
     base: u64,
@@ -178,8 +178,8 @@ pub const MAX_LEN: u64 = 4 << 30;
 
 /// Maximum bytes of an entry: tag, name, kind, dtype, dimensions, positions.
 const LONGEST_ENTRY: usize = 4 + (2 + 0xffff) + 1 + (1 + 0xff) + (1 + 8 * MAX_DIMS) + 24;
-/// Maximum bytes after the entries that are read if the length of the file is unknown: metadata, and
-/// reserved space for more tensors.
+/// Maximum bytes after the entries that are read if the length of the file is unknown: metadata,
+/// and reserved space for more tensors.
 const MAX_TRAILER_LEN: u64 = 256 << 20;
 
 /// Progress of validating an index while its bytes arrive.
@@ -190,8 +190,8 @@ pub struct IndexValidator {
 }
 
 impl IndexValidator {
-    /// Validates further entries of a block that lies at `base` and is still arriving. Stops before an
-    /// entry that may continue after the bytes that are there.
+    /// Validates further entries of a block that lies at `base` and is still arriving. Stops before
+    /// an entry that may continue after the bytes that are there.
     pub fn read(&mut self, block: &[u8], base: u64, prologue: &Prologue) -> Result<(), Malformed> {
         let at = base.saturating_add(self.position as u64);
         let mut cursor = Cursor::new(block.get(self.position..).unwrap_or(&[]), at, "tensor index");
@@ -282,8 +282,8 @@ impl Entry {
     }
 }
 
-/// Maximum bytes of a header that the format can need: name, type, shape, hashes, padding of up to 2
-/// MiB, and an authentication tag of 16 bytes for each piece of at least 1 KiB of data.
+/// Maximum bytes of a header that the format can need: name, type, shape, hashes, padding of up to
+/// 2 MiB, and an authentication tag of 16 bytes for each piece of at least 1 KiB of data.
 const fn longest_header(data_len: u64) -> u64 {
     (4 << 20) + data_len / 64
 }

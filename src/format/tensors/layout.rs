@@ -47,8 +47,8 @@ pub struct FileLayout {
 /// Assigns file positions to tensors, one after another from `start`. Headers are padded so that
 /// the data of each tensor begin at a multiple of `alignment` in the file.
 ///
-/// `hashes`: those that headers hold. `encrypted`: None without encryption, otherwise true if keys are
-/// derived.
+/// `hashes`: those that headers hold. `encrypted`: None without encryption, otherwise true if keys
+/// are derived.
 pub fn place_tensors(
     tensors: Vec<UnplacedTensor>,
     start: u64,
@@ -109,8 +109,8 @@ pub fn place_tensors(
     Ok(layout)
 }
 
-/// Bytes to reserve for an index whose entries need `used` bytes. Lengths above the minimum are rounded
-/// up to 4 KiB, which keeps every usual alignment.
+/// Bytes to reserve for an index whose entries need `used` bytes. Lengths above the minimum are
+/// rounded up to 4 KiB, which keeps every usual alignment.
 pub fn index_len_for(used: u64) -> u64 {
     if used <= MIN_INDEX_LEN { MIN_INDEX_LEN } else { used.next_multiple_of(4096) }
 }

@@ -122,8 +122,8 @@ impl Prologue {
         out
     }
 }
-/// Describes a file of another kind by its first bytes, for the end of a message; None if the kind is
-/// unknown.
+/// Describes a file of another kind by its first bytes, for the end of a message; None if the kind
+/// is unknown.
 pub fn looks_like(bytes: &[u8]) -> Option<&'static str> {
     let text = bytes.trim_ascii_start().to_ascii_lowercase();
     Some(match bytes {

@@ -1,5 +1,5 @@
-//! The index trailer: data at the end of the index block, after its last entry, where other readers see
-//! unused space. From its end backwards: a manifest, the identity of a saved object, metadata.
+//! The index trailer: data at the end of the index block, after its last entry, where other readers
+//! see unused space. From its end backwards: a manifest, the identity of a saved object, metadata.
 
 use super::identity::{self, FileIdentity, IDENTITY_LEN};
 use super::metadata;

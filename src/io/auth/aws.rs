@@ -1,5 +1,5 @@
-//! AWS: the settings of environment and profile, and AWS's own chain of credentials: environment, shared
-//! files and profiles, web identity, roles of the machine.
+//! AWS: the settings of environment and profile, and AWS's own chain of credentials: environment,
+//! shared files and profiles, web identity, roles of the machine.
 
 use std::error::Error as _;
 use std::fmt;
@@ -89,8 +89,8 @@ impl ProvideCredentials for AwsCredentialSource {
     }
 }
 
-/// The profile that the environment names; None for the default one. The SDK would take an empty name
-/// for the name of a profile.
+/// The profile that the environment names; None for the default one. The SDK would take an empty
+/// name for the name of a profile.
 pub fn profile() -> Option<String> {
     read_guarded(|| {
         let values = PROFILE_VARIABLES.map(|name| std::env::var(name).ok());

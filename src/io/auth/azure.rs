@@ -1,5 +1,5 @@
-//! Azure's credentials: a key or signature of the account, a client's secret, the identity of a workload,
-//! the machine's identity.
+//! Azure's credentials: a key or signature of the account, a client's secret, the identity of a
+//! workload, the machine's identity.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -125,8 +125,8 @@ pub trait BuildCredentialChain: Send + Sync {
 pub struct CredentialProvider {
     snapshot: Arc<Snapshot>,
     builder: Arc<dyn BuildCredentialChain>,
-    /// True once credentials were found. After that, a failure to get them does not prove that there
-    /// are none.
+    /// True once credentials were found. After that, a failure to get them does not prove that
+    /// there are none.
     has_found: Arc<AtomicBool>,
 }
 

@@ -1,5 +1,5 @@
-//! Credentials of AWS, Google and Azure: the places in which each cloud's own clients find them, one
-//! cache, and their use in requests.
+//! Credentials of AWS, Google and Azure: the places in which each cloud's own clients find them,
+//! one cache, and their use in requests.
 
 #[cfg(feature = "clouds")]
 mod authorize;

@@ -109,8 +109,8 @@ fn missing_credentials(error: object_store::Error) -> MissingCredentials {
     with_context(Failure::permanent(ErrorKind::PermissionDenied, error.to_string()))
 }
 
-/// Chains of a simulated cloud, for tests. They keep a token until five minutes before its end, as those
-/// of the clouds do.
+/// Chains of a simulated cloud, for tests. They keep a token until five minutes before its end, as
+/// those of the clouds do.
 #[cfg(test)]
 pub mod simulated {
     use std::sync::Mutex;

@@ -1,4 +1,5 @@
-//! The client of the transport as the HTTP client of object_store's chains, which ask servers for tokens.
+//! The client of the transport as the HTTP client of object_store's chains, which ask servers for
+//! tokens.
 
 use std::io::ErrorKind;
 use std::net::Ipv4Addr;
@@ -24,13 +25,14 @@ use crate::io::transport::{
 
 /// Time limits for connecting to, and for the response of, a metadata service that may not exist.
 const MACHINE_LIMITS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3));
-/// The latest expiry of a token that is accepted, in seconds: later ones overflow in date arithmetic.
+/// The latest expiry of a token that is accepted, in seconds: later ones overflow in date
+/// arithmetic.
 const MAX_EXPIRY: u64 = 100_000_000_000;
 /// The path with which requests to Google's metadata server begin.
 const METADATA_PATH: &str = "/computeMetadata/";
 
-/// Settings that object_store's chains read from the environment at each request, fixed at the time of
-/// the snapshot: the environment may name other credentials since.
+/// Settings that object_store's chains read from the environment at each request, fixed at the time
+/// of the snapshot: the environment may name other credentials since.
 #[derive(Debug, Clone, Default)]
 pub struct FixedSettings {
     /// The names of Google's metadata server; the first one replaces all others.

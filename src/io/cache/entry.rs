@@ -325,8 +325,8 @@ impl CacheEntry {
         Ok(flags)
     }
 
-    /// Locks the chunks of a range, from the first on and as far as they are free; None while another
-    /// process has the first.
+    /// Locks the chunks of a range, from the first on and as far as they are free; None while
+    /// another process has the first.
     pub fn lock_chunks(&self, range: &Range<u64>) -> io::Result<Option<(ChunkLock<'_>, u64)>> {
         let mut chunks = self.chunks_of(range);
         loop {

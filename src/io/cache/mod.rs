@@ -1,8 +1,8 @@
 //! The cache: a folder with bytes that servers have sent, for the next load of the same file.
 //!
-//! Versions of a file are distinguished by `ETag` and size. Each opening asks the server for them; the
-//! server responds without a body if the cached version is still current. `entry.rs` describes the files
-//! of the folder.
+//! Versions of a file are distinguished by `ETag` and size. Each opening asks the server for them;
+//! the server responds without a body if the cached version is still current. `entry.rs` describes
+//! the files of the folder.
 
 mod entry;
 mod source;
@@ -55,8 +55,8 @@ impl Cache {
         CACHE.path().map(Self::at).transpose()
     }
 
-    /// True if the server of a file states a strong `ETag` and a size, which the cache needs. False for
-    /// local files.
+    /// True if the server of a file states a strong `ETag` and a size, which the cache needs. False
+    /// for local files.
     pub fn accepts(source: &dyn ReadAt) -> bool {
         FileVersion::of(source, "").is_some()
     }
@@ -83,8 +83,8 @@ impl Cache {
         CacheEntry::open_latest(&latest, name).ok()?
     }
 
-    /// Puts the cache before a source of a server, if the server distinguishes versions. `latest` is
-    /// the result of [`Cache::latest`]. Another process is waited for at most `wait_limit`.
+    /// Puts the cache before a source of a server, if the server distinguishes versions. `latest`
+    /// is the result of [`Cache::latest`]. Another process is waited for at most `wait_limit`.
     pub fn wrap(
         &self,
         source: Arc<dyn ReadAt>,
@@ -168,7 +168,8 @@ impl Cache {
         cancel: &dyn Cancel,
     ) -> io::Result<bool> {
         let folder = File::open(&*self.folder)?;
-        // One process at a time, or several would count on the same free space; the wait is bounded.
+        // One process at a time, or several would count on the same free space; the wait is
+        // bounded.
         for _ in 0..MAX_LOCK_ATTEMPTS {
             if sys::try_flock(&folder)? {
                 break;
@@ -194,7 +195,8 @@ impl Cache {
         }
     }
 
-    /// Removes the least recently used entries until a file fits; none, and false, if it cannot fit.
+    /// Removes the least recently used entries until a file fits; none, and false, if it cannot
+    /// fit.
     fn make_room(&self, version: &FileVersion, folder: &File) -> io::Result<bool> {
         let mut entries = self.list()?;
         // The older versions of the file are useless.

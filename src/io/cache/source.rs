@@ -75,7 +75,8 @@ pub fn with_cache(origin: CacheOrigin, entry: CacheEntry) -> Arc<dyn ReadAt> {
     Arc::new(CachedSource { origin, entry, stopped_waiting, replacement })
 }
 
-/// A source with a complete file in the cache. Bytes that the disk fails to read come from the server.
+/// A source with a complete file in the cache. Bytes that the disk fails to read come from the
+/// server.
 struct CompleteSource {
     local: Box<dyn ReadAt>,
     shared: Arc<CompleteEntry>,

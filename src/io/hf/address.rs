@@ -117,7 +117,8 @@ pub fn is_commit(text: &str) -> bool {
     text.len() == 40 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// True for a name that the hub allows. Then no two repositories share a folder of its client's cache.
+/// True for a name that the hub allows. Then no two repositories share a folder of its client's
+/// cache.
 fn is_name(name: &str) -> bool {
     let letters = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
     let ends = |letter: char| letter == '-' || letter == '.';

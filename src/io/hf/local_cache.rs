@@ -14,8 +14,8 @@ pub fn hf_home() -> Option<PathBuf> {
     })
 }
 
-/// Files of the cache: `models--org--name` has a file for each branch in `refs`, which names a commit,
-/// and in `snapshots` a folder for each commit, with links to the files of `blobs`.
+/// Files of the cache: `models--org--name` has a file for each branch in `refs`, which names a
+/// commit, and in `snapshots` a folder for each commit, with links to the files of `blobs`.
 pub struct LocalCache(Option<PathBuf>);
 
 impl LocalCache {

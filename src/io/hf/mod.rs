@@ -21,8 +21,8 @@ use address::HubAddress;
 use hub::Hub;
 use local_cache::LocalCache;
 
-/// Opens an address: a file, or the file of a folder or of the whole repository. Files whose heads are cached
-/// are opened without a request.
+/// Opens an address: a file, or the file of a folder or of the whole repository. Files whose heads
+/// are cached are opened without a request.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let wanted = HubAddress::parse(uri)?;
     let repo = Arc::new(Repo {

@@ -131,8 +131,8 @@ impl PooledClient {
         }
     }
 
-    /// Reads the body of a range into buffers. `done` is the position after the last byte that arrived,
-    /// also when this fails.
+    /// Reads the body of a range into buffers. `done` is the position after the last byte that
+    /// arrived, also when this fails.
     pub async fn scatter(
         &self,
         mut response: Response,

@@ -50,8 +50,8 @@ pub trait Sign: Send + Sync {
         false
     }
 
-    /// True if these headers of a refusal from `asked` name another server of the object, for which the
-    /// next signature is made.
+    /// True if these headers of a refusal from `asked` name another server of the object, for which
+    /// the next signature is made.
     fn is_moved(&self, _asked: &Url, _headers: &HeaderMap) -> bool {
         false
     }

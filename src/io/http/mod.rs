@@ -64,8 +64,8 @@ pub struct HttpSource {
     sends_ahead: bool,
 }
 
-/// Opens an address, without a request if the head of its file is cached. A file of a server without
-/// ranges is read front to back.
+/// Opens an address, without a request if the head of its file is cached. A file of a server
+/// without ranges is read front to back.
 pub fn open(address: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let url = Url::parse(address).map_err(|e| {
         Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
@@ -323,7 +323,8 @@ impl HttpSource {
         });
         let unchanged = if refused { self.check_file(at.as_ref(), budget) } else { Ok(()) };
         let outcome = unchanged.and(outcome);
-        // The location may be a signed URL that has expired: after a failure the first one gives another.
+        // The location may be a signed URL that has expired: after a failure the first one gives
+        // another.
         let moved = outcome.as_ref().map_or(None, Clone::clone);
         *self.moved.lock() = moved;
         outcome.map(drop).map_err(|failure| failure.if_redirected(at.is_some()))

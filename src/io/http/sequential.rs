@@ -16,8 +16,8 @@ use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
 use crate::io::{OpenSibling, Stream};
 use crate::sys::process::DropInOwner;
 
-/// The body of a file. After a broken connection it is requested again, and the bytes that were read
-/// before are skipped.
+/// The body of a file. After a broken connection it is requested again, and the bytes that were
+/// read before are skipped.
 pub struct SequentialBody {
     url: FileUrl,
     open_sibling: OpenSibling,

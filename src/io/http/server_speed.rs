@@ -1,12 +1,13 @@
-//! The measured speed of a server. It decides if unwanted bytes between two ranges are read or skipped.
+//! The measured speed of a server. It decides if unwanted bytes between two ranges are read or
+//! skipped.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// The largest gap to read before anything was measured.
 pub const DEFAULT_GAP: u64 = 512 << 10;
-/// Bounds of the gap. Planning a request costs more than reading a shorter one; a longer one would take
-/// too much memory.
+/// Bounds of the gap. Planning a request costs more than reading a shorter one; a longer one would
+/// take too much memory.
 const MIN_GAP: u64 = 16 << 10;
 const MAX_GAP: u64 = 1 << 20;
 /// Minimum bytes of a body whose rate counts. Shorter bodies arrive together with their headers.
@@ -22,8 +23,8 @@ pub struct ServerSpeed {
 }
 
 impl ServerSpeed {
-    /// Records the time to a response. The first includes a new connection, which takes a round trip of
-    /// its own.
+    /// Records the time to a response. The first includes a new connection, which takes a round
+    /// trip of its own.
     pub fn record_latency(&self, after: Duration) {
         let measured = u64::try_from(after.as_nanos()).unwrap_or(u64::MAX).max(1);
         let previous = self.latency.load(Ordering::Relaxed);

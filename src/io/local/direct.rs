@@ -1,9 +1,9 @@
-//! Direct reads of local files that are not in the page cache. `unsafe` is allowed in this file: the
-//! kernel writes to its memory.
+//! Direct reads of local files that are not in the page cache. `unsafe` is allowed in this file:
+//! the kernel writes to its memory.
 //!
-//! Several reads are under way at once, by io_uring if the kernel allows it. Direct reads need aligned
-//! memory and positions. If memory is aligned like the file, block for block, they go straight into it.
-//! Other bytes, such as headers and the ends of tensors, go through a buffer.
+//! Several reads are under way at once, by io_uring if the kernel allows it. Direct reads need
+//! aligned memory and positions. If memory is aligned like the file, block for block, they go
+//! straight into it. Other bytes, such as headers and the ends of tensors, go through a buffer.
 #![allow(unsafe_code)]
 // A broken invariant ends the call by a panic that its boundary catches.
 #![allow(clippy::indexing_slicing)]
@@ -49,8 +49,8 @@ struct DirectReaderState {
 }
 
 impl DirectReader {
-    /// Opens the file of a source once more, for one of the readers that share the limit `in_flight`.
-    /// None if its file system has no direct reads.
+    /// Opens the file of a source once more, for one of the readers that share the limit
+    /// `in_flight`. None if its file system has no direct reads.
     pub fn open(source: &dyn ReadAt, in_flight: &Arc<InFlightLimit>) -> Option<Self> {
         let shared = source.file()?;
         let path = format!("/proc/self/fd/{}", shared.as_raw_fd());
@@ -93,8 +93,8 @@ impl DirectReader {
                     Some(at) => at.0,
                     None => memory[..planned.len].as_mut_ptr(),
                 };
-                // SAFETY: `planned.len` bytes are there, in our buffer or in memory of `into`, and no
-                // other code uses them now.
+                // SAFETY: `planned.len` bytes are there, in our buffer or in memory of `into`, and
+                // no other code uses them now.
                 let read = unsafe { read_to(&self.file, to, planned.len, planned.position) }?;
                 let got = planned.record(&memory[..planned.len.min(memory.len())], read, into);
                 filled += got;
@@ -179,8 +179,8 @@ impl InFlightReads<'_> {
             .build()
             .user_data(number as u64);
         // SAFETY: the block, a part of ours or of the buffers that are to be filled, is not touched
-        // before the read has ended, and stays as long as this value, which waits for all reads when
-        // it is dropped; the file outlives it too.
+        // before the read has ended, and stays as long as this value, which waits for all reads
+        // when it is dropped; the file outlives it too.
         unsafe { self.ring.submission().push(&read) }.map_err(io::Error::other)
     }
 
@@ -226,7 +226,8 @@ impl InFlightReads<'_> {
 
 impl Drop for InFlightReads<'_> {
     fn drop(&mut self) {
-        // Reads that were never submitted end with the ring, which is not used again after an error.
+        // Reads that were never submitted end with the ring, which is not used again after an
+        // error.
         while self.ended < self.submitted {
             match self.ring.submit_and_wait(1) {
                 Ok(submitted) => self.submitted += submitted,

@@ -40,8 +40,8 @@ impl PlannedRead {
         // The position of the offset within its block of the file.
         let phase = usize::from(u16::from_le_bytes([phase[0], phase[1]])) % DISK_BLOCK;
         let mut plan = ReadPlan { offset, phase, max_len, reads: Vec::new() };
-        // Positions relative to the offset: the start of the bytes that go through the buffer next, and
-        // the start of the range.
+        // Positions relative to the offset: the start of the bytes that go through the buffer next,
+        // and the start of the range.
         let (mut from, mut at) = (0, 0);
         for range in ranges {
             let len = range.iov_len.min(wanted - at);

@@ -11,15 +11,16 @@ use crate::error::{Error, Result};
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
 
-/// Bytes per read: enough for a disk to stream, and few enough that a chunk is still in the cache when
-/// it is hashed, and that an interrupt is noticed at once.
+/// Bytes per read: enough for a disk to stream, and few enough that a chunk is still in the cache
+/// when it is hashed, and that an interrupt is noticed at once.
 const REQUEST_LEN: u64 = 8 << 20;
 /// Reading this many unwanted bytes costs less than another system call.
 const MERGE_GAP: u64 = 16 << 10;
 /// One reader per core at first: if the file is in the page cache, more are no faster.
 const MIN_READERS: usize = 2;
 const MAX_FIRST_READERS: usize = 16;
-/// The factor for readers that wait for a disk, up to a number that exceeds the needs of every disk.
+/// The factor for readers that wait for a disk, up to a number that exceeds the needs of every
+/// disk.
 const DISK_READERS_FACTOR: usize = 4;
 const MAX_DISK_READERS: usize = 32;
 
@@ -32,7 +33,8 @@ pub struct FileSource {
 
 /// The descriptor of a file.
 enum FileDescriptor {
-    /// A descriptor that stays open, and the path by which it was opened, if it was opened by a path.
+    /// A descriptor that stays open, and the path by which it was opened, if it was opened by a
+    /// path.
     Open(Arc<File>, Option<PathBuf>),
     /// A shard of a checkpoint, whose descriptor may be closed and opened again.
     Shard(Shard),

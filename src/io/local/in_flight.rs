@@ -51,7 +51,8 @@ impl InFlightLimit {
     }
 
     /// Counts one more read. If the maximum is reached, it waits if `wait` is true, else it returns
-    /// false. A reader may wait only while it has no reads under way itself: those of others then end.
+    /// false. A reader may wait only while it has no reads under way itself: those of others then
+    /// end.
     pub fn begin(&self, wait: bool) -> bool {
         let mut state = self.state();
         while state.under_way >= self.max_reads {

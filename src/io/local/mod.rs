@@ -1,5 +1,5 @@
-//! Files of this machine: reads through the page cache and direct reads, pipes, and files that appear
-//! complete under their name.
+//! Files of this machine: reads through the page cache and direct reads, pipes, and files that
+//! appear complete under their name.
 
 mod copy_metadata;
 mod direct;

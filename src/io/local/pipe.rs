@@ -7,7 +7,8 @@ use crate::cancel::{Cancel, POLL};
 use crate::io::Stream;
 use crate::mem::Buffers;
 
-/// A pipe, a socket or a terminal. A read of it may wait for ever, but ends when the call is cancelled.
+/// A pipe, a socket or a terminal. A read of it may wait for ever, but ends when the call is
+/// cancelled.
 pub struct Pipe(pub File);
 
 impl Stream for Pipe {

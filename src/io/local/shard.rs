@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::error::{Error, Result};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
-/// The divisor of the process's limit of descriptors that gives the number for shards, and the minimum
-/// number.
+/// The divisor of the process's limit of descriptors that gives the number for shards, and the
+/// minimum number.
 const LIMIT_DIVISOR: u64 = 4;
 const MIN_OPEN: u64 = 16;
 

@@ -16,8 +16,8 @@ use crate::mem::mapped;
 
 /// A local file.
 pub struct FileSink {
-    /// The unpublished file; None once it is published. This field is dropped before `file`, so that
-    /// the hidden name is removed under the lock of the file.
+    /// The unpublished file; None once it is published. This field is dropped before `file`, so
+    /// that the hidden name is removed under the lock of the file.
     unpublished: Option<TemporaryFile>,
     file: File,
     uri: String,
@@ -101,8 +101,8 @@ impl FileSink {
         Ok(FileSink { unpublished: None, file, uri, reserved: AtomicU64::new(0) })
     }
 
-    /// Ends the file at `len` bytes, syncs it, and then gives it a name by `publish`, whose result it
-    /// returns. None if the file is the caller's own.
+    /// Ends the file at `len` bytes, syncs it, and then gives it a name by `publish`, whose result
+    /// it returns. None if the file is the caller's own.
     fn finish_with<T>(
         &mut self,
         len: u64,
@@ -223,9 +223,9 @@ impl WriteAt for FileSink {
     }
 }
 
-/// Syncs the name of a file that is complete. A folder that cannot be synced is no failure. If the disk
-/// fails, the error says that the file is there. On a busy disk this may take long; the file stays if
-/// the call is interrupted.
+/// Syncs the name of a file that is complete. A folder that cannot be synced is no failure. If the
+/// disk fails, the error says that the file is there. On a busy disk this may take long; the file
+/// stays if the call is interrupted.
 fn sync_name(path: &Path, uri: &str, cancel: &dyn Cancel) -> Result<()> {
     let parent = parent(path).to_owned();
     let synced = run_detached(cancel, move || sync_folder(&parent))?;

@@ -24,7 +24,8 @@ pub(super) struct TemporaryFile {
 }
 
 impl TemporaryFile {
-    /// Begins a file in the target's folder. If `private` is true, only its owner can open it for now.
+    /// Begins a file in the target's folder. If `private` is true, only its owner can open it for
+    /// now.
     pub(super) fn create(
         target: PathBuf,
         hidden_names: TemporaryNames,
@@ -65,8 +66,8 @@ impl TemporaryFile {
         Ok(self.target.clone())
     }
 
-    /// Gives the file its name, if that is free. Otherwise gives it that of [`unclosed_name`], in place
-    /// of any file there. Returns true in the first case, and the name.
+    /// Gives the file its name, if that is free. Otherwise gives it that of [`unclosed_name`], in
+    /// place of any file there. Returns true in the first case, and the name.
     pub(super) fn publish_unclosed(mut self, file: &File) -> io::Result<(bool, PathBuf)> {
         let target = self.target.clone();
         match self.take_free_name(file, &target) {

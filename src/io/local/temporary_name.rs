@@ -18,8 +18,8 @@ const LOCKED_SUFFIX: &str = ".tmp";
 const UNLOCKED_SUFFIX: &str = ".unlocked";
 /// Maximum number of names that are tried.
 const MAX_ATTEMPTS: u32 = 100;
-/// Some mounts grant locks without asking the other machines, so a free lock there does not prove that
-/// the writer has ended. A writer counts as alive if it has written within this time.
+/// Some mounts grant locks without asking the other machines, so a free lock there does not prove
+/// that the writer has ended. A writer counts as alive if it has written within this time.
 const STALE_AFTER: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The hidden names that belong to a target.
@@ -132,8 +132,8 @@ impl TemporaryNames {
     }
 }
 
-/// Identifies a mount of this running system, on which all writers see each other's locks; None if that
-/// is not certain.
+/// Identifies a mount of this running system, on which all writers see each other's locks; None if
+/// that is not certain.
 fn mount_id(folder: &Path) -> Option<u32> {
     let boot = fs::read("/proc/sys/kernel/random/boot_id").ok()?;
     let mount = fs::metadata(folder).ok()?.dev();
@@ -143,7 +143,8 @@ fn mount_id(folder: &Path) -> Option<u32> {
     Some(hasher.finalize()).filter(|mount_id| *mount_id != 0)
 }
 
-/// Removes a file that no process writes. `is_same_mount`: it was made on this mount of this system.
+/// Removes a file that no process writes. `is_same_mount`: it was made on this mount of this
+/// system.
 fn remove_if_stale(path: &Path, is_same_mount: bool) -> io::Result<()> {
     // Writable, because some servers grant no lock otherwise; not through a link, and without
     // waiting for the other end of a pipe.

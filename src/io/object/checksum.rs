@@ -1,5 +1,5 @@
-//! Checksums by which servers detect damaged uploads: CRC-64/NVME, of which those of parts combine to that
-//! of the object, and CRC-32C.
+//! Checksums by which servers detect damaged uploads: CRC-64/NVME, of which those of parts combine
+//! to that of the object, and CRC-32C.
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use crc_fast::{CrcAlgorithm, checksum, checksum_combine};

@@ -220,8 +220,8 @@ impl RedisSource {
         Ok(values)
     }
 
-    /// The parts of values that hold some bytes of the file: key, first and last byte, and true if that
-    /// is all of the value. Stops after about as much as one batch should hold.
+    /// The parts of values that hold some bytes of the file: key, first and last byte, and true if
+    /// that is all of the value. Stops after about as much as one batch should hold.
     fn value_ranges(&self, start: u64, end: u64) -> Result<Vec<ValueRange<'_>>> {
         let mut pieces = Vec::new();
         let mut at = start;

@@ -14,8 +14,8 @@ use crate::environment::read_guarded;
 
 /// The protocols that servers may choose from, the best first.
 const PROTOCOLS: AlpnProtocols = &[b"h2", b"http/1.1"];
-/// Bytes that a server may send by HTTP/2 before it gets an acknowledgement, which is sent after half
-/// of them: 8 MiB in 50 ms fill a network of 1 Gbit/s.
+/// Bytes that a server may send by HTTP/2 before it gets an acknowledgement, which is sent after
+/// half of them: 8 MiB in 50 ms fill a network of 1 Gbit/s.
 pub const HTTP2_WINDOW: u32 = 16 << 20;
 /// Variables that name the proxy of `http://` and of `https://`: the first one that is set counts.
 const HTTP_PROXIES: [&str; 4] = ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"];
@@ -133,7 +133,8 @@ impl Client {
         self.http.request(method, url)
     }
 
-    /// Sends a request, and waits for the head of its response. `sent` counts the bytes of its body.
+    /// Sends a request, and waits for the head of its response. `sent` counts the bytes of its
+    /// body.
     pub async fn send(
         &self,
         request: Request,

@@ -1,8 +1,8 @@
 //! Event loops and the connections that live on them.
 //!
-//! Each thread that talks to a server drives its own event loop, so that bytes do not change threads
-//! between the socket and the caller's memory. A pool hands event loops from thread to thread with
-//! their open connections. A forked child does not use those of its parent.
+//! Each thread that talks to a server drives its own event loop, so that bytes do not change
+//! threads between the socket and the caller's memory. A pool hands event loops from thread to
+//! thread with their open connections. A forked child does not use those of its parent.
 
 use std::future::Future;
 use std::io;
@@ -62,8 +62,8 @@ impl Drop for EventLoop {
     }
 }
 
-/// An event loop, and the client whose connections live on it. A forked child neither uses nor closes
-/// it: its sockets are registered with a poller that is the parent's too.
+/// An event loop, and the client whose connections live on it. A forked child neither uses nor
+/// closes it: its sockets are registered with a poller that is the parent's too.
 pub struct PooledConnection<C>(DropInOwner<(EventLoop, C)>);
 
 impl<C> PooledConnection<C> {
@@ -137,7 +137,8 @@ pub async fn with_guarded_polls<T>(work: impl Future<Output = T>) -> T {
     std::future::poll_fn(|context| read_guarded(|| work.as_mut().poll(context))).await
 }
 
-/// Runs work that may ask servers, such as finding credentials, before the object `display_address` is opened.
+/// Runs work that may ask servers, such as finding credentials, before the object `display_address`
+/// is opened.
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub fn run_once<T>(
     display_address: &str,

@@ -16,8 +16,8 @@ pub struct TransportOptions {
     pub headers: Vec<(String, String)>,
     /// The trusted certificates.
     pub trust: Trust,
-    /// The trusted certificates of services that issue credentials: never those of the call, which are for
-    /// the server of the files.
+    /// The trusted certificates of services that issue credentials: never those of the call, which
+    /// are for the server of the files.
     pub credential_trust: Trust,
     /// The settings that name certificates, for messages.
     pub trust_settings: &'static str,

@@ -1,5 +1,5 @@
-//! Redirects: followed with the headers of the request to the same host, without them elsewhere, and
-//! never from `https://` to `http://`.
+//! Redirects: followed with the headers of the request to the same host, without them elsewhere,
+//! and never from `https://` to `http://`.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -105,8 +105,8 @@ impl RequestTarget {
     }
 }
 
-/// Sends a request, and follows redirects except those for which `is_answer` is true. Returns the last
-/// location, too.
+/// Sends a request, and follows redirects except those for which `is_answer` is true. Returns the
+/// last location, too.
 pub async fn follow(
     client: &Client,
     method: Method,

@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
-/// The first pause. Each further one is twice as long, up to [`LONGEST_PAUSE`], less a random part of
-/// at most a half.
+/// The first pause. Each further one is twice as long, up to [`LONGEST_PAUSE`], less a random part
+/// of at most a half.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// Each time that this many bytes have moved, a request gets another second, so that slow transfers
@@ -26,8 +26,8 @@ const BYTES_A_SECOND: u64 = 64 << 10;
 pub struct Failure {
     pub error: io::Error,
     transient: bool,
-    /// A new signature may help, once: credentials or a signed URL have expired, or the bucket is in
-    /// another region.
+    /// A new signature may help, once: credentials or a signed URL have expired, or the bucket is
+    /// in another region.
     renewable: bool,
     /// The pause that the server asked for.
     retry_after: Option<Duration>,
@@ -125,7 +125,8 @@ pub struct RetryBudget<'o> {
 }
 
 impl<'o> RetryBudget<'o> {
-    /// A budget that begins now. Errors say that `action` (a gerund) of `display_address` (an address) failed.
+    /// A budget that begins now. Errors say that `action` (a gerund) of `display_address` (an
+    /// address) failed.
     pub fn new(
         action: &'static str,
         display_address: &'o str,
@@ -255,7 +256,8 @@ pub fn run<T>(
 fn backoff(failed: u32) -> Duration {
     use std::hash::{BuildHasher as _, RandomState};
     let longest = FIRST_PAUSE.saturating_mul(1 << (failed - 1).min(10)).min(LONGEST_PAUSE);
-    // Keeps many clients from retrying at once: the hasher of the standard library is seeded randomly.
+    // Keeps many clients from retrying at once: the hasher of the standard library is seeded
+    // randomly.
     let random = RandomState::new().hash_one(failed) % 1000;
     longest.mul_f64(0.5 + f64::from(u32::try_from(random).unwrap_or(0)) / 2000.0)
 }

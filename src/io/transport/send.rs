@@ -125,8 +125,8 @@ impl From<reqwest::Error> for Failure {
     }
 }
 
-/// The failure of a request without a response; `hint` says what helps if the server's certificate is
-/// not trusted.
+/// The failure of a request without a response; `hint` says what helps if the server's certificate
+/// is not trusted.
 pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
     // Joins the texts of all causes. The outermost says little, and contains the whole URL.
     let error = error.without_url();

@@ -1,5 +1,5 @@
-//! A simulated cloud for tests: credentials that expire, and a server on loopback that refuses them then.
-//! See `src/sys/clock.rs`.
+//! A simulated cloud for tests: credentials that expire, and a server on loopback that refuses them
+//! then. See `src/sys/clock.rs`.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};

@@ -1,5 +1,5 @@
-//! TLS configurations, cached per process: certificates are parsed once, and all connections to a server
-//! resume its sessions, which saves half of a handshake.
+//! TLS configurations, cached per process: certificates are parsed once, and all connections to a
+//! server resume its sessions, which saves half of a handshake.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -31,8 +31,8 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Returns the configuration of this process; certificates that have changed on the disk are read
-    /// again. The error says what is wrong with them.
+    /// Returns the configuration of this process; certificates that have changed on the disk are
+    /// read again. The error says what is wrong with them.
     pub fn new(trust: &Trust, protocols: AlpnProtocols) -> Result<Self, String> {
         let trust = trust.resolved();
         let stamps = stamps(&trust)?;

@@ -127,7 +127,8 @@ fn certificates_in(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The message of a connection whose server is not trusted; None for other failures of a connection.
+/// The message of a connection whose server is not trusted; None for other failures of a
+/// connection.
 pub fn untrusted_message(text: &str, hint: &str) -> Option<String> {
     let lower = text.to_lowercase();
     let of_certificate = lower.contains("certificate") || lower.contains("invalid peer");

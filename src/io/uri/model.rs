@@ -34,8 +34,8 @@ pub fn open_path(path: &Path) -> Result<Arc<dyn ReadAt>> {
     Ok(Arc::new(FileSource::from_path(&found, file)?))
 }
 
-/// Opens an open file. Returns the position of its first byte, too: `base` in a regular file, and the
-/// present position of a pipe, which can only be read front to back.
+/// Opens an open file. Returns the position of its first byte, too: `base` in a regular file, and
+/// the present position of a pipe, which can only be read front to back.
 pub fn open_file(file: File, uri: String, base: u64) -> Result<(Arc<dyn ReadAt>, u64)> {
     if is_pipe(&file, &uri)? {
         return Ok((Arc::new(StreamSource::new(Pipe(file), uri)), 0));
@@ -49,7 +49,8 @@ fn is_pipe(file: &File, uri: &str) -> Result<bool> {
     Ok(kind.is_fifo() || kind.is_socket() || kind.is_char_device())
 }
 
-/// Files of folders that `torch.distributed.checkpoint` has saved, by this package's writer and by torch's.
+/// Files of folders that `torch.distributed.checkpoint` has saved, by this package's writer and by
+/// torch's.
 const CHECKPOINTS: [&str; 2] = ["checkpoint.json", ".metadata"];
 
 /// The file that is opened for a folder.
@@ -125,7 +126,8 @@ pub fn open_model(
     }))
 }
 
-/// True for the error of a missing file. A server that may not list a folder refuses access instead.
+/// True for the error of a missing file. A server that may not list a folder refuses access
+/// instead.
 fn is_missing(error: &Error) -> bool {
     let missing = [ErrorKind::NotFound, ErrorKind::PermissionDenied];
     matches!(error, Error::Io { error, .. } if missing.contains(&error.kind()))

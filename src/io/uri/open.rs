@@ -21,7 +21,8 @@ use crate::io::object::s3;
 use crate::io::redis;
 use crate::io::{OpenOptions, ReadAt, WriteAt};
 
-/// Opens an address or a local path for reading, without a request if the head of its file is cached.
+/// Opens an address or a local path for reading, without a request if the head of its file is
+/// cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     // Both options apply to servers only.
     let _ = (options, cancel);

@@ -1,5 +1,6 @@
-//! A fake device in host memory, for tests. It delays copies, changes their order among streams, and
-//! fails as [`InjectedFaults`] say. `unsafe` is allowed in this file: it copies through raw pointers.
+//! A fake device in host memory, for tests. It delays copies, changes their order among streams,
+//! and fails as [`InjectedFaults`] say. `unsafe` is allowed in this file: it copies through raw
+//! pointers.
 //!
 //! A copy is not carried out when it is begun, but some time later, while events are queried or
 //! other copies begun. So a buffer that was reused too early shows as wrong bytes. A random

@@ -1,4 +1,5 @@
-//! A range of a device's memory. `unsafe` is allowed in this file: it handles addresses of a device.
+//! A range of a device's memory. `unsafe` is allowed in this file: it handles addresses of a
+//! device.
 #![allow(unsafe_code)]
 
 use std::io;

@@ -1,5 +1,5 @@
-//! The memory of a pool: its buffers, the slabs that they are parts of, and the queue for them. `unsafe`
-//! is allowed in this file: devices copy to and from this memory.
+//! The memory of a pool: its buffers, the slabs that they are parts of, and the queue for them.
+//! `unsafe` is allowed in this file: devices copy to and from this memory.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -124,7 +124,8 @@ pub struct StagingBuffer {
 
 // SAFETY: a buffer is the only way to its bytes, and they stay as long as the slab does.
 unsafe impl Send for StagingBuffer {}
-// SAFETY: through a shared buffer its bytes are only read (`StagingLease::bytes`, `DownloadedBytes`).
+// SAFETY: through a shared buffer its bytes are only read (`StagingLease::bytes`,
+// `DownloadedBytes`).
 unsafe impl Sync for StagingBuffer {}
 
 /// Memory that is allocated and pinned at once. Its addresses are unmapped in a forked process,
@@ -219,8 +220,8 @@ impl PoolState {
         outcome
     }
 
-    /// Takes buffers back like [`PoolState::reap`], if the copies in flight are of this device. Enters
-    /// the device first if there are several queries.
+    /// Takes buffers back like [`PoolState::reap`], if the copies in flight are of this device.
+    /// Enters the device first if there are several queries.
     pub fn reap_on(&mut self, device: &Arc<dyn Device>) -> Result<()> {
         let _entered = if self.in_flight.len() > 1 { Some(device.enter()?) } else { None };
         self.reap()

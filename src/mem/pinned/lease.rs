@@ -1,5 +1,5 @@
-//! Leases of staging buffers to one reader or writer. `unsafe` is allowed in this file: devices copy to
-//! and from this memory.
+//! Leases of staging buffers to one reader or writer. `unsafe` is allowed in this file: devices
+//! copy to and from this memory.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -134,8 +134,8 @@ impl<'p> StagingLease<'p> {
         unsafe { stream.download(to, from, len) }
     }
 
-    /// Marks the end of this lease's copies, so that [`StagingLease::wait`] waits for no later copies of
-    /// the stream. Returns the event at their end; None if there are no copies.
+    /// Marks the end of this lease's copies, so that [`StagingLease::wait`] waits for no later
+    /// copies of the stream. Returns the event at their end; None if there are no copies.
     pub fn record_end(&mut self) -> Result<Option<Arc<dyn Event>>> {
         if let Some(stream) = &self.stream {
             self.event = Some(stream.record()?);
@@ -185,8 +185,9 @@ pub struct DownloadedBytes<'p> {
 impl AsRef<[u8]> for DownloadedBytes<'_> {
     fn as_ref(&self) -> &[u8] {
         let Some(buffer) = self.buffers.first() else { return &[] };
-        // SAFETY: initialised bytes of the buffer's own, no more than it has (`StagingLease::into_downloaded`);
-        // this value has the buffer, and offers no way to write to them.
+        // SAFETY: initialised bytes of the buffer's own, no more than it has
+        // (`StagingLease::into_downloaded`); this value has the buffer, and offers no way to write
+        // to them.
         unsafe { std::slice::from_raw_parts(buffer.start.as_ptr(), self.len) }
     }
 }

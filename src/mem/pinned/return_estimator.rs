@@ -7,7 +7,8 @@ use crate::sys::sync::Instant;
 /// The shortest sleep of a thread that waits for copies.
 pub const MIN_SLEEP: Duration = Duration::from_micros(20);
 /// The longest sleep of a thread that waits for copies. Longer sleeps would gain nothing, and delay
-/// the discovery that a bus has become faster. In a model, only sleeps of at most `MIN_SLEEP` time out.
+/// the discovery that a bus has become faster. In a model, only sleeps of at most `MIN_SLEEP` time
+/// out.
 const MAX_SLEEP: Duration =
     if cfg!(all(test, feature = "models")) { MIN_SLEEP } else { Duration::from_millis(10) };
 

@@ -18,8 +18,8 @@ pub struct ShareReservation {
 }
 
 impl Share {
-    /// Creates a share of at most `max_buffers` buffers. A single request for more is granted while the
-    /// call holds none.
+    /// Creates a share of at most `max_buffers` buffers. A single request for more is granted while
+    /// the call holds none.
     pub fn new(max_buffers: usize) -> Arc<Self> {
         Arc::new(Share { max_buffers, reserved: AtomicUsize::new(0) })
     }

@@ -1,7 +1,7 @@
 //! Shuttle's locks and threads, with a clock that advances only while a thread waits.
 //!
-//! `cargo test --features models --lib models::` runs all models, each for `MODEL_SECONDS` and from the
-//! seed `MODEL_SEED`. `MODEL_SCHEDULE` runs the schedule again that a failure has printed.
+//! `cargo test --features models --lib models::` runs all models, each for `MODEL_SECONDS` and from
+//! the seed `MODEL_SEED`. `MODEL_SCHEDULE` runs the schedule again that a failure has printed.
 #![allow(clippy::unwrap_used)]
 
 use std::cell::Cell;
@@ -17,8 +17,8 @@ use shuttle::{Config, Runner};
 /// The rules of a model.
 #[derive(Debug, Clone, Copy)]
 pub struct ModelRules {
-    /// Waits up to this long may time out. Longer ones never do: a thread that is not woken waits for
-    /// ever.
+    /// Waits up to this long may time out. Longer ones never do: a thread that is not woken waits
+    /// for ever.
     pub longest_timeout: Duration,
     /// True if the system may refuse to start threads.
     pub spawn_may_fail: bool,

@@ -1,6 +1,6 @@
-//! `blind SECONDS SEED CORPUS [TARGET…]`: tries inputs of each target without a nightly Rust. Prints
-//! a line of how many each has tried; an input that panics is written beside the corpus, a folder for
-//! each target.
+//! `blind SECONDS SEED CORPUS [TARGET…]`: tries inputs of each target without a nightly Rust.
+//! Prints a line of how many each has tried; an input that panics is written beside the corpus, a
+//! folder for each target.
 
 use tensorizer_fuzz::chance::run;
 use tensorizer_fuzz::targets::{ALL, Target};

@@ -11,8 +11,8 @@ use crate::error::Result;
 use crate::io::OpenOptions;
 use crate::io::object::upload::{UploadProtocol, UploadSink};
 
-/// Creates an object or a blob. Finds the server and the credentials; nothing is sent before a part is
-/// complete.
+/// Creates an object or a blob. Finds the server and the credentials; nothing is sent before a part
+/// is complete.
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
     let at = CloudObject::new(uri, options.transport.clone(), cancel)?;
     let object: Arc<dyn UploadProtocol> = match at.cloud {

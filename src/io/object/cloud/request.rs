@@ -114,7 +114,8 @@ pub struct CloudResponse {
 }
 
 impl CloudResponse {
-    /// The text of an XML element without children, in a document of known form. None if it has entities.
+    /// The text of an XML element without children, in a document of known form. None if it has
+    /// entities.
     pub fn element(&self, name: &str) -> Option<&str> {
         let (_, rest) = self.text.split_once(&format!("<{name}>"))?;
         let (found, _) = rest.split_once(&format!("</{name}>"))?;

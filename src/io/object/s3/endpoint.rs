@@ -20,8 +20,8 @@ pub const DEFAULT_WRITE_ENDPOINT: &str = "object.ord1.coreweave.com";
 /// Hosts whose buckets are part of the host's name, as at AWS.
 const VIRTUAL_HOSTS: [&str; 2] = ["cwobject.com", "cwlota.com"];
 
-/// The endpoint to use, from the first of these that states one: the call or `.s3cfg` (`explicit`), AWS's
-/// variables, AWS's profile, `program_default`, `TENSORIZER_S3_ENDPOINT`.
+/// The endpoint to use, from the first of these that states one: the call or `.s3cfg` (`explicit`),
+/// AWS's variables, AWS's profile, `program_default`, `TENSORIZER_S3_ENDPOINT`.
 pub fn named(
     explicit: Option<String>,
     program_default: Option<String>,
@@ -68,8 +68,8 @@ pub enum Server {
 }
 
 impl Server {
-    /// An endpoint. `http_allowed` is true if a plain `http://` in the address is accepted, as it is in
-    /// settings.
+    /// An endpoint. `http_allowed` is true if a plain `http://` in the address is accepted, as it
+    /// is in settings.
     pub fn endpoint(address: &str, force_http: bool, http_allowed: bool) -> Result<Self> {
         let url = endpoint_url(address, force_http, http_allowed)?;
         let host = url.host_str().unwrap_or("").to_ascii_lowercase();

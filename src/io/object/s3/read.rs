@@ -208,8 +208,8 @@ mod tests {
     use crate::io::{S3Options, read_exact_at};
     use crate::mem::Buffers;
 
-    /// Credentials of an hour and of a quarter, from a service that is away for a part of the time in
-    /// which they are renewed.
+    /// Credentials of an hour and of a quarter, from a service that is away for a part of the time
+    /// in which they are renewed.
     #[test]
     fn a_day_of_reading_is_never_refused() {
         for (hold, away, step, expected_issued) in [(3600, 180, 60, 25..30), (900, 40, 40, 96..112)]

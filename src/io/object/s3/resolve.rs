@@ -1,6 +1,6 @@
-//! The server, the region and the credentials of a bucket. Credentials come from, in this order: the call's
-//! arguments, `~/.s3cfg` or another file of that kind, AWS's own chain. Without any, objects are read
-//! anonymously. [`super::endpoint`] has the rules for the server.
+//! The server, the region and the credentials of a bucket. Credentials come from, in this order:
+//! the call's arguments, `~/.s3cfg` or another file of that kind, AWS's own chain. Without any,
+//! objects are read anonymously. [`super::endpoint`] has the rules for the server.
 
 use std::ffi::OsStr;
 use std::io::{Error as IoError, ErrorKind};

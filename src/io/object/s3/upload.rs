@@ -25,7 +25,8 @@ use crate::io::object::upload::{
 };
 use crate::io::transport::{Failure, SdkClient, run_once, with_guarded_polls};
 
-/// Creates an object. Finds the server and the credentials; nothing is sent before a part is complete.
+/// Creates an object. Finds the server and the credentials; nothing is sent before a part is
+/// complete.
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
     UploadSink::new(Arc::new(S3Object::new(uri, options, cancel)?), &options.transport)
 }
@@ -323,8 +324,8 @@ fn sdk_part_number(number: u64) -> Result<i32> {
     i32::try_from(number).map_err(|_| Error::Bug(format!("a part with the number {number}")))
 }
 
-/// The checksums for further attempts of a request that was refused with one. First the same, because
-/// bytes that were damaged in transit are refused too; then none.
+/// The checksums for further attempts of a request that was refused with one. First the same,
+/// because bytes that were damaged in transit are refused too; then none.
 fn retry_checksums(checksum: &Option<String>) -> Vec<Option<String>> {
     if checksum.is_some() { vec![checksum.clone(), None] } else { Vec::new() }
 }

@@ -11,8 +11,9 @@ use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// Connections unless a setting says otherwise: 100 MB/s each fill a network of 12 Gbit/s.
 pub const DEFAULT_WRITERS: usize = 16;
-/// Parts in memory for each four that are being sent, unless the number of bytes is set. The further
-/// one allows for a part that is being filled, and one that waits for the header of its tensor.
+/// Parts in memory for each four that are being sent, unless the number of bytes is set. The
+/// further one allows for a part that is being filled, and one that waits for the header of its
+/// tensor.
 const PARTS_PER_FOUR_WRITERS: u64 = 5;
 /// Parts that an object of few parts may have in memory, however short it is.
 const FEW_PARTS: u64 = 4;
@@ -86,8 +87,8 @@ impl PartMemoryState {
         self.free.is_empty() && self.sending > 0 && more > limit
     }
 
-    /// Memory of a part that was sent, or an empty vector for memory that is counted from now on. None
-    /// if there is too little.
+    /// Memory of a part that was sent, or an empty vector for memory that is counted from now on.
+    /// None if there is too little.
     fn take(&mut self, len: usize, limit: u64) -> Option<Vec<u8>> {
         while let Some(free) = self.free.pop() {
             if free.len() == len {
@@ -133,9 +134,9 @@ impl PartMemory {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns memory for a part, with any content. While there is too little and parts are being sent,
-    /// it sends some or waits for memory. If no part is being sent, the memory is granted beyond the
-    /// limit: other parts can become complete only with this one.
+    /// Returns memory for a part, with any content. While there is too little and parts are being
+    /// sent, it sends some or waits for memory. If no part is being sent, the memory is granted
+    /// beyond the limit: other parts can become complete only with this one.
     pub fn take(&self, len: usize, send: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
         let limit = self.budget().limit(len as u64);
         let mut state = self.state();

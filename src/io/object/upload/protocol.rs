@@ -16,8 +16,8 @@ pub fn new_mark() -> Result<String> {
     Ok(random::<16>()?.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// The outcome of the last request of an upload that has failed: a success if the object is there, and only
-/// the response was lost.
+/// The outcome of the last request of an upload that has failed: a success if the object is there,
+/// and only the response was lost.
 pub fn confirm_if_present(error: Error, is_there: impl FnOnce() -> Result<bool>) -> Result<()> {
     if !matches!(error, Error::Io { .. }) {
         return Err(error);
@@ -55,8 +55,8 @@ pub trait UploadProtocol: Send + Sync {
         cancel: &dyn Cancel,
     ) -> Result<SentPart>;
 
-    /// Completes the object, of `len` bytes, from its parts in the order of their numbers. A completion
-    /// whose response was lost is recognised.
+    /// Completes the object, of `len` bytes, from its parts in the order of their numbers. A
+    /// completion whose response was lost is recognised.
     fn complete(
         &self,
         upload: &str,

@@ -28,8 +28,8 @@ impl<C: Clone> UploadRequests<C> {
         Ok(UploadRequests { display_address, options, config, pool: ConnectionPool::default() })
     }
 
-    /// Repeats a request until it succeeds. `wrap` makes a `C` of a new client; `invalidate` is called
-    /// before a request is signed anew, with the time at which its credentials were used.
+    /// Repeats a request until it succeeds. `wrap` makes a `C` of a new client; `invalidate` is
+    /// called before a request is signed anew, with the time at which its credentials were used.
     pub fn send<T, F: Future<Output = Result<T, Failure>>>(
         &self,
         cancel: &dyn Cancel,

@@ -1,5 +1,5 @@
-//! The primary context of a CUDA device, which is the one that torch uses. `unsafe` is allowed in this
-//! file: it calls the driver.
+//! The primary context of a CUDA device, which is the one that torch uses. `unsafe` is allowed in
+//! this file: it calls the driver.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;

@@ -1,5 +1,5 @@
-//! The functions of the CUDA driver that are called here, with cudarc's types and constants. `unsafe` is
-//! allowed in this file: it calls the driver.
+//! The functions of the CUDA driver that are called here, with cudarc's types and constants.
+//! `unsafe` is allowed in this file: it calls the driver.
 //!
 //! The driver is opened at run time, so that the same library serves machines with and without one.
 //! It is opened only as `libcuda.so.1`, as torch does. cudarc's own loader is not used. It tries
@@ -134,7 +134,8 @@ impl CopyBatch {
         let (mut first, mut failed) = (0, 0);
         let count = to.len().min(from.len()).min(lens.len());
         let (to, from, lens) = (to.as_mut_ptr(), from.as_mut_ptr(), lens.as_mut_ptr());
-        // SAFETY: `count` elements of each list exist; one set of attributes, from the first copy on.
+        // SAFETY: `count` elements of each list exist; one set of attributes, from the first copy
+        // on.
         unsafe {
             match self {
                 CopyBatch::V2(call) => {

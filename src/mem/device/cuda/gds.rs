@@ -1,5 +1,5 @@
-//! GPUDirect Storage: files that the device reads itself, through cuFile. `unsafe` is allowed in this
-//! file: it calls cuFile.
+//! GPUDirect Storage: files that the device reads itself, through cuFile. `unsafe` is allowed in
+//! this file: it calls cuFile.
 //!
 //! The library is opened at run time, under the name that NVIDIA's packages and torch give it.
 #![allow(unsafe_code)]

@@ -1,5 +1,5 @@
-//! Shared libraries that are opened at run time. `unsafe` is allowed in this file: it calls `dlopen` and
-//! `dlsym`.
+//! Shared libraries that are opened at run time. `unsafe` is allowed in this file: it calls
+//! `dlopen` and `dlsym`.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_void};
