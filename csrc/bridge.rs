@@ -4,7 +4,7 @@
 // The code that the bridge expands to is not documented.
 #![allow(missing_docs, clippy::missing_safety_doc)]
 
-use crate::exchange::{exchange_lend, exchange_take};
+use crate::handles::{lend_to_handle, take_from_handle};
 use crate::operators::{
     op_describe, op_iterate, op_iterate_close, op_iterate_next, op_load, op_load_all,
     op_load_checked, op_load_into, op_names, op_save, reaches,
@@ -69,8 +69,8 @@ mod ffi {
         fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>)
         -> Result<()>;
 
-        fn exchange_lend(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()>;
-        fn exchange_take(handle: i64) -> Result<Box<LoadedTensors>>;
+        fn lend_to_handle(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()>;
+        fn take_from_handle(handle: i64) -> Result<Box<LoadedTensors>>;
     }
 
     #[cfg(feature = "tch")]

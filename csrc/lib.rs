@@ -6,9 +6,9 @@
 mod allocator;
 mod bridge;
 mod devices;
-pub mod exchange;
 pub mod fill;
 pub mod guard;
+pub mod handles;
 pub mod iterate;
 pub mod load;
 mod on_load;

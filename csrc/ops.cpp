@@ -273,7 +273,7 @@ void save_list_meta(std::string uri, Names names, std::vector<at::Tensor> tensor
 // Takes tensors from the Python classes. The core keeps them under a handle's number, so that
 // neither side ever holds the other's addresses.
 void lend(std::int64_t handle, std::vector<at::Tensor> tensors) {
-  checked([&] { exchange_lend(handle, std::make_unique<TensorList>(std::move(tensors))); });
+  checked([&] { lend_to_handle(handle, std::make_unique<TensorList>(std::move(tensors))); });
 }
 
 // Refuses tensors whose storage is too small. For Python, which copies some tensors itself.
@@ -287,7 +287,7 @@ void refuse_short(Names names, std::vector<at::Tensor> tensors) {
 }
 
 std::vector<at::Tensor> take(std::int64_t handle) {
-  auto loaded = checked([&] { return exchange_take(handle); });
+  auto loaded = checked([&] { return take_from_handle(handle); });
   return take_tensors(*loaded);
 }
 

@@ -9,7 +9,7 @@ use tensorizer::device::{DeviceIndex, find};
 use tensorizer::error::Result;
 use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::{Report, Stage, last_report, reports_since};
-use tensorizer_torch::exchange::{borrow, offer};
+use tensorizer_torch::handles::{borrow, offer};
 use tensorizer_torch::tensor::{LoadedTensors, all_on_devices};
 
 use crate::errors::CallResult;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tensorizer::codec::CompactHeader;
 use tensorizer::error::{Error, Result};
 use tensorizer::{ForkSafeMutex, TensorFile, matches_header, read_headers};
-use tensorizer_torch::exchange::LentTensors;
+use tensorizer_torch::handles::LentTensors;
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 use crate::signals;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 use tensorizer::Closer;
 use tensorizer::error::{Error, Result};
-use tensorizer_torch::exchange::offer;
+use tensorizer_torch::handles::offer;
 use tensorizer_torch::iterate::TorchTensors;
 
 use crate::errors::CallResult;

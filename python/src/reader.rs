@@ -13,8 +13,8 @@ use tensorizer::codec::CompactHeader;
 use tensorizer::error::Result;
 use tensorizer::format::catalog::{Entry, data_len};
 use tensorizer::{IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load, read_headers};
-use tensorizer_torch::exchange::{borrow, offer};
 use tensorizer_torch::fill::load_into_tensors;
+use tensorizer_torch::handles::{borrow, offer};
 use tensorizer_torch::iterate::TorchTensors;
 use tensorizer_torch::load::{LoadDestination, load_tensors};
 

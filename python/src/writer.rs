@@ -16,7 +16,7 @@ use tensorizer::format::tensors::header::Hashes;
 use tensorizer::io::WriteAt;
 use tensorizer::io::local::FileSink;
 use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor};
-use tensorizer_torch::exchange::{LentTensors, borrow};
+use tensorizer_torch::handles::{LentTensors, borrow};
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 use crate::crypt::Encryption;

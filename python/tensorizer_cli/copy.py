@@ -208,7 +208,7 @@ def _copy(
             metadata=source.metadata,
             clear_metadata=True,
             memory_limit=limit,
-            memory_kept=kept,
+            reserved_memory=kept,
         ) as writer,
         ProgressBar(source.total, options) as progress,
     ):

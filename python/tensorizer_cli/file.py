@@ -97,7 +97,7 @@ class BatchedFile(FileDescription):
         min_memory, kept = (min_memory, 0) if free < 0 else (0, beside + free // 2 if beside else 0)
         lens = self.data_lens.__getitem__
         most = self._file.reserve_memory(
-            _BATCH_BYTES, range(len(self)), lens, min_memory=min_memory, kept=kept
+            _BATCH_BYTES, range(len(self)), lens, min_memory=min_memory, reserved=kept
         )
         return most, kept
 

@@ -18,7 +18,7 @@ from scripted import Relay
 from servers import Nginx, Redis
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer._C import Reader, open as native_open
-from tensorizer.tensors.exchange import take
+from tensorizer.tensors.handles import take
 from test_shards import INDEX, TENSORS, write_shards
 
 #: First bytes of a file that tell its format.

@@ -4,8 +4,8 @@ import pytest
 import tensorizer
 import torch
 from tensorizer import Shard, TensorDeserializer
-from tensorizer.file import planned_parts, tensor_file
-from tensorizer.tensors import exchange
+from tensorizer.file import open_file, planned_parts, tensor_file
+from tensorizer.tensors import handles
 
 FEW, MANY = 3, 300
 
@@ -48,12 +48,12 @@ def calls(monkeypatch):
     """Return a list of the native calls that were made."""
     made = []
     monkeypatch.setattr(
-        tensor_file, "Reader", lambda *a, **kw: wrapped(tensorizer._C.Reader(*a, **kw), made)
+        open_file, "Reader", lambda *a, **kw: wrapped(tensorizer._C.Reader(*a, **kw), made)
     )
     for module, name in (
         (planned_parts, "indexed"),
         (planned_parts, "shards"),
-        (exchange, "_lend"),
+        (handles, "_lend"),
     ):
         function = getattr(module, name)
 

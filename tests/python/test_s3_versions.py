@@ -9,7 +9,7 @@ from native import open_reader
 from scripted import Relay
 from tensorizer import TensorDeserializer, TensorSerializer
 from tensorizer.stream_io import open_stream
-from tensorizer.tensors.exchange import take
+from tensorizer.tensors.handles import take
 
 ops = torch.ops.tensorizer
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from .._errors import FormatError
-from ..tensors.exchange import dtype_of
+from ..tensors.handles import dtype_of
 from . import chunk_coverage, grids
 
 #: The most chunks of all tensors together. It bounds the work for a small file that describes many.

@@ -22,7 +22,7 @@ from .._errors import FormatError
 from .._native import local_path
 from ..file.tensor_file import TensorFile
 from ..streams.open import open_stream
-from ..tensors.exchange import dtype_of
+from ..tensors.handles import dtype_of
 from .items import (
     DECODE_ERRORS,
     ItemDecoder,

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ..file.tensor_file import TensorFile, in_batches
-from ..tensors.exchange import dtype_of, is_fillable, refuse_short
+from ..tensors.handles import dtype_of, is_fillable, refuse_short
 
 #: Bytes loaded at a time where tensors are loaded first and then copied to their targets.
 _BATCH_BYTES = 256 << 20

@@ -19,7 +19,7 @@ from .._errors import FormatError
 from ..file.tensor_file import TensorFile
 from ..streams.addresses import is_there
 from ..streams.open import open_stream
-from ..tensors.exchange import dtype_of
+from ..tensors.handles import dtype_of
 from . import layout
 from .read_into_planner import read_tensors
 

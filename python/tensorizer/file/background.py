@@ -16,7 +16,7 @@ import torch
 from .. import _native
 from .._types import FileFormat, Hashes
 from ..tensors import devices, subclasses
-from ..tensors.exchange import copied, lend, refuse_short, take
+from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
 from .encryption import EncryptionParams
 from .file_writer import FileWriter

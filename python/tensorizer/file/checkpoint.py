@@ -22,7 +22,7 @@ from .._errors import FormatError
 from .._native import Reader
 from .._types import Name, Slice
 from ..tensors import devices
-from ..tensors.exchange import copied, take
+from ..tensors.handles import copied, take
 from .pickles import unpickled
 from .unpickled_tensors import named_tensors, shown
 

@@ -20,7 +20,7 @@ from ..group.tensor_requests import (
     TensorRequest,
     merge_requests,
 )
-from ..tensors.exchange import cast_dtype, dtype_of
+from ..tensors.handles import cast_dtype, dtype_of
 from ..tensors.sharding import Ranges
 from .selection import Selection
 from .shared_batches import FillTask, SharedBatches

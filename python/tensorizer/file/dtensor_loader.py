@@ -9,7 +9,7 @@ import torch
 
 from ..modules.state import TensorSlot
 from ..tensors import sharding
-from ..tensors.exchange import dtype_of, is_fillable
+from ..tensors.handles import dtype_of, is_fillable
 from ..tensors.sharding import Part
 from .arguments import resolve_device
 from .loaded_tensors import LoadedTensors

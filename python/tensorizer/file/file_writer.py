@@ -18,7 +18,7 @@ from ..streams.addresses import open_address
 from ..streams.atomic import AtomicRandom
 from ..streams.upload import UploadFile
 from ..tensors import sharding, subclasses
-from ..tensors.exchange import lend
+from ..tensors.handles import lend
 from . import opening
 from .arguments import checked_memory_limit
 from .encryption import EncryptionParams, native_encryption

@@ -10,7 +10,7 @@ import torch
 
 from .._types import FilterFuncType, Name
 from ..tensors import sharding
-from ..tensors.exchange import are_plain
+from ..tensors.handles import are_plain
 from ..tensors.sharding import Part, Shard
 from .arguments import DeviceOf, DeviceType, device_or_function, resolve_device
 from .planned_parts import PlannedParts

@@ -8,7 +8,7 @@ import torch
 
 from .._locks import ForkSafeLock
 from ..modules import state
-from ..tensors.exchange import cast_dtype, dtype_of
+from ..tensors.handles import cast_dtype, dtype_of
 from .tensor_file import TensorFile
 
 #: torch's function that makes parameters of plain tensors.

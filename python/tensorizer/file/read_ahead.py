@@ -9,7 +9,7 @@ import torch
 
 from .._errors import ClosedError
 from .._native import TensorIterator
-from ..tensors.exchange import copied, take
+from ..tensors.handles import copied, take
 from ..tensors.sharding import Part
 from .selection import Selection, joined
 from .tensor_file import TensorFile

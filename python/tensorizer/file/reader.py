@@ -15,7 +15,7 @@ from .._types import FilterFuncType, Name, TensorType, VerifyHash
 from ..modules import state
 from ..modules.wrappers import Submodules
 from ..tensors.arrays import opaque_array
-from ..tensors.exchange import lend, refuse_short
+from ..tensors.handles import lend, refuse_short
 from ..tensors.usage import convert_bytes
 from . import hints
 from .arguments import checked_verification, named_device, resolve_device

@@ -9,7 +9,7 @@ import torch
 
 from .._native import Reader
 from ..modules import state
-from ..tensors.exchange import (
+from ..tensors.handles import (
     are_plain,
     cast_dtype,
     copied,

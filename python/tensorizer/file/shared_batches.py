@@ -21,7 +21,7 @@ from ..group.exchange import (
 )
 from ..group.members import Members
 from ..group.tensor_requests import SharedRows
-from ..tensors.exchange import dtype_of
+from ..tensors.handles import dtype_of
 from ..tensors.sharding import Ranges
 from .selection import Selection
 from .tensor_file import TensorFile

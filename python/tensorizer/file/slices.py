@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .._types import Name
-from ..tensors.exchange import dtype_of
+from ..tensors.handles import dtype_of
 from ..tensors.sharding import Part
 from .planned_parts import PlannedParts
 from .tensor_file import TensorFile

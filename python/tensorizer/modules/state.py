@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .._types import Name, TensorType
 from ..tensors import sharding, subclasses
-from ..tensors.exchange import are_plain, is_fillable
+from ..tensors.handles import are_plain, is_fillable
 from .wrappers import Submodules, tensor_of
 
 #: The most tensors that a warning names.

@@ -15,7 +15,7 @@ from ..file.exit_hooks import close_at_exit
 from ..file.read_ahead import use_on_current_stream
 from ..file.tensor_file import TensorFile
 from ..tensors import devices
-from ..tensors.exchange import take
+from ..tensors.handles import take
 from .errors import SafetensorError, as_safetensor_errors
 from .prefetch_plan import PlannedTensor
 from .safetensors_file import SafetensorsFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _native  # noqa: F401  # the import of the native module defines the operators
-from ..tensors.exchange import dtype_of
+from ..tensors.handles import dtype_of
 from .dynamo import extend_dynamo
 from .import_hook import when_imported
 from .inductor import keep_order

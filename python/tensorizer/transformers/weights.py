@@ -15,7 +15,7 @@ from ..file.arguments import resolve_device
 from ..file.load_spec import LoadSpec
 from ..file.progress import ProgressReporter, ProgressType
 from ..file.tensor_file import TensorFile
-from ..tensors.exchange import dtype_of
+from ..tensors.handles import dtype_of
 from .folders import ModelFolder
 
 #: The beginnings of the names of weights, by the kind of folder.

@@ -1,4 +1,4 @@
-//! Exchange of tensors between the Python classes and torch, under a number that is used once. The
+//! Handles under which the Python classes and torch pass tensors to each other, each used once. The
 //! private operators `_lend` and `_take` are the other half.
 
 use std::collections::HashMap;
@@ -34,12 +34,12 @@ static LOADED: ForkSafeMutex<Option<HashMap<i64, LoadedTensors>>> = ForkSafeMute
 
 /// A number under which tensors are exchanged. Dropping it drops tensors that were not fetched, so
 /// that a call that fails half-way leaves no tensors in the table.
-pub struct ExchangeHandle(i64);
+pub struct TensorHandle(i64);
 
-impl ExchangeHandle {
+impl TensorHandle {
     /// Returns a handle with a new number.
     pub fn reserve() -> Self {
-        ExchangeHandle(NEXT.fetch_add(1, Ordering::Relaxed))
+        TensorHandle(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
     /// The number.
@@ -48,7 +48,7 @@ impl ExchangeHandle {
     }
 }
 
-impl Drop for ExchangeHandle {
+impl Drop for TensorHandle {
     fn drop(&mut self) {
         drop(remove(&LENT, self.0));
         drop(remove(&LOADED, self.0));
@@ -73,7 +73,7 @@ fn remove<T>(table: &ForkSafeMutex<Option<HashMap<i64, T>>>, number: i64) -> Res
 }
 
 /// Called by torch: keeps tensors under a handle's number until [`borrow`] fetches them.
-pub fn exchange_lend(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()> {
+pub fn lend_to_handle(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()> {
     guard(|| {
         put(&LENT, handle, LentTensors(tensors));
         Ok(())
@@ -81,18 +81,18 @@ pub fn exchange_lend(handle: i64, tensors: UniquePtr<TensorList>) -> Result<()> 
 }
 
 /// Called by the Python classes: returns the tensors that torch has lent.
-pub fn borrow(handle: &ExchangeHandle) -> Result<Arc<LentTensors>> {
+pub fn borrow(handle: &TensorHandle) -> Result<Arc<LentTensors>> {
     remove(&LENT, handle.0).map(Arc::new)
 }
 
 /// Called by the Python classes: keeps loaded tensors until torch takes them.
-pub fn offer(loaded: LoadedTensors) -> ExchangeHandle {
-    let handle = ExchangeHandle::reserve();
+pub fn offer(loaded: LoadedTensors) -> TensorHandle {
+    let handle = TensorHandle::reserve();
     put(&LOADED, handle.0, loaded);
     handle
 }
 
 /// Called by torch: returns the tensors that were loaded.
-pub fn exchange_take(handle: i64) -> Result<Box<LoadedTensors>> {
+pub fn take_from_handle(handle: i64) -> Result<Box<LoadedTensors>> {
     guard(|| remove(&LOADED, handle).map(Box::new))
 }
