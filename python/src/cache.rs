@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use tensorizer::error::{Error, Result};
 use tensorizer::io::cache::{Cache, CachedFile};
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::gil;
 
 /// The address of a file, its bytes, the bytes of it that are cached, and the time of its last
@@ -18,7 +18,7 @@ fn rows(
     py: Python<'_>,
     folder: Option<PathBuf>,
     found: fn(&Cache) -> Result<Vec<CachedFile>>,
-) -> CallResult<Vec<CacheRow>> {
+) -> Outcome<Vec<CacheRow>> {
     let found = gil::without(py, || {
         let cache = folder.map(Cache::at).transpose()?;
         let cache = cache.map_or_else(Cache::from_environment, |cache| Ok(Some(cache)))?;
@@ -39,13 +39,13 @@ fn rows(
 /// Lists the files of a cache: of that in a folder, or of the one that the environment names.
 #[pyfunction]
 #[pyo3(signature = (folder = None))]
-pub fn cache_entries(py: Python<'_>, folder: Option<PathBuf>) -> CallResult<Vec<CacheRow>> {
+pub fn cache_entries(py: Python<'_>, folder: Option<PathBuf>) -> Outcome<Vec<CacheRow>> {
     rows(py, folder, Cache::entries)
 }
 
 /// Removes files that no process is using, and returns them.
 #[pyfunction]
 #[pyo3(signature = (folder = None))]
-pub fn clear_cache(py: Python<'_>, folder: Option<PathBuf>) -> CallResult<Vec<CacheRow>> {
+pub fn clear_cache(py: Python<'_>, folder: Option<PathBuf>) -> Outcome<Vec<CacheRow>> {
     rows(py, folder, Cache::clear)
 }

@@ -8,7 +8,7 @@ use tensorizer::crypt::{self, DecryptionOptions, EncryptionOptions, Key, Secret}
 use tensorizer::error::{Error, Result};
 use tensorizer::format::tensors::crypt_info::KeyDerivation;
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::gil;
 use crate::signals;
 
@@ -37,14 +37,14 @@ impl Encryption {
         bytes: &[u8],
         manifest: bool,
         derivation: Option<(u64, u64, [u8; 16])>,
-    ) -> CallResult<Self> {
+    ) -> Outcome<Self> {
         let derivation =
             derivation.map(|(opslimit, memlimit, salt)| KeyDerivation { opslimit, memlimit, salt });
         Ok(Self::new(key(bytes)?, derivation, manifest))
     }
 
     #[staticmethod]
-    fn random(manifest: bool) -> CallResult<Self> {
+    fn random(manifest: bool) -> Outcome<Self> {
         let bytes = zeroize::Zeroizing::new(crypt::random::<32>()?);
         Ok(Self::new(key(&*bytes)?, None, manifest))
     }
@@ -59,7 +59,7 @@ impl Encryption {
         memlimit: u64,
         salt: Option<[u8; 16]>,
         manifest: bool,
-    ) -> CallResult<Self> {
+    ) -> Outcome<Self> {
         let salt = salt.map_or_else(crypt::random, Ok)?;
         let derivation = KeyDerivation { opslimit, memlimit, salt };
         let derived =
@@ -114,7 +114,7 @@ impl Decryption {
         require_manifest: bool,
         max_opslimit: Option<u64>,
         max_memlimit: Option<u64>,
-    ) -> CallResult<Self> {
+    ) -> Outcome<Self> {
         let secret = match (key, source) {
             (Some(key), None) => Secret::Key(self::key(key)?),
             (None, Some(source)) => Secret::Passphrase(source.to_vec().into()),

@@ -12,7 +12,7 @@ use tensorizer::stats::{Report, Stage, last_report, reports_since};
 use tensorizer_torch::handles::{borrow, offer};
 use tensorizer_torch::tensor::{LoadedTensors, all_on_devices};
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::gil;
 use crate::handle::Handle;
 use crate::signals;
@@ -25,17 +25,17 @@ pub fn uses_staging_memory(device: DeviceIndex) -> bool {
 
 /// Returns the report of the last load or save that has succeeded; None before the first.
 #[pyfunction]
-pub fn stats(py: Python<'_>) -> CallResult<Option<Bound<'_, PyDict>>> {
+pub fn stats(py: Python<'_>) -> Outcome<Option<Bound<'_, PyDict>>> {
     last_report().map(|report| report_dict(py, report)).transpose()
 }
 
 /// Returns the reports of the calls after the one with this number.
 #[pyfunction]
-pub fn stats_since(py: Python<'_>, call: u64) -> CallResult<Vec<Bound<'_, PyDict>>> {
+pub fn stats_since(py: Python<'_>, call: u64) -> Outcome<Vec<Bound<'_, PyDict>>> {
     reports_since(call).into_iter().map(|report| report_dict(py, report)).collect()
 }
 
-fn report_dict(py: Python<'_>, report: Report) -> CallResult<Bound<'_, PyDict>> {
+fn report_dict(py: Python<'_>, report: Report) -> Outcome<Bound<'_, PyDict>> {
     let Report {
         call,
         ended,
@@ -89,7 +89,7 @@ pub fn set_pinned_limit(bytes: u64) {
 /// Copies lent tensors from devices into host memory. Returns the handle with which `_take` fetches
 /// the copies.
 #[pyfunction]
-pub fn snapshot(py: Python<'_>, handle: &Handle) -> CallResult<Handle> {
+pub fn snapshot(py: Python<'_>, handle: &Handle) -> Outcome<Handle> {
     Ok(gil::without(py, || -> Result<_> {
         let lent = borrow(&handle.0)?;
         let tensors = lent.list()?;
@@ -100,6 +100,6 @@ pub fn snapshot(py: Python<'_>, handle: &Handle) -> CallResult<Handle> {
 
 /// Frees staging memory that is not in use, and returns its number of bytes.
 #[pyfunction]
-pub fn release_pinned(py: Python<'_>) -> CallResult<usize> {
+pub fn release_pinned(py: Python<'_>) -> Outcome<usize> {
     Ok(gil::without(py, || Ok(Pool::all().into_iter().map(Pool::release).sum()))?)
 }

@@ -10,7 +10,7 @@ use tensorizer::error::Error;
 use tensorizer::io::uri::path_hint;
 
 /// The result of a method. An error of the core becomes its Python exception on the way out.
-pub type CallResult<T> = std::result::Result<T, Raised>;
+pub type Outcome<T> = std::result::Result<T, Raised>;
 
 /// An exception on its way to Python.
 pub struct Raised(PyErr);

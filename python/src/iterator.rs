@@ -8,7 +8,7 @@ use tensorizer::error::{Error, Result};
 use tensorizer_torch::handles::offer;
 use tensorizer_torch::iterate::TorchTensors;
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::gil;
 use crate::handle::Handle;
 use crate::watch::LoadState;
@@ -66,7 +66,7 @@ impl TensorIterator {
     /// Waits for the next tensors: one, or several small ones. Several count as taken only when
     /// this is called again. Returns the handle with which `_take` fetches them, and their numbers;
     /// None at the end.
-    fn next(&self, py: Python<'_>) -> CallResult<Option<(Handle, Vec<usize>)>> {
+    fn next(&self, py: Python<'_>) -> Outcome<Option<(Handle, Vec<usize>)>> {
         self.closer.check_process()?;
         let next = gil::without(py, || self.take_next())?;
         if next.is_none() {
@@ -76,7 +76,7 @@ impl TensorIterator {
     }
 
     /// Ends the load, and waits for its reads and copies. Closing again does nothing.
-    fn close(&self, py: Python<'_>) -> CallResult<()> {
+    fn close(&self, py: Python<'_>) -> Outcome<()> {
         if self.closer.check_process().is_err() {
             return Ok(());
         }

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use tensorizer::MemoryLimit;
 use tensorizer::memory_limit::SaveNeeds;
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 
 /// Divides a limit between tensors in memory and the readers that load them. `largest`: bytes of
 /// the largest tensor; `reader`: minimum bytes for the readers; `reserved`: bytes that are reserved
@@ -19,7 +19,7 @@ pub fn split_tensor_memory(
     largest: u64,
     reader: u64,
     reserved: u64,
-) -> CallResult<(u64, u64)> {
+) -> Outcome<(u64, u64)> {
     let limit = MemoryLimit::of(limit).reserving(reserved).or_environment()?;
     let (tensors, rest) = limit.tensors(wanted, largest, reader)?;
     Ok((tensors, rest.reserved()))
@@ -38,7 +38,7 @@ pub fn split_group_memory(
     others: u64,
     min_batch: u64,
     reader: u64,
-) -> CallResult<(u64, u64, u64)> {
+) -> Outcome<(u64, u64, u64)> {
     let shares = MemoryLimit::of(limit)
         .or_environment()?
         .group(max_batch, reads, others, min_batch, reader)?;
@@ -47,7 +47,7 @@ pub fn split_group_memory(
 
 /// Returns the bytes of a limit, or of that of the environment; None for no limit.
 #[pyfunction]
-pub fn effective_memory_limit(limit: Option<u64>) -> CallResult<Option<u64>> {
+pub fn effective_memory_limit(limit: Option<u64>) -> Outcome<Option<u64>> {
     Ok(MemoryLimit::of(limit).or_environment()?.bytes())
 }
 

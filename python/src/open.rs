@@ -17,7 +17,7 @@ use tensorizer::io::uri::{self, Address};
 use tensorizer::io::{MemorySource, OpenOptions, ReadAt, S3Cfg, S3Options, StreamSource};
 
 use crate::cached_heads::{HeadFromPython, from_python};
-use crate::errors::{CallResult, Raised};
+use crate::errors::{Outcome, Raised};
 use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::signals;
@@ -62,7 +62,7 @@ impl<'py> CallOptions<'py> {
     }
 
     /// Returns the options of the environment, overridden by those of the call.
-    fn resolved(&self) -> CallResult<OpenOptions> {
+    fn resolved(&self) -> Outcome<OpenOptions> {
         let mut found = OpenOptions::from_environment().map_err(Raised::from)?;
         found.s3 = self.s3()?;
         found.cached_heads =
@@ -88,7 +88,7 @@ pub fn open(
     py: Python<'_>,
     file: &Bound<'_, PyAny>,
     options: Option<Bound<'_, PyDict>>,
-) -> CallResult<Source> {
+) -> Outcome<Source> {
     let options = CallOptions(options);
     let uri = options.get::<String>("uri")?;
     let uri = || uri.clone().unwrap_or_else(|| "<file>".to_owned());
@@ -168,14 +168,14 @@ pub fn create(
     py: Python<'_>,
     address: String,
     options: Option<Bound<'_, PyDict>>,
-) -> CallResult<Sink> {
+) -> Outcome<Sink> {
     let options = CallOptions(options).resolved()?;
     Ok(Sink::new(gil::without(py, || uri::create_object(&address, &options, &signals))?))
 }
 
 /// Returns the path that a string names, or None for the address of a server.
 #[pyfunction]
-pub fn local_path(uri: OsString) -> CallResult<Option<OsString>> {
+pub fn local_path(uri: OsString) -> Outcome<Option<OsString>> {
     Ok(match uri::parse(&uri).map_err(Raised::from)? {
         Address::Path(path) => Some(path.into_os_string()),
         Address::Server(_) => None,
@@ -193,7 +193,7 @@ pub fn model_files() -> (Vec<&'static str>, Vec<&'static str>) {
 /// Returns the scheme of a server's address, and whether objects can be written there; None for a
 /// path.
 #[pyfunction]
-pub fn scheme(uri: OsString) -> CallResult<Option<(&'static str, bool)>> {
+pub fn scheme(uri: OsString) -> Outcome<Option<(&'static str, bool)>> {
     Ok(match uri::parse(&uri).map_err(Raised::from)? {
         Address::Path(_) => None,
         Address::Server(scheme) => Some((scheme.name, scheme.is_writable())),

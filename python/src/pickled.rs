@@ -5,7 +5,7 @@ use tensorizer::error::Error;
 use tensorizer::format::dtype::DType;
 use tensorizer::{PickledTensor, TensorFile};
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::names::name_from_python;
 
 /// A tensor of a pickle, as `Reader::tensors` takes it.
@@ -16,7 +16,7 @@ pub fn pickled(
     file: &TensorFile,
     py: Python<'_>,
     tensors: Vec<PickledTuple<'_>>,
-) -> CallResult<TensorFile> {
+) -> Outcome<TensorFile> {
     let uri = file.uri();
     let tensors = tensors.into_iter().map(|(name, dtype, shape, storage, strided)| {
         let name = name_from_python(&name).map_err(|error| {
@@ -30,5 +30,5 @@ pub fn pickled(
         })?;
         Ok(PickledTensor { name, dtype, shape: shape.into(), storage, strided })
     });
-    Ok(file.pickled(tensors.collect::<CallResult<_>>()?)?)
+    Ok(file.pickled(tensors.collect::<Outcome<_>>()?)?)
 }

@@ -20,7 +20,7 @@ use tensorizer_torch::load::{LoadDestination, load_tensors};
 
 use crate::cached_heads::{HeadForPython, for_python};
 use crate::crypt::Decryption;
-use crate::errors::{CallResult, Raised};
+use crate::errors::{Outcome, Raised};
 use crate::gil;
 use crate::handle::Handle;
 use crate::headers::{HeaderCache, matching};
@@ -75,7 +75,7 @@ impl Reader {
         base: Option<u64>,
         keep_heads: bool,
         wanted: Option<Vec<Bound<'_, PyAny>>>,
-    ) -> CallResult<Self> {
+    ) -> Outcome<Self> {
         // An invalid name is an error later, when the tensor is looked up.
         let wanted = wanted.and_then(|names| names.iter().map(|name| stored(name).ok()).collect());
         let wanted: Option<BTreeSet<String>> = wanted;
@@ -106,7 +106,7 @@ impl Reader {
     }
 
     /// Makes loads decrypt with a key or a passphrase.
-    fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> CallResult<()> {
+    fn decrypt(&self, py: Python<'_>, decryption: &Decryption) -> Outcome<()> {
         let options = Arc::clone(&decryption.0);
         Ok(gil::without(py, || self.file.unlock(options, &signals))?)
     }
@@ -129,7 +129,7 @@ impl Reader {
     }
 
     /// Returns the minimum memory of a load: of `parts` of tensors, or with staging buffers.
-    fn minimum_memory(&self, parts: bool, staged: bool) -> CallResult<u64> {
+    fn minimum_memory(&self, parts: bool, staged: bool) -> Outcome<u64> {
         Ok(self.file.minimum_memory(parts, staged)?)
     }
 
@@ -141,7 +141,7 @@ impl Reader {
     /// Returns the same file with slices of some of its tensors as its only tensors. Each is given
     /// by its number, and first index and end in each dimension, or None for the whole tensor.
     #[allow(clippy::type_complexity)]
-    pub fn sliced(&self, slices: Vec<(usize, Option<Vec<(u64, u64)>>)>) -> CallResult<Reader> {
+    pub fn sliced(&self, slices: Vec<(usize, Option<Vec<(u64, u64)>>)>) -> Outcome<Reader> {
         let slices = slices.into_iter().map(|(number, ranges)| {
             let ranges = ranges.map(|ranges| ranges.into_iter().map(|(start, end)| start..end));
             (number, ranges.map(Iterator::collect))
@@ -150,7 +150,7 @@ impl Reader {
     }
 
     /// Returns the range of a slice in each dimension of the whole tensor; None for a whole tensor.
-    fn ranges(&self, number: usize) -> CallResult<Option<Vec<(u64, u64)>>> {
+    fn ranges(&self, number: usize) -> Outcome<Option<Vec<(u64, u64)>>> {
         Ok(self
             .file
             .entry(number)?
@@ -164,7 +164,7 @@ impl Reader {
         &self,
         py: Python<'_>,
         numbers: Vec<usize>,
-    ) -> CallResult<Vec<Vec<(&'static str, String)>>> {
+    ) -> Outcome<Vec<Vec<(&'static str, String)>>> {
         let headers = gil::without(py, || read_headers(&self.file, &numbers, &signals))?;
         Ok(headers.iter().map(|header| header.hashes().collect()).collect())
     }
@@ -199,16 +199,12 @@ impl Reader {
     /// Returns the same files with the tensors of a pickle, which are parts of the records. Each is
     /// name, dtype without `torch.`, shape, `(record, position in it)` or None for the `meta`
     /// device, and true if it is strided and cannot be loaded here.
-    fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTuple<'py>>) -> CallResult<Self> {
+    fn tensors<'py>(&self, py: Python<'py>, tensors: Vec<PickledTuple<'py>>) -> Outcome<Self> {
         Ok(self.of_same(pickled(&self.file, py, tensors)?))
     }
 
     /// Returns the bytes of some entries.
-    fn read<'py>(
-        &self,
-        py: Python<'py>,
-        numbers: Vec<usize>,
-    ) -> CallResult<Vec<Bound<'py, PyBytes>>> {
+    fn read<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Outcome<Vec<Bound<'py, PyBytes>>> {
         let options = LoadOptions::default();
         let loaded = gil::without(py, || load(&self.file, &numbers, &options, &signals))?;
         Ok(loaded.iter().map(|entry| PyBytes::new(py, entry.bytes())).collect())
@@ -221,7 +217,7 @@ impl Reader {
 
     /// The metadata of the file; an error if they are damaged.
     #[getter]
-    fn metadata(&self) -> CallResult<Option<Vec<(String, String)>>> {
+    fn metadata(&self) -> Outcome<Option<Vec<(String, String)>>> {
         Ok(self.file.metadata()?.map(<[_]>::to_vec))
     }
 
@@ -270,27 +266,23 @@ impl Reader {
     }
 
     /// Returns a tensor's name.
-    fn name<'py>(&self, py: Python<'py>, number: usize) -> CallResult<Bound<'py, PyAny>> {
+    fn name<'py>(&self, py: Python<'py>, number: usize) -> Outcome<Bound<'py, PyAny>> {
         Ok(name_to_python(py, &self.file.entry(number)?.name)?)
     }
 
     /// Returns the names of tensors.
-    fn names<'py>(
-        &self,
-        py: Python<'py>,
-        numbers: Vec<usize>,
-    ) -> CallResult<Vec<Bound<'py, PyAny>>> {
+    fn names<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Outcome<Vec<Bound<'py, PyAny>>> {
         let names = self.some(&numbers)?.into_iter().map(|entry| name_to_python(py, &entry.name));
         Ok(names.collect::<PyResult<_>>()?)
     }
 
     /// Returns a tensor's name in its stored form.
-    fn stored_name(&self, number: usize) -> CallResult<&str> {
+    fn stored_name(&self, number: usize) -> Outcome<&str> {
         Ok(self.file.entry(number)?.name.stored())
     }
 
     /// Returns the number of the tensor of this name; None if there is none.
-    fn find(&self, name: &Bound<'_, PyAny>) -> CallResult<Option<usize>> {
+    fn find(&self, name: &Bound<'_, PyAny>) -> Outcome<Option<usize>> {
         Ok(self.file.find(name_from_python(name)?.stored()))
     }
 
@@ -301,22 +293,18 @@ impl Reader {
 
     /// Returns the first components of the names of these tensors. Each has the number of its
     /// tensor, or the list of the numbers of tensors below it.
-    fn top_level<'py>(
-        &self,
-        py: Python<'py>,
-        numbers: Vec<usize>,
-    ) -> CallResult<Bound<'py, PyDict>> {
+    fn top_level<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Outcome<Bound<'py, PyDict>> {
         let entries = self.some(&numbers)?;
         Ok(top_level(py, numbers.into_iter().zip(entries))?)
     }
 
     /// Returns the bytes in the file of these tensors together.
-    fn data_len(&self, numbers: Vec<usize>) -> CallResult<u64> {
+    fn data_len(&self, numbers: Vec<usize>) -> Outcome<u64> {
         Ok(data_len(self.some(&numbers)?.into_iter()))
     }
 
     /// Returns a tensor's number of bytes in memory.
-    fn memory_len(&self, number: usize) -> CallResult<u64> {
+    fn memory_len(&self, number: usize) -> Outcome<u64> {
         Ok(self.file.entry(number)?.memory_len().unwrap_or(u64::MAX))
     }
 
@@ -336,28 +324,19 @@ impl Reader {
     }
 
     /// Returns prologue and index of a file with only these tensors, at the same positions.
-    fn head_of<'py>(
-        &self,
-        py: Python<'py>,
-        numbers: Vec<usize>,
-    ) -> CallResult<Bound<'py, PyBytes>> {
+    fn head_of<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Outcome<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.file.head_of(&numbers)?))
     }
 
     /// Reads bytes of the file as they are.
-    fn raw<'py>(
-        &self,
-        py: Python<'py>,
-        offset: u64,
-        len: usize,
-    ) -> CallResult<Bound<'py, PyBytes>> {
+    fn raw<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Outcome<Bound<'py, PyBytes>> {
         let read = |buffer: &mut [u8]| gil::without(py, || self.file.raw(offset, buffer, &signals));
         Ok(PyBytes::new_with(py, len, |buffer| Ok(read(buffer).map_err(Raised::from)?))?)
     }
 
     /// Makes the kernel begin to read bytes of one tensor's data, from its byte `start` on, if they
     /// are in a local file and not in the page cache.
-    fn read_ahead(&self, py: Python<'_>, number: usize, start: u64, len: u64) -> CallResult<()> {
+    fn read_ahead(&self, py: Python<'_>, number: usize, start: u64, len: u64) -> Outcome<()> {
         // The check keeps the GIL: after a release, it may take long to get it back.
         if let Some(begin) = self.file.read_ahead(number, start, len)? {
             gil::without(py, || {
@@ -374,7 +353,7 @@ impl Reader {
     }
 
     /// Returns `(dtype without "torch.", shape, opaque)` of one tensor.
-    fn describe(&self, number: usize) -> CallResult<(&'static str, Vec<u64>, bool)> {
+    fn describe(&self, number: usize) -> Outcome<(&'static str, Vec<u64>, bool)> {
         let entry = self.file.entry(number)?;
         Ok((entry.dtype.name(), entry.shape.to_vec(), entry.dtype.is_opaque()))
     }
@@ -384,7 +363,7 @@ impl Reader {
         &self,
         py: Python<'py>,
         numbers: Vec<usize>,
-    ) -> CallResult<Vec<Bound<'py, PyTuple>>> {
+    ) -> Outcome<Vec<Bound<'py, PyTuple>>> {
         Ok(described(py, self.some(&numbers)?.into_iter())?)
     }
 
@@ -403,7 +382,7 @@ impl Reader {
         device: i16,
         separate_memory: bool,
         devices: Option<Vec<i16>>,
-    ) -> CallResult<(Handle, Vec<u16>)> {
+    ) -> Outcome<(Handle, Vec<u16>)> {
         let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let options = self.loads.options(readers, verify, map);
             let devices = devices.as_deref().unwrap_or(std::slice::from_ref(&device));
@@ -429,7 +408,7 @@ impl Reader {
         buffer_bytes: u64,
         ready: bool,
         complete: bool,
-    ) -> CallResult<TensorIterator> {
+    ) -> Outcome<TensorIterator> {
         let order = if ready { Order::Ready } else { Order::File };
         let load = self.loads.options(readers, verify, false);
         let options = IterateOptions { load, buffer_bytes, order, complete };
@@ -447,7 +426,7 @@ impl Reader {
         numbers: Vec<usize>,
         verify: &str,
         readers: Option<usize>,
-    ) -> CallResult<Vec<u16>> {
+    ) -> Outcome<Vec<u16>> {
         let headers = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let (options, lent) = (self.loads.options(readers, verify, false), borrow(&handle.0)?);
             // SAFETY: the Python caller owns the tensors, and does not use them during the call.
@@ -462,12 +441,7 @@ impl Reader {
     }
 
     /// Compares lent tensors with the bytes, types and shapes of these tensors of the file.
-    fn matches(
-        &self,
-        py: Python<'_>,
-        handle: &Handle,
-        numbers: Vec<usize>,
-    ) -> CallResult<Vec<bool>> {
+    fn matches(&self, py: Python<'_>, handle: &Handle, numbers: Vec<usize>) -> Outcome<Vec<bool>> {
         Ok(gil::without(py, || {
             let lent = borrow(&handle.0)?;
             matching(&self.file, &self.headers, &lent, &numbers)

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use tensorizer::error::{Error, Result};
 use tensorizer::{ForkSafeMutex, Opening, ShardIndex as Index};
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::gil;
 use crate::names::plain_name;
 use crate::reader::Reader;
@@ -34,7 +34,7 @@ impl ShardIndex {
 impl ShardIndex {
     /// Reads the index of a source; None if the source is something else, or can be read only once.
     #[staticmethod]
-    fn of(py: Python<'_>, source: &Source) -> CallResult<Option<Self>> {
+    fn of(py: Python<'_>, source: &Source) -> Outcome<Option<Self>> {
         let (base, source) = (source.base(), source.shared()?);
         let index = gil::without(py, || Index::of_source(source, base, &signals))?;
         Ok(index.map(|index| ShardIndex {
@@ -44,20 +44,20 @@ impl ShardIndex {
     }
 
     /// Returns the number of the file that has a tensor; None if the index does not name it.
-    fn file_of(&self, name: &Bound<'_, PyAny>) -> CallResult<Option<usize>> {
+    fn file_of(&self, name: &Bound<'_, PyAny>) -> Outcome<Option<usize>> {
         let index = self.shared()?;
         Ok(plain_name(name).and_then(|name| index.file_of(name.stored())))
     }
 
     /// Opens one of the files.
-    fn open(&self, py: Python<'_>, file: usize) -> CallResult<Reader> {
+    fn open(&self, py: Python<'_>, file: usize) -> Outcome<Reader> {
         let index = self.shared()?;
         let opening = Opening { storages: true, ..Opening::new(&signals) };
         Ok(Reader::new(gil::without(py, || index.open_one(file, &opening))?))
     }
 
     /// Opens all files.
-    fn open_all(&self, py: Python<'_>) -> CallResult<Reader> {
+    fn open_all(&self, py: Python<'_>) -> Outcome<Reader> {
         let index = self.shared()?;
         let opening = Opening { storages: true, ..Opening::new(&signals) };
         Ok(Reader::new(gil::without(py, || index.open_wanted(&opening))?))

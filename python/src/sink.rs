@@ -13,7 +13,7 @@ use tensorizer::io::local::FileSink;
 use tensorizer::io::object::UploadSink;
 use tensorizer::io::{UnclosedOutcome, WriteAt, write_all_at};
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::gil;
 use crate::signals;
 
@@ -63,7 +63,7 @@ impl Sink {
 #[pymethods]
 impl Sink {
     /// Writes bytes that were not written before. Parts that they complete are sent in parallel.
-    fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> CallResult<()> {
+    fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> Outcome<()> {
         let (data, sink) = (data.as_bytes(), self.shared()?);
         Ok(gil::without(py, || -> Result<_> {
             let chunks: Vec<(usize, &[u8])> =
@@ -83,19 +83,19 @@ impl Sink {
     }
 
     /// Ends the object at `len` bytes and makes it visible.
-    fn publish(&self, py: Python<'_>, len: u64) -> CallResult<()> {
+    fn publish(&self, py: Python<'_>, len: u64) -> Outcome<()> {
         Ok(gil::without(py, || self.shared()?.publish(len, &signals))?)
     }
 
     /// Abandons the object.
-    fn abandon(&self, py: Python<'_>) -> CallResult<()> {
+    fn abandon(&self, py: Python<'_>) -> Outcome<()> {
         let sink = self.shared()?;
         Ok(gil::without(py, || sink.abort(&signals))?)
     }
 
     /// The address.
     #[getter]
-    fn uri(&self) -> CallResult<String> {
+    fn uri(&self) -> Outcome<String> {
         Ok(self.shared()?.uri().to_owned())
     }
 }
@@ -109,26 +109,26 @@ pub struct PathSink {
 #[pymethods]
 impl PathSink {
     #[new]
-    fn new(path: OsString) -> CallResult<Self> {
+    fn new(path: OsString) -> Outcome<Self> {
         Ok(PathSink { sink: Mutex::new(Some(FileSink::create(Path::new(&path))?)) })
     }
 
     /// Returns a descriptor for reading and writing, which belongs to the caller.
-    fn open(&self) -> CallResult<c_int> {
+    fn open(&self) -> Outcome<c_int> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner);
         let sink = sink.as_ref().ok_or_else(|| Error::Closed("the file is closed".to_owned()))?;
         Ok(sink.handle()?.into_raw_fd())
     }
 
     /// Ends the file at `len` bytes and makes it visible.
-    fn publish(&self, py: Python<'_>, len: u64) -> CallResult<()> {
+    fn publish(&self, py: Python<'_>, len: u64) -> Outcome<()> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         Ok(gil::without(py, || sink.map_or(Ok(()), |mut sink| sink.publish(len, &signals)))?)
     }
 
     /// Does the same for a file that was never closed; another file that has its name stays.
     /// Returns whether it exists, and its path if it did not get its own name.
-    fn publish_unclosed(&self, py: Python<'_>, len: u64) -> CallResult<(bool, Option<OsString>)> {
+    fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Outcome<(bool, Option<OsString>)> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
         Ok(describe_unclosed(gil::without(py, || sink.publish_unclosed(len, &signals))?))

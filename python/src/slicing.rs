@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyTuple};
 use tensorizer::format::catalog::Entry;
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::reader::Reader;
 
 /// One dimension of an index.
@@ -58,7 +58,7 @@ pub fn slice_by_index<'py>(
     numbers: Vec<usize>,
     indices: Vec<Bound<'py, PyAny>>,
     fallback: &Bound<'py, PyAny>,
-) -> CallResult<(Reader, Vec<(usize, Bound<'py, PyTuple>)>)> {
+) -> Outcome<(Reader, Vec<(usize, Bound<'py, PyTuple>)>)> {
     let mut slices = Vec::with_capacity(numbers.len());
     let mut remaining_indices = Vec::new();
     for (at, (number, index)) in numbers.into_iter().zip(&indices).enumerate() {
@@ -94,7 +94,7 @@ pub fn slice_by_shard<'py>(
     rank: u64,
     world: u64,
     fallback: &Bound<'py, PyAny>,
-) -> CallResult<Reader> {
+) -> Outcome<Reader> {
     let mut slices = Vec::with_capacity(numbers.len());
     for (at, (number, dim)) in numbers.into_iter().zip(&dims).enumerate() {
         let entry = reader.file.entry(number)?;

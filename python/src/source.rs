@@ -9,7 +9,7 @@ use tensorizer::error::{Error, Result};
 use tensorizer::io::ReadAt;
 use tensorizer::mem::Buffers;
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::gil;
 use crate::signals;
 
@@ -47,12 +47,7 @@ impl Source {
 #[pymethods]
 impl Source {
     /// Reads up to `len` bytes at a position; fewer only at the end.
-    fn read<'py>(
-        &self,
-        py: Python<'py>,
-        offset: u64,
-        len: usize,
-    ) -> CallResult<Bound<'py, PyBytes>> {
+    fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Outcome<Bound<'py, PyBytes>> {
         let source = self.shared()?;
         let bytes = gil::without(py, || -> Result<_> {
             let available = source.capabilities().len.unwrap_or(u64::MAX).saturating_sub(offset);
@@ -97,12 +92,12 @@ impl Source {
 
     /// Size in bytes; None for a server that can only be read front to back.
     #[getter]
-    fn size(&self) -> CallResult<Option<u64>> {
+    fn size(&self) -> Outcome<Option<u64>> {
         Ok(self.shared()?.capabilities().len)
     }
 
     /// Returns the headers of the server's response.
-    fn headers(&self) -> CallResult<Vec<(String, String)>> {
+    fn headers(&self) -> Outcome<Vec<(String, String)>> {
         Ok(self.shared()?.response_head().map_or_else(Vec::new, |head| head.headers))
     }
 }

@@ -11,7 +11,7 @@ use tensorizer::error::{Error, Result};
 use tensorizer::stats::{Counters, Report, take_thread_report};
 use tensorizer::{ForkSafeMutex, LoadOptions, MemoryLimit};
 
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::verification::verification;
 use crate::{gil, signals};
 
@@ -98,7 +98,7 @@ impl LoadState {
         py: Python<'_>,
         uri: &str,
         load: impl FnOnce(&Counters, &dyn Cancel) -> Result<T> + Send,
-    ) -> CallResult<T> {
+    ) -> Outcome<T> {
         let counters = Counters::default();
         let loaded = gil::without(py, || {
             let report_and_check = || self.report_and_check(uri, counters.moved());

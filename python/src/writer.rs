@@ -20,7 +20,7 @@ use tensorizer_torch::handles::{LentTensors, borrow};
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 use crate::crypt::Encryption;
-use crate::errors::CallResult;
+use crate::errors::Outcome;
 use crate::file::{PyFile, duplicate};
 use crate::gil;
 use crate::handle::Handle;
@@ -100,11 +100,7 @@ impl Drop for Writer {
 }
 
 impl Writer {
-    fn new(
-        sink: Result<Box<dyn WriteAt>>,
-        base: u64,
-        arguments: WriterArguments,
-    ) -> CallResult<Self> {
+    fn new(sink: Result<Box<dyn WriteAt>>, base: u64, arguments: WriterArguments) -> Outcome<Self> {
         let options = arguments.options()?;
         let inner = tensorizer::Writer::new(sink?, base, options)?;
         Ok(Writer {
@@ -120,7 +116,7 @@ impl Writer {
         &self,
         py: Python<'_>,
         body: impl FnOnce(&mut tensorizer::Writer) -> Result<T> + Send,
-    ) -> CallResult<T> {
+    ) -> Outcome<T> {
         let mut inner = match self.inner.try_lock() {
             // In a forked child, the thread that holds the lock does not exist: that is an error
             // here.
@@ -140,7 +136,7 @@ impl Writer {
         &self,
         py: Python<'_>,
         write: impl FnOnce(&mut tensorizer::Writer, &dyn Cancel) -> Result<()> + Send,
-    ) -> CallResult<()> {
+    ) -> Outcome<()> {
         let written = || self.progress.load(Ordering::Relaxed);
         self.with(py, |writer| {
             let go_on = || {
@@ -157,7 +153,7 @@ impl Writer {
 #[pymethods]
 impl Writer {
     #[staticmethod]
-    fn to_path(path: OsString, arguments: WriterArguments) -> CallResult<Self> {
+    fn to_path(path: OsString, arguments: WriterArguments) -> Outcome<Self> {
         let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
         Self::new(sink, 0, arguments)
     }
@@ -169,7 +165,7 @@ impl Writer {
         uri: String,
         base: u64,
         arguments: WriterArguments,
-    ) -> CallResult<Self> {
+    ) -> Outcome<Self> {
         let file = duplicate(descriptor).map_err(|e| Error::io("opening", &uri, e));
         let sink = file.and_then(|file| Ok(Box::new(FileSink::from_file(file, uri)?) as _));
         Self::new(sink, base, arguments)
@@ -177,7 +173,7 @@ impl Writer {
 
     /// Writes to a server, from `base` on.
     #[staticmethod]
-    fn to_sink(sink: &Sink, base: u64, arguments: WriterArguments) -> CallResult<Self> {
+    fn to_sink(sink: &Sink, base: u64, arguments: WriterArguments) -> Outcome<Self> {
         Self::new(sink.shared().map(|sink| Box::new(sink) as _), base, arguments)
     }
 
@@ -188,12 +184,12 @@ impl Writer {
         uri: String,
         base: u64,
         arguments: WriterArguments,
-    ) -> CallResult<Self> {
+    ) -> Outcome<Self> {
         Self::new(Ok(Box::new(PyFile::new(object, uri, None))), base, arguments)
     }
 
     #[getter]
-    fn total_tensor_bytes(&self, py: Python<'_>) -> CallResult<u64> {
+    fn total_tensor_bytes(&self, py: Python<'_>) -> Outcome<u64> {
         self.with(py, |writer| Ok(writer.tensor_bytes()))
     }
 
@@ -210,21 +206,21 @@ impl Writer {
 
     /// Position after the last byte that belongs to the file.
     #[getter]
-    fn end(&self, py: Python<'_>) -> CallResult<u64> {
+    fn end(&self, py: Python<'_>) -> Outcome<u64> {
         self.with(py, |writer| Ok(writer.end()))
     }
 
     /// Gives the file an identity: that of the file that it copies or, with None, one derived from
     /// its content.
     #[pyo3(signature = (pair_id))]
-    fn set_pair_id(&self, py: Python<'_>, pair_id: Option<[u8; 16]>) -> CallResult<()> {
+    fn set_pair_id(&self, py: Python<'_>, pair_id: Option<[u8; 16]>) -> Outcome<()> {
         let source = pair_id.map_or(IdentitySource::FromContent, IdentitySource::Given);
         self.with(py, |writer| writer.set_identity(source))
     }
 
     /// The file's identity, of the tensors written so far.
     #[getter]
-    fn pair_id(&self, py: Python<'_>) -> CallResult<Option<Cow<'static, [u8]>>> {
+    fn pair_id(&self, py: Python<'_>) -> Outcome<Option<Cow<'static, [u8]>>> {
         self.with(py, |writer| Ok(writer.identity().map(|id| id.to_vec().into())))
     }
 
@@ -236,7 +232,7 @@ impl Writer {
         names: Vec<Bound<'_, PyAny>>,
         kinds: Vec<u8>,
         modules: Vec<u16>,
-    ) -> CallResult<()> {
+    ) -> Outcome<()> {
         let lent = borrow(&handle.0)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
         self.counted(py, move |writer, go_on| {
@@ -250,7 +246,7 @@ impl Writer {
         py: Python<'_>,
         handle: &Handle,
         names: Vec<Bound<'_, PyAny>>,
-    ) -> CallResult<()> {
+    ) -> Outcome<()> {
         let lent = borrow(&handle.0)?;
         let names = names.iter().map(name_from_python).collect::<PyResult<Vec<_>>>()?;
         self.counted(py, move |writer, go_on| {
@@ -261,30 +257,30 @@ impl Writer {
     }
 
     /// Ends the file and makes it visible.
-    fn finish(&self, py: Python<'_>) -> CallResult<()> {
+    fn finish(&self, py: Python<'_>) -> Outcome<()> {
         self.with(py, |writer| writer.finish(&signals))
     }
 
     /// Ends a file that was never closed; another file that has its name stays. Returns whether it
     /// exists, and its path if it did not get its own name.
-    fn finish_unclosed(&self, py: Python<'_>) -> CallResult<(bool, Option<OsString>)> {
+    fn finish_unclosed(&self, py: Python<'_>) -> Outcome<(bool, Option<OsString>)> {
         Ok(describe_unclosed(self.with(py, |writer| writer.finish_unclosed(&signals))?))
     }
 
     /// True if a write has failed half-way, so that the file can only be abandoned.
     #[getter]
-    fn failed(&self, py: Python<'_>) -> CallResult<bool> {
+    fn failed(&self, py: Python<'_>) -> Outcome<bool> {
         self.with(py, |writer| Ok(writer.failed()))
     }
 
     /// The path or address.
     #[getter]
-    fn uri(&self, py: Python<'_>) -> CallResult<String> {
+    fn uri(&self, py: Python<'_>) -> Outcome<String> {
         self.with(py, |writer| Ok(writer.uri().to_owned()))
     }
 
     /// Abandons the file.
-    fn abandon(&self, py: Python<'_>) -> CallResult<()> {
+    fn abandon(&self, py: Python<'_>) -> Outcome<()> {
         self.with(py, |writer| {
             writer.abandon();
             Ok(())

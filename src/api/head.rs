@@ -123,15 +123,7 @@ impl FileHead {
         }
         let (uri, base, cancel) = (self.source.uri(), self.base, opening.cancel);
         if !safetensors::recognises(&self.bytes) {
-            let start = self.bytes.split_at(self.bytes.len().min(8)).0;
-            let found = looks_like(&self.bytes).map(str::to_owned);
-            let found = found.unwrap_or_else(|| {
-                format!("found a file that begins with \"{}\"", start.escape_ascii())
-            });
-            let what = format!(
-                "not a shard: expected a safetensors file or a checkpoint of torch.save, {found}"
-            );
-            return Err(malformed(uri, what));
+            return Err(not_a_shard(&self.bytes, uri));
         }
         let len = safetensors::header_len(&self.bytes, base).map_err(|e| e.in_file(uri))?;
         let data_at = base.saturating_add(LENGTH_LEN).saturating_add(len);
@@ -223,6 +215,17 @@ impl FileHead {
         let catalog = Catalog { format, entries, names, metadata, indexed_files: BTreeMap::new() };
         Ok(TensorFile::new(uri.clone(), vec![source], catalog, Some(tensors_state), cached_heads))
     }
+}
+
+/// Returns the error for a shard of another format, by the first bytes of its file.
+fn not_a_shard(bytes: &[u8], uri: &str) -> Error {
+    let found = looks_like(bytes).map(str::to_owned).unwrap_or_else(|| {
+        let start = bytes.get(..8).unwrap_or(bytes);
+        format!("found a file that begins with \"{}\"", start.escape_ascii())
+    });
+    let what =
+        format!("not a shard: expected a safetensors file or a checkpoint of torch.save, {found}");
+    malformed(uri, what)
 }
 
 /// Reads an index block. If the length of the file is unknown, each part is checked before more is

@@ -39,9 +39,8 @@ const VISIBLE_GROWTH: usize = 8;
 
 /// A file under construction: a `.tensors` file, unless [`Writer::write_safetensors`] is called.
 ///
-/// If the sink makes bytes visible early, it holds a complete file after each [`Writer::write`].
-/// That has all tensors written so far or, with a manifest or an identity, at least eight ninths of
-/// them.
+/// If the sink makes bytes visible early, it holds a complete file after each [`Writer::write`]:
+/// all tensors written so far or, with a manifest or an identity, at least eight ninths of them.
 pub struct Writer {
     owner: OwnerProcess,
     sink: Option<Box<dyn WriteAt>>,

@@ -51,8 +51,8 @@ def calls(monkeypatch):
         open_file, "Reader", lambda *a, **kw: wrapped(tensorizer._C.Reader(*a, **kw), made)
     )
     for module, name in (
-        (planned_parts, "indexed"),
-        (planned_parts, "shards"),
+        (planned_parts, "slice_by_index"),
+        (planned_parts, "slice_by_shard"),
         (handles, "_lend"),
     ):
         function = getattr(module, name)
