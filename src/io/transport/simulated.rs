@@ -92,14 +92,14 @@ impl SimulatedCloud {
         thread::spawn(move || {
             for connection in listener.incoming().map_while(Result::ok) {
                 let simulated_cloud = Arc::clone(&simulated_cloud);
-                thread::spawn(move || while simulated_cloud.serve(&connection).is_some() {});
+                thread::spawn(move || while simulated_cloud.respond(&connection).is_some() {});
             }
         });
         address
     }
 
-    /// Serves one request. None once there are no more.
-    fn serve(&self, mut connection: &TcpStream) -> Option<()> {
+    /// Responds to one request. None once there are no more.
+    fn respond(&self, mut connection: &TcpStream) -> Option<()> {
         let (mut reader, mut head) = (BufReader::new(connection), String::new());
         while !head.ends_with("\r\n\r\n") {
             reader.read_line(&mut head).ok().filter(|&len| len > 0)?;
