@@ -44,23 +44,41 @@ STEP = 8 << 20
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> float:
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    """Run work in threads, numbered from 0; return the seconds until all have ended.
+
+    Raises:
+        Exception: The first error of a thread.
+
+    """
+    errors: list[Exception] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
     start = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    if errors:
+        raise errors[0]
+    return seconds
 
 
-def read_halves(path: Path, memory: mmap.mmap | bytearray, size: int) -> Callable[[int], None]:
-    """Return the work of each of two threads that read a file into memory."""
+def read_interleaved(path: Path, memory: mmap.mmap | bytearray, size: int) -> Callable[[int], None]:
+    """Return a function that reads every second 8 MiB of a file into memory, for two threads."""
     view = memoryview(memory)
     descriptor = os.open(path, os.O_RDONLY)
 
     def work(which: int) -> None:
         for offset in range(which * STEP, size, 2 * STEP):
-            os.preadv(descriptor, [view[offset : min(offset + STEP, size)]], offset)
+            part = view[offset : min(offset + STEP, size)]
+            assert os.preadv(descriptor, [part], offset) == len(part)
 
     return work
 
@@ -77,14 +95,14 @@ def fill_and_touch(memory: mmap.mmap, size: int, work: Callable[[int], None]) ->
 def read(path: Path) -> dict[str, float]:
     size = path.stat().st_size
     memory = fresh(size)
-    return fill_and_touch(memory, size, read_halves(path, memory, size))
+    return fill_and_touch(memory, size, read_interleaved(path, memory, size))
 
 
 def copy_read(path: Path) -> dict[str, float]:
     size = path.stat().st_size
     memory = bytearray(size)
     memory[::4096] = bytes([1]) * len(memory[::4096])
-    return {"seconds": in_threads(2, read_halves(path, memory, size)), "bytes": size}
+    return {"seconds": in_threads(2, read_interleaved(path, memory, size)), "bytes": size}
 
 
 def write(path: Path, threads: int = 2, flags: int = 0) -> dict[str, float]:
@@ -145,14 +163,14 @@ def read_secretbox(path: Path) -> dict[str, float]:
 
 def direct(path: Path) -> dict[str, float]:
     size = path.stat().st_size
-    step = min(4 << 20, size // 4 // 4096 * 4096)
+    step = max(4096, min(4 << 20, size // 4 // 4096 * 4096))
     size = size // step * step
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def work(which: int) -> None:
         buffer = mmap.mmap(-1, step)
         for offset in range(which * step, size, 4 * step):
-            os.preadv(descriptor, [buffer], offset)
+            assert os.preadv(descriptor, [buffer], offset) == step
 
     return {"seconds": in_threads(4, work), "bytes": size}
 
@@ -217,10 +235,14 @@ def receive(path: Path) -> dict[str, float]:
             )
             head = b""
             while not head.endswith(b"\r\n\r\n"):
-                head += connection.recv(1)
+                received = connection.recv(1)
+                assert received, f"the connection ended after {head!r}"
+                head += received
             assert head.startswith(b"HTTP/1.1 206"), head
             while at < end:
-                at += connection.recv_into(view[at : min(at + STEP, end)])
+                count = connection.recv_into(view[at : min(at + STEP, end)])
+                assert count, f"the connection ended at byte {at}"
+                at += count
 
     return fill_and_touch(memory, size, work)
 

@@ -20,7 +20,7 @@ class Model:
     total_bytes: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Make them: normal-looking float16 weights, the same on every call."""
+        """Return tensors of random bits, 3% of them NaN or infinite; the same on every call."""
         generator = torch.Generator().manual_seed(17)
         each = self.total_bytes // self.count // 2 // 32 * 32
         block = torch.randint(-(2**62), 2**62, (self.count * each // 4,), generator=generator)

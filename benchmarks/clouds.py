@@ -1,9 +1,9 @@
 """Loading from and saving to Google Cloud Storage and Azure, beside the clouds' own clients.
 
 The servers are emulators on the same machine: fake-gcs-server, which is read, SeaweedFS, whose
-requests for writing are those of Google's XML API, and Azurite. `requests for ranges` and `one
-request` say what an emulator gives to a client that does nothing with the bytes. Each case runs in
-a process of its own, and all bytes are compared.
+requests for writing are those of Google's XML API, and Azurite. `requests for ranges` is the rate
+of an emulator's bytes to a client that discards them. Each case runs in a process of its own, and
+all bytes are compared, except those that are discarded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from servers import Seaweed
 
 #: Names of the object that is loaded, and of the one that is saved.
 NAME, SAVED = "model.safetensors", "saved.safetensors"
-#: Loads: `run()` returns the tensors. Saves: `run(data, tensors)`; the bytes are compared later.
+#: The code of a client: `load()` returns the tensors; `save(data, tensors)`, if it can, saves them.
 OURS = """
 import tensorizer
 def load(): return tensorizer.load(f"{scheme}://bucket/{NAME}", "cpu")
@@ -103,24 +103,26 @@ def save(data, tensors): system.pipe_file(f"bucket/{NAME}", data, overwrite=True
 """
 #: The emulator's own rate: four connections request ranges, whose bytes are discarded.
 PLAIN = """
-import http.client, threading, urllib.parse
+import http.client, urllib.parse
+from concurrent.futures import ThreadPoolExecutor
 def load():
     parts = urllib.parse.urlsplit(public)
-    def take(first, last):
+    def take(first):
+        last = min(first + step, size)
         connection = http.client.HTTPConnection(parts.netloc)
         for start in range(first, last, 16 << 20):
             end = min(start + (16 << 20), last) - 1
             fields = {"Range": f"bytes={start}-{end}", "x-ms-version": "2023-11-03"}
             connection.request("GET", f"{parts.path}?{parts.query}", headers=fields)
-            answer = connection.getresponse()
-            buffer = memoryview(bytearray(1 << 20))
-            while answer.readinto(buffer):
-                pass
+            response = connection.getresponse()
+            assert response.status == 206, response.status
+            buffer, received = memoryview(bytearray(1 << 20)), 0
+            while count := response.readinto(buffer):
+                received += count
+            assert received == end + 1 - start, received
     step = -(-size // 4)
-    threads = [threading.Thread(target=take, args=(at, min(at + step, size)))
-               for at in range(0, size, step)]
-    for thread in threads: thread.start()
-    for thread in threads: thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(take, range(0, size, step)))
     return None
 """
 TIMED = """
@@ -134,7 +136,7 @@ if sys.argv[1] != "save":
     seconds = time.perf_counter() - begun
 else:
     tensors = torch.load(f"{folder}/tensors.pt")
-    # Whoever sends bytes has to make them first.
+    # A client that uploads bytes must serialize the tensors first: that is part of the time.
     from safetensors.torch import save as made
     begun = time.perf_counter()
     save(None if ours else made(tensors), tensors)

@@ -119,7 +119,7 @@ def read_records(folder: Path, pattern: str) -> list[tuple[dict, list[dict]]]:
 
 
 def newest(folder: Path, pattern: str) -> tuple[dict[str, dict], list[dict]]:
-    """Return, by case, the machine of the newest record that has it, and those rows."""
+    """Return the machine of the newest record of each case, by case, and all rows of these."""
     machines: dict[str, dict] = {}
     found: dict[str, list[dict]] = {}
     for machine, rows in read_records(folder, pattern):

@@ -49,7 +49,8 @@ class Measurement:
     Args:
         name: The name of what it measures, for messages.
         function: Its path, as ``module:function``.
-        *arguments: Its own. It returns a mapping; ``verified`` says whether the bytes were right.
+        *arguments: The function's arguments. It returns a mapping, in which ``verified`` is True if
+            the bytes were right.
         packages: A folder whose packages come before all others.
 
     """

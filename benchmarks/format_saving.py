@@ -102,12 +102,11 @@ SAVERS: dict[str, Callable[[Tensors, Path], None]] = {
     "save_file, then boto3": boto3_upload,
     "save_file, then boto3 tuned": lambda tensors, out: boto3_upload(tensors, out, tuned=True),
 }
-#: The module that each engine imports, by a part of the engine's name.
+#: The modules that engines import besides those of ``peers.py``, by a part of the engine's name.
 MODULES = {
     "ours": "tensorizer",
-    "boto3": "boto3",
     "huggingface_hub": "huggingface_hub",
-    "safetensors": "safetensors.torch",
+    "save_file": "safetensors.torch",
 }
 
 
@@ -135,6 +134,7 @@ def once(engine: str, case: Case, folder: Path, server: str, quick: bool) -> Map
         return baselines.measure(engine, one_file(folder, case))
     if case.scheme:
         os.environ.update(peers.s3_environment(server))
+    peers.import_for(engine)
     for part, module in MODULES.items():
         if part in engine:
             importlib.import_module(module)

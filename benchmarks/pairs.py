@@ -1,4 +1,4 @@
-"""Two trees in turns: what a change of this one costs or gains beside another.
+"""Compare the speed of this checkout with that of another one, measured in turns.
 
     python benchmarks/pairs.py OTHER [--rounds N] [--only CASE ...] [--record FILE]
 

@@ -208,7 +208,7 @@ impl<'d> Allocation<'d> {
         let lens = self.lens.get(self.done..end).unwrap_or(&[]);
         let memory = self.allocator.allocate(self.done, lens)?;
         // Work that was queued on the stream before may still use the memory.
-        let after = Some(Arc::clone(&self.device.device).mark(self.device.consumer)?);
+        let after = Some(Arc::clone(&self.device.device).record_event(self.device.consumer)?);
         for (at, memory) in (self.start + self.done..).zip(memory) {
             blocks.insert(at, DeviceBlock { memory, after: after.clone() })?;
         }

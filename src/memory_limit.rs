@@ -12,10 +12,10 @@ pub const CONNECTION: u64 = 1 << 20;
 /// Bytes of a part of an upload, as long as the number of parts allows it.
 pub const PART_LEN: u64 = 8 << 20;
 /// Minimum bytes that a server may send ahead: the initial window of HTTP/2.
-const SHORTEST_WINDOW: u64 = 64 << 10;
+const MIN_WINDOW: u64 = 64 << 10;
 /// The divisor of a limit that gives the bytes that a server may send ahead on a connection. With
 /// less it waits for acknowledgements; with more there is memory for too few connections.
-const WINDOWS: u64 = 8;
+const WINDOW_DIVISOR: u64 = 8;
 /// Minimum bytes of a reader for headers of tensors, and for unwanted bytes that it reads between
 /// them.
 const MIN_OVERHEAD: u64 = 256 << 10;
@@ -23,14 +23,14 @@ const MIN_OVERHEAD: u64 = 256 << 10;
 /// writers need memory too: three quarters.
 const SHARE: (u64, u64) = (3, 4);
 /// Maximum bytes that a thread of a save copies at once: two pieces of encryption and a margin.
-const COPIED: u64 = 6 << 20;
+const MAX_COPY: u64 = 6 << 20;
 /// Minimum bytes for copies that wait for their hash.
-const WAITING: u64 = 2 << 20;
-/// Bytes that reading gets before tensors get more than the largest one needs, or before a second
-/// batch is fetched concurrently; at most half of the limit.
-const READS: u64 = 16 << 20;
+const MIN_UNHASHED: u64 = 2 << 20;
+/// Bytes to reserve for reads, at most half of the limit. Tensors get more than the largest one
+/// needs, and a second batch is fetched concurrently, only beyond these bytes.
+const READ_RESERVE: u64 = 16 << 20;
 /// Minimum bytes of a batch that a member of a group fetches.
-const BATCH: u64 = 1 << 20;
+const MIN_BATCH: u64 = 1 << 20;
 
 /// The limit of the memory that a call may have in flight beside its tensors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -47,9 +47,9 @@ pub struct LoadNeeds {
     /// Maximum number of readers.
     pub readers: usize,
     /// Bytes of each reader, without headers and unwanted bytes, which only pass through it.
-    pub reader: u64,
+    pub reader_bytes: u64,
     /// Minimum bytes that each reader holds to gather parts from; 0 if it does not gather.
-    pub gathers: u64,
+    pub gather_bytes: u64,
     /// Bytes of a staging buffer, and the minimum and maximum number of these; None without a
     /// device.
     pub staging: Option<(u64, u64, u64)>,
@@ -59,18 +59,18 @@ impl LoadNeeds {
     /// The minimum memory with which one reader can load.
     pub fn minimum(&self) -> u64 {
         let (buffer, min_buffers, _) = self.staging.unwrap_or((0, 0, 0));
-        self.each().saturating_add(min_buffers.saturating_mul(buffer))
+        self.per_reader().saturating_add(min_buffers.saturating_mul(buffer))
     }
 
-    fn each(&self) -> u64 {
-        self.reader.saturating_add(MIN_OVERHEAD).saturating_add(self.gathers)
+    fn per_reader(&self) -> u64 {
+        self.reader_bytes.saturating_add(MIN_OVERHEAD).saturating_add(self.gather_bytes)
     }
 
     /// The same for a server that sends ahead as much as the limit allows: at most two windows,
     /// together a quarter of the limit.
     pub fn minimum_with_read_ahead(&self) -> u64 {
         let minimum = self.minimum();
-        minimum.saturating_add((minimum / 3 + 1).max(2 * SHORTEST_WINDOW))
+        minimum.saturating_add((minimum / 3 + 1).max(2 * MIN_WINDOW))
     }
 }
 
@@ -82,7 +82,7 @@ pub struct LoadShares {
     /// Maximum bytes of a batch that are headers or unwanted.
     pub overhead: u64,
     /// Maximum bytes of a batch to gather parts from.
-    pub gathers: u64,
+    pub gather_bytes: u64,
     /// Number of staging buffers.
     pub staging: u64,
 }
@@ -93,7 +93,7 @@ pub struct SaveNeeds {
     /// Maximum number of threads.
     pub threads: usize,
     /// Bytes of each thread apart from copies: a connection, tensors that are brought one by one.
-    pub thread: u64,
+    pub thread_bytes: u64,
     /// Number of copies that each thread has of the bytes it writes: one, and another if they are
     /// encrypted.
     pub copies: u64,
@@ -111,24 +111,24 @@ impl SaveNeeds {
     /// The memory that a save of tensors in host memory needs, with hashes.
     pub fn of_host(uploads: bool, encrypted: bool) -> Self {
         let (retained, part) = if uploads { (PART_LEN, PART_LEN) } else { (0, 0) };
-        let thread = if uploads { CONNECTION } else { 0 };
+        let thread_bytes = if uploads { CONNECTION } else { 0 };
         let copies = 1 + u64::from(encrypted);
-        SaveNeeds { threads: 1, thread, copies, hashes: true, retained, part, staging: None }
+        SaveNeeds { threads: 1, thread_bytes, copies, hashes: true, retained, part, staging: None }
     }
 
     /// The minimum memory with which one thread can save.
     pub fn minimum(&self) -> u64 {
         let buffer = self.staging.map_or(0, |(buffer, _)| buffer);
-        let all = [self.each(), self.retained, self.part.saturating_mul(2), buffer];
+        let all = [self.per_thread(), self.retained, self.part.saturating_mul(2), buffer];
         all.into_iter().fold(self.waiting(), u64::saturating_add)
     }
 
-    fn each(&self) -> u64 {
-        self.thread.saturating_add(self.copies.saturating_mul(COPIED))
+    fn per_thread(&self) -> u64 {
+        self.thread_bytes.saturating_add(self.copies.saturating_mul(MAX_COPY))
     }
 
     fn waiting(&self) -> u64 {
-        if self.hashes { WAITING } else { 0 }
+        if self.hashes { MIN_UNHASHED } else { 0 }
     }
 }
 
@@ -191,18 +191,18 @@ impl MemoryLimit {
 
     /// Bytes that a server may send ahead on a connection, at most `most`.
     pub fn window(self, most: u64) -> u64 {
-        self.bytes.map_or(most, |bytes| (bytes / WINDOWS).clamp(SHORTEST_WINDOW.min(most), most))
+        self.bytes.map_or(most, |bytes| (bytes / WINDOW_DIVISOR).clamp(MIN_WINDOW.min(most), most))
     }
 
     /// Bytes of items that are held in host memory at once: `wanted`, or less if the limit is
     /// lower. It must allow `largest`, the bytes of the largest item.
     pub fn held(self, wanted: u64, largest: u64) -> Result<u64> {
         let Some(bytes) = self.bytes else { return Ok(wanted) };
-        self.needs(largest, || format!("a tensor of {largest} bytes is held as a whole"))?;
+        self.require(largest, || format!("a tensor of {largest} bytes is held as a whole"))?;
         Ok(wanted.min(bytes).max(largest))
     }
 
-    fn needs(self, minimum: u64, why: impl Fn() -> String) -> Result<()> {
+    fn require(self, minimum: u64, why: impl Fn() -> String) -> Result<()> {
         match self.bytes {
             Some(bytes) if bytes < minimum => Err(Error::InvalidArgument(format!(
                 "a memory limit of {} bytes is too small: at least {} are needed, as {}",
@@ -216,18 +216,18 @@ impl MemoryLimit {
 
     /// Divides the limit among the readers of a load.
     pub fn load(self, needs: &LoadNeeds) -> Result<LoadShares> {
-        let LoadNeeds { readers, gathers, staging, .. } = *needs;
+        let LoadNeeds { readers, gather_bytes, staging, .. } = *needs;
         let (buffer, min_buffers, most) = staging.unwrap_or((0, 0, 0));
         let Some(bytes) = self.bytes else {
             return Ok(LoadShares {
                 readers,
                 overhead: u64::MAX,
-                gathers: u64::MAX,
+                gather_bytes: u64::MAX,
                 staging: most,
             });
         };
-        let (each, minimum) = (needs.each(), needs.minimum());
-        self.needs(minimum, || {
+        let (each, minimum) = (needs.per_reader(), needs.minimum());
+        self.require(minimum, || {
             let staged = format!(", and {min_buffers} staging buffers of {buffer} bytes each");
             let staged = if staging.is_some() { staged } else { String::new() };
             format!("one reader needs {each} bytes{staged}")
@@ -243,9 +243,12 @@ impl MemoryLimit {
         let fitting = usize::try_from(remaining / each.max(1)).unwrap_or(usize::MAX);
         let readers = readers.clamp(1, fitting.max(1));
         let more = remaining / readers as u64 - each;
-        let (overhead, gathers) =
-            if gathers > 0 { (MIN_OVERHEAD, gathers + more) } else { (MIN_OVERHEAD + more, 0) };
-        Ok(LoadShares { readers, overhead, gathers, staging })
+        let (overhead, gather_bytes) = if gather_bytes > 0 {
+            (MIN_OVERHEAD, gather_bytes + more)
+        } else {
+            (MIN_OVERHEAD + more, 0)
+        };
+        Ok(LoadShares { readers, overhead, gather_bytes, staging })
     }
 
     /// Divides the limit among the threads of a save.
@@ -255,11 +258,11 @@ impl MemoryLimit {
         let Some(bytes) = self.bytes else {
             return Ok(SaveShares { threads, waiting: None, parts: u64::MAX, staging: most });
         };
-        let (waiting, each) = (needs.waiting(), needs.each());
+        let (waiting, each) = (needs.waiting(), needs.per_thread());
         // Two parts: one that is being filled, and one that waits for the header of its tensor.
         let (parts, min_buffers) = (part.saturating_mul(2), u64::from(buffer > 0));
         let (fixed, minimum) = (retained.saturating_add(waiting), needs.minimum());
-        self.needs(minimum, || {
+        self.require(minimum, || {
             let parts = format!(
                 ", two parts of the upload {part} each and the beginning of the file {retained}"
             );
@@ -291,8 +294,8 @@ impl MemoryLimit {
     /// and the limit for reading.
     pub fn tensors(self, wanted: u64, largest: u64, reader: u64) -> Result<(u64, MemoryLimit)> {
         let Some(bytes) = self.bytes else { return Ok((wanted, self)) };
-        let reads = READS.min(bytes / 2).max(bytes - share(bytes));
-        self.needs(largest.saturating_add(reader), || {
+        let reads = READ_RESERVE.min(bytes / 2).max(bytes - share(bytes));
+        self.require(largest.saturating_add(reader), || {
             format!("a tensor of {largest} bytes is held, and a reader needs {reader}")
         })?;
         let tensors = wanted.min(bytes - reads).min(bytes - reader).max(largest);
@@ -317,22 +320,22 @@ impl MemoryLimit {
             return Ok(GroupShares { batch: most, at_once: reads, load: self });
         };
         let batches = reads.saturating_add(others);
-        let minimum = BATCH.max(whole);
+        let minimum = MIN_BATCH.max(whole);
         // Reading gets a quarter. If that is little, one batch is read at a time.
         let quarter = bytes - share(bytes);
         // Each batch that is being read takes its own bytes and those of its reader.
-        let reserved = bytes.saturating_sub(minimum.saturating_mul(others));
-        let fitting = reserved / minimum.saturating_add(reader).max(1);
-        let at_once = (quarter / READS.max(reader)).min(fitting).clamp(1, reads.max(1));
-        let min_buffers = minimum.saturating_mul(at_once.saturating_add(others));
-        let readers = reader.saturating_mul(at_once);
-        self.needs(min_buffers.saturating_add(readers), || {
+        let for_reads = bytes.saturating_sub(minimum.saturating_mul(others));
+        let fitting = for_reads / minimum.saturating_add(reader).max(1);
+        let at_once = (quarter / READ_RESERVE.max(reader)).min(fitting).clamp(1, reads.max(1));
+        let min_held = minimum.saturating_mul(at_once.saturating_add(others));
+        let reader_bytes = reader.saturating_mul(at_once);
+        self.require(min_held.saturating_add(reader_bytes), || {
             let count = at_once + others;
             format!("{count} batches of {minimum} bytes are in flight, and a reader needs {reader}")
         })?;
         let batch = (share(bytes) / batches.max(1)).clamp(minimum, most.max(minimum));
         let held = batch.saturating_mul(at_once.saturating_add(others));
-        let held = held.min(bytes - readers).max(min_buffers);
+        let held = held.min(bytes - reader_bytes).max(min_held);
         let batch = held / (at_once.saturating_add(others)).max(1);
         let each = (bytes - held) / at_once;
         Ok(GroupShares { batch, at_once, load: self.reserving(bytes - each) })

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from models import OUT, missing, no_room
+from models import OUT, make_room, missing
 from processes import Ended, run
 from rows import Row, Rows
 
@@ -21,11 +21,13 @@ ROOT = HERE.parents[1]
 GRACE = 20.0
 #: Seconds that writing a model may take.
 MODEL_LIMIT = 590.0
+#: The reason of a unit that is not tried again.
+STARTED_TWICE = "it was started twice, and never finished"
 Command = list[str]
 
 
 class OutOfTimeError(Exception):
-    """The time of this call is over: another call goes on."""
+    """The deadline of this run has passed; run the program again to resume from its rows."""
 
 
 class Clock:
@@ -85,8 +87,8 @@ class Bench:
         if key in self.rows.ends:
             return
         self.clock.need(guess)
-        if self.rows.begun(key) >= 2:
-            row: Row = {"status": "failed", "why": "it was begun twice, and no row tells its end"}
+        if self.rows.times_begun(key) >= 2:
+            row: Row = {"status": "failed", "why": STARTED_TWICE}
         else:
             self.rows.begin(key)
             began = time.monotonic()
@@ -100,7 +102,7 @@ class Bench:
         """Run a program with what was unpacked; raise if the time of this call ends it."""
         limit = limit or self.limit
         ended = run(command, self.env | env, min(limit, self.clock.left()), str(ROOT))
-        if ended.late and ended.seconds < limit:
+        if ended.timed_out and ended.seconds < limit:
             raise OutOfTimeError
         return ended
 
@@ -121,7 +123,7 @@ class Bench:
         left = missing(place.folder, *size, formats)
         if not left:
             return
-        why = no_room(place.folder, model.name, model.total, (left, formats), place.in_memory)
+        why = make_room(place.folder, model.name, model.total, (left, formats), place.in_memory)
         if why is not None:
             raise RuntimeError(why)
         left = [suffix for suffix in left if suffix != OUT]

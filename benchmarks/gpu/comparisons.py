@@ -83,7 +83,7 @@ def forget(folder: Path, model: str) -> None:
         os.close(descriptor)
 
 
-def guess(bench: Bench, case: Case, engine: str) -> float:
+def estimate_seconds(bench: Bench, case: Case, engine: str) -> float:
     """Return what an engine may take, from what it took before."""
     took = [float(row["took"]) for row in bench.rows.of(STEP, case=case.name, engine=engine)]
     took = took or [float(row["took"]) for row in bench.rows.of(STEP, engine=engine)]
@@ -101,7 +101,7 @@ def measure(bench: Bench, case: Case, engine: str, round_: int) -> Row:
     return row
 
 
-def left(bench: Bench, case: Case) -> list[tuple[int, str]]:
+def remaining_units(bench: Bench, case: Case) -> list[tuple[int, str]]:
     """Return the rounds and engines that are still to be measured, in turns.
 
     An engine that is not there, or fails, is not tried again in the case.
@@ -120,27 +120,27 @@ def left(bench: Bench, case: Case) -> list[tuple[int, str]]:
 def compare(bench: Bench, only: list[str]) -> None:
     """Measure every case."""
     for case in CASES:
-        if (only and case.name not in only) or not left(bench, case):
+        if (only and case.name not in only) or not remaining_units(bench, case):
             continue
         model = bench.models[case.model]
         print(f"{case.name}: {case.title}, {model.count:,} tensors", flush=True)
-        if not ready(bench, case, model):
+        if not ensure_files(bench, case, model):
             continue
         # One that fails is gone from the next list.
-        while units := left(bench, case):
+        while units := remaining_units(bench, case):
             round_, engine = units[0]
             fields: Row = {"step": STEP, "case": case.name, "engine": engine, "round": round_}
             bench.unit(
                 f"{STEP}/{case.name}/{engine}/{round_}",
                 fields,
-                guess(bench, case, engine),
+                estimate_seconds(bench, case, engine),
                 lambda case=case, engine=engine, round_=round_: measure(
                     bench, case, engine, round_
                 ),
             )
 
 
-def ready(bench: Bench, case: Case, model: Model) -> bool:
+def ensure_files(bench: Bench, case: Case, model: Model) -> bool:
     """Have the files of a case, or add a row that says why there are none."""
     key = f"{STEP}/{case.name}"
     row: Row = {"step": STEP, "case": case.name}

@@ -68,7 +68,7 @@ SAVERS: dict[str, Callable[[Tensors, Path], None]] = {
 }
 
 
-def plan(folder: Path, model: str, count: int, total: int) -> dict[str, object] | None:
+def saved_description(folder: Path, model: str, count: int, total: int) -> dict[str, object] | None:
     """Return what is known of a model that was written before, if it is of this size."""
     try:
         known = json.loads((folder / f"{model}.json").read_text())
@@ -79,17 +79,18 @@ def plan(folder: Path, model: str, count: int, total: int) -> dict[str, object] 
 
 def missing(folder: Path, model: str, count: int, total: int, formats: Iterable[str]) -> list[str]:
     """Return the formats that are still to be written."""
-    if plan(folder, model, count, total) is None:
+    if saved_description(folder, model, count, total) is None:
         return list(formats)
     return [suffix for suffix in formats if not (folder / f"{model}.{suffix}").exists()]
 
 
-def no_room(
+def make_room(
     folder: Path, model: str, total: int, formats: tuple[list[str], tuple[str, ...]], memory: bool
 ) -> str | None:
     """Return the reason if there is too little space or memory to write formats, else None.
 
-    Files that are not wanted make room. A folder may be in memory.
+    Deletes partial files, saved files, and files of other models or formats to make room. A folder
+    may be in memory.
     """
     left, wanted = formats
     for leftover in (*folder.glob("*.part"), *folder.glob(f"*.{OUT}")):
@@ -113,7 +114,7 @@ def no_room(
     return None
 
 
-def read(path: Path) -> None:
+def warm_cache(path: Path) -> None:
     """Read a file once: the first reader of new pages of a tmpfs is slower than all others."""
     buffer = bytearray(16 << 20)
     with path.open("rb", buffering=0) as file:
@@ -123,7 +124,7 @@ def read(path: Path) -> None:
 
 def main(folder: Path, model: str, count: int, total: int, formats: list[str]) -> None:
     made = tensors(count, total)
-    if plan(folder, model, count, total) is None:
+    if saved_description(folder, model, count, total) is None:
         for old in folder.glob(f"{model}.*"):
             old.unlink()
         about = {"count": count, "total": total, "sums": sums(made)}
@@ -132,7 +133,7 @@ def main(folder: Path, model: str, count: int, total: int, formats: list[str]) -
         path = folder / f"{model}.{suffix}"
         part = folder / f"{model}.part"
         SAVERS[suffix](made, part)
-        read(part)
+        warm_cache(part)
         part.rename(path)
 
 

@@ -24,7 +24,7 @@ class Ended:
     out: str
     error: str
     #: True if it was killed at its time limit.
-    late: bool
+    timed_out: bool
 
     def why(self) -> str:
         """Return how it ended, and its last words."""
@@ -32,15 +32,15 @@ class Ended:
         # Where it crashed comes before a list of all modules.
         crash = words.find("Fatal Python error")
         words = words[-600:] if crash < 0 else words[crash : crash + 1500]
-        if self.late:
+        if self.timed_out:
             return f"it did not end within {self.seconds:.0f} s; {words}"
         if self.code < 0:
             return f"it was ended by {signal.Signals(-self.code).name}; {words}"
         return f"it ended with {self.code}: {words}"
 
 
-def _alone() -> None:
-    """Begin a group of processes, which ends with the run, however that ends."""
+def _start_process_group() -> None:
+    """Start a process group, and have the kernel kill this process when its parent ends."""
     os.setpgid(0, 0)
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -48,8 +48,8 @@ def _alone() -> None:
 def run(command: list[str], env: dict[str, str], limit: float, cwd: str | None = None) -> Ended:
     """Run a command, and kill it with all that it has started after so many seconds."""
     began = time.monotonic()
-    late = False
-    # Files and not pipes: what it leaves running may hold them.
+    timed_out = False
+    # Files, not pipes: a process that the command leaves running would keep a pipe open.
     text = {"mode": "w+", "errors": "replace"}
     with tempfile.TemporaryFile(**text) as out, tempfile.TemporaryFile(**text) as error:
         # This program has one thread.
@@ -59,12 +59,12 @@ def run(command: list[str], env: dict[str, str], limit: float, cwd: str | None =
             cwd=cwd,
             stdout=out,
             stderr=error,
-            preexec_fn=_alone,  # noqa: PLW1509
+            preexec_fn=_start_process_group,  # noqa: PLW1509
         )
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            late = True
+            timed_out = True
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -72,4 +72,4 @@ def run(command: list[str], env: dict[str, str], limit: float, cwd: str | None =
         out.seek(0)
         error.seek(0)
         took = time.monotonic() - began
-        return Ended(process.returncode, took, out.read(), error.read(), late)
+        return Ended(process.returncode, took, out.read(), error.read(), timed_out)

@@ -72,11 +72,11 @@ class Rows:
     def end(self, key: str, row: Row) -> None:
         self.add({"key": key} | row)
 
-    def begun(self, key: str) -> int:
+    def times_begun(self, key: str) -> int:
         """Return how often a unit was begun."""
         return self.begins.get(key, 0)
 
-    def open(self, prefix: str) -> list[str]:
+    def unfinished(self, prefix: str) -> list[str]:
         """Return the keys that were begun and did not end."""
         return [key for key in self.begins if key.startswith(prefix) and key not in self.ends]
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench import HERE, ROOT, Bench, OutOfTimeError
+from bench import HERE, ROOT, STARTED_TWICE, Bench, OutOfTimeError
 from processes import Ended
 from reporting import LEAST, OUT_OF_TIME, STEP as TESTS
 from rows import Row
@@ -17,13 +17,13 @@ TESTS_FOLDER = "tests/python/gpu"
 #: The tests of a run at toy size: make test-cuda runs them all.
 TOY_TESTS = "test_load or test_save"
 #: Paths of compute-sanitizer if it is not on the PATH.
-PLACES = (
+SANITIZER_PATHS = (
     "usr/local/cuda*/bin/compute-sanitizer",
     "usr/local/cuda*/compute-sanitizer/compute-sanitizer",
     "opt/nvidia/*/bin/compute-sanitizer",
 )
 #: Exit code of compute-sanitizer if it has found an error.
-FOUND = 99
+ERRORS_FOUND = 99
 
 
 def run_tests(bench: Bench) -> Ended:
@@ -57,14 +57,14 @@ def end_test(bench: Bench, key: str, why: str) -> None:
 def tests(bench: Bench) -> None:
     """Run the tests for GPUs, each once; where one ends the process, those after it too."""
     while TESTS not in bench.rows.ends:
-        for key in bench.rows.open(f"{TESTS}/"):
-            if bench.rows.begun(key) >= 2:
-                end_test(bench, key, "it was begun twice, and no row tells its end")
+        for key in bench.rows.unfinished(f"{TESTS}/"):
+            if bench.rows.times_begun(key) >= 2:
+                end_test(bench, key, STARTED_TWICE)
         bench.clock.need(LEAST)
         print("tests", flush=True)
         before = len(bench.rows.of(TESTS))
         ended = run_tests(bench)
-        for key in bench.rows.open(f"{TESTS}/"):
+        for key in bench.rows.unfinished(f"{TESTS}/"):
             end_test(bench, key, f"the process ended in it: {ended.why()}")
         found = len(bench.rows.of(TESTS))
         # 0 and 1: all of them have run; 5: none was left.
@@ -80,7 +80,7 @@ def tests(bench: Bench) -> None:
 
 def sanitizer() -> str | None:
     """Return the path of compute-sanitizer, or None."""
-    found = (str(path) for pattern in PLACES for path in Path("/").glob(pattern))
+    found = (str(path) for pattern in SANITIZER_PATHS for path in Path("/").glob(pattern))
     return shutil.which("compute-sanitizer") or next(found, None)
 
 
@@ -90,7 +90,7 @@ def memcheck(bench: Bench) -> Row:
         return {"status": "absent", "why": "compute-sanitizer is not there"}
     folder = bench.places["disk"].folder
     folder.mkdir(parents=True, exist_ok=True)
-    command = [program, "--tool", "memcheck", "--error-exitcode", str(FOUND), sys.executable]
+    command = [program, "--tool", "memcheck", "--error-exitcode", str(ERRORS_FOUND), sys.executable]
     ended = bench.process([*command, str(HERE / "sanitized.py"), str(folder)])
     words = (ended.out + ended.error)[-1500:]
     return {"status": "failed" if ended.code else "ok", "why": ended.why() if ended.code else words}

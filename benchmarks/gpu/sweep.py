@@ -30,11 +30,11 @@ MODELS = ("large", "20k")
 #: Loads in a process.
 LOADS = 4
 #: A value is better than the default if it is at least this much faster.
-LEAST = 1.02
+MIN_SPEEDUP = 1.02
 Setting = dict[str, int]
 
 
-def known(bench: Bench) -> set[str]:
+def supported_variables(bench: Bench) -> set[str]:
     """Return which variables the library that is measured knows: their names are in it."""
     find = "from importlib.util import find_spec; print(find_spec('tensorizer').origin)"
     found = bench.process([sys.executable, "-c", find])
@@ -51,7 +51,7 @@ def label(setting: Setting) -> str:
 
 def settings(bench: Bench) -> list[Setting]:
     """Return the settings to try, the defaults first; a row for each variable that is not known."""
-    there = known(bench)
+    there = supported_variables(bench)
     for name in VALUES.keys() - there:
         why = "the library that is measured does not know it"
         bench.rows.end(f"{STEP}/{name}", {"step": STEP, "status": "absent", "why": why})
@@ -69,7 +69,7 @@ def measure(bench: Bench, tried: list[Setting], phase: str, models: tuple[str, .
                 key = f"{STEP}/{phase}/{name}/{label(setting)}/{round_}"
                 if key in bench.rows.ends:
                     continue
-                # No more than a look, unless another machine goes on.
+                # Writes nothing if the files exist: a run resumed elsewhere may lack them.
                 bench.need_model(place, model, ("tensors",))
                 env = {variable: str(value) for variable, value in setting.items()}
                 fields: Row = {
@@ -115,7 +115,7 @@ def best(tried: list[Setting], found: dict[str, float]) -> Setting:
     for setting in tried:
         score = found.get(label(setting), 0)
         for name, value in setting.items():
-            if score >= max(LEAST, reached.get(name, 0)):
+            if score >= max(MIN_SPEEDUP, reached.get(name, 0)):
                 chosen[name], reached[name] = value, score
     return chosen
 
@@ -143,6 +143,6 @@ def sweep(bench: Bench) -> None:
     row: Row = {"step": STEP, "status": "ok", "scores": found, "together": together}
     if DEFAULTS not in found:
         row |= {"status": "failed", "why": "the defaults were not measured"}
-    values = chosen if together >= LEAST else {}
+    values = chosen if together >= MIN_SPEEDUP else {}
     bench.rows.end(key, row | {"values": values, "rounds": bench.rounds})
     print(f"recommended: {label(values)}", flush=True)

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyString};
 use tensorizer::error::{Error, Result};
-use tensorizer::format::shards::{FILES, IN_FOLDERS};
+use tensorizer::format::shards::{FILE_EXTENSIONS, MODEL_FILE_NAMES};
 use tensorizer::io::cache::Cache;
 use tensorizer::io::transport::Trust;
 use tensorizer::io::uri::{self, Address};
@@ -187,7 +187,7 @@ pub fn local_path(uri: OsString) -> Outcome<Option<OsString>> {
 /// folder.
 #[pyfunction]
 pub fn model_files() -> (Vec<&'static str>, Vec<&'static str>) {
-    (IN_FOLDERS.to_vec(), FILES.to_vec())
+    (MODEL_FILE_NAMES.to_vec(), FILE_EXTENSIONS.to_vec())
 }
 
 /// Returns the scheme of a server's address, and whether objects can be written there; None for a

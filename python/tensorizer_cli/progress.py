@@ -15,8 +15,8 @@ class ProgressBar:
 
     def __init__(self, total: int, options: argparse.Namespace) -> None:
         self._total, self._done, self._bar = total, 0, TerminalBar()
-        there = sys.stderr is not None and sys.stderr.isatty()
-        self._shown = there and not options.quiet and not options.json
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._shown = is_terminal and not options.quiet and not options.json
 
     def __enter__(self) -> ProgressBar:
         return self

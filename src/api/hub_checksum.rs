@@ -69,7 +69,7 @@ impl TensorFile {
                 _ if has_own_hashes => return Ok(()),
                 HubChecksum::NoHub => "",
                 HubChecksum::NotSha256 => ", and its hub publishes no SHA-256 of it",
-                HubChecksum::NotAsked => ", and with HF_HUB_OFFLINE its hub is not asked for one",
+                HubChecksum::Offline => ", and with HF_HUB_OFFLINE its hub is not asked for one",
             };
             return Err(self.no_hashes(source.uri(), why));
         }
@@ -190,7 +190,7 @@ fn compare(
     let range = WorkerRange::of(&capabilities, options.readers);
     let piece = files.iter().map(|file| file.piece).max().unwrap_or(0);
     let reader = capabilities.reader_memory.saturating_add(piece);
-    let needs = LoadNeeds { readers: range.max, reader, ..LoadNeeds::default() };
+    let needs = LoadNeeds { readers: range.max, reader_bytes: reader, ..LoadNeeds::default() };
     let range = range.limited_to(memory.load(&needs)?.readers);
     workers::run_adapting(range, cancel, |control, _| {
         let mut buffer = Vec::new();

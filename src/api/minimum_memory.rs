@@ -23,8 +23,8 @@ impl TensorFile {
         let buffer = pinned::buffer_len()? as u64;
         let needs = LoadNeeds {
             readers: 1,
-            reader: of_server.clamp(CONNECTION, READER).max(around),
-            gathers: if parts { gather::min_memory(self.is_encrypted()) } else { 0 },
+            reader_bytes: of_server.clamp(CONNECTION, READER).max(around),
+            gather_bytes: if parts { gather::min_memory(self.is_encrypted()) } else { 0 },
             staging: staged.then(|| (buffer, pinned::min_buffers(buffer), 0)),
         };
         // Files of a hub are hashed before the load, piece by piece, which also takes memory.

@@ -211,7 +211,7 @@ fn check_all_are_there(selection: &ShardSelection<'_>, names: &NameTree, uri: &s
 /// is set.
 fn at_once(source: &dyn ReadAt) -> usize {
     let capabilities = source.capabilities();
-    let any_number = capabilities.first_readers < capabilities.most_readers;
+    let any_number = capabilities.initial_readers < capabilities.max_auto_readers;
     let most = if any_number && !source.is_local() { AT_ONCE_OF_SERVERS } else { AT_ONCE };
     most.min(capabilities.max_readers.max(AT_ONCE))
 }

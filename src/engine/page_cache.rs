@@ -123,7 +123,7 @@ impl<'c> DirectReads<'c> {
 
 impl Drop for DirectReads<'_> {
     fn drop(&mut self) {
-        let (mean, most) = self.in_flight.mean();
+        let (mean, most) = self.in_flight.mean_and_limit();
         if let Some(mean) = mean {
             let bytes = |reads: u64| reads.saturating_mul(DIRECT_READ_LEN as u64);
             self.counters.in_flight(bytes(mean) / 1000, bytes(most as u64));

@@ -123,7 +123,7 @@ fn batches<T: Target>(
 /// Returns the CPUs of the readers. A single reader runs on the calling thread, which is not bound.
 fn affinity<T: Target>(target: &T, range: WorkerRange) -> Affinity {
     let devices = if range.max > 1 { target.devices() } else { 0 };
-    Affinity::of((0..devices).map(|device| target.node(device)))
+    Affinity::of((0..devices).map(|device| target.numa_node(device)))
 }
 
 /// Runs the readers until all work is done. Returns the tensors that could not be decrypted in

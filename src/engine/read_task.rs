@@ -150,7 +150,7 @@ impl<T: Target> ReadTask<'_, T> {
         let tensor = || outer_tensors(job).map(|(first, _)| first);
         let near = |node| {
             let tensor = tensor()?;
-            Some(self.target.node(self.target.device_of(tensor)) == Some(node))
+            Some(self.target.numa_node(self.target.device_of(tensor)) == Some(node))
         };
         node.and_then(near).unwrap_or(true)
     }

@@ -43,8 +43,8 @@ impl WorkerRange {
         match requested {
             Some(number) => WorkerRange::fixed(allowed(number)),
             None => WorkerRange {
-                initial: allowed(capabilities.first_readers.min(capabilities.most_readers)),
-                max: allowed(capabilities.most_readers),
+                initial: allowed(capabilities.initial_readers.min(capabilities.max_auto_readers)),
+                max: allowed(capabilities.max_auto_readers),
                 bytes: None,
             },
         }

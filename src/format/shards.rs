@@ -7,17 +7,18 @@ use serde::Deserialize;
 
 use super::json::Scalar;
 use super::safetensors::{self, StringMap};
-use crate::error::{Error, Malformed, Shortened};
+use crate::error::{Malformed, Shortened};
 use crate::fallible::try_with_capacity;
 
 /// Maximum bytes of an index that is read, as for a safetensors header.
 pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
-/// File names that are looked for in the folder of a model, in this order: those of transformers,
-/// diffusers and PEFT, then those of half precision. Each costs a request if the server has none of
-/// the files before it.
-pub const IN_FOLDERS: [&str; 15] = [
+/// File names that are looked for in the folder of a model, in this order: those of transformers
+/// and of this package, of diffusers and PEFT, then those of half precision. Each costs a request
+/// if the server has none of the files before it.
+pub const MODEL_FILE_NAMES: [&str; 16] = [
     "model.safetensors",
     "model.safetensors.index.json",
+    "model.tensors",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     "diffusion_pytorch_model.safetensors",
@@ -33,17 +34,18 @@ pub const IN_FOLDERS: [&str; 15] = [
     "diffusion_pytorch_model.fp16.bin",
 ];
 /// The same names, shortened for messages.
-pub const EXPECTED_IN_FOLDERS: &str = "model.safetensors, pytorch_model.bin, \
+pub const EXPECTED_MODEL_FILES: &str = "model.safetensors, model.tensors, pytorch_model.bin, \
     diffusion_pytorch_model.safetensors, adapter_model.safetensors, their indexes and fp16 variants";
 /// Endings of file addresses; addresses of folders hardly ever have them.
-pub const FILES: [&str; 7] = [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
+pub const FILE_EXTENSIONS: [&str; 7] =
+    [".tensors", ".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt"];
 
 /// A parsed index.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ShardMap {
     /// The names of the files, without duplicates and in sorted order.
     pub files: Vec<String>,
-    /// The number of the file of each tensor.
+    /// The file_index of the file of each tensor.
     pub tensors: BTreeMap<String, usize>,
     /// Names and values. Numbers and booleans are converted to text; other values are left out.
     pub metadata: Vec<(String, String)>,
@@ -79,8 +81,8 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     for file in raw.weight_map.0.values() {
         names.insert(file);
     }
-    let short = |error: Error| malformed(error.to_string());
-    let mut files = try_with_capacity(names.len(), "an index of shards").map_err(short)?;
+    let files = try_with_capacity(names.len(), "an index of shards");
+    let mut files = files.map_err(Malformed::of_memory)?;
     for name in names {
         if let Some(what) = name_problem(name) {
             return Err(malformed(format!("the file name `{}` {what}", Shortened(name))));
@@ -90,10 +92,10 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     if files.is_empty() {
         return Err(malformed("it names no tensors".to_owned()));
     }
-    let number = |name: String| files.binary_search(&name).unwrap_or(usize::MAX);
+    let file_index = |name: String| files.binary_search(&name).unwrap_or(usize::MAX);
     let mut tensors = BTreeMap::new();
     for (tensor, file) in raw.weight_map.0 {
-        tensors.insert(tensor, number(file));
+        tensors.insert(tensor, file_index(file));
     }
     let metadata = raw.metadata.into_iter().flatten();
     let metadata = metadata.filter_map(|(name, Scalar(value))| Some((name, value?)));
@@ -107,11 +109,11 @@ fn name_problem(name: &str) -> Option<&'static str> {
     if name.is_empty() {
         Some("is empty")
     } else if name.starts_with('/') || name.contains(':') || name.contains('\\') {
-        Some("is not that of a file in the folder of the index")
+        Some("begins with `/`, or has a `:` or `\\`: expected a path below the folder of the index")
     } else if steps.any(|step| matches!(step, "" | "." | "..")) {
-        Some("leads out of the folder of the index")
+        Some("has an empty, `.` or `..` component: expected a path below the folder of the index")
     } else if name.contains(|c: char| c.is_control() || "?#%".contains(c)) {
-        Some("has a character that names of shards may not have")
+        Some("has a control character, or one of `?`, `#` and `%`, which shard names may not have")
     } else {
         None
     }
@@ -129,6 +131,15 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::error::Error;
+    use crate::fallible::out_of_memory;
+
+    #[test]
+    fn missing_memory_is_no_defect_of_the_file() {
+        let error = Malformed::of_memory(out_of_memory(7, "a list")).in_file("f");
+        let Error::OutOfMemory { bytes, what, .. } = error else { panic!("{error}") };
+        assert_eq!((bytes, what.as_str()), (7, "a list of `f`"));
+    }
 
     #[test]
     fn file_names_outside_the_folder_are_refused() {

@@ -27,8 +27,8 @@ impl<B: AsRef<[u8]> + Send + Sync> ReadAt for MemorySource<B> {
         Capabilities {
             len: Some(self.bytes.as_ref().len() as u64),
             max_readers: usize::MAX,
-            first_readers: crate::cpu_count(),
-            most_readers: crate::cpu_count(),
+            initial_readers: crate::cpu_count(),
+            max_auto_readers: crate::cpu_count(),
             request_len: 8 << 20,
             merge_gap: 0,
             reader_memory: 0,

@@ -13,16 +13,16 @@ use crate::mem::Buffers;
 pub struct Capabilities {
     /// Size in bytes, where it is known.
     pub len: Option<u64>,
-    /// The most readers that may read at once, whatever the caller asks for.
+    /// Maximum number of concurrent readers, even if the caller asks for more.
     pub max_readers: usize,
-    /// Readers of a load at its beginning, unless the caller names a number.
-    pub first_readers: usize,
+    /// Number of readers that a load starts with, unless the caller sets one.
+    pub initial_readers: usize,
     /// Maximum number of readers that a load starts by itself while more readers raise the
-    /// throughput. Equal to `first_readers` if the number is fixed.
-    pub most_readers: usize,
+    /// throughput. Equal to `initial_readers` if the number is fixed.
+    pub max_auto_readers: usize,
     /// Bytes of a request.
     pub request_len: u64,
-    /// Unwanted bytes between two wanted ranges that are cheaper to read than to skip.
+    /// Maximum number of unwanted bytes between two wanted ranges that one request reads through.
     pub merge_gap: u64,
     /// Bytes of memory that each reader takes for its connection.
     pub reader_memory: u64,
@@ -35,8 +35,8 @@ impl Capabilities {
     pub const SEQUENTIAL: Capabilities = Capabilities {
         len: None,
         max_readers: 1,
-        first_readers: 1,
-        most_readers: 1,
+        initial_readers: 1,
+        max_auto_readers: 1,
         request_len: 8 << 20,
         merge_gap: 0,
         reader_memory: 0,
@@ -49,15 +49,15 @@ impl Capabilities {
         self.request_len > LONG_REQUEST
     }
 
-    /// The capabilities of several sources that are read together; None for none.
+    /// The capabilities of several sources that are read together; None if there are no sources.
     pub fn combined(sources: &[&dyn ReadAt]) -> Option<Self> {
         let mut all = sources.iter().map(|source| source.capabilities());
         let first = all.next()?;
         Some(all.fold(first, |one, other| Capabilities {
             len: one.len.zip(other.len).map(|(one, other)| one.saturating_add(other)),
             max_readers: one.max_readers.min(other.max_readers),
-            first_readers: one.first_readers.min(other.first_readers),
-            most_readers: one.most_readers.min(other.most_readers),
+            initial_readers: one.initial_readers.min(other.initial_readers),
+            max_auto_readers: one.max_auto_readers.min(other.max_auto_readers),
             request_len: one.request_len.min(other.request_len),
             merge_gap: one.merge_gap.min(other.merge_gap),
             reader_memory: one.reader_memory.max(other.reader_memory),
@@ -79,7 +79,7 @@ pub enum HubChecksum {
     /// The hub publishes another kind of checksum.
     NotSha256,
     /// Unknown, because the hub must not be contacted.
-    NotAsked,
+    Offline,
 }
 
 /// Random access to bytes.
@@ -148,8 +148,8 @@ pub trait LocalCopy {
     /// The path, while the copy is read.
     fn path(&self) -> Option<PathBuf>;
 
-    /// Reads from the server from now on. Returns the path if the copy was read until now. `remove`
-    /// removes it, also in a later call.
+    /// Makes all later reads use the server. Returns the path of the copy in the first call, None
+    /// in later ones. If `remove` is true, deletes the copy, even if an earlier call kept it.
     fn discard(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf>;
 }
 

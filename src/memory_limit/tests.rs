@@ -22,17 +22,17 @@ proptest! {
         bytes in 0u64..1 << 36,
         readers in 1usize..300,
         reader in 0u64..40 << 20,
-        gathers in prop_oneof![Just(0u64), 1u64..8 << 20],
+        gather_bytes in prop_oneof![Just(0u64), 1u64..8 << 20],
         staging in prop_oneof![Just(None), ((20u32..27), 1u64..5, 1u64..500).prop_map(|(len, min_buffers, most)| Some((1u64 << len, min_buffers, most.max(min_buffers))))],
     ) {
-        let needs = LoadNeeds { readers, reader, gathers, staging };
+        let needs = LoadNeeds { readers, reader_bytes: reader, gather_bytes, staging };
         match of(bytes).load(&needs) {
             Ok(shares) => {
                 prop_assert!((1..=readers).contains(&shares.readers));
-                prop_assert!(shares.overhead >= MIN_OVERHEAD && shares.gathers >= gathers);
+                prop_assert!(shares.overhead >= MIN_OVERHEAD && shares.gather_bytes >= gather_bytes);
                 let (buffer, min_buffers, most) = staging.unwrap_or((0, 0, 0));
                 prop_assert!((min_buffers..=most).contains(&shares.staging));
-                let each = reader + shares.overhead + shares.gathers;
+                let each = reader + shares.overhead + shares.gather_bytes;
                 let all = each * shares.readers as u64 + shares.staging * buffer;
                 prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
             }
@@ -56,7 +56,7 @@ proptest! {
         part in prop_oneof![Just(0u64), 5u64 << 20..100 << 20],
         staging in prop_oneof![Just(None), ((20u32..27), 1u64..500).prop_map(|(len, most)| Some((1u64 << len, most)))],
     ) {
-        let needs = SaveNeeds { threads, thread, copies, hashes, retained, part, staging };
+        let needs = SaveNeeds { threads, thread_bytes: thread, copies, hashes, retained, part, staging };
         match of(bytes).save(&needs) {
             Ok(shares) => {
                 prop_assert!((1..=threads).contains(&shares.threads));
@@ -64,7 +64,7 @@ proptest! {
                 let (buffer, most) = staging.unwrap_or((0, 0));
                 prop_assert!(shares.staging <= most);
                 prop_assert!(staging.is_none() || shares.staging > 0);
-                let each = thread + copies * COPIED;
+                let each = thread + copies * MAX_COPY;
                 let all = each * shares.threads as u64
                     + shares.waiting.unwrap_or(0)
                     + retained
@@ -118,7 +118,8 @@ proptest! {
 #[test]
 fn no_limit_leaves_all_shares_unlimited() {
     let none = MemoryLimit::default();
-    let needs = LoadNeeds { readers: 32, reader: 1, gathers: 1, staging: Some((1, 2, 64)) };
+    let needs =
+        LoadNeeds { readers: 32, reader_bytes: 1, gather_bytes: 1, staging: Some((1, 2, 64)) };
     let shares = none.load(&needs).unwrap();
     assert_eq!((shares.readers, shares.staging, shares.overhead), (32, 64, u64::MAX));
     assert_eq!(none.window(16 << 20), 16 << 20);

@@ -61,11 +61,16 @@ impl<'a> Buffers<'a> {
         result
     }
 
-    /// Writes to each page that is not filled yet, so that the system allocates it.
+    /// Writes to each page of the memory that is not filled yet, so that the kernel allocates it.
     pub fn prefault(&mut self) {
         for range in self.ranges.get(self.current..).unwrap_or(&[]) {
             let start: *mut u8 = range.iov_base.cast();
-            for at in (0..range.iov_len).step_by(PAGE) {
+            // Its first byte, and then the first byte of each further page.
+            let to_next_page = PAGE - start.addr() % PAGE;
+            for at in std::iter::once(0).chain((to_next_page..range.iov_len).step_by(PAGE)) {
+                if at >= range.iov_len {
+                    break;
+                }
                 // SAFETY: within a range that was lent to be written to, and is not filled yet. The
                 // compiler must not leave it out, so it is volatile.
                 unsafe { start.wrapping_add(at).write_volatile(0) };
@@ -225,7 +230,7 @@ impl FilledPart<'_> {
         self.written.load(Ordering::Acquire)
     }
 
-    /// The filled bytes of a range, which counts from the first byte.
+    /// The filled bytes at these positions. Position 0 is the first byte that `tee` lends `fill`.
     pub fn bytes(&self, range: Range<usize>) -> Vec<IoSlice<'_>> {
         let end = range.end.min(self.count());
         let mut at = 0;
@@ -250,7 +255,7 @@ impl FilledPart<'_> {
 pub enum BufferToFill<'a, 's> {
     /// Its bytes are returned once they are filled.
     Returned(&'a mut [MaybeUninit<u8>]),
-    /// The lender itself looks at its bytes.
+    /// The caller keeps access to the bytes, and reads them itself once they are filled.
     Inspected(&'s mut [u8]),
 }
 
@@ -304,7 +309,7 @@ pub(crate) fn as_uninit(bytes: &mut [u8]) -> &mut [MaybeUninit<u8>] {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use super::*;
 
@@ -323,6 +328,23 @@ mod tests {
         let bytes =
             fill_all(vec![BufferToFill::Returned(one), BufferToFill::Returned(two)], put).unwrap();
         assert_eq!(bytes, [&b"abcd"[..], b"efghi"]);
+    }
+
+    #[test]
+    fn prefault_writes_to_every_page() {
+        for (start, len) in [(0, 2 * PAGE), (1, PAGE), (4000, 4196), (PAGE - 1, 2), (5, 0)] {
+            let mut memory = vec![1u8; 5 * PAGE];
+            let to_page = memory.as_ptr().align_offset(PAGE);
+            let range = to_page + start..to_page + start + len;
+            Buffers::from_slice(&mut memory[range.clone()]).prefault();
+            for page in (to_page..range.end).step_by(PAGE) {
+                let in_page = page.max(range.start)..(page + PAGE).min(range.end);
+                let written = memory[in_page.clone()].iter().filter(|byte| **byte == 0).count();
+                assert_eq!(written, usize::from(!in_page.is_empty()), "{start} {len} {page}");
+            }
+            let outside = memory.iter().filter(|byte| **byte == 0).count();
+            assert!(outside <= len / PAGE + 2);
+        }
     }
 
     fn joined(pieces: &[IoSlice<'_>]) -> Vec<u8> {

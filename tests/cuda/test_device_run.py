@@ -133,7 +133,7 @@ def test_a_run_resumes_from_the_rows_of_an_earlier_one(tmp_path):
     assert ended.returncode == 1, ended.stdout + ended.stderr
     rows = ends(tmp_path)
     assert rows["compare/tmpfs-20k/ours/0"]["of_pinned"] > 0
-    assert "begun twice" in rows["compare/tmpfs-20k/ours clone/0"]["why"]
+    assert "started twice" in rows["compare/tmpfs-20k/ours clone/0"]["why"]
     assert lines(tmp_path)[0] == done, "what was brought is not measured again"
 
 

@@ -3,16 +3,23 @@
 import os
 from pathlib import Path
 
-import kept
+import build_cache
 import tensorizer
 
 PACKAGE = Path(tensorizer.__file__).parent
 #: Sources that the generated code of the operators depends on.
-SOURCES = [kept.ROOT / "csrc", PACKAGE / "torch_hooks", PACKAGE / "lib", *PACKAGE.glob("*.so")]
+SOURCES = [
+    build_cache.ROOT / "csrc",
+    PACKAGE / "torch_hooks",
+    PACKAGE / "lib",
+    *PACKAGE.glob("*.so"),
+]
 
 # torch keeps machine code on the disk, which it finds by its exact source. Graphs are lowered anew
 # in each test, so that none of an earlier build can hide a defect.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept.made("inductor", SOURCES, lambda folder: None))
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+    build_cache.build_once("inductor", SOURCES, lambda folder: None)
+)
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT"] = "0"
 # Compile in this process: a pool of others would be left behind.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

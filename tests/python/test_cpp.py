@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kept
+import build_cache
 import pytest
 import tensorizer
 import torch
@@ -55,7 +55,7 @@ def built(cmake, source):
         configure(cmake, source, build, prefix=[torch.utils.cmake_prefix_path])
         run([cmake, "--build", build])
 
-    return kept.made(source.name, [source, *needed], make)
+    return build_cache.build_once(source.name, [source, *needed], make)
 
 
 @pytest.fixture(scope="session")
@@ -163,7 +163,7 @@ message(STATUS "links [${libraries}]")
     assert "links [torch]" in configure(cmake, tmp_path, tmp_path / "build")
 
 
-def test_no_torch_is_a_sentence(cmake, tmp_path):
+def test_missing_torch_is_reported(cmake, tmp_path):
     """The package alone, as where it lies beside no torch."""
     copy = tmp_path / "site/tensorizer"
     shutil.copytree(PACKAGE / "share", copy / "share")

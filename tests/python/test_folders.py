@@ -16,6 +16,7 @@ from tensorizer.safetensors import safe_open
 IN_ORDER = [
     "model.safetensors",
     "model.safetensors.index.json",
+    "model.tensors",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     "diffusion_pytorch_model.safetensors",
@@ -33,6 +34,9 @@ IN_ORDER = [
 
 
 def saved(tensors, ending, tmp_path):
+    if ending == "tensors":
+        tensorizer.save(tensors, tmp_path / "f.tensors")
+        return (tmp_path / "f.tensors").read_bytes()
     if ending != "bin":
         return save(tensors)
     torch.save(tensors, tmp_path / "f.bin")
@@ -41,7 +45,7 @@ def saved(tensors, ending, tmp_path):
 
 def files_of(name, tmp_path):
     """Return files whose only tensors are named after a file, which is an index of two shards."""
-    ending = "bin" if ".bin" in name else "safetensors"
+    ending = next(e for e in ("bin", "safetensors", "tensors") if f".{e}" in name)
     if not name.endswith(".json"):
         return {name: saved({name: torch.ones(3)}, ending, tmp_path)}
     shards = {f"{name}.{number}": f"shard-{number}-of-{name}.{ending}" for number in (1, 2)}
@@ -120,7 +124,7 @@ def test_a_name_costs_a_request_for_each_before_it(tmp_path, nginx, serve):
         before = len(nginx.requests())
         tensorizer.load(address, "cpu")
         requests = nginx.requests()[before:]
-    assert [" 404 " in request for request in requests] == [True] * 6 + [False]
+    assert [" 404 " in request for request in requests] == [True] * 7 + [False]
 
 
 @pytest.mark.parametrize("where", ["local", "http", "s3", "hf"])
@@ -146,3 +150,17 @@ def test_the_only_other_variant_of_a_local_folder_is_opened(name, tmp_path, serv
         )
         with pytest.raises(IsADirectoryError, match="name one of them"):
             tensorizer.load(address, "cpu")
+
+
+def test_the_only_tensors_file_of_a_local_folder_is_opened(tmp_path):
+    one, other = tmp_path / "one.tensors", tmp_path / "other.tensors"
+    tensorizer.save({"a": torch.ones(3)}, one)
+    (tmp_path / ".hidden.tensors").write_bytes(one.read_bytes())
+    assert list(tensorizer.load(tmp_path, "cpu")) == ["a"]
+    other.write_bytes(one.read_bytes())
+    with pytest.raises(IsADirectoryError, match="`one.tensors`, `other.tensors`.* name one of"):
+        tensorizer.load(tmp_path, "cpu")
+    other.unlink()
+    (tmp_path / "checkpoint.json").write_text("{}")
+    with pytest.raises(IsADirectoryError, match="tensorizer.distributed"):
+        tensorizer.load(tmp_path, "cpu")

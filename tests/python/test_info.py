@@ -33,7 +33,7 @@ def test_a_file_of_ours(tmp_path):
     assert 0 < int(hashes["CRC32"]) < 2**32
 
 
-def test_hashes_are_what_they_say(tmp_path):
+def test_crc32_covers_header_and_data(tmp_path):
     """The CRC-32 covers the header, with its hashes as zeros, and the data."""
     path = tmp_path / "f.tensors"
     tensorizer.save({"a": torch.arange(9)}, path, hashes="crc32")

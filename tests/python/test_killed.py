@@ -17,7 +17,7 @@ NAMES = ["state.pt", "state.pt.tensors"]
 
 
 #: Copies a folder once for every step of a save, and has the save killed there.
-EVERYWHERE = """
+KILL_AT_EVERY_STEP = """
 import ctypes, os, shutil, signal, sys, torch
 from tensorizer.torch_compat import tensorizer_saving
 source, folder, value = sys.argv[1:]
@@ -52,7 +52,7 @@ def kill_everywhere(source, folder, value, env):
 
     """
     folder.mkdir()
-    done = run_python(EVERYWHERE, source, folder, value, env=env)
+    done = run_python(KILL_AT_EVERY_STEP, source, folder, value, env=env)
     assert done.returncode == 0, done.stderr
     steps = int(done.stdout)
     assert steps >= 5, done.stderr
@@ -60,7 +60,7 @@ def kill_everywhere(source, folder, value, env):
 
 
 def value_in(folder):
-    """Return what is saved there, and the hidden file that a warning names."""
+    """Return the value that loads from a folder, and the texts of the warnings, at most one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         loaded = load(folder / "state.pt", {"device": "cpu"}, weights_only=True)
@@ -76,7 +76,7 @@ def value_in(folder):
 
 
 def check(folders, before, after):
-    """Check each folder, and that the next save leaves two files; return those that warned."""
+    """Check the folders; return copies, made before the next save, of those whose load warned."""
     warned, seen = [], []
     for folder in folders:
         found, texts = value_in(folder)
@@ -108,12 +108,12 @@ def test_a_save_over_a_pair(with_faults, tmp_path, links):
 
 
 def test_a_save_over_a_pair_of_the_old_package(with_faults, tmp_path):
-    """Its halves have no identity: the pickle must be the one that the storages were kept for."""
+    """Its files have no pair id: the hidden storage file is used for its own pickle only."""
     (tmp_path / "first").mkdir()
     pickled = (GOLDEN / "tc_storages.pt").read_bytes()
     (tmp_path / "first/state.pt").write_bytes(pickled)
-    side = gzip.decompress((GOLDEN / "tc_storages.pt.tensors.gz").read_bytes())
-    (tmp_path / "first/state.pt.tensors").write_bytes(side)
+    storages = gzip.decompress((GOLDEN / "tc_storages.pt.tensors.gz").read_bytes())
+    (tmp_path / "first/state.pt.tensors").write_bytes(storages)
     before, _ = value_in(tmp_path / "first")
     folders = kill_everywhere(tmp_path / "first", tmp_path / "second", 2, with_faults())
     for folder in check(folders, before, 2.0):
@@ -122,7 +122,7 @@ def test_a_save_over_a_pair_of_the_old_package(with_faults, tmp_path):
             load(folder / "state.pt")
 
 
-def killed(with_faults, tmp_path):
+def folder_that_needs_hidden_file(with_faults, tmp_path):
     """Return a folder whose pickle has the value 1 and needs a hidden file."""
     (tmp_path / "first").mkdir()
     save({"weight": torch.full((1000,), 1.0)}, tmp_path / "first/state.pt")
@@ -131,7 +131,7 @@ def killed(with_faults, tmp_path):
 
 
 def test_a_hidden_half_of_another_pair_is_not_used(with_faults, tmp_path):
-    folder = killed(with_faults, tmp_path)
+    folder = folder_that_needs_hidden_file(with_faults, tmp_path)
     (hidden,) = folder.glob(".*.before")
     save({"weight": torch.full((1000,), 9.0)}, tmp_path / "other.pt")
     os.replace(tmp_path / "other.pt.tensors", hidden)
@@ -144,7 +144,7 @@ def test_a_failed_save_keeps_the_only_half(with_faults, tmp_path):
         def __reduce__(self):
             raise ArithmeticError("cannot be pickled")
 
-    folder = killed(with_faults, tmp_path)
+    folder = folder_that_needs_hidden_file(with_faults, tmp_path)
     before = sorted(os.listdir(folder))
     with pytest.raises(ArithmeticError):
         save({"a": torch.ones(3), "b": Fails()}, folder / "state.pt")
@@ -153,7 +153,7 @@ def test_a_failed_save_keeps_the_only_half(with_faults, tmp_path):
 
 
 def test_a_hidden_half_stays_while_another_pickle_needs_it(with_faults, tmp_path):
-    folder = killed(with_faults, tmp_path)
+    folder = folder_that_needs_hidden_file(with_faults, tmp_path)
     (hidden,) = folder.glob(".*.before")
     # Two pickles with the same file of storages.
     save({"weight": torch.full((1000,), 5.0)}, folder / "b.pt", file_obj=str(folder / NAMES[1]))
@@ -164,7 +164,7 @@ def test_a_hidden_half_stays_while_another_pickle_needs_it(with_faults, tmp_path
 
 
 def test_an_object_without_storages_cleans_up_too(with_faults, tmp_path):
-    folder = killed(with_faults, tmp_path)
+    folder = folder_that_needs_hidden_file(with_faults, tmp_path)
     save({"plain": 1}, folder / "state.pt")
     assert load(folder / "state.pt") == {"plain": 1}
     assert sorted(os.listdir(folder)) == NAMES

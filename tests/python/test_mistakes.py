@@ -25,7 +25,7 @@ def files(tmp_path, monkeypatch):
     return state
 
 
-def into(path, module, **options):
+def load_into(path, module, **options):
     return TensorDeserializer(path, "cpu").load_into_module(module, **options)
 
 
@@ -97,19 +97,19 @@ MISTAKES = {
         "which has '0.weight'",
     ),
     "a file of a larger module": (
-        lambda: into("below.tensors", network()),
+        lambda: load_into("below.tensors", network()),
         "every name of the file begins with 'model.'",
     ),
     "a file of a smaller module": (
-        lambda: into("m.tensors", torch.nn.ModuleDict({"model": network()})),
+        lambda: load_into("m.tensors", torch.nn.ModuleDict({"model": network()})),
         "every name of the module begins with 'model.'",
     ),
     "the class of a module": (
-        lambda: into("m.tensors", torch.nn.Linear),
+        lambda: load_into("m.tensors", torch.nn.Linear),
         "torch.nn.Module, not the class Linear",
     ),
     "a dict for a module": (
-        lambda: into("m.tensors", {}),
+        lambda: load_into("m.tensors", {}),
         r"tensorizer.load\(uri\) returns a dict of tensors",
     ),
     "load of a module": (
@@ -133,8 +133,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_message_says_what_to_do(files, mistake):
-    call, sentence = MISTAKES[mistake]
-    with pytest.raises(Exception, match=sentence) as caught:
+    call, pattern = MISTAKES[mistake]
+    with pytest.raises(Exception, match=pattern) as caught:
         call()
     assert len(str(caught.value)) < 400
 
@@ -156,11 +156,11 @@ def test_a_module_with_more_parameters_than_the_file_is_warned_of(files):
     with pytest.warns(
         UserWarning, match=r"lacks, and that stay as they are: 1\.bias, 1\.weight; strict"
     ):
-        assert into("m.tensors", larger) == 2
+        assert load_into("m.tensors", larger) == 2
     with pytest.raises(RuntimeError, match=r"missing in the file: 1\.bias, 1\.weight"):
-        into("m.tensors", network(layers=2), strict=True)
+        load_into("m.tensors", network(layers=2), strict=True)
     with pytest.warns(UserWarning, match="and 20 more"):
-        into("m.tensors", network(layers=21))
+        load_into("m.tensors", network(layers=21))
 
 
 def test_no_warning_where_all_is_there_or_a_filter_was_given(files):
@@ -170,10 +170,10 @@ def test_no_warning_where_all_is_there_or_a_filter_was_given(files):
     computed.register_buffer("table", torch.ones(3), persistent=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        into("m.tensors", network())
-        into("m.tensors", tied)
-        into("m.tensors", computed)
-        into("m.tensors", network(layers=2), filter_func=lambda name: name == "0.weight")
+        load_into("m.tensors", network())
+        load_into("m.tensors", tied)
+        load_into("m.tensors", computed)
+        load_into("m.tensors", network(layers=2), filter_func=lambda name: name == "0.weight")
         file = TensorDeserializer("m.tensors", "cpu", filter_func=lambda name: "bias" in name)
         file.load_into_module(network())
 

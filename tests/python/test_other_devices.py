@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import kept
+import build_cache
 import pytest
 import torch
 from conftest import ROOT, run_python
@@ -125,7 +125,7 @@ def library():
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
-    return kept.made("other-device", [source], make) / "other_device.so"
+    return build_cache.build_once("other-device", [source], make) / "other_device.so"
 
 
 def test_every_way_to_load_and_save(library, tmp_path):

@@ -88,7 +88,7 @@ def model_folder(folder, published):
     return folder
 
 
-def assert_same(model, expected):
+def assert_same_state(model, expected):
     state = model.state_dict()
     assert list(state) == list(expected)
     for name, tensor in state.items():
@@ -115,7 +115,7 @@ KINDS = ["tensors", "safetensors", "shards", "torch"]
 def test_a_folder(config_of, published, expected, tmp_path, kind):
     write(kind, published[1], model_folder(tmp_path, published[0]))
     config = config_of(tmp_path, "tensorizer_stream", buffer_bytes=1 << 16)
-    assert_same(load(config), expected)
+    assert_same_state(load(config), expected)
 
 
 @pytest.mark.parametrize("kind", ["tensors", "safetensors", "torch"])
@@ -128,7 +128,7 @@ def test_an_address(config_of, published, expected, tmp_path, kind):
 
         get_model_loader(config.load_config).download_model(config.model_config)
         assert not server.requests
-        assert_same(load(config), expected)
+        assert_same_state(load(config), expected)
         assert server.requests
 
 
@@ -137,8 +137,8 @@ def test_the_plugin_is_found_by_vllm(config_of, published):
     from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 
     config = config_of(published[0], "tensorizer_stream")
-    made = get_model_loader(config.load_config)
-    assert isinstance(made, VllmStreamLoader) and isinstance(made, DefaultModelLoader)
+    loader = get_model_loader(config.load_config)
+    assert isinstance(loader, VllmStreamLoader) and isinstance(loader, DefaultModelLoader)
     # vLLM's configuration is as it was.
     assert config.load_config.load_format == "tensorizer_stream"
     config.load_config.model_loader_extra_config = {"url": "x"}
@@ -167,10 +167,10 @@ def test_weights_are_loaded_again(config_of, published, expected, tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    made = get_model_loader(config.load_config)
+    loader = get_model_loader(config.load_config)
     with set_current_vllm_config(config):
-        model.load_weights(made.get_all_weights(config.model_config, model))
-    assert_same(model, expected)
+        model.load_weights(loader.get_all_weights(config.model_config, model))
+    assert_same_state(model, expected)
 
 
 def test_experts_of_other_ranks(config_of, published, tmp_path):
@@ -180,10 +180,10 @@ def test_experts_of_other_ranks(config_of, published, tmp_path):
     names += ["model.layers.0.mlp.experts.1.up.scale", "model.norm.weight"]
     file = tmp_path / "model.tensors"
     tensorizer.save({name: torch.ones(2) for name in names}, file)
-    made = get_model_loader(config_of(published[0], "tensorizer_stream").load_config)
-    made.local_expert_ids = {0, 2}
+    loader = get_model_loader(config_of(published[0], "tensorizer_stream").load_config)
+    loader.local_expert_ids = {0, 2}
     source = DefaultModelLoader.Source(str(tmp_path), None, prefix="p.")
-    found = [name.removeprefix("p.") for name, _ in made._get_weights_iterator(source)]
+    found = [name.removeprefix("p.") for name, _ in loader._get_weights_iterator(source)]
     others = {f"model.layers.0.mlp.experts.{n}.{p}.weight" for n in (1, 3) for p in ("up", "down")}
     assert found == [name for name in names if name not in others]
 
@@ -192,8 +192,8 @@ def test_experts_of_other_ranks(config_of, published, tmp_path):
 
 
 @pytest.fixture
-def on_the_cpu(monkeypatch):
-    """Let it load to the CPU, which it names as it does a GPU; no files of a hub are copied."""
+def vllm_tensorizer(monkeypatch):
+    """Patch vLLM's tensorizer loader to load to the CPU, and not to use the hub; return it."""
     from vllm.model_executor.model_loader import tensorizer as theirs
 
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
@@ -210,7 +210,7 @@ def serialize(theirs, model, config, **options):
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_its_format(  # noqa: PLR0917  # fixtures
-    config_of, published, expected, tmp_path, on_the_cpu, encrypted
+    config_of, published, expected, tmp_path, vllm_tensorizer, encrypted
 ):
     """Saved by vLLM's code, and loaded by it: from a file, a folder, and a server."""
     folder = model_folder(tmp_path, published[0])
@@ -219,12 +219,12 @@ def test_its_format(  # noqa: PLR0917  # fixtures
     uri, options = str(folder / "model.tensors"), {}
     if encrypted:
         options = {"encryption_keyfile": str(tmp_path / "key")}
-        with on_the_cpu.open_stream(
+        with vllm_tensorizer.open_stream(
             options["encryption_keyfile"], mode="wb+", s3_access_key_id=None
         ) as stream:
-            stream.write(on_the_cpu.EncryptionParams.random().key)
+            stream.write(vllm_tensorizer.EncryptionParams.random().key)
     serialize(
-        on_the_cpu,
+        vllm_tensorizer,
         load(config),
         config,
         tensorizer_uri=uri,
@@ -234,11 +234,13 @@ def test_its_format(  # noqa: PLR0917  # fixtures
     assert tensorizer.info(uri).encrypted == encrypted
     for loads in ({}, {"verify_hash": True, "num_readers": 2}):
         again = load(config_of(folder, "tensorizer", **options, **loads))
-        assert_same(again, expected)
-    assert_same(load(config_of(folder, "tensorizer", tensorizer_uri=uri, **options)), expected)
+        assert_same_state(again, expected)
+    assert_same_state(
+        load(config_of(folder, "tensorizer", tensorizer_uri=uri, **options)), expected
+    )
     with FaultServer((folder / "model.tensors").read_bytes()) as server:
         config = config_of(folder, "tensorizer", tensorizer_uri=server.url, **options)
-        assert_same(load(config), expected)
+        assert_same_state(load(config), expected)
     if not encrypted:
         with pytest.raises(ValueError, match="was written by vLLM from a model of its own"):
             load(config_of(folder, "tensorizer_stream"))
@@ -246,7 +248,7 @@ def test_its_format(  # noqa: PLR0917  # fixtures
 
 @pytest.mark.parametrize("loads", [{}, {"verify_hash": True, "num_readers": 2}])
 def test_its_format_with_published_weights(  # noqa: PLR0917  # fixtures
-    config_of, published, expected, tmp_path, on_the_cpu, loads
+    config_of, published, expected, tmp_path, vllm_tensorizer, loads
 ):
     folder = model_folder(tmp_path, published[0])
     tensorizer.save(published[1], folder / "model.tensors")
@@ -254,11 +256,11 @@ def test_its_format_with_published_weights(  # noqa: PLR0917  # fixtures
     from vllm.model_executor.model_loader import get_model_loader
 
     get_model_loader(config.load_config).download_model(config.model_config)
-    assert_same(load(config), expected)
+    assert_same_state(load(config), expected)
 
 
-def test_its_adapters(tmp_path, monkeypatch, on_the_cpu):
-    if not hasattr(on_the_cpu, "tensorize_lora_adapter"):
+def test_its_adapters(tmp_path, monkeypatch, vllm_tensorizer):
+    if not hasattr(vllm_tensorizer, "tensorize_lora_adapter"):
         pytest.skip("this vLLM saves none")
     from vllm.lora import lora_model
     from vllm.lora.peft_helper import PEFTHelper
@@ -272,8 +274,8 @@ def test_its_adapters(tmp_path, monkeypatch, on_the_cpu):
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     weights = {name.format("A"): torch.randn(4, 64), name.format("B"): torch.randn(64, 4)}
     safetensors.save_file(weights, adapter / "adapter_model.safetensors")
-    target = on_the_cpu.TensorizerConfig(tensorizer_dir=str(tmp_path / "out"))
-    on_the_cpu.tensorize_lora_adapter(str(adapter), target)
+    target = vllm_tensorizer.TensorizerConfig(tensorizer_dir=str(tmp_path / "out"))
+    vllm_tensorizer.tensorize_lora_adapter(str(adapter), target)
 
     given = target.to_serializable()
     helper = PEFTHelper.from_local_dir(str(tmp_path / "out"), 64, given)

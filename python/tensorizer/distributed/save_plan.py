@@ -17,7 +17,7 @@ _NUMBER_BYTES = 20
 #: Bytes of JSON around all items, around the names and numbers of one item, and around a chunk's.
 _AROUND_BYTES, _ITEM_BYTES, _CHUNK_BYTES = 512, 96, 32
 #: A placeholder of the length that all save ids have.
-_SOME_ID = "0" * 16
+_PLACEHOLDER_ID = "0" * 16
 
 
 def file_of(rank: int, save_id: str) -> str:
@@ -25,23 +25,23 @@ def file_of(rank: int, save_id: str) -> str:
     return f"rank-{rank:05}-{save_id}.tensors"
 
 
-def name_of(item: WriteItem, taken: set[str]) -> str:
-    """Return a name for an item's tensor in its rank's file, and add it to those taken.
+def name_of(item: WriteItem, used_names: set[str]) -> str:
+    """Return a name for an item's tensor in its rank's file, and add it to the used names.
 
     Another item may already have the name that a part of a tensor would get.
     """
     is_tensor = item.type is not WriteItemType.BYTE_IO
     name = stored_name(item.index.fqn, item.index.offset or () if is_tensor else ())
-    while name in taken:
+    while name in used_names:
         name += "@"
-    taken.add(name)
+    used_names.add(name)
     return name
 
 
 def check(plans: Sequence[SavePlan], folder: str) -> None:
     """Refuse plans whose checkpoint would be too large to be read.
 
-    Data of a planner other than torch's own is not known yet; it counts when all is written.
+    The data of a planner other than torch's own is not counted here, but when the file is written.
 
     Raises:
         ValueError: There are too many chunks, or ``checkpoint.json`` would be too long.
@@ -50,7 +50,7 @@ def check(plans: Sequence[SavePlan], folder: str) -> None:
     count = sum(len(plan.items) for plan in plans)
     try:
         check_count(count)
-        if _most_bytes(plans) > layout.MOST_BYTES:
+        if _upper_bound_bytes(plans) > layout.MOST_BYTES:
             # The bound is far too high for tensors cut in grids: compute the exact size.
             layout.encoded(*_expected(plans), whole=False)
     except ValueError as error:
@@ -60,10 +60,10 @@ def check(plans: Sequence[SavePlan], folder: str) -> None:
         ) from error
 
 
-def _most_bytes(plans: Sequence[SavePlan]) -> int:
+def _upper_bound_bytes(plans: Sequence[SavePlan]) -> int:
     """Return an upper bound of the bytes of ``checkpoint.json``, as if no tensor were a grid."""
     lengths: dict[str, int] = {}
-    total = _AROUND_BYTES + len(plans) * (len(file_of(0, _SOME_ID)) + _NUMBER_BYTES)
+    total = _AROUND_BYTES + len(plans) * (len(file_of(0, _PLACEHOLDER_ID)) + _NUMBER_BYTES)
     for plan in plans:
         for item in plan.items:
             name, data = item.index.fqn, item.tensor_data
@@ -103,6 +103,6 @@ def _expected(
 
 def _locations(plans: Sequence[SavePlan]) -> Iterator[tuple[WriteItem, ItemLocation]]:
     for rank, plan in enumerate(plans):
-        file, taken = file_of(rank, _SOME_ID), set[str]()
+        file, used_names = file_of(rank, _PLACEHOLDER_ID), set[str]()
         for item in plan.items:
-            yield item, ItemLocation(file, name_of(item, taken))
+            yield item, ItemLocation(file, name_of(item, used_names))

@@ -48,6 +48,7 @@ def names_of_weights(kind: str, variant: str | None = None) -> list[str]:
         name.replace(_LISTED_VARIANT, infix)
         for name in model_files()[0]
         if name.partition(".")[0] in _STEMS[kind]
+        and not name.endswith(".tensors")
         and (_LISTED_VARIANT in name) == (variant is not None)
     ]
     # A file that was saved with this package, beside the configuration of a library.

@@ -37,8 +37,8 @@ impl ReadAt for ServerLikeSource {
         Capabilities {
             len: Some(self.0.len() as u64),
             max_readers: 4,
-            first_readers: 2,
-            most_readers: 4,
+            initial_readers: 2,
+            max_auto_readers: 4,
             request_len: 16 << 20,
             merge_gap: 0,
             reader_memory: 0,

@@ -176,7 +176,7 @@ impl TensorIterator {
                 allocated => allocated?,
             };
             // Work that was queued on the stream before may still use the memory.
-            let after = Some(Arc::clone(&to.device).mark(allocate.consumer()?)?);
+            let after = Some(Arc::clone(&to.device).record_event(allocate.consumer()?)?);
             for (tensor, memory) in tensors.clone().zip(memory) {
                 blocks.insert(tensor, DeviceBlock { memory, after: after.clone() })?;
             }

@@ -23,7 +23,7 @@ pub fn partition_by_device(
         let total = batches.iter().map(Batch::len).fold(0, u64::saturating_add);
         let mut before = 0u64;
         for mut batch in batches {
-            let share = share_of(before, total);
+            let share = fraction_of(before, total);
             before = before.saturating_add(batch.len());
             for segment in &mut batch.segments {
                 renumber(segment, &own)?;
@@ -37,7 +37,7 @@ pub fn partition_by_device(
 }
 
 /// Returns `part / total` as a fixed-point number with 32 fractional bits.
-fn share_of(part: u64, total: u64) -> u64 {
+fn fraction_of(part: u64, total: u64) -> u64 {
     let share = (u128::from(part) << 32) / u128::from(total.max(1));
     u64::try_from(share).unwrap_or(u64::MAX)
 }
@@ -136,16 +136,16 @@ mod tests {
             for (tensor, _, len, _) in pieces(&batches) {
                 let device = device_of(tensor);
                 #[allow(clippy::cast_precision_loss)]
-                let part = len as f64 / ([first, second][device] as f64 * lens_of(&extents));
+                let part = len as f64 / ([first, second][device] as f64 * tensor_len(&extents));
                 done[device] += part;
-                // One of them is never a batch ahead.
+                // The fractions differ by less than one batch.
                 prop_assert!((done[0] - done[1]).abs() < 0.11);
             }
         }
     }
 
     #[allow(clippy::cast_precision_loss)]
-    fn lens_of(extents: &[Extent]) -> f64 {
+    fn tensor_len(extents: &[Extent]) -> f64 {
         extents[0].data_len as f64
     }
 

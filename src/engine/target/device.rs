@@ -145,7 +145,7 @@ impl<'d> Target for DeviceTarget<'d> {
         let (buffer, devices) = (longest.unwrap_or(1) as u64, self.devices.len() as u64);
         let most = self.devices.iter().map(|device| device.pool.limit() as u64).sum();
         let staging = Some((buffer, devices * pinned::min_buffers(buffer), most));
-        LoadNeeds { readers, reader: source.reader_memory, gathers: 0, staging }
+        LoadNeeds { readers, reader_bytes: source.reader_memory, gather_bytes: 0, staging }
     }
 
     fn limit_memory(&mut self, shares: &LoadShares) {
@@ -196,8 +196,8 @@ impl<'d> Target for DeviceTarget<'d> {
         block.and_then(|block| self.device_of_block.get(block)).copied().unwrap_or(0)
     }
 
-    fn node(&self, device: usize) -> Option<usize> {
-        self.devices.get(device)?.streams.device().node()
+    fn numa_node(&self, device: usize) -> Option<usize> {
+        self.devices.get(device)?.streams.device().numa_node()
     }
 
     fn enqueue(&self, batch: &Batch) -> Result<QueueTicket<'d>> {

@@ -32,7 +32,7 @@ pub fn min_memory(decrypts: bool) -> u64 {
 
 /// Returns the maximum bytes of a batch under a memory limit.
 pub fn max_batch_len(shares: &LoadShares) -> u64 {
-    (shares.gathers / MAX_OVERSHOOT).min(MAX_BATCH_LEN)
+    (shares.gather_bytes / MAX_OVERSHOOT).min(MAX_BATCH_LEN)
 }
 
 /// A range of a tensor that is read for the contiguous ranges in it. The engine treats it as a
@@ -113,8 +113,8 @@ impl<'a> Target for GatherTarget<'a> {
     }
 
     fn needs(&self, source: &Capabilities, readers: usize, decrypts: bool) -> LoadNeeds {
-        let gathers = min_memory(decrypts);
-        LoadNeeds { readers, reader: source.reader_memory, gathers, staging: None }
+        let gather_bytes = min_memory(decrypts);
+        LoadNeeds { readers, reader_bytes: source.reader_memory, gather_bytes, staging: None }
     }
 
     fn limit_memory(&mut self, shares: &LoadShares) {

@@ -73,8 +73,8 @@ impl<'d> Target for DeviceGatherTarget<'d> {
     }
 
     fn needs(&self, source: &Capabilities, readers: usize, decrypts: bool) -> LoadNeeds {
-        let gathers = gather::min_memory(decrypts);
-        LoadNeeds { gathers, ..self.to.needs(source, readers, decrypts) }
+        let gather_bytes = gather::min_memory(decrypts);
+        LoadNeeds { gather_bytes, ..self.to.needs(source, readers, decrypts) }
     }
 
     fn limit_memory(&mut self, shares: &LoadShares) {
@@ -102,8 +102,8 @@ impl<'d> Target for DeviceGatherTarget<'d> {
         self.to.device_of(tensor)
     }
 
-    fn node(&self, device: usize) -> Option<usize> {
-        self.to.node(device)
+    fn numa_node(&self, device: usize) -> Option<usize> {
+        self.to.numa_node(device)
     }
 
     fn enqueue(&self, batch: &Batch) -> Result<QueueTicket<'d>> {

@@ -49,7 +49,7 @@ pub trait Target: Sync {
     /// Returns the memory that the load needs besides its tensors, with at most `readers` readers
     /// of such a source.
     fn needs(&self, source: &Capabilities, readers: usize, _decrypts: bool) -> LoadNeeds {
-        LoadNeeds { readers, reader: source.reader_memory, gathers: 0, staging: None }
+        LoadNeeds { readers, reader_bytes: source.reader_memory, gather_bytes: 0, staging: None }
     }
 
     /// Limits its memory to these shares.
@@ -85,7 +85,7 @@ pub trait Target: Sync {
     }
 
     /// Returns the NUMA node of a device's staging memory, if it is known.
-    fn node(&self, _device: usize) -> Option<usize> {
+    fn numa_node(&self, _device: usize) -> Option<usize> {
         None
     }
 

@@ -157,7 +157,7 @@ fn shares(
     let staging = device.next().transpose()?.map(|pool| (pool.buffer_len(), pool.limit()));
     let shares = memory.save(&SaveNeeds {
         threads: wanted,
-        thread: deferred_len.saturating_add(if part > 0 { CONNECTION } else { 0 }),
+        thread_bytes: deferred_len.saturating_add(if part > 0 { CONNECTION } else { 0 }),
         copies: u64::from(copies) + u64::from(options.encryption.is_some()),
         hashes: options.hashes == Some(Hashes::All),
         retained,

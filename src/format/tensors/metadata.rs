@@ -101,10 +101,9 @@ fn parse(mut cursor: Cursor<'_>) -> Result<Vec<(String, String)>, Malformed> {
             let what = format!("expected metadata of at most {MAX_PAIRS} names, found more");
             return Err(Malformed::new(at, what));
         }
-        let short = |error: Error| Malformed::new(at, error.to_string());
         let pair =
             try_to_string(name, WHAT).and_then(|name| Ok((name, try_to_string(value, WHAT)?)));
-        pair.and_then(|pair| try_push(&mut pairs, pair, WHAT)).map_err(short)?;
+        pair.and_then(|pair| try_push(&mut pairs, pair, WHAT)).map_err(Malformed::of_memory)?;
     }
     Ok(pairs)
 }
@@ -138,7 +137,7 @@ mod tests {
     }
 
     fn refused(space: &[u8]) -> (u64, String) {
-        let Malformed { offset, what } = find(space, 1000).unwrap_err();
+        let Malformed { offset, what, .. } = find(space, 1000).unwrap_err();
         (offset, what)
     }
 

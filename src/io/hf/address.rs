@@ -3,7 +3,7 @@
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 
 use crate::error::{Error, Escaped, Result};
-use crate::format::shards::{FILES, IN_FOLDERS};
+use crate::format::shards::{FILE_EXTENSIONS, MODEL_FILE_NAMES};
 
 /// The revision that is used unless one is named.
 const DEFAULT_REVISION: &str = "main";
@@ -91,8 +91,8 @@ impl HubAddress {
     pub fn candidates(&self) -> Vec<HubAddress> {
         let path = &self.path;
         let file = (!self.folder).then(|| path.clone());
-        let of_a_file = !self.folder && FILES.iter().any(|ending| path.ends_with(ending));
-        let names = if of_a_file { &[][..] } else { &IN_FOLDERS };
+        let of_a_file = !self.folder && FILE_EXTENSIONS.iter().any(|ending| path.ends_with(ending));
+        let names = if of_a_file { &[][..] } else { &MODEL_FILE_NAMES };
         let below = names.iter().map(|name| {
             if path.is_empty() { (*name).to_owned() } else { format!("{path}/{name}") }
         });
@@ -197,8 +197,8 @@ mod tests {
                 .collect()
         };
         assert_eq!(of("hf://o/r/f.safetensors"), ["f.safetensors"]);
-        assert_eq!(of("hf://o/r"), IN_FOLDERS);
-        assert_eq!(of("hf://o/r/d.bin/").len(), IN_FOLDERS.len());
+        assert_eq!(of("hf://o/r"), MODEL_FILE_NAMES);
+        assert_eq!(of("hf://o/r/d.bin/").len(), MODEL_FILE_NAMES.len());
         assert_eq!(of("hf://o/r/d").first().unwrap(), "d");
         assert_eq!(of("hf://o/r/d").get(1).unwrap(), "d/model.safetensors");
     }

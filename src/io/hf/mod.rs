@@ -15,7 +15,7 @@ use super::{CachedHead, Capabilities, HubChecksum, LocalCopy, OpenOptions, ReadA
 use crate::cancel::Cancel;
 use crate::environment::{HF_OFFLINE, OLD_OFFLINE};
 use crate::error::{Error, Result};
-use crate::format::shards::EXPECTED_IN_FOLDERS;
+use crate::format::shards::EXPECTED_MODEL_FILES;
 use crate::mem::Buffers;
 use address::HubAddress;
 use hub::Hub;
@@ -100,9 +100,9 @@ impl Repo {
         }
         let what = match &candidates[..] {
             [only] => format!("there is no file {}", only.path),
-            _ if wanted.path.is_empty() => format!("there is none of {EXPECTED_IN_FOLDERS}"),
+            _ if wanted.path.is_empty() => format!("there is none of {EXPECTED_MODEL_FILES}"),
             _ => format!(
-                "there is no file {}, nor a folder with any of {EXPECTED_IN_FOLDERS}",
+                "there is no file {}, nor a folder with any of {EXPECTED_MODEL_FILES}",
                 wanted.path
             ),
         };
@@ -243,7 +243,7 @@ impl ReadAt for HubSource {
             Some((found @ HubChecksum::Sha256(_), _)) => Ok(found),
             // The hash of a file in git itself.
             Some((_, 40)) => Ok(HubChecksum::NotSha256),
-            _ if self.repo.offline => Ok(HubChecksum::NotAsked),
+            _ if self.repo.offline => Ok(HubChecksum::Offline),
             _ => Ok(self.repo.hub()?.ask(&self.address, false, cancel)?.into_result()?.checksum),
         }
     }

@@ -268,8 +268,8 @@ pub(crate) fn capabilities(len: Option<u64>, options: &TransportOptions) -> Capa
     Capabilities {
         len,
         max_readers: options.max_connections,
-        first_readers: options.connections.unwrap_or(FIRST_CONNECTIONS),
-        most_readers: options.connections.unwrap_or(MAX_CONNECTIONS),
+        initial_readers: options.connections.unwrap_or(FIRST_CONNECTIONS),
+        max_auto_readers: options.connections.unwrap_or(MAX_CONNECTIONS),
         request_len: REQUEST_LEN,
         merge_gap: DEFAULT_GAP,
         reader_memory: CONNECTION,
@@ -353,7 +353,7 @@ impl ReadAt for HttpSource {
     fn capabilities(&self) -> Capabilities {
         let found = capabilities(self.validators.len, &self.options.transport);
         let sends_ahead = if self.sends_ahead { u64::from(self.clients.window()) } else { 0 };
-        let merge_gap = self.clients.speed().merge_gap(found.first_readers);
+        let merge_gap = self.clients.speed().merge_gap(found.initial_readers);
         Capabilities { reader_memory: found.reader_memory + sends_ahead, merge_gap, ..found }
     }
 

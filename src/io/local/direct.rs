@@ -111,7 +111,7 @@ impl DirectReader {
         while done < plan.len() {
             while reads.begun < plan.len()
                 && reads.begun - done < DEPTH
-                && in_flight.begin(reads.begun == reads.ended)
+                && in_flight.acquire(reads.begun == reads.ended)
             {
                 reads.begin(&self.file, memory, &plan[reads.begun])?;
             }
@@ -216,7 +216,7 @@ impl InFlightReads<'_> {
             }
             self.ended += 1;
         }
-        self.in_flight.end(self.ended - before);
+        self.in_flight.release(self.ended - before);
     }
 
     fn result(&mut self, number: usize) -> Option<i32> {
@@ -235,7 +235,7 @@ impl Drop for InFlightReads<'_> {
             }
             self.collect_completed();
         }
-        self.in_flight.end(self.begun - self.ended);
+        self.in_flight.release(self.begun - self.ended);
     }
 }
 

@@ -102,12 +102,12 @@ impl ReadAt for FileSource {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let first_readers = crate::cpu_count().clamp(MIN_READERS, MAX_FIRST_READERS);
+        let initial_readers = crate::cpu_count().clamp(MIN_READERS, MAX_FIRST_READERS);
         Capabilities {
             len: Some(self.len),
             max_readers: usize::MAX,
-            first_readers,
-            most_readers: (first_readers * DISK_READERS_FACTOR).min(MAX_DISK_READERS),
+            initial_readers,
+            max_auto_readers: (initial_readers * DISK_READERS_FACTOR).min(MAX_DISK_READERS),
             request_len: REQUEST_LEN,
             merge_gap: MERGE_GAP,
             reader_memory: 0,

@@ -19,8 +19,8 @@ struct InFlightState {
     /// Readers that wait.
     waiting: usize,
     /// The time of the first read, and of the last change.
-    begun: Option<Instant>,
-    changed: Option<Instant>,
+    first_begin: Option<Instant>,
+    last_change: Option<Instant>,
     /// The sum of reads under way, each times the nanoseconds that it took, until the last change.
     read_nanos: u128,
 }
@@ -28,8 +28,8 @@ struct InFlightState {
 impl InFlightState {
     fn set_under_way(&mut self, now: usize) {
         let time = Instant::now();
-        self.begun.get_or_insert(time);
-        if let Some(before) = self.changed.replace(time) {
+        self.first_begin.get_or_insert(time);
+        if let Some(before) = self.last_change.replace(time) {
             self.read_nanos += self.under_way as u128 * time.duration_since(before).as_nanos();
         }
         self.under_way = now;
@@ -53,7 +53,7 @@ impl InFlightLimit {
     /// Counts one more read. If the maximum is reached, it waits if `wait` is true, else it returns
     /// false. A reader may wait only while it has no reads under way itself: those of others then
     /// end.
-    pub fn begin(&self, wait: bool) -> bool {
+    pub fn acquire(&self, wait: bool) -> bool {
         let mut state = self.state();
         while state.under_way >= self.max_reads {
             if !wait {
@@ -69,7 +69,7 @@ impl InFlightLimit {
     }
 
     /// Counts reads that have ended.
-    pub fn end(&self, reads: usize) {
+    pub fn release(&self, reads: usize) {
         if reads == 0 {
             return;
         }
@@ -83,10 +83,12 @@ impl InFlightLimit {
 
     /// The average number of reads under way from the first to the last, in thousandths, and the
     /// maximum. The average is None if there were no reads.
-    pub fn mean(&self) -> (Option<u64>, usize) {
+    pub fn mean_and_limit(&self) -> (Option<u64>, usize) {
         let state = self.state();
-        let time = state.begun.zip(state.changed);
-        let nanos = time.map_or(0, |(begun, changed)| changed.duration_since(begun).as_nanos());
+        let time = state.first_begin.zip(state.last_change);
+        let nanos = time.map_or(0, |(first_begin, last_change)| {
+            last_change.duration_since(first_begin).as_nanos()
+        });
         let mean = (state.read_nanos * 1000).checked_div(nanos);
         (mean.and_then(|mean| u64::try_from(mean).ok()), self.max_reads)
     }
@@ -102,28 +104,28 @@ mod tests {
     fn reads_in_flight_are_limited_and_every_reader_proceeds() {
         let (in_flight, now, max_reads) =
             (InFlightLimit::new(3), AtomicUsize::new(0), AtomicUsize::new(0));
-        assert_eq!(in_flight.mean(), (None, 3));
+        assert_eq!(in_flight.mean_and_limit(), (None, 3));
         thread::scope(|scope| {
             for _ in 0..7 {
                 scope.spawn(|| {
                     for _ in 0..200 {
-                        let begun =
-                            1 + usize::from(in_flight.begin(true) && in_flight.begin(false));
+                        let count =
+                            1 + usize::from(in_flight.acquire(true) && in_flight.acquire(false));
                         max_reads.fetch_max(
-                            now.fetch_add(begun, Ordering::SeqCst) + begun,
+                            now.fetch_add(count, Ordering::SeqCst) + count,
                             Ordering::SeqCst,
                         );
                         thread::yield_now();
-                        now.fetch_sub(begun, Ordering::SeqCst);
-                        in_flight.end(begun);
+                        now.fetch_sub(count, Ordering::SeqCst);
+                        in_flight.release(count);
                     }
                 });
             }
         });
         assert!(max_reads.into_inner() <= 3);
-        let (mean, limit) = in_flight.mean();
+        let (mean, limit) = in_flight.mean_and_limit();
         assert!(mean.is_some_and(|mean| mean <= 3000) && limit == 3);
-        assert!(in_flight.begin(false) && in_flight.begin(false) && in_flight.begin(true));
-        assert!(!in_flight.begin(false));
+        assert!(in_flight.acquire(false) && in_flight.acquire(false) && in_flight.acquire(true));
+        assert!(!in_flight.acquire(false));
     }
 }

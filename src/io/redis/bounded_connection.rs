@@ -13,23 +13,23 @@ use tokio_rustls::TlsConnector;
 
 use crate::io::transport::Tls;
 
-/// Bytes that may still arrive. A server that sends more is faulty, and no memory is allocated for
-/// these bytes.
+/// Bytes that may still arrive, plus one: it is 0 if more have arrived. A server that sends more is
+/// faulty, and no memory is allocated for these bytes.
 #[derive(Debug, Clone, Default)]
 pub struct ReceiveLimit(Arc<AtomicU64>);
 
 impl ReceiveLimit {
     /// Sets the bytes that may arrive from now on.
     pub fn set(&self, bytes: u64) {
-        self.0.store(bytes, Ordering::Relaxed);
+        self.0.store(bytes.saturating_add(1), Ordering::Relaxed);
     }
 
-    /// True if the limit was exceeded.
-    pub fn is_used_up(&self) -> bool {
+    /// True if more bytes than the limit have arrived.
+    pub fn is_exceeded(&self) -> bool {
         self.0.load(Ordering::Relaxed) == 0
     }
 
-    fn take(&self, bytes: usize) -> io::Result<()> {
+    fn consume(&self, bytes: usize) -> io::Result<()> {
         let remaining = self.0.load(Ordering::Relaxed).saturating_sub(bytes as u64);
         self.0.store(remaining, Ordering::Relaxed);
         if remaining == 0 { Err(io::Error::from(ErrorKind::InvalidData)) } else { Ok(()) }
@@ -40,7 +40,7 @@ impl ReceiveLimit {
 pub trait TcpOrTls: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> TcpOrTls for S {}
 
-/// A connection that fails when more bytes arrive than allowed.
+/// A connection whose reads fail as soon as more bytes have arrived than the limit allows.
 pub struct BoundedConnection {
     stream: Box<dyn TcpOrTls>,
     receive_limit: ReceiveLimit,
@@ -75,7 +75,7 @@ impl AsyncRead for BoundedConnection {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let polled = Pin::new(&mut self.stream).poll_read(context, buffer);
-        match self.receive_limit.take(buffer.filled().len() - before) {
+        match self.receive_limit.consume(buffer.filled().len() - before) {
             Ok(()) => polled,
             Err(error) => Poll::Ready(Err(error)),
         }
@@ -97,5 +97,20 @@ impl AsyncWrite for BoundedConnection {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exactly_the_allowed_bytes_may_arrive() {
+        let limit = ReceiveLimit::default();
+        limit.set(5);
+        assert!(limit.consume(2).is_ok() && limit.consume(3).is_ok() && !limit.is_exceeded());
+        assert!(limit.consume(1).is_err() && limit.is_exceeded());
+        limit.set(1);
+        assert!(limit.consume(0).is_ok() && !limit.is_exceeded());
     }
 }

@@ -142,7 +142,7 @@ impl RedisConnections {
         if replies.as_ref().is_err_and(Failure::is_ended) {
             return replies;
         }
-        if receive_limit.is_used_up() {
+        if receive_limit.is_exceeded() {
             let what = format!(
                 "the server sent more than the {max_bytes} bytes that the commands may return"
             );

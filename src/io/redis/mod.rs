@@ -300,8 +300,8 @@ impl ReadAt for RedisSource {
         Capabilities {
             len: Some(self.end),
             max_readers: self.options.max_connections,
-            first_readers: self.options.connections.unwrap_or(CONNECTIONS),
-            most_readers: self.options.connections.unwrap_or(CONNECTIONS),
+            initial_readers: self.options.connections.unwrap_or(CONNECTIONS),
+            max_auto_readers: self.options.connections.unwrap_or(CONNECTIONS),
             request_len: REQUEST_LEN,
             merge_gap: 0,
             // The reply of the server, and the values parsed from it.

@@ -36,12 +36,12 @@ impl Tls {
     pub fn new(trust: &Trust, protocols: AlpnProtocols) -> Result<Self, String> {
         let trust = trust.resolved();
         let stamps = stamps(&trust)?;
-        let cached = || CACHED.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let cached = || CACHE.get().lock().unwrap_or_else(PoisonError::into_inner);
         let key = (trust.clone(), protocols);
         if let Some((_, tls)) = cached().get(&key).filter(|(before, _)| *before == stamps) {
             return Ok(tls.clone());
         }
-        // Not under the lock, because a thread that holds the environment's guard may wait for it.
+        // Without the lock: `build` takes the environment's guard, whose holder may wait for it.
         let mut config = build(&trust)?;
         config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
         let tls = Tls { config: Arc::new(config), owner: OwnerProcess::current() };
@@ -76,7 +76,7 @@ impl Tls {
 type FileStamps = Vec<(PathBuf, Option<FileStamp>)>;
 type TlsCache = HashMap<(Trust, AlpnProtocols), (FileStamps, Tls)>;
 
-static CACHED: PerProcess<Mutex<TlsCache>> = PerProcess::new();
+static CACHE: PerProcess<Mutex<TlsCache>> = PerProcess::new();
 
 fn stamps(trust: &Trust) -> Result<FileStamps, String> {
     let stamped = |path: PathBuf| {
@@ -103,12 +103,18 @@ fn build(trust: &Trust) -> Result<ClientConfig, String> {
     }
     let mut roots = RootCertStore::empty();
     for path in trust.files()? {
-        let failed = |e: &dyn std::fmt::Display| format!("certificates of {}: {e}", path.display());
-        let pem = std::fs::read(&path).map_err(|e| with_source(trust, &failed(&e)))?;
+        let failed = |e: &dyn std::fmt::Display| {
+            with_source(trust, &format!("cannot use the certificates in {}: {e}", path.display()))
+        };
+        let pem = std::fs::read(&path).map_err(|e| failed(&e))?;
         for certificate in CertificateDer::pem_slice_iter(&pem) {
             let certificate = certificate.map_err(|e| failed(&e))?;
             roots.add(certificate).map_err(|e| failed(&e))?;
         }
+    }
+    if let (Trust::Bundle { path, .. }, true) = (trust, roots.is_empty()) {
+        let what = format!("{} has no certificates in PEM form", path.display());
+        return Err(with_source(trust, &what));
     }
     if *trust == Trust::System {
         // Certificates that cannot be used are skipped, as by other clients.
@@ -123,7 +129,7 @@ fn build(trust: &Trust) -> Result<ClientConfig, String> {
     Ok(builder.with_root_certificates(roots).with_no_client_auth())
 }
 
-/// Says which argument or variable names the certificates.
+/// Appends the argument or variable that names the certificates to an error message.
 fn with_source(trust: &Trust, what: &str) -> String {
     match trust {
         Trust::Bundle { named_by, .. } => format!("{what} ({named_by})"),
@@ -177,17 +183,40 @@ impl ServerCertVerifier for AnyCertificate {
 mod tests {
     use super::*;
 
+    /// A certificate that signs itself.
+    const CERTIFICATE: &str = "-----BEGIN CERTIFICATE-----\n\
+        MIIBbzCCARWgAwIBAgIUHzOe2Z+kuxagyMD3NB/iaDbfSMAwCgYIKoZIzj0EAwIw\n\
+        DDEKMAgGA1UEAwwBdDAgFw0yNjExMjYwMzAwMThaGA8yMTI2MTEwMjAzMDAxOFow\n\
+        DDEKMAgGA1UEAwwBdDBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABDu2otyaBegk\n\
+        eOxWtRt2rCeLagIDJ1W9v/X/QyJmWl9N6HtL/dzkXXpVRasH6F/golvCYS+kYBDg\n\
+        ddPZz/yFjJOjUzBRMB0GA1UdDgQWBBTjsoPRsLJmCzlcGQTPzdFOUT7rezAfBgNV\n\
+        HSMEGDAWgBTjsoPRsLJmCzlcGQTPzdFOUT7rezAPBgNVHRMBAf8EBTADAQH/MAoG\n\
+        CCqGSM49BAMCA0gAMEUCIESIBlAo+reu016bJ9sbCu9wTsvev2cs295BdMeuosqc\n\
+        AiEA/SPL3sbVNHUUyyvn2YiBHOe2BOtgjKQM6zFWazjRjKs=\n\
+        -----END CERTIFICATE-----\n";
+
+    #[test]
+    fn a_bundle_without_certificates_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ca.pem");
+        for content in ["", "# no certificate\n"] {
+            std::fs::write(&path, content).unwrap();
+            let error = Tls::new(&Trust::from_argument(path.clone()), &[]).unwrap_err();
+            assert!(error.contains("ca.pem has no certificates in PEM form ("), "{error}");
+        }
+    }
+
     #[test]
     fn a_file_is_read_once_and_again_when_it_has_changed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("ca.pem");
-        std::fs::write(&path, "").unwrap();
+        std::fs::write(&path, CERTIFICATE).unwrap();
         let trust = Trust::from_argument(path.clone());
         let config = |protocols| Tls::new(&trust, protocols).unwrap().config;
         let first = config(&[]);
         assert!(Arc::ptr_eq(&first, &config(&[])));
         assert!(!Arc::ptr_eq(&first, &config(&[b"h2"])));
-        std::fs::write(&path, "# another\n").unwrap();
+        std::fs::write(&path, format!("# another\n{CERTIFICATE}")).unwrap();
         assert!(!Arc::ptr_eq(&first, &config(&[])));
         std::fs::remove_file(&path).unwrap();
         assert!(Tls::new(&trust, &[]).unwrap_err().contains("ca.pem"));

@@ -11,12 +11,14 @@ use super::open::{display_address, open};
 use super::scheme::{Address, parse};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::format::shards::{EXPECTED_IN_FOLDERS, FILES, IN_FOLDERS, is_index_name};
+use crate::format::shards::{
+    EXPECTED_MODEL_FILES, FILE_EXTENSIONS, MODEL_FILE_NAMES, is_index_name,
+};
 use crate::io::local::{FileSource, Pipe};
 use crate::io::{OpenOptions, ReadAt, StreamSource};
 
-/// Kinds of files that are opened in a folder without a file of [`IN_FOLDERS`], if there is only
-/// one of the kind.
+/// Kinds of files that are opened in a folder without a file of [`MODEL_FILE_NAMES`], if there is
+/// only one of the kind; `.tensors` files come after them.
 const UNIQUE_KINDS: [fn(&str) -> bool; 3] = [
     |name| is_index_name(name, ".safetensors"),
     |name| name.ends_with(".safetensors"),
@@ -55,7 +57,7 @@ const CHECKPOINTS: [&str; 2] = ["checkpoint.json", ".metadata"];
 
 /// The file that is opened for a folder.
 fn file_in_folder(folder: &Path) -> Result<PathBuf> {
-    let usual = IN_FOLDERS.iter().map(|name| folder.join(name)).find(|path| path.exists());
+    let usual = MODEL_FILE_NAMES.iter().map(|name| folder.join(name)).find(|path| path.exists());
     if let Some(path) = usual {
         return Ok(path);
     }
@@ -66,7 +68,12 @@ fn file_in_folder(folder: &Path) -> Result<PathBuf> {
         names.extend(entry.map_err(refused)?.file_name().into_string());
     }
     names.sort_unstable();
-    for is_wanted in UNIQUE_KINDS {
+    let is_checkpoint = CHECKPOINTS.iter().any(|name| names.iter().any(|found| found == name));
+    let is_tensors_file: fn(&str) -> bool =
+        |name| name.ends_with(".tensors") && !name.starts_with('.');
+    // The `.tensors` files of a checkpoint have only parts of its tensors.
+    let kinds = UNIQUE_KINDS.into_iter().chain((!is_checkpoint).then_some(is_tensors_file));
+    for is_wanted in kinds {
         let mut found = names.iter().filter(|name| is_wanted(name));
         match (found.next(), found.next()) {
             (Some(only), None) => return Ok(folder.join(only)),
@@ -78,21 +85,20 @@ fn file_in_folder(folder: &Path) -> Result<PathBuf> {
             _ => {}
         }
     }
-    let is_checkpoint = CHECKPOINTS.iter().any(|name| names.iter().any(|found| found == name));
     let what = if is_checkpoint {
         "it is a checkpoint of torch.distributed.checkpoint: load it with \
          tensorizer.distributed.load_state(folder), or the part of each rank with \
          tensorizer.distributed.Reader(folder)"
             .to_owned()
     } else {
-        format!("it is a folder, and holds none of {EXPECTED_IN_FOLDERS}")
+        format!("it is a folder, and holds none of {EXPECTED_MODEL_FILES}")
     };
     Err(refused(io::Error::new(ErrorKind::IsADirectory, what)))
 }
 
 /// Opens an address or a local path. If an address has no file, or ends with a slash, it may be the
-/// address of a folder with one of [`IN_FOLDERS`]. If the head of one of these files is cached,
-/// that file is opened.
+/// address of a folder with one of [`MODEL_FILE_NAMES`]. If the head of one of these files is
+/// cached, that file is opened.
 pub fn open_model(
     uri: &str,
     options: &OpenOptions,
@@ -120,7 +126,7 @@ pub fn open_model(
         }
     }
     Err(missing.filter(|_| itself).unwrap_or_else(|| {
-        let what = format!("there is none of {EXPECTED_IN_FOLDERS}");
+        let what = format!("there is none of {EXPECTED_MODEL_FILES}");
         let display_address = display_address(uri).unwrap_or_else(|| uri.to_owned());
         Error::io("opening", &display_address, io::Error::new(ErrorKind::NotFound, what))
     }))
@@ -140,12 +146,13 @@ fn folder_candidates(uri: &str) -> Vec<String> {
     );
     let named = uri.split_once("://").filter(|_| has_folders).map_or("", |(_, rest)| rest);
     let named = named.trim_matches('/');
-    let of_a_file = uri.contains('?') || FILES.iter().any(|ending| named.ends_with(ending));
+    let of_a_file =
+        uri.contains('?') || FILE_EXTENSIONS.iter().any(|ending| named.ends_with(ending));
     if named.is_empty() || of_a_file {
         return Vec::new();
     }
     let folder = uri.trim_end_matches('/');
-    IN_FOLDERS.iter().map(|name| format!("{folder}/{name}")).collect()
+    MODEL_FILE_NAMES.iter().map(|name| format!("{folder}/{name}")).collect()
 }
 
 #[cfg(test)]
@@ -157,7 +164,8 @@ mod tests {
         for uri in ["http://h", "https://h/a/", "s3://b/k.d", "gs://b/k/", "http://h/a.tensors.d//"]
         {
             let folder = uri.trim_end_matches('/');
-            let expected: Vec<_> = IN_FOLDERS.iter().map(|n| format!("{folder}/{n}")).collect();
+            let expected: Vec<_> =
+                MODEL_FILE_NAMES.iter().map(|n| format!("{folder}/{n}")).collect();
             assert_eq!(folder_candidates(uri), expected, "{uri}");
         }
         for uri in ["http://", "s3:///", "http://h/f.tensors/", "s3://b/f.bin", "http://h/?a=/"] {

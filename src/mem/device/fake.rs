@@ -155,7 +155,7 @@ impl Device for FakeDevice {
         "fake"
     }
 
-    fn node(&self) -> Option<usize> {
+    fn numa_node(&self) -> Option<usize> {
         self.faults.node
     }
 
@@ -186,7 +186,7 @@ impl Device for FakeDevice {
 
     /// Returns an event that has passed: the consumer is the CPU, which has ended what it has
     /// begun.
-    fn mark(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn Event>> {
+    fn record_event(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn Event>> {
         Ok(Arc::new(FakeEvent { device: self, stream: usize::MAX, after: 0 }))
     }
 }

@@ -20,7 +20,7 @@ pub trait Device: Send + Sync {
     fn name(&self) -> &str;
 
     /// Returns the NUMA node of the host that it is attached to, if that is known.
-    fn node(&self) -> Option<usize> {
+    fn numa_node(&self) -> Option<usize> {
         None
     }
 
@@ -53,7 +53,7 @@ pub trait Device: Send + Sync {
     }
 
     /// Records an event after all work that is on the consumer's stream now.
-    fn mark(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>>;
+    fn record_event(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>>;
 
     /// Opens a file that the device can read itself; None if it cannot.
     fn file(self: Arc<Self>, _file: &File) -> Option<Box<dyn DeviceFile>> {

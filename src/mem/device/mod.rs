@@ -31,7 +31,7 @@ pub fn find(index: DeviceIndex) -> Result<Option<Arc<dyn Device>>> {
     }
     match u32::try_from(index) {
         #[cfg(feature = "cuda")]
-        Ok(index) => cuda::CudaDevice::find(index).map(Some),
+        Ok(index) => cuda::CudaDevice::get_or_open(index).map(Some),
         _ => Ok(None),
     }
 }

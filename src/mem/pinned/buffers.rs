@@ -154,7 +154,7 @@ impl Slab {
         // (copy-on-write). The device would go on with the old page, which is then the child's.
         arena.leave_out_of_forks();
         // Before the first touch, which decides the node of a page.
-        numa::place_on_node(arena.bytes_mut(), device.node());
+        numa::place_on_node(arena.bytes_mut(), device.numa_node());
         // All accesses to the bytes go through this pointer: another one taken from the arena would
         // invalidate it (aliasing).
         let start = NonNull::from(arena.bytes_mut()).cast::<u8>();

@@ -202,7 +202,7 @@ impl Device for PinsInPairs {
         Err(Error::Bug("no copies".to_owned()))
     }
 
-    fn mark(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn crate::mem::device::Event>> {
+    fn record_event(self: Arc<Self>, _: Consumer) -> Result<Arc<dyn crate::mem::device::Event>> {
         Err(Error::Bug("no copies".to_owned()))
     }
 }

@@ -25,12 +25,12 @@ pub struct ModelRules {
 }
 
 std::thread_local! {
-    // All threads of a model run on the one of its test.
+    // Shuttle runs all threads of a model on the thread of the test, so that they share these.
     static RULES: Cell<ModelRules> = const { Cell::new(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }) };
     static CLOCK: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
-fn variable<T: FromStr>(name: &str, default: T) -> T {
+fn env_or_default<T: FromStr>(name: &str, default: T) -> T {
     std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
 }
 
@@ -50,8 +50,8 @@ pub fn check_model(rules: ModelRules, model: impl Fn() + Send + Sync + 'static) 
     }
     let mut config = Config::new();
     config.silence_warnings = true;
-    config.max_time = Some(Duration::from_secs_f64(variable("MODEL_SECONDS", 2.0) / 2.0));
-    let seed = variable("MODEL_SEED", 0);
+    config.max_time = Some(Duration::from_secs_f64(env_or_default("MODEL_SECONDS", 2.0) / 2.0));
+    let seed = env_or_default("MODEL_SEED", 0);
     let random = RandomScheduler::new_from_seed(seed, usize::MAX);
     let mut schedules = Runner::new(random, config.clone()).run(move || run());
     let few = PctScheduler::new_from_seed(seed, 3, usize::MAX);

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Start ranks, also where no settings of the other tests are read."""
+    """Return a starter of rank processes, without fixtures of tests/python/conftest.py."""
     started = Ranks()
     yield started
     started.stop()

@@ -52,7 +52,7 @@ impl CloudAddress {
             return bad("");
         }
         if !fits_in_url(key) {
-            return bad(": its name has `.`, `..` or a control character, which is not allowed");
+            return bad(": the name has a control character, or a component `.` or `..`");
         }
         let (bucket, account) = match (bucket_and_account.split_once('@'), cloud) {
             (None, _) => (bucket_and_account, None),

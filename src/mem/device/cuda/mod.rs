@@ -27,7 +27,7 @@ pub struct CudaDevice {
 
 impl CudaDevice {
     /// Returns the device that torch calls `cuda:<index>`.
-    pub fn find(index: u32) -> Result<Arc<dyn Device>> {
+    pub fn get_or_open(index: u32) -> Result<Arc<dyn Device>> {
         static DEVICES: ForkSafeMutex<Option<HashMap<u32, Arc<CudaDevice>>>> =
             ForkSafeMutex::new(None);
         let cached = DEVICES.lock().get_or_insert_default().get(&index).map(Arc::clone);
@@ -53,7 +53,7 @@ impl Device for CudaDevice {
         self.context.name()
     }
 
-    fn node(&self) -> Option<usize> {
+    fn numa_node(&self) -> Option<usize> {
         self.node
     }
 
@@ -90,7 +90,7 @@ impl Device for CudaDevice {
         self.streams.check_consumer(consumer)
     }
 
-    fn mark(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>> {
-        self.streams.mark_consumer(consumer)
+    fn record_event(self: Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>> {
+        self.streams.record_consumer_event(consumer)
     }
 }

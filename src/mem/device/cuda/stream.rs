@@ -64,7 +64,7 @@ impl OwnStreams {
     }
 
     /// Records an event after all work that is on a stream now. The device must be entered.
-    fn mark(self: &Arc<Self>, stream: RawStream) -> Result<CudaEvent> {
+    fn record_event(self: &Arc<Self>, stream: RawStream) -> Result<CudaEvent> {
         let event = self.event()?;
         // SAFETY: both are open and of this context.
         let code = unsafe { (self.context.driver().record_event)(event.raw.0, stream.0) };
@@ -73,10 +73,10 @@ impl OwnStreams {
     }
 
     /// Records an event after all work that is on the consumer's stream now.
-    pub fn mark_consumer(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>> {
+    pub fn record_consumer_event(self: &Arc<Self>, consumer: Consumer) -> Result<Arc<dyn Event>> {
         let _entered = self.context.enter()?;
         let consumer = self.consumer_stream(consumer)?;
-        Ok(Arc::new(self.mark(consumer)?))
+        Ok(Arc::new(self.record_event(consumer)?))
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<RawStream>> {
@@ -159,7 +159,7 @@ impl CudaStream {
 
     /// Makes future work on `later` wait for the work that is on `sooner` now.
     fn wait_for(&self, sooner: RawStream, later: RawStream) -> Result<()> {
-        let event = self.streams.mark(sooner)?;
+        let event = self.streams.record_event(sooner)?;
         // SAFETY: both are open; the driver keeps an event that a stream waits for, even after its
         // destruction.
         let code = unsafe { (self.context().driver().wait_for_event)(later.0, event.raw.0, 0) };
@@ -226,7 +226,7 @@ impl Stream for CudaStream {
 
     fn record(&self) -> Result<Arc<dyn Event>> {
         let _entered = self.context().enter()?;
-        Ok(Arc::new(self.streams.mark(self.own)?))
+        Ok(Arc::new(self.streams.record_event(self.own)?))
     }
 
     fn hand_over(&self) -> Result<()> {

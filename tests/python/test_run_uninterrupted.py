@@ -12,7 +12,7 @@ import pytest
 from tensorizer.group.rendezvous import run_uninterrupted
 
 
-def interrupts(how, after=0.2):
+def interrupt_later(how, after=0.2):
     """Interrupt the main thread a while later."""
     timer = threading.Timer(after, how)
     timer.start()
@@ -26,7 +26,7 @@ HOW = {
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c():
+def default_sigint_handler():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -36,12 +36,12 @@ def ctrl_c():
 def test_work_is_told_of_an_interruption_and_ends(how):
     done = []
 
-    def work(leaves):
-        done.append(leaves.wait(20))
+    def work(leaving):
+        done.append(leaving.wait(20))
         time.sleep(0.3)
         done.append("all of it")
 
-    timer = interrupts(how)
+    timer = interrupt_later(how)
     interruption, failure = run_uninterrupted(work)
     timer.join()
     assert isinstance(interruption, KeyboardInterrupt)
@@ -51,10 +51,10 @@ def test_work_is_told_of_an_interruption_and_ends(how):
 
 def test_a_second_interruption_is_raised_at_once():
     end = threading.Event()
-    timers = [interrupts(HOW["a signal"], after) for after in (0.2, 0.5)]
+    timers = [interrupt_later(HOW["a signal"], after) for after in (0.2, 0.5)]
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run_uninterrupted(lambda leaves: end.wait(20))
+        run_uninterrupted(lambda leaving: end.wait(20))
     assert time.monotonic() - begun < 10
     end.set()
     for timer in timers:
@@ -68,7 +68,7 @@ def test_a_failure_is_returned_and_keeps_no_objects_alive():
     large = Large()
     gone = weakref.ref(large)
 
-    def work(leaves, large=large):
+    def work(leaving, large=large):
         raise OSError(5, "Input/output error")
 
     gc.disable()
@@ -88,7 +88,7 @@ def test_work_runs_on_the_caller_if_no_thread_can_start(monkeypatch):
 
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
     where = []
-    assert run_uninterrupted(lambda leaves: where.append(threading.current_thread())) == (
+    assert run_uninterrupted(lambda leaving: where.append(threading.current_thread())) == (
         None,
         None,
     )
@@ -101,6 +101,6 @@ def test_an_interruption_before_there_is_a_thread(monkeypatch):
 
     monkeypatch.setattr(_thread, "start_new_thread", interrupted)
     told = []
-    interruption, failure = run_uninterrupted(lambda leaves: told.append(leaves.is_set()))
+    interruption, failure = run_uninterrupted(lambda leaving: told.append(leaving.is_set()))
     assert isinstance(interruption, KeyboardInterrupt)
     assert (failure, told) == (None, [True])

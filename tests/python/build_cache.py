@@ -14,7 +14,7 @@ FOLDER = ROOT / ".make/compiled"
 DAY = 86400
 
 
-def made(name, sources, make):
+def build_once(name, sources, make):
     """Return a folder that ``make`` fills once for this torch and these sources.
 
     What was made of others goes a day after its last use: other tests may be running now.
