@@ -34,6 +34,8 @@ class LoadFigures:
     faults: int = 0
     #: True if a local file was used in place.
     mapped: bool = False
+    #: True if direct reads left nothing of a local file in the page cache.
+    bypasses_cache: bool = False
     #: True if the system gives huge pages to memory that requests them.
     huge_pages: bool = True
 
@@ -49,7 +51,10 @@ def advice(figures: LoadFigures) -> str:
     if figures.limit == "network":
         return _network(figures)
     return {
-        "disk": "the file came from a disk; its next load comes from memory, if that has room",
+        "disk": "the file came from a disk, past the page cache, and so does its next load; with "
+        "TENSORIZER_DIRECT_IO=0 that comes from memory, if there is room"
+        if figures.bypasses_cache
+        else "the file came from a disk; its next load comes from memory, if there is room",
         "page cache": "the file was in memory, and used in place"
         if figures.mapped
         else "the file was in memory, and copying it takes the time; --mmap (mmap=True) uses it in "

@@ -144,6 +144,7 @@ def _measured(options: argparse.Namespace) -> tuple[LoadFigures, dict[str, Any]]
         fallbacks=list(dict.fromkeys(why for call in calls for why in call["fallbacks"])),
         faults=faults,
         mapped=mapped,
+        bypasses_cache=any(name.startswith("direct reads") for name in names),
         huge_pages=_huge_pages(),
     )
     return figures, facts

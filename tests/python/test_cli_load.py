@@ -160,6 +160,11 @@ def test_settings_that_are_on_are_not_advised():
     assert "--mmap" not in advice(figures(source="page cache", mapped=True))
 
 
+def test_advice_for_a_disk_depends_on_the_page_cache():
+    assert "its next load comes from memory" in advice(figures(source="disk"))
+    assert "TENSORIZER_DIRECT_IO=0" in advice(figures(source="disk", bypasses_cache=True))
+
+
 def test_stats_hold_the_stages_and_threads_of_a_call(folder):
     before = stats()["call"] if stats() else 0
     tensorizer.load(folder / "f", num_readers=2)

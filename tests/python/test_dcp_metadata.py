@@ -124,7 +124,7 @@ def test_the_bound_is_no_less_than_what_is_written():
             for box in (((0, 0), (9, 4)), ((0, 4), (1, 5)), ((1, 4), (8, 5)))
         ],
     ):
-        assert save_plan._most_bytes(plans) >= len(layout.encoded(*saved(plans)))
+        assert save_plan._upper_bound_bytes(plans) >= len(layout.encoded(*saved(plans)))
 
 
 @pytest.mark.parametrize("limit", ["bytes", "chunks"])
@@ -143,7 +143,7 @@ def test_too_much_is_refused_before_a_file_is_written(tmp_path, monkeypatch, lim
 def test_grids_are_not_refused_for_what_their_chunks_would_take(monkeypatch):
     plans = plans_of(64, 20)
     length = len(layout.encoded(*saved(plans)))
-    assert save_plan._most_bytes(plans) > 10 * length
+    assert save_plan._upper_bound_bytes(plans) > 10 * length
     monkeypatch.setattr(layout, "MOST_BYTES", length + 100)
     save_plan.check(plans, "folder")
     monkeypatch.setattr(layout, "MOST_BYTES", length - 100)
