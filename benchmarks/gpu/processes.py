@@ -29,7 +29,7 @@ class Ended:
     def why(self) -> str:
         """Return how it ended, and its last words."""
         words = self.error.strip() or self.out.strip()
-        # Where it crashed comes before a list of all modules.
+        # The place of a crash comes before a list of all modules.
         crash = words.find("Fatal Python error")
         words = words[-600:] if crash < 0 else words[crash : crash + 1500]
         if self.timed_out:
