@@ -148,8 +148,18 @@ pub fn read_headers(
 }
 
 /// Reads headers as [`read_headers`] does, and passes each to `on_header` as a whole while it is in
-/// memory.
+/// memory. If a local copy of the file is damaged, headers are passed once more.
 pub fn visit_headers(
+    file: &TensorFile,
+    numbers: &[usize],
+    cancel: &dyn Cancel,
+    on_header: HeaderCallback<'_>,
+) -> Result<Vec<CompactHeader>> {
+    file.with_intact_copies(cancel, || visit_headers_once(file, numbers, cancel, on_header))
+}
+
+/// The same for a caller that handles damaged copies itself: each header is passed once.
+pub fn visit_headers_once(
     file: &TensorFile,
     numbers: &[usize],
     cancel: &dyn Cancel,
@@ -158,23 +168,21 @@ pub fn visit_headers(
     let selection = Selection::new(file, numbers)?;
     let mut extents = selection.extents()?;
     extents.iter_mut().for_each(|extent| extent.data_len = 0);
-    let sources = file.sources();
-    file.with_intact_copies(cancel, || {
-        let headers = HeaderCodec::new(&selection, Verify::Nothing, on_header)?;
-        let reading = ReadRequest {
-            files: &as_refs(&sources),
-            extents: &extents,
-            codec: &headers,
-            verify: Verify::Nothing,
-            decrypts: false,
-            readers: None,
-            memory: MemoryLimit::default(),
-            shares_cache: false,
-            receiver: None,
-        };
-        read(&reading, &mut HostTarget::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
-        headers.into_headers()
-    })
+    let (sources, headers) =
+        (file.sources(), HeaderCodec::new(&selection, Verify::Nothing, on_header)?);
+    let reading = ReadRequest {
+        files: &as_refs(&sources),
+        extents: &extents,
+        codec: &headers,
+        verify: Verify::Nothing,
+        decrypts: false,
+        readers: None,
+        memory: MemoryLimit::default(),
+        shares_cache: false,
+        receiver: None,
+    };
+    read(&reading, &mut HostTarget::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
+    headers.into_headers()
 }
 
 /// Decrypts the first piece of the smallest tensor, so that a wrong key is found before everything

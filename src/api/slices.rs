@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::file::TensorFile;
-use super::headers::visit_headers;
+use super::headers::visit_headers_once;
 use super::load_options::LoadOptions;
 use super::selection::Selection;
 use super::slice_rules::{MAX_GROUP_LEN, RangeRules};
@@ -171,7 +171,8 @@ impl SliceLoad<'_> {
         let wholes = wholes(selection)?;
         let numbers = try_collect(0..wholes.entries().len(), LISTS)?;
         let in_chunks = AtomicBool::new(true);
-        visit_headers(&wholes, &numbers, cancel, &|tensor, header| {
+        // Damaged copies end this attempt, as another one needs the ciphers of other headers.
+        visit_headers_once(&wholes, &numbers, cancel, &|tensor, header| {
             if !decryptor.add_header(tensor, header, cancel)? {
                 in_chunks.store(false, Ordering::Relaxed);
             }

@@ -42,7 +42,8 @@ def test_memory_comes_back_as_tensors_go(tmp_path):
     names = list(tensors)
     before = dict(zip(names[1:], names[:-1], strict=True))
     for name in ("l7", "l0", "l1"):
-        assert left[before[name]] - left[name] >= 29, name
+        # Meanwhile the kernel may collapse memory beside it into huge pages of 2 MiB.
+        assert left[before[name]] - left[name] >= 30 - 4, name
     # Small ones are held by neighbours only: never more than a block of 64 MiB too much.
     alive = sum(tensor.nbytes for tensor in tensors.values()) / MIB
     for name in names:

@@ -113,3 +113,39 @@ def test_damage_that_cannot_be_mended_names_the_entry(nginx, served, folder, ten
     assert f"the cached copy `{entry}` was damaged and has been removed: " in str(failed.value)
     assert "crc32" in str(failed.value).lower()
     assert not entry.exists() or entry.stat().st_ino != damaged
+
+
+def test_slices_of_a_copy_with_two_damaged_headers(nginx, folder, tmp_path):
+    """One has another nonce, which only decryption finds; the other one ends the first attempt."""
+    key, name = tensorizer.EncryptionParams.random(), "slices.tensors"
+    made = {"first_tensor": torch.randn(1_500_000), "second_tensor": torch.randn(1_500_000)}
+    tensorizer.save(made, nginx.root / name, encryption=key)
+    whole = (nginx.root / name).read_bytes()
+    options = {
+        "encryption": tensorizer.DecryptionParams.from_key(key.key),
+        "slices": {name: (slice(700_000, 1_400_000),) for name in made},
+    }
+
+    def where(tensor, kind):
+        """Return the positions of bytes of a header that cause this error if they are changed."""
+        start = whole.rindex(tensor.encode()) + len(tensor)
+        found = []
+        for at in range(start, start + 300):
+            (tmp_path / "f").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            try:
+                load(tmp_path / "f", **options)
+            except Exception as error:
+                found += [at] if type(error) is kind else []
+        return found
+
+    # The last one is part of a piece's nonce or tag, so that the header itself is valid.
+    nonce = where("first_tensor", tensorizer.CryptographyError)[-1]
+    field = where("second_tensor", tensorizer.FormatError)[0]
+    uri = f"{nginx.http}/{name}"
+    load(uri, cache_dir=folder, encryption=options["encryption"])
+    (entry,) = entries(folder)
+    content = entry.read_bytes()
+    for at in (nonce, field):
+        spoil(entry, content.index(whole[at - 20 : at + 20]) + 20, length=1)
+    for tensor, loaded in load(uri, cache_dir=folder, **options).items():
+        assert torch.equal(loaded, made[tensor][700_000:1_400_000])

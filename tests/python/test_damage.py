@@ -40,8 +40,9 @@ def test_errors_name_the_file(tmp_path, path):
     with pytest.raises(FileNotFoundError) as info:
         TensorDeserializer(missing)
     assert info.value.filename == str(missing)
-    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
-        TensorDeserializer(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match=str(tmp_path / "folder")):
+        TensorDeserializer(tmp_path / "folder")
     with pytest.raises(OSError, match="Bad file descriptor"):
         TensorDeserializer(987654)
     text = tmp_path / "text"
