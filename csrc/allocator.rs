@@ -34,7 +34,7 @@ impl TorchAllocator {
 impl Allocate for TorchAllocator {
     fn allocate(&mut self, first: usize, lens: &[u64]) -> Result<Vec<DeviceMemory>> {
         let added = self.blocks.pin_mut().add(lens);
-        added.map_err(|exception| out_of_memory(&exception))?;
+        added.map_err(|exception| allocation_error(&exception))?;
         let blocks = self.blocks.as_ref().ok_or_else(|| Error::Bug("no blocks".to_owned()))?;
         let memory = lens.iter().zip(first..).map(|(&len, at)| {
             // SAFETY: the block is new, has `len` bytes, and no other code has its address. The
@@ -51,7 +51,7 @@ impl Allocate for TorchAllocator {
 }
 
 /// Returns the error for an exception of torch's allocator.
-fn out_of_memory(exception: &cxx::Exception) -> Error {
+fn allocation_error(exception: &cxx::Exception) -> Error {
     let what = exception.what().to_owned();
     // The texts of torch's allocators for CUDA and for the CPU.
     if what.contains("out of memory") || what.contains("allocate memory") {

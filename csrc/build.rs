@@ -16,7 +16,7 @@ fn main() {
 
 const BRIDGES: &[&str] = &["torch.rs", "bridge.rs"];
 const SOURCES: &[&str] = &["blocks.cpp", "iterate.cpp", "ops.cpp", "tensor.cpp", "values.cpp"];
-const HEADERS: &[&str] = &["errors.h", "ops.h", "tensor.h"];
+const HEADERS: &[&str] = &["blocks.h", "errors.h", "iterate.h", "ops.h", "tensor.h", "values.h"];
 
 /// The torch minors that the sources build on. `setup.py` reads this line.
 const SUPPORTED: std::ops::RangeInclusive<u32> = 10..=15;
@@ -146,9 +146,9 @@ fn find() -> Result<PathBuf, String> {
     let script = "import importlib.util as u; s = u.find_spec('torch'); \
                   print(s.submodule_search_locations[0] if s else '')";
     let output = Command::new(&python).args(["-I", "-c", script]).output();
-    let found = output.ok().and_then(|o| String::from_utf8(o.stdout).ok());
-    // A Python that does not respond is reported like one without torch.
-    let found = found.unwrap_or(String::new());
+    let output =
+        output.map_err(|e| format!("cannot run {} to find torch: {e}", python.display()))?;
+    let found = String::from_utf8(output.stdout).unwrap_or(String::new());
     match found.trim() {
         "" => Err("torch was not found: install it first (pip install torch), or set \
                    TENSORIZER_TORCH to a libtorch folder"

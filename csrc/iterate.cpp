@@ -49,6 +49,13 @@ void iterate_close(std::int64_t iterator) {
 }
 
 Dict iterate_next(std::int64_t iterator) {
+  OptionalDevice device;
+  {
+    // Copied first: another thread may end the iterator meanwhile.
+    const std::lock_guard lock(devices_lock);
+    const auto found = devices.find(iterator);
+    if (found != devices.end()) device = found->second;
+  }
   // An error ends the iterator.
   auto loaded = [&] {
     try {
@@ -59,12 +66,9 @@ Dict iterate_next(std::int64_t iterator) {
       throw;
     }
   }();
-  OptionalDevice device;
-  {
+  if (loaded->size() == 0) {
     const std::lock_guard lock(devices_lock);
-    const auto found = devices.find(iterator);
-    if (found != devices.end()) device = found->second;
-    if (loaded->size() == 0) devices.erase(iterator);
+    devices.erase(iterator);
   }
   Names keys;
   for (std::size_t at = 0; at < loaded->size(); ++at) keys.emplace_back(loaded->name(at));

@@ -17,6 +17,7 @@ use tensorizer::{
 
 use crate::allocator::TorchAllocator;
 use crate::load::check_type;
+use crate::lock_holder::LockHolder;
 use crate::tensor::{LoadedTensors, TensorLocation};
 
 /// Tensors of a file one by one.
@@ -91,17 +92,22 @@ impl TorchTensors {
 /// The open iterators of the operators, by number.
 static OPEN_ITERATORS: ForkSafeMutex<Option<HashMap<i64, Arc<OpenIterator>>>> =
     ForkSafeMutex::new(None);
-static NEXT: AtomicI64 = AtomicI64::new(1);
+static NEXT_NUMBER: AtomicI64 = AtomicI64::new(1);
 
 struct OpenIterator {
     tensors: Mutex<TorchTensors>,
+    holder: LockHolder,
     closer: Closer,
 }
 
 /// Keeps an iterator for the operators. Returns its number.
 pub fn register(tensors: TorchTensors) -> i64 {
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let open = OpenIterator { closer: tensors.closer(), tensors: Mutex::new(tensors) };
+    let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
+    let open = OpenIterator {
+        closer: tensors.closer(),
+        tensors: Mutex::new(tensors),
+        holder: LockHolder::default(),
+    };
     OPEN_ITERATORS.lock().get_or_insert_default().insert(number, Arc::new(open));
     number
 }
@@ -113,12 +119,18 @@ pub fn next(number: i64, cancel: &dyn Cancel) -> Result<LoadedTensors> {
         Error::InvalidArgument(format!("no iterator {number}: it was closed, or has ended"))
     })?;
     open.closer.check_process()?;
-    let mut tensors = open.tensors.lock().unwrap_or_else(PoisonError::into_inner);
-    let loaded = tensors.next(cancel);
-    drop(tensors);
+    if open.holder.is_this_thread() {
+        let what = format!("iterator {number} is used by one of its own callbacks");
+        return Err(Error::InvalidArgument(what));
+    }
+    let loaded = {
+        let mut tensors = open.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+        let _mark = open.holder.mark();
+        tensors.next(cancel)
+    };
     match &loaded {
         Err(_) => close(number),
-        // Only removed: calls on other threads that wait for tensors find the end, too.
+        // Not closed: calls that wait on other threads see the end, not an error.
         Ok((tensors, _)) if tensors.size() == 0 => drop(remove(number)),
         Ok(_) => {}
     }

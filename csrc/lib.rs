@@ -11,6 +11,7 @@ pub mod guard;
 pub mod handles;
 pub mod iterate;
 pub mod load;
+pub mod lock_holder;
 mod on_load;
 mod operators;
 #[cfg(feature = "tch")]

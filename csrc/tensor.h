@@ -62,8 +62,8 @@ class TensorList {
   std::vector<at::Tensor> tensors_;
 };
 
-// Returns why a tensor's storage is too small for it; empty if it is not. FSDP makes it so: it
-// calls resize_(0) on the storages of parameters that are not gathered.
+// Returns an error message if a tensor's storage is too small for it, as after FSDP's resize_(0);
+// else an empty string.
 std::string missing_memory(const at::Tensor& tensor);
 
 // Device numbers of the core: the index for CUDA, these for others.

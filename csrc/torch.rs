@@ -90,7 +90,23 @@ unsafe impl Send for TensorList {}
 // SAFETY: as for `Send` above: shared references only read the tensors or make new ones.
 unsafe impl Sync for TensorList {}
 
-/// Converts an exception of the C++ side. All of them are about tensors that cannot be handled.
+/// Converts an exception of torch: missing memory, an error of a device, or else a tensor that
+/// cannot be handled. Only the texts tell them apart.
 pub fn thrown(exception: cxx::Exception) -> Error {
-    Error::Unsupported(exception.what().to_owned())
+    let what = exception.what();
+    if let Some((_, after)) = what.split_once("you tried to allocate ") {
+        let digits = after.split(' ').next().unwrap_or("");
+        return Error::OutOfMemory {
+            bytes: digits.parse().unwrap_or(0),
+            what: "a copy by torch".to_owned(),
+            error: std::io::Error::from(std::io::ErrorKind::OutOfMemory),
+        };
+    }
+    if what.contains("out of memory") {
+        return Error::DeviceMemory { what: what.to_owned() };
+    }
+    if what.contains("CUDA error") {
+        return Error::Device { device: "torch".to_owned(), what: what.to_owned() };
+    }
+    Error::Unsupported(what.to_owned())
 }

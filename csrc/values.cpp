@@ -21,7 +21,7 @@ T utf8(const std::string& text) {
   try {
     return T(text);
   } catch (const std::invalid_argument&) {
-    TORCH_CHECK(false, "a name or address is not UTF-8: ", text);
+    TORCH_CHECK(false, "expected a name or address in UTF-8, found ", text);
   }
 }
 

@@ -44,7 +44,7 @@ std::int16_t number(const OptionalDevice& device);
 // Takes the loaded tensors, and copies those to the given device that are not there.
 std::vector<at::Tensor> place(LoadedTensors& loaded, const OptionalDevice& device);
 
-// True if torch traces the calls of this thread. A tracer takes tensor subclasses apart by itself.
+// True if torch traces the calls of this thread. A tracer unwraps tensor subclasses itself.
 bool traced();
 
 // Makes a dict of tensors by name.

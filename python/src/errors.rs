@@ -96,7 +96,8 @@ fn os_error(mut error: io::Error, uri: &str, text: String) -> PyErr {
             None,
             io::ErrorKind::ConnectionRefused
             | io::ErrorKind::ConnectionReset
-            | io::ErrorKind::ConnectionAborted,
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::HostUnreachable,
         ) => builtin::PyConnectionError::new_err(text),
         (None, _) => builtin::PyOSError::new_err(text),
     }

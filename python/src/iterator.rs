@@ -7,6 +7,7 @@ use tensorizer::Closer;
 use tensorizer::error::{Error, Result};
 use tensorizer_torch::handles::offer;
 use tensorizer_torch::iterate::TorchTensors;
+use tensorizer_torch::lock_holder::LockHolder;
 
 use crate::errors::Outcome;
 use crate::gil;
@@ -18,6 +19,7 @@ use crate::watch::LoadState;
 pub struct TensorIterator {
     /// None once it was closed.
     tensors: Mutex<Option<TorchTensors>>,
+    holder: LockHolder,
     closer: Closer,
     /// State that is shared with other loads of the file.
     loads: Arc<LoadState>,
@@ -28,12 +30,24 @@ impl TensorIterator {
     /// Wraps an iterator whose load has begun.
     pub fn new(tensors: TorchTensors, loads: Arc<LoadState>, uri: &str) -> Self {
         let closer = tensors.closer();
-        TensorIterator { tensors: Mutex::new(Some(tensors)), closer, loads, uri: uri.to_owned() }
+        TensorIterator {
+            tensors: Mutex::new(Some(tensors)),
+            holder: LockHolder::default(),
+            closer,
+            loads,
+            uri: uri.to_owned(),
+        }
     }
 
     fn take_next(&self) -> Result<Option<(Handle, Vec<usize>)>> {
         let closed = || Error::Closed("the iterator is closed".to_owned());
+        if self.holder.is_this_thread() {
+            return Err(Error::Closed(
+                "the iterator is used by one of its own callbacks".to_owned(),
+            ));
+        }
         let mut held = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+        let _mark = self.holder.mark();
         let tensors = held.as_mut().ok_or_else(closed)?;
         let cancel = || self.loads.report_and_check(&self.uri, self.closer.moved());
         let (loaded, numbers) = tensors.next(&cancel)?;
@@ -81,6 +95,10 @@ impl TensorIterator {
             return Ok(());
         }
         self.closer.close();
+        if self.holder.is_this_thread() {
+            // A call of `next` on this thread is under way, and ends now.
+            return Ok(());
+        }
         gil::without(py, || {
             drop(self.tensors.lock().unwrap_or_else(PoisonError::into_inner).take());
             Ok(())

@@ -28,7 +28,7 @@ use crate::iterator::TensorIterator;
 use crate::names::{described, name_from_python, name_to_python, plain_name, stored, top_level};
 use crate::pickled::{PickledTuple, pickled};
 use crate::signals;
-use crate::source::Source;
+use crate::source::{Source, python_bytes};
 use crate::watch::LoadState;
 
 /// An open file. All methods may be called from several threads.
@@ -207,7 +207,7 @@ impl Reader {
     fn read<'py>(&self, py: Python<'py>, numbers: Vec<usize>) -> Outcome<Vec<Bound<'py, PyBytes>>> {
         let options = LoadOptions::default();
         let loaded = gil::without(py, || load(&self.file, &numbers, &options, &signals))?;
-        Ok(loaded.iter().map(|entry| PyBytes::new(py, entry.bytes())).collect())
+        Ok(loaded.iter().map(|entry| python_bytes(py, entry.bytes())).collect::<PyResult<_>>()?)
     }
 
     /// Returns the number of each tensor's file, if only an index of shards names the tensors.

@@ -127,7 +127,7 @@ impl PathSink {
     }
 
     /// Does the same for a file that was never closed; another file that has its name stays.
-    /// Returns whether it exists, and its path if it did not get its own name.
+    /// Returns true if it exists, and its path if it did not get its own name.
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Outcome<(bool, Option<OsString>)> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };

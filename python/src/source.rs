@@ -76,7 +76,7 @@ impl Source {
             bytes.truncate(done);
             Ok(bytes)
         })?;
-        Ok(PyBytes::new(py, &bytes))
+        Ok(python_bytes(py, &bytes)?)
     }
 
     fn close(&self) {
@@ -100,4 +100,12 @@ impl Source {
     fn headers(&self) -> Outcome<Vec<(String, String)>> {
         Ok(self.shared()?.response_head().map_or_else(Vec::new, |head| head.headers))
     }
+}
+
+/// Copies bytes for Python. `PyBytes::new` would panic if there is no memory for them.
+pub fn python_bytes<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, bytes.len(), |to| {
+        to.copy_from_slice(bytes);
+        Ok(())
+    })
 }

@@ -2,7 +2,7 @@
 
 use tensorizer::Verify;
 
-/// Returns the option that a name stands for.
+/// Returns the option for a name; unknown names compare all hashes.
 pub fn verification(name: &str) -> Verify {
     match name {
         "nothing" => Verify::Nothing,

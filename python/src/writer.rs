@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 use tensorizer::cancel::Cancel;
@@ -17,6 +18,7 @@ use tensorizer::io::WriteAt;
 use tensorizer::io::local::FileSink;
 use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor};
 use tensorizer_torch::handles::{LentTensors, borrow};
+use tensorizer_torch::lock_holder::LockHolder;
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
 
 use crate::crypt::Encryption;
@@ -33,6 +35,7 @@ use crate::watch::{Watch, log};
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Writer {
     inner: Mutex<tensorizer::Writer>,
+    holder: LockHolder,
     owner: OwnerProcess,
     uri: String,
     progress: Arc<AtomicU64>,
@@ -108,6 +111,7 @@ impl Writer {
             owner: OwnerProcess::current(),
             uri: inner.uri().to_owned(),
             inner: Mutex::new(inner),
+            holder: LockHolder::default(),
             watch: Watch::default(),
         })
     }
@@ -118,6 +122,10 @@ impl Writer {
         body: impl FnOnce(&mut tensorizer::Writer) -> Result<T> + Send,
     ) -> Outcome<T> {
         let mut inner = match self.inner.try_lock() {
+            Err(TryLockError::WouldBlock) if self.holder.is_this_thread() => {
+                let what = format!("this thread is in the middle of a write to {}", self.uri);
+                return Err(PyRuntimeError::new_err(what).into());
+            }
             // In a forked child, the thread that holds the lock does not exist: that is an error
             // here.
             Err(TryLockError::WouldBlock) => {
@@ -127,6 +135,7 @@ impl Writer {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Ok(inner) => inner,
         };
+        let _mark = self.holder.mark();
         let inner = &mut *inner;
         Ok(gil::without(py, || body(inner))?)
     }
@@ -275,8 +284,8 @@ impl Writer {
 
     /// The path or address.
     #[getter]
-    fn uri(&self, py: Python<'_>) -> Outcome<String> {
-        self.with(py, |writer| Ok(writer.uri().to_owned()))
+    fn uri(&self) -> &str {
+        &self.uri
     }
 
     /// Abandons the file.

@@ -21,7 +21,7 @@ def print_line(line: str) -> None:
     """
     if sys.stdout is not None:
         with _checked(sys.stdout):
-            print(line, file=sys.stdout)
+            _print(line, sys.stdout)
 
 
 def flush() -> None:
@@ -58,7 +58,8 @@ def print_error(line: str) -> None:
     """Print a line on the standard error output; errors in writing it are ignored."""
     if sys.stderr is not None:
         try:
-            print(line, file=sys.stderr, flush=True)
+            _print(line, sys.stderr)
+            sys.stderr.flush()
         except OSError:
             _discard(sys.stderr)
 
@@ -87,6 +88,15 @@ def open_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+
+
+def _print(line: str, stream: TextIO) -> None:
+    """Print a line, with escapes for characters that the encoding of the stream lacks."""
+    try:
+        print(line, file=stream)
+    except UnicodeEncodeError:
+        encoding = stream.encoding
+        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ impl TensorFile {
                     files.push(ChecksumComparison::new(source, expected, memory)?);
                     continue;
                 }
-                _ if has_own_hashes => return Ok(()),
+                _ if has_own_hashes => continue,
                 HubChecksum::NoHub => "",
                 HubChecksum::NotSha256 => ", and its hub publishes no SHA-256 of it",
                 HubChecksum::Offline => ", and with HF_HUB_OFFLINE its hub is not asked for one",
@@ -137,7 +137,7 @@ impl<'s> ChecksumComparison<'s> {
         let start = number * self.piece;
         let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
         try_resize(buffer, len, "a file that is hashed")?;
-        let what = || "its hash".to_owned();
+        let what = || "bytes that are hashed for its checksum".to_owned();
         Buffers::from_slice(buffer).with_observer(control, |buffers| {
             read_exact_at(self.source, start, buffers, &what, control)
         })?;

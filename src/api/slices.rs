@@ -171,7 +171,7 @@ impl SliceLoad<'_> {
         let wholes = wholes(selection)?;
         let numbers = try_collect(0..wholes.entries().len(), LISTS)?;
         let in_chunks = AtomicBool::new(true);
-        // Damaged copies end this attempt, as another one needs the ciphers of other headers.
+        // If a local copy is damaged, the load starts again: its headers, and so nonces, may be wrong.
         visit_headers_once(&wholes, &numbers, cancel, &|tensor, header| {
             if !decryptor.add_header(tensor, header, cancel)? {
                 in_chunks.store(false, Ordering::Relaxed);
@@ -394,7 +394,7 @@ pub struct PlainCodec;
 
 impl Codec for PlainCodec {
     fn header(&self, tensor: usize, _raw: &[u8], _cancel: &dyn Cancel) -> Result<HeaderInfo> {
-        Err(Error::Bug(format!("a header of {tensor}, which has none")))
+        Err(Error::Bug(format!("a header was parsed for read {tensor}, which has no header")))
     }
 
     fn decrypt(&self, _: usize, _: u64, _: &mut [u8], _: &dyn Cancel) -> Result<bool> {
@@ -426,7 +426,8 @@ impl Codec for EncryptedPiecesCodec<'_> {
         cancel: &dyn Cancel,
     ) -> Result<bool> {
         let found = self.reads.get(read);
-        let &(tensor, first) = found.ok_or_else(|| Error::Bug(format!("no span {read}")))?;
+        let &(tensor, first) =
+            found.ok_or_else(|| Error::Bug(format!("no read {read} in the plan of slices")))?;
         self.decryptor.decrypt_chunk(tensor, first + start, bytes, cancel)
     }
 

@@ -11,7 +11,7 @@ use crate::fallible::{LISTS, try_collect, try_collect_results, try_repeat};
 
 impl TensorFile {
     /// Makes loads decrypt. Refuses a file that is not encrypted, and one without a manifest if
-    /// that is required. A manifest that is there must be valid in any case.
+    /// that is required. A manifest that is there is checked, unless no tensor has data.
     pub fn decrypt(self, options: Arc<DecryptionOptions>, cancel: &dyn Cancel) -> Result<Self> {
         self.unlock(options, cancel)?;
         Ok(self)
@@ -50,9 +50,13 @@ impl TensorFile {
         let mut derivation = None;
         if options.needs_derivation() {
             let Some(number) = self.entries().iter().position(|entry| entry.data_len > 0) else {
-                // No data are encrypted, so that no header says how the key is derived.
+                // No tensor has data, so no header states how the key is derived from the passphrase.
                 return if options.require_manifest {
-                    Err(self.manifest_mismatch())
+                    Err(Error::Crypt(format!(
+                        "the manifest of `{}` cannot be checked with a passphrase: no tensor has \
+                         data; give the key itself",
+                        self.uri()
+                    )))
                 } else {
                     Ok(())
                 };

@@ -47,8 +47,8 @@ pub trait WriteAt: Send + Sync {
     /// of the file's head and, if the sink is visible early, of its end.
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize>;
 
-    /// Does remaining work of writes that takes long. Threads call it after their writes, when they
-    /// hold nothing that other threads wait for.
+    /// Runs slow work that writes have deferred. Threads call it while they hold no locks or
+    /// buffers.
     fn finish_deferred_writes(&self, _cancel: &dyn Cancel) -> Result<()> {
         Ok(())
     }

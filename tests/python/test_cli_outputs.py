@@ -197,3 +197,16 @@ def test_a_terminal_that_is_gone_ends_no_load(folder):
         "print(len(tensorizer.load('f', 'cpu', progress=True)))\n"
     )
     assert run_python(code, cwd=folder).stdout == "2\n"
+
+
+def test_names_that_the_encoding_of_the_output_lacks(tmp_path):
+    tensorizer.save({"ü": torch.ones(2)}, tmp_path / "f")
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tensorizer", "ls", tmp_path / "f"],
+        env=env,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\\xfc" in done.stdout

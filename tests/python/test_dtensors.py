@@ -250,7 +250,7 @@ def test_invalid_loads_of_dtensors_are_refused_on_each_rank(ranks, folder):
         for case in ("partial", "partial out", "partial module"):
             assert found[case][0] == "NotImplementedError"
             assert "expected Shard or Replicate" in found[case][1]
-        like = "tensor 't0': the file holds [10, 6], and the tensor in like= has [12, 6]"
+        like = "tensor 't0': the file holds [10, 6], and the tensor in out= or like= has [12, 6]"
         assert found["shape"] == ["ValueError", like]
         assert found["plain shape"] == found["shape"]
         assert found["shape out"][0] == found["dtype out"][0] == found["turned"][0] == "ValueError"

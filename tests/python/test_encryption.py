@@ -450,3 +450,13 @@ def test_compile_and_export(saved, tmp_path):
         assert_same(again["x"], torch.arange(5) * 2)
         with pytest.raises(RuntimeError, match="Tensor decryption failed"):
             run(torch.zeros(32, dtype=torch.uint8), out)
+
+
+def test_a_manifest_of_a_file_without_data_needs_the_key_itself(tmp_path):
+    params = EncryptionParams.from_string("words-hu5hw0rd", manifest=True)
+    tensorizer.save({"a": torch.empty(0)}, tmp_path / "f", encryption=params)
+    by_words = DecryptionParams.from_string("words-hu5hw0rd", require_manifest=True)
+    with pytest.raises(CryptographyError, match="no tensor has data; give the key itself"):
+        tensorizer.load(tmp_path / "f", encryption=by_words)
+    by_key = DecryptionParams.from_key(params.key, require_manifest=True)
+    assert list(tensorizer.load(tmp_path / "f", encryption=by_key)) == ["a"]

@@ -145,7 +145,7 @@ def test_failures_to_open_an_address_raise_the_fitting_error(nginx):
         TensorDeserializer(f"{nginx.http}/empty")
     with pytest.raises(tensorizer.serialization.TruncatedError, match="truncated"):
         TensorDeserializer(f"{nginx.http}/short")
-    with pytest.raises(FileNotFoundError, match="name of the server is not known"):
+    with pytest.raises(ConnectionError, match="name of the server is not known"):
         open_stream("http://no-such-host.invalid/f")
     with pytest.raises(ConnectionError):
         open_stream("http://127.0.0.1:1/f")
@@ -153,6 +153,20 @@ def test_failures_to_open_an_address_raise_the_fitting_error(nginx):
         open_stream("http://")
     with pytest.raises(RuntimeError, match="404 Not Found"):
         ops.load(f"{nginx.http}/nothing")
+
+
+def test_the_end_of_a_body_without_ranges_is_not_fetched_again(nginx):
+    data = os.urandom(9_000_001)
+    (nginx.root / "end").write_bytes(data)
+    before = nginx.sent("whole/end")
+    with open_stream(f"{nginx.http}/whole/end") as file:
+        assert file.read() == data
+        # The server has begun to send all of it when the file was opened.
+        assert nginx.sent("whole/end") - before < 2 * len(data)
+        before = nginx.sent("whole/end")
+        for _ in range(3):
+            assert file.read() == b"" and file.read(5) == b""
+    assert nginx.sent("whole/end") - before <= 1000
 
 
 def test_a_stream_is_a_file(nginx, data):

@@ -238,3 +238,40 @@ def test_a_large_tensor_without_data_takes_no_memory_in_another_dtype(tmp_path):
     assert done.returncode == 0, done.stderr
     # 4 GB as they are in the file, 8 in the larger dtype.
     assert int(done.stdout) < 200
+
+
+def test_a_copy_by_torch_without_memory_is_a_memory_error(tmp_path):
+    """torch copies a tensor that is not in row-major order before it is saved."""
+    code = """
+import resource, sys, tensorizer, torch
+tensor = torch.empty(15_000, 5_000).t()
+with open("/proc/self/statm") as statm:
+    mapped = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (250 << 20),) * 2)
+try:
+    tensorizer.save({"a": tensor}, sys.argv[1])
+except MemoryError as error:
+    print(error)
+"""
+    done = run_python(code, tmp_path / "f")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cannot allocate 300000000 bytes for a copy by torch")
+
+
+def test_bytes_for_python_without_memory_are_a_memory_error(tmp_path):
+    code = """
+import resource, sys
+from tensorizer import _C
+source = _C.open(sys.argv[1])
+with open("/proc/self/statm") as statm:
+    mapped = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (450 << 20),) * 2)
+try:
+    source.read(0, 300 << 20)
+except MemoryError:
+    print("MemoryError")
+"""
+    with open(tmp_path / "f", "wb") as file:
+        file.truncate(300 << 20)
+    done = run_python(code, tmp_path / "f")
+    assert (done.returncode, done.stdout) == (0, "MemoryError\n"), done.stderr

@@ -1,6 +1,7 @@
 """``load_into_module``, ``verify_module``, ``tensorizer.utils``."""
 
 import asyncio
+import contextvars
 import threading
 
 import pytest
@@ -254,3 +255,13 @@ def test_no_init_or_tensor_in_tasks():
         return await asyncio.gather(task(True), task(False))
 
     assert asyncio.run(both()) == [True, False]
+
+
+def test_no_init_or_tensor_that_ends_in_another_context():
+    """As fixtures and tasks may do."""
+    empty = torch.empty
+    block = tensorizer.utils.no_init_or_tensor()
+    contextvars.copy_context().run(block.__enter__)
+    with pytest.raises(ValueError, match="different Context"):
+        block.__exit__(None, None, None)
+    assert torch.empty is empty

@@ -114,6 +114,26 @@ def test_a_prefix_is_no_pattern(server, client, path):
     check(tensorizer.load(f"{server.address}/axb", "cpu"))
 
 
+def test_files_whose_prefix_begins_with_that_of_another(server, client, tmp_path):
+    """`SCAN` finds the keys of `m:v2` for `m` too."""
+    for prefix, value in {"m": 1.0, "m:v2": 2.0, "m:v2:x": 3.0}.items():
+        tensors = {name: torch.full((5,), value) for name in ("a", "b:c", "z")}
+        tensorizer.save(tensors, tmp_path / "f")
+        store(tmp_path / "f", client, prefix)
+    for prefix, value in {"m": 1.0, "m:v2": 2.0, "m:v2:x": 3.0}.items():
+        found = tensorizer.load(f"{server.address}/{prefix}", "cpu", verify_hash=True)
+        assert list(found) == ["a", "b:c", "z"]
+        assert {number for tensor in found.values() for number in tensor.tolist()} == {value}
+
+
+def test_two_values_of_one_position_are_refused(server, client, path):
+    store(path, client)
+    key = next(client.scan_iter("m:big:*")).decode()
+    client.set(key.replace("big", "another"), "x" * 10)
+    with pytest.raises(OSError, match=r"m:another:\d+` and `m:big:\d+` hold bytes of the same"):
+        tensorizer.load(f"{server.address}/m", "cpu")
+
+
 def test_a_filtered_copy_is_a_file(server, client, path):
     store(path, client, filter_func=lambda name: name.startswith("small"))
     loaded = tensorizer.load(f"{server.address}/m", "cpu", verify_hash=True)

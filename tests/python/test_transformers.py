@@ -570,6 +570,35 @@ def test_a_file_of_a_server_without_ranges_is_whole(tmp_path):
     assert len(requests) <= 4
 
 
+def test_a_file_that_ends_with_an_error_is_not_there(tmp_path):
+    """A server that refuses the rest of a file: its beginning is no file."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            start, last = map(int, self.headers["Range"].split("=")[1].split("-"))
+            if start > 0:
+                self.send_error(status)
+                return
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes 0-{last}/{20 << 20}")
+            self.send_header("Content-Length", str(last + 1))
+            self.send_header("ETag", '"x"')
+            self.end_headers()
+            self.wfile.write(bytes(last + 1))
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for status in (404, 403):
+            files = fetching.FetchedFiles(folders.ModelFolder(address), tmp_path)
+            with pytest.raises(OSError, match=str(status)):
+                files.fetch(["merges.txt"])
+        server.shutdown()
+
+
 def test_run_jobs_keeps_order_and_raises_the_first_error():
     assert fetching.run_jobs({}) == {}
     jobs = {str(number): lambda number=number: number for number in range(20)}

@@ -84,7 +84,7 @@ class PairRecord:
         if (
             head[:1] == pickle.BINUNICODE
             and head[5:] == _RECORD_START
-            and length <= _LONGEST_RECORD
+            and len(_RECORD_START) <= length <= _LONGEST_RECORD
         ):
             text = _RECORD_START + file.read(length - len(_RECORD_START))
             if file.read(1) == pickle.POP:

@@ -116,7 +116,7 @@ class StorageFile:
         except OSError:
             # The file system has no hard links: for a moment the hidden name is the only one.
             self._path.rename(self._previous)
-        # Otherwise the new file's name could reach the disk before this one.
+        # Without this sync, the new file's name could reach the disk before the hidden one.
         sync_folder(self._path.parent)
 
     def restore_previous(self) -> None:

@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.tensors")
 #: The most bytes of the file; many million chunks in grids take less.
 MOST_BYTES = 1 << 30
 #: The exclusive upper bound of list indices in paths: torch makes a list up to the largest index.
-_MOST_PLACES = 1 << 24
+_MAX_LIST_INDEX = 1 << 24
 #: The text between the content and its SHA-256, which ends the file.
 _DIGEST = ',"sha256":"'
 
@@ -100,7 +100,7 @@ def sealed(content: dict[str, Any]) -> bytes:
 def _unsealed(data: bytes) -> Any:
     before, _, after = data.rpartition(_DIGEST.encode())
     if after != f'{hashlib.sha256(before + b"}").hexdigest()}"}}'.encode():
-        raise ValueError("its bytes are not those that were hashed when it was written")
+        raise ValueError("its SHA-256 does not match: the file is damaged or was edited")
     return json.loads(data)
 
 
@@ -187,7 +187,11 @@ def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(f"{what}: {error}") from error
+    except MemoryError:
+        raise
     except Exception as error:
+        if "can't allocate memory" in str(error):
+            raise MemoryError(f"{what}: {error}") from error
         raise FormatError(f"{what} cannot be read as an object of torch.save: {error!r}") from error
 
 
@@ -268,11 +272,13 @@ def _decoded_planner(data: Any) -> Any:
 
 def _is_step(step: Any) -> bool:
     """Tell whether it is a key, or a list index that torch may use."""
-    return type(step) is str or (type(step) is int and 0 <= step < _MOST_PLACES)
+    return type(step) is str or (type(step) is int and 0 <= step < _MAX_LIST_INDEX)
 
 
 def _path(steps: Sequence[Any]) -> tuple[str | int, ...]:
     for step in steps:
         if not _is_step(step):
-            raise ValueError(f"expected keys and places in lists, found {step!r}")
+            raise ValueError(
+                f"expected str keys and list indices below {_MAX_LIST_INDEX}, found {step!r}"
+            )
     return tuple(steps)

@@ -104,7 +104,7 @@ def _size_of(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(about.st_mode):
-        raise FormatError(f"{path}: expected a regular file")
+        raise FormatError(f"{path}: expected a regular file, found one of mode {about.st_mode:o}")
     return about.st_size
 
 
@@ -175,6 +175,8 @@ class _RestrictedReader(_TorchReader):
             found = _MetadataUnpickler(data).metadata()
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(f"{path}: {error}") from error
+        except MemoryError:
+            raise
         except Exception as error:
             raise FormatError(f"{path} is not a metadata file of torch: {error!r}") from error
         if not isinstance(found, dcp.Metadata) or not isinstance(found.storage_data, dict):

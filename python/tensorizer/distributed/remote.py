@@ -42,7 +42,7 @@ class AddressFileSystem(FileSystemBase):
         return os.fspath(path)
 
     def exists(self, path: str | os.PathLike[Any]) -> bool:
-        """Tell whether there is a file."""
+        """Return True if there is a file."""
         return is_there(os.fspath(path))
 
     @classmethod
@@ -75,6 +75,8 @@ def read_part(stream: IO[bytes], offset: int, length: int) -> IO[bytes]:
 
     """
     size = stream.seek(0, os.SEEK_END)
+    if offset < 0 or length < 0:
+        raise FormatError(f"{stream.name}: expected an item of {length} bytes at {offset}")
     if offset + length > size:
         raise FormatError(
             f"{stream.name} has {size} bytes: expected an item of {length} from {offset}"
@@ -82,7 +84,7 @@ def read_part(stream: IO[bytes], offset: int, length: int) -> IO[bytes]:
     stream.seek(offset)
     data = stream.read(length)
     if len(data) != length:
-        raise FormatError(f"{stream.name} has changed while it was read")
+        raise FormatError(f"{stream.name}: expected {length} bytes at {offset}, found {len(data)}")
     return io.BytesIO(data)
 
 

@@ -249,6 +249,6 @@ def _is_tensor(value: object) -> bool:
 def _check_shape(name: Name, given: Any, shape: list[int]) -> None:
     if list(given.shape) != shape:
         raise ValueError(
-            f"tensor {name!r}: the file holds {shape}, and the tensor in like= has "
+            f"tensor {name!r}: the file holds {shape}, and the tensor in out= or like= has "
             f"{list(given.shape)}"
         )

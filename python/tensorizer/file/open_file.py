@@ -139,7 +139,8 @@ class OpenFile:
                 )
             if num_readers not in (None, 1) and not self.reader.parallel:
                 raise ValueError(
-                    f"num_readers={num_readers}, but {self.reader.uri} can only be read by one"
+                    f"num_readers={num_readers}, but {self.reader.uri} can only be read by one "
+                    "thread"
                 )
             if self.reader.format == "torch":
                 self._checkpoint = Checkpoint(self.reader)

@@ -87,7 +87,9 @@ class PlannedParts(Mapping[int, Part]):
         reader = slice_by_shard(file.reader, numbers[:until], dims[:until], rank, world, fallback)
         file.adopt(reader)
         if end < len(numbers):
-            raise ValueError(f"both a slice and a shard of {names[end]!r} are asked for")
+            if numbers[end] in others:
+                raise ValueError(f"both a slice and a shard of {names[end]!r} are asked for")
+            raise ValueError(f"{names[end]!r} is requested twice, by two names")
         return PlannedParts(numbers, reader, others)
 
     def numbers_in_reader(self, numbers: Sequence[int]) -> list[int] | None:

@@ -73,7 +73,9 @@ def ranges_of(shape: torch.Size, index: Index) -> tuple[list[tuple[int, int]], t
     """
     steps = index if isinstance(index, tuple) else (index,)
     given = sum(step is not ... for step in steps)
-    if given > len(shape) or len(steps) - given > 1:
+    if len(steps) - given > 1:
+        raise IndexError(f"expected at most one ..., found {len(steps) - given}: {index!r}")
+    if given > len(shape):
         raise IndexError(f"too many indices for a tensor of {len(shape)} dimensions: {index!r}")
     if given == len(steps):
         steps = (*steps, ...)

@@ -81,5 +81,9 @@ def _run_in_background(work: Callable[[], None]) -> threading.Thread:
 
     thread = threading.Thread(target=run, name="tensorizer-left", daemon=True)
     _running.add(thread)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        # There are too many threads. The others find out when the connections end.
+        _running.discard(thread)
     return thread

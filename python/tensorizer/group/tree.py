@@ -43,7 +43,7 @@ class TreeGather:
         self._failed: BaseException | None = None
         self._stopped = False
         threading.Thread(
-            target=self._run, args=(group, rows, rank), name="tensorizer-tell", daemon=True
+            target=self._run, args=(group, rows, rank), name="tensorizer-gather", daemon=True
         ).start()
 
     def _run(self, group: Any, rows: torch.Tensor, rank: int) -> None:
@@ -69,7 +69,7 @@ class TreeGather:
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Raise the error of the thread, if there is one.
+        """Raise the error of a gathering that has ended; see :meth:`is_completed`. Does not wait.
 
         Raises:
             RuntimeError: A connection was lost.

@@ -57,13 +57,16 @@ def _no_init() -> Iterator[None]:
     try:
         yield
     finally:
-        _active.reset(token)
-        with _lock.current():
-            _depth -= 1
-            if _depth == 0:
-                while _undo:
-                    owner, name, value = _undo.pop()
-                    setattr(owner, name, value)
+        try:
+            # Raises if the block ends in another context than it began in.
+            _active.reset(token)
+        finally:
+            with _lock.current():
+                _depth -= 1
+                if _depth == 0:
+                    while _undo:
+                        owner, name, value = _undo.pop()
+                        setattr(owner, name, value)
 
 
 @overload

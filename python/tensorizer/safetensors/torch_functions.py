@@ -125,6 +125,8 @@ def save_model(
     try:
         save_file(state, filename, metadata)
     except ValueError as error:
+        if force_contiguous or all(tensor.is_contiguous() for tensor in state.values()):
+            raise
         advice = "Or use save_model(..., force_contiguous=True), which copies such tensors."
         raise ValueError(f"{error} {advice}") from error
 

@@ -51,7 +51,7 @@ class UploadFile(io.BufferedIOBase):
         return True
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
+        """Return the number of bytes written here, without those of a native writer."""
         self._check_open()
         return self._sent + len(self._buffer)
 
@@ -61,8 +61,10 @@ class UploadFile(io.BufferedIOBase):
         if self._writer is not None:
             raise io.UnsupportedOperation(f"a TensorSerializer writes {self.name}")
         with memoryview(data) as view:
-            self._buffer += view.cast("B")
             length = view.nbytes
+            # Views with a dimension of 0 cannot be cast.
+            if length:
+                self._buffer += view.cast("B")
         if len(self._buffer) >= _WRITE_BEHIND:
             self._send()
         return length

@@ -17,7 +17,7 @@ from .._native import local_path
 from ..checkpoints.save_lock import SaveLock
 from .save_and_load import tensorizer_loading, tensorizer_saving
 
-#: The modules of the interface: in the package ``lightning``, and below ``pytorch_lightning``.
+#: The modules that define ``CheckpointIO``: of ``lightning``, and of ``pytorch_lightning``.
 _INTERFACES = (
     "lightning.fabric.plugins.io.checkpoint_io",
     "lightning_fabric.plugins.io.checkpoint_io",

@@ -92,7 +92,7 @@ def load_adapter(
         config = _configuration(peft, folder)
     if is_trainable and getattr(config, "is_prompt_learning", False):
         raise ValueError(
-            "an adapter of learned prompts cannot be trained after a load: is_trainable=False"
+            "an adapter of learned prompts cannot be trained further: pass is_trainable=False"
         )
     config.inference_mode = not is_trainable
     if device is None:

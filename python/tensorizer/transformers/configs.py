@@ -144,7 +144,7 @@ def _from_auto_class(
     extra_files: tuple[str, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return the object that an auto class makes of a tokenizer's files, and of ``more``."""
+    """Return the object that an auto class makes of a tokenizer's and of further files."""
     refuse_hub_arguments(kwargs)
     _fetch_tokenizer(folder, files, extra_files)
     names = [name for name in (*extra_files, *_TOKENIZER, *_VOCABULARIES) if name != CONFIG]

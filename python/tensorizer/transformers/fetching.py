@@ -89,24 +89,26 @@ class FetchedFiles:
         bound = CONFIG_BYTES if name.endswith("config.json") else FILE_BYTES
         try:
             opened = open_stream(self._folder.join(name), buffer_size=_CHUNK)
-            with contextlib.closing(cast("RemoteFile", opened)) as stream:
-                self._folder.pin(name, stream.name)
-                file = self._created(name, ended)
-                if file is None:
-                    return
-                with file:
-                    while not ended.is_set() and (chunk := stream.read1()):
-                        if file.tell() + len(chunk) > bound:
-                            raise FormatError(
-                                f"{self._folder.show(name)} is larger than {bound:,} bytes, "
-                                "the bound of such a file"
-                            )
-                        file.write(chunk)
         except FileNotFoundError:
-            pass
+            return
         except PermissionError as error:
             # Object stores answer 403 for a missing name to clients that may not list names.
             self.refused[name] = error
+            return
+        # An error from here on is no missing file: a part of it must not count as all of it.
+        with contextlib.closing(cast("RemoteFile", opened)) as stream:
+            self._folder.pin(name, stream.name)
+            file = self._created(name, ended)
+            if file is None:
+                return
+            with file:
+                while not ended.is_set() and (chunk := stream.read1()):
+                    if file.tell() + len(chunk) > bound:
+                        raise FormatError(
+                            f"{self._folder.show(name)} is larger than {bound:,} bytes, "
+                            "the bound of such a file"
+                        )
+                    file.write(chunk)
 
     def _created(self, name: str, ended: threading.Event) -> BinaryIO | None:
         """Create a file of the temporary folder; None if the fetch was given up."""
@@ -114,9 +116,13 @@ class FetchedFiles:
             if ended.is_set():
                 return None
             target = self.path / name
-            if target.parent != self.path:
-                target.parent.mkdir(parents=True, exist_ok=True)
-            return target.open("wb")
+            try:
+                if target.parent != self.path:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                return target.open("wb")
+            except FileNotFoundError:
+                # The folder was removed, after the fetch was given up.
+                return None
 
     def has(self, name: str) -> bool:
         """Tell whether a file is there."""

@@ -75,7 +75,7 @@ impl SliceInBatch<'_> {
     /// Returns the wanted bytes of the batch, in rising order.
     pub fn of<'b>(&self, batch: &'b [u8]) -> impl Iterator<Item = Result<&'b [u8]>> {
         self.ranges.within(&self.range).map(|(position, len)| {
-            let bug = || Error::Bug("a run beyond its batch".to_owned());
+            let bug = || Error::Bug("a contiguous range beyond its batch".to_owned());
             let from = usize::try_from(self.at + position - self.range.start).map_err(|_| bug())?;
             let len = usize::try_from(len).map_err(|_| bug())?;
             batch.get(from..).and_then(|bytes| bytes.get(..len)).ok_or_else(bug)
@@ -126,7 +126,7 @@ impl<'a> Target for GatherTarget<'a> {
     }
 
     fn plan(&mut self, batch: &Batch) -> Result<Vec<SliceCopy<'a>>> {
-        let bug = || Error::Bug("a span without memory".to_owned());
+        let bug = || Error::Bug("a coalesced read without memory".to_owned());
         let mut wanted = Vec::new();
         let mut at = 0;
         for segment in &batch.segments {
@@ -170,7 +170,7 @@ impl<'a> Target for GatherTarget<'a> {
         _keep: bool,
         _cancel: &dyn Cancel,
     ) -> Result<CommittedBatch<&'static [u8]>> {
-        let bug = || Error::Bug("a run beyond its memory".to_owned());
+        let bug = || Error::Bug("a contiguous range beyond its destination".to_owned());
         let all = lease.scratch.bytes();
         for SliceCopy { part, to } in lease.wanted {
             let mut rest = to;

@@ -1,4 +1,4 @@
-//! Feeds the bytes of each origin into the file, in chunks that do not change any more.
+//! Copies tensors from memory or devices into private chunks, and writes these to the file.
 
 use std::ops::Range;
 use std::sync::Arc;

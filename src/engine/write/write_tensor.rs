@@ -26,7 +26,7 @@ impl WriteTensor<'_> {
     pub fn check(&self) -> Result<()> {
         match self.data.size() {
             Some(found) if found != self.entry.data_len => Err(Error::InvalidArgument(format!(
-                "tensor `{}` of {} {:?} has {} bytes, found {found}",
+                "tensor `{}` of {} {:?} needs {} bytes, but its data have {found}",
                 self.entry.name, self.entry.dtype, self.entry.shape, self.entry.data_len
             ))),
             _ => Ok(()),

@@ -51,7 +51,7 @@ pub enum AwsCredentialSource {
 impl fmt::Debug for AwsCredentialSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The environment may hold secrets.
-        f.write_str("AwsKeys")
+        f.write_str("AwsCredentialSource")
     }
 }
 
@@ -245,7 +245,7 @@ fn is_absent(error: &CredentialsError) -> bool {
     }
 }
 
-/// The region of a machine, and when it was asked.
+/// The region of this machine from its metadata service, and the time of the look-up.
 #[derive(Default)]
 struct MachineRegion {
     asking: tokio::sync::Mutex<()>,

@@ -28,19 +28,18 @@ impl Snapshot {
         is_relevant: impl Fn(&[u8]) -> bool,
         files: impl FnOnce(&Snapshot) -> Vec<PathBuf>,
     ) -> Self {
-        read_guarded(move || {
-            let mut variables: Vec<_> = std::env::vars_os()
-                .filter(|(name, _)| is_relevant(name.as_encoded_bytes()))
-                .collect();
-            variables.sort();
-            let mut snapshot = Snapshot { scope, variables, files: Vec::new() };
-            let stamped = files(&snapshot).into_iter().map(|path| {
-                let found = file_stamp(&path);
-                (path, found)
-            });
-            snapshot.files = stamped.collect();
-            snapshot
-        })
+        let mut snapshot = Snapshot { scope, variables: Vec::new(), files: Vec::new() };
+        let paths = read_guarded(|| {
+            let variables = std::env::vars_os();
+            let relevant = variables.filter(|(name, _)| is_relevant(name.as_encoded_bytes()));
+            snapshot.variables.extend(relevant);
+            snapshot.variables.sort();
+            files(&snapshot)
+        });
+        // Without the guard, which holds Python's lock: a file may be on a server that is gone.
+        let stamped = paths.into_iter().map(|path| (file_stamp(&path), path));
+        snapshot.files = stamped.map(|(stamp, path)| (path, stamp)).collect();
+        snapshot
     }
 
     /// The value of a variable.

@@ -386,8 +386,10 @@ impl Drop for CacheEntry {
         // On another thread, because a sync may take long.
         let sync = move || {
             let trailer = |boot, synced| EntryTrailer { version: version.clone(), boot, synced };
-            let synced = file.sync_data().and_then(|()| {
-                if count_present(&file, &version)? == version.chunks() {
+            // Counted before: another process may write more while this one syncs.
+            let synced = count_present(&file, &version).and_then(|present| {
+                file.sync_data()?;
+                if present == version.chunks() {
                     // A sync does not count as a use of the entry.
                     let used = file.metadata()?.modified()?;
                     write_trailer(&file, &trailer(boot(), true))?;
@@ -415,7 +417,9 @@ fn write_trailer(file: &File, trailer: &EntryTrailer) -> io::Result<()> {
     let mut line = serde_json::to_vec(trailer).map_err(io::Error::other)?;
     let room = usize::try_from(TRAILER_LEN).map_err(io::Error::other)?;
     if line.len() >= room {
-        return Err(io::Error::other("an address that is too long"));
+        return Err(io::Error::other(
+            "the description of a cache entry exceeds 16 KiB: the address or ETag is too long",
+        ));
     }
     line.resize(room, b' ');
     file.write_all_at(&line, trailer.version.trailer_at())

@@ -216,7 +216,7 @@ impl CachedSource {
     }
 }
 
-/// Distrusts an entry: its source is replaced. Returns its path the first time.
+/// Replaces the source of a damaged entry. Returns the entry's path; None on later calls.
 fn replace_entry(
     origin: &CacheOrigin,
     entry: &CacheEntry,

@@ -30,6 +30,8 @@ pub struct SequentialBody {
     /// Bytes that have arrived and were not read yet.
     unread: Bytes,
     position: u64,
+    /// True if the body has ended at `position`.
+    ended: bool,
     /// Time spent waiting for bytes.
     time_waited: Duration,
 }
@@ -53,12 +55,17 @@ impl SequentialBody {
             connection: None,
             unread: Bytes::new(),
             position: 0,
+            ended: false,
             time_waited: Duration::ZERO,
         }
     }
 
     /// Reads the next bytes; none at the end.
     fn next_bytes(&mut self, budget: &RetryBudget<'_>) -> Result<Bytes, Failure> {
+        let at_end = self.connection.is_none() && self.validators.len == Some(self.position);
+        if self.ended || at_end {
+            return Ok(Bytes::new());
+        }
         let (mut connection, mut skip) = match self.connection.take() {
             Some(connection) if connection.owner().is_current() => (connection, 0),
             _ => {
@@ -90,6 +97,7 @@ impl SequentialBody {
                     );
                     return Err(Failure::transient(io::ErrorKind::UnexpectedEof, what));
                 }
+                self.ended = true;
                 return Ok(bytes);
             }
             let skipped = skip.min(bytes.len() as u64);

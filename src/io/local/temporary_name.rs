@@ -119,7 +119,7 @@ impl TemporaryNames {
         self.folder.join(format!("{}{mount_id:08x}-{unique:08x}{ending}", self.prefix))
     }
 
-    /// The origin of a name; None if it is not one of these, or without a lock.
+    /// The mount id in a hidden name; None for other names, and for names of unlocked files.
     fn mount_id_of(&self, name: &str) -> Option<u32> {
         let numbers = name.strip_prefix(&self.prefix)?.strip_suffix(LOCKED_SUFFIX)?;
         let (mount_id, unique) = numbers.split_once('-')?;

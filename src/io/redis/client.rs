@@ -11,8 +11,8 @@ use url::Url;
 use super::bounded_connection::{BoundedConnection, ReceiveLimit};
 use crate::error::Escaped;
 use crate::io::transport::{
-    ConnectionPool, Failure, REDIS_SETTINGS, RetryBudget, Tls, TransportOptions, Trust, show_text,
-    timer, untrusted_message,
+    ConnectionPool, Failure, REDIS_SETTINGS, RetryBudget, Tls, TransportOptions, Trust,
+    lookup_failure, show_text, timer, untrusted_message,
 };
 
 /// The default port of servers.
@@ -161,10 +161,8 @@ fn connect_failure(error: io::Error, hint: &str) -> Failure {
     if let Some(what) = untrusted_message(&text, hint) {
         return Failure::permanent(ErrorKind::PermissionDenied, what);
     }
-    let lower = text.to_lowercase();
-    if lower.contains("failed to lookup") || lower.contains("name or service") {
-        let what = format!("the name of the server is not known: {text}; check the address");
-        return Failure::permanent(ErrorKind::NotFound, what);
+    if let Some(failure) = lookup_failure(&text) {
+        return failure;
     }
     match kind {
         ErrorKind::ConnectionRefused | ErrorKind::TimedOut => Failure::transient(kind, text),

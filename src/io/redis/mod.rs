@@ -5,6 +5,7 @@
 mod bounded_connection;
 mod client;
 
+use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,6 +39,8 @@ const REPLY_OVERHEAD: u64 = 64;
 /// Maximum bytes of the keys of one file: enough for some hundred thousand tensors with two keys
 /// each.
 const MAX_KEY_BYTES: usize = 64 << 20;
+/// The end of the key that holds the first bytes of a file.
+const FIRST_KEY: &[u8] = b":header:0";
 /// Lists of keys, in messages.
 const KEYS: &str = "the keys of a file";
 /// Keys that one step of a scan examines, and keys per batch of requests for lengths.
@@ -124,15 +127,29 @@ impl RedisSource {
         // A scan may give a key twice.
         keys.sort_unstable();
         keys.dedup();
-        // Keys of other programs may begin the same way. They have no position, and are left out.
+        let keys = without_nested_files(keys, prefix);
+        // Keys of other programs may begin the same way. Those without a position are left out.
         let keys: Vec<(u64, Vec<u8>)> =
             keys.into_iter().filter_map(|key| Some((position(&key)?, key))).collect();
         let mut values = self.stored_values(&keys, &budget)?;
         values.sort_by_key(|value| value.start);
+        let same = |pair: &&[StoredValue]| matches!(pair, [one, other] if one.start == other.start);
+        if let Some([one, other]) = values.windows(2).find(same) {
+            let [one, other] =
+                [one, other].map(|value| String::from_utf8_lossy(&value.key).into_owned());
+            let text = format!(
+                "the keys `{}` and `{}` hold bytes of the same position: another file has keys with \
+                 this prefix",
+                Escaped(&one),
+                Escaped(&other)
+            );
+            let error = std::io::Error::new(ErrorKind::InvalidData, text);
+            return Err(Error::io("reading", &self.display_address, error));
+        }
         Ok(values)
     }
 
-    /// All keys with the prefix, as the server gives them.
+    /// Returns all keys with the prefix, unsorted; a key may come twice.
     fn scan<'t>(&self, prefix: &str, budget: &dyn Fn() -> RetryBudget<'t>) -> Result<Vec<Vec<u8>>> {
         let mut keys = Vec::new();
         let mut key_bytes = 0;
@@ -184,7 +201,7 @@ impl RedisSource {
         }
     }
 
-    /// The lengths of their values; those without bytes are left out.
+    /// Returns the values of these keys with their lengths; empty values are left out.
     fn stored_values<'t>(
         &self,
         keys: &[(u64, Vec<u8>)],
@@ -220,8 +237,8 @@ impl RedisSource {
         Ok(values)
     }
 
-    /// The parts of values that hold some bytes of the file: key, first and last byte, and true if
-    /// that is all of the value. Stops after about as much as one batch should hold.
+    /// Returns the parts of values that hold the bytes from `start` to `end` of the file. Stops
+    /// after about as much as one batch should hold.
     fn value_ranges(&self, start: u64, end: u64) -> Result<Vec<ValueRange<'_>>> {
         let mut pieces = Vec::new();
         let mut at = start;
@@ -244,7 +261,8 @@ impl RedisSource {
                 let error = std::io::Error::new(ErrorKind::UnexpectedEof, text);
                 return Err(Error::io("reading", &self.display_address, error));
             };
-            let until = (value.start + value.len).min(next).min(stop).min(at + COMMAND_LEN);
+            let until =
+                (value.start + value.len).min(next).min(stop).min(at.saturating_add(COMMAND_LEN));
             pieces.push(ValueRange { value, start: at, len: until - at });
             at = until;
             if at == value.start + value.len || at == next {
@@ -253,6 +271,25 @@ impl RedisSource {
         }
         Ok(pieces)
     }
+}
+
+/// Removes the keys of files whose own prefix begins with this one, such as `model:v2` for `model`.
+/// The key of the first byte of each file is its prefix and `:header:0`.
+fn without_nested_files(mut keys: Vec<Vec<u8>>, prefix: &str) -> Vec<Vec<u8>> {
+    let own_len = prefix.len() + 1;
+    let nested_prefix = |key: &Vec<u8>| {
+        let nested = key.strip_suffix(FIRST_KEY)?;
+        (nested.len() > own_len).then(|| [nested, b":"].concat())
+    };
+    let nested: BTreeSet<Vec<u8>> = keys.iter().filter_map(nested_prefix).collect();
+    let is_nested = |key: &[u8]| {
+        let mut ends = (own_len..key.len()).filter(|&at| key.get(at) == Some(&b':'));
+        ends.any(|at| key.get(..=at).is_some_and(|start| nested.contains(start)))
+    };
+    if !nested.is_empty() {
+        keys.retain(|key| !is_nested(key));
+    }
+    keys
 }
 
 /// Part of a value.
@@ -304,8 +341,8 @@ impl ReadAt for RedisSource {
             max_auto_readers: self.options.connections.unwrap_or(CONNECTIONS),
             request_len: REQUEST_LEN,
             merge_gap: 0,
-            // The reply of the server, and the values parsed from it.
             of_hub: false,
+            // The reply of the server, and the values parsed from it.
             reader_memory: CONNECTION + 2 * self.batch_len.load(Ordering::Relaxed),
         }
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use hyper_util::client::proxy::matcher::Matcher;
 use reqwest::{Method, Request, RequestBuilder, Response, Url};
 
 use super::send::{connection_failure, unless_stalled};
@@ -17,9 +18,14 @@ const PROTOCOLS: AlpnProtocols = &[b"h2", b"http/1.1"];
 /// Bytes that a server may send by HTTP/2 before it gets an acknowledgement, which is sent after
 /// half of them: 8 MiB in 50 ms fill a network of 1 Gbit/s.
 pub const HTTP2_WINDOW: u32 = 16 << 20;
-/// Variables that name the proxy of `http://` and of `https://`: the first one that is set counts.
-const HTTP_PROXIES: [&str; 4] = ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"];
-const HTTPS_PROXIES: [&str; 4] = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
+/// Variables that name the proxy of `http://`, of `https://` and of both, and the hosts without one:
+/// of each two, the first one that is set counts, even if it is empty.
+const HTTP_PROXIES: [&str; 2] = ["HTTP_PROXY", "http_proxy"];
+const HTTPS_PROXIES: [&str; 2] = ["HTTPS_PROXY", "https_proxy"];
+const ALL_PROXIES: [&str; 2] = ["ALL_PROXY", "all_proxy"];
+const NO_PROXIES: [&str; 2] = ["NO_PROXY", "no_proxy"];
+/// A CGI script has this variable, and uses no proxies: a request could name one.
+const CGI: &str = "REQUEST_METHOD";
 /// Schemes of proxies.
 const PROXY_SCHEMES: [&str; 6] = ["http", "https", "socks4", "socks4a", "socks5", "socks5h"];
 
@@ -78,10 +84,11 @@ impl ClientConfig {
             .tls_backend_preconfigured(self.tls.config());
         let built = read_guarded(|| {
             let variable = |name: &str| std::env::var(name).ok();
+            let unusable = UnusableProxies::from_variables(variable);
             if !proxy || names_all_hosts(variable) {
-                return builder.no_proxy().build().map(|http| (http, [None, None]));
+                let unusable = UnusableProxies::default();
+                return builder.no_proxy().build().map(|http| (http, unusable));
             }
-            let unusable = ["http", "https"].map(|scheme| unusable_proxy(scheme, variable));
             builder.build().map(|http| (http, unusable))
         });
         let (http, unusable_proxies) = built?;
@@ -92,15 +99,59 @@ impl ClientConfig {
 
 /// True if `no_proxy` excludes every host by `*`, numeric addresses included.
 fn names_all_hosts(variable: impl Fn(&str) -> Option<String>) -> bool {
-    let hosts = variable("no_proxy").or_else(|| variable("NO_PROXY"));
-    hosts.is_some_and(|hosts| hosts.trim() == "*")
+    first_set(NO_PROXIES, variable).is_some_and(|(_, hosts)| hosts.trim() == "*")
 }
 
-/// The message for a proxy that cannot be used, of requests to URLs with this scheme.
-fn unusable_proxy(url_scheme: &str, variable: impl Fn(&str) -> Option<String>) -> Option<String> {
-    let names = if url_scheme == "https" { HTTPS_PROXIES } else { HTTP_PROXIES };
-    let set = |name: &'static str| Some((name, variable(name).filter(|value| !value.is_empty())?));
-    let (name, value) = names.into_iter().find_map(set)?;
+/// Returns the first variable that is set, with its value.
+fn first_set(
+    names: [&'static str; 2],
+    variable: impl Fn(&str) -> Option<String>,
+) -> Option<(&'static str, String)> {
+    names.into_iter().find_map(|name| Some((name, variable(name)?)))
+}
+
+/// Proxies that cannot be used: requests that need one of them fail.
+#[derive(Debug, Clone, Default)]
+struct UnusableProxies {
+    /// The messages for requests to `http://` and to `https://`.
+    messages: [Option<Arc<str>>; 2],
+    /// Intercepts the requests that need a proxy.
+    needs_proxy: Option<Arc<Matcher>>,
+}
+
+impl UnusableProxies {
+    fn from_variables(variable: impl Fn(&str) -> Option<String> + Copy) -> Self {
+        if variable(CGI).is_some() {
+            return UnusableProxies::default();
+        }
+        let messages = [HTTP_PROXIES, HTTPS_PROXIES].map(|names| unusable_proxy(names, variable));
+        let hosts = first_set(NO_PROXIES, variable).map_or(String::new(), |(_, hosts)| hosts);
+        let needs_proxy = Matcher::builder().all("http://proxy.invalid").no(hosts).build();
+        UnusableProxies {
+            messages: messages.map(|message| message.map(Arc::from)),
+            needs_proxy: Some(Arc::new(needs_proxy)),
+        }
+    }
+
+    /// The message for a request that needs a proxy that cannot be used.
+    fn message(&self, url: &Url) -> Option<&str> {
+        let [of_http, of_https] = &self.messages;
+        let message = if url.scheme() == "https" { of_https } else { of_http };
+        let is_needed = |matcher: &Arc<Matcher>| {
+            url.as_str().parse().is_ok_and(|uri| matcher.intercept(&uri).is_some())
+        };
+        message.as_deref().filter(|_| self.needs_proxy.as_ref().is_some_and(is_needed))
+    }
+}
+
+/// The message for a proxy that cannot be used. `names`: the variables for the scheme of a URL.
+fn unusable_proxy(
+    names: [&'static str; 2],
+    variable: impl Fn(&str) -> Option<String> + Copy,
+) -> Option<String> {
+    let not_empty = |(_, value): &(&str, String)| !value.is_empty();
+    let of_scheme = first_set(names, variable).filter(not_empty);
+    let (name, value) = of_scheme.or_else(|| first_set(ALL_PROXIES, variable).filter(not_empty))?;
     let (scheme, _) = value.split_once("://")?;
     // The builder of clients knows `socks` in lower case only, and ignores other schemes.
     let is_http = ["http", "https"].iter().any(|http| scheme.eq_ignore_ascii_case(http));
@@ -118,8 +169,7 @@ pub struct Client {
     stall: Duration,
     hint: Arc<str>,
     without_roots: Option<Arc<str>>,
-    /// Messages for proxies of `http://` and of `https://` that cannot be used.
-    unusable_proxies: [Option<String>; 2],
+    unusable_proxies: UnusableProxies,
 }
 
 impl Client {
@@ -157,11 +207,8 @@ impl Client {
 
     /// Fails if no server of `https://` is trusted, or if the proxy cannot be used.
     fn check(&self, url: &Url) -> Result<(), Failure> {
-        let is_https = url.scheme() == "https";
-        let [of_http, of_https] = &self.unusable_proxies;
-        let proxy = if is_https { of_https } else { of_http };
-        let roots = self.without_roots.as_deref().filter(|_| is_https);
-        match proxy.as_deref().or(roots) {
+        let roots = self.without_roots.as_deref().filter(|_| url.scheme() == "https");
+        match self.unusable_proxies.message(url).or(roots) {
             Some(what) => Err(Failure::permanent(ErrorKind::InvalidInput, what)),
             None => Ok(()),
         }
@@ -185,7 +232,9 @@ mod tests {
     #[test]
     fn a_proxy_of_an_unknown_kind_is_refused() {
         let check = |value: &'static str, url_scheme: &str| {
-            unusable_proxy(url_scheme, |name| (name == "https_proxy").then(|| value.to_owned()))
+            let variable = |name: &str| (name == "https_proxy").then(|| value.to_owned());
+            let url = Url::parse(&format!("{url_scheme}://host/x")).unwrap();
+            UnusableProxies::from_variables(variable).message(&url).map(str::to_owned)
         };
         for good in ["", "host:1", "HTTP://host:1", "socks5h://host:1", "socks5://user:x@host"] {
             assert_eq!(check(good, "https"), None);
@@ -196,5 +245,28 @@ mod tests {
         assert!(!what.contains("secret"));
         // For requests that do not use the proxy.
         assert_eq!(check(bad, "http"), None);
+    }
+
+    #[test]
+    fn a_proxy_that_a_host_does_not_need_is_not_refused() {
+        let refused = |variables: &[(&str, &str)], url: &str| {
+            let value = |asked: &str| {
+                variables.iter().find(|(name, _)| *name == asked).map(|(_, to)| (*to).to_owned())
+            };
+            let url = Url::parse(url).unwrap();
+            UnusableProxies::from_variables(value).message(&url).is_some()
+        };
+        let bad = ("https_proxy", "quic://host");
+        assert!(refused(&[bad], "https://127.0.0.1:1/x"));
+        for hosts in ["127.0.0.1", "127.0.0.0/8,x", "*"] {
+            assert!(!refused(&[bad, ("no_proxy", hosts)], "https://127.0.0.1:1/x"), "{hosts}");
+        }
+        assert!(refused(&[bad, ("no_proxy", "example.org")], "https://example.com/x"));
+        assert!(!refused(&[bad, ("no_proxy", "example.org")], "https://a.example.org/x"));
+        // The first of two spellings counts, even if it is empty.
+        assert!(!refused(&[bad, ("HTTPS_PROXY", "")], "https://example.com/x"));
+        let all = [bad, ("NO_PROXY", ""), ("no_proxy", "example.com")];
+        assert!(refused(&all, "https://example.com/x"));
+        assert!(!refused(&[bad, ("REQUEST_METHOD", "GET")], "https://example.com/x"));
     }
 }

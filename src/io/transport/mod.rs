@@ -32,6 +32,7 @@ pub use options::TransportOptions;
 #[cfg(feature = "http")]
 pub(crate) use redirects::{Authorize, RequestTarget, follow};
 pub(crate) use retry::{Failure, RetryBudget};
+pub(crate) use send::lookup_failure;
 #[cfg(feature = "clouds")]
 pub(crate) use send::{is_transient, read_document};
 #[cfg(feature = "http")]

@@ -1,5 +1,4 @@
-//! Sending a request: the time limit of a stalled server, the limit of a response that is kept, and
-//! whether a failure is transient.
+//! Helpers for requests: stall time limit, size limits of responses, and transient failures.
 
 use std::error::Error as _;
 use std::io::{self, ErrorKind};
@@ -41,7 +40,10 @@ pub async fn unless_stalled<T>(
             return Ok(result);
         }
         if count() == before {
-            let what = format!("the server sent nothing for {} s", stall.as_secs_f64());
+            let what = format!(
+                "the server neither sent nor accepted a byte for {} s",
+                stall.as_secs_f64()
+            );
             return Err(Failure::transient(ErrorKind::TimedOut, what));
         }
     }
@@ -125,6 +127,22 @@ impl From<reqwest::Error> for Failure {
     }
 }
 
+/// The failure to look up the name of a server, if the text of an error tells of one. It is not that
+/// of a missing file, after which callers would look for another one.
+pub fn lookup_failure(text: &str) -> Option<Failure> {
+    let lower = text.to_lowercase();
+    if !["dns error", "failed to lookup", "name or service"].iter().any(|part| lower.contains(part))
+    {
+        return None;
+    }
+    if lower.contains("temporary failure") || lower.contains("try again") {
+        let what = format!("the name of the server cannot be looked up at present: {text}");
+        return Some(Failure::transient(ErrorKind::HostUnreachable, what));
+    }
+    let what = format!("the name of the server is not known: {text}; check the address");
+    Some(Failure::permanent(ErrorKind::HostUnreachable, what))
+}
+
 /// The failure of a request without a response; `hint` says what helps if the server's certificate
 /// is not trusted.
 pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
@@ -142,9 +160,8 @@ pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
     }
     causes.dedup();
     let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
-    if text.to_lowercase().contains("dns error") {
-        let what = format!("the name of the server is not known: {text}; check the address");
-        return Failure::permanent(ErrorKind::NotFound, what);
+    if let Some(failure) = lookup_failure(&text) {
+        return failure;
     }
     if let Some(what) = untrusted_message(&text, hint) {
         return Failure::permanent(ErrorKind::PermissionDenied, what);

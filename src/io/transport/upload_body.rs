@@ -8,8 +8,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 
-/// Bytes that are handed to a connection at a time. It copies them, and takes more until it has 400
-/// KiB.
+/// Bytes handed to a connection at a time. hyper copies them, and buffers up to 400 KiB.
 const STEP: usize = 64 << 10;
 
 /// A body that counts the bytes that the connection has accepted.

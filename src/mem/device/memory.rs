@@ -36,7 +36,12 @@ impl DeviceMemory {
         position: u64,
     ) -> io::Result<usize> {
         let to = self.at(offset, len);
-        let to = to.ok_or_else(|| io::Error::other(format!("{len} bytes at {offset}")))?;
+        let to = to.ok_or_else(|| {
+            io::Error::other(format!(
+                "read of {len} bytes at {offset} exceeds device memory of {} bytes",
+                self.len
+            ))
+        })?;
         // SAFETY: inside the range, for which the creator of this value has given the promise of
         // `new`.
         unsafe { file.read(to, len, position) }

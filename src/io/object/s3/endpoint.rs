@@ -50,7 +50,7 @@ fn of_aws(aws: &SdkConfig) -> Option<String> {
     }
     let variable = |name| read_guarded(|| std::env::var(name).ok()).filter(|text| !text.is_empty());
     let found = variable("AWS_ENDPOINT_URL_S3").or_else(|| variable("AWS_ENDPOINT_URL"));
-    // No variable has an empty name: this reads the profile alone, and its `services` section.
+    // Without a variable's name, the SDK reads the profile with its `services` section (and `_S3`).
     found.or_else(|| setting("", "endpoint_url"))
 }
 
@@ -150,7 +150,7 @@ impl Server {
 }
 
 fn is_amazon(host: &str) -> bool {
-    host.ends_with(".amazonaws.com")
+    host.ends_with(".amazonaws.com") || host.ends_with(".amazonaws.com.cn")
 }
 
 fn endpoint_url(endpoint: &str, force_http: bool, http_allowed: bool) -> Result<Url> {

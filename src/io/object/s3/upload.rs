@@ -297,14 +297,15 @@ impl UploadProtocol for S3Object {
                 .set_request_payer(self.resolved.payer());
             async move { complete.send().await.map(drop).map_err(|e| self.resolved.failure(e)) }
         });
+        let is_lost = |error: &Error| matches!(error, Error::Io { error, .. } if error.kind() == ErrorKind::NotFound);
         match completed {
             // If the object has the mark of this upload, it was completed and only the response was
-            // lost.
-            Err(Error::Io { error, .. })
-                if error.kind() == ErrorKind::NotFound && self.is_complete(len, cancel)? =>
-            {
-                Ok(())
-            }
+            // lost. If that cannot be found out, the first error is the one to report.
+            Err(error) if is_lost(&error) => match self.is_complete(len, cancel) {
+                Ok(true) => Ok(()),
+                Err(Error::Cancelled) => Err(Error::Cancelled),
+                _ => Err(error),
+            },
             completed => completed,
         }
     }

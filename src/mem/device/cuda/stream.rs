@@ -84,7 +84,7 @@ impl OwnStreams {
     }
 
     /// Takes an idle stream without unfinished work: with another, the new user would wait for the
-    /// work of the last one. At most `MAX_IDLE` idle streams are kept; beyond that, the oldest is
+    /// work of the last one. With `MAX_IDLE` idle streams or more, none is created: the oldest is
     /// reused in any case.
     fn take(&self) -> Option<RawStream> {
         const MAX_IDLE: usize = 64;
