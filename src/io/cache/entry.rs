@@ -289,8 +289,7 @@ impl CacheEntry {
         self.disabled.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether the first byte of a non-empty range is present, and the end of the bytes
-    /// like it.
+    /// Returns the state of the first byte of a non-empty range, and the end of bytes like it.
     pub fn presence(&self, range: &Range<u64>) -> io::Result<Presence> {
         let chunks = self.chunks_of(range);
         let flags = self.flags(chunks.start..chunks.end.min(chunks.start + MAX_FLAGS_READ))?;
@@ -381,8 +380,7 @@ impl Drop for CacheEntry {
         if !self.written.load(Ordering::Relaxed) {
             return;
         }
-        let Ok(file) = self.file.try_clone() else { return };
-        let version = self.version.clone();
+        let (Ok(file), version) = (self.file.try_clone(), self.version.clone()) else { return };
         // On another thread, because a sync may take long.
         let sync = move || {
             let trailer = |boot, synced| EntryTrailer { version: version.clone(), boot, synced };
@@ -417,9 +415,7 @@ fn write_trailer(file: &File, trailer: &EntryTrailer) -> io::Result<()> {
     let mut line = serde_json::to_vec(trailer).map_err(io::Error::other)?;
     let room = usize::try_from(TRAILER_LEN).map_err(io::Error::other)?;
     if line.len() >= room {
-        return Err(io::Error::other(
-            "the description of a cache entry exceeds 16 KiB: the address or ETag is too long",
-        ));
+        return Err(io::Error::other("the address or ETag is too long for a cache entry"));
     }
     line.resize(room, b' ');
     file.write_all_at(&line, trailer.version.trailer_at())

@@ -232,7 +232,10 @@ mod tests {
         assert!(late.0.is_ok());
         let (failure, waited) = (never.0.unwrap_err(), never.1);
         assert_eq!((failure.error.kind(), waited), (ErrorKind::TimedOut, 3600));
-        assert_eq!(failure.error.to_string(), "the server sent nothing for 3600 s");
+        assert_eq!(
+            failure.error.to_string(),
+            "the server neither sent nor accepted a byte for 3600 s"
+        );
     }
 
     #[test]
