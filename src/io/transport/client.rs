@@ -121,7 +121,7 @@ struct UnusableProxies {
 
 impl UnusableProxies {
     fn from_variables(variable: impl Fn(&str) -> Option<String> + Copy) -> Self {
-        if variable(CGI).is_some() {
+        if variable(CGI).is_some() || names_all_hosts(variable) {
             return UnusableProxies::default();
         }
         let messages = [HTTP_PROXIES, HTTPS_PROXIES].map(|names| unusable_proxy(names, variable));

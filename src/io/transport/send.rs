@@ -186,6 +186,20 @@ mod tests {
 
     const STALL: Duration = Duration::from_secs(60);
 
+    #[test]
+    fn a_failed_lookup_is_repeated_only_if_it_may_succeed_later() {
+        let of = |text: &str| lookup_failure(&format!("dns error: {text}")).unwrap();
+        let unknown = of("failed to lookup address information: Name or service not known");
+        assert!(!unknown.is_transient() && unknown.error.to_string().contains("check the address"));
+        let later =
+            of("failed to lookup address information: Temporary failure in name resolution");
+        assert!(later.is_transient());
+        for failure in [unknown, later] {
+            assert_eq!(failure.error.kind(), ErrorKind::HostUnreachable);
+        }
+        assert!(lookup_failure("connection refused").is_none());
+    }
+
     /// Runs work on a simulated clock, which advances whenever all of the work waits.
     fn run<T>(work: impl Future<Output = T>) -> T {
         pause();
