@@ -102,7 +102,7 @@ def _of_data(
             yield pairs[0][0], (found, f"{text(name)}: {error}")
         return
     for (number, _), *both in zip(pairs, mine, theirs, strict=True):
-        plain_ones = (tensor.resolve_conj().resolve_neg() for tensor in both)
+        plain_ones = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in both)
         one, two = (tensor.reshape(-1).view(torch.uint8) for tensor in plain_ones)
         pieces = zip(one.split(_PIECE), two.split(_PIECE), strict=True)
         count, total = sum(int((a != b).sum()) for a, b in pieces), one.numel()

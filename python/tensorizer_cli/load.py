@@ -109,7 +109,8 @@ def _measured(options: argparse.Namespace) -> tuple[LoadFigures, dict[str, Any]]
             faults = _page_faults() - faults
             if mapped:
                 for tensor in tensors:
-                    tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()
+                    plain = tensor.resolve_conj().resolve_neg().contiguous()
+                    plain.reshape(-1).view(torch.uint8)[::_PAGE].sum()
             elif device.type == "cuda":
                 torch.cuda.synchronize(device)
             touched = time.perf_counter() - touched

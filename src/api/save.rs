@@ -168,6 +168,7 @@ impl Writer {
             let why = "a safetensors file, whose tensors all go into one call";
             return Err(Error::InvalidArgument(format!("`{}` is {why}", self.uri)));
         }
+        tensors.iter().try_for_each(|tensor| tensor.check(&self.uri))?;
         self.check_names(&tensors)?;
         self.failed = true;
         let mut placed = try_with_capacity(tensors.len(), LISTS)?;
@@ -281,8 +282,7 @@ impl Writer {
     fn check_names(&mut self, tensors: &[SaveTensor<'_>]) -> Result<()> {
         let first = self.entries.len();
         for (at, tensor) in tensors.iter().enumerate() {
-            let inserted = self.names.insert(&tensor.name, first + at);
-            if let Err(what) = inserted {
+            if let Err(what) = self.names.insert(&tensor.name, first + at) {
                 // Names of this call that were inserted before must not block a corrected call.
                 tensors.iter().take(at).for_each(|earlier| self.names.remove(&earlier.name));
                 return Err(Error::InvalidArgument(format!("{what} (`{}`)", self.uri)));

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use crate::codec::crypt::EncryptionOptions;
 use crate::engine::write::TensorData;
+use crate::error::{Error, Result};
 use crate::format::TensorKind;
+use crate::format::catalog::MAX_DIMS;
 use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::tensors::header::Hashes;
@@ -25,6 +27,20 @@ pub struct SaveTensor<'a> {
     pub shape: Vec<u64>,
     /// Its bytes.
     pub data: TensorData<'a>,
+}
+
+impl SaveTensor<'_> {
+    /// Refuses a tensor that could not be loaded again.
+    pub(super) fn check(&self, uri: &str) -> Result<()> {
+        if self.shape.len() <= MAX_DIMS {
+            return Ok(());
+        }
+        Err(Error::InvalidArgument(format!(
+            "tensor `{}` for `{uri}`: expected at most {MAX_DIMS} dimensions, found {}",
+            self.name,
+            self.shape.len()
+        )))
+    }
 }
 
 /// Options of a save.

@@ -31,6 +31,7 @@ impl Writer {
             let what = "safetensors files cannot be encrypted: write a .tensors file".to_owned();
             return Err(Error::InvalidArgument(what));
         }
+        tensors.iter().try_for_each(|tensor| tensor.check(self.uri()))?;
         let placed = tensors.iter().map(|tensor| {
             if matches!(tensor.data, TensorData::Meta) {
                 let what =

@@ -90,3 +90,11 @@ def test_a_file_without_tensors_is_not_copied_to_one_that_must_have_some(folder,
     assert "new.tensors" not in os.listdir(folder)
     assert run("cp", folder / "none.safetensors", folder / "new.safetensors") == 0
     assert tensorizer.info(folder / "new.safetensors").tensors == {}
+
+
+def test_tensors_that_are_not_in_row_major_order_are_compared(tmp_path):
+    weight = torch.arange(1.0, 13.0).reshape(3, 4)
+    torch.save({"q": weight[:, 1], "s": weight[:, ::2], "t": weight.t()}, tmp_path / "q.pt")
+    assert main(["diff", str(tmp_path / "q.pt"), str(tmp_path / "q.pt")]) == 0
+    assert main(["cp", "--verify", str(tmp_path / "q.pt"), str(tmp_path / "o.tensors")]) == 0
+    assert main(["load", "--mmap", str(tmp_path / "q.pt")]) == 0

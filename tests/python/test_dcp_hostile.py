@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import os
 import pickle
 import shutil
 
@@ -295,3 +296,15 @@ def test_a_damaged_checkpoint_can_be_replaced(folder):
     assert torch.equal(load(folder)["a"], STATE["a"])
     # The old files stay: a damaged checkpoint.json does not tell that they belong to it.
     assert before < set(folder.iterdir())
+
+
+def test_a_fifo_is_no_checkpoint(tmp_path):
+    os.mkfifo(tmp_path / "checkpoint.json")
+    with pytest.raises(FormatError, match="expected a regular file, found a FIFO"):
+        Reader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("address", ["s3://", "gs://", "az:///"])
+def test_an_address_without_a_folder_is_refused(address):
+    with pytest.raises(ValueError, match="expected the address of a folder"):
+        Writer(address)

@@ -328,7 +328,10 @@ def test_the_total_time_is_bounded(data, monkeypatch):
     monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "0.5")
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "1000")
     script = once(*range(1, 1000), fault=("status", 503))
-    with FaultServer(data, script) as server, pytest.raises(OSError, match="503.*tries"):
+    with (
+        FaultServer(data, script) as server,
+        pytest.raises(OSError, match="(503|took more than the 0.5 s).*tries"),
+    ):
         tensorizer.load(server.url, "cpu", num_readers=1)
 
 

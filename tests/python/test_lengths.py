@@ -275,3 +275,14 @@ except MemoryError:
         file.truncate(300 << 20)
     done = run_python(code, tmp_path / "f")
     assert (done.returncode, done.stdout) == (0, "MemoryError\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["f.tensors", "f.safetensors"])
+def test_a_tensor_of_more_than_64_dimensions_is_refused_when_it_is_saved(tmp_path, name):
+    tensorizer.save({"a": torch.ones((1,) * 64)}, tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+    for save in (tensorizer.save, lambda state, path: torch.ops.tensorizer.save(str(path), state)):
+        with pytest.raises((ValueError, RuntimeError), match="at most 64 dimensions, found 65"):
+            save({"a": torch.ones((1,) * 65)}, tmp_path / name)
+    assert (tmp_path / name).read_bytes() == before
+    assert tensorizer.load(tmp_path / name)["a"].dim() == 64

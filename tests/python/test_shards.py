@@ -397,3 +397,16 @@ def test_the_command_and_an_address(nginx, tmp_path, capsys, no_settings_of_the_
     assert "\n64 tensors" in capsys.readouterr().out
     assert run("cp", f"{nginx.http}/models/one/{INDEX}", tmp_path / "copy.tensors") == 0
     check(tensorizer.load(tmp_path / "copy.tensors", "cpu", verify_hash=True))
+
+
+def test_a_lazy_checkpoint_stays_where_it_was_after_a_change_of_folder(tmp_path, monkeypatch):
+    for folder, value in (("one", 0.0), ("two", 100.0)):
+        (tmp_path / folder / "model").mkdir(parents=True)
+        tensors = {f"t{number}": torch.full((256,), value + number) for number in range(4)}
+        path = tmp_path / folder / "model/model.safetensors"
+        tensorizer.save(tensors, path, max_shard_size=1024)
+    monkeypatch.chdir(tmp_path / "one")
+    with TensorDeserializer("model", "cpu", lazy_load=True) as file:
+        assert file["t0"][0] == 0
+        monkeypatch.chdir(tmp_path / "two")
+        assert [file[f"t{number}"][0].item() for number in range(4)] == [0, 1, 2, 3]

@@ -388,3 +388,13 @@ def test_slices_of_a_server_and_of_a_pipe(files, tmp_path_factory, monkeypatch):
     pipe = Pipe((files / "plain.tensors").read_bytes())
     loaded = tensorizer.load(pipe, "cpu", names=list(TENSORS), slices=slices)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+
+
+def test_different_slices_by_two_names_of_one_tensor_are_refused(tmp_path):
+    tensorizer.save({"w": torch.arange(12.0).view(3, 4)}, tmp_path / "f")
+    both = {"w": (slice(0, 1),), ("w",): (slice(0, 1),)}
+    found = tensorizer.load(tmp_path / "f", names=list(both), slices=both)
+    assert [tensor.tolist() for tensor in found.values()] == [[[0, 1, 2, 3]]] * 2
+    both["w",] = (slice(1, 2),)
+    with pytest.raises(ValueError, match="two slices of tensor 'w' are requested by two names"):
+        tensorizer.load(tmp_path / "f", names=list(both), slices=both)

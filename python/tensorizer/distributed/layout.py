@@ -12,7 +12,9 @@ import json
 import os
 import pickle
 import re
+import stat
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +58,8 @@ def join(folder: str, name: str) -> str:
 def folder_of(uri: str | os.PathLike[Any]) -> str:
     """Return a path or an address as text; an address of a local file as its path."""
     text = os.fsdecode(uri)
+    if text.rstrip("/").endswith(":") and "://" in text and not text.startswith("file:"):
+        raise ValueError(f"expected the address of a folder, found {text!r}")
     return (local_path(uri) or text) if isinstance(uri, str) else text
 
 
@@ -156,9 +160,20 @@ def files(folder: str) -> list[str]:
         raise damaged_error(uri, error) from error
 
 
+def _mode(path: str) -> int:
+    """Return the mode of a file; 0 if there is none."""
+    try:
+        return Path(path).stat().st_mode
+    except OSError:
+        return 0
+
+
 def _content(folder: str) -> tuple[dict[str, Any], str]:
     """Return the parsed ``checkpoint.json`` of a folder, and its path or address."""
     uri = join(folder, FILE)
+    if "://" not in uri and stat.S_ISFIFO(_mode(uri)):
+        # Reading it would block.
+        raise FormatError(f"{uri}: expected a regular file, found a FIFO")
     try:
         with open_stream(uri) as file:
             data = file.read(MOST_BYTES + 1)

@@ -33,7 +33,7 @@ class PlannedParts(Mapping[int, Part]):
         self, numbers: Sequence[int], reader: Reader, others: Mapping[int, Part] | None = None
     ) -> None:
         self.reader = reader
-        #: If a tensor has two ranges, the last one counts.
+        #: A tensor may be there twice, with the same range.
         self._index_in_reader = dict(zip(numbers, range(len(numbers)), strict=True))
         self._made: dict[int, Part] = dict(others or {})
 
@@ -44,7 +44,13 @@ class PlannedParts(Mapping[int, Part]):
         """Return the parts that indices select, and the further indices to apply to loaded parts.
 
         ``fallback`` handles indices that are invalid, or not of the usual types.
+
+        Raises:
+            ValueError: Two names of one tensor have different indices.
+
         """
+        if len(set(numbers)) < len(numbers):
+            _refuse_different(file, numbers, indices)
         reader, lefts = slice_by_index(file.reader, numbers, indices, fallback)
         file.adopt(reader)
         parts = PlannedParts(numbers, reader)
@@ -127,3 +133,19 @@ def _first_repeated(numbers: Sequence[int], others: Mapping[int, Part]) -> int:
             return at
         taken.add(number)
     return len(numbers)
+
+
+def _refuse_different(file: TensorFile, numbers: Sequence[int], indices: Sequence[Any]) -> None:
+    """Refuse different indices of one tensor, which its names may have.
+
+    Raises:
+        ValueError: There are some.
+
+    """
+    found: dict[int, str] = {}
+    for number, index in zip(numbers, indices, strict=True):
+        if found.setdefault(number, repr(index)) != repr(index):
+            raise ValueError(
+                f"two slices of tensor {file.reader.name(number)!r} are requested by two names: "
+                f"{found[number]} and {index!r}"
+            )

@@ -343,7 +343,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = sharding.local_of(tensor).detach().resolve_conj().resolve_neg()
-    return plain.reshape(-1).view(torch.uint8)
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _register(slot: TensorSlot, tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 
 use reqwest::header::{
     ACCEPT_RANGES, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderMap, HeaderName,
-    LAST_MODIFIED,
+    HeaderValue, LAST_MODIFIED,
 };
 use reqwest::{Response, StatusCode, Version};
 
@@ -108,6 +108,11 @@ fn header_text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 
+/// The text of an `ETag`. Other bytes than those of ASCII are allowed in it, and tell versions apart.
+fn tag_text(value: &HeaderValue) -> String {
+    value.as_bytes().iter().map(|&byte| char::from(byte)).collect()
+}
+
 /// `(start, end, total)` of a `Content-ByteRange` field.
 fn content_range(headers: &HeaderMap) -> Option<(u64, u64, Option<u64>)> {
     let field = header_text(headers, &CONTENT_RANGE)?;
@@ -150,15 +155,15 @@ impl Validators {
     fn of(headers: &HeaderMap, len: Option<u64>) -> Self {
         Validators {
             len,
-            tag: header_text(headers, &ETAG),
+            tag: headers.get(ETAG).map(tag_text),
             modified: header_text(headers, &LAST_MODIFIED),
         }
     }
 
-    /// The `ETag` for conditional requests: a strong one, which identifies the bytes. Dates are not
-    /// sent, because the machines of a server may have different ones.
+    /// The `ETag` for conditional requests: a strong one, which identifies the bytes, and which a
+    /// request can hold. Dates are not sent, because the machines of a server may have different ones.
     pub fn strong_tag(&self) -> Option<&str> {
-        self.tag.as_deref().filter(|tag| !tag.starts_with("W/"))
+        self.tag.as_deref().filter(|tag| !tag.starts_with("W/") && tag.is_ascii())
     }
 
     /// Checks that a response holds exactly the range, of the file that was opened.

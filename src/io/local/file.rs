@@ -52,16 +52,13 @@ impl FileSource {
     pub fn from_path(path: &Path, file: File) -> Result<Self> {
         let uri = path.display().to_string();
         let len = metadata_of_file(&file, &uri)?.len();
-        Ok(FileSource {
-            file: FileDescriptor::Open(Arc::new(file), Some(path.to_owned())),
-            uri,
-            len,
-        })
+        // Siblings are opened later, when the working directory may be another one.
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        Ok(FileSource { file: FileDescriptor::Open(Arc::new(file), Some(absolute)), uri, len })
     }
 
     /// Opens one of many files, whose descriptor may be closed and opened again.
-    fn open_shard(path: &Path) -> Result<Self> {
-        let uri = path.display().to_string();
+    fn open_shard(path: &Path, uri: String) -> Result<Self> {
         let file = crate::sys::open_nonblocking(path).map_err(|e| Error::io("opening", &uri, e))?;
         let found = metadata_of_file(&file, &uri)?;
         let len = found.len();
@@ -151,7 +148,8 @@ impl ReadAt for FileSource {
             FileDescriptor::Open(_, None) => return Ok(None),
             FileDescriptor::Shard(shard) => shard.path(),
         };
-        Ok(Some(Arc::new(FileSource::open_shard(&path.with_file_name(name))?)))
+        let uri = Path::new(&self.uri).with_file_name(name).display().to_string();
+        Ok(Some(Arc::new(FileSource::open_shard(&path.with_file_name(name), uri)?)))
     }
 
     fn file(&self) -> Option<Arc<File>> {
