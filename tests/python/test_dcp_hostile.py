@@ -301,7 +301,7 @@ def test_a_damaged_checkpoint_can_be_replaced(folder):
 def test_a_fifo_is_no_checkpoint(tmp_path):
     os.mkfifo(tmp_path / "checkpoint.json")
     with pytest.raises(FormatError, match="expected a regular file, found a FIFO"):
-        Reader(tmp_path).read_metadata()
+        _ = Reader(tmp_path).read_metadata().state_dict_metadata
 
 
 @pytest.mark.parametrize("address", ["s3://", "gs://", "az:///"])
