@@ -240,7 +240,8 @@ def interrupted(folder, turns):
             rendezvous.rendezvous = meet
             # Waits for all ranks, however their calls have ended.
             store.set(f"turn {turn} {rank}", "here")
-            store.wait([f"turn {turn} {other}" for other in range(world)])
+            ended = [f"turn {turn} {other}" for other in range(world)]
+            store.wait(ended, datetime.timedelta(seconds=60))
             works(uri)
     return found
 
