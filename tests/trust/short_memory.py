@@ -2,7 +2,8 @@
 
 In a child the address space may grow by so many bytes and no more. Each save or load succeeds, or
 ends with an error that says that memory is short; it never aborts, and then works with the memory
-back. A save that fails leaves what was there.
+back. A save that fails leaves what was there. The C library ends a process that lacks memory for
+thread-local data of a library; no program can prevent this, and such ends are counted apart.
 
 With `--filled` nothing is free in what the allocator has already either, so that any allocation may
 be the one that fails. Then those of Rust's libraries that have no other way abort; the campaign of
@@ -45,6 +46,8 @@ LATE = 60.0
 MOST = 64 << 20
 #: Bytes that are given at least.
 LEAST = 1 << 10
+#: The last words of the C library at the first use of a library's thread-local data in a thread.
+NO_THREAD_DATA = "cannot allocate memory for thread-local data: ABORT"
 #: Texts of errors about memory that are neither MemoryError nor ENOMEM: torch's, and of threads.
 SAID = re.compile(r"alloc|memory|ENOMEM|can't start new thread|Resource temporarily unavailable")
 
@@ -151,6 +154,8 @@ class Campaign:
         where = f"{name}, {more} bytes"
         if status is None:
             self.find(f"{where}: not ended after {LATE:.0f} s: {output}")
+        elif status == 127 and NO_THREAD_DATA in output:
+            self.ended["ended by the C library"] += 1
         elif status:
             self.find(f"{where}: ends with {status}: {output}")
         else:
