@@ -169,6 +169,19 @@ def test_the_end_of_a_body_without_ranges_is_not_fetched_again(nginx):
     assert nginx.sent("whole/end") - before <= 1000
 
 
+def test_tags_with_other_bytes_than_ascii_tell_versions_apart(data):
+    """HTTP allows them; requests cannot hold them, so only the responses are compared."""
+
+    def change(number, start, end):
+        server.etag = '"\xe91"' if number < 1 else '"\xe92"'
+
+    with FaultServer(data, change) as server:
+        with pytest.raises(OSError, match="ETag"):
+            tensorizer.load(server.url, "cpu", num_readers=1)
+    with FaultServer(data, etag='"\xe91"') as server:
+        assert tensorizer.load(server.url, "cpu")
+
+
 def test_a_stream_is_a_file(nginx, data):
     with open_stream(f"{nginx.http}/f.tensors") as file:
         assert isinstance(file, io.BufferedIOBase)
