@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from .._errors import FormatError
 from .._native import local_path
 from ..file.tensor_file import TensorFile
+from ..streams.addresses import is_address
 from ..streams.open import open_stream
 from ..tensors.handles import dtype_of
 from .items import (
@@ -58,7 +59,7 @@ def join(folder: str, name: str) -> str:
 def folder_of(uri: str | os.PathLike[Any]) -> str:
     """Return a path or an address as text; an address of a local file as its path."""
     text = os.fsdecode(uri)
-    if text.rstrip("/").endswith(":") and "://" in text and not text.startswith("file:"):
+    if is_address(uri) and not text.partition("://")[2].strip("/"):
         raise ValueError(f"expected the address of a folder, found {text!r}")
     return (local_path(uri) or text) if isinstance(uri, str) else text
 
@@ -160,21 +161,28 @@ def files(folder: str) -> list[str]:
         raise damaged_error(uri, error) from error
 
 
-def _mode(path: str) -> int:
-    """Return the mode of a file; 0 if there is none."""
+def size_of(path: Path) -> int | None:
+    """Return the bytes of a file; None if it is missing, which matters only when it is read.
+
+    Raises:
+        FormatError: It is not a regular file; reading a FIFO would block.
+
+    """
     try:
-        return Path(path).stat().st_mode
-    except OSError:
-        return 0
+        about = path.stat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(about.st_mode):
+        raise FormatError(f"{path}: expected a regular file, found one of mode {about.st_mode:o}")
+    return about.st_size
 
 
 def _content(folder: str) -> tuple[dict[str, Any], str]:
     """Return the parsed ``checkpoint.json`` of a folder, and its path or address."""
     uri = join(folder, FILE)
-    if "://" not in uri and stat.S_ISFIFO(_mode(uri)):
-        # Reading it would block.
-        raise FormatError(f"{uri}: expected a regular file, found a FIFO")
     try:
+        if not is_address(uri):
+            size_of(Path(uri))
         with open_stream(uri) as file:
             data = file.read(MOST_BYTES + 1)
     except FileNotFoundError as error:

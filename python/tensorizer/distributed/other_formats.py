@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
@@ -92,22 +91,6 @@ def _reader_of_address(
     return shards
 
 
-def _size_of(path: Path) -> int | None:
-    """Return the bytes of a file; None if it is missing, which matters only when it is read.
-
-    Raises:
-        FormatError: It is not a regular file; reading a FIFO would block.
-
-    """
-    try:
-        about = path.stat()
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(about.st_mode):
-        raise FormatError(f"{path}: expected a regular file, found one of mode {about.st_mode:o}")
-    return about.st_size
-
-
 def _check_locations(metadata: str, locations: Iterable[Any]) -> None:
     """Check that every item is within a file beside torch's metadata.
 
@@ -123,7 +106,7 @@ def _check_locations(metadata: str, locations: Iterable[Any]) -> None:
             raise FormatError(f"{metadata}: expected the name of a file beside it, found {name!r}")
         if name not in sizes:
             # A file at an address is checked when it is read.
-            sizes[name] = None if is_remote else _size_of(Path(metadata).parent / name)
+            sizes[name] = None if is_remote else layout.size_of(Path(metadata).parent / name)
         start, length = getattr(location, "offset", None), getattr(location, "length", None)
         if type(start) is not int or type(length) is not int or min(start, length) < 0:
             raise FormatError(
