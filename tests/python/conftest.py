@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -37,12 +38,12 @@ from tensorizer import _C, FormatError
 
 # Without a bound the cache leaves a twentieth of the disk free, which may be full.
 os.environ["TENSORIZER_CACHE_GB"] = "10"
+# Background jobs of a shell ignore SIGINT, and so would the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-#: First lines of code that is to be interrupted: background jobs of a shell ignore SIGINT.
-HEED_CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 #: First lines of code that mounts what only its own process and its children see.
 OWN_MOUNTS = """import ctypes, subprocess, sys
 def mount(*arguments):

@@ -151,8 +151,6 @@ def test_ctrl_c_at_start_exits_with_130_even_if_stderr_is_unwritable(tmp_path, r
     # A signal just before a system call that sleeps does not end it.
     code = "import time\nopen('ready', 'w').close()\nfor _ in range(1000): time.sleep(0.06)\n"
     (tmp_path / "torch/__init__.py").write_text(code)
-    heed = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    (tmp_path / "sitecustomize.py").write_text(heed)
     package = os.path.dirname(os.path.dirname(tensorizer.__file__))
     command = ["bash", "-c", f'exec "$@" {redirected}', "-", sys.executable, "-m", "tensorizer"]
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{package}"}

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import tensorizer
 import torch
-from conftest import HEED_CTRL_C, run_python, start_python
+from conftest import run_python, start_python
 
 
 @pytest.fixture
@@ -37,9 +37,7 @@ def test_peak_memory(address):
     assert int(done.stdout) >> 20 < 288
 
 
-CODE = (
-    HEED_CTRL_C
-    + """
+CODE = """
 import os, sys, tensorizer, time, torch
 def end(s):
     # The upload is not the child's to end, or to give up.
@@ -61,7 +59,6 @@ except KeyboardInterrupt:
     s = None
     print('interrupted', flush=True)
 """
-)
 
 
 @pytest.mark.parametrize("how", ["kill", "ctrl-c", "fork"])

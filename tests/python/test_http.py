@@ -13,7 +13,7 @@ import zipfile
 import pytest
 import tensorizer
 import torch
-from conftest import HEED_CTRL_C, assert_same, run_python, start_python
+from conftest import assert_same, run_python, start_python
 from scripted import FaultServer, Forwarder
 from servers import Nginx
 from tensorizer import TensorDeserializer
@@ -442,7 +442,7 @@ def test_ctrl_c_ends_a_load_that_waits(data):
     env = {**os.environ, "TENSORIZER_STALL_SECONDS": "60"}
     with FaultServer(data, lambda n, s, e: ("stall", 1000) if n else None) as server:
         with start_python(
-            HEED_CTRL_C + code, server.url,
+            code, server.url,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
         ) as process:  # fmt: skip
             process.stdout.readline()

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import tensorizer
 import torch
-from conftest import COMMAND, HEED_CTRL_C, run_python, start_python
+from conftest import COMMAND, run_python, start_python
 from scripted import FaultServer, Relay, silent
 from tensorizer.file.file_writer import FileWriter
 
@@ -46,7 +46,7 @@ print("usable", torch.ones(3).sum().item(), flush=True)
 
 def interrupt(call, address, env=None, pause=0.7):
     """Run a call in another process, interrupt it, and return for how long it went on."""
-    code = HEED_CTRL_C + CODE.replace("{call}", call)
+    code = CODE.replace("{call}", call)
     env = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true", **(env or {})}
     process = start_python(code, address, stdout=subprocess.PIPE, text=True, env=env)
     try:
@@ -190,7 +190,7 @@ def test_the_resolution_of_a_name(with_faults, call):
 def test_the_command(tmp_path):
     with silent() as address:
         process = start_python(
-            f"{HEED_CTRL_C}print(flush=True)\n{COMMAND}", "ls", f"http://{address}/f",
+            f"print(flush=True)\n{COMMAND}", "ls", f"http://{address}/f",
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         process.stdout.readline()
@@ -235,7 +235,7 @@ print(hits, (rss() - before) >> 20)
 
 def test_nothing_is_left_of_a_load_that_was_interrupted_near_its_end(tmp_path):
     tensorizer.save({str(n): torch.ones(1 << 20) for n in range(16)}, tmp_path / "f")
-    done = run_python(HEED_CTRL_C + OWNED, tmp_path / "f")
+    done = run_python(OWNED, tmp_path / "f")
     assert done.returncode == 0, done.stderr
     hits, grown = map(int, done.stdout.split())
     assert hits > 5

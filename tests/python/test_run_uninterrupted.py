@@ -25,13 +25,6 @@ HOW = {
 }
 
 
-@pytest.fixture(autouse=True)
-def default_sigint_handler():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_work_is_told_of_an_interruption_and_ends(how):
     done = []

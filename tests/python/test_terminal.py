@@ -13,7 +13,7 @@ import time
 import pytest
 import tensorizer
 import torch
-from conftest import COMMAND, HEED_CTRL_C, run_python, start_python
+from conftest import COMMAND, run_python, start_python
 from tensorizer_cli.main import main
 
 #: A name of each kind that a terminal would act on, and how it is shown.
@@ -173,7 +173,7 @@ def test_ctrl_c_while_a_pipe_is_read(name, ready, large, tmp_path):
         "diff": [large],
         "encrypt": [target, "--key-file", tmp_path / "key"],
     }[name]
-    code = f"{HEED_CTRL_C}print('ready', flush=True)\n{COMMAND}"
+    code = f"print('ready', flush=True)\n{COMMAND}"
     process = ready(start_python(code, *arguments, **PIPES))
     begun = threading.Event()
 
@@ -226,8 +226,6 @@ def test_ctrl_c_while_the_command_starts(way, options, ready, tmp_path):
     (tmp_path / "torch/__init__.py").write_text(SLOW)
     script = tmp_path / "tensorizer"
     script.write_text("import sys\nfrom tensorizer_cli.main import main\nsys.exit(main())\n")
-    heed = tmp_path / "sitecustomize.py"
-    heed.write_text(HEED_CTRL_C)
     package = os.path.dirname(os.path.dirname(tensorizer.__file__))
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{package}"}
     arguments = ["-m", "tensorizer"] if way == "module" else [script]
@@ -242,8 +240,8 @@ def test_ctrl_c_while_the_command_starts(way, options, ready, tmp_path):
 @pytest.mark.parametrize("name", ["-c", "tensorizer", "/bin/tensorizer"])
 def test_other_programs_keep_their_ctrl_c(name):
     """And their arguments."""
-    code = HEED_CTRL_C + (
-        f"import sys\nsys.argv = [{name!r}, '--unknown']\n"
+    code = (
+        f"import signal, sys\nsys.argv = [{name!r}, '--unknown']\n"
         "import tensorizer\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "signal.raise_signal(signal.SIGINT)\n"
     )

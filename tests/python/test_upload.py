@@ -17,7 +17,7 @@ import pytest
 import tensorizer
 import torch
 from botocore.exceptions import ClientError
-from conftest import HEED_CTRL_C, assert_same, run_python, start_python
+from conftest import assert_same, run_python, start_python
 from scripted import Relay
 from servers import Moto
 from tensorizer import TensorDeserializer, TensorSerializer
@@ -438,14 +438,10 @@ def test_a_killed_writer_keeps_the_old_object(client, moto):
 
 
 def test_ctrl_c(moto):
-    code = (
-        HEED_CTRL_C
-        + CODE
-        + (
-            "print('go', flush=True)\n"
-            "try: tensorizer.save({'a': torch.zeros(10_000_000)}, 's3://bucket/interrupted')\n"
-            "except KeyboardInterrupt: print('interrupted')\n"
-        )
+    code = CODE + (
+        "print('go', flush=True)\n"
+        "try: tensorizer.save({'a': torch.zeros(10_000_000)}, 's3://bucket/interrupted')\n"
+        "except KeyboardInterrupt: print('interrupted')\n"
     )
     with Relay(moto.host, lambda *_: ("stall",)) as relay:
         env = {"TENSORIZER_ATTEMPTS": "2", "TENSORIZER_STALL_SECONDS": "20", "HOME": "/"}
