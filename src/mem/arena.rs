@@ -42,23 +42,23 @@ pub struct Arena {
 
 enum ArenaMemory {
     /// Small blocks. With a mapping for each, a process would soon exceed its limit of mappings.
+    /// They are aligned to `ALIGNMENT` by hand: older releases of glibc do not reuse memory that was
+    /// allocated with more than malloc's own alignment, so that a process grows with each block.
     Heap(Vec<HeapUnit>),
     /// An anonymous mapping, or a private one of a file: writes to it do not reach the file.
     Mapped(MmapMut, #[allow(dead_code)] Option<MappedFileGuard>),
 }
 
-/// A unit of heap memory, aligned as tensors are.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct HeapUnit([u8; ALIGNMENT]);
+/// A unit of heap memory, aligned as malloc aligns.
+type HeapUnit = u128;
 
 impl ArenaMemory {
     fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
             ArenaMemory::Heap(blocks) => {
                 let len = size_of_val(blocks.as_slice());
-                // SAFETY: blocks are arrays of bytes without padding (their size is their
-                // alignment), all initialised, and borrowed exclusively through `self`.
+                // SAFETY: integers have no padding; they are all initialised, and borrowed exclusively
+                // through `self`.
                 unsafe { std::slice::from_raw_parts_mut(blocks.as_mut_ptr().cast::<u8>(), len) }
             }
             ArenaMemory::Mapped(map, _) => map,
@@ -72,8 +72,12 @@ impl Arena {
         if len >= MAPPED_FROM {
             return Self::mapped(len);
         }
-        let blocks = try_repeat(HeapUnit([0; ALIGNMENT]), len.div_ceil(ALIGNMENT), "tensors")?;
-        Ok(Arena { memory: ArenaMemory::Heap(blocks), start: 0, len })
+        let padding = ALIGNMENT - align_of::<HeapUnit>();
+        let units = (len + padding).div_ceil(size_of::<HeapUnit>());
+        let blocks = try_repeat::<HeapUnit>(0, units, "tensors")?;
+        let address = blocks.as_ptr().addr();
+        let start = address.next_multiple_of(ALIGNMENT) - address;
+        Ok(Arena { memory: ArenaMemory::Heap(blocks), start, len })
     }
 
     /// Allocates `len` zeroed bytes in a mapping of their own, however few. Only such a block can
@@ -316,7 +320,9 @@ mod tests {
     fn short_blocks_come_from_the_heap_unless_mapping_is_requested() {
         let page = crate::sys::page_size();
         for len in [1, page, MAPPED_FROM - 1] {
-            assert!(matches!(Arena::new(len).unwrap().memory, ArenaMemory::Heap(_)));
+            let mut heap = Arena::new(len).unwrap();
+            assert!(matches!(heap.memory, ArenaMemory::Heap(_)));
+            assert!(heap.bytes_mut().as_ptr().addr().is_multiple_of(ALIGNMENT));
             let mut mapped = Arena::mapped(len).unwrap();
             assert!(matches!(mapped.memory, ArenaMemory::Mapped(..)));
             assert!(mapped.bytes_mut().as_ptr().addr().is_multiple_of(page));

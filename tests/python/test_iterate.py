@@ -78,16 +78,16 @@ def test_options(paths, tensors):
 
 PEAK = """
 import sys, torch, tensorizer
-def peak():
-    return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
-path, buffer_bytes, order = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+def memory(name):
+    return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
+path, option, limit, order = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 list(tensorizer.iterate(path, "cpu", names=["0"]))
-before, total = peak(), 0
-for name, tensor in tensorizer.iterate(path, "cpu", buffer_bytes=buffer_bytes, order=order):
+before, total = memory("VmHWM"), 0
+for name, tensor in tensorizer.iterate(path, "cpu", order=order, **{option: limit}):
     assert tensor[0] == float(name) == tensor[-1]
     total += tensor.nbytes
     del tensor
-print(total, peak() - before)
+print(total, memory("VmHWM") - before, memory("VmRSS") - before)
 """
 
 
@@ -103,13 +103,28 @@ def test_the_peak_is_what_is_read_ahead_and_one_tensor(
     """Beyond the index, where the caller keeps nothing."""
     path = tmp_path / "f.safetensors"
     tensorizer.save({f"{i}": torch.full((elements,), float(i)) for i in range(count)}, path)
-    done = run_python(PEAK, path, buffer_bytes, order)
+    done = run_python(PEAK, path, "buffer_bytes", buffer_bytes, order)
     assert done.returncode == 0, done.stderr
-    total, beyond = map(int, done.stdout.split())
+    total, beyond, _ = map(int, done.stdout.split())
     assert total == count * elements * 4
     most = max(buffer_bytes, elements * 4) + elements * 4
     # The index has an entry for each tensor, and malloc keeps memory of small ones.
     assert beyond <= most + (count << 10) + (20 << 20)
+
+
+@pytest.mark.parametrize("option", ["buffer_bytes", "memory_limit"])
+@pytest.mark.parametrize("elements", [16_384, 51_200, 230_400, 498_073, 1 << 20])
+def test_memory_of_dropped_tensors_is_used_again_at_every_size(tmp_path, option, elements):
+    """By blocks of the heap, and by mappings: no allocator may keep what was dropped."""
+    path, count = tmp_path / "f.tensors", (256 << 20) // (elements * 4)
+    tensors = {f"{i}": torch.full((elements,), float(i)) for i in range(count)}
+    tensorizer.save(tensors, path, hashes="crc32")
+    done = run_python(PEAK, path, option, 16 << 20, "file")
+    assert done.returncode == 0, done.stderr
+    total, during, after = map(int, done.stdout.split())
+    assert total == count * elements * 4
+    assert during < 64 << 20
+    assert after < 48 << 20
 
 
 def test_the_next_are_on_their_way_while_one_is_used(paths, tensors):
