@@ -276,7 +276,7 @@ $(STAMPS)/early:
 	@mkdir -p $(STAMPS)
 	@echo "compiling the Rust libraries that are used, into target: 1.1 GB on disk"
 	@TENSORIZER_TORCH=$(TORCH_FOLDER) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 cargo build --release --locked \
-	  --keep-going --package tensorizer-python --package tensorizer-torch --features tensorizer-torch/stand-in \
+	  --keep-going --package tensorizer-python --package tensorizer-torch-library --features tensorizer-torch/stand-in \
 	  2>&1 | awk '/^ *Compiling/ { n++ } n && n % 50 == 0 && n != told { print n " libraries"; fflush(); told = n }'
 	@touch $@
 

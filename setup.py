@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent
 #: Each extension, and the package of the workspace that makes it.
 PACKAGES = {
     "tensorizer._C": "tensorizer-python",
-    "tensorizer.lib.libtensorizer_torch": "tensorizer-torch",
+    "tensorizer.lib.libtensorizer_torch": "tensorizer-torch-library",
 }
 FIND_TORCH = (
     "import importlib.util as u; s = u.find_spec('torch'); "
@@ -202,7 +202,7 @@ setup(
         ),
         RustExtension(
             "tensorizer.lib.libtensorizer_torch",
-            "csrc/Cargo.toml",
+            "csrc/library/Cargo.toml",
             binding=Binding.NoBinding,
             debug=False,
         ),

@@ -68,11 +68,6 @@ fn build() -> Result<(), String> {
     println!("cargo:rustc-link-search=native={}", lib.display());
     println!("cargo:rustc-link-lib=dylib=torch_cpu");
     println!("cargo:rustc-link-lib=dylib=c10");
-    // These reach only this package's library; link arguments for cdylibs would also reach the
-    // Python module. The path is relative to tensorizer/lib; torch/ is installed next to
-    // tensorizer/.
-    println!("cargo:rustc-link-arg=-Wl,-rpath,$ORIGIN/../../torch/lib");
-    println!("cargo:rustc-link-arg=-Wl,-soname,libtensorizer_torch.so");
     Ok(())
 }
 

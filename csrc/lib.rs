@@ -1,7 +1,7 @@
 //! The torch operators over the tensorizer core: `torch.ops.tensorizer.load` and `.save`.
 //!
-//! As a `cdylib`, `libtensorizer_torch.so`, they are for every process that has LibTorch and no
-//! Python; as an `rlib` they are part of the Python module.
+//! The crate in `library` makes them `libtensorizer_torch.so`, for every process that has LibTorch and
+//! no Python; in the Python module they are included.
 
 mod allocator;
 mod bridge;

