@@ -1,6 +1,7 @@
 //! The one table of the environment variables that set options, and access to the environment.
 
 use std::ffi::OsString;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -50,9 +51,18 @@ pub struct NumberVariable {
     pub name: &'static str,
     /// The value that holds if it is not set.
     pub default: u64,
+    /// The values that it can have.
+    pub range: RangeInclusive<u64>,
     /// The option that it sets, with the unit.
     pub meaning: &'static str,
 }
+
+/// Any number.
+const ANY: RangeInclusive<u64> = 0..=u64::MAX;
+/// A time limit in seconds, of at most 31 days, so that sums cannot overflow.
+const TIME: RangeInclusive<u64> = 0..=31 * 24 * 60 * 60;
+/// The smallest time limit.
+const SHORTEST: Duration = Duration::from_millis(10);
 
 /// The parsed value of a variable.
 #[derive(Clone, Copy)]
@@ -64,21 +74,34 @@ struct ParsedValue {
 }
 
 impl NumberVariable {
-    /// Its value, or its default if it is not set; an error if that is not a whole number.
+    /// Its value, or its default if it is not set; an error if that is not a whole number of its
+    /// range.
     pub fn value(&self) -> Result<u64> {
-        self.parsed().integer.ok_or_else(|| self.invalid("a whole number"))
+        let integer = self.parsed().integer.filter(|number| self.range.contains(number));
+        integer.ok_or_else(|| {
+            let (least, most) = (self.range.start(), self.range.end());
+            self.invalid(&match (*least, *most) {
+                (0, u64::MAX) => "a whole number".to_owned(),
+                (_, u64::MAX) => format!("a whole number of at least {least}"),
+                _ => format!("a whole number from {least} to {most}"),
+            })
+        })
     }
 
     /// Its value as a time in seconds, which may have a fraction.
     pub fn seconds(&self) -> Result<Duration> {
-        self.parsed().seconds.ok_or_else(|| self.invalid("a number of seconds"))
+        let longest = Duration::from_secs(*self.range.end());
+        let seconds = self.parsed().seconds.filter(|time| (SHORTEST..=longest).contains(time));
+        seconds.ok_or_else(|| {
+            self.invalid(&format!("a number of seconds from 0.01 to {}", self.range.end()))
+        })
     }
 
     fn parsed(&self) -> ParsedValue {
         let cached = *self.parsed.lock();
         // Read without the lock: the thread that holds the guard may be waiting for it.
         let read = || {
-            let text = read_guarded(|| std::env::var_os(self.name));
+            let text = read_guarded(|| std::env::var_os(self.name)).filter(|t| !t.is_empty());
             let text =
                 text.map_or_else(|| Some(self.default.to_string()), |t| t.into_string().ok());
             let text = text.as_deref().unwrap_or("").trim();
@@ -221,6 +244,7 @@ pub static FAKE_DEVICE: NumberVariable = NumberVariable {
     parsed: ForkSafeMutex::new(None),
     name: "TENSORIZER_FAKE_DEVICE",
     default: 0,
+    range: ANY,
     meaning: "the seed of the stand-in for CUDA",
 };
 
@@ -233,7 +257,7 @@ pub static FAKE_SYS: TextVariable = TextVariable {
 };
 
 macro_rules! variables {
-    ($($constant:ident = $name:literal, $default:expr, $meaning:literal;)+) => {
+    ($($constant:ident = $name:literal, $default:expr, $range:expr, $meaning:literal;)+) => {
         $(
             #[doc = $meaning]
             pub static $constant: NumberVariable =
@@ -241,6 +265,7 @@ macro_rules! variables {
                     parsed: ForkSafeMutex::new(None),
                     name: $name,
                     default: $default,
+                    range: $range,
                     meaning: $meaning,
                 };
         )+
@@ -251,34 +276,98 @@ macro_rules! variables {
 }
 
 variables! {
-    CONNECTIONS = "TENSORIZER_CONNECTIONS", 0,
+    CONNECTIONS = "TENSORIZER_CONNECTIONS", 0, ANY,
         "connections of a load or an upload, unless the call gives a number; 0: chosen automatically";
-    ATTEMPTS = "TENSORIZER_ATTEMPTS", 6, "attempts for one request, the first included";
-    CONNECT_SECONDS = "TENSORIZER_CONNECT_SECONDS", 20, "timeout for opening a connection";
-    STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, "timeout while a server sends nothing";
-    TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300,
+    ATTEMPTS = "TENSORIZER_ATTEMPTS", 6, 1..=u64::MAX, "attempts for one request, the first included";
+    CONNECT_SECONDS = "TENSORIZER_CONNECT_SECONDS", 20, TIME, "timeout for opening a connection";
+    STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, TIME, "timeout while a server sends nothing";
+    TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300, TIME,
         "timeout for all attempts of one request; each 64 KiB of it add one second";
-    UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0,
+    UPLOAD_MB = "TENSORIZER_UPLOAD_MB", 0, ANY,
         "memory for the parts of an upload, in MiB: less memory allows fewer connections; 0: as much as they need";
-    MEMORY_MB = "TENSORIZER_MEMORY_MB", 0,
+    MEMORY_MB = "TENSORIZER_MEMORY_MB", 0, ANY,
         "memory that a call may use in addition to its tensors, in MiB, unless it has a `memory_limit`; 0: as much as it needs";
-    CACHE_GB = "TENSORIZER_CACHE_GB", 0,
+    CACHE_GB = "TENSORIZER_CACHE_GB", 0, ANY,
         "maximum size of that folder, in GB: the least recently used files are removed first; 0: all but 5 % of its disk";
-    PINNED_MB = "TENSORIZER_PINNED_MB", 256,
+    PINNED_MB = "TENSORIZER_PINNED_MB", 256, ANY,
         "pinned host memory that the loads to and saves from one CUDA device share, in MiB";
-    STAGING_KB = "TENSORIZER_STAGING_KB", 4096,
+    STAGING_KB = "TENSORIZER_STAGING_KB", 4096, 1024..=65536,
         "size of one buffer of that memory, which is copied at once, in KiB: 1024 to 65536";
-    IN_FLIGHT_MB = "TENSORIZER_IN_FLIGHT_MB", 64,
+    IN_FLIGHT_MB = "TENSORIZER_IN_FLIGHT_MB", 64, ANY,
         "copies in flight, in MiB, beyond which readers wait and take no more of that memory";
-    STREAMS = "TENSORIZER_STREAMS", 2, "CUDA streams over which the copies of a call are distributed: 1 to 16";
-    READERS = "TENSORIZER_READERS", 0,
+    STREAMS = "TENSORIZER_STREAMS", 2, 1..=16, "CUDA streams over which the copies of a call are distributed: 1 to 16";
+    READERS = "TENSORIZER_READERS", 0, ANY,
         "readers of a local file, unless the call gives a number; 0: chosen automatically";
-    DIRECT_IO = "TENSORIZER_DIRECT_IO", 1,
+    DIRECT_IO = "TENSORIZER_DIRECT_IO", 1, 0..=2,
         "whether loads read files that are not in the page cache with direct reads (`O_DIRECT`): 1, unless `LOCAL_WORLD_SIZE` or `group=` says that several processes of this machine load; 2, always; 0, never";
-    NUMA = "TENSORIZER_NUMA", 1,
+    NUMA = "TENSORIZER_NUMA", 1, 0..=1,
         "whether the pinned memory and the readers of loads to a CUDA device are placed on its NUMA node: 1 or 0";
-    GDS = "TENSORIZER_GDS", 0,
+    GDS = "TENSORIZER_GDS", 0, 0..=1,
         "whether loads to CUDA try GPUDirect Storage for local files: 1 or 0";
+}
+
+/// Variables of the build, the tests and the benchmarks.
+const OTHERS: &[&str] = &[
+    "TENSORIZER_CLOUDS",
+    "TENSORIZER_FAKE_DEVICE",
+    "TENSORIZER_FAKE_SYS",
+    "TENSORIZER_OLD_PYTHON",
+    "TENSORIZER_STAND_IN",
+    "TENSORIZER_TEST_COSTS",
+    "TENSORIZER_TORCH",
+    "TENSORIZER_WHEEL_FOR",
+];
+
+/// Returns a warning about the variables `TENSORIZER_*` that are set and have no effect, such as
+/// misspelt ones; None if there are none.
+pub fn unknown_variables() -> Option<String> {
+    let set = read_guarded(|| std::env::vars_os().map(|(name, _)| name).collect::<Vec<_>>());
+    warning_of_unknown(set.iter().filter_map(|name| name.to_str()))
+}
+
+fn warning_of_unknown<'n>(set: impl Iterator<Item = &'n str>) -> Option<String> {
+    let numbers = VARIABLES.iter().map(|variable| variable.name);
+    let known: Vec<&str> = numbers.chain(TEXTS.iter().map(|text| text.name)).collect();
+    let is_known = |name: &&str| known.contains(name) || OTHERS.contains(name);
+    // Kubernetes sets such variables for a service of this name.
+    let of_service =
+        |name: &&str| name.contains("_SERVICE_") || format!("{name}_").contains("_PORT_");
+    let mut unknown: Vec<&str> = set
+        .filter(|name| name.starts_with("TENSORIZER_") && !is_known(name) && !of_service(name))
+        .collect();
+    unknown.sort_unstable();
+    let described = unknown.iter().map(|name| {
+        let nearest = known.iter().min_by_key(|other| edits(name, other));
+        match nearest.filter(|other| edits(name, other) <= MOST_EDITS) {
+            Some(other) => format!("{name} (the nearest known name is {other})"),
+            None => (*name).to_owned(),
+        }
+    });
+    let described: Vec<String> = described.collect();
+    (!described.is_empty()).then(|| {
+        format!(
+            "tensorizer has no environment variable of this name, and ignores it: {}; see \
+             docs/reference/environment.md",
+            described.join(", ")
+        )
+    })
+}
+
+/// The most edits between a name and one that may have been meant.
+const MOST_EDITS: usize = 6;
+
+/// Returns the number of characters to insert, remove or replace to make one text of the other.
+fn edits(from: &str, to: &str) -> usize {
+    // The first column is not stored.
+    let mut row: Vec<usize> = (1..=to.len()).collect();
+    for (index, left) in from.bytes().enumerate() {
+        let (mut diagonal, mut before) = (index, index + 1);
+        for (cell, right) in row.iter_mut().zip(to.bytes()) {
+            before = (diagonal + usize::from(left != right)).min(*cell + 1).min(before + 1);
+            diagonal = std::mem::replace(cell, before);
+        }
+    }
+    row.last().copied().unwrap_or(from.len())
 }
 
 #[cfg(test)]
@@ -296,6 +385,46 @@ mod tests {
             ("", ""),
         ] {
             assert_eq!(expand(text, value), expected);
+        }
+    }
+
+    #[test]
+    fn a_misspelt_variable_is_named_with_the_nearest_known_one() {
+        let warn = |names: &[&str]| warning_of_unknown(names.iter().copied());
+        let said = warn(&["HOME", "TENSORIZER_READER", "TENSORIZER_ENABLE_PERF_STATS"]).unwrap();
+        assert!(said.contains("TENSORIZER_READER (the nearest known name is TENSORIZER_READERS)"));
+        assert!(said.contains("TENSORIZER_ENABLE_PERF_STATS,"), "{said}");
+        let known = ["TENSORIZER_READERS", "TENSORIZER_CACHE", "TENSORIZER_TORCH", "tensorizer_x"];
+        assert_eq!(warn(&known), None);
+        let service = ["TENSORIZER_SERVICE_HOST", "TENSORIZER_PORT", "TENSORIZER_X_PORT_80_TCP"];
+        assert_eq!(warn(&service), None);
+    }
+
+    #[test]
+    fn values_out_of_range_are_refused() {
+        let parsed = |variable: &'static NumberVariable, integer: Option<u64>, millis: u64| {
+            let value = ParsedValue { integer, seconds: Some(Duration::from_millis(millis)) };
+            NumberVariable {
+                parsed: ForkSafeMutex::new(Some(value)),
+                range: variable.range.clone(),
+                ..*variable
+            }
+        };
+        for (variable, least, most) in
+            [(&STAGING_KB, 1024, 65536), (&STREAMS, 1, 16), (&DIRECT_IO, 0, 2), (&NUMA, 0, 1)]
+        {
+            assert_eq!(parsed(variable, Some(least), 0).value().unwrap(), least);
+            assert_eq!(parsed(variable, Some(most), 0).value().unwrap(), most);
+            let error = parsed(variable, Some(most + 1), 0).value().unwrap_err().to_string();
+            let expected = format!("must be a whole number from {least} to {most}");
+            assert!(error.contains(variable.name) && error.contains(&expected), "{error}");
+        }
+        assert!(parsed(&ATTEMPTS, Some(0), 0).value().is_err());
+        assert!(parsed(&ATTEMPTS, None, 0).value().is_err());
+        assert!(parsed(&STALL_SECONDS, None, 10).seconds().is_ok());
+        for millis in [0, 9, 2_678_400_001] {
+            let error = parsed(&STALL_SECONDS, None, millis).seconds().unwrap_err().to_string();
+            assert!(error.contains("a number of seconds from 0.01 to 2678400"), "{error}");
         }
     }
 

@@ -39,6 +39,12 @@ fn forget_environment() {
     environment::clear_cache();
 }
 
+/// Returns a warning about variables `TENSORIZER_*` that have no effect; None if there are none.
+#[pyfunction]
+fn unknown_variables() -> Option<String> {
+    environment::unknown_variables()
+}
+
 #[pymodule(name = "_C")]
 fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     registered().map_err(pyo3::exceptions::PyImportError::new_err)?;
@@ -58,6 +64,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("KINDS", PyTuple::new(module.py(), TensorKind::ALL.map(TensorKind::name))?)?;
     module.add_function(wrap_pyfunction!(text::convert_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
+    module.add_function(wrap_pyfunction!(unknown_variables, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::slice_by_index, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::slice_by_shard, module)?)?;
     module.add_function(wrap_pyfunction!(namespaces::dicts_with_value, module)?)?;

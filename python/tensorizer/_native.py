@@ -1,5 +1,6 @@
 """The native module, after checking that it fits the torch of this process."""
 
+import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 
 import torch
@@ -64,6 +65,7 @@ from ._C import (  # noqa: E402
     stats,
     stats_since,
     time_first_touch,
+    unknown_variables,
     uses_staging_memory,
 )
 
@@ -72,6 +74,9 @@ if __version__ != VERSION:
         f"tensorizer {VERSION} was installed over {__version__}, or the other way round, and not "
         "completely: install it again with `pip install --force-reinstall --no-deps`."
     )
+
+if (_unknown := unknown_variables()) is not None:
+    warnings.warn(_unknown, stacklevel=2)
 
 __all__ = [
     "DEFAULT_S3_READ_ENDPOINT",

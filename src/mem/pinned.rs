@@ -245,7 +245,7 @@ fn limit() -> Result<u64> {
 /// takes 76 µs for 4 MiB). It is short enough that the buffers in use stay in a processor's
 /// last-level cache. The length is a multiple of the block of direct reads.
 pub fn buffer_len() -> Result<usize> {
-    let kib = STAGING_KB.value()?.clamp(1 << 10, 64 << 10) & !3;
+    let kib = STAGING_KB.value()? & !3;
     Ok(usize::try_from(kib << 10).unwrap_or(SLAB))
 }
 

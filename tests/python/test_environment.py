@@ -1,5 +1,8 @@
 """The environment is read at the first use of a variable, and not while a thread changes it."""
 
+import os
+from pathlib import Path
+
 import pytest
 import tensorizer
 import torch
@@ -62,3 +65,38 @@ try: tensorizer.load("http://127.0.0.1:1/f")
 except OSError: print("as before")
 """
     assert run_python(code, tmp_path).stdout == "as before\n"
+
+
+def test_an_unknown_variable_is_one_warning(tmp_path):
+    tensorizer.save({"a": torch.ones(3)}, tmp_path / "f")
+    code = "import sys, tensorizer; [tensorizer.load(sys.argv[1]) for _ in range(2)]"
+    env = {**os.environ, "TENSORIZER_READER": "4", "TENSORIZER_PORT_80_TCP": "tcp://10.0.0.1:80"}
+    expected = "TENSORIZER_READER (the nearest known name is TENSORIZER_READERS)"
+    done = run_python(code, tmp_path / "f", env=env, imported=False)
+    assert (done.returncode, done.stderr.count(expected)) == (0, 1), done.stderr
+    assert "TENSORIZER_PORT_80_TCP" not in done.stderr
+    library = next((Path(tensorizer.__file__).parent / "lib").glob("*.so"))
+    code = "import sys, torch; torch.ops.load_library(sys.argv[1])"
+    done = run_python(code, library, env=env, imported=False)
+    assert done.stderr.count(expected) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("ATTEMPTS", "0", "a whole number of at least 1"),
+        ("ATTEMPTS", "-1", "a whole number of at least 1"),
+        ("STALL_SECONDS", "0", "a number of seconds from 0.01 to 2678400"),
+        ("TOTAL_SECONDS", "1e9", "a number of seconds from 0.01 to 2678400"),
+        ("READERS", "many", "a whole number"),
+    ],
+)
+def test_values_out_of_range_are_refused(name, value, expected, tmp_path, monkeypatch):
+    tensorizer.save({"a": torch.ones(3)}, tmp_path / "f")
+    monkeypatch.setenv(f"TENSORIZER_{name}", value)
+    with FaultServer((tmp_path / "f").read_bytes()) as server:
+        address = str(tmp_path / "f") if name == "READERS" else server.url
+        with pytest.raises(ValueError, match=f"TENSORIZER_{name} must be {expected}"):
+            tensorizer.load(address, "cpu")
+        with pytest.raises(RuntimeError, match=f"TENSORIZER_{name} must be {expected}"):
+            torch.ops.tensorizer.load(address)

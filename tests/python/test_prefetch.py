@@ -339,8 +339,7 @@ def test_a_closed_loader_keeps_no_tensors(tmp_path):
     assert (int(now[1]) - int(held[1])) * os.sysconf("SC_PAGE_SIZE") < 100 << 20
 
 
-def test_a_lost_server_is_an_error_of_every_later_call(path, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_HTTP_RETRIES", "0")
+def test_a_lost_server_is_an_error_of_every_later_call(path):
     data = path.read_bytes()
     half = len(data) // 2
     broken = lambda _, start, end: ("status", 404) if end > half else None  # noqa: E731

@@ -4,9 +4,7 @@ use std::time::Duration;
 
 use super::Trust;
 use super::trust::HTTP_SETTINGS;
-use crate::environment::{
-    ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, NumberVariable, STALL_SECONDS, TOTAL_SECONDS,
-};
+use crate::environment::{ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS};
 use crate::error::Result;
 
 /// Time limits, connections, certificates and extra headers.
@@ -36,19 +34,9 @@ pub struct TransportOptions {
     pub total: Duration,
 }
 
-/// Clamps a time limit to between 10 ms and a month, so that sums cannot overflow. 0 becomes one
-/// second.
-fn time(variable: &NumberVariable) -> Result<Duration> {
-    const SHORTEST: Duration = Duration::from_millis(10);
-    const LONGEST: Duration = Duration::from_secs(31 * 24 * 60 * 60);
-    match variable.seconds()? {
-        Duration::ZERO => Ok(Duration::from_secs(1)),
-        time => Ok(time.clamp(SHORTEST, LONGEST)),
-    }
-}
-
 impl TransportOptions {
-    /// The options from the environment. A variable that is not a number is an error.
+    /// The options from the environment. A variable that is no number of its range is
+    /// an error.
     pub fn from_environment() -> Result<Self> {
         Ok(TransportOptions {
             headers: Vec::new(),
@@ -57,10 +45,10 @@ impl TransportOptions {
             trust_settings: HTTP_SETTINGS,
             connections: usize::try_from(CONNECTIONS.value()?).ok().filter(|&number| number > 0),
             max_connections: 256,
-            attempts: u32::try_from(ATTEMPTS.value()?.max(1)).unwrap_or(u32::MAX),
-            connect: time(&CONNECT_SECONDS)?,
-            stall: time(&STALL_SECONDS)?,
-            total: time(&TOTAL_SECONDS)?,
+            attempts: u32::try_from(ATTEMPTS.value()?).unwrap_or(u32::MAX),
+            connect: CONNECT_SECONDS.seconds()?,
+            stall: STALL_SECONDS.seconds()?,
+            total: TOTAL_SECONDS.seconds()?,
         })
     }
 }

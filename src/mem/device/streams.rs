@@ -23,8 +23,7 @@ pub struct Streams {
 impl Streams {
     /// Opens streams whose work begins only after the work that is on the consumer's stream now.
     pub fn open(device: &Arc<dyn Device>, consumer: Consumer) -> Result<Self> {
-        let streams =
-            (0..STREAMS.value()?.clamp(1, 16)).map(|_| Arc::clone(device).stream(consumer));
+        let streams = (0..STREAMS.value()?).map(|_| Arc::clone(device).stream(consumer));
         Ok(Streams {
             device: Arc::clone(device),
             streams: streams.collect::<Result<_>>()?,
