@@ -1,13 +1,18 @@
 """The operators work with torch's dispatcher: autograd, tracing, modes, subclasses."""
 
 import struct
+import warnings
 from pathlib import Path
 
 import pytest
 import tensorizer
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import TENSORS, assert_same
+from tensorizer.distributed import Reader, Writer
+from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 from test_compile import BACKENDS, X, assert_all_same, by_into_one, ops
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 pytestmark = pytest.mark.usefixtures("without_graphs_of_others")
 
@@ -132,7 +137,6 @@ def test_tracing_reads_only_the_index(tmp_path):
     def everything(x):
         return x, ops.load(path)["big"], ops.load(path, ["big"])[0]
 
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def trace():
@@ -148,8 +152,6 @@ def test_tracing_reads_only_the_index(tmp_path):
 
 
 def test_fake_tensors(path, tmp_path):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         weight, half = ops.load(path, ["weight", "half"], device="meta")
         assert (weight.shape, weight.dtype, weight.device.type) == ((40, 30), torch.float32, "meta")
@@ -168,6 +170,119 @@ def test_fake_tensors(path, tmp_path):
         with pytest.raises(RuntimeError, match="missing"):
             ops.load(str(tmp_path / "missing"), ["weight"])
     assert not (tmp_path / "never").exists()
+
+
+@pytest.fixture
+def models(tmp_path):
+    """The state of a model in each format."""
+    state = torch.nn.Linear(3, 2).state_dict()
+    for name in ("m.tensors", "m.safetensors"):
+        tensorizer.save(state, tmp_path / name)
+    torch.save({**state, "part": state["weight"].t()[1:]}, tmp_path / "m.pt")
+    with tensorizer_saving():
+        torch.save(state, tmp_path / "pair.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": state}, storage_writer=Writer(tmp_path / "dcp"), no_dist=True)
+    return tmp_path
+
+
+def _of_module(file, **options):
+    module = torch.nn.Linear(3, 2)
+    with tensorizer.TensorDeserializer(file, "cpu", **options) as opened:
+        opened.load_into_module(module)
+    return module.state_dict()
+
+
+def _of_stand_in(file, load):
+    with tensorizer.safetensors.safe_open(file, "pt") as opened:
+        return load(opened)
+
+
+def _into_model(file):
+    module = torch.nn.Linear(3, 2)
+    tensorizer.safetensors.load_model(module, file)
+    return module.state_dict()
+
+
+def _of_pair(file):
+    with tensorizer_loading():
+        return torch.load(file)
+
+
+def _of_checkpoint(folder):
+    state = {"model": torch.nn.Linear(3, 2).state_dict()}
+    dcp.load(state, storage_reader=Reader(folder), no_dist=True)
+    return state["model"]
+
+
+OUT = {"weight": (2, 3), "bias": (2,)}
+FAKE = {
+    "tensors": lambda at: tensorizer.load(at / "m.tensors", "cpu", verify_hash=True),
+    "a device": lambda at: tensorizer.load(at / "m.tensors", "cuda"),
+    "each on a device": lambda at: tensorizer.load(
+        at / "m.tensors", lambda name: "cuda:1" if name == "bias" else "cpu"
+    ),
+    "dtype": lambda at: tensorizer.load(at / "m.tensors", "cpu", dtype=torch.float16),
+    "mmap": lambda at: tensorizer.load(at / "m.safetensors", "cpu", mmap=True),
+    "torch": lambda at: tensorizer.load(at / "m.pt", "cpu"),
+    "slices": lambda at: tensorizer.load(at / "m.pt", "cpu", slices={"part": (0, 0, 1)}),
+    "out": lambda at: tensorizer.load(
+        at / "m.tensors", out={name: torch.empty(shape) for name, shape in OUT.items()}
+    ),
+    "iterate": lambda at: dict(tensorizer.iterate(at / "m.tensors", "cpu")),
+    "iterate over torch": lambda at: dict(tensorizer.iterate(at / "m.pt", "cpu", order="ready")),
+    "deserializer": lambda at: dict(tensorizer.TensorDeserializer(at / "m.tensors", "cpu")),
+    "module": lambda at: _of_module(at / "m.tensors"),
+    "module, lazily": lambda at: _of_module(at / "m.tensors", lazy_load=True),
+    "load_file": lambda at: tensorizer.safetensors.load_file(at / "m.safetensors"),
+    "load_model": lambda at: _into_model(at / "m.safetensors"),
+    "get_tensor": lambda at: _of_stand_in(
+        at / "m.safetensors", lambda file: {name: file.get_tensor(name) for name in OUT}
+    ),
+    "get_slice": lambda at: _of_stand_in(
+        at / "m.safetensors", lambda file: {"column": file.get_slice("weight")[:, 1]}
+    ),
+    "prefetch": lambda at: _of_stand_in(at / "m.safetensors", lambda file: dict(file.prefetch())),
+    "pair": lambda at: _of_pair(at / "pair.pt"),
+    "dcp": lambda at: _of_checkpoint(at / "dcp"),
+}
+
+
+@pytest.mark.parametrize("load", FAKE.values(), ids=FAKE)
+def test_python_loads_make_fake_tensors(load, models):
+    with warnings.catch_warnings():
+        # torch warns where memory of a fake tensor is looked at.
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        with FakeTensorMode():
+            found = load(models)
+    assert found
+    for name, tensor in found.items():
+        assert isinstance(tensor, FakeTensor), name
+        assert tensor.shape == OUT.get(name, tensor.shape)
+
+
+def test_fake_tensors_are_kept_apart_from_real_ones(models):
+    path = models / "m.tensors"
+    real = torch.nn.Linear(3, 2)
+    with FakeTensorMode():
+        fake = torch.nn.Linear(3, 2)
+        with pytest.raises(RuntimeError, match="is active, and the module was made outside of it"):
+            tensorizer.TensorDeserializer(path, "cpu").load_into_module(real)
+        for save in (tensorizer.save, tensorizer.save_async):
+            with pytest.raises(NotImplementedError, match="FakeTensor, which has a form and no"):
+                save({"x": torch.empty(3)}, models / "never")
+            done = save({"x": real.bias}, models / "real")
+            if done is not None:
+                done.result()
+        with tensorizer.TensorDeserializer(path, "cpu", lazy_load=True) as file:
+            array = next(iter(file.read_numpy_arrays()))[3]
+    assert array.any()
+    assert_same(tensorizer.load(models / "real", "cpu")["x"], real.bias.detach())
+    with pytest.raises(RuntimeError, match="is not active, and the module was made in it"):
+        tensorizer.TensorDeserializer(path, "cpu").load_into_module(fake)
+    assert not (models / "never").exists()
 
 
 def test_another_dispatch_mode_sees_what_happens_and_changes_nothing(path):

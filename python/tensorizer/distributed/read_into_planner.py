@@ -6,6 +6,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ..file.tensor_file import TensorFile, in_batches
+from ..tensors import fake_mode
 from ..tensors.handles import dtype_of, is_fillable, refuse_short
 
 #: Bytes loaded at a time where tensors are loaded first and then copied to their targets.
@@ -78,7 +79,8 @@ def _overlapping(tensors: dict[int, torch.Tensor]) -> list[int]:
     """
     found = []
     end = 0
-    for number, tensor in sorted(tensors.items(), key=lambda one: one[1].data_ptr()):
+    real = {number: one for number, one in tensors.items() if not fake_mode.is_fake(one)}
+    for number, tensor in sorted(real.items(), key=lambda one: one[1].data_ptr()):
         if tensor.data_ptr() < end:
             found.append(number)
         end = max(end, tensor.data_ptr() + tensor.nbytes)

@@ -17,6 +17,7 @@ from torch.futures import Future
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.tensor_file import TensorFile
+from ..tensors import fake_mode
 from . import layout, other_formats
 from .items import ItemLocation, ItemLocations
 from .read_into_planner import read_tensors
@@ -54,6 +55,8 @@ class Reader(StorageReader):
         num_readers: Threads that read at once; None for as many as help.
         weights_only: Refuse objects that torch's restricted unpickler refuses. If false, a
             checkpoint can run any code.
+
+    Raises ``TypeError`` or ``ValueError`` at once for values that no load could use.
 
     If a load fails on one rank, or in a single process, every rank raises torch's
     ``CheckpointException``. Its ``failures`` hold the following errors by rank.
@@ -196,9 +199,11 @@ class Reader(StorageReader):
         self, file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
     ) -> None:
         numbers = dict.fromkeys(number for _, number in wanted)
-        loaded = {one: tensor for one, tensor, _ in file.load([*numbers], torch.device("cpu"))}
+        with fake_mode.suspended():
+            loaded = {one: tensor for one, tensor, _ in file.load([*numbers], torch.device("cpu"))}
+            contents = {one: tensor.numpy().tobytes() for one, tensor in loaded.items()}
         for item, number in wanted:
-            data = loaded[number].numpy().tobytes()
+            data = contents[number]
             if self._weights_only:
                 # The planner will unpickle the object without restriction.
                 what = f"{item.storage_index.fqn!r} of {self.checkpoint_id}"

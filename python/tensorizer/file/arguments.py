@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .._types import NameT, VerifyHash
+from ..tensors import fake_mode
 from . import hints
 
 
@@ -15,14 +16,19 @@ def named_device(device: torch.device | str | None) -> torch.device:
     """Return the device that an argument names, if it exists; None is CUDA if there is any."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    named = parsed_device(device)
+    if named.type == "cuda" and not torch.cuda.is_available() and not fake_mode.is_active():
+        raise RuntimeError(f"device {str(named)!r} was asked for, but CUDA is not available")
+    return named
+
+
+def parsed_device(device: torch.device | str) -> torch.device:
+    """Return the device of a name, which this machine may lack."""
     try:
-        named = torch.device(device)
+        return torch.device(device)
     except (RuntimeError, TypeError) as error:
         wrong = TypeError if isinstance(error, TypeError) else RuntimeError
         raise wrong(f"there is no device {device!r}{hints.of_device(device)}") from error
-    if named.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(f"device {str(named)!r} was asked for, but CUDA is not available")
-    return named
 
 
 #: A device as an argument names it; None for torch's default device.
@@ -53,6 +59,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     named = named_device(device)
     if named.type != "cuda" or named.index is not None:
         return named
+    if fake_mode.is_active():
+        return torch.device("cuda", 0)
     default = torch.get_default_device()
     if default.type == "cuda" and default.index is not None:
         return default

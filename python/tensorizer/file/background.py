@@ -15,7 +15,7 @@ import torch
 
 from .. import _native
 from .._types import FileFormat, Hashes
-from ..tensors import devices, subclasses
+from ..tensors import devices, fake_mode, subclasses
 from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
 from .encryption import EncryptionParams
@@ -144,7 +144,8 @@ def save_async(
         subclasses.refuse(name, tensor)
     refuse_short(leaves)
     size = sum(t.numel() * t.element_size() for _, t in leaves if not t.is_meta)
-    copies = _copied(tensors)
+    with fake_mode.suspended():
+        copies = _copied(tensors)
     file = FileWriter(
         uri,
         alignment=alignment,

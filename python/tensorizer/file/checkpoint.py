@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._errors import FormatError
 from .._native import Reader
 from .._types import Name, Slice
-from ..tensors import devices
+from ..tensors import devices, fake_mode
 from ..tensors.handles import copied, take
 from .pickles import unpickled
 from .unpickled_tensors import named_tensors, shown
@@ -94,7 +94,7 @@ class Checkpoint:
         #: For each record and device: a weak reference to the storage, and where its bytes begin in
         #: it.
         self._storages: dict[tuple[int, torch.device], tuple[StorageWeakRef, int]] = {}
-        with _without_garbage_collection():
+        with _without_garbage_collection(), fake_mode.suspended():
             described = []
             users: Counter[int | None] = Counter()
             for name, tensor in self._named_in_files():
@@ -225,6 +225,22 @@ class Checkpoint:
         read = sum(self._lens[record] for record in missing)
         return made, read + self.reader.data_len(direct)
 
+    def without_data(self, numbers: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+        """Return tensors of ``FakeTensorMode``, which share storages as in the file.
+
+        Raises:
+            NotImplementedError: See :meth:`load`.
+
+        """
+        self.refuse_without_data(numbers)
+        tensors = [self._tensors[number] for number in numbers]
+        records = {tensor.record for tensor in tensors if tensor.record is not None}
+        storages = {
+            record: torch.empty(self._lens[record], dtype=torch.uint8, device=device)
+            for record in records
+        }
+        return [_view(storages[t.record], t) for t in tensors if t.record is not None]
+
     def refuse_without_data(self, numbers: Sequence[int]) -> None:
         """Refuse tensors that were saved without data.
 
@@ -313,11 +329,20 @@ class SlicedCheckpoint:
         size = sum(tensor.nbytes for tensor in loaded.values())
         for number in numbers:
             if number not in loaded:
-                of, ranges = self._slices[number]
+                of, _ = self._slices[number]
                 (tensor,), read = self._whole.load([of], device, verify=verify, **options)
-                loaded[number] = copied(tensor[tuple(slice(*ends) for ends in ranges or ())])
+                loaded[number] = self._cut(number, tensor)
                 size += read
         return [loaded[number] for number in numbers], size
+
+    def _cut(self, number: int, whole: torch.Tensor) -> torch.Tensor:
+        _, ranges = self._slices[number]
+        return copied(whole[tuple(slice(*ends) for ends in ranges or ())])
+
+    def without_data(self, numbers: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+        """Return slices of ``FakeTensorMode``."""
+        whole = self._whole.without_data([self._slices[number][0] for number in numbers], device)
+        return list(map(self._cut, numbers, whole))
 
     def refuse_without_data(self, numbers: Sequence[int]) -> None:
         """Refuse slices of tensors that were saved without data.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from .._types import FilterFuncType, Head, Name, NameT, VerifyHash
+from ..tensors import fake_mode
 from ..tensors.sharding import Shard
 from .arguments import device_or_function, names_of
 from .encryption import DecryptionParams
@@ -125,7 +126,8 @@ def iterate(
             wanted=wanted,
         )
 
-    if group is not None:
+    # Under FakeTensorMode each member makes its tensors alone.
+    if group is not None and not fake_mode.is_active():
         from .collective_read_ahead import open_read_ahead  # torch.distributed is slow to import
 
         return _LoadIterator(

@@ -10,7 +10,7 @@ import torch
 
 from .._types import FileFormat, FilterFuncType, Hashes, Head, Name, NameT, VerifyHash
 from ..group import inherited_group  # noqa: F401  # looks at each fork
-from ..tensors import sharding
+from ..tensors import fake_mode, sharding
 from ..tensors.sharding import Shard
 from . import to_safetensors
 from .arguments import DeviceOf, DeviceType, names_of
@@ -119,7 +119,8 @@ def load(
     """
     reporter = ProgressReporter(progress)
     members = None
-    if group is not None:
+    # Under FakeTensorMode each member makes its tensors alone.
+    if group is not None and not fake_mode.is_active():
         from ..group.members import Members  # torch.distributed is slow to import
 
         members = Members.of(group)

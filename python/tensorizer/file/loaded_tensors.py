@@ -8,6 +8,7 @@ import torch
 
 from .._locks import ForkSafeLock
 from ..modules import state
+from ..tensors import fake_mode
 from ..tensors.handles import cast_dtype, dtype_of
 from .tensor_file import TensorFile
 
@@ -139,5 +140,7 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     """Return a tensor as a parameter; those that can have a gradient require one."""
     dtype = tensor.dtype
     differentiable = dtype.is_floating_point or dtype.is_complex
+    if fake_mode.is_fake(tensor):
+        return torch.nn.Parameter(tensor, differentiable)
     made: torch.nn.Parameter = _made(torch.nn.Parameter, tensor, differentiable)
     return made

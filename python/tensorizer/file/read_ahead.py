@@ -9,6 +9,7 @@ import torch
 
 from .._errors import ClosedError
 from .._native import TensorIterator
+from ..tensors import fake_mode
 from ..tensors.handles import copied, take
 from ..tensors.sharding import Part
 from .selection import Selection, joined
@@ -44,7 +45,9 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
             read = list(range(len(self._numbers)))
         self._of = dict(zip(read, self._numbers, strict=True)) if wanted.parts else {}
         #: Tensors whose bytes are not in order in the file. They are read last, one by one.
-        self._strided = deque(self._read.strided(read))
+        #: Tensors of ``FakeTensorMode`` are not read at all.
+        fake = fake_mode.is_active()
+        self._strided = deque(read if fake else self._read.strided(read))
         late = set(self._strided)
         direct = [number for number in read if number not in late] if late else read
         self._read.refuse_without_data(direct)

@@ -14,6 +14,7 @@ import torch
 from .._types import FilterFuncType, Name, TensorType, VerifyHash
 from ..modules import state
 from ..modules.wrappers import Submodules
+from ..tensors import fake_mode
 from ..tensors.arrays import opaque_array
 from ..tensors.handles import lend, refuse_short
 from ..tensors.usage import convert_bytes
@@ -431,13 +432,14 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 )
             if self._file.dtype is None and not self._file.reader.seekable:
                 self._load([number], verify)
-            if self._file.dtype is None and number in self._loaded:
-                tensor = self._loaded[number].detach()
-            else:
-                read = self._file.read([number], self._device, verify)
-                (tensor,), (self._loaded.modules[number],) = read
+            with fake_mode.suspended():
+                if self._file.dtype is None and number in self._loaded:
+                    tensor = self._loaded[number].detach()
+                else:
+                    read = self._file.read([number], self._device, verify)
+                    (tensor,), (self._loaded.modules[number],) = read
+                array = _as_numpy(tensor, opaque)
             kind = TensorType(kinds[number])
-            array = _as_numpy(tensor, opaque)
             torch_dtype = f"torch.{dtype}" if opaque else None
             yield self._loaded.modules[number], kind, name, array, opaque, torch_dtype
 
@@ -552,6 +554,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             everything = tensors
         found = list(zip(slots, tensors, strict=True))
         state.check(m, found, [str(name) for name in names], shapes, everything, strict=strict)
+        fake_mode.refuse_mixture(tensors)
         refuse_short(zip(names, tensors, strict=True))
         sharded = DTensorLoader(self._file, self._loaded, slots, tensors, chosen)
         cut = {number for _, number in sharded.pairs}

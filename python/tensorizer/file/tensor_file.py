@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 
 from .._native import TensorIterator, split_tensor_memory
-from ..tensors import devices
-from ..tensors.handles import are_plain, cast_dtype, lend, take
+from ..tensors import devices, fake_mode
+from ..tensors.handles import are_plain, cast_dtype, dtype_of, lend, take
 from .checkpoint import Checkpoint, SlicedCheckpoint
 from .open_file import OpenFile
 
@@ -39,7 +39,7 @@ class TensorFile(OpenFile):
 
     def load_one(self, number: int, device: torch.device) -> tuple[torch.Tensor, int]:
         """Return a tensor, in the form in which :meth:`load` yields it, and its module index."""
-        if self._checkpoint is not None or not self._unchanged(device):
+        if self._checkpoint is not None or not self._unchanged(device) or fake_mode.is_active():
             ((_, tensor, module),) = self.load([number], device)
             return tensor, module
         reader, one = self.reader, [number]
@@ -62,6 +62,8 @@ class TensorFile(OpenFile):
 
         They are on the device if the native code supports it, and else on the CPU.
         """
+        if numbers and fake_mode.is_active():
+            return self._without_data(numbers, device), [0] * len(numbers)
         if self._checkpoint is not None:
             tensors, read = self._checkpoint.load(
                 numbers,
@@ -88,6 +90,15 @@ class TensorFile(OpenFile):
         self._read[0] += min(size, self.reader.data_len(numbers))
         return tensors, modules
 
+    def _without_data(self, numbers: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+        """Return tensors of ``FakeTensorMode``, for which nothing is read."""
+        if self._checkpoint is not None:
+            return self._checkpoint.without_data(numbers, device)
+        described = self.reader.describe_all(list(numbers))
+        return [
+            torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in described
+        ]
+
     def can_load_to_each(self, places: Iterable[torch.device]) -> bool:
         """Tell whether tensors can be loaded to several devices at once."""
         plain = self._checkpoint is None and self.reader.seekable and not self.maps
@@ -100,8 +111,9 @@ class TensorFile(OpenFile):
         verify: str | None = None,
     ) -> list[torch.Tensor]:
         """Return tensors, each on its device, if :meth:`can_load_to_each` is true for these."""
-        if not numbers:
-            return []
+        if not numbers or fake_mode.is_active():
+            pairs = zip(numbers, places, strict=True)
+            return [one for n, device in pairs for one in self._without_data([n], device)]
         known = {device: devices.number(device) for device in set(places)}
         handle, _ = self.reader.load(
             numbers,
@@ -158,7 +170,12 @@ class TensorFile(OpenFile):
     def fill(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str | None = None
     ) -> list[int]:
-        """Fill existing tensors in place; return their module indices."""
+        """Fill existing tensors in place; return their module indices.
+
+        Tensors of ``FakeTensorMode`` have nothing to fill.
+        """
+        if any(map(fake_mode.is_fake, tensors)):
+            return [0] * len(numbers)
         direct = list(zip(tensors, numbers, strict=True))
         if self._checkpoint is not None:
             direct = self._fill_strided(direct, self._checkpoint, verify)
@@ -252,7 +269,7 @@ class TensorFile(OpenFile):
         if there and wanted is tensor.dtype:
             # It may share its storage with others; ``to()`` copies it if the device has no index.
             return tensor
-        unchanged = wanted is tensor.dtype or device.type != "cpu"
+        unchanged = wanted is tensor.dtype or device.type != "cpu" or fake_mode.is_fake(tensor)
         if unchanged or tensor.numel() == 0 or self.reader.data_len([number]) > 0:
             return tensor.to(device, wanted)
         return _zeros(tensor.shape, wanted)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .._types import Name, TensorType
-from ..tensors import sharding, subclasses
+from ..tensors import fake_mode, sharding, subclasses
 from ..tensors.handles import are_plain, is_fillable
 from .wrappers import Submodules, tensor_of
 
@@ -133,7 +133,7 @@ def without_overlaps(
     ranges = sorted(
         (start, start + tensor.nbytes, at)
         for at, tensor in enumerate(tensors)
-        if not is_lazy(tensor) and tensor.nbytes
+        if not is_lazy(tensor) and not fake_mode.is_fake(tensor) and tensor.nbytes
         for start in (tensor.data_ptr(),)
     )
     shared: set[int] = set()
@@ -186,7 +186,8 @@ def check(
             unknown.append(name)
             continue
         sharded = sharding.is_sharded(tensor)
-        if not sharded and subclasses.reason_in(slot.module, tensor) is not None:
+        whole = sharded or fake_mode.is_fake(tensor)
+        if not whole and subclasses.reason_in(slot.module, tensor) is not None:
             raise NotImplementedError(
                 f"{name!r} is a {type(tensor).__name__}, which is more than the bytes of one "
                 "tensor of a file; load before the module is quantized or wrapped, or torch.load it"
@@ -338,6 +339,8 @@ def _like(old: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     same_form = left.shape == right.shape and left.dtype == right.dtype
+    if fake_mode.is_fake(left) or fake_mode.is_fake(right):
+        return same_form
     return same_form and torch.equal(_bytes(left), _bytes(right))
 
 

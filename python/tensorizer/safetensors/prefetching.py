@@ -14,7 +14,7 @@ from .._native import TensorIterator
 from ..file.exit_hooks import close_at_exit
 from ..file.read_ahead import use_on_current_stream
 from ..file.tensor_file import TensorFile
-from ..tensors import devices
+from ..tensors import devices, fake_mode
 from ..tensors.handles import take
 from .errors import SafetensorError, as_safetensor_errors
 from .prefetch_plan import PlannedTensor
@@ -64,6 +64,8 @@ class PrefetchLoader:
         self._changed = threading.Condition(self._lock)
         #: A token of the call that waits for the next tensors of the native iterator, or None.
         self._puller: object | None = None
+        #: True for tensors of ``FakeTensorMode``, for which nothing is read ahead.
+        self._fake = fake_mode.is_active()
         try:
             devices.number(device)
         except (AssertionError, RuntimeError) as error:
@@ -74,7 +76,7 @@ class PrefetchLoader:
         #: The file with these parts as its tensors; None once the loader is closed.
         self._file: TensorFile | None = parts
         self._native: TensorIterator = parts.iterate(
-            range(len(planned)),
+            range(0 if self._fake else len(planned)),
             device,
             buffer_bytes=buffer_bytes or _UNLIMITED,
             ready=True,
@@ -189,6 +191,12 @@ class PrefetchLoader:
 
     def _next(self) -> dict[str, _ReadyTensor]:
         file = self._file
+        if self._fake and file is not None:
+            return {
+                self._names[place]: (tensor, None)
+                for place, tensor, _ in file.load(range(len(self._names)), self._device)
+                if self._waiting[self._names[place]]
+            }
         with as_safetensor_errors("prefetching", OSError):
             found = self._native.next()
         if found is None or file is None:

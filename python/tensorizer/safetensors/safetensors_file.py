@@ -12,6 +12,7 @@ from .._locks import ForkSafeLock
 from ..file.slices import ranges_of
 from ..file.tensor_file import TensorFile
 from ..streams.addresses import is_address
+from ..tensors import fake_mode
 from .errors import SafetensorError, as_safetensor_errors
 
 #: safetensors' names of the dtypes, by torch's name without ``torch.``, and the number of elements
@@ -233,7 +234,7 @@ class SafetensorsFile:
 
     def _mapping(self) -> Mapping[int, torch.Tensor]:
         """Return the tensors that are used in a mapping of the file, which is made once."""
-        if not self._maps_tensors:
+        if not self._maps_tensors or fake_mode.is_active():
             return {}
         with self._lock.current():
             if self._mapped is None:

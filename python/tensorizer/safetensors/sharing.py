@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..file.to_safetensors import extent
+from ..tensors import fake_mode
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage; 0 if it has none."""
+    if fake_mode.is_fake(tensor):
+        return 0
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from .. import _native
+from . import fake_mode
 
 #: The native module's number for the CPU; CUDA devices have their index.
 CPU = -1
@@ -14,7 +15,7 @@ CPU = -1
 
 def number(device: torch.device) -> int:
     """Return the native module's number for a device; that of the CPU if it does not support it."""
-    if device.type != "cuda":
+    if device.type != "cuda" or fake_mode.is_active():
         return CPU
     # torch raises its own errors here, such as that this process was forked.
     torch.cuda.init()

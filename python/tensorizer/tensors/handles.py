@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .._native import Handle
-from . import sharding, subclasses
+from . import fake_mode, sharding, subclasses
 
 _lend = torch.ops.tensorizer._lend.default
 _refuse_short = torch.ops.tensorizer._refuse_short.default
@@ -18,14 +18,15 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 def lend(tensors: Sequence[torch.Tensor]) -> Handle:
     """Lend tensors to a native call, while it runs or the handle lives."""
     handle = Handle()
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), fake_mode.suspended():
         _lend(handle.number, tensors)
     return handle
 
 
 def take(handle: Handle) -> list[torch.Tensor]:
     """Return the tensors that a native call has loaded."""
-    tensors: list[torch.Tensor] = _take(handle.number)
+    with fake_mode.suspended():
+        tensors: list[torch.Tensor] = _take(handle.number)
     return tensors
 
 
@@ -42,7 +43,7 @@ def refuse_short(tensors: Iterable[tuple[object, torch.Tensor | None]]) -> None:
     if len(plain) < len(there):
         local = [(name, sharding.local_of(tensor)) for name, tensor in there]
         plain = [(name, tensor) for name, tensor in local if subclasses.reason(tensor) is None]
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), fake_mode.suspended():
         _refuse_short([name for name, _ in plain], [tensor for _, tensor in plain])
 
 

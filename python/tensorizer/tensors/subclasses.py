@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._types import Name
+from . import fake_mode
 from .sharding import is_sharded
 
 #: Attributes that trainers attach to parameters and make anew: gradients, and cast copies.
@@ -38,6 +39,8 @@ def reason(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
     if kind in _PLAIN:
         return _NESTED if tensor.is_nested else None
+    if fake_mode.is_fake(tensor):
+        return fake_mode.REASON
     if is_sharded(tensor):
         return (
             f"{kind.__name__}, of which this process has a part: tensorizer.save and "
