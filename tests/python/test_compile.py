@@ -5,9 +5,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import tensorizer
 import torch
 from conftest import TENSORS, assert_same, whole_numbers
 from safetensors.torch import save_file
+from tensorizer.torch_compat import tensorizer_loading, tensorizer_saving
 
 pytestmark = pytest.mark.usefixtures("without_graphs_of_others")
 
@@ -369,3 +371,80 @@ def test_an_unknown_torch_loses_the_dict_form_only(path, monkeypatch):
         assert_all_same(compiled(path, X), by_list(path, X))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(by_dict, backend="aot_eager", fullgraph=True)(path, torch.ones(4))
+
+
+def _save(path, x):
+    tensorizer.save({"x": x * 2}, path)
+
+
+def _serialize(path, x):
+    with tensorizer.TensorSerializer(path) as file:
+        file.write_tensor(0, "x", tensorizer.TensorType.PARAM, x * 2)
+
+
+def _load(path, x):
+    tensorizer.save({"x": x * 2}, path)
+    x.copy_(tensorizer.load(path, "cpu")["x"] / 2)
+
+
+def _load_into(path, x):
+    _save(path, x)
+    tensorizer.load(path, out={"x": x})
+    x.mul_(0.5)
+
+
+def _iterate(path, x):
+    _save(path, x)
+    x.copy_(dict(tensorizer.iterate(path, "cpu"))["x"] / 2)
+
+
+def _load_module(path, x):
+    module = torch.nn.Module()
+    module.register_buffer("x", torch.zeros(4))
+    _save(path, x)
+    with tensorizer.TensorDeserializer(path, "cpu", lazy_load=True) as file:
+        file.load_into_module(module)
+    x.copy_(module.x / 2)
+
+
+def _safetensors(path, x):
+    tensorizer.safetensors.save_file({"x": x * 2}, path)
+    with tensorizer.safetensors.safe_open(path, "pt") as file:
+        x.copy_(file.get_tensor("x") / 2)
+
+
+def _pair(path, x):
+    with tensorizer_saving():
+        torch.save({"x": x * 2}, path)
+    with tensorizer_loading():
+        x.copy_(torch.load(path)["x"] / 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [_save, _serialize, _load, _load_into, _iterate, _load_module, _safetensors, _pair],
+)
+def test_python_calls_break_the_graph(call, tmp_path):
+    @torch.compile(backend="aot_eager")
+    def function(x):
+        y = x + 1
+        call(tmp_path / "f", y)
+        return y + 1
+
+    for start in (torch.zeros(4), torch.ones(4)):
+        assert_same(function(start), start + 2)
+        if call in (_save, _serialize):
+            assert_same(tensorizer.load(tmp_path / "f", "cpu")["x"], start * 2 + 2)
+
+
+def test_python_calls_are_refused_where_a_graph_cannot_break(tmp_path):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return x + tensorizer.load(path)["x"]
+
+    path = str(tmp_path / "f")
+    tensorizer.save({"x": X}, path)
+    with pytest.raises(RuntimeError, match=r"cannot be traced.*torch\.ops\.tensorizer\.load"):
+        torch.export.export(Model(), (X,), strict=False)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="marked as skipped"):
+        torch.compile(Model(), backend="eager", fullgraph=True)(X)

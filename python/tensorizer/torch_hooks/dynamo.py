@@ -72,6 +72,20 @@ def _make_handlers(function: type) -> _Handlers:
     }
 
 
+def break_graphs(trace_rules: ModuleType) -> None:
+    """Make Dynamo leave calls of this package's Python code to Python, as those of ``torch.save``.
+
+    This is ``torch.compiler.disable`` for all of it, without the import of Dynamo, which takes
+    longer than that of torch. ``trace_rules`` is ``torch._dynamo.trace_rules``.
+    """
+    for package in _PACKAGES:
+        trace_rules.add(package)
+
+
+#: The packages of this distribution that programs call.
+_PACKAGES = ("tensorizer", "tensorizer_engines", "tensorizer_sglang", "tensorizer_vllm")
+
+
 def extend_dynamo(variables: ModuleType) -> None:
     """Extend the table of functions that Dynamo knows. It is private, and built on first use.
 

@@ -6,7 +6,7 @@ import torch
 
 from .. import _native  # noqa: F401  # the import of the native module defines the operators
 from ..tensors.handles import dtype_of
-from .dynamo import extend_dynamo
+from .dynamo import break_graphs, extend_dynamo
 from .import_hook import when_imported
 from .inductor import keep_order
 
@@ -46,5 +46,6 @@ def _begin(uri: str) -> torch.Tensor:
     return torch.empty(0)
 
 
+when_imported("torch._dynamo.trace_rules", break_graphs)
 when_imported("torch._dynamo.variables.torch", extend_dynamo)
 when_imported("torch._inductor.lowering", keep_order)
