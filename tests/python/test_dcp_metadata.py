@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_planners import Halves, fails, load, save
 from dcp_plans import content_of, names_of, plans_of, saved, write_item
 from tensorizer import FormatError
-from tensorizer.distributed import Writer, grids, items, layout, save_plan
+from tensorizer.distributed import Reader, Writer, grids, items, layout, save_plan
 from tensorizer.distributed.layout import sealed
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.planner import SavePlan
@@ -226,3 +226,20 @@ def test_tensors_without_grids_have_the_first_version(tmp_path):
     content = json.loads((tmp_path / "c/checkpoint.json").read_bytes())
     assert content["version"] == 1
     assert "orders" not in content
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Writer("x", hashes="sha"), "hashes must be 'all' or 'crc32'"),
+        (lambda: Writer("x", encryption=b"key"), "encryption must be EncryptionParams"),
+        (lambda: Writer("hf://a/b"), "can only be opened for reading"),
+        (lambda: Writer().reset("https://host/b"), "can only be opened for reading"),
+        (lambda: Reader("x", verify_hash="sha"), "verify_hash must be a bool or 'crc32'"),
+        (lambda: Reader("x", num_readers=0), "num_readers must be at least 1"),
+        (lambda: Reader("x", encryption="key"), "encryption must be DecryptionParams"),
+    ],
+)
+def test_options_are_checked_where_they_are_given(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()

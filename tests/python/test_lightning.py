@@ -41,6 +41,12 @@ def assert_same(found, state):
         assert all(torch.equal(mine["state"][number][name], one) for name, one in values.items())
 
 
+@pytest.mark.parametrize("arguments", [{"saving": {"hashs": 1}}, {"loading": {"num_readers": 0}}])
+def test_arguments_are_checked_where_they_are_given(arguments):
+    with pytest.raises((TypeError, ValueError), match="'hashes'|num_readers must be at least 1"):
+        TensorizerCheckpointIO(**arguments)
+
+
 def test_both_halves_are_saved_loaded_and_removed(tmp_path, state):
     plugin, path = TensorizerCheckpointIO(), tmp_path / "new/folder/epoch=3.ckpt"
     plugin.save_checkpoint(state, path)

@@ -1,6 +1,7 @@
 """torch.save and torch.load inside tensorizer_saving() and tensorizer_loading()."""
 
 import asyncio
+import functools
 import inspect
 import io
 import logging
@@ -286,10 +287,45 @@ def test_options_reach_the_reader(pair):
     for name, value in (("dtype", torch.float16), ("filter_func", bool)):
         with pytest.raises(ValueError, match=name):
             load(pair, {name: value})
-    with pytest.raises(TypeError, match="unheard"):
-        load(pair, {"unheard": 1})
-    with pytest.raises(TypeError, match="unheard"):
-        save(state(), pair, unheard=1)
+    calls = []
+    load(pair, {"progress": lambda done, total: calls.append((done, total))})
+    assert calls
+    assert calls[-1][0] == calls[-1][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("block", "options", "message"),
+    [
+        (tensorizer_saving, {"hashs": "all"}, r"tensorizer_saving\(\).*'hashs'.*'hashes'"),
+        (tensorizer_saving, {"verify_hash": True}, "TensorSerializer does not have"),
+        (tensorizer_saving, {"hashes": "sha"}, "hashes must be 'all' or 'crc32'"),
+        (tensorizer_saving, {"alignment": 3}, "alignment must be a power of two"),
+        (tensorizer_saving, {"encryption": b"key"}, "encryption must be EncryptionParams"),
+        (tensorizer_saving, {"limit_cpu_concurrency": 0}, "at least 1"),
+        (tensorizer_saving, {"metadata": {"a": 1}}, "metadata must be a dict of strings"),
+        (tensorizer_saving, {"memory_limit": -1}, "memory_limit must be a positive number"),
+        (tensorizer_saving, {"file_obj": "hf://a/b"}, "can only be opened for reading"),
+        (tensorizer_loading, {"verify_hsh": 1}, r"tensorizer_loading\(\).*'verify_hash'"),
+        (tensorizer_loading, {"verify_hash": "sha"}, "verify_hash must be a bool or 'crc32'"),
+        (tensorizer_loading, {"num_readers": 0}, "num_readers must be at least 1"),
+        (tensorizer_loading, {"encryption": b"key"}, "encryption must be DecryptionParams"),
+        (tensorizer_loading, {"memory_limit": 0}, "memory_limit must be a positive number"),
+        (tensorizer_loading, {"cache_dir": 5}, "cache_dir must be the path of a folder"),
+        (tensorizer_loading, {"progress": 5}, "progress must be a bool or callable"),
+        (tensorizer_loading, {"device": "gpu"}, "there is no device 'gpu'"),
+    ],
+)
+def test_options_are_checked_where_they_are_given(block, options, message):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        block(**options)
+
+
+def test_options_of_the_callers_function_are_its_own(tmp_path):
+    kept = []
+    with tensorizer_saving(save_func=lambda _, tensors, options: kept.append(options), mine=1):
+        torch.save(state(), tmp_path / "a")
+    assert kept == [{"mine": 1}]
+    tensorizer_loading(load_func=lambda _, options: [], mine=1)
 
 
 # Blocks
@@ -321,6 +357,49 @@ def test_decorators(tmp_path):
     write("a")
     write("b")  # another block: the first one's storages are replaced
     assert_state(read("b"))
+
+
+def test_decorators_without_brackets_are_refused(tmp_path):
+    def name(file):
+        return f"{file}.side"
+
+    for block in (tensorizer_saving, tensorizer_loading):
+        message = rf"write @{block.__name__}\(\) above the function"
+        with pytest.raises(TypeError, match=message + " 'bare'"):
+
+            @block
+            def bare(config):
+                raise AssertionError(config)
+
+        with pytest.raises(TypeError, match=message + " 'method'"):
+
+            class _Trainer:
+                @block
+                @staticmethod
+                def method():
+                    raise AssertionError
+
+        for config in ({"lr": 1}, torch.nn.Linear(1, 1)):
+            with pytest.raises(TypeError, match=rf"write @{block.__name__}\(\) with brackets"):
+                block(name)(config)
+        with pytest.raises(TypeError, match="with brackets"):
+            block(name)()
+
+        async def later():
+            raise AssertionError
+
+        def parts():
+            yield
+
+        for function in (later, parts):
+            with pytest.raises(TypeError, match="whose code runs after the call: use `with"):
+                block()(function)
+
+    # Functions that name files stay what they were.
+    for file_obj in (name, lambda file: f"{file}.side", functools.partial("{}.side".format)):
+        tensorizer_saving(file_obj)(torch.save)(state(), tmp_path / "a")
+        with tensorizer_loading(file_obj):
+            assert_state(torch.load(tmp_path / "a"))
 
 
 def test_blocks_restore_the_functions_of_torch(tmp_path):

@@ -18,6 +18,7 @@ from torch.serialization import default_restore_location
 from .._errors import CryptographyError, FormatError, PairMismatchError
 from .._native import Reader
 from ..file.arguments import resolve_device
+from ..file.progress import ProgressReporter
 from ..file.tensor_file import TensorFile
 from ..streams.atomic import AtomicWriter
 from .pickling import PairRecord, StorageCollector, StorageProvider, saving_module
@@ -237,7 +238,9 @@ class StorageFileLoader(StorageProvider):
         options["mmap"] = True if self._mmap else options.get("mmap", False)
         # Each storage needs memory of its own.
         options["clone"] = True
-        with self._open(file, options) as opened:
+        options["progress"] = reporter = ProgressReporter(options.pop("progress", False))
+        with reporter, self._open(file, options) as opened:
+            reporter.total = opened.reader.data_len(range(len(opened)))
             return self._read(opened, self._numbers(opened), device)
 
     def _open(self, file: Any, options: dict[str, Any]) -> TensorFile:

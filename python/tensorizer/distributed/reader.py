@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
+from ..file.open_file import check_options
 from ..file.tensor_file import TensorFile
 from ..tensors import fake_mode
 from . import layout, other_formats
@@ -80,6 +81,7 @@ class Reader(StorageReader):
         weights_only: bool = True,
     ) -> None:
         super().__init__()
+        check_options(verify_hash=verify_hash, encryption=encryption, num_readers=num_readers)
         self._options: dict[str, Any] = {
             "verify_hash": verify_hash,
             "encryption": encryption,

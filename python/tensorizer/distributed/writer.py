@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .._types import Hashes, TensorType
+from ..file import file_writer
 from ..file.encryption import EncryptionParams
 from ..file.file_writer import FileWriter
 from ..file.tensor_file import in_batches
 from ..streams.addresses import is_address
-from ..streams.open import open_stream
+from ..streams.open import check_writable, open_stream
 from . import folders, layout, save_plan
 from .items import ItemLocation
 
@@ -49,6 +50,8 @@ class Writer(StorageWriter):
 
     Raises:
         OSError: A file cannot be written.
+        TypeError, ValueError: An option has a value that no save could use, or the address can only
+            be read.
         FileExistsError: There is a checkpoint, and ``overwrite`` is false.
         NotImplementedError: A tensor is sparse, quantized or nested.
 
@@ -63,7 +66,8 @@ class Writer(StorageWriter):
         overwrite: bool = True,
     ) -> None:
         super().__init__()
-        self._folder = None if uri is None else layout.folder_of(uri)
+        file_writer.check_options(encryption=encryption, hashes=hashes)
+        self._folder = None if uri is None else _writable_folder(uri)
         self._encryption, self._hashes, self._overwrite = encryption, hashes, overwrite
         self._rank, self._save_id = 0, ""
         self._folder_lock: folders.FolderLock | None = None
@@ -81,7 +85,7 @@ class Writer(StorageWriter):
         """Begin another checkpoint, in another folder if one is given."""
         self._folder_lock = None
         if checkpoint_id:
-            self._folder = layout.folder_of(checkpoint_id)
+            self._folder = _writable_folder(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Store the rank of this process, and make a new id for the save."""
@@ -184,6 +188,12 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
         """Return True if the argument is of a type that can name a folder."""
         return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _writable_folder(uri: str | os.PathLike[Any]) -> str:
+    if isinstance(uri, str):
+        check_writable(uri)
+    return layout.folder_of(uri)
 
 
 def _length(item: WriteItem) -> int:

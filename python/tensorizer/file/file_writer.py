@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import warnings
@@ -286,6 +287,16 @@ class FileWriter:
                 self.abandon()
         except Exception:
             logger.exception("a file that was not closed could not be finished")
+
+
+def check_options(**options: Any) -> None:
+    """Refuse options with which no file could be written.
+
+    Raises:
+        TypeError, ValueError: See :class:`FileWriter`, whose options these are.
+
+    """
+    FileWriter(io.BytesIO(), **options).abandon()
 
 
 def _is_ended(stream: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,12 @@ def of_dtype(dtype: object) -> str:
         if name is not None:
             return f": torch calls it {name!r}"
     return ": expected one such as 'bfloat16', 'float16', 'float32' or 'float64'"
+
+
+def of_option(name: str, known: Iterable[str]) -> str:
+    """Return a hint about an option that is not known."""
+    close = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def of_name(name: Name | int, names: Sequence[Name]) -> str:

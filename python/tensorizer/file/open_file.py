@@ -88,7 +88,8 @@ class OpenFile:
         wanted: Sequence[Name] | None = None,
         lazily: bool = False,
     ) -> None:
-        self.memory_limit = checked_memory_limit(memory_limit)
+        check_options(num_readers=num_readers, memory_limit=memory_limit, cache_dir=cache_dir)
+        self.memory_limit = memory_limit
         by_address = is_address(file_obj)
         self._stream = None if isinstance(file_obj, (str, bytes, os.PathLike, int)) else file_obj
         #: The path or address by which it can be opened again, or None.
@@ -107,7 +108,6 @@ class OpenFile:
         try:
             self.dtype = checked_dtype(dtype)
             self.verify = checked_verification(verify_hash)
-            check_num_readers(num_readers)
             self._num_readers = num_readers
             keep_heads = by_address and heads is not None and not heads
             opened = self._opener(file_obj, heads, cache_dir)
@@ -353,3 +353,25 @@ class OpenFile:
         reader = self.reader
         hint = hints.of_name(name, reader.names(range(len(reader))))
         return KeyError(f"Tensor {name!r} not found in {reader.uri}{hint}")
+
+
+def check_options(
+    *,
+    num_readers: int | None = None,
+    verify_hash: VerifyHash | None = False,
+    encryption: DecryptionParams | None = None,
+    memory_limit: int | None = None,
+    cache_dir: str | os.PathLike[Any] | None = None,
+) -> None:
+    """Refuse options with which no file could be read.
+
+    Raises:
+        TypeError, ValueError: See :class:`OpenFile`.
+
+    """
+    check_num_readers(num_readers)
+    checked_verification(verify_hash)
+    native_decryption(encryption)
+    checked_memory_limit(memory_limit)
+    if cache_dir is not None and not isinstance(cache_dir, (str, bytes, os.PathLike)):
+        raise TypeError(f"cache_dir must be the path of a folder or None, not {cache_dir!r}")

@@ -125,12 +125,23 @@ def _open_address(
         return kind._of(uri, options, *part)
     if writable and mode[0] not in "wa":
         raise ValueError(f"{name}:// addresses can be opened with 'rb' and 'wb', not {mode!r}")
-    if not writable:
-        raise ValueError(
-            f"{name}:// addresses can only be opened for reading, not with {mode!r}"
-            + _INSTEAD.get(name, "")
-        )
+    check_writable(uri, mode)
     return UploadFile(create(uri, options))
+
+
+def check_writable(uri: str, mode: str = "wb") -> None:
+    """Refuse the address of a server that can only be read.
+
+    Raises:
+        ValueError: It is one, or of an unknown kind.
+
+    """
+    server = scheme(uri)
+    if server is not None and not server[1]:
+        raise ValueError(
+            f"{server[0]}:// addresses can only be opened for reading, not with {mode!r}"
+            + _INSTEAD.get(server[0], "")
+        )
 
 
 def s3_upload(  # noqa: PLR0917  # the order is that of the old package

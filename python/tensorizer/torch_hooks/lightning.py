@@ -47,6 +47,9 @@ class TensorizerCheckpointIO:
         loading: Mapping[str, Any] | None = None,
     ) -> None:
         self._saving, self._loading = dict(saving or {}), dict(loading or {})
+        # Refuses arguments that no checkpoint could use.
+        tensorizer_saving(**self._saving)
+        tensorizer_loading(**self._loading)
         loaded = [name for name in _INTERFACES if name.partition(".")[0] in sys.modules]
         for name in loaded or _INTERFACES:
             # Trainers check that a plugin is an instance of this interface. Neither package must be

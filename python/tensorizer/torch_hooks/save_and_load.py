@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -20,6 +20,12 @@ from torch import _weights_only_unpickler as restricted
 from .._errors import PairMismatchError
 from .._locks import ForkSafeLock
 from .._native import local_path
+from ..checkpoints.block_options import (
+    check_decorated,
+    check_decoration,
+    check_loading,
+    check_saving,
+)
 from ..checkpoints.pairs import (
     MAX_ATTEMPTS,
     LoadFunc,
@@ -281,10 +287,41 @@ def _with_signature(
     return function
 
 
-@contextlib.contextmanager
+class _Block(contextlib.ContextDecorator):
+    """A block, or the decorator of a function that runs in one.
+
+    Args:
+        name: The public name of the block.
+        variable: The variable that has the innermost block.
+        make: A function that makes the settings of one block.
+
+    """
+
+    def __init__(self, name: str, variable: ContextVar[Any], make: Callable[[], Any]) -> None:
+        self._name, self._variable, self._make = name, variable, make
+        self._outer: list[Any] = []
+
+    def _recreate_cm(self) -> _Block:
+        return _Block(self._name, self._variable, self._make)
+
+    def __call__(self, *function: Any, **kwargs: Any) -> Any:
+        check_decorated(self._name, function[0] if len(function) == 1 and not kwargs else None)
+        return super().__call__(function[0])
+
+    def __enter__(self) -> None:
+        made = self._make()
+        _patch.__enter__()
+        self._outer.append(self._variable.get())
+        self._variable.set(made)
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.set(self._outer.pop())
+        _patch.__exit__()
+
+
 def tensorizer_saving(
     file_obj: Any = None, *, save_func: SaveFunc | None = None, **serializer_kwargs: Any
-) -> Iterator[None]:
+) -> _Block:
     """Make ``torch.save`` write storages to a ``.tensors`` file, in a block or a function.
 
     Torch's own file still holds all other data, including the dtypes, shapes and strides of the
@@ -307,6 +344,9 @@ def tensorizer_saving(
         serializer_kwargs: Further arguments of :class:`TensorSerializer`, such as ``encryption``.
 
     Raises:
+        TypeError, ValueError: An argument is not one of :class:`TensorSerializer`, or has a value
+            that it refuses; or the block is used as a decorator without brackets, or of a
+            coroutine or generator.
         OSError, TypeError, ValueError: By ``torch.save``; see :class:`TensorSerializer`. A
             ``TypeError`` is also raised for a file without a name. A ``ValueError`` is also raised
             for a ``pickle_module``, and if the storages of two objects would get the same file.
@@ -314,23 +354,19 @@ def tensorizer_saving(
             files, because it would wait forever.
 
     """
-    outer = _saving.get()
-    with _patch:
-        _saving.set(_SavingBlock(file_obj, save_func, serializer_kwargs))
-        try:
-            yield
-        finally:
-            _saving.set(outer)
+    name = "tensorizer_saving"
+    check_decoration(name, file_obj, sys._getframe(1))
+    check_saving(file_obj, serializer_kwargs, for_function=save_func is not None)
+    return _Block(name, _saving, lambda: _SavingBlock(file_obj, save_func, serializer_kwargs))
 
 
-@contextlib.contextmanager
 def tensorizer_loading(
     file_obj: Any = None,
     *,
     load_func: LoadFunc | None = None,
     suppress_weights_only: bool = False,
     **deserializer_kwargs: Any,
-) -> Iterator[None]:
+) -> _Block:
     """Make ``torch.load`` read storages from a ``.tensors`` file, in a block or a function.
 
     Files in torch's own format load as usual. ``map_location`` is respected. Without it, storages
@@ -355,28 +391,21 @@ def tensorizer_loading(
             not raised if a save was killed between the two files, or is between them now: then the
             right file is read under its hidden name, with a ``RuntimeWarning``.
         OSError, ValueError, CryptographyError: By ``torch.load``: see :class:`TensorDeserializer`.
-        ValueError: ``dtype`` or ``filter_func`` is given. Storages are bytes without a dtype, and
+        TypeError, ValueError: At once, as for :func:`tensorizer_saving`. A ``ValueError`` is also
+            raised if ``dtype`` or ``filter_func`` is given: storages are bytes without a dtype, and
             all of them are needed.
 
     """
-    for name in ("dtype", "filter_func"):
-        if deserializer_kwargs.get(name) is not None and load_func is None:
-            raise ValueError(
-                f"{name} cannot be applied to storages, which are bytes: use it on what torch.load "
-                "returns"
-            )
+    name = "tensorizer_loading"
+    check_decoration(name, file_obj, sys._getframe(1))
+    check_loading(deserializer_kwargs, for_function=load_func is not None)
     if suppress_weights_only:
         warnings.warn(
             "suppress_weights_only lets files run any code while they are loaded: rather pass "
             "weights_only=False to torch.load, for files that you trust",
-            stacklevel=3,
+            stacklevel=2,
         )
-    outer = _loading.get()
-    with _patch:
-        _loading.set(
-            _LoadingBlock(file_obj, load_func, suppress_weights_only, dict(deserializer_kwargs))
-        )
-        try:
-            yield
-        finally:
-            _loading.set(outer)
+    options = dict(deserializer_kwargs)
+    return _Block(
+        name, _loading, lambda: _LoadingBlock(file_obj, load_func, suppress_weights_only, options)
+    )
