@@ -33,6 +33,7 @@ FOLDERS = [
         "_installation_check",
         "_locks",
         "_native",
+        "_numbers",
         "_types",
     },
     {"group", "tensors", "modules", "streams"},

@@ -3,11 +3,13 @@
 import asyncio
 import io
 import pickle
+import re
 
 import pytest
 import tensorizer
 import torch
 from tensorizer import TensorDeserializer
+from tensorizer.stream_io import open_stream
 
 TENSORS = {"a": torch.arange(4), "b": torch.ones(2, 3), "c": torch.zeros(5)}
 
@@ -39,6 +41,34 @@ def test_which_hashes_are_saved(path, tmp_path):
     tensorizer.load(tmp_path / "crc", verify_hash=True)
     with pytest.raises(ValueError, match="hashes must be 'all' or 'crc32', not .md5"):
         tensorizer.save(TENSORS, tmp_path / "crc", hashes="md5")
+
+
+@pytest.mark.parametrize(
+    ("option", "least", "call"),
+    [
+        ("alignment", 1, lambda path, **given: tensorizer.save(TENSORS, path, **given)),
+        ("limit_cpu_concurrency", 1, tensorizer.TensorSerializer),
+        ("memory_limit", 1, lambda path, **given: tensorizer.save(TENSORS, path, **given)),
+        ("max_shard_size", 1, lambda path, **given: tensorizer.save(
+            TENSORS, path.with_suffix(".safetensors"), **given)),
+        ("num_readers", 1, tensorizer.load),
+        ("memory_limit", 1, tensorizer.iterate),
+        ("buffer_bytes", 1, tensorizer.iterate),
+        ("begin", 0, open_stream),
+        ("end", 0, open_stream),
+        ("since", 0, lambda _, **given: tensorizer.stats(**given)),
+        ("limit", 0, lambda _, **given: tensorizer.set_pinned_limit(**given)),
+    ],
+)  # fmt: skip
+def test_numbers_out_of_range_are_refused_by_the_name_of_the_option(option, least, call, path):
+    for value in (least - 1, 1 << 63, 1 << 70):
+        with pytest.raises(ValueError, match=f"{option} must be .*, not {value}"):
+            call(path, **{option: value})
+    for value in (True, 1.5, [1]):
+        with pytest.raises(
+            TypeError, match=f"{option} must be an int.*, not {re.escape(repr(value))}"
+        ):
+            call(path, **{option: value})
 
 
 def test_a_save_is_awaited(tmp_path):

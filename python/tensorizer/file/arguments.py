@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .._numbers import check_number
 from .._types import NameT, VerifyHash
 from ..tensors import fake_mode
 from . import hints
@@ -98,25 +99,12 @@ def checked_verification(verify_hash: VerifyHash | None) -> str:
 
 def check_num_readers(num_readers: int | None) -> None:
     """Refuse a number of readers that is neither None nor a positive ``int``."""
-    if num_readers is None:
-        return
-    if not isinstance(num_readers, int) or isinstance(num_readers, bool):
-        raise TypeError(
-            f"num_readers must be an int or None, not {num_readers!r}: None chooses automatically"
-        )
-    if num_readers < 1:
-        raise ValueError(f"num_readers must be at least 1, not {num_readers}")
+    check_number("num_readers", num_readers, hint=": None chooses automatically")
 
 
 def checked_memory_limit(memory_limit: int | None) -> int | None:
     """Return the limit in bytes, after checking that it is None or a positive ``int``."""
-    if memory_limit is None:
-        return None
-    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool):
-        raise TypeError(
-            f"memory_limit must be an int or None, not {memory_limit!r}: a number of bytes, such "
-            "as 1_000_000_000"
-        )
-    if not 0 < memory_limit < 1 << 63:
-        raise ValueError(f"memory_limit must be a positive number of bytes, not {memory_limit}")
+    hint = ": a number of bytes, such as 1_000_000_000"
+    wanted = "a positive number of bytes"
+    check_number("memory_limit", memory_limit, wanted=wanted, hint=hint)
     return memory_limit

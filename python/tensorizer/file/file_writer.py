@@ -14,6 +14,7 @@ import torch
 
 from .._errors import GroupError
 from .._native import Handle, Writer
+from .._numbers import check_number
 from .._types import Hashes, Name, TensorType
 from ..streams.addresses import open_address
 from ..streams.atomic import AtomicRandom
@@ -80,9 +81,13 @@ class FileWriter:
         # True if a file that is never closed would have tensors worth keeping.
         self._complete = False
         self.total_tensor_bytes = 0
+        check_number("alignment", alignment, optional=False)
+        check_number("limit_cpu_concurrency", limit_cpu_concurrency)
+        if hashes not in ("all", "crc32"):
+            raise ValueError(f"hashes must be 'all' or 'crc32', not {hashes!r}")
         options = {
             "alignment": alignment,
-            "threads": _checked_concurrency(limit_cpu_concurrency),
+            "threads": limit_cpu_concurrency,
             "hashes": hashes,
             "encryption": native_encryption(encryption),
             "metadata": _metadata_pairs(metadata),
@@ -319,16 +324,6 @@ def _metadata_pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]
                 f"metadata must be valid Unicode, found a lone surrogate: {error}"
             ) from None
     return list(metadata.items())
-
-
-def _checked_concurrency(limit: int | None) -> int | None:
-    if limit is None:
-        return None
-    if not isinstance(limit, int):
-        raise TypeError(f"limit_cpu_concurrency must be an int or None, not {limit!r}")
-    if limit < 1:
-        raise ValueError(f"limit_cpu_concurrency must be at least 1, not {limit}")
-    return limit
 
 
 def _open(file_obj: Any, options: dict[str, Any]) -> Writer:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from .._numbers import check_number
 from .._types import FilterFuncType, Head, Name, NameT, VerifyHash
 from ..tensors import fake_mode
 from ..tensors.sharding import Shard
@@ -100,8 +101,7 @@ def iterate(
         GroupError: Another member of the group was lost, interrupted, or has closed its iterator.
 
     """
-    if buffer_bytes < 1:
-        raise ValueError(f"buffer_bytes must be positive, not {buffer_bytes}")
+    check_number("buffer_bytes", buffer_bytes, wanted="positive", optional=False)
     if order not in ("file", "ready"):
         raise ValueError(f'order must be "file" or "ready", not {order!r}')
     if device_or_function(device)[1] is not None:

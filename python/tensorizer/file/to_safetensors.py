@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._numbers import check_number
 from ..streams.open import open_stream
 from ..tensors import sharding, subclasses
 from .file_writer import FileWriter
@@ -215,8 +216,7 @@ def _bytes(size: int | str) -> int:
         if found is None or unit is None:
             raise ValueError(f"expected bytes as in 5000000000, '5GB' or '4GiB', found {size!r}")
         size = int(found[1]) * unit
-    if size < 1:
-        raise ValueError(f"max_shard_size must be positive, not {size}")
+    check_number("max_shard_size", size, wanted="positive", optional=False)
     return size
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._numbers import check_number
 from .errors import SafetensorError
 from .prefetch_plan import plan_tensors
 from .prefetching import PrefetchLoader
@@ -238,8 +239,7 @@ class safe_open:
             raise SafetensorError(f"prefetch loads to cuda devices, not {to}")
         if not isinstance(threads, int) or threads < 0:
             raise TypeError(f"argument 'threads': expected a number of threads, found {threads!r}")
-        if buffer_bytes is not None and buffer_bytes < 1:
-            raise ValueError(f"buffer_bytes must be positive, not {buffer_bytes}")
+        check_number("buffer_bytes", buffer_bytes, wanted="positive")
         readers = None if threads == _DEFAULT_THREADS else max(1, threads)
         tensors = plan_tensors(opened, plan)
         return PrefetchLoader(opened, tensors, to, readers=readers, buffer_bytes=buffer_bytes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .._native import create, local_path, scheme
+from .._numbers import check_number
 from .atomic import AtomicRandom, AtomicWriter
 from .certificates import CAInfo, certificate_options
 from .endpoints import assigned_endpoint
@@ -80,6 +81,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     normal = "".join(sorted(mode, key="rwxab+".find))
     if normal not in _MODES:
         raise ValueError(f"expected a binary mode such as 'rb', found {mode!r}")
+    for name, position in (("begin", begin), ("end", end)):
+        check_number(name, position, least=0, wanted="at least 0")
     server = scheme(path_uri) if isinstance(path_uri, str) else None
     if isinstance(path_uri, str) and server is not None:
         if s3_signature_version not in (None, "v4", "s3v4"):

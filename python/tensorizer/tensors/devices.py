@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from .. import _native
+from .._numbers import check_number
 from . import fake_mode
 
 #: The native module's number for the CPU; CUDA devices have their index.
@@ -61,6 +62,7 @@ def stats(since: int | None = None) -> dict[str, Any] | list[dict[str, Any]] | _
         (staging memory that the process keeps).
 
     """
+    check_number("since", since, least=0, wanted="at least 0")
     return _native.stats() if since is None else _native.stats_since(since)
 
 
@@ -72,6 +74,8 @@ def set_pinned_limit(limit: int) -> None:
             value of ``TENSORIZER_PINNED_MB``.
 
     """
+    wanted = "a number of bytes"
+    check_number("limit", limit, least=0, wanted=wanted, optional=False)
     _native.set_pinned_limit(limit)
 
 
