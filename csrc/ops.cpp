@@ -225,7 +225,26 @@ void load_into_one(std::string uri, std::string name, at::Tensor out, bool verif
   load_into(std::move(uri), {std::move(name)}, {out}, verify, num_readers, key);
 }
 
+// Has the Python package, if it is loaded, refuse tensors without elements that stand for others:
+// these differ from empty tensors by their Python class and attributes alone.
+void refuse_without_data(const Names& names, const std::vector<at::Tensor>& tensors) {
+  Names some;
+  std::vector<at::Tensor> empty;
+  for (std::size_t at = 0; at < std::min(names.size(), tensors.size()); ++at) {
+    const auto& tensor = tensors[at];
+    if (!tensor.defined() || tensor.is_meta() || tensor.layout() != at::kStrided) continue;
+    if (tensor.is_nested() || tensor.numel() != 0) continue;
+    some.push_back(names[at]);
+    empty.push_back(tensor);
+  }
+  static const auto op =
+      find<void(Names, std::vector<at::Tensor>)>("tensorizer::_refuse_without_data", "");
+  const bool is_python = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+  if (is_python && !empty.empty()) op.call(std::move(some), std::move(empty));
+}
+
 void save_list(std::string uri, Names names, std::vector<at::Tensor> tensors, Key key) {
+  refuse_without_data(names, tensors);
   const TensorList list(std::move(tensors));
   checked([&] { op_save(str(uri), strings(names), list, key_bytes(key)); });
 }
@@ -351,6 +370,8 @@ void define(torch::Library& library) {
   library.def("_refuse_short(str[] names, Tensor[] tensors) -> ()",
               torch::dispatch(explicit_, TORCH_FN(refuse_short)));
   accept_every_tensor(library, "_refuse_short", TORCH_FN(refuse_short));
+  // Its kernel is in Python.
+  library.def("_refuse_without_data(str[] names, Tensor[] tensors) -> ()");
   library.def("_take(int handle) -> Tensor[]", torch::dispatch(explicit_, TORCH_FN(take)));
 }
 

@@ -184,14 +184,38 @@ pub fn to_save<'t>(names: &[String], tensors: &'t TensorList) -> Result<Vec<Save
         )));
     }
     let mut devices = LentDevices::default();
-    names
+    let found = names
         .iter()
         .enumerate()
         .map(|(at, name)| {
             let name = Name::from_stored_or_key(name).map_err(Error::InvalidArgument)?;
             one_to_save(name, TensorKind::StateDict, 0, tensors, at, &mut devices)
         })
-        .collect()
+        .collect::<Result<Vec<_>>>()?;
+    refuse_meta(&found)?;
+    Ok(found)
+}
+
+/// The most names in a message.
+const MAX_SHOWN: usize = 20;
+
+/// Refuses tensors of the meta device, which have no data, by their names.
+fn refuse_meta(tensors: &[SaveTensor<'_>]) -> Result<()> {
+    let without_data = tensors.iter().filter(|one| matches!(one.data, TensorData::Meta));
+    let names: Vec<String> = without_data.map(|one| format!("`{}`", one.name)).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let some: Vec<&str> = names.iter().take(MAX_SHOWN).map(String::as_str).collect();
+    let more = if names.len() > MAX_SHOWN { ", ..." } else { "" };
+    Err(Error::InvalidArgument(format!(
+        "on the meta device, and without data: {} of {} tensors: {}{more}: materialize them with \
+         their weights, or leave them out (in Python, tensorizer.save(allow_meta=True) records \
+         names and shapes alone)",
+        names.len(),
+        tensors.len(),
+        some.join(", ")
+    )))
 }
 
 /// Returns the error for a tensor that the C++ side refuses.

@@ -143,7 +143,7 @@ def _encrypts(command: argparse.ArgumentParser, prefix: str, title: str) -> None
     _secrets(command, prefix, title)
 
 
-def _loads(command: argparse.ArgumentParser) -> None:
+def _loads(command: argparse.ArgumentParser, skips_objects: bool) -> None:
     command.add_argument(
         "--readers", type=_readers, metavar="N", help="threads that read at once; automatic"
     )
@@ -154,6 +154,13 @@ def _loads(command: argparse.ArgumentParser) -> None:
         help="most bytes in flight, such as 64MiB, including the tensors of a copy",
     )
     command.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
+    if skips_objects:
+        command.add_argument(
+            "--skip-objects",
+            action="store_true",
+            help="leave out tensors of a torch.save checkpoint that no name reaches, as those "
+            "inside objects; without it they are an error",
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,11 +186,11 @@ def _parser() -> argparse.ArgumentParser:
         for file in files:
             is_read = file in ("file", "other")
             made.add_argument(file, metavar=file.upper(), type=_read if is_read else str)
-        made.set_defaults(quiet=False, json=False)
+        made.set_defaults(quiet=False, json=False, skip_objects=False)
         if name != "completion":
             made.add_argument("--json", action="store_true", help="print one JSON object")
         if name not in {"ls", "info", "cache", "keygen", "completion"}:
-            _loads(made)
+            _loads(made, name in {"cp", "encrypt", "diff"})
         return made
 
     def copies(name: str, text: str) -> argparse.ArgumentParser:

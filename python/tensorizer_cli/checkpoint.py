@@ -77,6 +77,7 @@ class _CheckpointFile(BatchedFile):
         self.total = sum(self.data_lens)
         self.metadata = {}
         self.left_out = self._whole.objects
+        self.unreached = []
         self.memory_limit = None
         self.heads = []
         self._first: TensorFile | None = None

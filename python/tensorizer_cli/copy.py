@@ -23,7 +23,7 @@ from . import keys, redis_target, targets
 from .checkpoint import open_file
 from .compare import DAMAGES, differences
 from .file import BatchedFile
-from .file_description import size
+from .file_description import plain, size, text
 from .output import Report, plural, without_password
 from .progress import ProgressBar
 
@@ -71,6 +71,7 @@ def _run(
     limit = options.memory_limit
     with open_file(options.file, params, options.readers, loads_all, limit) as source:
         source.check_key(*hint)
+        source.refuse_unreached(options.skip_objects)
         if options.verify and not source.reader.seekable:
             raise ValueError(
                 f"--verify reads {source.shown} twice, but it can only be read once, front to back"
@@ -105,6 +106,11 @@ def _run(
     if source.left_out:
         names = ", ".join(source.left_out[:_SHOWN]) + (", ..." * (len(source.left_out) > _SHOWN))
         report.done(f"left out (not tensors): {plural(len(source.left_out), 'object')} ({names})")
+    for line in source.unreached:
+        report.done(f"left out: {line}")
+    without_data = [source.reader.name(number) for number in source.without_data()]
+    for name in without_data:
+        report.done(f"{text(name)} has no data, as in {source.shown}")
     if options.verify:
         report.done(
             f"{plural(len(found), 'difference')} between {source.shown} and {target}"
@@ -119,6 +125,7 @@ def _run(
         bytes=source.total,
         seconds=round(seconds, 6),
         bytes_per_second=round(rate),
+        without_data=[plain(name) for name in without_data],
         **checked,
     )
     return _DIFFERENT if found else 0
@@ -209,6 +216,7 @@ def _copy(
             clear_metadata=True,
             memory_limit=limit,
             reserved_memory=kept,
+            allow_meta=True,
         ) as writer,
         ProgressBar(source.total, options) as progress,
     ):

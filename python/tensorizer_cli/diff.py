@@ -26,6 +26,8 @@ def run(options: argparse.Namespace) -> int:
         open_file(options.file, None, options.readers, memory_limit=limit) as file,
         open_file(options.other, None, options.readers, memory_limit=limit) as other,
     ):
+        for one in (file, other):
+            one.refuse_unreached(options.skip_objects)
         _decrypt(file, other, options)
         with ProgressBar(file.total, options) as progress:
             for found, line in differences(file, other, progress):

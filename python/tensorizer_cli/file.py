@@ -50,6 +50,7 @@ class BatchedFile(FileDescription):
             memory_limit=memory_limit,
         )
         super().__init__(str(file), self._file.reader, self._file.heads)
+        self.unreached = self._file.left_out
         self.memory_limit = effective_memory_limit(memory_limit)
 
     def __enter__(self) -> BatchedFile:
@@ -69,6 +70,22 @@ class BatchedFile(FileDescription):
             raise CryptographyError(
                 f"{self.shown} is encrypted, and decryption was not requested: {hint}"
             )
+
+    def refuse_unreached(self, skip_objects: bool) -> None:
+        """Refuse a checkpoint with tensors that no name reaches, unless they may be left out.
+
+        Raises:
+            ValueError: There are such tensors; the message describes them.
+
+        """
+        if self.unreached and not skip_objects:
+            raise ValueError(
+                f"{self.shown} holds {'; '.join(self.unreached)}: --skip-objects leaves them out"
+            )
+
+    def without_data(self) -> list[int]:
+        """Return the numbers of the tensors that have a shape, but no data."""
+        return [number for number in range(len(self)) if self.is_meta(number)]
 
     def damaged_objects(self) -> Iterator[tuple[str, Exception]]:
         """Yield damaged objects that are no tensors: files have none."""

@@ -44,6 +44,8 @@ class FileDescription:
         self.total: int = sum(self.data_lens)
         #: The names of objects that are no tensors.
         self.left_out: list[str] = []
+        #: Descriptions of the tensors of a checkpoint of ``torch.save`` that no name reaches.
+        self.unreached: list[str] = []
 
     @property
     def first(self) -> Reader | None:

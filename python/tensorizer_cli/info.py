@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
         report.result(
             file=file.shown,
             **({"objects": file.left_out} if file.left_out else {}),
+            **({"unreached": file.unreached} if file.unreached else {}),
             format=file.reader.format,
             version=file.reader.version,
             encrypted=file.reader.encrypted,
@@ -79,6 +80,8 @@ def _facts(
         named = ", ".join(map(brief, file.left_out[:_MOST_OBJECTS]))
         more = len(file.left_out) - _MOST_OBJECTS
         yield "objects", named + (f" and {more:,} more" if more > 0 else "")
+    if file.unreached:
+        yield from _under("not loaded", file.unreached)
     yield from _under("dtypes", _dtypes(facts))
     encrypted = "XSalsa20-Poly1305: its data need a key" if file.reader.encrypted else "none"
     yield "encryption", encrypted

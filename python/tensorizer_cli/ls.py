@@ -27,10 +27,13 @@ def run(options: argparse.Namespace) -> int:
         )
         for name in file.left_out:
             report.finding(f"{shown(name)} is no tensor")
+        for line in file.unreached:
+            report.finding(f"not loaded: {line}")
         objects = {"objects": file.left_out} if file.left_out else {}
         report.result(
             file=file.shown,
             **objects,
+            **({"unreached": file.unreached} if file.unreached else {}),
             format=file.reader.format,
             files=file.reader.files(),
             metadata=metadata,

@@ -11,7 +11,7 @@ from . import keys
 from .checkpoint import open_file
 from .compare import DAMAGES
 from .file import BatchedFile
-from .file_description import plain
+from .file_description import plain, text
 from .output import Report, plural
 from .progress import ProgressBar
 
@@ -53,6 +53,9 @@ def run(options: argparse.Namespace) -> int:
                 report.finding(str(error))
                 damaged.append({"name": plain(file.reader.name(number)), "message": str(error)})
             progress.add(file.size(batch))
+    without_data = [file.reader.name(number) for number in file.without_data()]
+    for name in without_data:
+        report.finding(f"{text(name)} has no data: a load gives zeros")
     good = len(file) - len(damaged) if whole is None else 0
     damaged += damaged_objects
     try:
@@ -62,7 +65,13 @@ def run(options: argparse.Namespace) -> int:
         damaged.append({"name": None, "message": str(error)})
     are = "is as it was written" if 1 in (good, len(file)) else "are as they were written"
     report.summary(f"{good:,} of {plural(len(file), 'tensor')} {are}")
-    report.result(file=file.shown, tensors=len(file), bytes=file.total, damaged=damaged)
+    report.result(
+        file=file.shown,
+        tensors=len(file),
+        bytes=file.total,
+        without_data=[plain(name) for name in without_data],
+        damaged=damaged,
+    )
     return _DAMAGED if damaged else 0
 
 

@@ -26,7 +26,7 @@ KEY = bytes(range(32))
 @pytest.fixture
 def path(tmp_path):
     path = str(tmp_path / "f.tensors")
-    tensorizer.save(TENSORS, path)
+    tensorizer.save(TENSORS, path, allow_meta=True)
     return path
 
 
@@ -256,7 +256,7 @@ def test_readers(tmp_path, capsys):
 
 def test_one_difference(tmp_path, path, capsys):
     other = tmp_path / "g.tensors"
-    tensorizer.save(TENSORS | {"scalar": torch.tensor(6)}, other)
+    tensorizer.save(TENSORS | {"scalar": torch.tensor(6)}, other, allow_meta=True)
     assert run("diff", path, other) == 1
     assert capsys.readouterr().out == "scalar: 1 of 8 bytes differs\n1 difference\n"
     assert run("diff", "--quiet", path, other) == 1

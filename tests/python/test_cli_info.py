@@ -175,12 +175,17 @@ def test_hashes_and_places_as_they_are(folder, capsys):
     path = folder / "g.tensors"
     tensorizer.save({"a": torch.ones(3), "b": torch.ones(5)}, path, hashes="crc32")
     assert shown(capsys, path)[0]["hashes"] == ["CRC32, of 2 tensors with data"]
-    tensorizer.save({"a": torch.ones(3), "none": torch.empty(3, device="meta")}, path, alignment=1)
+    tensorizer.save(
+        {"a": torch.ones(3), "none": torch.empty(3, device="meta")},
+        path,
+        alignment=1,
+        allow_meta=True,
+    )
     facts, _ = shown(capsys, path)
     assert facts["hashes"] == ["CRC32 and SHA256, of 1 tensor with data"]
     [(_, start)] = [tensor for tensor in offsets(path) if tensor[0] == "a"]
     assert as_json(capsys, path)["alignment"] == start & -start
-    tensorizer.save({"none": torch.empty(3, device="meta")}, path)
+    tensorizer.save({"none": torch.empty(3, device="meta")}, path, allow_meta=True)
     facts, tables = shown(capsys, path)
     assert (facts["alignment"], facts["holds"]) == (
         ["no data"],

@@ -33,7 +33,7 @@ def tensors():
 @pytest.fixture
 def path(tmp_path, tensors):
     path = tmp_path / "f.tensors"
-    tensorizer.save(tensors, path)
+    tensorizer.save(tensors, path, allow_meta=True)
     return str(path)
 
 
@@ -72,7 +72,7 @@ def test_the_report_without_a_device(tmp_path):
 def test_meta_tensors_of_types_that_have_no_kernels(tmp_path):
     dtypes = [torch.float8_e4m3fn, torch.bits8, torch.uint16, torch.float4_e2m1fn_x2]
     tensors = {str(d): torch.empty(3, 2, dtype=d, device="meta") for d in dtypes}
-    tensorizer.save(tensors, tmp_path / "f")
+    tensorizer.save(tensors, tmp_path / "f", allow_meta=True)
     for name, tensor in tensorizer.load(tmp_path / "f").items():
         assert str(tensor.dtype) == name and tensor.shape == (3, 2)
         assert tensor.view(torch.uint8).count_nonzero() == 0
@@ -119,7 +119,7 @@ def test_casts(path, tensors):
 
 
 def test_encrypted_files(tmp_path, tensors):
-    tensorizer.save(tensors, tmp_path / "f", encryption=EncryptionParams(KEY))
+    tensorizer.save(tensors, tmp_path / "f", encryption=EncryptionParams(KEY), allow_meta=True)
     params = DecryptionParams.from_key(KEY)
     same(on_cpu(tensorizer.load, tmp_path / "f", encryption=params, verify_hash=True), tensors)
     same(tensorizer.load(tmp_path / "f", encryption=params, verify_hash=True), tensors)
@@ -221,7 +221,7 @@ def test_cold_files_are_read_around_the_page_cache(tmp_path, tensors, monkeypatc
     # Temporary folders may be in memory, where nothing is ever cold.
     path = os.path.join(os.path.dirname(__file__), f"cold-{os.getpid()}.tensors")
     try:
-        tensorizer.save(tensors, path)
+        tensorizer.save(tensors, path, allow_meta=True)
         forget(path)
         same(tensorizer.load(path), tensors)
         reading = tensorizer.stats()["reading"]
@@ -350,6 +350,7 @@ def test_tensors_in_graphs_do_not_share_memory(path, tensors):
 
 @pytest.mark.parametrize("options", [{}, {"alignment": 1}])
 def test_saves_are_the_same_bytes(tmp_path, tensors, options):
+    options["allow_meta"] = True
     tensorizer.save(tensors, tmp_path / "f", **options)
     report = tensorizer.stats()
     assert report["what"] == "save" and report["device"] == "fake" and report["fallbacks"] == []
@@ -374,7 +375,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, tensors):
             with TensorSerializer(os.open("/dev/full", os.O_RDWR)) as serializer:
                 serializer.write_state_dict(tensors)
     # Nothing of the staging memory was lost with it.
-    tensorizer.save(tensors, tmp_path / "f")
+    tensorizer.save(tensors, tmp_path / "f", allow_meta=True)
     same(tensorizer.load(tmp_path / "f"), tensors)
 
 

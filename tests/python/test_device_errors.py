@@ -23,7 +23,7 @@ def stand_in(monkeypatch):
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "f.tensors"
-    tensorizer.save(make(), path)
+    tensorizer.save(make(), path, allow_meta=True)
     return str(path)
 
 

@@ -162,7 +162,7 @@ def test_meta_tensors_come_back_as_zeros_in_both(old, tmp_path):
         "marker": torch.tensor((1,), device="meta"),
         "real": torch.ones(2),
     }
-    tensorizer.save(tensors, path)
+    tensorizer.save(tensors, path, allow_meta=True)
     rows = read_with_old(old, path)
     loaded = tensorizer.load(path, verify_hash=True)
     for name, tensor in tensors.items():
@@ -179,7 +179,7 @@ def test_meta_and_empty_tensors_of_opaque_dtypes(tmp_path):
         "meta_bf16": torch.empty(2, dtype=torch.bfloat16, device="meta"),
         "empty_bf16": torch.empty(0, 4, dtype=torch.bfloat16),
     }
-    tensorizer.save(tensors, path)
+    tensorizer.save(tensors, path, allow_meta=True)
     loaded = tensorizer.load(path, verify_hash=True)
     assert_same(loaded["meta_scalar"], torch.zeros(()))
     assert_same(loaded["meta_bf16"], torch.zeros(2, dtype=torch.bfloat16))

@@ -54,7 +54,7 @@ def client(server, monkeypatch):
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "f.tensors"
-    tensorizer.save(TENSORS, path)
+    tensorizer.save(TENSORS, path, allow_meta=True)
     return path
 
 
@@ -240,7 +240,7 @@ def test_a_copy_after_a_load_that_has_closed_the_file(server, client, path, ngin
 
 def test_a_file_that_was_replaced_is_not_copied(client, path):
     loaded = TensorDeserializer(path, "cpu")
-    tensorizer.save(TENSORS | {"big": torch.ones(1)}, path)
+    tensorizer.save(TENSORS | {"big": torch.ones(1)}, path, allow_meta=True)
     with pytest.raises(ValueError, match="has changed since it was loaded"):
         loaded.to_redis(client, "m")
     assert client.keys() == []

@@ -104,7 +104,7 @@ def test_from_a_device(tmp_path, monkeypatch):
         ({"a": torch.ones(1)}, {"max_shard_size": "5 parsecs"}, ValueError, "expected bytes as in"),
         ({"__metadata__": torch.ones(1)}, {}, ValueError, "cannot be named"),
         ({"a": torch.ones(1, dtype=torch.complex128)}, {}, ValueError, "has no torch.complex128"),
-        ({"a": torch.ones(1, device="meta")}, {}, ValueError, "`a` is on the meta device"),
+        ({"a": torch.ones(1, device="meta")}, {}, ValueError, "'a' is on the meta device"),
         ({"a": torch.ones(2, 2).to_sparse()}, {}, NotImplementedError, "a"),
     ],
 )
@@ -203,9 +203,8 @@ def test_in_the_background(tmp_path, monkeypatch, device):
     ]:
         with pytest.raises(error, match=text):
             tensorizer.save_async(wrong, path, **options)
-    future = tensorizer.save_async({"a": torch.ones(1, device="meta")}, path)
     with pytest.raises(ValueError, match="meta device"):
-        future.result(60)
+        tensorizer.save_async({"a": torch.ones(1, device="meta")}, path)
     assert tensorizer.info(path).format == "tensors"
     assert sorted(os.listdir(tmp_path)) == ["expected.safetensors", "f.safetensors"]
     tensorizer.release_pinned()

@@ -37,9 +37,9 @@ TENSORS = make()
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slices")
     with_meta = {**TENSORS, "meta": torch.empty(5, 3, device="meta")}
-    tensorizer.save(with_meta, folder / "plain.tensors")
+    tensorizer.save(with_meta, folder / "plain.tensors", allow_meta=True)
     encryption = EncryptionParams(KEY, manifest=True)
-    tensorizer.save(with_meta, folder / "sealed.tensors", encryption=encryption)
+    tensorizer.save(with_meta, folder / "sealed.tensors", encryption=encryption, allow_meta=True)
     safetensors.save_file(TENSORS, folder / "f.safetensors")
     return folder
 

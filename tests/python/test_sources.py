@@ -120,7 +120,7 @@ def sources(tmp_path_factory, moto):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "f.tensors"
-    tensorizer.save(TENSORS, path)
+    tensorizer.save(TENSORS, path, allow_meta=True)
     return path.read_bytes()
 
 

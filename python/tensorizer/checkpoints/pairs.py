@@ -279,7 +279,7 @@ class StorageFileLoader(StorageProvider):
         )
 
     def _opened(self, file: Any, options: dict[str, Any], expected: str | None) -> TensorFile:
-        opened = TensorFile(file, **options)
+        opened = TensorFile(file, closes_stream=True, **options)
         try:
             self._check_identity(opened.reader, expected)
         except BaseException:

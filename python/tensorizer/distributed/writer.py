@@ -24,6 +24,7 @@ from ..file.file_writer import FileWriter
 from ..file.tensor_file import in_batches
 from ..streams.addresses import is_address
 from ..streams.open import check_writable, open_stream
+from ..tensors import without_data
 from . import folders, layout, save_plan
 from .items import ItemLocation
 
@@ -128,7 +129,7 @@ class Writer(StorageWriter):
         """Write the items of this rank into its file."""
         done: Future[list[WriteResult]] = Future()
         try:
-            _refuse_meta(plan.items, planner)
+            _refuse_without_data(plan.items, planner)
             done.set_result(self._write(plan.items, planner) if plan.items else [])
         except BaseException:
             self._folder_lock = None
@@ -146,7 +147,7 @@ class Writer(StorageWriter):
             lengths = [_length(item) for item in items]
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
                 batch = [items[number] for number in numbers]
-                tensors = [_with_data(_resolved(item, planner), item) for item in batch]
+                tensors = [_resolved(item, planner) for item in batch]
                 names = [save_plan.name_of(item, taken) for item in batch]
                 count = len(batch)
                 writer.write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
@@ -204,24 +205,16 @@ def _length(item: WriteItem) -> int:
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _refuse_meta(items: Sequence[WriteItem], planner: SavePlanner) -> None:
-    """Refuse meta tensors before anything is written, if the planner gives tensors unchanged."""
+def _refuse_without_data(items: Sequence[WriteItem], planner: SavePlanner) -> None:
+    """Refuse before anything is written, if the planner gives tensors unchanged."""
     lookup = getattr(planner, "lookup_object", None)
-    for item in items if lookup else ():
-        if item.type is not WriteItemType.BYTE_IO:
-            found = lookup(item.index)  # type: ignore[misc]  # it is not None here
-            if isinstance(found, torch.Tensor):
-                _with_data(found, item)
-
-
-def _with_data(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
-    """Return the tensor; raise for the meta device, whose zeros a load could not tell from data."""
-    if tensor.is_meta:
-        raise ValueError(
-            f"{item.index.fqn!r} is a tensor of the meta device, which has no data: "
-            "a checkpoint has real tensors only; materialize it (to_empty) or leave it out"
-        )
-    return tensor
+    named = [
+        (item.index.fqn, found)
+        for item in (items if lookup else ())
+        if item.type is not WriteItemType.BYTE_IO
+        and isinstance(found := lookup(item.index), torch.Tensor)  # type: ignore[misc]  # not None
+    ]
+    without_data.refuse([name for name, _ in named], [tensor for _, tensor in named])
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

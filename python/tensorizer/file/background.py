@@ -15,7 +15,7 @@ import torch
 
 from .. import _native
 from .._types import FileFormat, Hashes
-from ..tensors import devices, fake_mode, subclasses
+from ..tensors import devices, fake_mode, subclasses, without_data
 from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
 from .encryption import EncryptionParams
@@ -110,6 +110,7 @@ def save_async(
     metadata: Mapping[str, str] | None = None,
     clear_metadata: bool = False,
     memory_limit: int | None = None,
+    allow_meta: bool = False,
 ) -> SaveFuture:
     """Save a copy of the tensors in the background, so that the caller may change them meanwhile.
 
@@ -119,7 +120,7 @@ def save_async(
 
     Args:
         tensors: The tensors, as for :func:`tensorizer.save`.
-        uri: The target, as for :class:`TensorSerializer`.
+        uri: The target, as for :func:`tensorizer.save`.
         alignment: See :class:`TensorSerializer`.
         encryption: A key to encrypt the tensors' data with.
         hashes: See :class:`TensorSerializer`.
@@ -128,6 +129,7 @@ def save_async(
         clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
         memory_limit: The most bytes that the save has in flight in addition to the copies of the
             tensors; see :class:`TensorSerializer`.
+        allow_meta: See :func:`tensorizer.save`.
 
     Raises:
         OSError, TypeError, ValueError, NotImplementedError: At once, if the file cannot be begun or
@@ -136,10 +138,12 @@ def save_async(
     """
     safetensors = to_safetensors.is_safetensors_target(uri, format)
     if safetensors:
-        to_safetensors.refuse_options(alignment, encryption, hashes)
+        to_safetensors.refuse_options(alignment, encryption, hashes, allow_meta=allow_meta)
         tensors = to_safetensors.checked(tensors)
     # Raises at once for values that cannot be saved.
-    leaves = list(zip(*named_leaves(tensors), strict=True))
+    names, values = named_leaves(tensors)
+    without_data.refuse(names, values, allow_meta=allow_meta)
+    leaves = list(zip(names, values, strict=True))
     for name, tensor in leaves:
         subclasses.refuse(name, tensor)
     refuse_short(leaves)
@@ -154,6 +158,8 @@ def save_async(
         metadata=metadata,
         clear_metadata=clear_metadata,
         memory_limit=memory_limit,
+        allow_meta=allow_meta,
+        closes_stream=False,
     )
     future = SaveFuture(file, size)
     thread = threading.Thread(

@@ -23,7 +23,7 @@ from .._native import Reader
 from .._types import Name, Slice
 from ..tensors import devices, fake_mode
 from ..tensors.handles import copied, take
-from .pickles import unpickled
+from .pickles import MetaStorages, unpickled
 from .unpickled_tensors import named_tensors, shown
 
 #: Bytes of the longest element. Storages that are not aligned to it are copied.
@@ -82,6 +82,7 @@ class Checkpoint:
 
     Attributes:
         reader: A reader of the tensors, which can load those that are contiguous.
+        left_out: Descriptions of the tensors that no name reaches, for each file that has some.
 
     """
 
@@ -91,6 +92,7 @@ class Checkpoint:
         names = (str(name) for name in records.names(range(len(records))))
         self._numbers = {name: number for number, name in enumerate(names)}
         self._tensors: list[_PickledTensor] = []
+        self.left_out: list[str] = []
         #: For each record and device: a weak reference to the storage, and where its bytes begin in
         #: it.
         self._storages: dict[tuple[int, torch.device], tuple[StorageWeakRef, int]] = {}
@@ -128,10 +130,15 @@ class Checkpoint:
         for file, uri in enumerate(uris):
             _check_versions(found, file, uri)
             pickled = found[f"{file}/{_PICKLE}"]
-            meta_storages = _MetaStorages(file, uri, self._numbers, self._lens)
+            meta_storages = MetaStorages(file, uri, self._numbers, self._lens)
             tree = unpickled(pickled, uri, meta_storages.persistent_load)
             named, unnamed = named_tensors(tree, uri, len(pickled))
-            if unnamed.count:
+            used = {like.untyped_storage()._cdata for _, like in named}
+            unnamed.records = meta_storages.unused(used | unnamed.storages)
+            if unnamed:
+                if not named:
+                    raise NotImplementedError(f"{uri} has only {unnamed}; torch.load it")
+                self.left_out.append(str(unnamed))
                 warnings.warn(
                     f"{uri} is loaded without {unnamed}; torch.load returns them", stacklevel=5
                 )
@@ -410,72 +417,3 @@ def _view(storage: torch.Tensor, tensor: _PickledTensor) -> torch.Tensor:
     view.set_(storage.untyped_storage(), start, like.shape, like.stride())
     view = torch._conj(view) if like.is_conj() else view
     return torch._neg_view(view) if like.is_neg() else view
-
-
-class _MetaStorages:
-    """The storages of one file while its pickle is read: they have sizes, but no bytes.
-
-    Args:
-        file: The file's number.
-        uri: Its path or address.
-        numbers: The numbers of all records, by name.
-        lens: The bytes of each record, by number.
-
-    """
-
-    def __init__(self, file: int, uri: str, numbers: dict[str, int], lens: Sequence[int]) -> None:
-        self._file, self._uri, self._all, self._lens = file, uri, numbers, lens
-        self._by_key: dict[str, torch.storage.TypedStorage] = {}
-        #: By the storage's address: the number of the record, and the bytes that tensors may use.
-        self._known: dict[int, tuple[int, int]] = {}
-
-    def persistent_load(self, pid: object) -> torch.storage.TypedStorage:
-        """Return the storage of a persistent id of ``torch.save``."""
-        if not isinstance(pid, tuple) or len(pid) != 5:
-            raise FormatError(f"expected the id of a storage, found {shown(pid)} ({self._uri})")
-        _, kind, key, _, count = pid
-        dtype = torch.uint8 if kind is torch.UntypedStorage else getattr(kind, "dtype", None)
-        if not (isinstance(dtype, torch.dtype) and isinstance(key, str) and type(count) is int):
-            raise FormatError(f"damaged id of a storage: {shown(pid)} ({self._uri})")
-        found = self._by_key.get(key)
-        if found is not None:
-            return found
-        number = self._all.get(f"{self._file}/data/{key}")
-        if number is None:
-            raise FormatError(f"storage {shown(key)} has no record in {self._uri}")
-        length = count * dtype.itemsize
-        # A record may have a few bytes after the last element of its storage.
-        if not 0 <= length <= self._lens[number] < length + dtype.itemsize:
-            raise FormatError(
-                f"storage {shown(key)}: expected {length} bytes for {count} elements of {dtype}, "
-                f"found {self._lens[number]} ({self._uri})"
-            )
-        storage = torch.UntypedStorage(length, device="meta")
-        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-        self._known[storage._cdata] = number, length
-        self._by_key[key] = typed
-        return typed
-
-    def record_of(self, tensor: torch.Tensor, name: Name) -> int | None:
-        """Return the number of the record with a tensor's bytes, after checking its bounds.
-
-        None for a tensor that was on the ``meta`` device.
-        """
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        if known is None:
-            return None
-        record, length = known
-        start = tensor.storage_offset()
-        if tensor.is_contiguous():
-            count, in_bounds = tensor.numel(), start >= 0
-        else:
-            steps = list(zip(tensor.shape, tensor.stride(), strict=True))
-            count = 1 + sum((size - 1) * stride for size, stride in steps)
-            in_bounds = start >= 0 and all(stride >= 0 for _, stride in steps)
-        if not in_bounds or (tensor.numel() and (start + count) * tensor.element_size() > length):
-            raise FormatError(
-                f"tensor {shown(name)} of shape {list(tensor.shape)} and strides "
-                f"{list(tensor.stride())} from element {start} on does not lie in its storage of "
-                f"{length} bytes ({self._uri})"
-            )
-        return record

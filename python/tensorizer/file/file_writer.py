@@ -19,7 +19,7 @@ from .._types import Hashes, Name, TensorType
 from ..streams.addresses import open_address
 from ..streams.atomic import AtomicRandom
 from ..streams.upload import UploadFile
-from ..tensors import sharding, subclasses
+from ..tensors import sharding, subclasses, without_data
 from ..tensors.handles import lend
 from . import opening
 from .arguments import checked_memory_limit
@@ -39,8 +39,7 @@ class FileWriter:
     closed, see :class:`tensorizer.TensorSerializer`.
 
     Args:
-        file_obj: The target, as for :class:`tensorizer.TensorSerializer`; a file object is closed
-            with this one.
+        file_obj: The target, as for :class:`tensorizer.TensorSerializer`.
         encryption: A key to encrypt the tensors' data with.
         limit_cpu_concurrency: Threads that hash and write at once; None for one per core.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file.
@@ -50,6 +49,8 @@ class FileWriter:
         progress: Reports the bytes that are written.
         memory_limit: The most bytes that a write has in flight beside the tensors.
         reserved_memory: The bytes of the limit that are reserved for something else.
+        allow_meta: True if tensors of the meta device may be recorded without data.
+        closes_stream: False to leave a file object of the caller open.
 
     Raises:
         OSError, TypeError, ValueError: See :class:`tensorizer.TensorSerializer`.
@@ -72,6 +73,8 @@ class FileWriter:
         progress: ProgressReporter | None = None,
         memory_limit: int | None = None,
         reserved_memory: int = 0,
+        allow_meta: bool = False,
+        closes_stream: bool = True,
     ) -> None:
         self._stream: Any = None
         self._writer: Writer | None = None
@@ -80,6 +83,7 @@ class FileWriter:
         self._gathering: GatheredSave | None = None
         # True if a file that is never closed would have tensors worth keeping.
         self._complete = False
+        self._allow_meta = allow_meta
         self.total_tensor_bytes = 0
         check_number("alignment", alignment, optional=False)
         check_number("limit_cpu_concurrency", limit_cpu_concurrency)
@@ -102,6 +106,9 @@ class FileWriter:
             self._native.watch(report)
         if not isinstance(stream, (str, bytes, os.PathLike, int)):
             self._stream = stream
+        # Streams of this package complete their file when they are closed.
+        own = stream is not file_obj or isinstance(stream, (UploadFile, AtomicRandom))
+        self._closes_stream = closes_stream or own
         if isinstance(stream, AtomicRandom):
             stream.belongs_to_serializer = True
 
@@ -159,6 +166,7 @@ class FileWriter:
     ) -> None:
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
+        without_data.refuse(names, tensors, allow_meta=self._allow_meta)
         for name, tensor in zip(names, tensors, strict=True):
             subclasses.refuse(name, tensor)
         handle = lend(tensors)
@@ -207,7 +215,7 @@ class FileWriter:
             self._abandon_stream()
             raise
         stream, self._stream = self._stream, None
-        if stream is not None:
+        if stream is not None and self._closes_stream:
             stream.close()
 
     def abandon(self) -> None:
@@ -230,7 +238,7 @@ class FileWriter:
         stream, self._stream = self._stream, None
         if hasattr(stream, "abandon"):
             stream.abandon()
-        elif stream is not None:
+        elif stream is not None and self._closes_stream:
             stream.close()
 
     def _finish_unclosed(self) -> None:

@@ -86,7 +86,7 @@ def info(
     """Return a description of a file, without reading the data of its tensors.
 
     Args:
-        uri: The file, as for :class:`tensorizer.TensorDeserializer`. A file object is closed.
+        uri: The file, as for :class:`tensorizer.TensorDeserializer`. A file object stays open.
         hashes: Also read the hashes of every tensor, which are stored in front of its data.
         encryption: A key or passphrase to check the seal of an encrypted file. Names and shapes
             need no key.

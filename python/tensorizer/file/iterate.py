@@ -124,6 +124,7 @@ def iterate(
             cache_dir=cache_dir,
             memory_limit=memory_limit,
             wanted=wanted,
+            closes_stream=True,
         )
 
     # Under FakeTensorMode each member makes its tensors alone.

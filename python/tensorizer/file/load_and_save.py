@@ -54,7 +54,7 @@ def load(
     The other arguments control the reading of the file.
 
     Args:
-        uri: The file, as for :class:`TensorDeserializer`.
+        uri: The file, as for :class:`TensorDeserializer`. A file object stays open.
         device: The device of the tensors; None for torch's default device. A function is called
             with each tensor's name and returns its device, as for a model that is spread over
             several devices: these are filled at the same time.
@@ -168,6 +168,7 @@ def save(
     max_shard_size: int | str | None = None,
     progress: ProgressType = False,
     memory_limit: int | None = None,
+    allow_meta: bool = False,
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
 
@@ -179,7 +180,8 @@ def save(
     Args:
         tensors: Tensors by name. A nested structure of dicts and lists is saved as such, and so is
             a result of :func:`load`.
-        uri: The target, as for :class:`TensorSerializer`.
+        uri: The target, as for :class:`TensorSerializer`. A file object stays open, at the end of
+            what was saved; a stream of :func:`tensorizer.stream_io.open_stream` is completed.
         alignment: Each tensor's data begin at a multiple of this many bytes in the file.
         encryption: A key to encrypt the tensors' data with.
         hashes: The hashes of each tensor to store; see :class:`TensorSerializer`.
@@ -201,15 +203,19 @@ def save(
             stderr is a terminal.
         memory_limit: The most bytes that the save has in flight in addition to the tensors: see
             :class:`TensorSerializer`.
+        allow_meta: True to record names, dtypes and shapes of tensors on the ``meta`` device, which
+            a load returns as zeros; otherwise they are refused. Only for ``.tensors`` files.
 
     Raises:
         FileExistsError: The shards would replace other shards, or an existing file would be
             loaded in their place.
+        ValueError: A tensor has no data: it is on the ``meta`` device (without ``allow_meta``),
+            uninitialised, or a placeholder of DeepSpeed's ZeRO-3.
         OSError, TypeError, ValueError, NotImplementedError: See :class:`TensorSerializer`.
 
     """
     if to_safetensors.is_safetensors_target(uri, format):
-        to_safetensors.refuse_options(alignment, encryption, hashes)
+        to_safetensors.refuse_options(alignment, encryption, hashes, allow_meta=allow_meta)
         with ProgressReporter(progress) as reporter:
             to_safetensors.save_safetensors(
                 tensors, uri, metadata, max_shard_size, reporter, memory_limit=memory_limit
@@ -230,6 +236,8 @@ def save(
             clear_metadata=clear_metadata,
             progress=reporter,
             memory_limit=memory_limit,
+            allow_meta=allow_meta,
+            closes_stream=False,
         )
 
     if any(map(sharding.is_sharded, leaves[1])):

@@ -37,8 +37,7 @@ class OpenFile:
     """An open file, whose tensors are identified by their number in its order.
 
     Args:
-        file_obj: The file, as for :class:`tensorizer.TensorDeserializer`; a file object is closed
-            with this one.
+        file_obj: The file, as for :class:`tensorizer.TensorDeserializer`.
         dtype: Cast floating-point tensors.
         num_readers: Threads that read at once; None for as many as help.
         verify_hash: The hashes that are compared unless a call overrides it.
@@ -54,6 +53,7 @@ class OpenFile:
         wanted: The names of the tensors that will be requested. Of a checkpoint in several files,
             only the files are opened that hold them according to its index. None for all.
         lazily: Open the files of such a checkpoint when they are needed; see :meth:`part`.
+        closes_stream: Close a file object with this one.
 
     Raises:
         OSError, ValueError, TypeError, CryptographyError: See
@@ -87,11 +87,13 @@ class OpenFile:
         memory_limit: int | None = None,
         wanted: Sequence[Name] | None = None,
         lazily: bool = False,
+        closes_stream: bool = False,
     ) -> None:
         check_options(num_readers=num_readers, memory_limit=memory_limit, cache_dir=cache_dir)
         self.memory_limit = memory_limit
         by_address = is_address(file_obj)
-        self._stream = None if isinstance(file_obj, (str, bytes, os.PathLike, int)) else file_obj
+        is_stream = not isinstance(file_obj, (str, bytes, os.PathLike, int))
+        self._stream = file_obj if closes_stream and is_stream else None
         #: The path or address by which it can be opened again, or None.
         self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
         self._closed = False
@@ -290,6 +292,12 @@ class OpenFile:
             if len(again) != len(self) or again.reader.head_of(every) != self.reader.head_of(every):
                 raise ValueError(f"{self.reader.uri} has changed since it was loaded")
             yield again.reader
+
+    @property
+    def left_out(self) -> list[str]:
+        """Descriptions of the tensors of a checkpoint that no name reaches."""
+        whole = self._checkpoint
+        return whole.left_out if isinstance(whole, Checkpoint) else []
 
     def close(self) -> None:
         """Close the file. Closing again does nothing."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import _weights_only_unpickler as restricted
 
 from .._errors import FormatError
+from .._types import Name
+from .unpickled_tensors import shown
 
 #: Kinds of tensors that only ``torch.load`` can rebuild, by the function that a pickle names.
 _UNSUPPORTED_KINDS = {
@@ -88,3 +90,84 @@ def _unsupported_kind(data: bytes) -> str | None:
 def _first_line(error: Exception) -> str:
     """Return the first line of torch's message, which goes on with stack traces."""
     return str(error).split("\n", 1)[0][:300]
+
+
+class MetaStorages:
+    """The storages of one file while its pickle is read: they have sizes, but no bytes.
+
+    Args:
+        file: The file's number.
+        uri: Its path or address.
+        numbers: The numbers of all records, by name.
+        lens: The bytes of each record, by number.
+
+    """
+
+    def __init__(self, file: int, uri: str, numbers: dict[str, int], lens: Sequence[int]) -> None:
+        self._file, self._uri, self._all, self._lens = file, uri, numbers, lens
+        self._by_key: dict[str, torch.storage.TypedStorage] = {}
+        #: By the storage's address: the number of the record, and the bytes that tensors may use.
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def persistent_load(self, pid: object) -> torch.storage.TypedStorage:
+        """Return the storage of a persistent id of ``torch.save``."""
+        if not isinstance(pid, tuple) or len(pid) != 5:
+            raise FormatError(f"expected the id of a storage, found {shown(pid)} ({self._uri})")
+        _, kind, key, _, count = pid
+        dtype = torch.uint8 if kind is torch.UntypedStorage else getattr(kind, "dtype", None)
+        if not (isinstance(dtype, torch.dtype) and isinstance(key, str) and type(count) is int):
+            raise FormatError(f"damaged id of a storage: {shown(pid)} ({self._uri})")
+        found = self._by_key.get(key)
+        if found is not None:
+            return found
+        number = self._all.get(f"{self._file}/data/{key}")
+        if number is None:
+            raise FormatError(f"storage {shown(key)} has no record in {self._uri}")
+        length = count * dtype.itemsize
+        # A record may have a few bytes after the last element of its storage.
+        if not 0 <= length <= self._lens[number] < length + dtype.itemsize:
+            raise FormatError(
+                f"storage {shown(key)}: expected {length} bytes for {count} elements of {dtype}, "
+                f"found {self._lens[number]} ({self._uri})"
+            )
+        storage = torch.UntypedStorage(length, device="meta")
+        typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        self._known[storage._cdata] = number, length
+        self._by_key[key] = typed
+        return typed
+
+    def record_of(self, tensor: torch.Tensor, name: Name) -> int | None:
+        """Return the number of the record with a tensor's bytes, after checking its bounds.
+
+        None for a tensor that was on the ``meta`` device.
+        """
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is None:
+            return None
+        record, length = known
+        start = tensor.storage_offset()
+        if tensor.is_contiguous():
+            count, in_bounds = tensor.numel(), start >= 0
+        else:
+            steps = list(zip(tensor.shape, tensor.stride(), strict=True))
+            count = 1 + sum((size - 1) * stride for size, stride in steps)
+            in_bounds = start >= 0 and all(stride >= 0 for _, stride in steps)
+        if not in_bounds or (tensor.numel() and (start + count) * tensor.element_size() > length):
+            raise FormatError(
+                f"tensor {shown(name)} of shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())} from element {start} on does not lie in its storage of "
+                f"{length} bytes ({self._uri})"
+            )
+        return record
+
+    def unused(self, used: Container[int]) -> list[str]:
+        """Return the records of the storages that have data and are not among the used ones.
+
+        ``used`` has the addresses of storages.
+        """
+        storages = {key: typed._untyped_storage for key, typed in self._by_key.items()}
+        return [
+            f"data/{key} ({storage.nbytes():,} bytes)"
+            for key, storage in storages.items()
+            if storage.nbytes() and storage._cdata not in used
+        ]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..tensors.usage import convert_bytes
 
@@ -23,7 +24,9 @@ _BAR_WIDTH = 30
 
 def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of data of tensors of any layout, even of those that are refused later."""
-    return sum(one.numel() * one.element_size() for one in tensors if not one.is_meta)
+    return sum(
+        one.numel() * one.element_size() for one in tensors if not (is_lazy(one) or one.is_meta)
+    )
 
 
 class ProgressReporter:

@@ -141,6 +141,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             cache_dir=cache_dir,
             memory_limit=memory_limit,
             lazily=lazy_load and filter_func is None and not progress and not verify_hash,
+            closes_stream=True,
         )
         self._keys: dict[Any, int | list[int]] | None = None
         self._cursor = 0

@@ -13,7 +13,7 @@ import torch
 
 from .._numbers import check_number
 from ..streams.open import open_stream
-from ..tensors import sharding, subclasses
+from ..tensors import sharding, subclasses, without_data
 from .file_writer import FileWriter
 from .progress import ProgressReporter, data_bytes
 from .tensor_file import in_batches
@@ -136,11 +136,19 @@ def write_one(
         OSError, ValueError, NotImplementedError: See :func:`save_safetensors`.
 
     """
-    with FileWriter(uri, metadata=metadata, progress=progress, memory_limit=memory_limit) as file:
+    with FileWriter(
+        uri,
+        metadata=metadata,
+        progress=progress,
+        memory_limit=memory_limit,
+        closes_stream=False,
+    ) as file:
         file.write_safetensors(list(tensors), list(tensors.values()))
 
 
-def refuse_options(alignment: int, encryption: object, hashes: str) -> None:
+def refuse_options(
+    alignment: int, encryption: object, hashes: str, *, allow_meta: bool = False
+) -> None:
     """Refuse options that only ``.tensors`` files have.
 
     Raises:
@@ -149,6 +157,8 @@ def refuse_options(alignment: int, encryption: object, hashes: str) -> None:
     """
     if encryption is not None or hashes != "all":
         raise ValueError("safetensors files have neither encryption nor hashes")
+    if allow_meta:
+        raise ValueError("safetensors files cannot record tensors without data: allow_meta=True")
     if alignment != 64:
         raise ValueError(
             f"safetensors files have a fixed layout: alignment={alignment} is not supported"
@@ -160,7 +170,7 @@ def checked(tensors: Any) -> dict[str, torch.Tensor]:
 
     Raises:
         TypeError: They are not tensors by name.
-        ValueError: They share memory, or names are those of nested structures.
+        ValueError: They share memory, have no data, or have names of nested structures.
         NotImplementedError: A tensor is nested, or of a subclass that is more than its bytes.
 
     """
@@ -178,6 +188,7 @@ def checked(tensors: Any) -> dict[str, torch.Tensor]:
             )
         if not sharding.is_sharded(tensor):
             subclasses.refuse(name, tensor)
+    without_data.refuse(tensors, tensors.values())
     _refuse_shared(tensors)
     return dict(tensors)
 

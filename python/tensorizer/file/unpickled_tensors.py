@@ -23,6 +23,8 @@ _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxtuple = 16
 #: The most paths of tensors without a name in a message, and the most characters of each.
 _MAX_SHOWN_PATHS, _MAX_PATH_CHARS = 8, 100
+#: The most records in a message.
+_MAX_SHOWN_RECORDS = 100
 
 
 @dataclass
@@ -64,21 +66,46 @@ class UnnamedTensors:
     Attributes:
         count: How many there are.
         some: The paths of the first ones.
+        storages: The addresses of their storages.
+        records: The records of the other storages that no named tensor uses: those of tensors
+            inside of objects, and storages by themselves.
 
     """
 
     count: int = 0
     some: list[str] = field(default_factory=list)
+    storages: set[int] = field(default_factory=set)
+    records: list[str] = field(default_factory=list)
 
-    def add(self, path: tuple[Any, ...]) -> None:
+    def add(self, path: tuple[Any, ...], tensor: torch.Tensor) -> None:
         """Add a tensor."""
         self.count += 1
+        if tensor.layout == torch.strided and not tensor.is_nested:
+            self.storages.add(tensor.untyped_storage()._cdata)
         if self.count <= _MAX_SHOWN_PATHS:
             text = shown(path)
             cut = "..." * (len(text) > _MAX_PATH_CHARS)
             self.some.append(text[:_MAX_PATH_CHARS] + cut)
 
+    def __bool__(self) -> bool:
+        return self.count > 0 or bool(self.records)
+
     def __str__(self) -> str:
+        return " and ".join(filter(None, (self._without_name(), self._unreached())))
+
+    def _unreached(self) -> str:
+        """Describe the storages that are of no tensor in a container."""
+        if not self.records:
+            return ""
+        storages = "1 storage" if len(self.records) == 1 else f"{len(self.records):,} storages"
+        shown_ones = ", ".join(self.records[:_MAX_SHOWN_RECORDS])
+        more = ", ..." * (len(self.records) > _MAX_SHOWN_RECORDS)
+        return f"{storages} that no name reaches (of tensors inside objects): {shown_ones}{more}"
+
+    def _without_name(self) -> str:
+        """Describe the tensors whose paths are no names."""
+        if not self.count:
+            return ""
         tensors = "1 tensor" if self.count == 1 else f"{self.count:,} tensors"
         more = ", ..." * (self.count > len(self.some))
         return (
@@ -103,7 +130,7 @@ def named_tensors(
         size: Bytes of the pickle.
 
     Raises:
-        NotImplementedError: A tensor is not plain and strided, or no tensor can be named.
+        NotImplementedError: A tensor is not plain and strided.
         FormatError: There are far more paths than is usual for a pickle of its size.
 
     """
@@ -115,12 +142,10 @@ def named_tensors(
     for level, key, tensor in list(_visit(tree, uri, size)):
         path = (*level.path, key)
         if not all(_can_be_in_name(*step) for step in level.steps_to(key)):
-            unnamed.add(path)
+            unnamed.add(path, tensor)
             continue
         name = path[0] if len(path) == 1 and isinstance(key, str) else path
         named.append((name, _checked(tensor, name, uri)))
-    if unnamed.count and not named:
-        raise NotImplementedError(f"{uri} has only {unnamed}; torch.load it")
     return named, unnamed
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from .._native import cpu_count
-from .._types import Hashes, TensorType
+from .._types import Hashes, Name, TensorType
 from ..modules import state
-from ..tensors import sharding, subclasses
+from ..tensors import sharding, subclasses, without_data
 from .encryption import EncryptionParams
 from .file_writer import FileWriter
 from .nesting import named_leaves
@@ -97,6 +97,7 @@ class TensorSerializer:
             metadata=metadata,
             clear_metadata=clear_metadata,
             memory_limit=memory_limit,
+            allow_meta=True,
         )
         self.cpu_limit: int = limit_cpu_concurrency or cpu_count
 
@@ -138,6 +139,7 @@ class TensorSerializer:
                 # torch warns about read-only arrays; nothing writes to the tensor.
                 warnings.simplefilter("ignore", UserWarning)
                 tensor = torch.from_numpy(tensor)
+        _warn_of_meta([name], [tensor])
         self._file.write([name], [TensorType(tensor_type)], [idx], [tensor])
 
     def write_module(
@@ -183,11 +185,13 @@ class TensorSerializer:
             sharded = sharding.is_sharded(tensor)
             if not sharded and (why := subclasses.reason_in(slot.module, tensor)):
                 raise NotImplementedError(f"{name!r} is a {why}")
+        names, tensors = [item[1] for item in found], [item[4] for item in found]
+        _warn_of_meta(names, tensors)
         self._file.write(
-            [name for _, name, _, _, _ in found],
+            names,
             [kind for _, _, kind, _, _ in found],
             [min(index, _LAST_MODULE_INDEX) for index, _, _, _, _ in found],
-            [tensor for _, _, _, _, tensor in found],
+            tensors,
         )
         if remove_tensors:
             for _, _, _, slot, _ in found:
@@ -205,7 +209,9 @@ class TensorSerializer:
             ValueError: A container contains itself.
 
         """
-        self._file.write_leaves(*named_leaves(state_dict))
+        names, tensors = named_leaves(state_dict)
+        _warn_of_meta(names, tensors)
+        self._file.write_leaves(names, tensors)
 
     # Ending
 
@@ -221,3 +227,15 @@ class TensorSerializer:
             self.close()
         else:
             self._file.abandon()
+
+
+def _warn_of_meta(names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
+    """Warn the caller of a method that tensors of the meta device are written without data."""
+    found = without_data.without_data(names, tensors).get(without_data.META, ())
+    last = [name.rpartition(".")[2] if isinstance(name, str) else name[-1] for name in found]
+    if some := [name for name, end in zip(found, last, strict=True) if end not in state.MARKERS]:
+        warnings.warn(
+            f"{without_data.listed(some)} {without_data.META}: the file records names, dtypes and "
+            f"shapes alone, and a load gives zeros; {without_data.INSTEAD[without_data.META]}",
+            stacklevel=3,
+        )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..tensors import sharding
+from ..tensors import sharding, without_data
 from .members import Members
 
 #: Bytes of tensors that are gathered before they are written, or one tensor that has more.
@@ -81,13 +81,21 @@ class GatheredSave:
                 tensors as wholes.
 
         Raises:
-            ValueError: Another process has other tensors.
+            ValueError: Another process has other tensors, or a DTensor has no data.
             BaseException: The error of ``write``.
 
         """
         described = [(n, _properties(t)) for n, t in zip(names, tensors, strict=True)]
         digest = hashlib.sha256(repr(described).encode()).digest()
-        digests = self._agree(None, digest)
+        sharded = {
+            name: one for name, one in zip(names, tensors, strict=True) if sharding.is_sharded(one)
+        }
+        error: BaseException | None = None
+        try:
+            without_data.refuse(sharded, sharded.values())
+        except ValueError as raised:
+            error = raised
+        digests = self._agree(error, digest)
         other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
         if other is not None:
             self.failed = True
@@ -96,7 +104,7 @@ class GatheredSave:
                 "the same names, dtypes, shapes and placements in the same order"
             )
         for selected in _batches(tensors):
-            error: BaseException | None = None
+            error = None
             # All processes must take part in gathering, whatever has failed at one of them.
             try:
                 whole = [_gathered(tensor) for tensor in tensors[selected]]

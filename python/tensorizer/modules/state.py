@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .._types import Name, TensorType
-from ..tensors import fake_mode, sharding, subclasses
+from ..tensors import fake_mode, sharding, subclasses, without_data
 from ..tensors.handles import are_plain, is_fillable
 from .wrappers import Submodules, tensor_of
 
@@ -195,7 +195,7 @@ def check(
         if not is_lazy(tensor) and list(tensor.shape) != list(shape):
             wrong.append(
                 f"size mismatch for {name}: the file holds {list(shape)}, "
-                f"the module has {list(tensor.shape)}"
+                f"the module has {list(tensor.shape)}{without_data.hint(tensor)}"
             )
     unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
     missing: list[str] = []

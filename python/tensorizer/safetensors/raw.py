@@ -109,7 +109,7 @@ def serialize(
         TypeError: A value is not a :class:`TensorSpec`, or metadata are of another type.
 
     """
-    memory = RetainedBytesIO()
+    memory = io.BytesIO()
     with as_safetensor_errors("serializing", ValueError):
         write_one(memory, _tensors(tensor_dict), _dict(metadata))
     return memory.getvalue()
@@ -160,13 +160,6 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 #: The type ``bytes``, which an argument of that name hides.
 _BYTES = bytes
-
-
-class RetainedBytesIO(io.BytesIO):
-    """Memory that can still be read after its writer has closed it."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _dict(metadata: Mapping[str, str] | None) -> dict[str, str] | None:

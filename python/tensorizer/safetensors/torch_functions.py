@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,6 @@ from ..file.opening import FileBytes
 from ..file.to_safetensors import write_one
 from ..tensors import subclasses
 from .errors import as_safetensor_errors
-from .raw import RetainedBytesIO
 from .reading import safe_open
 from .safetensors_file import SafetensorsFile
 from .sharing import _find_shared_tensors, _remove_duplicate_names
@@ -85,7 +85,7 @@ def save_file(
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """Return the bytes of a safetensors file. Arguments and errors: see :func:`save_file`."""
     _check(tensors)
-    memory = RetainedBytesIO()
+    memory = io.BytesIO()
     write_one(memory, tensors, metadata)
     return memory.getvalue()
 

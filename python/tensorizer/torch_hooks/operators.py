@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _native  # noqa: F401  # the import of the native module defines the operators
+from ..tensors import without_data
 from ..tensors.handles import dtype_of
 from .dynamo import break_graphs, extend_dynamo
 from .import_hook import when_imported
@@ -44,6 +45,12 @@ def _load_checked(
 @torch.library.register_fake("tensorizer::_begin")  # type: ignore[untyped-decorator]
 def _begin(uri: str) -> torch.Tensor:
     return torch.empty(0)
+
+
+@torch.library.impl("tensorizer::_refuse_without_data", "default")  # type: ignore[untyped-decorator]
+def _refuse_without_data(names: list[str], tensors: list[torch.Tensor]) -> None:
+    """Refuse to save uninitialised tensors, and those that ZeRO-3 has emptied."""
+    without_data.refuse(names, tensors)
 
 
 when_imported("torch._dynamo.trace_rules", break_graphs)
