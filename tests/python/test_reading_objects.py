@@ -9,9 +9,10 @@ import zipfile
 
 import pytest
 import tensorizer
+import torch
 from conftest import assert_same
 from reading import NAMES, TENSORS, check
-from tensorizer import TensorDeserializer
+from tensorizer import TensorDeserializer, stream_io
 
 
 @pytest.fixture
@@ -204,3 +205,42 @@ def test_an_open_file_of_a_python_object_from_two_threads(path):
         thread.join()
     assert not errors
     lazy.close()
+
+
+@pytest.mark.parametrize("opened", ["memory", "file", "temporary file"])
+@pytest.mark.parametrize("kind", ["tensors", "safetensors"])
+def test_save_and_load_leave_a_file_object_open(opened, kind, tmp_path):
+    make = {
+        "memory": io.BytesIO,
+        "file": lambda: (tmp_path / "f").open("wb+"),
+        "temporary file": tempfile.NamedTemporaryFile,
+    }[opened]
+    tensors = {"a": torch.arange(5)}
+    with make() as file:
+        tensorizer.save(tensors, file, format=kind)
+        end = file.tell()
+        assert not file.closed and file.seek(0, os.SEEK_END) == end
+        for _ in range(2):
+            file.seek(0)
+            assert_same(tensorizer.load(file, "cpu")["a"], tensors["a"])
+        file.seek(0)
+        assert tensorizer.info(file).format == kind
+        file.seek(0)
+        tensorizer.save_async(tensors, file, format=kind).result(60)
+        file.seek(0)
+        with pytest.raises(KeyError):
+            tensorizer.load(file, names=["b"])
+        with pytest.raises(ValueError, match="meta device"):
+            tensorizer.save({"a": torch.empty(2, device="meta")}, file, format=kind)
+        assert not file.closed
+        file.seek(0)
+        with TensorDeserializer(file, "cpu"):
+            pass
+        assert file.closed
+
+
+def test_save_completes_a_stream_of_this_package(tmp_path):
+    stream = stream_io.open_stream(tmp_path / "f", "wb+")
+    tensorizer.save({"a": torch.arange(5)}, stream)
+    assert stream.closed
+    assert_same(tensorizer.load(tmp_path / "f", "cpu")["a"], torch.arange(5))

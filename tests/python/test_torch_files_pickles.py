@@ -1,7 +1,9 @@
 """Checkpoints of torch.save whose pickles are made to harm, or of a kind that is not read."""
 
 import collections
+import dataclasses
 import io
+import json
 import os
 import pickle
 import random
@@ -14,6 +16,7 @@ import torch
 from archives import Call, Storage, Zip, load, records, tensor
 from conftest import GOLDEN, run_python
 from tensorizer import FormatError
+from tensorizer_cli.main import main
 
 ops = torch.ops.tensorizer
 
@@ -194,6 +197,87 @@ def test_many_tensors_that_cannot_be_named():
     with pytest.warns(UserWarning, match=r"without 2,000 tensors .*, \.\.\. \(names") as warned:
         assert list(load(Zip(records(tree)).bytes)) == ["a"]
     assert len(str(warned[0].message)) < 1500
+
+
+@dataclasses.dataclass
+class State:
+    ema: torch.Tensor
+
+
+def with_attribute(inner):
+    inner.ema = torch.zeros(5)
+    return inner
+
+
+def ordered(inner):
+    found = collections.OrderedDict(a=inner)
+    found.extra = torch.ones(2)
+    return found
+
+
+#: Objects of a pickle with tensors that no name reaches, and the number of their storages.
+UNREACHED = {
+    "storage": (lambda: torch.ones(6).untyped_storage(), [], 1),
+    "attribute of a tensor": (lambda: with_attribute(torch.ones(3)), [], 1),
+    "attribute of a parameter": (lambda: with_attribute(torch.nn.Parameter(torch.ones(3))), [], 1),
+    "attribute of a dict": (lambda: ordered(torch.ones(3)), [], 1),
+    "ParameterList": (
+        lambda: torch.nn.ParameterList([torch.ones(2), torch.ones(2)]),
+        [torch.nn.ParameterList],
+        2,
+    ),
+    "dataclass": (lambda: State(torch.ones(2)), [State], 1),
+    "module": (lambda: torch.nn.Linear(2, 2), [torch.nn.Linear], 2),
+}
+
+
+@pytest.mark.parametrize("what", UNREACHED)
+def test_tensors_that_no_name_reaches_are_named(what, tmp_path, capsys):
+    make, classes, count = UNREACHED[what]
+    path, storages = str(tmp_path / "f.pt"), "1 storage" if count == 1 else f"{count} storages"
+    torch.save({"plain": torch.arange(3), "other": make()}, path)
+    text = rf"{storages} that no name reaches \(of tensors inside objects\):"
+    text += r"( data/\d+ \(\d+ bytes\),?)+"
+    with torch.serialization.safe_globals([*classes, set]):
+        for read in (
+            tensorizer.load,
+            lambda path: dict(tensorizer.iterate(path)),
+            lambda path: tensorizer.TensorDeserializer(path, "cpu", lazy_load=True),
+            tensorizer.info,
+        ):
+            with pytest.warns(UserWarning, match=f"without {text}; torch.load returns"):
+                read(path)
+        for command, title in (("ls", "not loaded: "), ("info", "  not loaded +")):
+            assert main([command, path]) == 0
+            assert re.search(f"(?m)^{title}{text}", capsys.readouterr().out)
+            assert main([command, path, "--json"]) == 0
+            assert re.match(text, json.loads(capsys.readouterr().out)["unreached"][0])
+        copy = tmp_path / "f.tensors"
+        for command in (["cp", path, str(copy)], ["diff", path, path]):
+            assert main(command) == 2
+            assert re.search(f"{text}.*--skip-objects leaves", capsys.readouterr().err)
+            assert command[0] == "diff" or not copy.exists()
+            assert main([*command, "--skip-objects"]) == 0
+            capsys.readouterr()
+
+
+def test_a_checkpoint_of_which_no_name_reaches_a_tensor_is_refused(tmp_path):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "f.pt")
+    with torch.serialization.safe_globals([torch.nn.Linear, set]):
+        text = "has only 2 storages that no name reaches .*torch.load it"
+        with pytest.raises(NotImplementedError, match=text):
+            tensorizer.load(tmp_path / "f.pt")
+
+
+def test_storages_that_are_used_or_empty_are_no_reason_to_warn(tmp_path):
+    base = torch.arange(6)
+    shared = with_attribute(base[:3])
+    shared.ema = base[3:]
+    tree = {"shared": shared, "none": torch.empty(0).untyped_storage()}
+    torch.save(tree, tmp_path / "f.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(tensorizer.load(tmp_path / "f.pt")["shared"], base[:3])
 
 
 def saved(value):

@@ -125,9 +125,12 @@ class TensorSerializer:
 
         Raises:
             TypeError: The name is not a string, or the tensor is neither of the above.
-            ValueError: The index is out of range, or the name is taken or too long.
+            ValueError: The index is out of range, or the name is taken or too long; or the tensor
+                is uninitialised, or a placeholder of DeepSpeed's ZeRO-3.
             NotImplementedError: The tensor is sparse, quantized, nested, or of a subclass that
                 is more than its bytes.
+
+        A tensor of the ``meta`` device is recorded without data, with a warning that names it.
 
         """
         if not isinstance(name, str):
@@ -167,7 +170,7 @@ class TensorSerializer:
             include_non_persistent_buffers: Also write buffers that ``state_dict()`` leaves out.
 
         Raises:
-            NotImplementedError: See :meth:`write_tensor`.
+            NotImplementedError, ValueError: See :meth:`write_tensor`.
 
         """
         if not isinstance(m, torch.nn.Module):
@@ -206,7 +209,7 @@ class TensorSerializer:
         Raises:
             TypeError: A key is neither a string nor such a tuple, or a leaf is not a tensor.
             NotImplementedError: See :meth:`write_tensor`.
-            ValueError: A container contains itself.
+            ValueError: A container contains itself; or see :meth:`write_tensor`.
 
         """
         names, tensors = named_leaves(state_dict)
