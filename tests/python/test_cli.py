@@ -175,7 +175,8 @@ def test_damage_of_what_is_encrypted(tmp_path, path, capsys):
             data[row["offset"]] ^= 1
     sealed.write_bytes(data)
     assert run("verify", "--key-file", tmp_path / "key", sealed) == 1
-    half, scalar, last = capsys.readouterr().out.splitlines()
+    half, scalar, meta, last = capsys.readouterr().out.splitlines()
+    assert meta == "meta has no data: a load gives zeros"
     assert "`half`" in half
     assert "`scalar`" in scalar
     assert last == "3 of 5 tensors are as they were written"
@@ -276,7 +277,8 @@ def test_copies_report_size_and_rate_on_stderr_unless_quiet(tmp_path, path, caps
         assert run(name, *options, source, to) == 0
         out, err = capsys.readouterr()
         assert out == ""
-        assert re.fullmatch(f"{said}: 5 tensors, {rate}{re.escape(str(to))}\n", err)
+        meta = f"meta has no data, as in {source}\n"
+        assert re.fullmatch(f"{said}: 5 tensors, {rate}{re.escape(str(to))}\n{meta}", err)
     tensorizer.save({"one": torch.ones(1, dtype=torch.uint8)}, path)
     assert run("cp", path, target) == 0
     assert capsys.readouterr().err.startswith("copied: 1 tensor, 1 byte in ")

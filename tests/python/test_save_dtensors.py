@@ -27,6 +27,9 @@ def test_invalid_saves_by_a_group_raise_on_each_rank(ranks, tmp_path):
     for of_rank in found:
         assert of_rank["other"][0] == "ValueError"
         assert "rank 1 of this collective save has other tensors" in of_rank["other"][1]
+        for name in ("meta", "meta safetensors"):
+            assert of_rank[name][0] == "ValueError"
+            assert "'x' is on the meta device, and without data" in of_rank[name][1]
     assert [of_rank["one"][0] for of_rank in found] == ["GroupError", "NotADirectoryError",
                                                         "GroupError", "GroupError"]  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {"file", "well.tensors"}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from .._types import Name
 from . import sharding
@@ -36,7 +36,7 @@ def without_data(names: Iterable[Name], tensors: Iterable[torch.Tensor]) -> dict
     empty: list[tuple[Name, torch.Tensor]] = []
     with torch._C.DisableTorchFunctionSubclass():
         for name, tensor in zip(names, tensors, strict=True):
-            if isinstance(tensor, UninitializedTensorMixin):
+            if is_lazy(tensor):
                 found.setdefault(_UNINITIALISED, []).append(name)
             elif sharding.local_of(tensor).is_meta:
                 found.setdefault(META, []).append(name)

@@ -47,7 +47,7 @@ def _begin(uri: str) -> torch.Tensor:
     return torch.empty(0)
 
 
-@torch.library.impl("tensorizer::_refuse_without_data", "default")  # type: ignore[untyped-decorator]
+@torch.library.impl("tensorizer::_refuse_without_data", "default")
 def _refuse_without_data(names: list[str], tensors: list[torch.Tensor]) -> None:
     """Refuse to save uninitialised tensors, and those that ZeRO-3 has emptied."""
     without_data.refuse(names, tensors)

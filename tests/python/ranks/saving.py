@@ -20,6 +20,7 @@ from ranks.common import (
 )
 from tensorizer import TensorDeserializer, TensorSerializer
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 
 def same(uri, expected):
@@ -119,6 +120,12 @@ def refused(folder):
         found["folder"] = caught(lambda: tensorizer.save(good, f"{folder}/file/x.tensors"))
         found["safetensors"] = caught(lambda: tensorizer.save(good, f"{folder}/file/x.safetensors"))
         found["other"] = caught(lambda: tensorizer.save(other, f"{folder}/other.tensors"))
+        part = torch.empty(2, 3, device="meta") if rank == 1 else torch.ones(2, 3)
+        meta = {"x": DTensor.from_local(part, mesh, [Shard(0)], run_check=False)}
+        found["meta"] = caught(lambda: tensorizer.save(meta, f"{folder}/meta.tensors"))
+        found["meta safetensors"] = caught(
+            lambda: tensorizer.save(meta, f"{folder}/meta.safetensors")
+        )
         found["constructors"] = caught(lambda: module(f"{folder}/file/x.tensors"))
         tensorizer.save(good, f"{folder}/well.tensors")
         same(f"{folder}/well.tensors", {"x": torch.ones(8, 3)})
