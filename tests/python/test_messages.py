@@ -176,3 +176,14 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'protobuf>=4.22'" in done.stdout
+
+
+def test_a_module_without_data_is_refused_by_name(messages):
+    for module, text in (
+        (torch.nn.LazyLinear(3), "'.weight' and '.bias' are uninitialised"),
+        (torch.nn.Linear(2, 2, device="meta"), "'.weight' and '.bias' are on the meta device"),
+    ):
+        file = io.BytesIO()
+        with pytest.raises(ValueError, match=text):
+            messages.serialize_model(module, file)
+        assert not file.getvalue()

@@ -7,7 +7,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..tensors import messages
+from ..tensors import messages, without_data
+from .state import walk
 
 #: The numbers of dtypes in messages.
 DtypePbs: dict[torch.dtype, int] = {
@@ -60,7 +61,14 @@ def deserialize_tensor(t: Any) -> torch.Tensor | tuple[torch.Tensor, int]:
 
 
 def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
-    """Write the parameters and buffers of a module as one message."""
+    """Write the parameters and buffers of a module as one message.
+
+    Raises:
+        ValueError: A tensor has no data.
+
+    """
+    named = {name: tensor for _, name, _, _, tensor in walk(model)}
+    without_data.refuse(named, named.values())
     message = messages.Module()
     for name, module in model.named_modules():
         own = message.attributes.add(name=name).module
