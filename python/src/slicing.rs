@@ -146,19 +146,11 @@ fn steps_of_range(
     stop: &Bound<'_, PyAny>,
 ) -> Option<Vec<IndexStep>> {
     let dim = resolve_index(number_of(dim)?, shape.len() as u64)?;
-    let clipped = |end: &Bound<'_, PyAny>, len: u64, default: u64| {
-        if end.is_none() {
-            return Some(default);
-        }
-        let end = number_of(end)?;
-        let from_back = len.saturating_sub(end.unsigned_abs());
-        Some(if end < 0 { from_back } else { end.unsigned_abs().min(len) })
-    };
     let steps = (0..).zip(shape).map(|(at, &len)| {
         if at != dim {
             return Some(IndexStep::Range(0..len, 1));
         }
-        let (start, stop) = (clipped(start, len, 0)?, clipped(stop, len, len)?);
+        let (start, stop) = (end_of(start, len, 0)?, end_of(stop, len, len)?);
         Some(IndexStep::Range(start..stop.max(start), 1))
     });
     steps.collect()
@@ -187,12 +179,23 @@ fn steps_of_items(shape: &[u64], items: &[Bound<'_, PyAny>]) -> Option<Vec<Index
 
 fn step_of(len: u64, item: &Bound<'_, PyAny>) -> Option<IndexStep> {
     if let Ok(slice) = item.cast::<PySlice>() {
-        let found = slice.indices(isize::try_from(len).ok()?).ok()?;
-        let (start, stop) = (u64::try_from(found.start).ok()?, u64::try_from(found.stop).ok()?);
-        let stride = u64::try_from(found.step).ok()?;
-        return Some(IndexStep::Range(start..stop.max(start), stride));
+        let part = |name| slice.getattr(name).ok();
+        let (start, stop) = (end_of(&part("start")?, len, 0)?, end_of(&part("stop")?, len, len)?);
+        let step = part("step")?;
+        let stride = if step.is_none() { 1 } else { u64::try_from(number_of(&step)?).ok()? };
+        return (stride > 0).then_some(IndexStep::Range(start..stop.max(start), stride));
     }
     resolve_index(number_of(item)?, len).map(IndexStep::Index)
+}
+
+/// Resolves an end of a range in a dimension. None if it is outside of the dimension.
+fn end_of(end: &Bound<'_, PyAny>, len: u64, default: u64) -> Option<u64> {
+    if end.is_none() {
+        return Some(default);
+    }
+    let end = number_of(end)?;
+    let from_back = len.checked_sub(end.unsigned_abs())?;
+    Some(if end < 0 { from_back } else { end.unsigned_abs() })
 }
 
 fn is_ellipsis(item: &Bound<'_, PyAny>) -> bool {

@@ -309,3 +309,26 @@ def test_modules_that_do_not_fit(ranks, models):
         assert "size mismatch for up.weight: the file holds [15, 6]" in wrong[1]
         assert [error[0] for error in hashes] == ["HashMismatchError"] * 2
         assert count == 2
+
+
+# Weights that FSDP holds elsewhere
+
+
+@pytest.mark.parametrize(
+    "program", ["after_a_forward_pass", "saves_after_a_forward_pass", "summoned"]
+)
+def test_modules_used_before(ranks, tmp_path, program):
+    ranks.run(f"held.{program}", 4, tmp_path)
+
+
+def test_flat_parts_of_the_first_fsdp_are_refused(ranks, tmp_path):
+    for rank, found in enumerate(ranks.run("held.flat", 2, tmp_path)):
+        assert len(found) == 2 * 2 * 4
+        for what, errors in found.items():
+            if rank == 0 and what.endswith("rank0_only"):
+                assert errors == [None]
+                continue
+            for kind, text in errors:
+                assert kind == "RuntimeError", (what, text)
+                assert "FSDP has flattened the parameters of this" in text, (what, text)
+                assert text.endswith("inside FullyShardedDataParallel.summon_full_params(module)")

@@ -141,11 +141,14 @@ def test_a_folder_of_shards(tmp_path):
 def test_every_dtype_is_kept_or_cast(load):
     state = {**STATE, "scale": STATE["scale"].half()}
     other = Model()
-    assert load(other, state) == len(STATE)
+    with pytest.warns(match=r"change to .*: scale \(from torch.float32 to torch.float16\)$"):
+        assert load(other, state) == len(STATE)
     check(other, state)
     other = Model()
     file = TensorDeserializer(load.path, "cpu", dtype=torch.float64, lazy_load=load.lazy)
-    file.load_into_module(other)
+    with pytest.warns(match=r"scale \(from torch.float32 to torch.float64\), .*a.weight") as caught:
+        file.load_into_module(other)
+    assert len(caught) == 1
     assert other.scale.dtype == other.a.weight.dtype == torch.float64
     assert other.a.weight is other.b.weight
     assert other.steps.dtype == torch.int64

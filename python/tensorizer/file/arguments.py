@@ -76,11 +76,16 @@ def names_of(names: Iterable[NameT] | None) -> list[NameT] | None:
 
 
 def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype; a string is the name of one in ``torch``."""
+    """Return the dtype that tensors are cast to; a string is the name of one in ``torch``."""
     found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if found is not None and not isinstance(found, torch.dtype):
         raise TypeError(
             f"dtype must be a torch.dtype, or the name of one, not {dtype!r}{hints.of_dtype(dtype)}"
+        )
+    if found is not None and not (found.is_floating_point or found.is_complex):
+        raise ValueError(
+            f"dtype={found}: expected a floating-point or complex dtype; casts to others would lose "
+            "the values: quantize the loaded tensors instead"
         )
     return found
 

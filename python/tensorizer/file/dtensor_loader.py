@@ -14,14 +14,12 @@ from ..tensors.sharding import Part
 from .arguments import resolve_device
 from .loaded_tensors import LoadedTensors
 from .selection import Selection
-from .tensor_file import TensorFile
 
 
 class DTensorLoader:
     """The slots of a module that hold DTensors, and their tensors in a file.
 
     Args:
-        file: The file that they are loaded from.
         loaded: The tensors of the file that are loaded already, as wholes.
         slots: Slots in the module.
         tensors: The tensors at these slots.
@@ -34,13 +32,12 @@ class DTensorLoader:
 
     def __init__(
         self,
-        file: TensorFile,
         loaded: LoadedTensors,
         slots: Sequence[TensorSlot],
         tensors: Sequence[torch.Tensor | None],
         numbers: Sequence[int],
     ) -> None:
-        self._file, self._loaded = file, loaded
+        self._file, self._loaded = loaded.file, loaded
         self.pairs: list[tuple[TensorSlot, int]] = []
         if sharding.are_any_sharded(tensors):
             rows = zip(slots, tensors, numbers, strict=True)
@@ -69,8 +66,12 @@ class DTensorLoader:
         found = wanted.load(devices.__getitem__, verify)
         made = []
         for slot, number in rest:
-            local = found[number] if number in found else self._cut(number, devices[number])
-            made.append((slot, sharding.as_sharded(local, slot.current())))
+            there = slot.current()
+            if number in found:
+                local = self._loaded.cast_for(found[number], there)
+            else:
+                local = self._cut(number, there)
+            made.append((slot, sharding.as_sharded(local, there)))
         return made
 
     def _of(self, numbers: Iterable[int]) -> dict[int, Part]:
@@ -86,9 +87,9 @@ class DTensorLoader:
             and self._file.can_fill_on(local.device)
         )
 
-    def _cut(self, number: int, device: torch.device) -> torch.Tensor:
+    def _cut(self, number: int, there: torch.Tensor | None) -> torch.Tensor:
         """Return the local part of a tensor that is loaded as a whole."""
-        whole = self._loaded[number].detach()
+        whole, device = self._loaded.for_slot(number, there).detach(), _device(there)
         part = self._parts.get(number)
         if part is None:
             return whole.to(device)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .._errors import HashMismatchError
 from .._locks import ForkSafeLock
 from ..modules import state
 from ..tensors import fake_mode
-from ..tensors.handles import cast_dtype, dtype_of
+from ..tensors.handles import cast_dtype, dtype_of, lend
 from .tensor_file import TensorFile
 
 #: torch's function that makes parameters of plain tensors.
@@ -23,12 +24,22 @@ class LoadedTensors:
         file: The file of the tensors.
         selection: The tensors that may be requested; None for all.
 
+    Attributes:
+        file: The file that tensors are loaded from. If vLLM wrote it, they are loaded in its dtypes
+            and cast when they are requested: a module may have a slot for the file's dtype.
+
     """
 
     def __init__(self, file: TensorFile, selection: Sequence[int] | None) -> None:
-        self._file = file
+        is_vllms = file.dtype is not None and file.is_whole and _has_marker(file)
+        self.file = file.uncast() if is_vllms else file
+        self._dtype_on_request = file.dtype if is_vllms else None
         self._selection = selection
         self._tensors: dict[int, torch.nn.Parameter] = {}
+        #: By number, casts of loaded tensors.
+        self._casts: dict[int, torch.nn.Parameter] = {}
+        #: By number, the hashes that were compared.
+        self._verified: dict[int, str] = {}
         #: By name, tensors that were loaded before all shards were opened, and their modules'
         #: indices.
         self._without_number: dict[str, tuple[torch.nn.Parameter, int]] = {}
@@ -42,13 +53,76 @@ class LoadedTensors:
 
     def __getitem__(self, number: int) -> torch.nn.Parameter:
         """Return a tensor that has been loaded."""
-        return self._tensors[number]
+        tensor = self._tensors[number]
+        wanted = cast_dtype(tensor.dtype, self._dtype_on_request)
+        if wanted is tensor.dtype:
+            return tensor
+        if number not in self._casts:
+            self._casts.setdefault(number, _parameter(tensor.detach().to(wanted)))
+        return self._casts[number]
+
+    def for_slot(self, number: int, there: torch.Tensor | None) -> torch.nn.Parameter:
+        """Return a loaded tensor for a slot of a module, which holds ``there``."""
+        loaded = self._tensors[number]
+        return loaded if there is not None and there.dtype is loaded.dtype else self[number]
+
+    def cast_for(self, part: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        """Return a loaded part of a tensor in the dtype for a slot, which holds ``there``."""
+        same = there.dtype is part.dtype
+        return part if same else part.to(cast_dtype(part.dtype, self._dtype_on_request))
+
+    def dtypes_for_slots(
+        self, numbers: Sequence[int], there: Sequence[torch.Tensor | None]
+    ) -> list[torch.dtype]:
+        """Return the dtypes that tensors have in the slots of a module, which hold ``there``."""
+        names = [name for name, _ in self.file.reader.describe_all(numbers)]
+        known = {name: dtype_of(name) for name in set(names)}
+        wanted, vllms = self.file.dtype, self._dtype_on_request
+        return [
+            cast_dtype(known[name], wanted)
+            if vllms is None or (tensor is not None and tensor.dtype is known[name])
+            else cast_dtype(known[name], vllms)
+            for name, tensor in zip(names, there, strict=True)
+        ]
+
+    def check_hashes(self, numbers: Sequence[int], verify: str) -> None:
+        """Compare tensors that were loaded without comparing these hashes.
+
+        Raises:
+            HashMismatchError: Their bytes are not those that were hashed.
+            ValueError: A tensor was cast when it was loaded, so that its bytes are gone.
+
+        """
+        if verify == "nothing":
+            return
+        with self._load_lock.current():
+            self._assign_numbers()
+            enough = {verify, "all"}
+            there = [
+                n for n in numbers if n in self._tensors and self._verified.get(n) not in enough
+            ]
+            for n in there:
+                stored = dtype_of(self.file.reader.describe(n)[0])
+                if self._tensors[n].dtype is not stored:
+                    raise ValueError(
+                        f"{self.file.reader.name(n)!r} was loaded without verification, and cast "
+                        f"from {stored}: pass verify_hash={verify == 'all' or verify!r} to "
+                        "TensorDeserializer itself, or lazy_load=True"
+                    )
+            same = self.file.reader.matches(lend([self._tensors[n] for n in there]), there)
+            wrong = [self.file.reader.name(n) for n, ok in zip(there, same, strict=True) if not ok]
+            if wrong:
+                raise HashMismatchError(
+                    f"the loaded bytes of tensor {wrong[0]!r} do not have the hashes that "
+                    f"{self.file.uri} records"
+                )
+            self._verified.update(dict.fromkeys(there, "all"))
 
     def load_from_shard(self, name: str, device: torch.device) -> torch.nn.Parameter | None:
         """Return a tensor by name, from its own shard; None if other shards must be opened, too."""
         with self._load_lock.current():
             if name not in self._without_number:
-                part = self._file.part(name)
+                part = self.file.part(name)
                 if part is None:
                     return None
                 ((_, tensor, module),) = part.load([part.find(name)], device)
@@ -59,38 +133,38 @@ class LoadedTensors:
         """Move tensors that were loaded early to their numbers."""
         while self._without_number:
             name, (tensor, module) = self._without_number.popitem()
-            number = self._file.find(name)
+            number = self.file.find(name)
             self._tensors[number], self.modules[number] = tensor, module
 
     def load_one(self, number: int, device: torch.device) -> torch.nn.Parameter:
         """Return a tensor, and load it first if it is not loaded yet."""
-        found = self._tensors.get(number)
-        if found is not None:
-            return found
-        if not self._file.reader.seekable:
+        if number in self._tensors:
+            return self[number]
+        if not self.file.reader.seekable:
             self.load([number], device)
-            return self._tensors[number]
+            return self[number]
         with self._load_lock.current():
             if self._without_number:
                 self._assign_numbers()
-            found = self._tensors.get(number)
-            if found is None:
-                tensor, self.modules[number] = self._file.load_one(number, device)
-                found = self._tensors[number] = _parameter(tensor)
-            return found
+            if number not in self._tensors:
+                tensor, self.modules[number] = self.file.load_one(number, device)
+                self._tensors[number] = _parameter(tensor)
+                self._verified[number] = self.file.verify
+            return self[number]
 
     def load(self, numbers: Sequence[int], device: torch.device, verify: str | None = None) -> None:
         """Load those of the tensors that are not loaded yet."""
         with self._load_lock.current():
             self._assign_numbers()
             missing = [number for number in numbers if number not in self._tensors]
-            if missing and not self._file.reader.seekable:
+            if missing and not self.file.reader.seekable:
                 # A stream is read only once: load all tensors that may be requested later.
-                every = range(len(self._file)) if self._selection is None else self._selection
+                every = range(len(self.file)) if self._selection is None else self._selection
                 missing = [n for n in every if n not in self._tensors]
-            for number, tensor, module in self._file.load(missing, device, verify):
+            for number, tensor, module in self.file.load(missing, device, verify):
                 self._tensors[number] = _parameter(tensor)
                 self.modules[number] = module
+                self._verified[number] = verify or self.file.verify
 
     def fill(
         self,
@@ -103,12 +177,12 @@ class LoadedTensors:
         ``rows`` has slots in the module, the tensors that are there, and the numbers of the
         file's.
         """
-        if not self._file.can_fill_on(device):
+        if not self.file.can_fill_on(device):
             return set()
         with self._load_lock.current():
             self._assign_numbers()
             fits: list[tuple[int, torch.Tensor]] = []
-            described = self._file.reader.describe_all([number for _, _, number in rows])
+            described = self.file.reader.describe_all([number for _, _, number in rows])
             dtypes = self._uncast_dtypes({name for name, _ in described})
             for (slot, tensor, number), (name, shape) in zip(rows, described, strict=True):
                 dtype = dtypes.get(name)
@@ -122,18 +196,24 @@ class LoadedTensors:
             fits = state.without_overlaps(fits)
             if fits:
                 chosen = [number for number, _ in fits]
-                modules = self._file.fill([tensor for _, tensor in fits], chosen, verify)
+                modules = self.file.fill([tensor for _, tensor in fits], chosen, verify)
                 self.modules.update(zip(chosen, modules, strict=True))
                 for number, tensor in fits:
                     known = tensor if isinstance(tensor, torch.nn.Parameter) else _parameter(tensor)
                     self._tensors[number] = known
+                    self._verified[number] = verify
             return {number for number, _ in fits}
 
     def _uncast_dtypes(self, names: Iterable[str]) -> dict[str, torch.dtype]:
         """Return the dtypes, by name, of those that are not cast."""
         dtypes = {name: dtype_of(name) for name in names}
-        wanted = self._file.dtype
+        wanted = self.file.dtype
         return {name: d for name, d in dtypes.items() if cast_dtype(d, wanted) is d}
+
+
+def _has_marker(file: TensorFile) -> bool:
+    """Tell whether vLLM wrote a file from a model of its own."""
+    return any(file.reader.find(f".{name}") is not None for name in state.MARKERS)
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:

@@ -257,6 +257,12 @@ class OpenFile:
         """
         return self._with(reader) if self._checkpoint is None else None
 
+    def uncast(self: _File) -> _File:
+        """Return the same file, whose tensors are loaded in the dtypes of the file."""
+        part = self._with(self.reader)
+        part.dtype = None
+        return part
+
     def adopt(self, reader: Reader) -> None:
         """Close a reader of slices of this file together with the file."""
         self._adopted_readers.append(reader)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from .._types import FilterFuncType, Name, TensorType, VerifyHash
-from ..modules import state
+from ..modules import held_elsewhere, state
 from ..modules.wrappers import Submodules
 from ..tensors import fake_mode
 from ..tensors.arrays import opaque_array
@@ -392,6 +392,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         verify = self._verification(verify_hash)
         kinds = self._file.reader.kinds()
         for number in self._next(filter_func, num_tensors):
+            self._loaded.check_hashes([number], verify)
             self._load([number], verify)
             kind = TensorType(kinds[number])
             yield (
@@ -435,6 +436,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 self._load([number], verify)
             with fake_mode.suspended():
                 if self._file.dtype is None and number in self._loaded:
+                    self._loaded.check_hashes([number], verify)
                     tensor = self._loaded[number].detach()
                 else:
                     read = self._file.read([number], self._device, verify)
@@ -524,6 +526,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 + (f"the class {m.__name__}" if is_class else type(m).__name__)
                 + ("" if is_class else ": tensorizer.load(uri) returns a dict of tensors")
             )
+        held_elsewhere.put_in_place(m, to_load=True)
         verify = self._verification(verify_hash)
         name_of = self._file.reader.name
         chosen = list(self._selection)
@@ -557,15 +560,19 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         state.check(m, found, [str(name) for name in names], shapes, everything, strict=strict)
         fake_mode.refuse_mixture(tensors)
         refuse_short(zip(names, tensors, strict=True))
-        sharded = DTensorLoader(self._file, self._loaded, slots, tensors, chosen)
+        self._loaded.check_hashes(chosen, verify)
+        dtypes = self._loaded.dtypes_for_slots(chosen, tensors)
+        state.warn_of_dtypes(m, found, [str(name) for name in names], dtypes)
+        sharded = DTensorLoader(self._loaded, slots, tensors, chosen)
         cut = {number for _, number in sharded.pairs}
         rows = list(zip(slots, tensors, chosen, strict=True))
         rows = [row for row in rows if row[2] not in cut] if cut else rows
         here = self._loaded.fill(rows, self._device, verify)
-        rest = [(slot, number) for slot, _, number in rows if number not in here]
-        self._load([number for _, number in rest], verify)
-        loaded = [(slot, self._loaded[number]) for slot, number in rest]
+        rest = [row for row in rows if row[2] not in here]
+        self._load([number for _, _, number in rest], verify)
+        loaded = [(slot, self._loaded.for_slot(n, there)) for slot, there, n in rest]
         state.assign(m, [*loaded, *sharded.load(verify)], fill=not self._file.maps)
+        held_elsewhere.take_over(m)
         self.close()
         return len(chosen)
 
@@ -605,6 +612,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             HashMismatchError: The file holds no hash of a tensor.
 
         """
+        held_elsewhere.put_in_place(m, to_load=False)
         kinds = self._file.reader.kinds()
         chosen = {
             n: state.with_dot(name) if kinds[n] == TensorType.STATE_DICT else name

@@ -64,8 +64,12 @@ class TensorSlice:
         return f"<{type(self).__name__} of {name!r}: {self.dtype} {list(self.shape)}>"
 
 
-def ranges_of(shape: torch.Size, index: Index) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
+def ranges_of(
+    shape: torch.Size, index: Index, *, clips: bool = True
+) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
     """Return the range of each dimension that an index needs, and the index to apply to that part.
+
+    Ends outside of a dimension are clipped, as in torch, or refused.
 
     Raises:
         IndexError, TypeError, ValueError: It is not an index of this shape.
@@ -85,6 +89,8 @@ def ranges_of(shape: torch.Size, index: Index) -> tuple[list[tuple[int, int]], t
     rest: list[Any] = []
     for dim, step in zip(shape, (*steps[:at], *missing, *steps[at + 1 :]), strict=True):
         if isinstance(step, slice):
+            if not clips:
+                _refuse_outside(step, dim)
             start, stop, stride = step.indices(dim)
             if stride < 1:
                 raise ValueError(f"slice steps must be at least 1, not {stride}")
@@ -100,6 +106,21 @@ def ranges_of(shape: torch.Size, index: Index) -> tuple[list[tuple[int, int]], t
         rest.append(0)
     plain = all(isinstance(step, slice) and step.step == 1 for step in rest)
     return ranges, () if plain else tuple(rest)
+
+
+def _refuse_outside(step: slice, dim: int) -> None:
+    """Refuse a range that is not within a dimension.
+
+    Raises:
+        IndexError: An end is outside.
+
+    """
+    for end in (step.start, step.stop):
+        if end is not None and not -dim <= operator.index(end) <= dim:
+            raise IndexError(
+                f"{end} is outside of a dimension of {dim}: expected ends from {-dim} to {dim}, or "
+                "None"
+            )
 
 
 def parts_of(
@@ -121,7 +142,7 @@ def parts_of(
     def other(at: int) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
         shape = torch.Size(file.reader.describe(found[at])[1])
         try:
-            return ranges_of(shape, _as_index(shape, slices[names[at]]))
+            return ranges_of(shape, _as_index(shape, slices[names[at]]), clips=False)
         except (IndexError, TypeError, ValueError) as error:
             raise type(error)(f"the slice of {names[at]!r}: {error}") from None
 

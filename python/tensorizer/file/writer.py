@@ -11,7 +11,7 @@ import torch
 
 from .._native import cpu_count
 from .._types import Hashes, Name, TensorType
-from ..modules import state
+from ..modules import held_elsewhere, state
 from ..tensors import sharding, subclasses, without_data
 from .encryption import EncryptionParams
 from .file_writer import FileWriter
@@ -178,6 +178,7 @@ class TensorSerializer:
                 f"write_module takes a torch.nn.Module, not {type(m).__name__}: write_state_dict "
                 "takes mappings of tensors"
             )
+        held_elsewhere.put_in_place(m, to_load=False)
         found = [
             item
             for item in state.walk(m)

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..tensors import messages, without_data
+from . import held_elsewhere
 from .state import walk
 
 #: The numbers of dtypes in messages.
@@ -64,9 +65,10 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
     """Write the parameters and buffers of a module as one message.
 
     Raises:
-        ValueError: A tensor has no data.
+        ValueError: A tensor has no data, or is kept elsewhere by FSDP or accelerate.
 
     """
+    held_elsewhere.put_in_place(model, to_load=False)
     named = {name: tensor for _, name, _, _, tensor in walk(model)}
     without_data.refuse(named, named.values())
     message = messages.Module()
@@ -93,6 +95,7 @@ def deserialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
         ValueError: The message is damaged.
 
     """
+    held_elsewhere.put_in_place(model, to_load=True)
     message = messages.Module()
     try:
         message.ParseFromString(file_stream.read())

@@ -14,10 +14,13 @@ from torch.nn.parameter import is_lazy
 from .._types import Name, TensorType
 from ..tensors import fake_mode, sharding, subclasses, without_data
 from ..tensors.handles import are_plain, is_fillable
+from . import held_elsewhere
+from .strides import copy_into, elements_spanned, in_order_of
 from .wrappers import Submodules, tensor_of
 
 #: The most tensors that a warning names.
 _MOST_NAMED = 20
+_WITHOUT_DATA = "on the meta device, and not in the file: "
 _SCRIPTED = (
     ": a scripted module gets no new tensors, and a frozen one has none; load before "
     "torch.jit.script, trace or freeze"
@@ -131,7 +134,7 @@ def without_overlaps(
     if not are_plain(tensors):
         tensors = [sharding.local_of(tensor) for tensor in tensors]
     ranges = sorted(
-        (start, start + tensor.nbytes, at)
+        (start, start + _bytes_spanned(tensor), at)
         for at, tensor in enumerate(tensors)
         if not is_lazy(tensor) and not fake_mode.is_fake(tensor) and tensor.nbytes
         for start in (tensor.data_ptr(),)
@@ -144,6 +147,12 @@ def without_overlaps(
         if stop > end:
             end, last = stop, at
     return [item for at, item in enumerate(found) if at not in shared]
+
+
+def _bytes_spanned(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    return (elements_spanned(tensor) or tensor.numel()) * tensor.element_size()
 
 
 def check(
@@ -199,20 +208,25 @@ def check(
             )
     unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
     missing: list[str] = []
+    empty: list[str] = []
     if all_tensors is not None:
-        missing = _missing(root, {id(tensor) for tensor in all_tensors})
+        missing, empty = _missing(root, {id(tensor) for tensor in all_tensors})
     if strict:
         wrong += [f"missing in the file: {', '.join(missing)}"] if missing else []
+        wrong += [f"{_WITHOUT_DATA}{', '.join(empty)}"] if empty else []
         wrong += [f"unknown to the module: {', '.join(unexpected)}"] if unexpected else []
     if wrong:
         raise RuntimeError(f"{type(root).__name__} does not fit the file:\n\t" + "\n\t".join(wrong))
     if missing:
-        more = len(missing) - _MOST_NAMED
         warnings.warn(
             f"{type(root).__name__} has tensors that the file lacks, and that stay as they are: "
-            + ", ".join(missing[:_MOST_NAMED])
-            + (f" and {more} more" if more > 0 else "")
-            + "; strict=True makes this an error",
+            f"{_some(missing)}; strict=True makes this an error",
+            stacklevel=3,
+        )
+    if empty:
+        warnings.warn(
+            f"{type(root).__name__} has buffers that are {_WITHOUT_DATA}{_some(empty)}; compute "
+            "them before you use the module; strict=True makes this an error",
             stacklevel=3,
         )
     if unexpected:
@@ -221,6 +235,42 @@ def check(
             + ", ".join(unexpected),
             stacklevel=3,
         )
+
+
+def warn_of_dtypes(
+    root: torch.nn.Module,
+    found: Sequence[tuple[TensorSlot, torch.Tensor | None]],
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Warn of tensors of a module that get another dtype: that of the file, or the one asked for.
+
+    Arguments as for :func:`check`; ``dtypes`` are those that they get.
+    """
+    changed = [
+        f"{name} (from {tensor.dtype} to {dtype})"
+        for (slot, tensor), name, dtype in zip(found, names, dtypes, strict=True)
+        if tensor is not None and tensor.dtype is not dtype and not is_lazy(tensor)
+        if not _keeps_memory(slot, tensor)
+    ]
+    if changed:
+        warnings.warn(
+            f"the dtypes of {type(root).__name__} change to those of the file, or to dtype=: "
+            + _some(changed),
+            stacklevel=3,
+        )
+
+
+def _keeps_memory(slot: TensorSlot, tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor of FSDP or of another mesh keeps its memory, and so its dtype."""
+    if sharding.is_sharded(tensor):
+        return not sharding.local_of(tensor).is_meta
+    return isinstance(tensor, torch.nn.Parameter) and held_elsewhere.is_flattened(slot.module)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def without_extra_state(
@@ -241,16 +291,20 @@ def without_extra_state(
 MARKERS = ("vllm_tensorized_marker",)
 
 
-def _missing(root: torch.nn.Module, there: set[int]) -> list[str]:
-    """Return the names of a module's tensors that a file lacks, except non-persistent buffers.
+def _missing(root: torch.nn.Module, there: set[int]) -> tuple[list[str], list[str]]:
+    """Return the names of a module's tensors that a file lacks, and of its buffers without data.
 
-    ``there`` has the ids of the module's tensors that are in the file.
+    The latter are not persistent, so that a file need not have them. ``there`` has the ids of the
+    module's tensors that are in the file.
     """
-    return sorted(
-        name
-        for _, name, _, slot, tensor in walk(root)
-        if slot.attribute not in slot.module._non_persistent_buffers_set and id(tensor) not in there
-    )
+    missing, empty = [], []
+    for _, name, _, slot, tensor in walk(root):
+        if id(tensor) not in there:
+            if slot.attribute not in slot.module._non_persistent_buffers_set:
+                missing.append(name)
+            elif tensor.is_meta:
+                empty.append(name)
+    return sorted(missing), sorted(empty)
 
 
 def assign(
@@ -294,12 +348,11 @@ def _put(slot: TensorSlot, old: torch.Tensor, tensor: torch.Tensor, fill: bool) 
     """Make a tensor of a module hold loaded data; return it, or its replacement."""
     new = tensor.detach()
     frozen = old.is_inference() and not torch.is_inference_mode_enabled()
-    fill = fill and not frozen
     if sharding.is_sharded(old):
         return _put_part(slot, old, new, frozen)
-    if fill and (old.dtype, old.device) == (new.dtype, new.device) and old.is_contiguous():
-        with torch.no_grad():
-            old.copy_(new)
+    fits = fill and not frozen and (old.dtype, old.device) == (new.dtype, new.device)
+    if _keeps_memory(slot, old) or (fits and elements_spanned(old) is not None):
+        copy_into(old, new)
         return old
     if frozen or not torch._has_compatible_shallow_copy_type(old, new):
         replacement = _like(old, tensor)
@@ -307,7 +360,7 @@ def _put(slot: TensorSlot, old: torch.Tensor, tensor: torch.Tensor, fill: bool) 
         return replacement
     if old.is_leaf and not (new.is_floating_point() or new.is_complex()):
         old.requires_grad_(False)
-    old.data = new
+    old.data = in_order_of(old, new)
     return old
 
 
@@ -325,6 +378,8 @@ def _put_part(slot: TensorSlot, old: torch.Tensor, new: torch.Tensor, frozen: bo
 def _like(old: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a loaded tensor as an object with the class and the attributes of ``old``."""
     new = tensor.detach()
+    if not sharding.is_sharded(old):
+        new = in_order_of(old, new)
     differentiable = new.is_floating_point() or new.is_complex()
     gradient = old.requires_grad and differentiable
     if sharding.is_sharded(old) and isinstance(old, torch.nn.Parameter):

@@ -11,6 +11,7 @@ import torch
 
 from ..file.opening import FileBytes
 from ..file.to_safetensors import write_one
+from ..modules import held_elsewhere
 from ..tensors import subclasses
 from .errors import as_safetensor_errors
 from .reading import safe_open
@@ -112,6 +113,7 @@ def save_model(
         Exception: The errors of :func:`save_file`.
 
     """
+    held_elsewhere.refuse_offloaded(model, to_load=False)
     state = model.state_dict()
     notes: dict[str, str] = {}
     for kept, names in _remove_duplicate_names(state).items():
@@ -159,6 +161,7 @@ def load_model(
         Exception: The errors of :func:`load_file`.
 
     """
+    held_elsewhere.refuse_offloaded(model, to_load=True)
     tensors = load_file(filename, device, backend=backend)
     removed = _remove_duplicate_names(model.state_dict(), preferred_names=tensors)
     names, unexpected = model.load_state_dict(tensors, strict=False)

@@ -79,11 +79,13 @@ def cast_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a tensor after a cast to ``wanted``.
 
     Floating-point tensors are cast, and complex ones if a complex dtype is wanted. Casting others
-    would change the meaning of their numbers.
+    would change the meaning of their numbers. So it would for floating-point numbers of 8 bits or
+    fewer, whose value is known only together with a scale.
     """
     if wanted is None:
         return dtype
-    castable = dtype.is_floating_point or (dtype.is_complex and wanted.is_complex)
+    castable = dtype.is_floating_point and dtype.itemsize > 1
+    castable = castable or (dtype.is_complex and wanted.is_complex)
     return wanted if castable else dtype
 
 

@@ -14,6 +14,7 @@ from .._locks import ForkSafeLock
 from ..file.arguments import checked_dtype
 from ..file.tensor_file import TensorFile
 from ..modules.uninitialised import no_init_or_tensor
+from ..tensors.handles import cast_dtype
 from .libraries import library
 from .model_spec import ModelSpec
 from .weights import TensorFileOptions, Weights
@@ -139,9 +140,8 @@ def _cast(tensors: dict[str, Any], dtype: torch.dtype, kept: list[str] | str | N
     """
     single = [kept] if isinstance(kept, str) else kept or []
     for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            is_single = any(part in single for part in name.split("."))
-            tensors[name] = tensor.to(torch.float32 if is_single else dtype)
+        is_single = any(part in single for part in name.split("."))
+        tensors[name] = tensor.to(cast_dtype(tensor.dtype, torch.float32 if is_single else dtype))
 
 
 def _report(spec: ModelSpec, cls: Any, model: Any, found: Any) -> None:

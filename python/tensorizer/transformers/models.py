@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._types import VerifyHash
+from ..file.arguments import checked_dtype
 from ..file.encryption import DecryptionParams
 from ..file.progress import ProgressType
 from . import diffusers_models, transformers_models
@@ -138,7 +139,8 @@ def from_pretrained(
 def _dtype(dtype: Any, kwargs: dict[str, Any]) -> Any:
     """Return the dtype of a call; ``torch_dtype=`` is another name for it, as in the libraries."""
     old = kwargs.pop("torch_dtype", None)
-    return old if dtype is None else dtype
+    chosen = old if dtype is None else dtype
+    return checked_dtype(chosen) if isinstance(chosen, torch.dtype) else chosen
 
 
 def _refuse_meta(device: Any) -> None:
