@@ -1,13 +1,16 @@
 """A module keeps its objects, memory and attributes when weights are loaded into it."""
 
 import contextlib
+import io
 import warnings
 
 import pytest
+import tensorizer
 import torch
 from conftest import assert_same
 from tensorizer import TensorDeserializer, TensorSerializer, utils
 from tensorizer.modules import state
+from tensorizer.modules.strides import elements_spanned
 
 
 class Weight(torch.nn.Parameter):
@@ -211,3 +214,151 @@ def test_strict_with_a_filter(saved):
     _, path = saved
     file = TensorDeserializer(path, "cpu")
     assert file.load_into_module(linear(), lambda name: "bias" in name, strict=True) == 1
+
+
+def transposed(device=None):
+    """Return a module as vLLM has them after it has processed FP8 weights."""
+    module = torch.nn.Module()
+    weight = torch.arange(32.0, device=device).reshape(8, 4).to(torch.float8_e4m3fn)
+    module.weight = torch.nn.Parameter(weight.t(), requires_grad=False)
+    return module
+
+
+def channels_last(device=None):
+    torch.manual_seed(1)
+    return torch.nn.Conv2d(8, 16, 3, device=device).to(memory_format=torch.channels_last)
+
+
+def with_gaps(device=None):
+    module = torch.nn.Module()
+    weight = torch.arange(40.0, device=device).reshape(4, 10)[:, 1:8]
+    module.weight = torch.nn.Parameter(weight)
+    return module
+
+
+@pytest.mark.parametrize("make", [transposed, channels_last, with_gaps])
+@pytest.mark.parametrize("options", [{}, {"lazy_load": True}, {"mmap": True}])
+@pytest.mark.parametrize("ending", ["tensors", "safetensors"])
+def test_strides_of_the_module_stay(tmp_path, make, options, ending):
+    source = make()
+    path = tmp_path / f"f.{ending}"
+    tensorizer.save({name: t.contiguous() for name, t in source.state_dict().items()}, path)
+    for device in ("cpu", "meta"):
+        target = make(device)
+        strides, before = target.weight.stride(), target.weight
+        assert not target.weight.is_contiguous()
+        if device == "cpu":
+            target.weight.untyped_storage().fill_(0)
+        with TensorDeserializer(path, "cpu", **options) as file:
+            file.load_into_module(target, strict=True)
+        assert target.weight.stride() == strides
+        assert_same(target.weight.detach(), source.weight.detach())
+        if device == "cpu":
+            assert target.weight is before
+
+
+def test_memory_with_gaps_is_filled_and_its_gaps_stay(tmp_path):
+    tensorizer.save({"weight": torch.ones(4, 7)}, tmp_path / "f")
+    module, whole = torch.nn.Module(), torch.zeros(4, 10)
+    module.weight = torch.nn.Parameter(whole[:, 1:8])
+    TensorDeserializer(tmp_path / "f", "cpu").load_into_module(module)
+    assert whole.tolist() == [[0.0] + [1.0] * 7 + [0.0] * 2] * 4
+
+
+def test_elements_that_share_memory_get_memory_of_their_own(tmp_path):
+    tensorizer.save({"weight": torch.arange(12.0).view(3, 4)}, tmp_path / "f")
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(4).expand(3, 4))
+    TensorDeserializer(tmp_path / "f", "cpu").load_into_module(module)
+    assert module.weight.tolist() == torch.arange(12.0).view(3, 4).tolist()
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "spanned"),
+    [
+        ((), (), 1),
+        ((2, 3), (3, 1), 6),
+        ((3, 2), (1, 3), 6),
+        ((3, 2), (1, 4), 7),
+        ((1, 4), (0, 1), 4),
+        ((3, 4), (0, 1), None),
+        ((3, 3), (1, 1), None),
+        ((2, 2), (3, 2), 6),
+        ((2, 2), (2, 2), None),
+    ],
+)
+def test_elements_spanned(shape, strides, spanned):
+    tensor = torch.zeros(20).as_strided(shape, strides)
+    assert elements_spanned(tensor) == spanned
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_dtypes_that_change_are_named_once(saved, lazy):
+    model, path = saved
+    other = linear().bfloat16()
+    text = (
+        r"^the dtypes of Linear change to those of the file, or to dtype=: \.weight \(from "
+        r"torch.bfloat16 to torch.float32\), \.bias \(from torch.bfloat16 to torch.float32\)$"
+    )
+    with pytest.warns(UserWarning, match=text) as caught:
+        TensorDeserializer(path, "cpu", lazy_load=lazy).load_into_module(other)
+    assert (len(caught), other.weight.dtype) == (1, torch.float32)
+    other = linear().bfloat16()
+    TensorDeserializer(path, "cpu", dtype="bfloat16", lazy_load=lazy).load_into_module(other)
+    assert_same(other.weight.detach(), model.weight.detach().bfloat16())
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_files_of_vllm_keep_dtypes_that_the_module_has(tmp_path, lazy):
+    """vLLM passes the dtype of the model, of which some parameters have another."""
+    source = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+    source.A = torch.nn.Parameter(torch.tensor([1 / 3]))
+    source.register_buffer("scale", torch.tensor(1 / 7))
+    source.register_buffer("rounded", torch.tensor(1 / 9))
+    source.vllm_tensorized_marker = torch.nn.Parameter(torch.tensor((1,), device="meta"), False)
+    with TensorSerializer(tmp_path / "f") as serializer:
+        serializer.write_module(source)
+
+    def read():
+        stream = io.BytesIO((tmp_path / "f").read_bytes())
+        return TensorDeserializer(stream, "cpu", dtype=torch.bfloat16, lazy_load=lazy)
+
+    target = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+    target.A = torch.nn.Parameter(torch.zeros(1))
+    target.register_buffer("scale", torch.zeros(()))
+    target.register_buffer("rounded", torch.zeros((), dtype=torch.bfloat16))
+    file = read()
+    # Also if it was requested before.
+    assert file[".A"].dtype == torch.bfloat16
+    file.load_into_module(target)
+    for name in ("weight", "bias", "A", "scale"):
+        assert_same(getattr(target, name).detach(), getattr(source, name).detach())
+    assert_same(target.rounded, source.rounded.bfloat16())
+    for tensor in (read()[".scale"], dict(read())[".A"], next(iter(read().read_tensors()))[3]):
+        assert tensor.dtype == torch.bfloat16
+
+
+def with_table(device, table_device=None):
+    with torch.device(device):
+        model = linear()
+    table = torch.zeros(2, device=table_device or device)
+    model.register_buffer("table", table, persistent=False)
+    return model
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_buffers_that_stay_without_data_are_named(saved, lazy):
+    _, path = saved
+
+    def load(model, **options):
+        TensorDeserializer(path, "cpu", lazy_load=lazy).load_into_module(model, **options)
+
+    load(with_table("cpu"), strict=True)
+    load(with_table("meta", "cpu"), strict=True)
+    text = "on the meta device, and not in the file: .table"
+    with pytest.warns(UserWarning, match=f"^Linear has buffers that are {text}; compute them"):
+        load(with_table("meta"))
+    model = with_table("meta")
+    with pytest.raises(RuntimeError, match=f"\n\t{text}$"):
+        load(model, strict=True)
+    assert model.weight.is_meta

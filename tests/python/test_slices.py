@@ -4,6 +4,7 @@ import contextlib
 import io
 import random
 
+import numpy as np
 import pytest
 import tensorizer
 import torch
@@ -60,7 +61,7 @@ def random_index(shape, rng):
     """Return an index as torch takes it, not of integers alone."""
     steps = []
     for dim in shape:
-        a, b = sorted((rng.randint(-1, dim + 1), rng.randint(-1, dim + 1)))
+        a, b = sorted((rng.randint(-min(1, dim), dim), rng.randint(-min(1, dim), dim)))
         whole = rng.random() < 0.4
         steps.append(slice(None) if whole else slice(max(a, 0), b, rng.choice([1, 1, 1, 3])))
         if dim and rng.random() < 0.15:
@@ -156,6 +157,8 @@ def test_a_tensor_of_an_open_file_is_sliced(files):
         assert torch.equal(part[-1], cube[-1])
         assert torch.equal(part[...], cube)
         assert torch.equal(part[::7, 1:30:2, 400:], cube[::7, 1:30:2, 400:])
+        # As in torch, and unlike in slices=, ends of brackets may be outside.
+        assert torch.equal(part[18:99, -50:2], cube[18:99, -50:2])
         assert torch.equal(file.slice("scalar")[...], TENSORS["scalar"])
         assert torch.equal(file.slice("scalar")[()], TENSORS["scalar"])
         for index, error in [
@@ -190,11 +193,30 @@ def test_meta_tensors_are_zeros(files):
         ({"rows": (0, 1, 2, 3)}, IndexError, "'rows': too many indices"),
         ({"rows": ("a", 0, 1)}, TypeError, "'rows'"),
         ({"scalar": (0, 0, 1)}, IndexError, "'scalar'"),
+        ({"rows": (0, 2990, 3001)}, IndexError, "'rows': 3001 is outside of a dimension of 3000"),
+        ({"rows": (1, -502, None)}, IndexError, "'rows': -502 is outside of a dimension of 501"),
+        ({"small": slice(0, 9)}, IndexError, "'small': 9 is outside of a dimension of 5: expected"),
+        ({"small": slice(6, None)}, IndexError, "'small': 6 is outside .* ends from -5 to 5"),
+        ({"small": (..., slice(None, 7, 2))}, IndexError, "7 is outside of a dimension of 6"),
+        ({"small": (0, 0, 1 << 70)}, IndexError, "is outside of a dimension of 5"),
+        ({"small": np.s_[: np.int64(9)]}, IndexError, "9 is outside of a dimension of 5"),
     ],
 )
 def test_invalid_slices_are_refused(files, slices, error, text):
-    with pytest.raises(error, match=text):
-        tensorizer.load(files / "f.safetensors", "cpu", slices=slices)
+    for name in ("f.safetensors", "plain.tensors"):
+        with pytest.raises(error, match=text):
+            tensorizer.load(files / name, "cpu", slices=slices)
+        with pytest.raises(error, match=text):
+            list(tensorizer.iterate(files / name, "cpu", slices=slices))
+
+
+def test_the_ends_of_a_dimension_are_within_it(files):
+    small = TENSORS["small"]
+    for index in [slice(-5, 5), slice(5, None), slice(None, -5), slice(3, 1), np.s_[:, 6:6]]:
+        loaded = tensorizer.load(
+            files / "f.safetensors", "cpu", names=["small"], slices={"small": index}
+        )
+        assert torch.equal(loaded["small"], small[index])
 
 
 def test_unfit_out_tensors_of_slices_are_refused_and_not_written(files):

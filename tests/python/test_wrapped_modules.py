@@ -1,13 +1,16 @@
 """Loading into modules that wrap others, as DistributedDataParallel does, and scripted ones."""
 
+import io
 import warnings
 
 import pytest
 import tensorizer
+import tensorizer.safetensors
 import torch
 import torch.distributed as dist
 from conftest import assert_same
 from tensorizer import TensorDeserializer, TensorSerializer
+from tensorizer.modules import messages
 from tensorizer.modules.wrappers import unwrap
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -216,3 +219,46 @@ def test_scripted_modules_get_no_new_tensors(tmp_path):
         ):
             file.load_into_module(module)
     assert_same(less.state_dict()["0.weight"], before)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+def test_modules_that_accelerate_has_offloaded_are_refused(tmp_path, kind):
+    accelerate = pytest.importorskip("accelerate")
+    ours = tensorizer.safetensors
+    tensorizer.save(Model(3).state_dict(), tmp_path / "f.safetensors")
+    path = tmp_path / "f.safetensors"
+    model = torch.nn.Sequential(Model())
+
+    def offload(folder):
+        where = {"offload_dir": tmp_path / folder} if kind == "disk" else {}
+        cpu = torch.device("cpu")
+        getattr(accelerate, f"{kind}_offload")(model, execution_device=cpu, **where)
+
+    offload("before")
+    loads = [
+        lambda: TensorDeserializer(path, "cpu").load_into_module(model[0]),
+        lambda: TensorDeserializer(path, "cpu", lazy_load=True).load_into_module(model[0]),
+        lambda: ours.torch_functions.load_model(model[0], path),
+        lambda: messages.deserialize_model(model[0], io.BytesIO()),
+    ]
+    saves = [
+        lambda: TensorSerializer(tmp_path / "saved").write_module(model),
+        lambda: ours.torch_functions.save_model(model, tmp_path / "saved"),
+        lambda: messages.serialize_model(model, io.BytesIO()),
+        lambda: TensorDeserializer(path, "cpu", lazy_load=True).verify_module(model[0]),
+    ]
+    call = r"call accelerate\.hooks\.remove_hook_from_submodules\(module\) before this, "
+    for load in loads:
+        with pytest.raises(RuntimeError, match=rf"offloaded the weights of .*: {call}and offload"):
+            load()
+    for save in saves:
+        with pytest.raises(
+            RuntimeError, match=rf"offloaded the weights of '0.*: {call}|this Model"
+        ):
+            save()
+    # What the message says.
+    accelerate.hooks.remove_hook_from_submodules(model)
+    TensorDeserializer(path, "cpu").load_into_module(model[0])
+    offload("after")
+    with torch.no_grad():
+        assert torch.equal(model.eval()(torch.ones(1, 2)), Model(3).eval()(torch.ones(1, 2)))

@@ -84,8 +84,8 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         )
     if found is not None and not (found.is_floating_point or found.is_complex):
         raise ValueError(
-            f"dtype={found}: expected a floating-point or complex dtype; casts to others would lose "
-            "the values: quantize the loaded tensors instead"
+            f"dtype={found}: expected a floating-point or complex dtype; a cast to another would "
+            "lose the values: quantize the loaded tensors instead"
         )
     return found
 

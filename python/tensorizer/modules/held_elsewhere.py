@@ -12,7 +12,7 @@ import torch
 _SUMMON = "call this inside FullyShardedDataParallel.summon_full_params(module)"
 _LOAD_OFFLOADED = (
     "call accelerate.hooks.remove_hook_from_submodules(module) before this, and offload it again "
-    "afterwards"
+    "afterwards (to disk: into a new folder)"
 )
 _SAVE_OFFLOADED = (
     "call accelerate.hooks.remove_hook_from_submodules(module) before this, or save "
