@@ -1,7 +1,9 @@
 """``TensorDeserializer``: sources, options, access in any order, closing rules."""
 
 import io
+import itertools
 import os
+import warnings
 
 import numpy as np
 import pytest
@@ -9,10 +11,18 @@ import tensorizer
 import torch
 from conftest import assert_same
 from reading import NAMES, TENSORS, check
-from tensorizer import TensorDeserializer, TensorSerializer, TensorType
+from tensorizer import (
+    DecryptionParams,
+    EncryptionParams,
+    HashMismatchError,
+    TensorDeserializer,
+    TensorSerializer,
+    TensorType,
+)
 from tensorizer.serialization import (
     FormatError,
 )
+from tensorizer.tensors.handles import cast_dtype
 
 
 @pytest.fixture
@@ -312,3 +322,117 @@ def test_load(path, tmp_path):
 def test_ignored_options_of_the_old_package(path):
     check(TensorDeserializer(path, "cpu", plaid_mode=True, plaid_mode_buffers=4, verify_hash=None))
     check(TensorDeserializer(path, torch.device("cpu"), None, None))
+
+
+#: The methods that override the verification of the constructor.
+VERIFIED = {
+    "load_into_module": lambda file, verify: file.load_into_module(Both(), verify_hash=verify),
+    "read_tensors": lambda file, verify: list(file.read_tensors(verify_hash=verify)),
+    "read_numpy_arrays": lambda file, verify: list(file.read_numpy_arrays(verify_hash=verify)),
+}
+
+
+class Both(torch.nn.Module):
+    """Two parameters, of which a file may be damaged in the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(4))
+        self.second = torch.nn.Parameter(torch.zeros(300))
+
+
+@pytest.mark.parametrize("verify", [True, "crc32"])
+@pytest.mark.parametrize("method", VERIFIED)
+def test_tensors_that_are_loaded_already_are_verified(tmp_path, method, verify):
+    call = VERIFIED[method]
+    tensorizer.save({"first": torch.ones(4), "second": torch.full((300,), 2.5)}, tmp_path / "sound")
+    key = EncryptionParams.random()
+    state = {"first": torch.ones(4), "second": torch.full((300,), 2.5)}
+    tensorizer.save(state, tmp_path / "encrypted", encryption=key)
+    data = bytearray((tmp_path / "sound").read_bytes())
+    data[data.index(torch.full((300,), 2.5).numpy().tobytes()) + 1000] ^= 16
+    (tmp_path / "damaged").write_bytes(data)
+
+    def accessed(path):
+        file = TensorDeserializer(path, "cpu", lazy_load=True)
+        assert file["second"].shape == (300,)
+        return file
+
+    for opened in (
+        lambda path: TensorDeserializer(path, "cpu"),
+        lambda path: TensorDeserializer(path, "cpu", mmap=True),
+        lambda path: TensorDeserializer(io.BytesIO(path.read_bytes()), "cpu"),
+        accessed,
+    ):
+        call(opened(tmp_path / "sound"), verify)
+        call(opened(tmp_path / "damaged"), False)
+        with pytest.raises(HashMismatchError, match="loaded bytes of tensor 'second' do not have"):
+            call(opened(tmp_path / "damaged"), verify)
+    decryption = DecryptionParams.from_key(key.key)
+    call(TensorDeserializer(tmp_path / "encrypted", "cpu", encryption=decryption), verify)
+    # Hashes that were compared are not compared again, whatever a caller has done to the tensor.
+    file = TensorDeserializer(tmp_path / "sound", "cpu", verify_hash=True)
+    file["second"].detach().zero_()
+    call(file, verify)
+
+
+@pytest.mark.parametrize("method", ["load_into_module", "read_tensors"])
+def test_tensors_that_were_cast_cannot_be_verified(path, tmp_path, method):
+    tensorizer.save(Both().state_dict(), tmp_path / "f")
+    for options in ({}, {"lazy_load": True}):
+        file = TensorDeserializer(tmp_path / "f", "cpu", dtype=torch.float64, **options)
+        assert file["first"].dtype == torch.float64
+        text = "'first' was loaded without verification, and cast from torch.float32: pass verify_"
+        with pytest.raises(ValueError, match=text), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            VERIFIED[method](file, True)
+
+
+SCALED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]
+PACKED = [torch.uint4, torch.int4, torch.int8, torch.uint8, torch.int32]
+
+
+def test_the_dtypes_that_casts_leave_alone():
+    wanted = (torch.float16, torch.float64, torch.complex64, torch.float8_e5m2)
+    for dtype, target in itertools.product(SCALED + PACKED, wanted):
+        assert cast_dtype(dtype, target) is dtype
+    for target in wanted:
+        assert cast_dtype(torch.bfloat16, target) is target
+    assert cast_dtype(torch.complex64, torch.float32) is torch.complex64
+    assert cast_dtype(torch.complex64, torch.complex128) is torch.complex128
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.int64, "int4"])
+def test_casts_to_integers_are_refused(path, dtype):
+    text = "expected a floating-point or complex dtype; a cast to another would lose the values"
+    for call in (tensorizer.load, tensorizer.iterate, TensorDeserializer):
+        with pytest.raises(ValueError, match=text):
+            call(path, "cpu", dtype=dtype)
+
+
+@pytest.mark.parametrize("ending", ["tensors", "safetensors", "pt"])
+def test_numbers_with_scales_are_not_cast(tmp_path, ending):
+    path = tmp_path / f"f.{ending}"
+    state = {f"t{n}": torch.arange(8, dtype=torch.uint8).view(d) for n, d in enumerate(SCALED[:3])}
+    state |= {"packed": torch.tensor([7, -1], dtype=torch.int32), "plain": torch.ones(2)}
+    if ending == "pt":
+        torch.save(state, path)
+    else:
+        tensorizer.save(state, path)
+    half = torch.bfloat16
+
+    def as_read(**options):
+        with TensorDeserializer(path, "cpu", dtype=half, **options) as file:
+            return dict(file)
+
+    for loaded in (
+        tensorizer.load(path, "cpu", dtype=half),
+        tensorizer.load(path, "cpu", dtype=half, slices={"t0": (0, 0, 8)}),
+        dict(tensorizer.iterate(path, "cpu", dtype=half)),
+        as_read(),
+        as_read(lazy_load=True),
+        as_read(mmap=True),
+    ):
+        assert loaded.keys() == state.keys()
+        for name, tensor in state.items():
+            assert_same(loaded[name].detach(), tensor.to(half) if name == "plain" else tensor)
