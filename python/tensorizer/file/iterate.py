@@ -66,7 +66,7 @@ def iterate(
         buffer_bytes: The most bytes that are read ahead of the caller.
         order: ``"file"``: in the order of their data in the file, the shards of a checkpoint one
             after another. ``"ready"``: in the order in which they are loaded.
-        dtype: Cast floating-point tensors.
+        dtype: Cast floating-point tensors, as :func:`tensorizer.load` does.
         verify_hash: Compare every tensor with the hashes in the file before it is handed out.
         num_readers: The number of threads that read at once; None for as many as help.
         encryption: The key or passphrase of an encrypted file.

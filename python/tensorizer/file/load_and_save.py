@@ -65,7 +65,7 @@ def load(
             false.
         slices: Load only a part of some tensors, and read only its bytes: by name ``(dimension,
             start, end)``, or an index as in brackets, ``(slice(0, 10), ..., 3)``. See
-            :class:`TensorSlice`.
+            :class:`TensorSlice`. Ends outside of a dimension are an ``IndexError``.
         shard: Load only this rank's part of each tensor, for programs that do not use DTensors. See
             :class:`Shard`.
         group: A process group whose members all make this call. Every byte is fetched by one member
@@ -83,7 +83,8 @@ def load(
             on torch's default device. Shapes are those of the file, and so are dtypes unless
             ``dtype`` is given. Without ``names``, only these are loaded; values other than tensors
             are skipped.
-        dtype: Cast floating-point tensors.
+        dtype: Cast floating-point tensors, except those of 8 bits or fewer, which have their scales
+            elsewhere.
         clone: On CUDA, give each tensor its own storage. Otherwise small tensors share storages,
             and ``torch.save`` of one tensor writes the whole storage. See
             :class:`TensorDeserializer`.

@@ -90,24 +90,27 @@ class LoadedTensors:
 
         Raises:
             HashMismatchError: Their bytes are not those that were hashed.
-            ValueError: A tensor was cast when it was loaded, so that its bytes are gone.
+            ValueError: A tensor was cast when it was loaded, so that its bytes are gone; or only
+                the hashes of whole files are known.
 
         """
         if verify == "nothing":
             return
         with self._load_lock.current():
             self._assign_numbers()
-            enough = {verify, "all"}
+            each_has_hashes = self.file.reader.format == "tensors"
+            enough = {verify, "all"} if each_has_hashes else {"crc32", "all"}
             there = [
                 n for n in numbers if n in self._tensors and self._verified.get(n) not in enough
             ]
             for n in there:
                 stored = dtype_of(self.file.reader.describe(n)[0])
-                if self._tensors[n].dtype is not stored:
+                if not each_has_hashes or self._tensors[n].dtype is not stored:
+                    why = f"cast from {stored}" if each_has_hashes else "has no hash of its own"
                     raise ValueError(
-                        f"{self.file.reader.name(n)!r} was loaded without verification, and cast "
-                        f"from {stored}: pass verify_hash={verify == 'all' or verify!r} to "
-                        "TensorDeserializer itself, or lazy_load=True"
+                        f"{self.file.reader.name(n)!r} was loaded without verification, and {why}: "
+                        f"pass verify_hash={verify == 'all' or verify!r} to TensorDeserializer "
+                        "itself, or lazy_load=True"
                     )
             same = self.file.reader.matches(lend([self._tensors[n] for n in there]), there)
             wrong = [self.file.reader.name(n) for n, ok in zip(there, same, strict=True) if not ok]

@@ -55,7 +55,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         filter_func: Called once with each tensor's name; a tensor is left out if it returns
             something false. The names of nested structures are tuples.
         dtype: Cast floating-point tensors to this dtype (and complex ones, if it is complex); a
-            name such as ``"float16"`` is accepted too. Integers and booleans keep their dtypes.
+            name such as ``"float16"`` is accepted too. Integers, booleans, and floating-point
+            numbers of 8 bits or fewer, which have their scales elsewhere, keep their dtypes.
         lazy_load: Read tensors on first access, in any order. Otherwise all of them are
             read at once and the file is closed. A pipe is read as a whole at the first access.
         plaid_mode: Ignored.
@@ -386,7 +387,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         Args:
             filter_func: Called with each name; skips a tensor if it returns something false.
             num_tensors: The most to yield; -1 for all.
-            verify_hash: Overrides the constructor's.
+            verify_hash: Overrides the constructor's. Tensors that are loaded already are hashed.
 
         """
         verify = self._verification(verify_hash)
@@ -484,25 +485,32 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         attributes. If a tensor has the deserializer's device and the dtype of the file (or
         ``dtype=``), its memory is filled. With ``lazy_load=True`` it is filled directly: if that
         fails half-way, it holds some of the new bytes. Otherwise, and with ``mmap=True``, the
-        tensor gets the loaded memory.
+        tensor gets the loaded memory. Strides that are not row-major, such as those of
+        ``channels_last``, stay.
+
+        A tensor gets the dtype of the file, or ``dtype``; a warning names those that had another.
+        In a file that vLLM wrote from a model of its own, tensors are not cast to ``dtype`` if the
+        module has them in the file's dtype.
 
         Tied tensors stay tied if the file holds equal bytes for them, or only one of them. Tensors
         of the module that the file lacks stay unchanged, with a warning unless a filter was given.
+        So do buffers on the ``meta`` device, also if they are not persistent.
         Tensors that only the file has are registered under the submodules that they name, with a
         warning (as buffers, if the file does not state their type). The file is closed.
 
         A ``DTensor`` (FSDP2, tensor parallel) gets only its local part, on its own device or that
         of its mesh; with ``lazy_load=True`` only these bytes are read. It keeps its memory and its
         dtype, regardless of the file and of ``dtype``. A ``DTensor`` on the ``meta`` device is
-        replaced by one of the same placement.
+        replaced by one of the same placement. Parameters that FSDP2 has gathered for a forward pass
+        are resharded first, as ``load_state_dict`` does.
 
         Args:
             m: A module of the structure that was saved, possibly without data
                 (:func:`tensorizer.utils.no_init_or_tensor`).
             filter_func: Leaves out tensors by name.
-            verify_hash: Overrides the constructor's.
+            verify_hash: Overrides the constructor's. Tensors that are loaded already are hashed.
             strict: Raise if file and module do not have the same tensors, apart from buffers
-                that are not persistent.
+                that are not persistent and not on the ``meta`` device.
 
         Returns:
             The number of tensors loaded.
@@ -511,9 +519,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             KeyError: The module lacks a submodule of the file, or has another attribute where the
                 file has a tensor, or is scripted and lacks a tensor of the file.
             RuntimeError: A tensor of the module has another shape than in the file; with
-                ``strict``, also if a tensor is only in the module or only in the file. Nothing has
-                been changed.
-            ValueError: A name has no dot, so that no module owns it.
+                ``strict``, also if a tensor is only in the module or only in the file. Or FSDP's
+                first version or accelerate holds the weights elsewhere; the message has the call
+                to make. Nothing has been changed.
+            ValueError: A name has no dot, so that no module owns it; or hashes are to be compared
+                of tensors that were cast when they were loaded.
             NotImplementedError: The file holds a nested structure; or the module holds a tensor
                 that consists of other tensors, or a ``DTensor`` whose placement is neither
                 ``Shard`` nor ``Replicate``.
@@ -608,7 +618,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             Names are matched as by :meth:`load_into_module`.
 
         Raises:
-            RuntimeError: The file was closed before the tensors' headers were read.
+            RuntimeError: The file was closed before the tensors' headers were read; or FSDP's first
+                version or accelerate holds the weights of the module elsewhere.
             HashMismatchError: The file holds no hash of a tensor.
 
         """

@@ -162,7 +162,8 @@ class TensorSerializer:
         ``DTensor`` parameters (FSDP2, tensor parallel) are written as whole tensors. All processes
         of their mesh make the same calls, including the constructor (which must be able to open the
         file on each of them) and :meth:`close`. Tensors are gathered a few at a time, and the first
-        process writes them.
+        process writes them. Parameters that FSDP2 has gathered for a forward pass are resharded
+        first, as ``state_dict()`` does.
 
         Args:
             m: The module.
@@ -170,6 +171,8 @@ class TensorSerializer:
             include_non_persistent_buffers: Also write buffers that ``state_dict()`` leaves out.
 
         Raises:
+            RuntimeError: FSDP's first version or accelerate holds the weights of the module
+                elsewhere; the message has the call to make.
             NotImplementedError, ValueError: See :meth:`write_tensor`.
 
         """

@@ -65,7 +65,8 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
     """Write the parameters and buffers of a module as one message.
 
     Raises:
-        ValueError: A tensor has no data, or is kept elsewhere by FSDP or accelerate.
+        RuntimeError: FSDP's first version or accelerate holds the weights elsewhere.
+        ValueError: A tensor has no data.
 
     """
     held_elsewhere.put_in_place(model, to_load=False)

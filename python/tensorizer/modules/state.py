@@ -265,7 +265,8 @@ def _keeps_memory(slot: TensorSlot, tensor: torch.Tensor) -> bool:
     """Tell whether a tensor of FSDP or of another mesh keeps its memory, and so its dtype."""
     if sharding.is_sharded(tensor):
         return not sharding.local_of(tensor).is_meta
-    return isinstance(tensor, torch.nn.Parameter) and held_elsewhere.is_flattened(slot.module)
+    here = isinstance(tensor, torch.nn.Parameter) and not tensor.is_meta
+    return here and held_elsewhere.is_flattened(slot.module)
 
 
 def _some(names: Sequence[str]) -> str:
