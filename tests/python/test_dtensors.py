@@ -332,3 +332,11 @@ def test_flat_parts_of_the_first_fsdp_are_refused(ranks, tmp_path):
                 assert kind == "RuntimeError", (what, text)
                 assert "FSDP has flattened the parameters of this" in text, (what, text)
                 assert text.endswith("inside FullyShardedDataParallel.summon_full_params(module)")
+
+
+def test_sharded_states_of_the_first_fsdp_are_refused(ranks, tmp_path):
+    for found in ranks.run("held.sharded_states", 2, tmp_path):
+        for kind, text in found:
+            assert kind == "NotImplementedError"
+            assert "is a ShardedTensor, of which this process has a part: save it by" in text
+        assert len(found) == 4

@@ -18,6 +18,7 @@ from conftest import assert_same, run_python
 from tensorizer import FormatError
 from tensorizer.transformers import (
     config_sanitizer,
+    diffusers_models,
     fetching,
     folders,
     from_pretrained,
@@ -617,3 +618,18 @@ def test_tensors_that_are_handed_out_once():
     assert_same(once[...], torch.ones(2))
     with pytest.raises(RuntimeError, match="handed out before"):
         once[...]
+
+
+def test_casts_of_models_are_those_of_loads():
+    eight = torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    tensors = {"a.weight": eight, "a.bias": torch.ones(1), "norm.weight": torch.ones(1)}
+    diffusers_models._cast(tensors, torch.bfloat16, ["norm"])
+    found = {name: tensor.dtype for name, tensor in tensors.items()}
+    assert found == {
+        "a.weight": torch.float8_e4m3fn,
+        "a.bias": torch.bfloat16,
+        "norm.weight": torch.float32,
+    }
+    for argument in ("dtype", "torch_dtype"):
+        with pytest.raises(ValueError, match="dtype=torch.int8: expected a floating-point"):
+            from_pretrained("nowhere", **{argument: torch.int8})

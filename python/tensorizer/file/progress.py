@@ -24,9 +24,12 @@ _BAR_WIDTH = 30
 
 def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of data of tensors of any layout, even of those that are refused later."""
-    return sum(
-        one.numel() * one.element_size() for one in tensors if not (is_lazy(one) or one.is_meta)
-    )
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(
+            one.numel() * one.element_size()
+            for one in tensors
+            if not (is_lazy(one) or one.is_meta)
+        )
 
 
 class ProgressReporter:

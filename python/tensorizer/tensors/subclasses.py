@@ -52,6 +52,12 @@ def reason(tensor: torch.Tensor) -> str | None:
             "cannot say how they belong together; save these as tensors of their own, or the whole "
             + _INSTEAD
         )
+    if kind.__name__ == "ShardedTensor":
+        return (
+            "ShardedTensor, of which this process has a part: save it by torch.distributed."
+            "checkpoint and tensorizer.distributed.Writer, or a state dict of FSDP's "
+            "StateDictType.FULL_STATE_DICT"
+        )
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
             f"{kind.__name__}: tensor subclasses that implement __torch_dispatch__ are not "

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    StateDictType,
     fully_shard,
 )
 
@@ -98,6 +99,20 @@ def flat(folder):
                         caught(lambda m=model: messages.serialize_model(m, io.BytesIO()))
                     ]
     return found
+
+
+def sharded_states(folder):
+    """Return what saves say of the states of the first FSDP that are not whole."""
+    with group():
+        found = []
+        for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+            model = flattened(ShardingStrategy.FULL_SHARD, True)
+            with FullyShardedDataParallel.state_dict_type(model, kind):
+                state = model.state_dict()
+            for ending in ("tensors", "safetensors"):
+                path = f"{folder}/state.{dist.get_rank()}.{ending}"
+                found.append(caught(lambda state=state, path=path: tensorizer.save(state, path)))
+        return found
 
 
 def flattened(kind, original):
