@@ -256,7 +256,7 @@ def test_modules_that_accelerate_has_offloaded_are_refused(tmp_path, kind):
             RuntimeError, match=rf"offloaded the weights of '0.*: {call}|this Model"
         ):
             save()
-    # What the message says.
+    # As the message says.
     accelerate.hooks.remove_hook_from_submodules(model)
     TensorDeserializer(path, "cpu").load_into_module(model[0])
     offload("after")
