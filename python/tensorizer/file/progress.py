@@ -26,9 +26,7 @@ def data_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of data of tensors of any layout, even of those that are refused later."""
     with torch._C.DisableTorchFunctionSubclass():
         return sum(
-            one.numel() * one.element_size()
-            for one in tensors
-            if not (is_lazy(one) or one.is_meta)
+            one.numel() * one.element_size() for one in tensors if not (is_lazy(one) or one.is_meta)
         )
 
 
