@@ -11,6 +11,8 @@ from tensorizer import DecryptionParams, EncryptionParams
 
 from .arguments import SECRETS
 
+#: The most bytes of a file with a key or a passphrase.
+_MOST_BYTES = 4096
 _PROMPTS = {"": "Passphrase: ", "new-": "New passphrase: ", "other-": "Passphrase of the other: "}
 
 
@@ -35,7 +37,12 @@ def _secret(options: argparse.Namespace, prefix: str) -> tuple[bool, bytes] | No
             raise ValueError(f"the environment variable {place} is not set")
         data = os.environb[os.fsencode(place)]
     else:
-        data = Path(place).read_bytes()
+        with Path(place).open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(
+                f"--{prefix}{what} {place}: expected a file of at most {_MOST_BYTES} bytes"
+            )
     if what.startswith("passphrase"):
         return False, data.rstrip(b"\r\n")
     return True, _key(data, f"--{prefix}{what} {place}")

@@ -13,6 +13,7 @@
 //   FAULT_SYNC           the error number of syncing a folder
 //   FAULT_SYNC_AFTER     so many folders are synced before that
 //   FAULT_FLIP_AT        the byte of a file at this position is written with its lowest bit flipped
+//   FAULT_CONNECT        the error number of connecting to a server
 //   FAULT_SLOW_NAMES     the resolution of names never ends
 //   FAULT_NOTES          a file that gets the name of each variable that is looked up without the
 //                        GIL, while another thread may be changing os.environ
@@ -27,6 +28,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -36,7 +38,8 @@
 static char kill_before[TEXT], kill_after[TEXT], notes[TEXT];
 static long kill_at = -1, flip_at = -1, sync_after;
 static int tmpfile_error, flock_error, link_error, sync_error, spares_probes, slow_names;
-static atomic_long steps, synced_folders, bytes;
+static int connect_error;
+static atomic_long steps, synced_folders, bytes, connects;
 
 // The call of the system, looked up once.
 #define REAL(name, result, ...)                      \
@@ -71,11 +74,15 @@ void read_faults(void) {
   sync_error = (int)read_number("FAULT_SYNC", 0);
   spares_probes = (int)read_number("FAULT_SPARES_PROBES", 0);
   slow_names = (int)read_number("FAULT_SLOW_NAMES", 0);
+  connect_error = (int)read_number("FAULT_CONNECT", 0);
   steps = synced_folders = bytes = 0;
 }
 
 // Bytes of files that calls were asked to write, to read back, to reserve and to bring to the disk.
 long bytes_asked_for(void) { return bytes; }
+
+// Connections to servers that failed.
+long refused_connects(void) { return connects; }
 
 static void step(void) {
   if (kill_at >= 0 && steps++ == kill_at) kill(getpid(), SIGKILL);
@@ -212,7 +219,14 @@ int sync_file_range(int descriptor, off64_t offset, off64_t length, unsigned fla
   return real(descriptor, offset, length, flags);
 }
 
-// Names of machines, and the environment
+// Connections, names of machines, and the environment
+
+int connect(int socket, const struct sockaddr *to, socklen_t length) {
+  REAL(connect, int, int, const struct sockaddr *, socklen_t);
+  if (to->sa_family == AF_UNIX || !fails(connect_error)) return real(socket, to, length);
+  connects++;
+  return -1;
+}
 
 int getaddrinfo(const char *node, const char *service, const struct addrinfo *hints,
                 struct addrinfo **found) {

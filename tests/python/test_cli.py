@@ -212,6 +212,19 @@ def test_verify_counts_the_intact_tensors(tmp_path, where, capsys):
     assert capsys.readouterr().out == "1 of 1 tensor is as it was written\n"
 
 
+@pytest.mark.parametrize("option", ["--key-file", "--passphrase-file"])
+def test_a_file_with_a_key_is_not_read_beyond_4096_bytes(tmp_path, path, capsys, option):
+    """A device or the wrong file would fill the memory."""
+    target = tmp_path / "sealed"
+    assert run("encrypt", option, "/dev/zero", path, target) != 0
+    assert f"{option} /dev/zero: expected a file of at most 4096 bytes" in capsys.readouterr().err
+    assert not target.exists()
+    (tmp_path / "words").write_bytes(b"w" * 4096)
+    assert (run("encrypt", option, tmp_path / "words", path, target) == 0) == (
+        option == "--passphrase-file"
+    )
+
+
 def test_diff_with_a_key_for_each_side(tmp_path, path, capsys):
     for name, key in (("one", KEY), ("two", bytes(32))):
         (tmp_path / f"{name}.key").write_bytes(key)

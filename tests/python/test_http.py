@@ -1,5 +1,6 @@
 """Files of HTTP servers: nginx, and a server that fails in every way."""
 
+import errno
 import io
 import json
 import os
@@ -500,3 +501,33 @@ def test_settings_that_are_no_numbers(monkeypatch):
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "many")
     with pytest.raises(ValueError, match="TENSORIZER_ATTEMPTS must be a whole number: attempts"):
         open_stream("http://127.0.0.1:1/")
+
+
+REFUSED = """
+import ctypes, os, sys
+import tensorizer
+from tensorizer._C import forget_environment
+
+os.environ.update(AWS_EC2_METADATA_DISABLED="true", AWS_ACCESS_KEY_ID="k",
+                  AWS_SECRET_ACCESS_KEY="s", AWS_ENDPOINT_URL="http://127.0.0.1:1")
+forget_environment()
+connects = ctypes.CDLL(None).refused_connects
+connects.restype = ctypes.c_long
+for address in sys.argv[1:]:
+    before = connects()
+    try:
+        tensorizer.load(address, "cpu")
+    except OSError as error:
+        print(connects() - before, type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EACCES])
+def test_a_connection_that_the_machine_refuses_is_tried_once(with_faults, error):
+    """Not as often as attempts allow, nor for each file that a folder may have."""
+    addresses = ["http://127.0.0.1:1/folder", "s3://bucket/folder", "redis://127.0.0.1:1/model"]
+    done = run_python(REFUSED, *addresses, env=with_faults(CONNECT=error))
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        assert line.startswith("1 ConnectionError ") and "this machine refuses" in line
+    assert len(done.stdout.splitlines()) == len(addresses)

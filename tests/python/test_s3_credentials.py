@@ -283,3 +283,55 @@ def test_credentials_of_another_profile_are_never_kept(moto, saved, shared, tmp_
         before = len(relay.signers)
         assert_same(tensorizer.load(saved, "cpu")["small"], TENSORS["small"])
         assert set(relay.signers[before:]) == {"key-a"}
+
+
+class Proxy(Scripted):
+    """A proxy that reaches nothing."""
+
+    def __init__(self):
+        self.asked = []
+        super().__init__()
+
+    def answer(self, handler):
+        self.asked.append((handler.path, str(handler.headers)))
+        handler.send_error(502)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://169.254.170.23/v1/credentials"},
+        {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://[fd00:ec2::23]/v1/credentials"},
+        {"AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/v2/credentials"},
+        {"AWS_EC2_METADATA_DISABLED": "false"},
+    ],
+    ids=["pod", "pod by IPv6", "task", "machine"],
+)
+def test_services_of_the_machine_are_not_asked_through_a_proxy(
+    variables, tmp_path, monkeypatch, moto
+):
+    """The proxy cannot reach them, and would see the token."""
+    (tmp_path / "token").write_text("token-hu5hw0rd")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("TENSORIZER_ATTEMPTS", "1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with Proxy() as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+        with pytest.raises(OSError):
+            open_stream("s3://bucket/nothing")
+        assert not [path for path, _ in proxy.asked if "169.254" in path or "fd00" in path]
+        assert "hu5hw0rd" not in str(proxy.asked)
+
+
+def test_a_service_on_loopback_is_not_asked_through_a_proxy(moto, saved, monkeypatch):
+    with Proxy() as proxy, Metadata() as metadata:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{metadata.address}/credentials")
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+        # The object is asked for through the proxy.
+        with pytest.raises(OSError, match="502"):
+            open_stream(saved)
+        assert metadata.asked == ["/credentials"]
+        assert {path.split("?")[0] for path, _ in proxy.asked} == {
+            f"http://{moto.host}/{saved[5:]}"
+        }

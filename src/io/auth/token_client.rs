@@ -2,7 +2,6 @@
 //! tokens.
 
 use std::io::ErrorKind;
-use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -20,7 +19,8 @@ use serde_json::Value;
 
 use crate::error::Shortened;
 use crate::io::transport::{
-    CREDENTIALS_SETTINGS, ClientConfig, Failure, TransportOptions, is_transient, read_document,
+    CREDENTIALS_SETTINGS, ClientConfig, Failure, TransportOptions, is_of_machine, is_transient,
+    read_document,
 };
 
 /// Time limits for connecting to, and for the response of, a metadata service that may not exist.
@@ -111,9 +111,8 @@ impl TokenClient {
         let tls = request.uri().scheme_str() == Some("https");
         let config = ClientConfig::new(&options, tls)
             .map_err(|what| Failure::permanent(ErrorKind::Other, what))?;
-        // A proxy would ask its own metadata service, and see the token.
-        let link_local = is_link_local(&host);
-        let client = if link_local { config.client_without_proxy() } else { config.client() }?;
+        let client =
+            if is_of_machine(&host) { config.client_without_proxy() } else { config.client() }?;
         let body = |body: object_store::client::HttpRequestBody| {
             Body::from(body.as_bytes().cloned().unwrap_or_else(Bytes::new))
         };
@@ -146,11 +145,6 @@ impl HttpService for TokenClient {
         let response = self.send(request).await;
         response.map_err(|failure| HttpError::new(HttpErrorKind::Unknown, failure))
     }
-}
-
-/// True for the addresses of metadata services.
-fn is_link_local(host: &str) -> bool {
-    host == "metadata.google.internal" || host.parse().is_ok_and(|ip: Ipv4Addr| ip.is_link_local())
 }
 
 /// True if a response comes from a token server. False for another server at the same address, and
@@ -254,8 +248,6 @@ mod tests {
         for status in [302, 400, 401, 403, 404, 405] {
             assert!(!is_token_server(StatusCode::from_u16(status).unwrap(), false), "{status}");
         }
-        assert!(is_link_local("169.254.169.254") && is_link_local("metadata.google.internal"));
-        assert!(!is_link_local("127.0.0.1") && !is_link_local("example.org"));
     }
 
     #[test]

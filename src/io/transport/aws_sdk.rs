@@ -12,8 +12,9 @@ use aws_smithy_runtime_api::client::http::{
     HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
 };
 use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
-use reqwest::{Body, Request};
+use reqwest::{Body, Request, Url};
 
+use super::client::is_of_machine;
 use super::send::read_document;
 use super::trust::AWS_CREDENTIALS_SETTINGS;
 use super::{Client, ClientConfig, Failure, TransportOptions, UploadBody};
@@ -22,13 +23,15 @@ use super::{Client, ClientConfig, Failure, TransportOptions, UploadBody};
 #[derive(Debug, Clone)]
 pub struct SdkClient {
     client: Client,
+    /// The client without a proxy for services of this machine, for credentials.
+    direct: Option<Client>,
     /// Bytes of bodies that were sent.
     pub sent: Arc<AtomicU64>,
 }
 
 impl SdkClient {
     pub fn new(client: Client) -> Self {
-        SdkClient { client, sent: Arc::default() }
+        SdkClient { client, direct: None, sent: Arc::default() }
     }
 }
 
@@ -44,7 +47,10 @@ impl HttpClient for SdkClient {
 
 impl HttpConnector for SdkClient {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
-        let SdkClient { client, sent } = self.clone();
+        let SdkClient { client, direct, sent } = self.clone();
+        let host = request.uri().parse().ok().and_then(|url: Url| Some(url.host_str()?.to_owned()));
+        let direct = direct.filter(|_| host.as_deref().is_some_and(is_of_machine));
+        let client = direct.unwrap_or(client);
         HttpConnectorFuture::new(async move {
             send(&client, request, sent).await.map_err(connector_error)
         })
@@ -80,9 +86,12 @@ impl HttpClient for LazySdkClient {
             settings.read_timeout().map_or(options.stall, |read| options.connect + read);
         let client = ClientConfig::new(&options, true)
             .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))
-            .and_then(|config| config.client());
+            .and_then(|config| Ok((config.client()?, config.client_without_proxy()?)));
         match client {
-            Ok(client) => SharedHttpConnector::new(SdkClient::new(client)),
+            Ok((client, direct)) => SharedHttpConnector::new(SdkClient {
+                direct: Some(direct),
+                ..SdkClient::new(client)
+            }),
             Err(failure) => SharedHttpConnector::new(NoClient(failure)),
         }
     }

@@ -1,6 +1,8 @@
 //! The one HTTP client: its time limits, protocols, proxies and certificates.
 
 use std::io::ErrorKind;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -26,6 +28,15 @@ const ALL_PROXIES: [&str; 2] = ["ALL_PROXY", "all_proxy"];
 const NO_PROXIES: [&str; 2] = ["NO_PROXY", "no_proxy"];
 /// A CGI script has this variable, and uses no proxies: a request could name one.
 const CGI: &str = "REQUEST_METHOD";
+/// AWS's services of IPv6: metadata, and credentials of pods.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+const AWS_SERVICES: [Ipv6Addr; 2] = [
+    Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254),
+    Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x23),
+];
+/// Names of this machine and of its metadata service.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+const MACHINE_NAMES: [&str; 2] = ["localhost", "metadata.google.internal"];
 /// Schemes of proxies.
 const PROXY_SCHEMES: [&str; 6] = ["http", "https", "socks4", "socks4a", "socks5", "socks5h"];
 
@@ -66,7 +77,7 @@ impl ClientConfig {
     }
 
     /// Makes a client that uses no proxy.
-    #[cfg(feature = "clouds")]
+    #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn client_without_proxy(&self) -> Result<Client, Failure> {
         self.build(HTTP2_WINDOW, false)
     }
@@ -94,6 +105,20 @@ impl ClientConfig {
         let (http, unusable_proxies) = built?;
         let (hint, without_roots) = (Arc::clone(&self.hint), self.without_roots.clone());
         Ok(Client { http, stall: self.stall, hint, without_roots, unusable_proxies })
+    }
+}
+
+/// True for a host that is reached from this machine only: loopback, and the link-local addresses of
+/// the services that give credentials. A proxy would ask its own machine, and see the tokens.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub fn is_of_machine(host: &str) -> bool {
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    match host.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
+        Ok(IpAddr::V4(ip)) => ip.is_loopback() || ip.is_link_local(),
+        Ok(IpAddr::V6(ip)) => {
+            ip.is_loopback() || ip.is_unicast_link_local() || AWS_SERVICES.contains(&ip)
+        }
+        Err(_) => MACHINE_NAMES.iter().any(|name| host.eq_ignore_ascii_case(name)),
     }
 }
 
@@ -227,6 +252,29 @@ mod tests {
         };
         assert!(all("NO_PROXY", "*") && all("no_proxy", " * "));
         assert!(!all("NO_PROXY", "*.example.org,*") && !all("NO_PROXY", "") && !all("X", "*"));
+    }
+
+    #[cfg(any(feature = "clouds", feature = "s3"))]
+    #[test]
+    fn services_of_the_machine_are_recognized() {
+        for host in [
+            "169.254.169.254",
+            "169.254.170.2",
+            "169.254.170.23",
+            "[fd00:ec2::23]",
+            "fd00:ec2::254",
+            "127.0.0.1",
+            "127.1.2.3",
+            "[::1]",
+            "::ffff:169.254.170.2",
+            "LocalHost",
+            "metadata.google.internal",
+        ] {
+            assert!(is_of_machine(host), "{host}");
+        }
+        for host in ["", "example.org", "10.0.0.1", "169.255.0.1", "fd00:ec2::1", "localhost.a"] {
+            assert!(!is_of_machine(host), "{host}");
+        }
     }
 
     #[test]

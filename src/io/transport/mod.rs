@@ -23,6 +23,8 @@ mod upload_body;
 
 #[cfg(feature = "s3")]
 pub(crate) use aws_sdk::{LazySdkClient, SdkClient};
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) use client::is_of_machine;
 #[cfg(feature = "http")]
 pub(crate) use client::{Client, ClientConfig, HTTP2_WINDOW};
 pub(crate) use connections::{ConnectionPool, PooledConnection};
@@ -32,9 +34,9 @@ pub use options::TransportOptions;
 #[cfg(feature = "http")]
 pub(crate) use redirects::{Authorize, RequestTarget, follow};
 pub(crate) use retry::{Failure, RetryBudget};
-pub(crate) use send::lookup_failure;
 #[cfg(feature = "clouds")]
 pub(crate) use send::{is_transient, read_document};
+pub(crate) use send::{lookup_failure, refused_socket};
 #[cfg(feature = "http")]
 pub(crate) use send::{read_beginning, read_chunk, says_expired, status_failure};
 pub(crate) use tls::Tls;
@@ -61,5 +63,11 @@ pub(crate) fn show_text(address: &str) -> &str {
 /// resolve `.` and `..`, so that such a name would be that of another object.
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) fn fits_in_url(key: &str) -> bool {
-    !key.contains(char::is_control) && !key.split('/').any(|part| matches!(part, "." | ".."))
+    !key.contains(char::is_control) && !has_dot_component(key)
+}
+
+/// True if the name of an object has a component `.` or `..`.
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) fn has_dot_component(key: &str) -> bool {
+    key.split('/').any(|part| matches!(part, "." | ".."))
 }

@@ -143,6 +143,16 @@ pub fn lookup_failure(text: &str) -> Option<Failure> {
     Some(Failure::permanent(ErrorKind::HostUnreachable, what))
 }
 
+/// The failure of a socket that this machine refuses to open or to connect, as its firewall or a
+/// sandbox may. It is not retried, and is not the refusal of a server, after which callers would
+/// look for another file.
+pub fn refused_socket(kind: ErrorKind, text: &str) -> Option<Failure> {
+    (kind == ErrorKind::PermissionDenied).then(|| {
+        let what = format!("this machine refuses the connection: {text}; check its firewall");
+        Failure::permanent(ErrorKind::ConnectionRefused, what)
+    })
+}
+
 /// The failure of a request without a response; `hint` says what helps if the server's certificate
 /// is not trusted.
 pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
@@ -165,6 +175,9 @@ pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
     }
     if let Some(what) = untrusted_message(&text, hint) {
         return Failure::permanent(ErrorKind::PermissionDenied, what);
+    }
+    if let Some(failure) = refused_socket(kind, &text) {
+        return failure;
     }
     if error.is_builder() {
         return Failure::permanent(ErrorKind::InvalidInput, text);
@@ -198,6 +211,18 @@ mod tests {
             assert_eq!(failure.error.kind(), ErrorKind::HostUnreachable);
         }
         assert!(lookup_failure("connection refused").is_none());
+    }
+
+    #[test]
+    fn a_socket_that_the_machine_refuses_is_not_retried() {
+        for errno in [1, 13] {
+            let error = io::Error::from_raw_os_error(errno);
+            let failure = refused_socket(error.kind(), &error.to_string()).unwrap();
+            assert!(!failure.is_transient());
+            assert_eq!(failure.error.kind(), ErrorKind::ConnectionRefused);
+            assert!(failure.error.to_string().contains("this machine refuses"), "{failure}");
+        }
+        assert!(refused_socket(ErrorKind::ConnectionReset, "").is_none());
     }
 
     /// Runs work on a simulated clock, which advances whenever all of the work waits.
