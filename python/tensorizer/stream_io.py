@@ -24,7 +24,7 @@ from .streams.servers import CURLStreamFile, RedisStreamFile
 
 __all__ = ["CAInfo", "CURLStreamFile", "RedisStreamFile", "open_stream"]
 
-#: The default server for reading with keys that are passed as arguments, and for anonymous reads. A
+#: The default server for reading with keys that are passed as arguments, without a sign of AWS. A
 #: program can assign it to set the server of all its reads, unless a setting of higher precedence
 #: names one: see docs/reference/addresses.md.
 default_s3_read_endpoint = DEFAULT_S3_READ_ENDPOINT

@@ -43,11 +43,12 @@ def resolve(options: argparse.Namespace) -> str:
     if name in ("", ".", "..", "stdin"):
         raise ValueError(f"{target} is a folder, and {options.file} has no name for a file in it")
     endings = _ENDINGS if options.command in ("cp", "decrypt") else _ENDINGS[:1]
-    if not name.endswith(endings):
-        is_pickled = name.endswith((".bin", ".pt", ".pth"))
+    if not name.lower().endswith(endings):
+        is_pickled = name.lower().endswith((".bin", ".pt", ".pth"))
         name = f"{Path(name).stem if is_pickled else name}.tensors"
     folder = target if target_path is None else target_path
-    found = f"{folder.rstrip('/')}/{name}"
+    # The name of an object may have an empty component.
+    found = f"{folder.removesuffix('/')}/{name}"
     both_local = source_path is not None and target_path is not None
     if both_local and Path(found).exists() and Path(found).samefile(source):
         raise ValueError(f"{found} is the file itself: name another target")

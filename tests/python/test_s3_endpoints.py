@@ -117,30 +117,124 @@ def test_the_command_goes_to_aws(internet, use):
     assert set(internet.connected) == {EU}
 
 
-@pytest.mark.parametrize("region", ["eu-west-1", None])
-@pytest.mark.parametrize("origin", ["arguments", "file", "two empty keys", "nothing found"])
-def test_other_keys_and_none_go_to_the_old_default(internet, use, tmp_path, origin, region):
-    """A region alone does not decide."""
-    options = {"arguments": KEYS, "two empty keys": NOBODY}.get(origin, {})
-    if region:
-        use(AWS_REGION=region)
-    if options:
-        use(**CHAIN)
+@pytest.mark.parametrize("origin", ["arguments", "file"])
+def test_stated_keys_go_to_the_old_default(internet, tmp_path, origin):
+    options = KEYS if origin == "arguments" else {}
     if origin == "file":
         s3cfg(tmp_path)
     read(**options)
     assert set(internet.connected) == set(internet.hosts) == {READ}
-    signed = {"arguments": {"key-of-mine"}, "file": {"key-of-file"}}
-    assert set(internet.signers) == signed.get(origin, {None})
-    if origin in signed:
-        write(**options)
-        assert internet.hosts == [READ, WRITE]
+    write(**options)
+    assert internet.hosts == [READ, WRITE]
+    assert set(internet.signers) == {"key-of-mine" if options else "key-of-file"}
+
+
+SIGNS = {
+    **{name: "x" for name in CHAIN if name != "AWS_SESSION_TOKEN"},
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_PROFILE": "other",
+    "AWS_ROLE_ARN": "arn",
+    "AWS_WEB_IDENTITY_TOKEN_FILE": "/token",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:1/",
+    "profile": "region",
+}
+
+
+@pytest.mark.parametrize("origin", ["arguments", "file"])
+@pytest.mark.parametrize("sign", SIGNS)
+def test_stated_keys_of_an_unknown_server_are_not_sent(internet, use, tmp_path, origin, sign):
+    """They may be those of AWS, or of another server."""
+    if sign == "profile":
+        (tmp_path / ".aws").mkdir()
+        (tmp_path / ".aws/config").write_text("[default]\nregion = eu-west-1\n")
+    else:
+        use(**{sign: SIGNS[sign]})
+    if origin == "file":
+        s3cfg(tmp_path)
+    options = KEYS if origin == "arguments" else {}
+    name = "`region` of AWS's profile" if sign == "profile" else sign
+    for call in (read, write):
+        with pytest.raises(ValueError, match=f"{name} is set.*s3_endpoint=.*s3_region_name="):
+            call(**options)
+    assert internet.connected == []
+    read(**options, s3_region_name="us-east-1")
+    assert internet.hosts == [US]
+    write(**options, s3_endpoint=OTHER)
+    assert internet.hosts == [US, OTHER]
+
+
+@pytest.mark.parametrize("options", [NOBODY, {}], ids=["two empty keys", "nothing found"])
+def test_without_credentials_aws_is_asked_without_a_signature(internet, use, options):
+    internet.wanted = lambda method, host, number: ("status", 403) if number else None
+    read(**options)
+    with pytest.raises(PermissionError) as raised:
+        read(**options)
+    assert set(internet.connected) == {US} and set(internet.signers) == {None}
+    # Two empty keys ask for no signature: that is no mistake.
+    for way in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "s3_access_key_id=", "AWS_ENDPOINT_URL_S3"):
+        assert (way in str(raised.value)) == (not options)
+
+
+@pytest.mark.parametrize("options", [NOBODY, {}], ids=["two empty keys", "nothing found"])
+def test_the_public_bucket_is_read_from_the_old_host(internet, use, options):
+    with pytest.raises(FileNotFoundError):
+        open_stream("s3://tensorized/endpoints.tensors", **options)
+    assert set(internet.connected) == {READ} and set(internet.signers) == {None}
+    use(**CHAIN)
+    with pytest.raises(OSError):
+        open_stream("s3://tensorized/endpoints.tensors")
+    assert internet.connected[-1] == "tensorized.s3.eu-west-1.amazonaws.com"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ({"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCES_KEY": "s"}, {}, "AWS_SECRET_ACCESS_KEY"),
+        ({"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": ""}, {}, "AWS_SECRET_ACCESS_KEY"),
+        ({"AWS_SECRET_ACCESS_KEY": "secret-hu5hw0rd"}, {}, "AWS_ACCESS_KEY_ID"),
+        ({}, {"s3_access_key_id": "k"}, "s3_secret_access_key="),
+        (CHAIN, {"s3_secret_access_key": "secret-hu5hw0rd"}, "s3_access_key_id="),
+        (CHAIN, {"s3_access_key_id": "k", "s3_secret_access_key": ""}, "s3_secret_access_key="),
+        ({}, "access_key = k\n", "secret_key of .s3cfg"),
+        ({}, "secret_key = secret-hu5hw0rd\n", "access_key of .s3cfg"),
+    ],
+)
+def test_half_a_pair_is_refused_by_the_missing_name(internet, use, tmp_path, case):
+    variables, options, missing = case
+    use(**variables)
+    if isinstance(options, str):
+        (tmp_path / ".s3cfg").write_text(f"[default]\n{options}")
+        options = {}
+    for call in (read, write):
+        for more in ({}, {"s3_endpoint": OTHER}, {"s3_region_name": "us-east-1"}):
+            with pytest.raises(ValueError) as raised:
+                call(**options, **more)
+            assert f"{missing} " in str(raised.value) or f"{missing})" in str(raised.value)
+            assert "missing" in str(raised.value)
+    assert internet.connected == []
+
+
+def test_half_a_pair_in_a_profile_is_refused(internet, tmp_path):
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws/credentials").write_text("[default]\naws_access_key_id = k\n")
+    for call in (read, write):
+        with pytest.raises(ValueError, match="aws_secret_access_key is missing"):
+            call()
+    assert internet.connected == []
+
+
+def test_the_query_of_an_endpoint_is_refused_and_not_shown(internet, use):
+    for call in (read, write):
+        with pytest.raises(ValueError, match=f"{OTHER}`: .*without `\\?`") as raised:
+            call(s3_endpoint=f"{OTHER}?token=secret-hu5hw0rd")
+        assert "hu5hw0rd" not in str(raised.value)
+    assert internet.connected == []
 
 
 @pytest.mark.parametrize("options", [NOBODY, {}], ids=["two empty keys", "nothing found"])
 def test_nothing_is_written_anonymously_unless_a_server_is_named(internet, options):
     with pytest.raises(
-        PermissionError, match=f"no credentials were found, .* sent to {WRITE} anonymously"
+        PermissionError, match=f"no credentials were found, .* sent to {US} anonymously: give"
     ):
         write(**options)
     assert internet.connected == []
@@ -439,9 +533,9 @@ def test_a_profile_that_is_not_there(internet, use, tmp_path, files, keys):
         with pytest.raises((PermissionError, RuntimeError), match="profile `nothing`.*neither"):
             call()
     assert internet.connected == []
-    read(**KEYS)
-    read(**NOBODY)
-    assert internet.hosts == [READ]
+    read(**KEYS, s3_endpoint=OTHER)
+    read(**NOBODY, s3_endpoint=OTHER)
+    assert internet.hosts == [OTHER]
 
 
 @pytest.mark.parametrize("call", [read, write])

@@ -53,7 +53,9 @@ _DIGEST = ',"sha256":"'
 
 def join(folder: str, name: str) -> str:
     """Return the path or address of a file in a folder."""
-    return f"{folder.rstrip('/')}/{name}" if folder.strip("/") else f"{folder}{name}"
+    # The name of an object may have an empty component.
+    slash = "" if not folder or folder.endswith("/") else "/"
+    return f"{folder}{slash}{name}"
 
 
 def folder_of(uri: str | os.PathLike[Any]) -> str:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .._native import create, local_path, scheme
+from .._native import check_target, create, local_path, scheme
 from .._numbers import check_number
 from .atomic import AtomicRandom, AtomicWriter
 from .certificates import CAInfo, certificate_options
@@ -54,14 +54,17 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             closed; if a ``with`` block raises, or it is never closed, the old file stays.
         s3_access_key_id: The access key. None for the keys of ``~/.s3cfg``, otherwise for those of
             AWS's default chain: environment, shared files and profiles, web identity, instance
-            roles. If no keys are found, or both are empty, the object is read anonymously.
+            roles. If no keys are found, or both are empty, the object is read anonymously. One key
+            without the other is an error.
         s3_secret_access_key: The secret key that belongs to the access key.
         s3_endpoint: A host or an address. None for the first endpoint that is set by
             ``~/.s3cfg``, ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, the profile,
             ``default_s3_read_endpoint`` or ``default_s3_write_endpoint`` of
             ``tensorizer.stream_io`` if the program has assigned them, or
-            ``TENSORIZER_S3_ENDPOINT``. If none is set, credentials of AWS's chain are sent to AWS.
-            Other keys, and anonymous reads, use the default server of tensorizer 2.
+            ``TENSORIZER_S3_ENDPOINT``. If none is set, AWS is asked if ``s3_region_name`` is given,
+            with credentials of AWS's chain, and anonymously (but the bucket ``tensorized`` is read
+            from the default server of tensorizer 2). Keys that are passed, or of ``~/.s3cfg``, go
+            to that default server; if a variable or profile of AWS is set, they are an error.
         s3_config_path: A file to use instead of ``~/.s3cfg``; it must exist.
         buffer_size: The number of bytes that are read at a time.
         force_http: Use ``http://`` for S3. With None, an endpoint with ``http://`` is accepted from
@@ -73,7 +76,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
         certificate_handling: The certificates to trust.
 
     Raises:
-        ValueError: The mode is not allowed for the address.
+        ValueError: The mode is not allowed for the address, a path to write is a misspelled address
+            (``s3:/bucket/key``) or begins with ``~/``, or the server of passed keys is not known.
         OSError: The file cannot be opened. An object is sent while it is written, so writing and
             closing can raise too; then no object appears.
 
@@ -102,6 +106,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
         return _open_address(path_uri, server, normal, options, (begin, end, buffer_size))
     path_uri = (local_path(path_uri) or path_uri) if isinstance(path_uri, str) else path_uri
     path = Path(os.fsdecode(path_uri))
+    if normal != "rb":
+        check_target(os.fsdecode(path_uri))
     if normal[0] in "wax":
         path.parent.mkdir(parents=True, exist_ok=True)
     buffering = io.DEFAULT_BUFFER_SIZE if buffer_size is None else buffer_size

@@ -71,7 +71,8 @@ class ModelFolder:
             self.file, base = address, folder
         # A query of HTTP is a signature or a token for all files; one of S3 belongs to one object.
         self._query = mark + query if kind.startswith("http") else ""
-        self._base = base.rstrip("/")
+        # The name of an object may have an empty component.
+        self._base = base if self.file is not None else base.removesuffix("/")
 
     def join(self, name: str) -> str:
         """Return the path or the address of a file of this folder."""

@@ -36,6 +36,31 @@ use crate::sys::clock;
 const ABSENCE_CACHED_FOR: Duration = Duration::from_secs(60);
 /// Variables that name the profile: the SDK reads the first, boto3 both.
 const PROFILE_VARIABLES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
+/// Variables of a pair of keys.
+const KEY_VARIABLES: [&str; 2] = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"];
+/// Variables that show that AWS is used: key, region, profile, role, web identity, container.
+const SIGNS: [&str; 10] = [
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_PROFILE",
+    "AWS_DEFAULT_PROFILE",
+    "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+];
+/// The same, as settings of a profile.
+const PROFILE_SIGNS: [&str; 7] = [
+    "aws_access_key_id",
+    "region",
+    "role_arn",
+    "sso_session",
+    "sso_start_url",
+    "credential_process",
+    "web_identity_token_file",
+];
 const ENVIRONMENT_CHANGED: &str = "credentials must be loaded again, but the environment variables \
                                    that configure them have changed";
 
@@ -157,6 +182,44 @@ pub async fn check_profile(uri: &str) -> Result<()> {
         Escaped(&profile)
     );
     Err(Error::io("opening", uri, std::io::Error::new(ErrorKind::PermissionDenied, what)))
+}
+
+/// The first variable, or setting of the profile, that shows that AWS is used.
+pub async fn sign() -> Option<String> {
+    if let Some(name) = SIGNS.into_iter().find(|name| variable(name).is_some()) {
+        return Some(name.to_owned());
+    }
+    let profiles = profiles().await?;
+    let found = PROFILE_SIGNS.into_iter().find(|name| profiles.get(name).is_some());
+    found.map(|name| format!("`{name}` of AWS's profile"))
+}
+
+/// Refuses one key of a pair, of the environment or else of the profile, without the other. The
+/// chain would skip half a pair of the environment, and use other credentials or none.
+pub async fn check_pair(uri: &str) -> Result<()> {
+    let [access, secret] = KEY_VARIABLES;
+    let has_secret = variable(secret).is_some();
+    let (set, missing) = match variable(access) {
+        Some(_) if has_secret || variable("SECRET_ACCESS_KEY").is_some() => return Ok(()),
+        Some(_) => (access, secret),
+        None if has_secret => (secret, access),
+        None => {
+            let Some(profiles) = profiles().await else { return Ok(()) };
+            let [access, secret] = ["aws_access_key_id", "aws_secret_access_key"];
+            match [access, secret].map(|name| profiles.get(name).is_some()) {
+                [true, false] => (access, secret),
+                [false, true] => (secret, access),
+                _ => return Ok(()),
+            }
+        }
+    };
+    let what = format!("`{uri}`: {set} is set, and {missing} is missing: set both, or neither");
+    Err(Error::InvalidArgument(what))
+}
+
+/// The value of a variable; None if it is blank.
+fn variable(name: &str) -> Option<String> {
+    read_guarded(|| std::env::var(name).ok()).filter(|value| !value.trim().is_empty())
 }
 
 /// The variables and files of AWS's chain.

@@ -151,7 +151,7 @@ fn folder_candidates(uri: &str) -> Vec<String> {
     if named.is_empty() || of_a_file {
         return Vec::new();
     }
-    let folder = uri.trim_end_matches('/');
+    let folder = uri.strip_suffix('/').unwrap_or(uri);
     MODEL_FILE_NAMES.iter().map(|name| format!("{folder}/{name}")).collect()
 }
 
@@ -161,9 +161,14 @@ mod tests {
 
     #[test]
     fn folder_addresses_have_candidate_files() {
-        for uri in ["http://h", "https://h/a/", "s3://b/k.d", "gs://b/k/", "http://h/a.tensors.d//"]
-        {
-            let folder = uri.trim_end_matches('/');
+        for (uri, folder) in [
+            ("http://h", "http://h"),
+            ("https://h/a/", "https://h/a"),
+            ("s3://b/k.d", "s3://b/k.d"),
+            ("gs://b/k/", "gs://b/k"),
+            // An object's name may have an empty component.
+            ("s3://b/k//", "s3://b/k/"),
+        ] {
             let expected: Vec<_> =
                 MODEL_FILE_NAMES.iter().map(|n| format!("{folder}/{n}")).collect();
             assert_eq!(folder_candidates(uri), expected, "{uri}");

@@ -47,7 +47,6 @@ impl CloudAddress {
             return bad(" and a `?` or `#`, which these addresses cannot have");
         }
         let (bucket_and_account, key) = rest.split_once('/').unwrap_or((rest, ""));
-        let key = key.trim_start_matches('/');
         if bucket_and_account.is_empty() || key.is_empty() {
             return bad("");
         }
@@ -76,12 +75,11 @@ impl CloudAddress {
 
     /// Another object in the same folder.
     pub fn sibling(&self, name: &str) -> CloudAddress {
-        let folder = |of: &str| of.rsplit_once('/').map_or("", |(folder, _)| folder).to_owned();
-        let key = match folder(&self.key) {
-            within if within.is_empty() => name.to_owned(),
-            within => format!("{within}/{name}"),
+        let beside = |of: &str| {
+            let folder = of.rfind('/').and_then(|slash| of.get(..=slash)).unwrap_or("");
+            format!("{folder}{name}")
         };
-        let display_address = format!("{}/{name}", folder(&self.display_address));
+        let (key, display_address) = (beside(&self.key), beside(&self.display_address));
         CloudAddress { display_address, key, ..self.clone() }
     }
 }
@@ -101,7 +99,8 @@ mod tests {
             (display_address.to_owned(), bucket.to_owned(), key.to_owned(), None)
         };
         assert_eq!(parts("gs://b/a/k"), plain("gs://b/a/k", "b", "a/k"));
-        assert_eq!(parts("GS://b//k%20 ü"), plain("gs://b/k%20 ü", "b", "k%20 ü"));
+        assert_eq!(parts("GS://b/k%20 ü"), plain("gs://b/k%20 ü", "b", "k%20 ü"));
+        assert_eq!(parts("gs://b//x//k"), plain("gs://b//x//k", "b", "/x//k"));
         assert_eq!(parts("az://$root/k"), plain("az://$root/k", "$root", "k"));
         let account = ("acc".to_owned(), "core.windows.net".to_owned());
         let display_address = "abfss://c@acc.dfs.core.windows.net/a/b".to_owned();
@@ -141,5 +140,6 @@ mod tests {
         let pair = |display_address: &str, key: &str| (display_address.to_owned(), key.to_owned());
         assert_eq!(sibling("gs://b/a/k", "n"), pair("gs://b/a/n", "a/n"));
         assert_eq!(sibling("gs://b/k", "n"), pair("gs://b/n", "n"));
+        assert_eq!(sibling("gs://b//k", "n"), pair("gs://b//n", "/n"));
     }
 }

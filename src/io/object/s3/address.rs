@@ -1,16 +1,16 @@
 //! Addresses of S3.
 
 use crate::error::{Error, Result};
-use crate::io::transport::show_text;
+use crate::io::transport::{has_dot_component, show_text};
 
 /// The query field of a version.
 const VERSION: &str = "versionId=";
 
 /// `s3://bucket/key`, or `s3://bucket/key?versionId=version`.
 ///
-/// Key and version are taken literally: a percent sign is not an escape. A key with `?` or `#`
-/// cannot be addressed. The earlier package had the same limit, and ignored everything after these
-/// characters.
+/// Key and version are taken literally: a percent sign is not an escape, and a key may begin with a
+/// slash or have two in the middle. A key with `?` or `#` cannot be addressed. The earlier package
+/// had the same limit, and ignored everything after these characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct S3Address {
     pub bucket: String,
@@ -28,9 +28,16 @@ impl S3Address {
             None => (rest, None),
         };
         let (bucket, key) = object.split_once('/').unwrap_or((object, ""));
-        let key = key.trim_start_matches('/');
         if bucket.is_empty() || key.is_empty() {
             let what = format!("expected s3://bucket/key, found `{}`", show_text(uri));
+            return Err(Error::InvalidArgument(what));
+        }
+        if [bucket, key].into_iter().any(has_dot_component) {
+            let what = format!(
+                "`{}`: a key with a component `.` or `..` cannot be sent: URLs resolve them, and \
+                 name another object",
+                show_text(uri)
+            );
             return Err(Error::InvalidArgument(what));
         }
         let version_of = |more: &str| {
@@ -62,8 +69,8 @@ impl S3Address {
 
     /// Another object in the same folder, of the same version.
     pub fn sibling(&self, name: &str) -> Self {
-        let folder = self.key.rsplit_once('/').map_or("", |(folder, _)| folder);
-        let key = if folder.is_empty() { name.to_owned() } else { format!("{folder}/{name}") };
+        let folder = self.key.rfind('/').and_then(|slash| self.key.get(..=slash)).unwrap_or("");
+        let key = format!("{folder}{name}");
         S3Address { key, ..self.clone() }
     }
 }
@@ -77,7 +84,10 @@ mod tests {
     fn addresses_name_bucket_key_and_version() {
         for (uri, bucket, key, version) in [
             ("s3://b/k", "b", "k", None),
-            ("S3://b//f/k l+%20", "b", "f/k l+%20", None),
+            ("S3://b/f/k l+%20", "b", "f/k l+%20", None),
+            ("s3://b//k", "b", "/k", None),
+            ("s3://b///x//k", "b", "//x//k", None),
+            ("s3://b/...//.k/k..", "b", "...//.k/k..", None),
             ("s3://b/k?versionId=null", "b", "k", Some("null")),
             ("s3://b/f/k?versionId=3/L4.kq_-=%", "b", "f/k", Some("3/L4.kq_-=%")),
         ] {
@@ -88,7 +98,18 @@ mod tests {
         }
         let one = S3Address::parse("s3://b/f/k?versionId=1").unwrap();
         assert_eq!(one.sibling("l").display_address(), "s3://b/f/l?versionId=1");
-        assert_eq!(S3Address::parse("s3://b/k").unwrap().sibling("l").key, "l");
+        for (key, sibling) in [("k", "l"), ("/k", "/l"), ("//k", "//l"), ("f//k", "f//l")] {
+            let found = S3Address::parse(&format!("s3://b/{key}")).unwrap().sibling("l");
+            assert_eq!(found.key, sibling);
+        }
+    }
+
+    #[test]
+    fn keys_that_urls_would_resolve_are_refused() {
+        for rest in ["b/..", "b/.", "b/a/../b", "b/../other/key", "b/a/./b", "b//../k", "../k/x"] {
+            let error = S3Address::parse(&format!("s3://{rest}")).unwrap_err().to_string();
+            assert!(error.contains("component `.` or `..`"), "{error}");
+        }
     }
 
     #[test]

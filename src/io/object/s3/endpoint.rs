@@ -71,7 +71,10 @@ impl Server {
     /// An endpoint. `http_allowed` is true if a plain `http://` in the address is accepted, as it
     /// is in settings.
     pub fn endpoint(address: &str, force_http: bool, http_allowed: bool) -> Result<Self> {
-        let url = endpoint_url(address, force_http, http_allowed)?;
+        let mut url = endpoint_url(address, force_http, http_allowed)?;
+        // The rules of the SDK append the bucket to the path as it is.
+        let path = format!("{}/", url.path().trim_end_matches('/'));
+        url.set_path(&path);
         let host = url.host_str().unwrap_or("").to_ascii_lowercase();
         let path_style =
             !is_amazon(&host) && (url.port().is_some() || !VIRTUAL_HOSTS.contains(&host.as_str()));
@@ -105,9 +108,9 @@ impl Server {
     /// Makes the SDK send requests to this server.
     pub fn configure(&self, config: aws_sdk_s3::config::Builder) -> aws_sdk_s3::config::Builder {
         match self {
-            Server::Endpoint { url, path_style } => config
-                .endpoint_url(url.as_str().trim_end_matches('/'))
-                .force_path_style(*path_style),
+            Server::Endpoint { url, path_style } => {
+                config.endpoint_url(url.as_str()).force_path_style(*path_style)
+            }
             Server::Aws { fips, dual_stack } => config.use_fips(*fips).use_dual_stack(*dual_stack),
         }
     }
@@ -171,7 +174,11 @@ fn endpoint_url(endpoint: &str, force_http: bool, http_allowed: bool) -> Result<
     };
     let plain = force_http || (http_allowed && lower.starts_with("http://"));
     let scheme = if plain { "http" } else { "https" };
-    Url::parse(&format!("{scheme}://{host}")).map_err(|e| bad(&e.to_string()))
+    let url = Url::parse(&format!("{scheme}://{host}")).map_err(|e| bad(&e.to_string()))?;
+    match (url.query(), url.fragment()) {
+        (None, None) => Ok(url),
+        _ => Err(bad("expected the address of a server, without `?` and `#`")),
+    }
 }
 
 #[cfg(test)]
@@ -188,6 +195,23 @@ mod tests {
         assert_eq!(url("http://host", false, true).unwrap(), "http://host/");
         assert!(url("http://host", false, false).is_err());
         assert!(url("ftp://host", false, false).is_err());
+        for more in ["?token=secret", "/path?secret", "/#secret"] {
+            let error = url(&format!("host{more}"), false, false).unwrap_err().to_string();
+            assert!(error.contains("without `?` and `#`") && !error.contains("secret"), "{error}");
+        }
+    }
+
+    #[test]
+    fn paths_of_endpoints_end_with_a_slash() {
+        for (address, expected) in [
+            ("host", "https://host/"),
+            ("host/", "https://host/"),
+            ("host/storage/v1/s3", "https://host/storage/v1/s3/"),
+            ("host/storage/v1/s3//", "https://host/storage/v1/s3/"),
+        ] {
+            let url = Server::endpoint(address, false, false).unwrap().url("bucket", "r").unwrap();
+            assert_eq!(url.as_str(), expected);
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@ mod endpoint;
 mod read;
 mod refusal;
 mod resolve;
+mod server_choice;
 mod upload;
 
 pub use endpoint::{DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT};

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 use aws_sdk_s3::error::DisplayErrorContext;
 use aws_sdk_s3::presigning::PresigningConfig;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use reqwest::header::{HeaderMap, LOCATION};
 use reqwest::{StatusCode, Url};
 
 use super::address::S3Address;
-use super::endpoint::{DEFAULT_READ_ENDPOINT, Server};
+use super::endpoint::Server;
 use super::refusal::{S3ErrorDocument, bucket_region_of};
 use super::resolve::{S3Bucket, resolve, transport_options};
 use crate::cancel::Cancel;
@@ -31,7 +32,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     let display_address = address.display_address();
     let found = async {
         let transport = transport_options(&options.transport).await;
-        let bucket = resolve(&options.s3, &transport, DEFAULT_READ_ENDPOINT, &address).await?;
+        let bucket = resolve(&options.s3, &transport, &address, true).await?;
         Ok((transport, bucket))
     };
     let (transport, bucket) = run_once(&display_address, &options.transport, cancel, found)?;
@@ -157,39 +158,37 @@ impl S3Signer {
     }
 }
 
+/// Letters that a URL's path has unchanged, as in signed requests.
+const UNRESERVED: &AsciiSet =
+    &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
+
 /// The URL of a public object.
 fn public_url(found: &S3Bucket, address: &S3Address) -> Result<Url> {
     let S3Address { bucket, key, version } = address;
-    let Server::Endpoint { url: endpoint, path_style } = &found.server else {
-        return Err(Error::Bug("AWS would be asked anonymously".to_owned()));
-    };
-    let host = endpoint.host_str().unwrap_or("");
-    let bad = || {
-        let uri = address.display_address();
-        let what = format!(
-            "`{uri}`: the bucket's name cannot be put before the endpoint's host `{host}` \
-             (virtual-hosted style): expected an endpoint with a domain name"
-        );
-        Error::InvalidArgument(what)
-    };
     if !fits_in_url(key) {
         let what = format!(
-            "{:?}: a key with `.`, `..` or control characters cannot be read without credentials",
+            "{:?}: a key with control characters cannot be read without credentials",
             address.display_address()
         );
         return Err(Error::InvalidArgument(what));
     }
-    let mut url = endpoint.clone();
-    if !path_style {
-        url.set_host(Some(&format!("{bucket}.{host}"))).map_err(|_| bad())?;
+    let mut url = found.url()?;
+    let mut folder = format!("{}/", url.path().trim_end_matches('/'));
+    if let Server::Endpoint { path_style, .. } = &found.server {
+        if *path_style {
+            folder += &format!("{}/", utf8_percent_encode(bucket, UNRESERVED));
+        } else {
+            let host = url.host_str().unwrap_or("").to_owned();
+            url.set_host(Some(&format!("{bucket}.{host}"))).map_err(|_| {
+                Error::InvalidArgument(format!(
+                    "`{}`: the bucket's name cannot be put before the endpoint's host `{host}` \
+                     (virtual-hosted style): expected an endpoint with a domain name",
+                    address.display_address()
+                ))
+            })?;
+        }
     }
-    let mut path = url.path_segments_mut().map_err(|()| bad())?;
-    path.pop_if_empty();
-    if *path_style {
-        path.push(bucket);
-    }
-    path.extend(key.split('/'));
-    drop(path);
+    url.set_path(&format!("{folder}{}", utf8_percent_encode(key, UNRESERVED)));
     if let Some(version) = version {
         url.query_pairs_mut().append_pair("versionId", version);
     }
@@ -201,12 +200,49 @@ fn public_url(found: &S3Bucket, address: &S3Address) -> Result<Url> {
 mod tests {
     use std::sync::atomic::Ordering;
 
+    use aws_sdk_s3::config::Credentials;
+
     use super::*;
     use crate::cancel::Never;
-    use crate::io::auth::aws::simulate;
+    use crate::io::auth::aws::{AwsCredentialSource, simulate};
     use crate::io::transport::simulated::{OBJECT_LEN, SimulatedCloud, options};
     use crate::io::{S3Options, read_exact_at};
     use crate::mem::Buffers;
+
+    /// The path of each URL, signed or not, for buckets in the path and in the host's name.
+    #[test]
+    fn urls_name_the_key_unchanged() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let keys = AwsCredentialSource::Fixed(Credentials::new("k", "s", None, None, "test"));
+        let aws = Server::Aws { fips: false, dual_stack: false };
+        let endpoint = |text| Server::endpoint(text, false, false).unwrap();
+        for (server, root) in [
+            (endpoint("host:9000"), "host/bucket/"),
+            (endpoint("host/storage/v1/s3"), "host/storage/v1/s3/bucket/"),
+            (endpoint("cwobject.com"), "bucket.cwobject.com/"),
+            (aws, "bucket.s3.us-east-1.amazonaws.com/"),
+        ] {
+            for (key, path) in [
+                ("a/k", "a/k"),
+                ("/k", "/k"),
+                ("//x//k", "//x//k"),
+                ("k/", "k/"),
+                ("%2e%2E/ü +", "%252e%252E/%C3%BC%20%2B"),
+            ] {
+                for credentials in [None, Some(keys.clone())] {
+                    let mut bucket = S3Bucket::without_credentials(server.clone(), false);
+                    bucket.credentials = credentials;
+                    let address = S3Address::parse(&format!("s3://bucket/{key}")).unwrap();
+                    let bucket = Arc::new(bucket);
+                    let signer = S3Signer { bucket, address, headers: Vec::new() };
+                    let (target, _) = runtime.block_on(signer.sign_now()).unwrap();
+                    let url = target.url;
+                    let found = format!("{}{}", url.host_str().unwrap(), url.path());
+                    assert_eq!(found, format!("{root}{path}"), "{url}");
+                }
+            }
+        }
+    }
 
     /// Credentials of an hour and of a quarter, from a service that is away for a part of the time
     /// in which they are renewed.

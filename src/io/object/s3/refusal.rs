@@ -17,6 +17,12 @@ use crate::io::transport::{Failure, says_expired, status_failure};
 /// The header with the region of a bucket.
 const BUCKET_REGION: &str = "x-amz-bucket-region";
 
+/// The ways to give credentials and an endpoint, for messages.
+pub const WAYS: &str = "give credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, \
+                        AWS_PROFILE, or s3_access_key_id= and s3_secret_access_key= of \
+                        open_stream), and for a server other than AWS its address \
+                        (AWS_ENDPOINT_URL_S3, or s3_endpoint=)";
+
 /// Error codes for uploads that arrived damaged.
 const DAMAGED: [&str; 2] = ["BadDigest", "XAmzContentChecksumMismatch"];
 
@@ -104,7 +110,8 @@ impl S3Bucket {
         if !self.none_found || !status.is_client_error() {
             return status_failure(status, headers, what);
         }
-        what += "; no credentials were found, so the server was asked anonymously";
+        what += "; no credentials were found, so the server was asked anonymously: ";
+        what += WAYS;
         match status {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
                 Failure::permanent(ErrorKind::PermissionDenied, what)
@@ -230,6 +237,9 @@ mod tests {
             (refusal(true, StatusCode::BAD_GATEWAY, None), false),
         ] {
             assert_eq!(found.1.contains(anonymous), is_anonymous, "{found:?}");
+            for way in ["AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL_S3"] {
+                assert_eq!(found.1.contains(way), is_anonymous, "{found:?}");
+            }
             assert_eq!(
                 found.1.contains("check the credentials"),
                 !is_anonymous && found.0 == ErrorKind::PermissionDenied

@@ -1,11 +1,11 @@
 //! The server, the region and the credentials of a bucket. Credentials come from, in this order:
 //! the call's arguments, `~/.s3cfg` or another file of that kind, AWS's own chain. Without any,
-//! objects are read anonymously. [`super::endpoint`] has the rules for the server.
+//! objects are read anonymously. [`super::server_choice`] has the rules for the server.
 
 use std::ffi::OsStr;
 use std::io::{Error as IoError, ErrorKind};
 
-use aws_config::BehaviorVersion;
+use aws_config::{BehaviorVersion, SdkConfig};
 use aws_sdk_s3::config::{
     Credentials, IdentityCache, Region, RequestChecksumCalculation, ResponseChecksumValidation,
 };
@@ -13,7 +13,8 @@ use aws_sdk_s3::types::RequestPayer;
 use reqwest::Url;
 
 use super::address::S3Address;
-use super::endpoint::{self, Server};
+use super::endpoint::{self, DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, Server};
+use super::server_choice::{KnownSettings, ServerChoice, StatedKeys, choose, stated_keys};
 use crate::environment::read_guarded;
 use crate::error::{Error, Result};
 use crate::io::S3Options;
@@ -118,54 +119,54 @@ pub async fn transport_options(options: &TransportOptions) -> TransportOptions {
     options
 }
 
-/// Finds the server and the credentials of a bucket. Contacts no server for values that are given
-/// or cached. `default` is the default endpoint of tensorizer 2.
+/// Finds the server and the credentials of a bucket, for reading or for writing. Contacts no server
+/// for values that are given or cached.
 pub async fn resolve(
     s3: &S3Options,
     options: &TransportOptions,
-    default: &str,
     address: &S3Address,
+    reads: bool,
 ) -> Result<S3Bucket> {
-    let uri = address.display_address();
     let file = S3Cfg::find(s3.config_path.as_deref())?;
-    let region = match &s3.region {
-        Some(region) => Some(region.clone()),
-        None => aws::named_region().await,
-    };
+    let stated_region = s3.region.clone().filter(|region| !region.is_empty());
+    let region = stated_region.clone().or(aws::named_region().await);
     let default_region = region.clone().unwrap_or_else(|| DEFAULT_REGION.to_owned());
     let settings = aws::settings(default_region.clone(), options).await;
     let force_http = s3.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
-    let explicit = s3.endpoint.clone().or(file.host);
-    let program_default = s3.default_endpoint.clone();
-    let named = endpoint::named(explicit, program_default, &settings, force_http)?;
+    let (explicit, assigned) = (s3.endpoint.clone().or(file.host), s3.default_endpoint.clone());
+    let named = endpoint::named(explicit, assigned, &settings, force_http)?;
+    let (is_endpoint_named, bucket) = (named.is_some(), address.bucket.clone());
     let access = s3.access_key.clone().or(file.access_key);
     let secret = s3.secret_key.clone().or(file.secret_key);
-    let (credentials, none_found) =
-        credentials((access, secret), &default_region, options, &uri).await?;
-    let is_endpoint_named = named.is_some();
-    // Credentials of AWS's chain are only sent to AWS, whatever the region. For other keys nothing
-    // states the server, and old scripts expect the default.
-    let server = match (named, &credentials) {
-        (Some(server), _) => server,
-        (None, Some(AwsCredentialSource::Chain(_))) if force_http => {
-            return Err(Error::InvalidArgument(format!(
-                "`{uri}`: AWS is accessed by https:// only: give an endpoint, or do not force \
-                 http://"
-            )));
+    let uri = address.display_address();
+    let known = KnownSettings {
+        has_endpoint: is_endpoint_named,
+        has_region: stated_region.is_some(),
+        keys: StatedKeys::None,
+        aws_sign: None,
+        chain_has_credentials: false,
+        bucket: &bucket,
+        reads,
+    };
+    let (choice, credentials, none_found) =
+        choose_server((access, secret), known, &default_region, options, &uri).await?;
+    let server = match (choice, named) {
+        (ServerChoice::Endpoint, Some(server)) => server,
+        (ServerChoice::OldDefault, _) if reads => {
+            Server::endpoint(DEFAULT_READ_ENDPOINT, force_http, false)?
         }
-        (None, Some(AwsCredentialSource::Chain(_))) => Server::aws(&settings),
-        (None, _) => Server::endpoint(default, force_http, false)?,
+        (ServerChoice::OldDefault, _) => {
+            Server::endpoint(DEFAULT_WRITE_ENDPOINT, force_http, false)?
+        }
+        _ => aws_server(&settings, force_http, &uri)?,
     };
     // The region of a machine of AWS says nothing about other servers.
     let machine =
         if region.is_none() && server.is_aws() { aws::machine_region(options).await } else { None };
     let region = machine.unwrap_or(default_region);
     let required = Some(RequestChecksumCalculation::WhenRequired);
-    let requester_pays = match s3.requester_pays {
-        Some(pays) => pays,
-        None => requester_pays(read_guarded(|| std::env::var_os(PAYER)).as_deref())?,
-    };
-    let bucket = address.bucket.clone();
+    let payer = read_guarded(|| std::env::var_os(PAYER));
+    let requester_pays = s3.requester_pays.map_or_else(|| requester_pays(payer.as_deref()), Ok)?;
     server.url(&bucket, &region)?;
     Ok(S3Bucket {
         server,
@@ -180,35 +181,61 @@ pub async fn resolve(
     })
 }
 
-/// The credentials of two keys, or else of AWS's chain; true if there are none there.
-async fn credentials(
-    keys: (Option<String>, Option<String>),
+/// Chooses the server by what is known, and by the credentials: those of two keys, or else of AWS's
+/// chain. True if the chain has none. Keys whose server is unknown are refused before anything is
+/// sent.
+async fn choose_server(
+    (access, secret): (Option<String>, Option<String>),
+    known: KnownSettings<'_>,
+    region: &str,
+    options: &TransportOptions,
+    uri: &str,
+) -> Result<(ServerChoice, Option<AwsCredentialSource>, bool)> {
+    let invalid = |what| Error::InvalidArgument(format!("`{uri}`: {what}"));
+    let keys = stated_keys(access.as_deref(), secret.as_deref()).map_err(invalid)?;
+    let known = KnownSettings { keys, ..known };
+    let (credentials, none_found) = match (keys, access, secret) {
+        (StatedKeys::Both, Some(access), Some(secret)) => {
+            let keys = Credentials::new(access, secret, None, None, "tensorizer");
+            (Some(AwsCredentialSource::Fixed(keys)), false)
+        }
+        (StatedKeys::None, ..) => chain_credentials(region, options, uri).await?,
+        _ => (None, false),
+    };
+    let of_chain = matches!(credentials, Some(AwsCredentialSource::Chain(_)));
+    let aws_sign = if keys == StatedKeys::Both { aws::sign().await } else { None };
+    let known =
+        KnownSettings { aws_sign: aws_sign.as_deref(), chain_has_credentials: of_chain, ..known };
+    Ok((choose(known).map_err(invalid)?, credentials, none_found))
+}
+
+/// AWS, which is asked by TLS only.
+fn aws_server(settings: &SdkConfig, force_http: bool, uri: &str) -> Result<Server> {
+    if force_http {
+        return Err(Error::InvalidArgument(format!(
+            "`{uri}`: AWS is accessed by https:// only: give an endpoint, or do not force http://"
+        )));
+    }
+    Ok(Server::aws(settings))
+}
+
+/// The credentials of AWS's chain; true if there are none.
+async fn chain_credentials(
     region: &str,
     options: &TransportOptions,
     uri: &str,
 ) -> Result<(Option<AwsCredentialSource>, bool)> {
-    match keys {
-        (Some(access), Some(secret)) if access.is_empty() && secret.is_empty() => Ok((None, false)),
-        (Some(access), Some(secret)) => {
-            let keys = Credentials::new(access, secret, None, None, "tensorizer");
-            Ok((Some(AwsCredentialSource::Fixed(keys)), false))
+    aws::check_pair(uri).await?;
+    aws::check_profile(uri).await?;
+    let keys = AwsCredentialSource::Chain(provider(region.to_owned(), options));
+    match keys.get().await {
+        Ok(_) => Ok((Some(keys), false)),
+        // Not an error, because the object may be public.
+        Err(MissingCredentials::Absent) => Ok((None, true)),
+        Err(MissingCredentials::Failed(failure)) => {
+            let what = failure.error.to_string();
+            Err(Error::io("opening", uri, IoError::new(ErrorKind::PermissionDenied, what)))
         }
-        (None, None) => {
-            aws::check_profile(uri).await?;
-            let keys = AwsCredentialSource::Chain(provider(region.to_owned(), options));
-            match keys.get().await {
-                Ok(_) => Ok((Some(keys), false)),
-                // Not an error, because the object may be public.
-                Err(MissingCredentials::Absent) => Ok((None, true)),
-                Err(MissingCredentials::Failed(failure)) => {
-                    let what = failure.error.to_string();
-                    Err(Error::io("opening", uri, IoError::new(ErrorKind::PermissionDenied, what)))
-                }
-            }
-        }
-        _ => Err(Error::InvalidArgument(format!(
-            "`{uri}`: an access key needs its secret key, and only one of them was found"
-        ))),
     }
 }
 

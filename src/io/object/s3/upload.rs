@@ -13,7 +13,6 @@ use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumType, CompletedMultipartUploa
 use bytes::Bytes;
 
 use super::address::S3Address;
-use super::endpoint::DEFAULT_WRITE_ENDPOINT;
 use super::resolve::{S3Bucket, resolve, transport_options};
 use crate::cancel::Cancel;
 use crate::environment::read_guarded;
@@ -70,15 +69,15 @@ impl S3Object {
         }
         let found = async {
             let transport = transport_options(&options.transport).await;
-            let bucket = resolve(&options.s3, &transport, DEFAULT_WRITE_ENDPOINT, &address).await?;
+            let bucket = resolve(&options.s3, &transport, &address, false).await?;
             Ok((transport, bucket))
         };
         let (options, resolved) = run_once(&display_address, &options.transport, cancel, found)?;
         if resolved.credentials.is_none() && !resolved.is_endpoint_named {
             let what = format!(
-                "no credentials were found, and the object is not sent to {} anonymously: give \
-                 credentials, or name an endpoint that accepts anonymous uploads",
-                resolved.host()
+                "no credentials were found, and the object is not sent to {} anonymously: {}",
+                resolved.host(),
+                super::refusal::WAYS
             );
             let error = IoError::new(ErrorKind::PermissionDenied, what);
             return Err(Error::io("opening", &display_address, error));
