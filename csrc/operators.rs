@@ -10,7 +10,8 @@ use tensorizer::device::{self, CPU, DeviceIndex};
 use tensorizer::environment::{Guard, run_guarded};
 use tensorizer::error::{Error, Result};
 use tensorizer::format::catalog::Entry;
-use tensorizer::io::{OpenOptions, uri::create};
+use tensorizer::io::OpenOptions;
+use tensorizer::io::uri::{check_tensors_name, create};
 use tensorizer::stats::Counters;
 use tensorizer::{IterateOptions, LoadOptions, Order, SaveOptions, TensorFile, Verify, save_to};
 use zeroize::Zeroizing;
@@ -246,6 +247,7 @@ pub fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>
         let encryption = take_key(key)?
             .map(|key| Arc::new(EncryptionOptions { key, derivation: None, manifest: false }));
         let options = SaveOptions { encryption, ..SaveOptions::default() };
+        check_tensors_name(uri)?;
         let tensors = to_save(&names, tensors)?;
         let to = create(uri, &OpenOptions::from_environment()?, &interrupt)?;
         save_to(to, tensors, options, &interrupt)

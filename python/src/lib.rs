@@ -68,6 +68,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(slicing::slice_by_index, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::slice_by_shard, module)?)?;
     module.add_function(wrap_pyfunction!(namespaces::dicts_with_value, module)?)?;
+    module.add_function(wrap_pyfunction!(open::check_target, module)?)?;
+    module.add_function(wrap_pyfunction!(open::check_tensors_name, module)?)?;
     module.add_function(wrap_pyfunction!(open::local_path, module)?)?;
     module.add_function(wrap_pyfunction!(open::model_files, module)?)?;
     module.add_function(wrap_pyfunction!(open::open, module)?)?;

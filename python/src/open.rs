@@ -1,7 +1,7 @@
 //! `tensorizer._C.open` and `.create`, which open sources and sinks of every kind.
 
 use std::ffi::{OsString, c_int};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -73,7 +73,8 @@ impl<'py> CallOptions<'py> {
         if let Some(headers) = self.get("headers")? {
             found.transport.headers = headers;
         }
-        if let Some(folder) = self.get("cache")? {
+        if let Some(folder) = self.get::<PathBuf>("cache")? {
+            uri::check_target(&folder).map_err(Raised::from)?;
             found.cache = Some(Cache::at(folder).map_err(Raised::from)?);
         }
         Ok(found)
@@ -180,6 +181,18 @@ pub fn local_path(uri: OsString) -> Outcome<Option<OsString>> {
         Address::Path(path) => Some(path.into_os_string()),
         Address::Server(_) => None,
     })
+}
+
+/// Refuses a path to write that is a misspelled address, such as `s3:/bucket/key` or `~/file`.
+#[pyfunction]
+pub fn check_target(path: OsString) -> Outcome<()> {
+    Ok(uri::check_target(Path::new(&path))?)
+}
+
+/// Refuses a name for a `.tensors` file that promises another format.
+#[pyfunction]
+pub fn check_tensors_name(name: OsString) -> Outcome<()> {
+    Ok(uri::check_tensors_name(&name.to_string_lossy())?)
 }
 
 /// Returns the names of the files that a model's folder may have, in the order in which they are

@@ -11,6 +11,7 @@ use tensorizer::engine::workers;
 use tensorizer::error::{Error, Result};
 use tensorizer::io::local::FileSink;
 use tensorizer::io::object::UploadSink;
+use tensorizer::io::uri::create_file;
 use tensorizer::io::{UnclosedOutcome, WriteAt, write_all_at};
 
 use crate::errors::Outcome;
@@ -110,7 +111,7 @@ pub struct PathSink {
 impl PathSink {
     #[new]
     fn new(path: OsString) -> Outcome<Self> {
-        Ok(PathSink { sink: Mutex::new(Some(FileSink::create(Path::new(&path))?)) })
+        Ok(PathSink { sink: Mutex::new(Some(create_file(Path::new(&path))?)) })
     }
 
     /// Returns a descriptor for reading and writing, which belongs to the caller.

@@ -16,6 +16,7 @@ use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Hashes;
 use tensorizer::io::WriteAt;
 use tensorizer::io::local::FileSink;
+use tensorizer::io::uri::create_file;
 use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor};
 use tensorizer_torch::handles::{LentTensors, borrow};
 use tensorizer_torch::lock_holder::LockHolder;
@@ -163,7 +164,7 @@ impl Writer {
 impl Writer {
     #[staticmethod]
     fn to_path(path: OsString, arguments: WriterArguments) -> Outcome<Self> {
-        let sink = FileSink::create(Path::new(&path)).map(|sink| Box::new(sink) as _);
+        let sink = create_file(Path::new(&path)).map(|sink| Box::new(sink) as _);
         Self::new(sink, 0, arguments)
     }
 

@@ -7,6 +7,7 @@ import os
 import secrets
 from pathlib import Path
 
+from . import native
 from .output import Report
 from .standard_streams import print_line
 
@@ -19,6 +20,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         FileExistsError: There is a file of this name, perhaps a key in use.
+        ValueError: The name is a misspelled address, or begins with ``~/``.
 
     """
     report = Report(options)
@@ -28,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
             print_line(key.hex())
         report.result(key=key.hex())
         return 0
+    native.module().check_target(options.key)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(options.key, flags, 0o600)
     try:

@@ -434,7 +434,7 @@ pub fn save(
     options: SaveOptions,
     cancel: &dyn Cancel,
 ) -> Result<()> {
-    save_to(Box::new(crate::io::local::FileSink::create(path)?), tensors, options, cancel)
+    save_to(Box::new(crate::io::uri::create_file(path)?), tensors, options, cancel)
 }
 
 /// Does the same for any sink.

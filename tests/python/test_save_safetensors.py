@@ -131,7 +131,10 @@ def module_with(tensor):
         lambda tensor, path: tensorizer.save({"a": tensor}, path),
         lambda tensor, path: tensorizer.save({"a": tensor, "b": tensor}, path),
         lambda tensor, path: tensorizer.save_async({"a": tensor}, path),
-        lambda tensor, path: TensorSerializer(path).write_module(module_with(tensor)),
+        # The old class writes no safetensors files.
+        lambda tensor, path: TensorSerializer(path.with_suffix(".tensors")).write_module(
+            module_with(tensor)
+        ),
     ],
     ids=["save", "shared", "async", "module"],
 )
@@ -262,19 +265,62 @@ def test_to_s3(monkeypatch):
         server.stop()
 
 
-@pytest.mark.parametrize("name", ["m.pt", "m.pth", "m.bin"])
-def test_names_of_torch_save_are_refused_unless_the_format_is_named(tmp_path, name, capsys):
+OTHER_NAMES = [
+    "m.pt",
+    "m.PTH",
+    "m.bin",
+    "m.ckpt",
+    "m.safetensor",
+    "m.gguf",
+    "m.NPZ",
+    "m.h5",
+    "m.onnx",
+]
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_names_of_other_formats_are_refused_unless_the_format_is_named(tmp_path, name, capsys):
     path, tensors = tmp_path / name, {"a": torch.ones(3)}
-    said = rf"{name} has the name of a file of torch\.save, and would be a \.tensors file, which"
-    for call in (tensorizer.save, tensorizer.save_async):
+    said = rf"{name} would be a \.tensors file, but .* is the ending of another format"
+    for call in (tensorizer.save, tensorizer.save_async, lambda _, path: TensorSerializer(path)):
         with pytest.raises(ValueError, match=said):
             call(tensors, path)
-    with pytest.raises(ValueError, match="s3://bucket/m.bin has the name"):
-        tensorizer.save(tensors, "s3://bucket/m.bin?versionId=1")
+    with pytest.raises(RuntimeError, match=said):
+        torch.ops.tensorizer.save(str(path), tensors)
+    with pytest.raises(ValueError, match=f"s3://bucket/{name} would be"):
+        tensorizer.save(tensors, f"s3://bucket/{name}?versionId=1")
     tensorizer.save(tensors, tmp_path / "m.tensors")
     assert main(["cp", str(tmp_path / "m.tensors"), str(path)]) != 0
-    assert "end it with .tensors or .safetensors" in capsys.readouterr().err
+    assert "end it with .tensors" in capsys.readouterr().err
     assert not path.exists()
     for format in ("tensors", "safetensors"):
         tensorizer.save(tensors, path, format=format)
         assert tensorizer.info(path).format == format
+
+
+@pytest.mark.parametrize("name", ["m.SAFETENSORS", "m.SafeTensors"])
+def test_the_ending_is_that_of_safetensors_in_any_case(tmp_path, name):
+    path, tensors = tmp_path / name, {"a": torch.ones(3), "b": torch.ones(3)}
+    for call in (tensorizer.save, lambda *args: tensorizer.save_async(*args).result()):
+        call(tensors, path)
+        assert tensorizer.info(path).format == "safetensors"
+        path.unlink()
+    tensorizer.save(tensors, tmp_path / "m.tensors")
+    assert main(["cp", str(tmp_path / "m.tensors"), str(path)]) == 0
+    assert tensorizer.info(path).format == "safetensors"
+    (tmp_path / "folder").mkdir()
+    assert main(["cp", str(path), str(tmp_path / "folder")]) == 0
+    assert tensorizer.info(tmp_path / "folder" / name).format == "safetensors"
+    tensorizer.save(tensors, tmp_path / f"s{name}", max_shard_size=12)
+    index = tmp_path / f"s{name[:-12]}.safetensors.index.json"
+    assert len(tensorizer.load(index, "cpu")) == 2
+
+
+def test_the_old_classes_and_the_operators_do_not_write_that_name(tmp_path):
+    path = tmp_path / "m.SafeTensors"
+    for file in (path, str(path), bytes(path)):
+        with pytest.raises(ValueError, match=r"ending of another format.*tensorizer\.save"):
+            TensorSerializer(file)
+    with pytest.raises(RuntimeError, match="ending of another format"):
+        torch.ops.tensorizer.save(str(path), {"a": torch.ones(3)})
+    assert not path.exists()

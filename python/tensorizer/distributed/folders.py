@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
+from .._native import check_target
 from ..streams.syncing import sync_folder
 from . import layout
 
@@ -27,6 +28,7 @@ _INCOMPLETE_FILE = re.compile(
 
 def make(folder: str) -> None:
     """Make a folder and its parents, synced to disk so that they survive a loss of power."""
+    check_target(folder)
     path = Path(folder)
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)

@@ -187,10 +187,11 @@ def save(
         encryption: A key to encrypt the tensors' data with.
         hashes: The hashes of each tensor to store; see :class:`TensorSerializer`.
         format: ``"tensors"`` or ``"safetensors"``. None for ``"safetensors"`` if ``uri`` is a path
-            or an address that ends with ``.safetensors``, otherwise for ``"tensors"``. Safetensors
-            files hold tensors by name that share no memory, and support neither hashes nor
-            encryption. With None, names that end with ``.pt``, ``.pth`` or ``.bin`` are refused,
-            because ``torch.load`` could not read such files.
+            or an address that ends with ``.safetensors`` in any case, otherwise for ``"tensors"``.
+            Safetensors files hold tensors by name that share no memory, and support neither hashes
+            nor encryption. With None, names that end like those of other formats are refused,
+            because their programs could not read such files: ``.pt``, ``.pth``, ``.bin``,
+            ``.ckpt``, ``.safetensor``, ``.gguf``, ``.npz``, ``.h5`` and ``.onnx``.
         metadata: Strings by name, which :func:`tensorizer.info` returns; see
             :class:`TensorSerializer`.
         clear_metadata: True if an encrypted file may have metadata, which is not encrypted.

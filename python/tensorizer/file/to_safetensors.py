@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._native import check_tensors_name
 from .._numbers import check_number
 from ..streams.open import open_stream
 from ..tensors import sharding, subclasses, without_data
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from ..group.gathered_save import GatheredSave
 
 EXTENSION = ".safetensors"
-#: The endings of names of files of ``torch.save``.
-TORCH_EXTENSIONS = (".pt", ".pth", ".bin")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -236,11 +235,11 @@ def _stem(uri: Any) -> tuple[str, str]:
     if not isinstance(uri, (str, bytes, os.PathLike)):
         raise TypeError(f"shards need a path or an address, found {type(uri).__name__}")
     path = os.fsdecode(uri)
-    if not path.endswith(EXTENSION):
+    if not path.lower().endswith(EXTENSION):
         raise ValueError(
             f"shards are named after a file that ends with {EXTENSION}, found {path!r}"
         )
-    stem = path.removesuffix(EXTENSION)
+    stem = path[: -len(EXTENSION)]
     return stem, stem[: stem.rfind("/") + 1]
 
 
@@ -256,18 +255,15 @@ def is_safetensors_target(uri: Any, format: str | None) -> bool:
     """Tell whether a file is to be a safetensors file, by the format or else by its name.
 
     Raises:
-        ValueError: The format cannot be written, or the name is that of a file of ``torch.save``.
+        ValueError: The format cannot be written, or the name promises another format.
 
     """
     if format not in (None, "tensors", "safetensors"):
         raise ValueError(f"format must be 'tensors' or 'safetensors', not {format!r}")
     if format is None and isinstance(uri, (str, bytes, os.PathLike)):
-        name = os.fsdecode(uri).partition("?")[0]
-        if name.endswith(TORCH_EXTENSIONS):
-            raise ValueError(
-                f"{name} has the name of a file of torch.save, and would be a .tensors file, which "
-                "torch.load does not read: end it with .tensors or .safetensors, call torch.save, "
-                "or name the format (in Python format='tensors')"
-            )
-        return name.endswith(EXTENSION)
+        name = os.fsdecode(uri)
+        if name.partition("?")[0].lower().endswith(EXTENSION):
+            return True
+        check_tensors_name(name)
+        return False
     return format == "safetensors"

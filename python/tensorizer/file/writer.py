@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from .._native import cpu_count
+from .._native import check_tensors_name, cpu_count
 from .._types import Hashes, Name, TensorType
 from ..modules import held_elsewhere, state
 from ..tensors import sharding, subclasses, without_data
@@ -64,9 +64,10 @@ class TensorSerializer:
 
     Raises:
         OSError: The file cannot be created, written or, because of its folder, replaced.
-        TypeError, ValueError: An argument is not one of the above, or the file is encrypted and has
-            metadata without ``clear_metadata``. If ``memory_limit`` is less than the minimum, the
-            first write raises a ``ValueError`` that states the minimum.
+        TypeError, ValueError: An argument is not one of the above, the name of the file ends like
+            those of another format (such as ``.safetensors`` or ``.pt``), or the file is encrypted
+            and has metadata without ``clear_metadata``. If ``memory_limit`` is less than the
+            minimum, the first write raises a ``ValueError`` that states the minimum.
 
     """
 
@@ -85,6 +86,8 @@ class TensorSerializer:
     ) -> None:
         if compress_tensors:
             warnings.warn("compress_tensors has no effect", stacklevel=2)
+        if isinstance(file_obj, (str, bytes, os.PathLike)):
+            check_tensors_name(os.fsdecode(file_obj))
         self.compress_tensors = bool(compress_tensors)
         self.total_compressed_tensor_bytes = 0
         self.lz4_frame = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._native import local_path
+from .._native import check_target, local_path
 from ..checkpoints.save_lock import SaveLock
 from .save_and_load import tensorizer_loading, tensorizer_saving
 
@@ -70,13 +70,14 @@ class TensorizerCheckpointIO:
 
         Raises:
             TypeError: ``storage_options`` were given.
-            ValueError: The path is an address.
+            ValueError: The path is an address, also a misspelled one, or begins with ``~/``.
             OSError: A file cannot be written; the earlier checkpoint of this path is as it was.
 
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options: expected None")
         file = _local(path)
+        check_target(str(file))
         file.parent.mkdir(parents=True, exist_ok=True)
         with tensorizer_saving(**self._saving):
             torch.save(checkpoint, file)

@@ -19,7 +19,7 @@ from torch import _weights_only_unpickler as restricted
 
 from .._errors import PairMismatchError
 from .._locks import ForkSafeLock
-from .._native import local_path
+from .._native import check_target, local_path
 from ..checkpoints.block_options import (
     check_decorated,
     check_decoration,
@@ -69,6 +69,8 @@ class _SavingBlock:
                 "expected 'f' to be a path or a file object with a 'write' attribute, "
                 f"found {type(target).__name__}"
             )
+        if is_path(target):
+            _check_target(os.fsdecode(target))
         skipped = torch.serialization._serialization_tls.skip_data
         file = None if skipped else storage_file_for(self.file_obj, target)
         if file is None:
@@ -172,6 +174,22 @@ def _load_from(
     finally:
         _restricted.set(outer)
         storages.forget()
+
+
+def _check_target(path: str) -> None:
+    """Refuse an address as the path of a pickle, before its storages are sent there.
+
+    Raises:
+        ValueError: It is an address, also a misspelled one, or begins with ``~/``.
+
+    """
+    if local_path(path) != path:
+        raise ValueError(
+            f"torch.save writes to paths, and {path} is an address: give a path, or for s3://, "
+            "gs:// and az:// an open file: with open_stream(address, 'wb') as file: "
+            "torch.save(object, file)"
+        )
+    check_target(path)
 
 
 def _check_pickle_module(module: Any, doing: str) -> None:

@@ -4,13 +4,14 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use super::scheme::{Address, Service, parse};
+use super::target::create_file;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 #[cfg(feature = "hf")]
 use crate::io::hf;
 #[cfg(feature = "http")]
 use crate::io::http;
-use crate::io::local::{FileSink, FileSource};
+use crate::io::local::FileSource;
 #[cfg(all(feature = "clouds", feature = "s3"))]
 use crate::io::object::UploadSink;
 #[cfg(feature = "clouds")]
@@ -69,7 +70,7 @@ pub fn create_object(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> R
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Box<dyn WriteAt>> {
     let _ = (options, cancel);
     let scheme = match parse(OsStr::new(uri))? {
-        Address::Path(path) => return Ok(Box::new(FileSink::create(&path)?)),
+        Address::Path(path) => return Ok(Box::new(create_file(&path)?)),
         Address::Server(scheme) => scheme,
     };
     match scheme.service {
