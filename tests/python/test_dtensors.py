@@ -315,7 +315,8 @@ def test_modules_that_do_not_fit(ranks, models):
 
 
 @pytest.mark.parametrize(
-    "program", ["after_a_forward_pass", "saves_after_a_forward_pass", "summoned"]
+    "program",
+    ["after_a_forward_pass", "saves_after_a_forward_pass", "summoned", "files_of_vllm"],
 )
 def test_modules_used_before(ranks, tmp_path, program):
     ranks.run(f"held.{program}", 4, tmp_path)

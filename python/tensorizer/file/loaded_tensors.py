@@ -66,9 +66,9 @@ class LoadedTensors:
         loaded = self._tensors[number]
         return loaded if there is not None and there.dtype is loaded.dtype else self[number]
 
-    def cast_for(self, part: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    def cast_for(self, part: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
         """Return a loaded part of a tensor in the dtype for a slot, which holds ``there``."""
-        same = there.dtype is part.dtype
+        same = there is not None and there.dtype is part.dtype
         return part if same else part.to(cast_dtype(part.dtype, self._dtype_on_request))
 
     def dtypes_for_slots(

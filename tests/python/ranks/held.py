@@ -79,6 +79,26 @@ def saves_after_a_forward_pass(folder):
             assert_equal(tensor, whole_of(1).get_parameter(name).detach(), name)
 
 
+def files_of_vllm(folder):
+    """Sharded parameters, too, are not cast if they have the dtype of the file."""
+    with group():
+        source = whole_of(1)
+        source.vllm_tensorized_marker = torch.nn.Parameter(torch.zeros(1, device="meta"), False)
+        path = f"{folder}/marked.{dist.get_rank()}.tensors"
+        with TensorSerializer(path) as serializer:
+            serializer.write_module(source)
+        half = torch.bfloat16
+        for dtype in (torch.float32, half):
+            for device in ("cpu", "meta"):
+                for way in WAYS:
+                    model = whole_of(2).to(device, dtype)
+                    fully_shard(model, mesh=mesh_of("fsdp"))
+                    with TensorDeserializer(path, "cpu", dtype=half, **way) as file:
+                        file.load_into_module(model)
+                    found = as_whole(model[0][0].weight)
+                    assert_equal(found, source[0][0].weight.detach().to(dtype), (device, way))
+
+
 def flat(folder):
     """Return what each call says of modules of FSDP's first version, by their form."""
     found = {}
