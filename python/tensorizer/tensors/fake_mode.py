@@ -40,7 +40,7 @@ def is_active() -> bool:
 def suspended() -> contextlib.AbstractContextManager[object]:
     """Return a context without modes, for calls of the native module, which has real tensors."""
     if torch._C._len_torch_dispatch_stack():
-        return _disable_current_modes()  # type: ignore[no-any-return, no-untyped-call]
+        return _disable_current_modes()
     return contextlib.nullcontext()
 
 
