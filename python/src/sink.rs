@@ -32,6 +32,12 @@ pub fn describe_unclosed(outcome: UnclosedOutcome) -> (bool, Option<OsString>) {
     }
 }
 
+/// Publishes a file. False if a later save was complete before.
+fn publish(sink: &mut dyn WriteAt, len: u64) -> Result<bool> {
+    sink.publish(len, &signals)?;
+    Ok(!sink.overtaken())
+}
+
 /// An object that appears whole, when it is published, or not at all.
 #[pyclass(frozen, module = "tensorizer._C")]
 pub struct Sink {
@@ -83,9 +89,10 @@ impl Sink {
         })?)
     }
 
-    /// Ends the object at `len` bytes and makes it visible.
-    fn publish(&self, py: Python<'_>, len: u64) -> Outcome<()> {
-        Ok(gil::without(py, || self.shared()?.publish(len, &signals))?)
+    /// Ends the object at `len` bytes and makes it visible. False if a later save of this process
+    /// to its address was complete before: then it was dropped.
+    fn publish(&self, py: Python<'_>, len: u64) -> Outcome<bool> {
+        Ok(gil::without(py, || publish(&mut self.shared()?, len))?)
     }
 
     /// Abandons the object.
@@ -121,10 +128,11 @@ impl PathSink {
         Ok(sink.handle()?.into_raw_fd())
     }
 
-    /// Ends the file at `len` bytes and makes it visible.
-    fn publish(&self, py: Python<'_>, len: u64) -> Outcome<()> {
+    /// Ends the file at `len` bytes and makes it visible. False if a later save of this process to
+    /// its path was complete before: then it was dropped.
+    fn publish(&self, py: Python<'_>, len: u64) -> Outcome<bool> {
         let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
-        Ok(gil::without(py, || sink.map_or(Ok(()), |mut sink| sink.publish(len, &signals)))?)
+        Ok(gil::without(py, || sink.map_or(Ok(true), |mut sink| publish(&mut sink, len)))?)
     }
 
     /// Does the same for a file that was never closed; another file that has its name stays.

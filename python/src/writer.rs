@@ -16,7 +16,7 @@ use tensorizer::format::name::Name;
 use tensorizer::format::tensors::header::Hashes;
 use tensorizer::io::WriteAt;
 use tensorizer::io::local::FileSink;
-use tensorizer::io::uri::create_file;
+use tensorizer::io::uri::check_target;
 use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor};
 use tensorizer_torch::handles::{LentTensors, borrow};
 use tensorizer_torch::lock_holder::LockHolder;
@@ -162,9 +162,15 @@ impl Writer {
 
 #[pymethods]
 impl Writer {
+    /// Messages show the second path, if there is one.
     #[staticmethod]
-    fn to_path(path: OsString, arguments: WriterArguments) -> Outcome<Self> {
-        let sink = create_file(Path::new(&path)).map(|sink| Box::new(sink) as _);
+    #[pyo3(signature = (path, arguments, shown = None))]
+    fn to_path(path: OsString, arguments: WriterArguments, shown: Option<String>) -> Outcome<Self> {
+        let path = Path::new(&path);
+        let shown = shown.unwrap_or_else(|| path.display().to_string());
+        let sink = check_target(path)
+            .and_then(|()| FileSink::create_named(path, shown))
+            .map(|sink| Box::new(sink) as _);
         Self::new(sink, 0, arguments)
     }
 
@@ -266,9 +272,10 @@ impl Writer {
         })
     }
 
-    /// Ends the file and makes it visible.
-    fn finish(&self, py: Python<'_>) -> Outcome<()> {
-        self.with(py, |writer| writer.finish(&signals))
+    /// Ends the file and makes it visible. False if a later save of this process to its path or
+    /// address was complete before: then the file was dropped.
+    fn finish(&self, py: Python<'_>) -> Outcome<bool> {
+        self.with(py, |writer| writer.finish(&signals).map(|()| !writer.overtaken()))
     }
 
     /// Ends a file that was never closed; another file that has its name stays. Returns whether it

@@ -62,6 +62,7 @@ pub struct Writer {
     pub(super) tensor_bytes: u64,
     pub(super) progress: Arc<AtomicU64>,
     pub(super) failed: bool,
+    overtaken: bool,
     /// True for a file of another format, which is written as a whole and has no index at its end.
     pub(super) other_format: bool,
 }
@@ -114,6 +115,7 @@ impl Writer {
             tensor_bytes: 0,
             progress: Arc::default(),
             failed: false,
+            overtaken: false,
             other_format: false,
         })
     }
@@ -250,6 +252,7 @@ impl Writer {
         let end = self.end();
         if let Some(mut sink) = self.sink.take() {
             publish(&mut *sink, end)?;
+            self.overtaken = sink.overtaken();
         }
         self.failed = false;
         Ok(())
@@ -258,6 +261,12 @@ impl Writer {
     /// True if a write has failed half-way, so that the file can only be abandoned.
     pub fn failed(&self) -> bool {
         self.failed
+    }
+
+    /// True if [`Writer::finish`] has dropped the file, because a later save of this process to the
+    /// same path or address was complete before.
+    pub fn overtaken(&self) -> bool {
+        self.overtaken
     }
 
     /// Abandons the file: nothing becomes visible.

@@ -40,6 +40,7 @@ mod prefixed;
 mod read_at;
 #[cfg(feature = "redis")]
 mod redis;
+mod save_order;
 mod stream;
 #[cfg(any(feature = "http", feature = "redis"))]
 #[cfg_attr(

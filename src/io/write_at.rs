@@ -78,8 +78,14 @@ pub trait WriteAt: Send + Sync {
         Ok(len)
     }
 
-    /// Ends the file at `len` bytes and makes it visible under its name.
+    /// Ends the file at `len` bytes and makes it visible under its name, unless a later save of
+    /// this process to the same name is complete: see [`WriteAt::overtaken`].
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()>;
+
+    /// True if `publish` has dropped the file, because a later save to its name is complete.
+    fn overtaken(&self) -> bool {
+        false
+    }
 
     /// Ends a file that its writer never finished, and which may be incomplete. A file that has the
     /// name already stays.

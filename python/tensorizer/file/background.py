@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import io
+import itertools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Generator, Mapping, Sequence
@@ -33,6 +37,9 @@ class SaveFuture(Future[None]):
     :class:`concurrent.futures.Future`. It cannot be cancelled. In a child process forked during the
     save, it has failed with ``RuntimeError``, because the child has no thread that saves.
 
+    The process ends after the save. If the save has failed and no call has asked for the result,
+    the exit status is 120.
+
     Attributes:
         total_bytes: Bytes of tensor data to be written.
 
@@ -43,6 +50,7 @@ class SaveFuture(Future[None]):
         self.total_bytes = total_bytes
         self._file = file
         self._outcome: tuple[BaseException | None] | None = None
+        self._number = next(_NUMBERS)
         self.set_running_or_notify_cancel()
         _FUTURES.add(self)
 
@@ -54,19 +62,47 @@ class SaveFuture(Future[None]):
         """
         return self._file.saved_bytes
 
+    @property
+    def overtaken(self) -> bool:
+        """True if the file was dropped because a later save was complete before.
+
+        That is a save of this process to the same path or address, which began after this one.
+        """
+        return self._file.overtaken
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the save, and raise its exception."""
+        try:
+            super().result(timeout)
+        finally:
+            self._note_asked()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save, and return its exception."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._note_asked()
+
+    def _note_asked(self) -> None:
+        if self.done():
+            _UNSEEN.pop(self._number, None)
+
     def __await__(self) -> Generator[Any, None, None]:
         return asyncio.wrap_future(self).__await__()
 
-    def _run(self, tensors: Any, uri: str, safetensors: bool) -> None:
+    def _run(self, tensors: list[Any], uri: str, safetensors: bool) -> None:
+        """Save; ``tensors`` is emptied, so that no copy is left when the result is known."""
+        error = None
         try:
             with self._file as file:
                 write = file.write_safetensors if safetensors else file.write_leaves
-                write(*named_leaves(tensors))
-        except BaseException as error:
+                write(*named_leaves(tensors.pop()))
+        except BaseException as raised:
+            error = raised
             logger.error("saving to %s failed: %s", uri, error)
-            self._end(error)
-        else:
-            self._end(None)
+            _UNSEEN[self._number] = f"saving to {uri} failed: {error}"
+        self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         self._outcome = (error,)
@@ -89,9 +125,71 @@ class SaveFuture(Future[None]):
 
 #: All futures that are still referenced, which a forked child resets.
 _FUTURES: weakref.WeakSet[SaveFuture] = weakref.WeakSet()
+_NUMBERS = itertools.count()
+#: Failures by the number of their future, until a call asks for the result.
+_UNSEEN: dict[int, str] = {}
+#: Threads that save, or have just ended.
+_THREADS: set[threading.Thread] = set()
+#: Not empty once no thread can be waited for any more, because the interpreter ends.
+_ENDING: list[bool] = []
+
+
+class _LastFlush:
+    """Standard output whose flush fails at the end of the interpreter: the exit status is 120."""
+
+    def __init__(self, stream: io.TextIOBase) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Flush, and raise for failed saves of which no call has asked the result."""
+        self._stream.flush()
+        if sys.is_finalizing() and _UNSEEN:
+            raise OSError("; ".join(_UNSEEN.values()))
+
+
+def _fail_exit() -> None:
+    """Have the process end with status 120, unless failed saves are asked for their results."""
+    if _UNSEEN and sys.stdout is not None and not isinstance(sys.stdout, _LastFlush):
+        sys.stdout = _LastFlush(sys.stdout)  # type: ignore[assignment]
+
+
+@atexit.register
+def _end_saves() -> None:
+    """Wait for saves that handlers of ``atexit`` have begun; other threads have ended by now."""
+    while _THREADS:
+        _THREADS.pop().join()
+    _ENDING.append(True)
+    _fail_exit()
+
+
+def _start(future: SaveFuture, *arguments: Any) -> None:
+    """Run a save on a thread or, if the interpreter is ending, at once.
+
+    Raises:
+        RuntimeError: The interpreter ends, and stops the thread of this call.
+
+    """
+    if not _ENDING:
+        # Not a daemon, whatever this thread is: the interpreter would stop it while it saves.
+        thread = threading.Thread(
+            target=future._run, args=arguments, name="tensorizer-save", daemon=False
+        )
+        _THREADS.difference_update([one for one in list(_THREADS) if not one.is_alive()])
+        thread.start()
+        _THREADS.add(thread)
+    elif threading.current_thread() is threading.main_thread():
+        future._run(*arguments)
+        _fail_exit()
+    else:
+        raise RuntimeError("cannot save on this thread: the interpreter is ending")
 
 
 def _in_child() -> None:
+    _THREADS.clear()
+    _UNSEEN.clear()
     for future in list(_FUTURES):
         future._forked()
 
@@ -116,7 +214,9 @@ def save_async(
 
     The call returns as soon as the tensors are copied to host memory; the copies need as much
     memory as the tensors. A file, or an object of a cloud, appears once it is complete. A process
-    that exits normally waits for the save; one that is killed leaves the earlier file in place.
+    that exits normally waits for the save, also for one that began in a handler of ``atexit``; one
+    that is killed leaves the earlier file in place. Of several saves to one path or address by this
+    process, the one that was called last stays: see :attr:`SaveFuture.overtaken`.
 
     Args:
         tensors: The tensors, as for :func:`tensorizer.save`.
@@ -162,10 +262,9 @@ def save_async(
         closes_stream=False,
     )
     future = SaveFuture(file, size)
-    thread = threading.Thread(
-        target=future._run, args=(copies, str(uri), safetensors), name="tensorizer-save"
-    )
-    thread.start()
+    boxed = [copies]
+    del copies
+    _start(future, boxed, str(uri), safetensors)
     return future
 
 

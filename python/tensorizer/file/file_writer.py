@@ -17,7 +17,7 @@ from .._native import Handle, Writer
 from .._numbers import check_number
 from .._types import Hashes, Name, TensorType
 from ..streams.addresses import open_address
-from ..streams.atomic import AtomicRandom
+from ..streams.atomic import AtomicRandom, warn_of_overtaking
 from ..streams.upload import UploadFile
 from ..tensors import sharding, subclasses, without_data
 from ..tensors.handles import lend
@@ -89,6 +89,8 @@ class FileWriter:
         check_number("limit_cpu_concurrency", limit_cpu_concurrency)
         if hashes not in ("all", "crc32"):
             raise ValueError(f"hashes must be 'all' or 'crc32', not {hashes!r}")
+        #: True if the file was dropped because a later save to its path was complete before.
+        self.overtaken = False
         options = {
             "alignment": alignment,
             "threads": limit_cpu_concurrency,
@@ -208,7 +210,7 @@ class FileWriter:
         if writer is None:
             return
         try:
-            writer.finish()
+            self.overtaken = not writer.finish()
             if self._stream is not None and not _is_ended(self._stream):
                 self._stream.seek(writer.end)
         except BaseException:
@@ -217,6 +219,9 @@ class FileWriter:
         stream, self._stream = self._stream, None
         if stream is not None and self._closes_stream:
             stream.close()
+            self.overtaken = self.overtaken or getattr(stream, "overtaken", False)
+        if self.overtaken:
+            warn_of_overtaking(writer.uri)
 
     def abandon(self) -> None:
         """Abandon the file: an earlier one of its name stays."""
@@ -341,7 +346,7 @@ def _open(file_obj: Any, options: dict[str, Any]) -> Writer:
     if isinstance(target, opening.RemoteSource):
         raise ValueError(f"expected a writable file: {target.uri}")
     if isinstance(target, opening.LocalPath):
-        return Writer.to_path(target.path, options)
+        return Writer.to_path(target.path, options, getattr(file_obj, "shown", None))
     if not isinstance(file_obj, int):
         for ability in ("readable", "writable", "seekable"):
             check = getattr(file_obj, ability, None)

@@ -6,13 +6,15 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._native import check_tensors_name
+from .._native import check_tensors_name, local_path
 from .._numbers import check_number
+from ..streams.addresses import is_address
+from ..streams.held_folder import HeldFolder, HeldPath
 from ..streams.open import open_stream
 from ..tensors import sharding, subclasses, without_data
 from .file_writer import FileWriter
@@ -95,21 +97,37 @@ def _save(
         write_one(uri, named, metadata, progress, memory_limit)
         return uri
     stem, folder = _stem(uri)
-    index = f"{stem}{EXTENSION}.index.json"
-    paths = [
+    options = metadata, progress, memory_limit
+    if is_address(stem):
+        return _save_shards(folder.__add__, stem[len(folder) :], named, shards, options)
+    with HeldFolder(local_path(folder) or folder) as held:
+        return _save_shards(held.entry, stem[len(folder) :], named, shards, options)
+
+
+def _save_shards(
+    path_of: Callable[[str], str | HeldPath],
+    stem: str,
+    named: Mapping[str, torch.Tensor],
+    shards: list[list[str]],
+    options: tuple[Mapping[str, str] | None, ProgressReporter | None, int | None],
+) -> str:
+    """Save shards and then their index, all of them in one folder; return the index."""
+    metadata, progress, memory_limit = options
+    index = path_of(f"{stem}{EXTENSION}.index.json")
+    files = [
         f"{stem}-{number:05}-of-{len(shards):05}{EXTENSION}" for number in range(1, len(shards) + 1)
     ]
-    for path in (index, f"{stem}{EXTENSION}", *paths):
+    for path in (index, path_of(f"{stem}{EXTENSION}"), *map(path_of, files)):
         if _exists(path):
             raise FileExistsError(
                 f"{path} exists, and would be replaced shard by shard, or be loaded instead of the "
                 "new shards: remove it first, or save under another name"
             )
     weight_map = {}
-    for path, names in zip(paths, shards, strict=True):
+    for file, names in zip(files, shards, strict=True):
         some = {name: named[name] for name in names}
-        write_one(path, some, metadata, progress, memory_limit)
-        weight_map.update(dict.fromkeys(names, path[len(folder) :]))
+        write_one(path_of(file), some, metadata, progress, memory_limit)
+        weight_map.update(dict.fromkeys(names, file))
     total = sum(tensor.nbytes for tensor in named.values())
     text = json.dumps(
         {"metadata": {**(metadata or {}), "total_size": total}, "weight_map": weight_map},
@@ -118,7 +136,7 @@ def _save(
     )
     with open_stream(index, "wb") as file:
         file.write(f"{text}\n".encode())
-    return index
+    return str(index)
 
 
 def write_one(
@@ -243,7 +261,7 @@ def _stem(uri: Any) -> tuple[str, str]:
     return stem, stem[: stem.rfind("/") + 1]
 
 
-def _exists(path: str) -> bool:
+def _exists(path: str | HeldPath) -> bool:
     try:
         with open_stream(path):
             return True

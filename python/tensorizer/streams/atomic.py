@@ -12,6 +12,13 @@ from .._native import PathSink
 logger = logging.getLogger("tensorizer.stream_io")
 
 
+def warn_of_overtaking(name: str) -> None:
+    """Log that a file was dropped because a later save to its path was complete before."""
+    logger.warning(
+        "%s: a save that this process began later is complete, so this one was dropped", name
+    )
+
+
 class _Atomic:
     """A local file that appears under its path when it is closed.
 
@@ -23,6 +30,8 @@ class _Atomic:
     belongs_to_serializer = False
     #: True if a caller has closed or abandoned it; the garbage collector does neither.
     ended = False
+    #: True if it was dropped because a later save to its path was complete before.
+    overtaken = False
 
     def _start(self, path: str, buffer_size: int) -> None:
         self._final = path
@@ -49,10 +58,12 @@ class _Atomic:
         self.ended = True
         self._discard_buffer_in_child()
         try:
-            self._sink.publish(self._end())
+            self.overtaken = not self._sink.publish(self._end())
         except BaseException:
             self.abandon()
             raise
+        if self.overtaken and not self.belongs_to_serializer:
+            warn_of_overtaking(self._final)
 
     def publish_unclosed(self, size: int) -> tuple[bool, str | None]:
         """Make a file of ``size`` bytes visible that was never closed, without replacing another.

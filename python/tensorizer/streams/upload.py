@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from .._native import Sink, Writer
+from .atomic import warn_of_overtaking
 
 logger = logging.getLogger("tensorizer.stream_io")
 
@@ -90,7 +91,8 @@ class UploadFile(io.BufferedIOBase):
                 self._writer.finish()
             else:
                 self._send()
-                self._sink.publish(self._sent)
+                if not self._sink.publish(self._sent):
+                    warn_of_overtaking(self.name)
         except BaseException:
             self._sink.abandon()
             raise

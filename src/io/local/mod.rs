@@ -5,6 +5,7 @@ mod copy_metadata;
 mod direct;
 mod direct_plan;
 mod file;
+mod held_folder;
 mod in_flight;
 mod pipe;
 mod shard;

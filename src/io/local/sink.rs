@@ -1,16 +1,19 @@
 //! Local files. A file that is written under a path appears there complete or not at all.
 
+use std::ffi::OsString;
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, IoSlice};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::copy_metadata;
+use super::copy_metadata::FileMetadata;
+use super::held_folder::{Place, sync_folder};
 use super::temporary::TemporaryFile;
 use super::temporary_name::TemporaryNames;
 use crate::cancel::{Cancel, run_detached};
 use crate::error::{Error, Result};
+use crate::io::save_order::{SaveTarget, SaveTurn};
 use crate::io::{UnclosedOutcome, WriteAt};
 use crate::mem::mapped;
 
@@ -18,11 +21,13 @@ use crate::mem::mapped;
 pub struct FileSink {
     /// The unpublished file; None once it is published. This field is dropped before `file`, so
     /// that the hidden name is removed under the lock of the file.
-    unpublished: Option<TemporaryFile>,
+    unpublished: Option<(TemporaryFile, SaveTurn)>,
     file: File,
     uri: String,
     /// End of the disk space that was requested so far.
     reserved: AtomicU64,
+    /// True if a later save to the same path was published before this one.
+    overtaken: bool,
 }
 
 impl FileSink {
@@ -32,56 +37,62 @@ impl FileSink {
     /// The bytes go to a file without a name in the same directory. If the system does not support
     /// that, the file has a hidden name, and is removed when the sink is dropped unpublished. Files
     /// that killed writers of the same path have left are removed here. Owner, permissions and
-    /// attributes of a file that is replaced are copied; a symbolic link is followed.
+    /// attributes of a file that is replaced are copied; a symbolic link is followed. The directory
+    /// is held open: the file appears in it, whatever its path means by then.
+    ///
+    /// A file that a process has open, named as `/dev/stdout` or `/proc/self/fd/3`, and an empty
+    /// file are written in place, because the bytes are wanted in that very file. If the sink is
+    /// dropped unpublished, they are left empty.
     pub fn create(path: &Path) -> Result<Self> {
-        let uri = path.display().to_string();
+        Self::create_named(path, path.display().to_string())
+    }
+
+    /// Does the same with another path for messages.
+    pub fn create_named(path: &Path, uri: String) -> Result<Self> {
         let fail = |e| Error::io("creating", &uri, e);
-        let target = match fs::canonicalize(path) {
-            Ok(target) => target,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => resolve_links(path).map_err(fail)?,
-            Err(e) => return Err(fail(e)),
-        };
-        let existing = fs::metadata(&target).ok();
+        let place = Place::find(path).map_err(fail)?;
+        let existing = fs::metadata(place.path()).ok();
+        if existing.as_ref().is_some_and(Metadata::is_dir) {
+            return Err(fail(io::Error::from(io::ErrorKind::IsADirectory)));
+        }
         if let Some(metadata) = existing.as_ref().filter(|metadata| !metadata.is_file()) {
-            if metadata.is_dir() {
-                return Err(fail(io::Error::from(io::ErrorKind::IsADirectory)));
-            }
-            // A device cannot be replaced by a rename.
-            let file = OpenOptions::new().read(true).write(true).open(&target).map_err(fail)?;
-            return Ok(FileSink { unpublished: None, file, uri, reserved: AtomicU64::new(0) });
+            return Self::open_special(&place, metadata, uri);
         }
-        // Replacing a file must require the same permission as overwriting it.
-        let writable = || OpenOptions::new().write(true).open(&target);
-        let replaced = existing.map(|_| writable()).transpose().map_err(fail)?;
-        let hidden_names = TemporaryNames::of(&target)
-            .ok_or_else(|| fail(io::Error::from(io::ErrorKind::InvalidInput)))?;
-        let folder = hidden_names.folder().to_owned();
-        make_folders(&folder).map_err(fail)?;
-        hidden_names.remove_stale();
-        let refused = |error: io::Error| match error.raw_os_error() {
-            Some(libc::EACCES | libc::EPERM | libc::EROFS) if replaced.is_some() => {
-                Error::Irreplaceable { uri: uri.clone(), folder: folder.clone(), error }
+        let is_empty = existing.is_some_and(|metadata| metadata.len() == 0);
+        if (place.is_open_file || is_empty)
+            && let Some(file) = open_in_place(&place).map_err(fail)?
+        {
+            refuse_mapped(&file, &uri)?;
+            let turn = turn_of(&place, Some(&file)).map_err(fail)?;
+            if place.is_open_file && !turn.is_alone() {
+                return Err(Error::InvalidArgument(format!(
+                    "another save of this process is writing into the open file `{uri}`: wait for \
+                     its end"
+                )));
             }
-            _ => fail(error),
-        };
-        let (file, unpublished) =
-            TemporaryFile::create(target.clone(), hidden_names, replaced.is_some())
-                .map_err(refused)?;
-        if let Some(old) = &replaced {
-            let sticky = fs::metadata(&folder).and_then(|folder| {
-                is_protected_by_sticky_bit(
-                    &target,
-                    &old.metadata()?,
-                    &folder,
-                    file.metadata()?.uid(),
-                )
-            });
-            if sticky.map_err(fail)? {
-                return Err(refused(io::Error::from_raw_os_error(libc::EPERM)));
-            }
-            copy_metadata::copy(&file, old).map_err(fail)?;
+            let unpublished = TemporaryFile::in_place(place, &file).map_err(fail)?;
+            return Ok(Self::new(file, uri, Some((unpublished, turn))));
         }
-        Ok(FileSink { unpublished: Some(unpublished), file, uri, reserved: AtomicU64::new(0) })
+        let (file, unpublished) = begin(place, &uri)?;
+        Ok(Self::new(file, uri, Some(unpublished)))
+    }
+
+    fn new(file: File, uri: String, unpublished: Option<(TemporaryFile, SaveTurn)>) -> Self {
+        FileSink { unpublished, file, uri, reserved: AtomicU64::new(0), overtaken: false }
+    }
+
+    /// Opens a device, which cannot be replaced by a rename.
+    fn open_special(place: &Place, metadata: &Metadata, uri: String) -> Result<Self> {
+        let kind = metadata.file_type();
+        if kind.is_fifo() || kind.is_socket() {
+            return Err(Error::InvalidArgument(format!(
+                "expected a seekable file, found a pipe or a socket: `{uri}`; the index at the \
+                 beginning is written last, so save to a file and copy that"
+            )));
+        }
+        let opened = OpenOptions::new().read(true).write(true).open(place.path());
+        let file = opened.map_err(|e| Error::io("creating", &uri, e))?;
+        Ok(Self::new(file, uri, None))
     }
 
     /// Another handle of the file.
@@ -92,73 +103,133 @@ impl FileSink {
     /// Writes into a file that the caller has open for reading and writing. One that tensors of
     /// this process are mapped from is refused.
     pub fn from_file(file: File, uri: String) -> Result<Self> {
-        if mapped::is_mapped(&file).map_err(|e| Error::io("examining", &uri, e))? {
-            return Err(Error::InvalidArgument(format!(
-                "cannot write into `{uri}`: this process has tensors that were loaded from it with \
-                 mmap=True, and they would change; write another file and rename it"
-            )));
-        }
-        Ok(FileSink { unpublished: None, file, uri, reserved: AtomicU64::new(0) })
+        refuse_mapped(&file, &uri)?;
+        Ok(Self::new(file, uri, None))
     }
 
-    /// Ends the file at `len` bytes, syncs it, and then gives it a name by `publish`, whose result
-    /// it returns. None if the file is the caller's own.
+    /// Ends the file at `len` bytes, syncs it, gives it a name by `publish`, and syncs that. A
+    /// folder that cannot be synced is no failure. If the disk fails, the error says that the file
+    /// is there. On a busy disk this may take long; the file stays if the call is interrupted.
+    ///
+    /// Returns None if the file is the caller's own, or was overtaken by a later save.
     fn finish_with<T>(
         &mut self,
         len: u64,
         cancel: &dyn Cancel,
-        publish: impl FnOnce(TemporaryFile, &File) -> io::Result<T>,
+        publish: impl FnOnce(&mut TemporaryFile, &SaveTurn, &File) -> Result<Option<T>>,
     ) -> Result<Option<T>> {
-        let Some(unpublished) = &self.unpublished else { return Ok(None) };
+        let Some((unpublished, _)) = &self.unpublished else { return Ok(None) };
         unpublished.check_owner(&self.uri)?;
+        let fail = |e| Error::io("finishing", &self.uri, e);
         let file = self.handle()?;
-        let synced =
-            run_detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?;
-        let published = synced.and_then(|()| {
-            self.unpublished.take().map(|unpublished| publish(unpublished, &self.file)).transpose()
-        });
-        let published = published.map_err(|e| Error::io("finishing", &self.uri, e))?;
+        run_detached(cancel, move || file.set_len(len).and_then(|()| file.sync_all()))?
+            .map_err(fail)?;
+        let Some((mut unpublished, turn)) = self.unpublished.take() else { return Ok(None) };
+        let published = publish(&mut unpublished, &turn, &self.file)?;
         crate::sys::release_flock(&self.file);
+        if published.is_some() {
+            let synced = run_detached(cancel, move || sync_folder(unpublished.folder()))?;
+            synced.map_err(|error| Error::Unsynced { uri: self.uri.clone(), error })?;
+        }
         Ok(published)
     }
 }
 
-/// Creates a folder and its missing ancestors. Their names are synced before anything is in them.
-fn make_folders(folder: &Path) -> io::Result<()> {
-    let missing: Vec<&Path> = folder.ancestors().take_while(|above| !above.exists()).collect();
-    fs::create_dir_all(folder)?;
-    missing.into_iter().try_for_each(|made| sync_folder(parent(made)))
+/// Opens a file that is to be written where it lies: one that a process has open and that the path
+/// names as such, or an empty one that no other save writes.
+fn open_in_place(place: &Place) -> io::Result<Option<File>> {
+    let opened = OpenOptions::new().read(true).write(true).open(place.path());
+    if place.is_open_file {
+        return opened.map(Some);
+    }
+    // The lock also tells that a save has not yet written anything. Without locks, or the
+    // permission to read, an empty file is replaced like others.
+    Ok(opened.ok().filter(|file| {
+        let is_empty = || file.metadata().is_ok_and(|found| found.is_file() && found.len() == 0);
+        is_empty() && matches!(crate::sys::try_flock(file), Ok(true)) && is_empty()
+    }))
+}
+
+/// The turn of a save at a place. An open file has one order of saves, whatever its names.
+fn turn_of(place: &Place, open: Option<&File>) -> io::Result<SaveTurn> {
+    let target = match open.filter(|_| place.is_open_file) {
+        Some(file) => {
+            let metadata = file.metadata()?;
+            SaveTarget::File((metadata.dev(), metadata.ino()), OsString::new())
+        }
+        None => SaveTarget::File(place.folder.identity()?, place.name.clone()),
+    };
+    Ok(SaveTurn::begin(target))
+}
+
+/// Begins a file that will replace the one at a place, if there is one.
+fn begin(place: Place, uri: &str) -> Result<(File, (TemporaryFile, SaveTurn))> {
+    let fail = |e| Error::io("creating", uri, e);
+    let old = open_replaced(&place).map_err(fail)?;
+    let hidden_names = TemporaryNames::of(place.folder.path(), &place.name);
+    hidden_names.remove_stale();
+    let (path, shown) = (place.path(), place.folder.shown().to_owned());
+    let folder = fs::metadata(place.folder.path()).map_err(fail)?;
+    let refused = |error: io::Error| match error.raw_os_error() {
+        Some(libc::EACCES | libc::EPERM | libc::EROFS | libc::EBUSY) if old.is_some() => {
+            Error::Irreplaceable { uri: uri.to_owned(), folder: shown.clone(), error }
+        }
+        _ => fail(error),
+    };
+    let is_mount_point = old.as_ref().is_some_and(|(old, _)| place.folder.has_mount_point(old));
+    let turn = turn_of(&place, None).map_err(fail)?;
+    let (file, unpublished) =
+        TemporaryFile::create(place, hidden_names, old.is_some()).map_err(refused)?;
+    if is_mount_point {
+        return Err(refused(io::Error::from_raw_os_error(libc::EBUSY)));
+    }
+    if let Some((_, metadata)) = &old {
+        let own_user = file.metadata().map_err(fail)?.uid();
+        if is_protected_by_sticky_bit(&path, metadata.user(), &folder, own_user) {
+            return Err(refused(io::Error::from_raw_os_error(libc::EPERM)));
+        }
+        metadata.give(&file).map_err(fail)?;
+    }
+    Ok((file, (unpublished, turn)))
+}
+
+/// Opens the file that will be replaced. Replacing a file must require the same permission as
+/// overwriting it. None if there is none, or none any more.
+fn open_replaced(place: &Place) -> io::Result<Option<(File, FileMetadata)>> {
+    let opened = OpenOptions::new().write(true).open(place.path());
+    let described = opened.and_then(|file| FileMetadata::of(&file).map(|found| (file, found)));
+    match described {
+        // Some file systems say of a file that was just replaced that its handle is stale.
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ESTALE)) => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+/// Refuses a file that tensors of this process are mapped from.
+fn refuse_mapped(file: &File, uri: &str) -> Result<()> {
+    if mapped::is_mapped(file).map_err(|e| Error::io("examining", uri, e))? {
+        return Err(Error::InvalidArgument(format!(
+            "cannot write into `{uri}`: this process has tensors that were loaded from it with \
+             mmap=True, and they would change; write another file and rename it"
+        )));
+    }
+    Ok(())
 }
 
 /// True if the folder, like `/tmp`, lets only owners replace files, and another user owns this one.
 fn is_protected_by_sticky_bit(
     target: &Path,
-    old: &Metadata,
+    old_user: u32,
     folder: &Metadata,
     own_user: u32,
-) -> io::Result<bool> {
-    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == own_user || old.uid() == own_user {
-        return Ok(false);
+) -> bool {
+    if folder.mode() & libc::S_ISVTX == 0 || folder.uid() == own_user || old_user == own_user {
+        return false;
     }
     // Tests the privilege by an operation that needs it: only the owner, or a privileged process,
     // may do this.
     let opened = OpenOptions::new().write(true).custom_flags(libc::O_NOATIME).open(target);
-    Ok(opened.is_err_and(|e| e.raw_os_error() == Some(libc::EPERM)))
-}
-
-/// The target of a path that does not exist yet. It is absolute, because the process may change its
-/// working directory, and symbolic links are followed, as `open` would do.
-fn resolve_links(path: &Path) -> io::Result<PathBuf> {
-    // Maximum number of symbolic links, as in Linux.
-    const MAX_LINKS: u32 = 40;
-    let mut target = std::path::absolute(path)?;
-    for _ in 0..MAX_LINKS {
-        match fs::read_link(&target) {
-            Ok(link) => target = target.parent().unwrap_or(Path::new("/")).join(link),
-            Err(_) => return Ok(target),
-        }
-    }
-    Err(io::Error::from_raw_os_error(libc::ELOOP))
+    opened.is_err_and(|e| e.raw_os_error() == Some(libc::EPERM))
 }
 
 impl WriteAt for FileSink {
@@ -206,44 +277,29 @@ impl WriteAt for FileSink {
     }
 
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
-        match self.finish_with(len, cancel, TemporaryFile::publish)? {
-            Some(target) => sync_name(&target, &self.uri, cancel),
-            None => Ok(()),
-        }
+        let is_owned = self.unpublished.is_some();
+        let uri = self.uri.clone();
+        let published = self.finish_with(len, cancel, |unpublished, turn, file| {
+            let fail = |e| Error::io("finishing", &uri, e);
+            turn.publish(cancel, || unpublished.publish(file).map_err(fail))
+        })?;
+        self.overtaken = is_owned && published.is_none();
+        Ok(())
+    }
+
+    fn overtaken(&self) -> bool {
+        self.overtaken
     }
 
     fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
-        let Some((in_place, name)) =
-            self.finish_with(len, cancel, TemporaryFile::publish_unclosed)?
-        else {
-            return Ok(UnclosedOutcome::InPlace);
-        };
-        sync_name(&name, &self.uri, cancel)?;
-        Ok(if in_place { UnclosedOutcome::InPlace } else { UnclosedOutcome::OtherName(name) })
+        let uri = self.uri.clone();
+        let other_name = self.finish_with(len, cancel, |unpublished, _, file| {
+            let fail = |e| Error::io("finishing", &uri, e);
+            unpublished.publish_unclosed(file).map_err(fail).map(Some)
+        })?;
+        Ok(match other_name.flatten() {
+            Some(name) => UnclosedOutcome::OtherName(name),
+            None => UnclosedOutcome::InPlace,
+        })
     }
 }
-
-/// Syncs the name of a file that is complete. A folder that cannot be synced is no failure. If the
-/// disk fails, the error says that the file is there. On a busy disk this may take long; the file
-/// stays if the call is interrupted.
-fn sync_name(path: &Path, uri: &str, cancel: &dyn Cancel) -> Result<()> {
-    let parent = parent(path).to_owned();
-    let synced = run_detached(cancel, move || sync_folder(&parent))?;
-    synced.map_err(|error| Error::Unsynced { uri: uri.to_owned(), error })
-}
-
-fn parent(path: &Path) -> &Path {
-    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-/// Syncs the names in a folder, if the system allows it.
-fn sync_folder(folder: &Path) -> io::Result<()> {
-    match File::open(folder).and_then(|folder| folder.sync_all()) {
-        Err(e) if CANNOT_SYNC.contains(&e.raw_os_error().unwrap_or(0)) => Ok(()),
-        other => other,
-    }
-}
-
-/// Errors for folders that may not be read, and of file systems that do not sync folders.
-const CANNOT_SYNC: [i32; 5] =
-    [libc::EACCES, libc::EPERM, libc::EINVAL, libc::ENOTSUP, libc::ENOSYS];

@@ -5,50 +5,67 @@ use std::io;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use super::copy_metadata;
+use super::copy_metadata::FileMetadata;
+use super::held_folder::Place;
 use super::temporary_name::TemporaryNames;
 use crate::error::Result;
 use crate::sys;
 use crate::sys::process::OwnerProcess;
 
-/// A file that holds the bytes until they are published. It is removed when this is dropped.
+/// A file that holds the bytes until they are published. If it is dropped before, it is removed,
+/// or left empty if it has the target's name already.
 pub(super) struct TemporaryFile {
     /// The only process that may publish the file, or remove it.
     owner: OwnerProcess,
-    target: PathBuf,
+    target: Place,
     hidden_names: TemporaryNames,
     /// None for a file without a name, which ends with the last process that has it open.
     path: Option<PathBuf>,
     /// A copy with a hidden name, kept open to hold its lock.
     copy: Option<File>,
+    /// The file itself, if it is the one at the target.
+    in_place: Option<File>,
 }
 
 impl TemporaryFile {
+    fn new(target: Place, hidden_names: TemporaryNames) -> Self {
+        TemporaryFile {
+            owner: OwnerProcess::current(),
+            target,
+            hidden_names,
+            path: None,
+            copy: None,
+            in_place: None,
+        }
+    }
+
     /// Begins a file in the target's folder. If `private` is true, only its owner can open it for
     /// now.
     pub(super) fn create(
-        target: PathBuf,
+        target: Place,
         hidden_names: TemporaryNames,
         private: bool,
     ) -> io::Result<(File, Self)> {
         let mode = if private { 0o600 } else { 0o666 };
-        let (file, path) = match create_unnamed(hidden_names.folder(), mode) {
-            Some(file) => (file, None),
+        let mut made = Self::new(target, hidden_names);
+        let file = match create_unnamed(made.target.folder.path(), mode) {
+            Some(file) => file,
             None => {
-                let (file, path) = hidden_names.create(mode)?;
-                (file, Some(path))
+                let (file, path) = made.hidden_names.create(mode)?;
+                made.path = Some(path);
+                file
             }
         };
-        Ok((
-            file,
-            TemporaryFile {
-                owner: OwnerProcess::current(),
-                target,
-                hidden_names,
-                path,
-                copy: None,
-            },
-        ))
+        Ok((file, made))
+    }
+
+    /// Begins to write into the file at the target, which has become empty.
+    pub(super) fn in_place(target: Place, file: &File) -> io::Result<Self> {
+        let hidden_names = TemporaryNames::of(target.folder.path(), &target.name);
+        let mut made = Self::new(target, hidden_names);
+        file.set_len(0)?;
+        made.in_place = Some(file.try_clone()?);
+        Ok(made)
     }
 
     /// Returns an error in a process other than the one that began the file.
@@ -56,27 +73,49 @@ impl TemporaryFile {
         self.owner.check(uri)
     }
 
-    /// Gives the file its name, in place of any file there, and returns the name.
-    pub(super) fn publish(mut self, file: &File) -> io::Result<PathBuf> {
-        if self.path.is_none() && sys::link(file, &self.target).is_ok() {
-            return Ok(self.target.clone());
-        }
-        fs::rename(self.ensure_hidden_name(file)?, &self.target)?;
-        self.path = None;
-        Ok(self.target.clone())
+    /// The path by which the system finds the folder of the target.
+    pub(super) fn folder(&self) -> &Path {
+        self.target.folder.path()
     }
 
-    /// Gives the file its name, if that is free. Otherwise gives it that of [`unclosed_name`], in
-    /// place of any file there. Returns true in the first case, and the name.
-    pub(super) fn publish_unclosed(mut self, file: &File) -> io::Result<(bool, PathBuf)> {
-        let target = self.target.clone();
-        match self.take_free_name(file, &target) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                self.target = unclosed_name(&target);
-                self.publish(file).map(|name| (false, name))
-            }
-            result => result.map(|()| (true, target)),
+    /// Gives the file its name, in place of any file there.
+    pub(super) fn publish(&mut self, file: &File) -> io::Result<()> {
+        let target = self.target.path();
+        if !self.is_in_place() && (self.path.is_some() || sys::link(file, &target).is_err()) {
+            fs::rename(self.ensure_hidden_name(file)?, &target)?;
         }
+        self.keep();
+        Ok(())
+    }
+
+    /// Gives the file its name, if that is free, and returns None. Otherwise gives it the name
+    /// `<name>.unclosed`, in place of any file there, and returns its path.
+    pub(super) fn publish_unclosed(&mut self, file: &File) -> io::Result<Option<PathBuf>> {
+        let target = self.target.path();
+        let taken = if self.is_in_place() { Ok(()) } else { self.take_free_name(file, &target) };
+        match taken {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                self.target.name.push(".unclosed");
+                self.publish(file)?;
+                Ok(Some(self.target.folder.shown().join(&self.target.name)))
+            }
+            taken => {
+                taken?;
+                self.keep();
+                Ok(None)
+            }
+        }
+    }
+
+    /// Leaves the file as it is from now on.
+    fn keep(&mut self) {
+        (self.path, self.in_place) = (None, None);
+    }
+
+    /// True if the file is the one at the target, and no other file has replaced it.
+    fn is_in_place(&self) -> bool {
+        let file = self.in_place.as_ref();
+        file.is_some_and(|file| self.target.is_open_file || self.target.leads_to(file))
     }
 
     fn take_free_name(&mut self, file: &File, name: &Path) -> io::Result<()> {
@@ -86,9 +125,7 @@ impl TemporaryFile {
                 done => return done,
             }
         }
-        sys::rename_to_free_name(&self.ensure_hidden_name(file)?, name)?;
-        self.path = None;
-        Ok(())
+        sys::rename_to_free_name(&self.ensure_hidden_name(file)?, name)
     }
 
     /// Ensures that the file has a hidden name, and returns the name.
@@ -112,7 +149,7 @@ impl TemporaryFile {
         self.path = Some(path.clone());
         io::Seek::rewind(&mut &*file)?;
         io::copy(&mut &*file, &mut &copy)?;
-        copy_metadata::copy(&copy, file)?;
+        FileMetadata::of(file)?.give(&copy)?;
         copy.sync_all()?;
         self.copy = Some(copy);
         Ok(path)
@@ -121,11 +158,15 @@ impl TemporaryFile {
 
 impl Drop for TemporaryFile {
     fn drop(&mut self) {
-        if let Some(path) = &self.path
-            && self.owner.is_current()
-        {
-            // Nothing more can be done if the file cannot be removed.
+        if !self.owner.is_current() {
+            return;
+        }
+        // Nothing more can be done if these fail.
+        if let Some(path) = &self.path {
             let _ = fs::remove_file(path);
+        }
+        if let Some(file) = &self.in_place {
+            let _ = file.set_len(0);
         }
     }
 }
@@ -143,12 +184,4 @@ fn create_unnamed(folder: &Path, mode: u32) -> Option<File> {
     // succeeded.
     let trial = sys::link(&file, &folder.join("."));
     trial.is_err_and(|e| e.kind() == io::ErrorKind::AlreadyExists).then_some(file)
-}
-
-/// `name.unclosed`: the name of a file that its writer never finished, if another file has its own
-/// name.
-fn unclosed_name(target: &Path) -> PathBuf {
-    let mut name = target.as_os_str().to_owned();
-    name.push(".unclosed");
-    name.into()
 }

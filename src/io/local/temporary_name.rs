@@ -4,6 +4,7 @@
 //! the last process that has it open ends, which may be a forked child. Until then, the file is not
 //! removed.
 
+use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -31,17 +32,19 @@ pub(super) struct TemporaryNames {
 }
 
 impl TemporaryNames {
-    /// The hidden names for a path; None if the path has no file name.
-    pub(super) fn of(target: &Path) -> Option<Self> {
-        let mut name = target.file_name()?.to_string_lossy().into_owned();
+    /// The hidden names for a name in a folder.
+    pub(super) fn of(folder: &Path, name: &OsStr) -> Self {
+        let mut name = name.to_string_lossy().into_owned();
         // Leave room for the rest of the name within the usual limit of 255 bytes.
         while name.len() > 200 {
             name.pop();
         }
-        let folder = target.parent().filter(|p| !p.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new(".")).to_owned();
-        let mount_id = mount_id(&folder);
-        Some(TemporaryNames { folder, prefix: format!(".{name}.tensorizer-"), mount_id })
+        let mount_id = mount_id(folder);
+        TemporaryNames {
+            folder: folder.to_owned(),
+            prefix: format!(".{name}.tensorizer-"),
+            mount_id,
+        }
     }
 
     /// Their folder.

@@ -50,6 +50,10 @@ impl UploadProtocol for Blob {
         &self.object.requests.display_address
     }
 
+    fn target(&self) -> String {
+        self.object.url.to_string()
+    }
+
     fn stall(&self) -> Duration {
         self.object.requests.options.stall
     }

@@ -44,6 +44,10 @@ impl UploadProtocol for GoogleObject {
         &self.object.requests.display_address
     }
 
+    fn target(&self) -> String {
+        self.object.url.to_string()
+    }
+
     fn stall(&self) -> Duration {
         self.object.requests.options.stall
     }

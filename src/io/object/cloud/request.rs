@@ -166,7 +166,7 @@ impl CloudResponse {
 pub struct CloudObject {
     pub requests: UploadRequests<Client>,
     pub cloud: Cloud,
-    url: Url,
+    pub url: Url,
     account: String,
     credentials: Option<CredentialProvider>,
     /// False once the server has turned out not to know checksums.

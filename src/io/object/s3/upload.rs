@@ -156,6 +156,10 @@ impl UploadProtocol for S3Object {
         &self.requests.display_address
     }
 
+    fn target(&self) -> String {
+        format!("{:?} {}", self.resolved.server, self.requests.display_address)
+    }
+
     fn stall(&self) -> Duration {
         self.requests.options.stall
     }

@@ -22,6 +22,7 @@ use bytes::Bytes;
 use crate::cancel::{Cancel, Never, run_detached};
 use crate::error::{Error, Result};
 use crate::fallible::{try_extend, try_resize};
+use crate::io::save_order::{SaveTarget, SaveTurn};
 use crate::io::transport::TransportOptions;
 use crate::io::{UnclosedOutcome, WriteAt};
 use crate::sys::process::OwnerProcess;
@@ -48,6 +49,9 @@ struct MultipartUpload {
     upload_id: Mutex<Option<Arc<str>>>,
     /// True once a request was cancelled: then the upload is aborted quickly.
     interrupted: AtomicBool,
+    turn: SaveTurn,
+    /// True if a later save to the same object was complete before this one.
+    overtaken: AtomicBool,
 }
 
 #[derive(Default)]
@@ -76,11 +80,13 @@ impl UploadSink {
         let budget = UploadBudget::new(options)?;
         Ok(UploadSink(Arc::new(MultipartUpload {
             owner: OwnerProcess::current(),
+            turn: SaveTurn::begin(SaveTarget::Address(object.target())),
             object,
             state: Mutex::default(),
             memory: PartMemory::new(budget),
             upload_id: Mutex::new(None),
             interrupted: AtomicBool::new(false),
+            overtaken: AtomicBool::new(false),
         })))
     }
 
@@ -397,9 +403,16 @@ impl WriteAt for UploadSink {
     }
 
     fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
-        self.0.publish(len, cancel)?;
+        if self.0.turn.publish(cancel, || self.0.publish(len, cancel))?.is_none() {
+            self.0.overtaken.store(true, Ordering::Relaxed);
+            return self.0.abort("a later save to it is complete", cancel);
+        }
         self.0.state().closed_because = Some("its upload is complete");
         Ok(())
+    }
+
+    fn overtaken(&self) -> bool {
+        self.0.overtaken.load(Ordering::Relaxed)
     }
 
     fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {

@@ -35,6 +35,9 @@ pub trait UploadProtocol: Send + Sync {
     /// The address as messages show it.
     fn display_address(&self) -> &str;
 
+    /// The server and the object, the same for all addresses of the object.
+    fn target(&self) -> String;
+
     /// Time limit for a server that neither sends nor takes bytes.
     fn stall(&self) -> Duration;
 
