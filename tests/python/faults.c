@@ -8,6 +8,7 @@
 //                        renames or removes a file
 //   FAULT_TMPFILE        the error number of opening a file without a name
 //   FAULT_FLOCK          the error number of flock
+//   FAULT_CHMOD          the error number of fchmod and fchown
 //   FAULT_LINK           the error number of link and linkat
 //   FAULT_SPARES_PROBES  excepts links that can only find out that a name is taken
 //   FAULT_SYNC           the error number of syncing a folder
@@ -37,7 +38,7 @@
 
 static char kill_before[TEXT], kill_after[TEXT], notes[TEXT];
 static long kill_at = -1, flip_at = -1, sync_after;
-static int tmpfile_error, flock_error, link_error, sync_error, spares_probes, slow_names;
+static int tmpfile_error, flock_error, chmod_error, link_error, sync_error, spares_probes, slow_names;
 static int connect_error;
 static atomic_long steps, synced_folders, bytes, connects;
 
@@ -70,6 +71,7 @@ void read_faults(void) {
   sync_after = read_number("FAULT_SYNC_AFTER", 0);
   tmpfile_error = (int)read_number("FAULT_TMPFILE", 0);
   flock_error = (int)read_number("FAULT_FLOCK", 0);
+  chmod_error = (int)read_number("FAULT_CHMOD", 0);
   link_error = (int)read_number("FAULT_LINK", 0);
   sync_error = (int)read_number("FAULT_SYNC", 0);
   spares_probes = (int)read_number("FAULT_SPARES_PROBES", 0);
@@ -111,6 +113,16 @@ static int fails(int error) {
   }
 OPEN(open)
 OPEN(open64)
+
+int fchmod(int descriptor, mode_t mode) {
+  REAL(fchmod, int, int, mode_t);
+  return fails(chmod_error) ? -1 : real(descriptor, mode);
+}
+
+int fchown(int descriptor, uid_t owner, gid_t group) {
+  REAL(fchown, int, int, uid_t, gid_t);
+  return fails(chmod_error) ? -1 : real(descriptor, owner, group);
+}
 
 int flock(int descriptor, int operation) {
   REAL(flock, int, int, int);

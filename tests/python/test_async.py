@@ -90,6 +90,47 @@ def test_a_process_that_ends_waits_for_its_saves(tmp_path):
     assert tensorizer.load(tmp_path / "f.tensors", "cpu")["a"][-1] == 2_999_999
 
 
+AT_EXIT = """
+import atexit, os, sys, threading, weakref
+def later():
+    import tensorizer, torch
+    future = tensorizer.save_async({"a": torch.arange(3_000_000)}, path)
+    if wait: future.result()
+path, way, wait = sys.argv[1], sys.argv[2], sys.argv[3] == "wait"
+if way == "registered before": atexit.register(later)
+import tensorizer, torch
+class Object: pass
+if way == "atexit": atexit.register(later)
+elif way == "finalize": kept = Object(); weakref.finalize(kept, later)
+elif way == "daemon":
+    thread = threading.Thread(target=later, daemon=True); thread.start(); thread.join()
+elif way == "fork":
+    child = os.fork()
+    if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    later()
+"""
+
+
+@pytest.mark.parametrize("wait", ["wait", "go on"])
+@pytest.mark.parametrize("way", ["registered before", "atexit", "finalize", "daemon", "fork"])
+def test_saves_begun_at_the_end_are_there(tmp_path, way, wait):
+    done = run_python(AT_EXIT, tmp_path / "f.tensors", way, wait, finalize=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert tensorizer.load(tmp_path / "f.tensors", "cpu")["a"][-1] == 2_999_999
+
+
+@pytest.mark.parametrize("way", ["atexit", "registered before", "daemon"])
+def test_a_failed_save_that_no_call_asked_for_fails_the_process(tmp_path, way):
+    code = AT_EXIT.replace("torch.arange(3_000_000)", "torch.eye(3).to_sparse()")
+    done = run_python(code, tmp_path / "f.tensors", way, "go on", finalize=True)
+    assert done.returncode == 120
+    assert f"OSError: saving to {tmp_path / 'f.tensors'} failed: " in done.stderr
+    asked = code.replace("if wait: future.result()", "future.exception()")
+    done = run_python(asked, tmp_path / "f.tensors", way, "go on", finalize=True)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
 def test_waiting_in_a_forked_child_for_a_save_of_its_parent_raises(tmp_path):
     code = """
 import asyncio, concurrent.futures, io, os, sys, threading, tensorizer, torch

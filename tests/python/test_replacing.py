@@ -1,5 +1,6 @@
 """A file that replaces another is its like, or says why it cannot replace it."""
 
+import errno
 import os
 import re
 import shutil
@@ -187,6 +188,54 @@ def test_a_file_that_cannot_be_replaced(mode, shared):
 def test_a_new_file_in_an_unwritable_folder(shared):
     done = run_python(SAVE_AS, shared / "f")
     assert f"PermissionError: [Errno 13] Permission denied: '{shared}/f'" in done.stderr
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS])
+def test_a_refused_chmod_keeps_the_mode_that_there_is(with_faults, error, tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    code = "import sys, tensorizer, torch\ntensorizer.save({'new': torch.arange(5)}, sys.argv[1])"
+    done = run_python(code, path, env=with_faults(CHMOD=error))
+    assert done.returncode == 0, done.stderr
+    holds(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_save_goes_on_when_the_old_file_vanishes(tmp_path):
+    """Another process removes the file and makes it again, at any moment."""
+    path = tmp_path / "f"
+    child = os.fork()
+    if child == 0:
+        while True:
+            path.write_bytes(b"old")
+            path.unlink()
+    try:
+        for _ in range(100):
+            tensorizer.save(NEW, path)
+            torch.ops.tensorizer.save(str(path), NEW)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+@as_root
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a file")
+def test_a_mounted_file_is_noticed_before_anything_is_written(tmp_path):
+    path, file = tmp_path / "f", tmp_path / "file"
+    path.write_bytes(b"")
+    file.write_bytes(b"old")
+    code = """
+import tensorizer
+mount("--bind", sys.argv[1], sys.argv[2])
+tensorizer.TensorSerializer(sys.argv[2])
+"""
+    done = run_python(OWN_MOUNTS + code, file, path)
+    if "PermissionError" not in done.stderr and re.search("unshare|mount:", done.stderr):
+        pytest.skip(f"nothing can be mounted here: {done.stderr}")
+    assert f"PermissionError: [Errno 16] `{path}` may be written, but not" in done.stderr
+    assert file.read_bytes() == b"old"
+    assert sorted(os.listdir(tmp_path)) == ["f", "file"]
 
 
 @as_root

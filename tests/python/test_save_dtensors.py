@@ -25,6 +25,9 @@ def test_invalid_saves_by_a_group_raise_on_each_rank(ranks, tmp_path):
     for name in ("folder", "safetensors", "constructors"):
         assert {of_rank[name][0] for of_rank in found} == {"NotADirectoryError"}, name
     for of_rank in found:
+        for name in ("t.tensors", "t.safetensors", "targets"):
+            assert of_rank[name][0] == "ValueError"
+            assert "rank 2 of this collective save names the target" in of_rank[name][1]
         assert of_rank["other"][0] == "ValueError"
         assert "rank 1 of this collective save has other tensors" in of_rank["other"][1]
         for name in ("meta", "meta safetensors"):

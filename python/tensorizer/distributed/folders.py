@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .._native import check_target
+from ..streams import held_folder
 from ..streams.syncing import sync_folder
 from . import layout
 
@@ -46,6 +47,8 @@ class FolderLock:
     def __init__(self, folder: str) -> None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, _release, descriptor, os.getpid())
+        #: A path of this very folder, whatever its own path means meanwhile.
+        self.path = held_folder.path_of(descriptor) or folder
         until = time.monotonic() + _LOCK_TIMEOUT
         while True:
             try:
@@ -73,8 +76,10 @@ def _release(descriptor: int, process: int) -> None:
     os.close(descriptor)
 
 
-def check(folder: str, names: Iterable[str]) -> None:
+def check(folder: str, names: Iterable[str], shown: str) -> None:
     """Check that the files of all ranks are in a folder, before it becomes a checkpoint.
+
+    The error shows another path of the folder.
 
     Raises:
         FileNotFoundError: A file is missing: the ranks have different folders by that name, or
@@ -87,7 +92,7 @@ def check(folder: str, names: Iterable[str]) -> None:
                 errno.ENOENT,
                 "the file of a rank is not in the folder of the checkpoint, which was not "
                 "written: expected one folder for all ranks",
-                str(Path(folder, name)),
+                str(Path(shown, name)),
             )
 
 

@@ -22,7 +22,9 @@ from ..file import file_writer
 from ..file.encryption import EncryptionParams
 from ..file.file_writer import FileWriter
 from ..file.tensor_file import in_batches
+from ..streams import targets
 from ..streams.addresses import is_address
+from ..streams.held_folder import HeldPath
 from ..streams.open import check_writable, open_stream
 from ..tensors import without_data
 from . import folders, layout, save_plan
@@ -105,16 +107,18 @@ class Writer(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Raise if there is a checkpoint that may not be replaced."""
         self._refuse_to_replace()
-        return plan
+        # The coordinator compares the folders of all ranks.
+        return dataclasses.replace(plan, storage_data=targets.spellings(self.checkpoint_id))
 
     def _refuse_to_replace(self) -> None:
-        if not self._overwrite and layout.is_there(self.checkpoint_id):
+        if not self._overwrite and layout.is_there(self._open_folder):
             raise FileExistsError(
                 f"there is a checkpoint at {self.checkpoint_id}, and overwrite is false"
             )
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Refuse plans too large to be read, and remove files left by failed or killed saves."""
+        """Refuse plans of different folders or too large, and remove files left by failed saves."""
+        targets.refuse_different([plan.storage_data or () for plan in plans])
         save_plan.check(plans, self.checkpoint_id)
         if self._is_local():
             folders.remove_leftovers(self.checkpoint_id)
@@ -122,8 +126,18 @@ class Writer(StorageWriter):
         return plans
 
     def _lock_folder(self) -> None:
-        folders.make(self.checkpoint_id)
-        self._folder_lock = folders.FolderLock(self.checkpoint_id)
+        if self._folder_lock is None:
+            folders.make(self.checkpoint_id)
+            self._folder_lock = folders.FolderLock(self.checkpoint_id)
+
+    @property
+    def _open_folder(self) -> str:
+        """The folder that this save holds open; before that, and on servers, its path."""
+        return self.checkpoint_id if self._folder_lock is None else self._folder_lock.path
+
+    def _path(self, name: str) -> str | HeldPath:
+        path = layout.join(self.checkpoint_id, name)
+        return HeldPath(layout.join(self._open_folder, name), path) if self._is_local() else path
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank into its file."""
@@ -143,7 +157,7 @@ class Writer(StorageWriter):
         if self._is_local():
             self._lock_folder()
         taken: set[str] = set()
-        with FileWriter(layout.join(self.checkpoint_id, file), **options) as writer:
+        with FileWriter(self._path(file), **options) as writer:
             lengths = [_length(item) for item in items]
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
                 batch = [items[number] for number in numbers]
@@ -170,13 +184,13 @@ class Writer(StorageWriter):
         if self._is_local():
             # The file names of an older checkpoint are unknown if it cannot be read.
             with contextlib.suppress(OSError, ValueError):
-                before = layout.files(self.checkpoint_id)
+                before = layout.files(self._open_folder)
         now = {location.file for location in locations.values()}
         if self._is_local():
-            folders.check(self.checkpoint_id, now)
-        with open_stream(layout.join(self.checkpoint_id, layout.FILE), "wb") as file:
+            folders.check(self._open_folder, now, self.checkpoint_id)
+        with open_stream(self._path(layout.FILE), "wb") as file:
             file.write(content)
-        folders.remove(self.checkpoint_id, set(before) - now)
+        folders.remove(self._open_folder, set(before) - now)
         self._folder_lock = None
         metadata.storage_data = locations
         metadata.storage_meta = self.storage_meta()

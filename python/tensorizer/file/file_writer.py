@@ -76,6 +76,7 @@ class FileWriter:
         allow_meta: bool = False,
         closes_stream: bool = True,
     ) -> None:
+        self._target = file_obj
         self._stream: Any = None
         self._writer: Writer | None = None
         self._process = os.getpid()
@@ -155,7 +156,7 @@ class FileWriter:
             raise ValueError("I/O operation on closed file")
         from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
 
-        self._gathering = GatheredSave(tensors)
+        self._gathering = GatheredSave(tensors, self._target)
         if not self._gathering.writes:
             self._abandon()
         self._gathering.join()

@@ -246,7 +246,7 @@ def save(
         from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
 
         with reporter:
-            GatheredSave(leaves[1]).save(*leaves, opened, reporter.finish)
+            GatheredSave(leaves[1], uri).save(*leaves, opened, reporter.finish)
         return
     with reporter, opened() as file:
         file.write_leaves(*leaves)

@@ -54,7 +54,7 @@ def save_safetensors(
         return _save(checked(tensors), uri, metadata, max_shard_size, (progress, memory_limit))
     from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
 
-    gathering = GatheredSave(list(tensors.values()))
+    gathering = GatheredSave(list(tensors.values()), uri)
     with gathering.members:
         options = metadata, max_shard_size, (progress, memory_limit)
         _save_gathered(gathering, tensors, uri, options)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..streams import targets
 from ..tensors import sharding, without_data
 from .members import Members
 
@@ -34,6 +35,8 @@ class GatheredSave:
 
     Args:
         tensors: The tensors to save, some of them DTensors.
+        target: The path or address that this process names, which must be the same at all of them;
+            other files are not compared.
 
     Raises:
         ValueError: Tensors are of meshes of different processes.
@@ -45,12 +48,13 @@ class GatheredSave:
 
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], target: Any) -> None:
         ranks = _common_ranks([tensor for tensor in tensors if sharding.is_sharded(tensor)])
         assert dist.group.WORLD is not None
         self.members = Members(ranks, dist.group.WORLD)
         self.writes = self.members.rank == 0
         self.failed = False
+        self._target = targets.spellings(target)
 
     def join(self) -> None:
         """Meet the other processes.
@@ -81,7 +85,8 @@ class GatheredSave:
                 tensors as wholes.
 
         Raises:
-            ValueError: Another process has other tensors, or a DTensor has no data.
+            ValueError: Another process has other tensors, or names another target, or a DTensor
+                has no data.
             BaseException: The error of ``write``.
 
         """
@@ -95,7 +100,13 @@ class GatheredSave:
             without_data.refuse(sharded, sharded.values())
         except ValueError as raised:
             error = raised
-        digests = self._agree(error, digest)
+        answers = self._agree(error, (digest, self._target))
+        try:
+            targets.refuse_different([target for _, target in answers])
+        except ValueError:
+            self.failed = True
+            raise
+        digests = [found for found, _ in answers]
         other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
         if other is not None:
             self.failed = True

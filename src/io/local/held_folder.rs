@@ -124,7 +124,10 @@ impl Place {
 /// Creates a folder and its missing ancestors. Their names are synced before anything is in them.
 fn make_folders(folder: &Path) -> io::Result<()> {
     let missing: Vec<&Path> = folder.ancestors().take_while(|above| !above.exists()).collect();
-    fs::create_dir_all(folder)?;
+    fs::create_dir_all(folder).map_err(|error| match error.kind() {
+        io::ErrorKind::AlreadyExists => io::Error::from_raw_os_error(libc::ENOTDIR),
+        _ => error,
+    })?;
     missing.into_iter().filter_map(Path::parent).try_for_each(sync_folder)
 }
 

@@ -126,6 +126,10 @@ def refused(folder):
         found["meta safetensors"] = caught(
             lambda: tensorizer.save(meta, f"{folder}/meta.safetensors")
         )
+        for name in ("t.tensors", "t.safetensors"):
+            mine = f"{folder}/{rank == 2}.{name}"
+            found[name] = caught(lambda mine=mine: tensorizer.save(good, mine))
+        found["targets"] = caught(lambda: module(f"{folder}/{rank == 2}.tensors"))
         found["constructors"] = caught(lambda: module(f"{folder}/file/x.tensors"))
         tensorizer.save(good, f"{folder}/well.tensors")
         same(f"{folder}/well.tensors", {"x": torch.ones(8, 3)})
