@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import tensorizer
 import torch
-from conftest import run_python
+from conftest import start_python
 
 NEW = {"new": torch.arange(5)}
 
@@ -53,8 +53,8 @@ def test_the_path_of_an_open_file_is_that_file(save, name, tmp_path):
 def test_standard_output_in_a_file(tmp_path):
     code = "import tensorizer, torch\ntensorizer.save({'new': torch.arange(5)}, '/dev/stdout')"
     with tempfile.TemporaryFile(dir=tmp_path) as file:
-        done = run_python(code, stdout=file)
-        assert done.returncode == 0, done.stderr
+        with start_python(code, stdout=file) as process:
+            assert process.wait(60) == 0
         holds(file)
 
 
