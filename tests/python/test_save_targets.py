@@ -3,11 +3,16 @@
 import logging
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 import tensorizer
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import start_python
+from tensorizer.distributed import Reader, Writer
+from tensorizer.streams import targets
+from torch.distributed.checkpoint.planner import SavePlan
 
 NEW = {"new": torch.arange(5)}
 
@@ -149,6 +154,56 @@ def test_shards_stay_in_one_folder(tmp_path):
     assert list(tensorizer.load(tmp_path / "1", "cpu")) == list(tensors)
     with pytest.raises(FileExistsError, match=rf"^{tmp_path}/1/model.*index.json exists"):
         tensorizer.save(tensors, tmp_path / "1/model.safetensors", max_shard_size="12KB")
+
+
+class FlipsTheLink(Writer):
+    """Has the link lead to another folder before ``checkpoint.json`` is written."""
+
+    def finish(self, **arguments):
+        folder = Path(self.checkpoint_id).parent
+        (folder / "next").symlink_to("2")
+        (folder / "next").replace(self.checkpoint_id)
+        super().finish(**arguments)
+
+
+def test_a_distributed_checkpoint_stays_in_one_folder(tmp_path):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    (tmp_path / "latest").symlink_to("1")
+    dcp.save(dict(NEW), storage_writer=FlipsTheLink(tmp_path / "latest"), no_dist=True)
+    assert os.listdir(tmp_path / "2") == []
+    loaded = {"new": torch.zeros(5, dtype=torch.int64)}
+    dcp.load(loaded, storage_reader=Reader(tmp_path / "1"), no_dist=True)
+    assert torch.equal(loaded["new"], NEW["new"])
+
+
+@pytest.mark.parametrize(
+    ("names", "differs"),
+    [
+        (["a", "a"], False),
+        (["a", Path("./a").absolute()], False),
+        (["a", None], False),
+        (["s3://b/a", "s3://b/a"], False),
+        (["a", "a", b"b"], True),
+        (["s3://b/a", "s3://b/c"], True),
+        (["a", "s3://b/a"], True),
+    ],
+)
+def test_ranks_name_one_target(names, differs):
+    found = [targets.spellings(name) for name in names]
+    if not differs:
+        targets.refuse_different(found)
+        return
+    with pytest.raises(ValueError, match=rf"rank {len(names) - 1} .* names the target .* rank 0"):
+        targets.refuse_different(found)
+
+
+def test_ranks_with_different_folders_of_a_checkpoint_are_refused(tmp_path):
+    writers = [Writer(tmp_path / name) for name in "12"]
+    plans = [writer.prepare_local_plan(SavePlan([])) for writer in writers]
+    with pytest.raises(ValueError, match="rank 1 of this collective save names the target"):
+        writers[0].prepare_global_plan(plans)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("other", ["f", "link", "folder/../f"])

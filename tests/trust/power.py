@@ -119,7 +119,7 @@ class Recorder:
         elif call.name in {"fsync", "fdatasync", "ftruncate", "fallocate"} | UNFOLLOWED:
             self.begun[call.thread] = (self.inode(memory, call.args[0]),)
         elif call.name in {"rename", "renameat", "renameat2"}:
-            old = memory.text(call.args[0 if call.name == "rename" else 1])
+            old = memory.path(call.args[0 if call.name == "rename" else 1])
             self.begun[call.thread] = (old,)
         return self.denied(call, memory)
 

@@ -166,6 +166,15 @@ class Memory:
                 return ""
         return found.split(b"\0")[0].decode(errors="replace")
 
+    def path(self, address: int) -> str:
+        """Return a path; that of a name in an open folder begins with the path of the folder."""
+        text = self.text(address)
+        held = re.match(r"/proc/self(/fd/[0-9]+)(/.*)", text)
+        if held:
+            with contextlib.suppress(OSError):
+                return os.readlink(f"/proc/{self.pid}{held[1]}") + held[2]
+        return text
+
     def buffers(self, address: int, count: int) -> list[tuple[int, int]]:
         parts = struct.unpack(f"{2 * count}Q", self.read(address, 16 * count))
         return list(zip(parts[::2], parts[1::2], strict=True))
@@ -219,7 +228,7 @@ class _Tracer:
         at = {"open": 0, "stat": 0, "link": 1, "rename": 1, "unlink": 0, "rmdir": 0, "mkdir": 0,
               "readlink": 0, "openat": 1, "statx": 1, "newfstatat": 1, "unlinkat": 1, "mkdirat": 1,
               "linkat": 3, "renameat": 3, "renameat2": 3, "access": 0}.get(name)  # fmt: skip
-        return "" if at is None else self.memory.text(args[at])
+        return "" if at is None else self.memory.path(args[at])
 
     def act(self, thread: int, call: Call, action: Action) -> Callable | None:
         if action is None:

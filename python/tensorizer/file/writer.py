@@ -31,7 +31,8 @@ class TensorSerializer:
     the same folder, without a name or with a hidden one. Then that file replaces the old one, and
     gets its owner, group and permissions. An object of S3 or Google, or a blob of Azure, also
     appears only when it is complete. As a context manager the serializer closes at the end of the
-    block; if the block raises, nothing appears.
+    block; if the block raises, nothing appears. Only an empty file that exists and the path of an
+    open file, such as ``/dev/stdout``, are written in place, and left empty if the save fails.
 
     A serializer that is garbage-collected without :meth:`close` finishes its file, with a
     ``RuntimeWarning``. If another file has its name, that file stays unchanged, and the written one
