@@ -114,7 +114,8 @@ pub use api::load::{load, load_into};
 #[doc(hidden)]
 pub use api::load::{load_counted, load_into_uninit};
 pub use api::load_options::LoadOptions;
-pub use api::save::{Writer, save, save_to};
+pub use api::save::Writer;
+pub use api::save_all::{save, save_to};
 pub use api::save_options::{IdentitySource, SaveOptions, SaveTensor};
 pub use api::shard_index::ShardIndex;
 #[doc(hidden)]

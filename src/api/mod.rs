@@ -16,6 +16,7 @@ mod local_copies;
 mod minimum_memory;
 mod open;
 pub mod save;
+pub mod save_all;
 pub mod save_options;
 mod save_safetensors;
 mod selection;

@@ -435,25 +435,3 @@ impl Writer {
 fn encoded_lens(entries: &[Entry], tagged: bool) -> u64 {
     entries.iter().map(|entry| entry.encoded_len(tagged) as u64).sum()
 }
-
-/// Saves tensors to a local path: all of them or, on any error, none.
-pub fn save(
-    path: &std::path::Path,
-    tensors: Vec<SaveTensor<'_>>,
-    options: SaveOptions,
-    cancel: &dyn Cancel,
-) -> Result<()> {
-    save_to(Box::new(crate::io::uri::create_file(path)?), tensors, options, cancel)
-}
-
-/// Does the same for any sink.
-pub fn save_to(
-    sink: Box<dyn WriteAt>,
-    tensors: Vec<SaveTensor<'_>>,
-    options: SaveOptions,
-    cancel: &dyn Cancel,
-) -> Result<()> {
-    let mut writer = Writer::new(sink, 0, options)?;
-    writer.write(tensors, cancel)?;
-    writer.finish(cancel)
-}

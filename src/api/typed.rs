@@ -5,7 +5,7 @@ use std::path::Path;
 use super::file::TensorFile;
 use super::load::{load, load_into};
 use super::load_options::LoadOptions;
-use super::save::save;
+use super::save_all::save;
 use super::save_options::{SaveOptions, SaveTensor};
 use super::tensor::{Element, Tensor, check_element_type, dtype_of};
 use crate::cancel::Never;

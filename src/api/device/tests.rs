@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::*;
-use crate::api::save::save;
+use crate::api::save_all::save;
 use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
 use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};

@@ -12,7 +12,7 @@ use std::thread;
 use super::*;
 use crate::api::file::TensorFile;
 use crate::api::load_options::LoadOptions;
-use crate::api::save::save;
+use crate::api::save_all::save;
 use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::{Cancel, Never};
 use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
