@@ -17,6 +17,7 @@ pub enum SaveTarget {
     /// file that has them.
     File((u64, u64), OsString),
     /// An object of a server.
+    #[cfg(any(feature = "clouds", feature = "s3"))]
     Address(String),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import io
 import itertools
 import logging
 import os
@@ -137,7 +136,7 @@ _ENDING: list[bool] = []
 class _LastFlush:
     """Standard output whose flush fails at the end of the interpreter: the exit status is 120."""
 
-    def __init__(self, stream: io.TextIOBase) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
@@ -153,7 +152,7 @@ class _LastFlush:
 def _fail_exit() -> None:
     """Have the process end with status 120, unless failed saves are asked for their results."""
     if _UNSEEN and sys.stdout is not None and not isinstance(sys.stdout, _LastFlush):
-        sys.stdout = _LastFlush(sys.stdout)  # type: ignore[assignment]
+        sys.stdout = _LastFlush(sys.stdout)
 
 
 @atexit.register

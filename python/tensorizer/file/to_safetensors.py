@@ -124,10 +124,10 @@ def _save_shards(
                 "new shards: remove it first, or save under another name"
             )
     weight_map = {}
-    for file, names in zip(files, shards, strict=True):
+    for shard, names in zip(files, shards, strict=True):
         some = {name: named[name] for name in names}
-        write_one(path_of(file), some, metadata, progress, memory_limit)
-        weight_map.update(dict.fromkeys(names, file))
+        write_one(path_of(shard), some, metadata, progress, memory_limit)
+        weight_map.update(dict.fromkeys(names, shard))
     total = sum(tensor.nbytes for tensor in named.values())
     text = json.dumps(
         {"metadata": {**(metadata or {}), "total_size": total}, "weight_map": weight_map},
