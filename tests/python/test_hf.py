@@ -520,6 +520,13 @@ def test_verified_after_the_file_was_closed(hub, tmp_path):
         TensorDeserializer("hf://org/repo", "cpu").load_into_module(module, verify_hash=True)
     file = TensorDeserializer("hf://org/repo", "cpu", verify_hash=True)
     file.load_into_module(module, verify_hash=True)
+    # The bytes that were loaded before are not those that the hub's hash would be compared with.
+    with TensorDeserializer("hf://org/repo", "cpu", lazy_load=True) as file:
+        assert file["a"].numel()
+        with pytest.raises(
+            ValueError, match="'a' was loaded without verification, and has no hash"
+        ):
+            file.load_into_module(module, verify_hash=True)
 
 
 def test_threads_verify_once(hub):

@@ -112,6 +112,8 @@ class LoadedTensors:
                         f"pass verify_hash={verify == 'all' or verify!r} to TensorDeserializer "
                         "itself, or lazy_load=True"
                     )
+            if not there:
+                return
             same = self.file.reader.matches(lend([self._tensors[n] for n in there]), there)
             wrong = [self.file.reader.name(n) for n, ok in zip(there, same, strict=True) if not ok]
             if wrong:
