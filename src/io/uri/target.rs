@@ -68,7 +68,7 @@ mod tests {
             ("~/x", "`~` is not expanded"),
             ("~", "`~` is not expanded"),
         ] {
-            let error = create_file(Path::new(path)).unwrap_err();
+            let error = check_target(Path::new(path)).unwrap_err();
             assert!(
                 matches!(&error, Error::InvalidArgument(what) if what.contains(part)),
                 "{error}"

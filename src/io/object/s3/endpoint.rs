@@ -196,7 +196,7 @@ mod tests {
         assert!(url("http://host", false, false).is_err());
         assert!(url("ftp://host", false, false).is_err());
         for more in ["?token=secret", "/path?secret", "/#secret"] {
-            let error = url(&format!("host{more}"), false, false).unwrap_err().to_string();
+            let error = endpoint_url(&format!("host{more}"), false, false).unwrap_err().to_string();
             assert!(error.contains("without `?` and `#`") && !error.contains("secret"), "{error}");
         }
     }

@@ -212,7 +212,7 @@ mod tests {
     /// The path of each URL, signed or not, for buckets in the path and in the host's name.
     #[test]
     fn urls_name_the_key_unchanged() {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let keys = AwsCredentialSource::Fixed(Credentials::new("k", "s", None, None, "test"));
         let aws = Server::Aws { fips: false, dual_stack: false };
         let endpoint = |text| Server::endpoint(text, false, false).unwrap();
