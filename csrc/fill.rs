@@ -71,6 +71,7 @@ pub unsafe fn load_into_tensors(
         }
     }
     Streams::hand_over_all(streams).map_err(|error| error.with_file("loading", file.uri()))?;
+    file.report_fallbacks(counters);
     counters.publish("load", file.uri(), &names.join(", "), selection.len());
     let missing = || Error::Bug("a tensor that was not filled".to_owned());
     headers.into_iter().map(|header| header.ok_or_else(missing)).collect()

@@ -92,6 +92,7 @@ pub fn load_tensors(
     if !in_host.numbers.is_empty() || names.is_empty() {
         names.push("cpu".to_owned());
     }
+    file.report_fallbacks(counters);
     counters.publish("load", file.uri(), &names.join(", "), selection.len());
     let missing = || Error::Bug("a tensor that was not loaded".to_owned());
     let loaded = locations.into_iter().map(|location| location.ok_or_else(missing));

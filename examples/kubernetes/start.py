@@ -7,7 +7,9 @@ again. The folder is that of TENSORIZER_CACHE.
 """
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import time
 
@@ -21,6 +23,22 @@ def fetch(address: str, verify: bool) -> None:
         count += tensor.nbytes
     seconds = time.monotonic() - begun
     print(f"{address}: {count / 1e9:.2f} GB in {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def check_cache(address: str) -> None:
+    """End the program unless the cache holds each file of a model as a whole.
+
+    Without this, a cache that is full, or that cannot be written, is noticed only when the next
+    server starts without the network.
+    """
+    command = [sys.executable, "-m", "tensorizer", "info", "--json", address]
+    described = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    for file in json.loads(described.stdout)["files"]:
+        if not file["local"] and file["cached"] != file["bytes"]:
+            sys.exit(
+                f"{file['file']}: expected all of its {file['bytes']} bytes in the cache, found "
+                f"{file['cached'] or 0}: see the warnings above, and the size of the volume"
+            )
 
 
 def main() -> None:
@@ -37,6 +55,7 @@ def main() -> None:
         parser.error("TENSORIZER_CACHE names no folder: nothing would be kept")
     for address in options.addresses:
         fetch(address, options.verify)
+        check_cache(address)
     if options.check:
         # All at once, as the server will have them; gone before it starts.
         held = [tensorizer.load(address, options.check) for address in options.addresses]

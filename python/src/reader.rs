@@ -95,6 +95,16 @@ impl Reader {
         for_python(py, self.file.heads())
     }
 
+    /// Returns for each file what tells it from another one that may have its name later; None if
+    /// that cannot be told.
+    fn identities(&self) -> Vec<Option<String>> {
+        self.file
+            .sources()
+            .iter()
+            .map(|source| source.identity().map(|id| format!("{id:?}")))
+            .collect()
+    }
+
     /// Returns the headers of the servers' responses when its files were opened.
     fn headers(&self) -> Vec<(String, String)> {
         let sources = self.file.sources();

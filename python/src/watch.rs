@@ -1,6 +1,7 @@
 //! The progress of the loads or writes of a file: reported to a callable while they run, and logged
 //! when they have ended.
 
+use std::collections::BTreeSet;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -8,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
+use tensorizer::io::cache::NOT_CACHED;
 use tensorizer::stats::{Counters, Report, take_thread_report};
 use tensorizer::{ForkSafeMutex, LoadOptions, MemoryLimit};
 
@@ -117,12 +119,25 @@ const INFO: u8 = 20;
 pub fn log(py: Python<'_>) -> PyResult<()> {
     static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let Some(report) = take_thread_report() else { return Ok(()) };
+    warn_of_cache(py, &report)?;
     let logger = LOGGER.get_or_try_init(py, || {
         let logging = py.import("logging")?;
         logging.call_method1("getLogger", ("tensorizer",)).map(Bound::unbind)
     })?;
     if logger.call_method1(py, "isEnabledFor", (INFO,))?.is_truthy(py)? {
         logger.call_method1(py, "info", ("%s", line(&report)))?;
+    }
+    Ok(())
+}
+
+/// Warns, once for each reason, that the cache does not keep a file.
+fn warn_of_cache(py: Python<'_>, report: &Report) -> PyResult<()> {
+    static WARNED: ForkSafeMutex<BTreeSet<String>> = ForkSafeMutex::new(BTreeSet::new());
+    for why in report.fallbacks.iter().filter(|why| why.starts_with(NOT_CACHED)) {
+        let is_new = WARNED.lock().insert(why.clone());
+        if is_new {
+            py.import("warnings")?.call_method1("warn", (why,))?;
+        }
     }
     Ok(())
 }

@@ -65,6 +65,8 @@ def _connected(target: str) -> Iterator[tuple[Any, str]]:
     shown = without_password(target)
     if not prefix:
         raise ValueError(f"{shown}: expected a prefix of keys, as in redis://host/prefix")
+    if "#" in target:
+        raise ValueError(f"{shown}: expected a prefix of keys without `#`, which ends an address")
     address = f"{scheme.lower()}://{server}" + (f"?{query}" if query else "")
     try:
         with redis.Redis.from_url(address) as client:

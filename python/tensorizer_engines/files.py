@@ -39,6 +39,9 @@ def tensors_file(folder: str) -> str | None:
 
 def index_of_shards(files: Sequence[str]) -> list[str]:
     """Return the index of files that are its shards, which are then read as one; else the files."""
+    # Links of folders are followed once, so that all files are of one version.
+    folders = {folder: folder.resolve() for folder in {Path(file).parent for file in files}}
+    files = [str(folders[Path(file).parent] / Path(file).name) for file in files]
     names = {Path(file).name for file in files}
     if len(names) > 1:
         for index in sorted(Path(files[0]).parent.glob("*.index.json")):

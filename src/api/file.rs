@@ -5,7 +5,8 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::cancel::{Cancel, RetryableOnce};
+use super::hub_checksum::HubVerification;
+use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Escaped, Result};
 use crate::fallible::{LISTS, out_of_memory, try_collect, try_collect_results};
@@ -16,6 +17,7 @@ use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue};
 use crate::format::tensors::{index, metadata, trailer};
 use crate::io::{CachedHead, ClosedSource, ReadAt, read_exact_at};
 use crate::mem::Buffers;
+use crate::stats::Counters;
 use crate::sys;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
@@ -28,7 +30,7 @@ pub struct TensorFile {
     tensors_state: Option<Arc<TensorsFileState>>,
     cached_heads: Arc<[CachedHead]>,
     /// Set once the bytes have been compared with the checksums of the hub, or need no comparison.
-    hub_verification: Arc<RetryableOnce>,
+    hub_verification: Arc<HubVerification>,
 }
 
 /// The state that only `.tensors` files have.
@@ -129,8 +131,28 @@ impl TensorFile {
     }
 
     /// The state of the comparison of its bytes with the checksums of its hub.
-    pub(super) fn hub_verification(&self) -> &RetryableOnce {
+    pub(super) fn hub_verification(&self) -> &HubVerification {
         &self.hub_verification
+    }
+
+    /// Replaces the sources for which there is another one.
+    pub(super) fn replace_sources(
+        &self,
+        other: impl Fn(usize, &Arc<dyn ReadAt>) -> Option<Arc<dyn ReadAt>>,
+    ) {
+        let mut sources = self.sources.lock();
+        let found = sources.iter().enumerate();
+        let replaced =
+            found.map(|(file, source)| other(file, source).unwrap_or(Arc::clone(source)));
+        *sources = replaced.collect();
+    }
+
+    /// Records in the report of a load why a slower way than the wanted one was used for a file.
+    #[doc(hidden)]
+    pub fn report_fallbacks(&self, counters: &Counters) {
+        self.sources().iter().filter_map(|source| source.fallback()).for_each(|why| {
+            counters.fallback(&why);
+        });
     }
 
     /// Returns prologue and index as they are in the file, if it has a manifest.

@@ -1,12 +1,14 @@
 //! Checksums of a hub. If it publishes the SHA-256 of a file, all bytes of the file are compared
-//! with it before a tensor is handed out.
+//! with it before a tensor is handed out. The tensors are read after that, and each chunk of them is
+//! compared with the one that was hashed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 
 use super::file::TensorFile;
 use super::load_options::LoadOptions;
-use crate::cancel::{Cancel, POLL};
+use super::verified_source::{CHUNK, ChunkHashes, ComparedFile, VerifiedSource};
+use crate::cancel::{Cancel, POLL, RetryableOnce};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
 use crate::engine::worker_range;
@@ -39,31 +41,50 @@ impl TensorFile {
         let nothing_to_compare =
             verify == Verify::Nothing || (has_own_hashes && verify != Verify::All);
         if !nothing_to_compare {
-            self.hub_verification()
-                .run(cancel, || self.compare_all(has_own_hashes, options, cancel))?;
+            let state = self.hub_verification();
+            state.once.run(cancel, || {
+                let compared = self.compare_all(has_own_hashes, options, cancel)?;
+                state.compared.get_or_init(|| compared);
+                Ok(())
+            })?;
+            self.replace_sources(|file, source| {
+                let compared = state.compared.get()?.get(file)?.as_ref()?;
+                let needed = source.capabilities().of_hub;
+                needed.then(|| -> Arc<dyn ReadAt> {
+                    Arc::new(VerifiedSource::new(Arc::clone(source), Arc::clone(compared)))
+                })
+            });
         }
         Ok(load_verify)
     }
 
-    /// Compares all of its files. Files with hashes of their own need no published checksum.
+    /// Compares all of its files, and returns the hashes of the chunks of those that have a
+    /// published checksum. Files with hashes of their own need none.
     fn compare_all(
         &self,
         has_own_hashes: bool,
         options: &LoadOptions,
         cancel: &dyn Cancel,
-    ) -> Result<()> {
+    ) -> Result<ComparedFiles> {
         let sources = self.sources();
         if !sources.iter().any(|source| source.capabilities().of_hub) {
-            return if has_own_hashes { Ok(()) } else { Err(self.no_hashes(self.uri(), "")) };
+            return if has_own_hashes {
+                Ok(Vec::new())
+            } else {
+                Err(self.no_hashes(self.uri(), ""))
+            };
         }
         let memory = worker_range::limit(options.memory, &as_refs(&sources))?;
         let mut files = Vec::with_capacity(sources.len());
+        let mut compared: ComparedFiles = Vec::with_capacity(sources.len());
         for (source, published) in
             as_refs(&sources).into_iter().zip(request_checksums(&sources, cancel)?)
         {
+            compared.push(None);
             let why = match published {
                 HubChecksum::Sha256(expected) => {
-                    files.push(ChecksumComparison::new(source, expected, memory)?);
+                    let number = compared.len() - 1;
+                    files.push(ChecksumComparison::new(number, source, expected, memory)?);
                     continue;
                 }
                 _ if has_own_hashes => continue,
@@ -76,8 +97,24 @@ impl TensorFile {
         for group in files.chunks(MAX_FILES_AT_ONCE) {
             compare(group, memory, options, cancel)?;
         }
-        Ok(())
+        for file in files {
+            let number = file.number;
+            if let Some(slot) = compared.get_mut(number) {
+                *slot = Some(Arc::new(file.into_compared()));
+            }
+        }
+        Ok(compared)
     }
+}
+
+/// The files that were compared, each at the number of its source.
+type ComparedFiles = Vec<Option<Arc<ComparedFile>>>;
+
+/// The state of the comparison, which handles of the same file share.
+#[derive(Default)]
+pub(super) struct HubVerification {
+    once: RetryableOnce,
+    compared: OnceLock<ComparedFiles>,
 }
 
 /// Returns the checksum that is published of each file.
@@ -99,20 +136,34 @@ fn request_checksums(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result
     Ok(checksums.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
+/// The first pieces of a file: their number, their hash, and the hashes of their chunks.
+#[derive(Default)]
+struct HashedPieces {
+    count: u64,
+    sha: Sha256,
+    chunks: ChunkHashes,
+}
+
 /// The comparison of one file with its checksum.
 struct ChecksumComparison<'s> {
+    /// The number of the source.
+    number: usize,
     source: &'s dyn ReadAt,
     len: u64,
     /// Bytes of each piece but the last.
     piece: u64,
     expected: [u8; 32],
-    /// The number of pieces that were hashed, and their hash.
-    hashed: Mutex<(u64, Sha256)>,
+    hashed: Mutex<HashedPieces>,
     turn: Condvar,
 }
 
 impl<'s> ChecksumComparison<'s> {
-    fn new(source: &'s dyn ReadAt, expected: [u8; 32], memory: MemoryLimit) -> Result<Self> {
+    fn new(
+        number: usize,
+        source: &'s dyn ReadAt,
+        expected: [u8; 32],
+        memory: MemoryLimit,
+    ) -> Result<Self> {
         let capabilities = source.capabilities();
         let len = capabilities.len.ok_or_else(|| {
             Error::Unsupported(format!(
@@ -121,11 +172,19 @@ impl<'s> ChecksumComparison<'s> {
                 source.uri()
             ))
         })?;
-        let hashed = Mutex::new((0, Sha256::default()));
+        let hashed = Mutex::default();
         // Each reader holds one piece, and its connection may hold as much again.
         let most = memory.window(MAX_PIECE_LEN);
-        let piece = capabilities.request_len.clamp(1, most);
-        Ok(ChecksumComparison { source, len, piece, expected, hashed, turn: Condvar::new() })
+        let piece = (capabilities.request_len.min(most) / CHUNK).max(1) * CHUNK;
+        Ok(ChecksumComparison {
+            number,
+            source,
+            len,
+            piece,
+            expected,
+            hashed,
+            turn: Condvar::new(),
+        })
     }
 
     fn pieces(&self) -> u64 {
@@ -141,21 +200,23 @@ impl<'s> ChecksumComparison<'s> {
         Buffers::from_slice(buffer).with_observer(control, |buffers| {
             read_exact_at(self.source, start, buffers, &what, control)
         })?;
+        let chunks = ChunkHashes::of(buffer)?;
         let mut hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);
-        while hashed.0 != number {
+        while hashed.count != number {
             control.check()?;
             let waited = self.turn.wait_timeout(hashed, POLL);
             hashed = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        hashed.1.update(buffer);
-        hashed.0 += 1;
+        hashed.sha.update(buffer);
+        hashed.chunks.append(chunks)?;
+        hashed.count += 1;
         self.turn.notify_all();
         Ok(())
     }
 
     fn finish(&self) -> Result<()> {
         let hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = hashed.1.clone().finish();
+        let found = hashed.sha.clone().finish();
         if found == self.expected {
             return Ok(());
         }
@@ -172,6 +233,12 @@ impl<'s> ChecksumComparison<'s> {
                 },
             ),
         })
+    }
+
+    /// What later reads of the file are compared with.
+    fn into_compared(self) -> ComparedFile {
+        let hashed = self.hashed.into_inner().unwrap_or_else(PoisonError::into_inner);
+        ComparedFile { len: self.len, checksum: hex(&self.expected), chunks: hashed.chunks }
     }
 }
 

@@ -28,4 +28,5 @@ pub mod snapshot;
 pub mod tensor;
 pub mod typed;
 mod unlock;
+mod verified_source;
 pub mod verify;

@@ -15,7 +15,8 @@ use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, MAX_LEN, ShardMap};
-use crate::io::{CachedHead, ReadAt};
+use crate::io::{CachedHead, ReadAt, SourceIdentity};
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Number of files that are opened concurrently: local files, and files of a server, where each
 /// request has a latency.
@@ -31,6 +32,9 @@ pub struct ShardIndex {
     /// The number of the file of each tensor that the index names, by the stored form of the
     /// tensor's name.
     indexed_files: BTreeMap<String, usize>,
+    /// The identities of the files by number: local ones as they were when the index was read,
+    /// those of servers as they were first opened.
+    seen: ForkSafeMutex<BTreeMap<usize, SourceIdentity>>,
     /// The cached head with which other processes open the index without a request, if it is kept.
     cached_head: Option<CachedHead>,
 }
@@ -45,9 +49,10 @@ struct ShardSelection<'i> {
 }
 
 impl ShardSelection<'_> {
-    /// The names of the files.
-    fn names(&self) -> impl Iterator<Item = &String> {
-        self.numbers.iter().filter_map(|&number| self.index.index.files.get(number))
+    /// The numbers in the index and the names of the files.
+    fn files(&self) -> impl Iterator<Item = (usize, &String)> {
+        let files = &self.index.index.files;
+        self.numbers.iter().filter_map(|&number| Some((number, files.get(number)?)))
     }
 
     /// True if the index says that a tensor is not in this one of the opened files, but in another
@@ -82,7 +87,17 @@ impl ShardIndex {
         let index = shards::parse(&json).map_err(|e| e.in_file(uri))?;
         let indexed_files = indexed_files(&index, uri)?;
         let cached_head = opening.cached_head(&**head.source(), head.base(), &json, &[]);
-        Ok(ShardIndex { head, index, indexed_files, cached_head })
+        let seen = head.source().sibling_identities(&index.files)?.into_iter().enumerate();
+        let seen = seen.filter_map(|(file, identity)| Some((file, identity?))).collect();
+        let seen = ForkSafeMutex::new(seen);
+        Ok(ShardIndex { head, index, indexed_files, seen, cached_head })
+    }
+
+    /// Fails if a file that was opened now is another one than before, for tensors of two versions
+    /// would be loaded then.
+    fn check_same(&self, file: usize, source: &dyn ReadAt) -> Result<()> {
+        let Some(found) = source.identity() else { return Ok(()) };
+        self.seen.lock().entry(file).or_insert_with(|| found.clone()).check(&found, source.uri())
     }
 
     /// The address of the index.
@@ -223,20 +238,21 @@ fn open_all(
     uri: &str,
     opening: &Opening<'_>,
 ) -> Result<Vec<CatalogPart>> {
-    let slots = try_collect(selection.names().map(|_| None), LISTS)?;
+    let slots = try_collect(selection.files().map(|_| None), LISTS)?;
     let at_once = at_once(&**head.source()).min(slots.len());
     let parts = Mutex::new(slots);
-    let queue = Mutex::new(selection.names().enumerate());
+    let queue = Mutex::new(selection.files().enumerate());
     workers::run(at_once, opening.cancel, |control| {
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some((number, name)) = next else { break };
+            let Some((number, (file, name))) = next else { break };
             let source = head.source().sibling(name, selection.first, control)?.ok_or_else(|| {
                 Error::Unsupported(format!(
                     "`{uri}` is an index of shards, which cannot be found from a file object: pass \
                      the path or address of the index"
                 ))
             })?;
+            selection.index.check_same(file, &*source)?;
             let opening = Opening { cancel: control, ..*opening };
             let part =
                 with_intact_copies(&|error| suspects_of_open(&source, error), control, || {

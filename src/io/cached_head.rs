@@ -22,6 +22,14 @@ pub struct CachedHead {
     pub first: Arc<[u8]>,
 }
 
+impl CachedHead {
+    /// Its strong `ETag`, which identifies the bytes of the file.
+    pub fn strong_tag(&self) -> Option<&str> {
+        let tag = self.tag.as_deref()?;
+        (!tag.starts_with("W/") && !tag.trim_matches('"').is_empty()).then_some(tag)
+    }
+}
+
 /// Cached headers by address. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub struct CachedHeads(Arc<HashMap<String, CachedHead>>);

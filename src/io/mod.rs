@@ -59,6 +59,8 @@ pub use closed::ClosedSource;
 pub use memory::MemorySource;
 pub use options::{OpenOptions, S3Options};
 pub use prefixed::PrefixedSource;
-pub use read_at::{Capabilities, HubChecksum, LocalCopy, ReadAt, as_refs, read_exact_at};
+pub use read_at::{
+    Capabilities, HubChecksum, LocalCopy, ReadAt, SourceIdentity, as_refs, read_exact_at,
+};
 pub use stream::{OpenSibling, Stream, StreamSource};
 pub use write_at::{UnclosedOutcome, WriteAt, write_all_at};

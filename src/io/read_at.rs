@@ -1,12 +1,15 @@
 //! Sources: bytes that are read at positions, some of them only in rising order.
 
+use std::fmt;
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::CachedHead;
 use crate::cancel::Cancel;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shortened};
 use crate::mem::Buffers;
+use crate::sys::FileStamp;
 
 /// The properties of a source that matter to a plan.
 #[derive(Debug, Clone, Copy)]
@@ -82,6 +85,43 @@ pub enum HubChecksum {
     Offline,
 }
 
+/// What tells a file from another one with its name, and from its own later content.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SourceIdentity {
+    /// That of a local file.
+    Local(FileStamp),
+    /// The strong `ETag` of a server's file.
+    Tag(String),
+}
+
+impl SourceIdentity {
+    /// Fails if `found`, the identity of the file that has this name now, is another one. A server's
+    /// file and a local copy of it are not compared.
+    pub fn check(&self, found: &Self, uri: &str) -> Result<()> {
+        let alike = matches!(
+            (self, found),
+            (SourceIdentity::Local(_), SourceIdentity::Local(_))
+                | (SourceIdentity::Tag(_), SourceIdentity::Tag(_))
+        );
+        if self == found || !alike {
+            return Ok(());
+        }
+        let what = format!(
+            "it is another file than the one that was found first: expected {self}, found {found}"
+        );
+        Err(Error::io("opening", uri, io::Error::new(io::ErrorKind::InvalidData, what)))
+    }
+}
+
+impl fmt::Display for SourceIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SourceIdentity::Local(stamp) => write!(f, "{stamp}"),
+            SourceIdentity::Tag(tag) => write!(f, "the ETag {}", Shortened(tag)),
+        }
+    }
+}
+
 /// Random access to bytes.
 pub trait ReadAt: Send + Sync {
     /// The path or address, for messages.
@@ -115,9 +155,27 @@ pub trait ReadAt: Send + Sync {
         Ok(None)
     }
 
+    /// The identity of its file; None if it cannot be told from later content.
+    fn identity(&self) -> Option<SourceIdentity> {
+        let head = self.response_head()?;
+        head.strong_tag().map(|tag| SourceIdentity::Tag(tag.to_owned()))
+    }
+
+    /// Examines the files of these names in the same folder, and returns their identities. Later
+    /// calls of [`ReadAt::sibling`] use the folder that was examined. Empty where that would take
+    /// requests.
+    fn sibling_identities(&self, _names: &[String]) -> Result<Vec<Option<SourceIdentity>>> {
+        Ok(Vec::new())
+    }
+
     /// The head of its server's response, without the first bytes of the file; None where there is
     /// no server, or where it can only be read front to back.
     fn response_head(&self) -> Option<CachedHead> {
+        None
+    }
+
+    /// The reason why it is read in a slower way than the one that was asked for.
+    fn fallback(&self) -> Option<String> {
         None
     }
 

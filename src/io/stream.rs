@@ -5,8 +5,8 @@
 use std::io::{self, Read};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::{Capabilities, ReadAt};
-use crate::cancel::{self, Cancel};
+use super::{Capabilities, ReadAt, SourceIdentity};
+use crate::cancel::{self, Cancel, Never};
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
@@ -26,6 +26,11 @@ pub trait Stream: Send {
 
     /// Opens files in the same folder, if the stream comes from a folder.
     fn open_sibling(&self) -> Option<OpenSibling> {
+        None
+    }
+
+    /// The identity of its file; see [`ReadAt::identity`].
+    fn identity(&self) -> Option<SourceIdentity> {
         None
     }
 }
@@ -140,6 +145,10 @@ impl<S: Stream> ReadAt for StreamSource<S> {
         // concurrently.
         let opener = self.lock(cancel)?.0.open_sibling();
         opener.map_or(Ok(None), |open| open(name, first, cancel))
+    }
+
+    fn identity(&self) -> Option<SourceIdentity> {
+        self.lock(&Never).ok()?.0.identity()
     }
 }
 

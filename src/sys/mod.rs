@@ -5,6 +5,7 @@
 mod attributes;
 mod buffers;
 pub mod clock;
+mod file_stamp;
 pub mod fork_safe_mutex;
 pub mod numa;
 pub mod process;
@@ -24,9 +25,10 @@ use std::time::Duration;
 pub use attributes::{attribute, attribute_names, set_attribute};
 pub(crate) use buffers::as_uninit;
 pub use buffers::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all, zero_fill};
+pub use file_stamp::{FileStamp, file_stamp};
 pub use range_locks::{
-    RangeLockAttempt, disk_space, effective_user_id, try_lock_exclusive, try_lock_range,
-    try_lock_shared, unlock_range,
+    RangeLockAttempt, check_writable, disk_space, effective_user_id, is_on_fuse,
+    try_lock_exclusive, try_lock_range, try_lock_shared, unlock_range,
 };
 
 /// The maximum number of buffers in one vectored call (`UIO_MAXIOV` of Linux).
@@ -163,30 +165,6 @@ pub fn read_ahead(file: &File, offset: u64, len: u64) {
 /// the next reads, for each open file description. None if that is not possible.
 pub fn reopen(file: &File) -> Option<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
-}
-
-/// Identifies the content of a file at one moment: other content has another stamp.
-#[cfg(any(feature = "http", feature = "redis"))]
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct FileStamp {
-    len: u64,
-    inode: u64,
-    modified: (i64, i64),
-    /// The time of the last change of content or metadata, which cannot be set by hand.
-    changed: (i64, i64),
-}
-
-/// The stamp of the file that a path names; None if there is none.
-#[cfg(any(feature = "http", feature = "redis"))]
-pub fn file_stamp(path: &Path) -> Option<FileStamp> {
-    use std::os::unix::fs::MetadataExt as _;
-    let found = std::fs::metadata(path).ok()?;
-    Some(FileStamp {
-        len: found.len(),
-        inode: found.ino(),
-        modified: (found.mtime(), found.mtime_nsec()),
-        changed: (found.ctime(), found.ctime_nsec()),
-    })
 }
 
 /// Asks the kernel to begin writing a range to disk, without waiting for it.

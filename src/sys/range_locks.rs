@@ -2,10 +2,13 @@
 //! them. `unsafe` is allowed in this file: it makes system calls.
 #![allow(unsafe_code)]
 
+use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 
 /// The outcome of an attempt to lock a range.
 #[derive(Debug, PartialEq, Eq)]
@@ -91,6 +94,17 @@ pub fn effective_user_id() -> u32 {
     unsafe { libc::geteuid() }
 }
 
+/// Fails if this user may not make files in a folder, or if its file system is read-only.
+pub fn check_writable(folder: &Path) -> io::Result<()> {
+    let path = CString::new(folder.as_os_str().as_bytes())?;
+    let wanted = libc::W_OK | libc::X_OK;
+    // SAFETY: a text that ends with a zero byte and lives until the call returns.
+    match unsafe { libc::faccessat(libc::AT_FDCWD, path.as_ptr(), wanted, libc::AT_EACCESS) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// The size of a file system in bytes, and the bytes that are free for this user.
 pub fn disk_space(file: &File) -> io::Result<(u64, u64)> {
     let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
@@ -102,6 +116,18 @@ pub fn disk_space(file: &File) -> io::Result<(u64, u64)> {
     let found = unsafe { found.assume_init() };
     let bytes = |blocks: libc::fsblkcnt_t| blocks.saturating_mul(found.f_frsize);
     Ok((bytes(found.f_blocks), bytes(found.f_bavail)))
+}
+
+/// True if a file is on a FUSE file system, or if its kind cannot be found.
+pub fn is_on_fuse(file: &File) -> bool {
+    let mut found = std::mem::MaybeUninit::<libc::statfs>::uninit();
+    // SAFETY: one structure, which the kernel fills if it returns 0.
+    if unsafe { libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()) } != 0 {
+        return true;
+    }
+    // SAFETY: filled, as it returned 0.
+    let found = unsafe { found.assume_init() };
+    found.f_type == libc::FUSE_SUPER_MAGIC
 }
 
 #[cfg(test)]

@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -309,11 +311,17 @@ import resource, sys, tensorizer
 resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, 20 << 20))
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-found = tensorizer.load(sys.argv[1], cache_dir=sys.argv[2], verify_hash=True)
-print(len(found))
+import warnings
+with warnings.catch_warnings(record=True) as warned:
+    found = tensorizer.load(sys.argv[1], cache_dir=sys.argv[2], verify_hash=True)
+print(len(found), [str(warning.message) for warning in warned] == tensorizer.stats()["fallbacks"])
+print(*tensorizer.stats()["fallbacks"])
 """
     done = run_python(program, f"{nginx.http}/{name}", tmp_path / "cache")
-    assert done.stdout == "12\n", done.stderr
+    found, why = done.stdout.splitlines()
+    assert found == "12 True", done.stderr
+    assert why.startswith(f"the cache in {tmp_path / 'cache'} does not keep all of {nginx.http}")
+    assert "File too large" in why
     assert_all(load(f"{nginx.http}/{name}", cache_dir=tmp_path / "cache"), tensors)
 
 
@@ -395,6 +403,91 @@ def test_a_folder_that_others_may_use_is_refused(nginx, served, tmp_path):
     tmp_path.joinpath("open").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match=r"no other user may access \(chmod 700\)"):
         load(f"{nginx.http}/{name}", cache_dir=tmp_path / "open")
+
+
+def test_an_unusable_folder_of_the_environment_is_warned_of_once(
+    nginx, served, tensors, folder, monkeypatch
+):
+    name, _ = served
+    uri = f"{nginx.http}/{name}"
+    (folder.parent / "file").write_bytes(b"")
+    for path in (folder.parent / "file/sub", folder.parent / "open"):
+        if path.name == "open":
+            path.mkdir(mode=0o755)
+        set_variable(monkeypatch, "TENSORIZER_CACHE", str(path))
+        said = re.escape(f"the cache in {path} cannot be used: ")
+        with pytest.warns(UserWarning, match=said) as warned:
+            for _ in range(2):
+                assert_all(load(uri), tensors)
+                (line,) = tensorizer.stats()["fallbacks"]
+                assert re.match(said, line)
+            assert_all(dict(tensorizer.iterate(uri)), tensors)
+            assert tensorizer.stats()["fallbacks"] == [line]
+            torch.ops.tensorizer.load(uri)
+            assert tensorizer.stats()["fallbacks"] == [line]
+        assert len(warned) == 1
+        with pytest.raises(OSError, match="using the cache in"):
+            load(uri, cache_dir=path)
+
+
+def test_a_complete_copy_of_a_folder_that_others_may_use(nginx, served, tensors, folder):
+    name, size = served
+    uri = f"{nginx.http}/{name}"
+    load(uri, cache_dir=folder)
+    sent = nginx.sent(name)
+    folder.chmod(0o755)
+    assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+    assert nginx.sent(name) - sent < MB
+    (entry,) = entries(folder)
+    for path, mode in ((folder, 0o777), (entry, 0o666)):
+        before = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode)
+        with pytest.raises(PermissionError, match="no other user may access"):
+            load(uri, cache_dir=folder)
+        path.chmod(before)
+    # Damage is read from the server, as the copy cannot be replaced.
+    with open(entry, "r+b") as file:
+        file.seek(size // 2)
+        file.write(bytes(100))
+    assert_all(load(uri, cache_dir=folder, verify_hash=True), tensors)
+
+
+READ_ONLY = """
+import sys, tensorizer
+found = tensorizer.load(sys.argv[1], "cpu", cache_dir=sys.argv[2], mmap=True)
+print(len(found), tensorizer.stats()["fallbacks"])
+"""
+
+
+@pytest.mark.parametrize("user", [0, 4242])
+def test_a_read_only_folder(nginx, served, folder, user, tmp_path):
+    if os.getuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("only root can mount")
+    name, _ = served
+    uri = f"{nginx.http}/{name}"
+    load(uri, cache_dir=folder)
+    sent = nginx.sent(name)
+    if user:
+        folder.chmod(0o755)
+        entries(folder)[0].chmod(0o644)
+        for parent in folder.parents:
+            parent.chmod(parent.stat().st_mode | 0o055)
+    (tmp_path / "program.py").write_text(READ_ONLY)
+    mount = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+    as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    command = ["unshare", "-m", "sh", "-c", mount, folder, *as_user, sys.executable]
+
+    def run(uri):
+        arguments = [*command, tmp_path / "program.py", uri, folder]
+        return subprocess.run(arguments, capture_output=True, text=True, check=False, cwd="/")
+
+    done = run(uri)
+    assert done.stdout == "12 []\n", done.stderr
+    assert nginx.sent(name) - sent < MB
+    shutil.copy(nginx.root / name, nginx.root / f"other-{name}")
+    done = run(f"{nginx.http}/other-{name}")
+    assert "OSError" in done.stderr or "PermissionError" in done.stderr
+    assert "using the cache in" in done.stderr
 
 
 def test_files_of_servers_without_ranges_or_etags_are_not_cached(nginx, served, tensors, folder):

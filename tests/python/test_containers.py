@@ -213,3 +213,12 @@ def test_a_start_says_what_is_wrong(address, tmp_path):
     done = start(f"{address}.gone", "--", "true", TENSORIZER_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 1
     assert "404" in done.stderr
+    # Nothing is kept of a file without an ETag, or in a folder that others may use.
+    done = start(address.replace("/m.", "/tagless/m."), TENSORIZER_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert "m.tensors: expected all of its " in done.stderr
+    (tmp_path / "open").mkdir(mode=0o755)
+    done = start(address, "--", "true", TENSORIZER_CACHE=str(tmp_path / "open"))
+    assert done.returncode == 1
+    assert "in the cache, found 0: see the warnings above" in done.stderr
+    assert "cannot be used" in done.stderr

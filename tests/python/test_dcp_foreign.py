@@ -323,3 +323,56 @@ def test_an_address_without_a_checkpoint_is_named(nginx, s3):
     for address in (f"{nginx.http}/nothing", "s3://bucket/nothing"):
         error = failure(lambda: load_state(address))  # noqa: B023
         assert isinstance(error, FileNotFoundError) and f"no checkpoint at {address}" in str(error)
+
+
+class ExchangingPlanner(dcp.DefaultLoadPlanner):
+    """Exchanges the folder of a checkpoint after its metadata was read."""
+
+    def __init__(self, exchange):
+        super().__init__()
+        self._exchange = exchange
+
+    def create_local_plan(self):
+        self._exchange()
+        return super().create_local_plan()
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "ours"])
+def test_a_folder_that_is_exchanged_during_a_load(tmp_path, kind):
+    """A link that changes is followed once. Another folder under the same name is an error."""
+
+    def saved(version):
+        made = {"a": torch.full((5,), float(version)), "b": torch.full((5,), float(version))}
+        folder = tmp_path / f"v{version}"
+        if kind == "safetensors":
+            folder.mkdir()
+            tensorizer.save(made, folder / "model.safetensors")
+        else:
+            writer = (FileSystemWriter if kind == "torch" else Writer)(folder)
+            dcp.save(made, storage_writer=writer, no_dist=True)
+
+    def flip():
+        (tmp_path / "next").symlink_to("v2")
+        (tmp_path / "next").replace(tmp_path / "current")
+
+    def exchange():
+        (tmp_path / "v1").rename(tmp_path / "old")
+        (tmp_path / "v2").rename(tmp_path / "v1")
+
+    def load(name, change):
+        found = {"a": torch.zeros(5), "b": torch.zeros(5)}
+        reader, planner = Reader(tmp_path / name), ExchangingPlanner(change)
+        dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
+        return {tensor[0].item() for tensor in found.values()}
+
+    saved(1)
+    saved(2)
+    (tmp_path / "current").symlink_to("v1")
+    if kind == "ours":
+        # The names of its files are new in each save.
+        with pytest.raises(CheckpointException, match="No such file"):
+            load("current", flip)
+    else:
+        assert load("current", flip) == {1.0}
+        with pytest.raises(CheckpointException, match="was replaced while the checkpoint was"):
+            load("v1", exchange)

@@ -336,3 +336,10 @@ def test_interrupts_of_a_rank_that_waits_for_others(ranks, folder):
         assert kind == "GroupError"
         assert "another member left" in message
         assert seconds < 2
+
+
+def test_ranks_that_have_opened_two_versions_of_a_folder(ranks, tmp_path):
+    said = "rank 1 of the group has opened another version of .*model.safetensors.index.json than"
+    for kind, text in ranks.run("groups.two_versions", 2, str(tmp_path)):
+        assert kind == "ValueError"
+        assert re.match(said, text)

@@ -690,3 +690,28 @@ def test_local_addresses(tmp_path):
     assert_all(load(address, "cpu"), tensors())
     done = run_python(COMMAND, "diff", path, address)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("mmap", [False, True])
+def test_only_verified_bytes_are_handed_out(hub, local, mmap):
+    """The bytes change after they were verified; the server keeps the ETag and the length."""
+    found = tensors()
+    data = save(found)
+    repo = hub.repo("org/repo", {"model.safetensors": data})
+    other = data[:-1] + bytes([data[-1] ^ 1])
+    if local:
+        (path,) = download(*repo.commits[repo.refs["main"]])
+    options = {"verify_hash": True, "lazy_load": True, "mmap": mmap}
+    with TensorDeserializer("hf://org/repo", "cpu", **options) as file:
+        first, *_, last = file.keys()
+        assert_same(file[first], found[first])
+        if local:
+            with open(path.resolve(), "r+b") as blob:
+                blob.write(other)
+        else:
+            hub.files.blobs[sha256(data)] = other
+        assert_same(file[first], found[first])
+        said = f"the hub publishes {sha256(data)}, the bytes have changed since they were compared"
+        with pytest.raises(DamagedFileError, match=said):
+            _ = file[last]

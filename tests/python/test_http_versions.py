@@ -121,6 +121,19 @@ def test_a_change_is_an_error(data, before, after, heeds):
             load(server)
 
 
+@pytest.mark.parametrize(
+    "after", [{"ETag": 'W/"one"'}, {"ETag": '"one"'}, {"Last-Modified": MODIFIED}]
+)
+def test_a_validator_that_the_first_answer_lacks_is_another_version(data, after):
+    with Versions(data, lambda number: after if number else {}) as server:
+        with pytest.raises(OSError, match="the file changed since it was opened: it had no"):
+            load(server)
+    # The same Last-Modified in both proves the version.
+    dated = {"Last-Modified": MODIFIED}
+    with Versions(data, lambda number: {**dated, **after} if number else dated) as server:
+        check(load(server))
+
+
 @pytest.mark.parametrize("field", ["ETag", "Last-Modified"])
 def test_an_answer_that_does_not_say_its_version_is_an_error(data, field):
     known = {"ETag": 'W/"one"', "Last-Modified": MODIFIED}

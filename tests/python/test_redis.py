@@ -14,6 +14,7 @@ from servers import Redis, free_port
 from tensorizer import TensorDeserializer
 from tensorizer.file import to_redis as _redis
 from tensorizer.stream_io import CAInfo, RedisStreamFile, open_stream
+from tensorizer_cli.main import main
 
 ops = torch.ops.tensorizer
 
@@ -375,3 +376,36 @@ def test_secrets_are_not_shown(server, client):
     assert done.returncode == 0, done.stderr
     assert "127.0.0.1" in done.stdout
     assert "hidden" not in done.stdout + done.stderr
+
+
+def test_the_file_that_was_loaded_is_stored(server, client, path):
+    other = {
+        name: tensor + 1 if tensor.dtype.is_floating_point else tensor
+        for name, tensor in TENSORS.items()
+    }
+    eager = TensorDeserializer(path, "cpu")
+    lazy = TensorDeserializer(path, "cpu", lazy_load=True)
+    tensorizer.save(other, path)
+    with pytest.raises(ValueError, match="has changed since it was loaded: pass lazy_load=True"):
+        eager.to_redis(client, "m")
+    assert not list(client.scan_iter())
+    with lazy:
+        lazy.to_redis(client, "m")
+    check(tensorizer.load(f"{server.address}/m", "cpu"))
+    # A server of Redis does not tell versions apart.
+    with pytest.raises(ValueError, match="no strong ETag"):
+        TensorDeserializer(f"{server.address}/m", "cpu").to_redis(client, "n")
+
+
+def test_a_prefix_is_that_of_one_file(server, client, path, capsys):
+    store(path, client, "a:")
+    with pytest.raises(FileNotFoundError, match="no key of the database begins with `a:`"):
+        tensorizer.load(f"{server.address}/a", "cpu")
+    store(path, client, "a")
+    for prefix in ("a", "a:"):
+        check(tensorizer.load(f"{server.address}/{prefix}", "cpu"))
+    for wrong in (f"{server.address}/a#b", f"{server.address}#/a"):
+        with pytest.raises(ValueError, match="without `#`"):
+            tensorizer.load(wrong, "cpu")
+    assert main(["cp", str(path), f"{server.address}/a#b"]) == 2
+    assert "without `#`" in capsys.readouterr().err

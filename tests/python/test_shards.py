@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 
 import pytest
 import tensorizer
@@ -410,3 +411,111 @@ def test_a_lazy_checkpoint_stays_where_it_was_after_a_change_of_folder(tmp_path,
         assert file["t0"][0] == 0
         monkeypatch.chdir(tmp_path / "two")
         assert [file[f"t{number}"][0].item() for number in range(4)] == [0, 1, 2, 3]
+
+
+# Folders that are exchanged
+
+
+def two_versions(top):
+    """Make a link ``current`` to a checkpoint, and another one with the same names and shapes."""
+    for version in (1, 2):
+        tensors = {f"t{number}": torch.full((1000,), float(version)) for number in range(4)}
+        tensorizer.save(tensors, top / f"v{version}/model.safetensors", max_shard_size=5000)
+    (top / "current").symlink_to("v1")
+
+
+def flip(top, to="v2"):
+    (top / "next").symlink_to(to)
+    (top / "next").replace(top / "current")
+
+
+def exchange(top):
+    (top / "v1").rename(top / "old")
+    (top / "v2").rename(top / "v1")
+
+
+def copy_anew(top):
+    shutil.rmtree(top / "v1")
+    shutil.copytree(top / "v2", top / "v1")
+
+
+def lazily(path):
+    with TensorDeserializer(path, "cpu", lazy_load=True) as file:
+        yield file["t0"][0].item()
+        yield {file[f"t{number}"][0].item() for number in range(1, 4)}
+
+
+def by_the_stand_in(path):
+    index = path / INDEX
+    with tensorizer.safetensors.safe_open(index, "pt") as file:
+        yield file.get_tensor("t0")[0].item()
+        yield {file.get_tensor(f"t{number}")[0].item() for number in range(1, 4)}
+
+
+def by_all_shards(path):
+    with TensorDeserializer(path, "cpu", lazy_load=True) as file:
+        yield file["t0"][0].item()
+        yield {tensor[0].item() for tensor in file.values()}
+
+
+@pytest.mark.parametrize("way", [lazily, by_the_stand_in, by_all_shards])
+def test_a_link_that_changes_leads_to_the_folder_of_the_index(tmp_path, way):
+    two_versions(tmp_path)
+    found = way(tmp_path / "current")
+    assert next(found) == 1
+    flip(tmp_path)
+    assert next(found) == {1.0}
+
+
+@pytest.mark.parametrize("change", [exchange, copy_anew])
+@pytest.mark.parametrize("way", [lazily, by_all_shards])
+def test_a_shard_of_an_exchanged_folder_is_an_error(tmp_path, way, change):
+    two_versions(tmp_path)
+    found = way(tmp_path / "v1")
+    assert next(found) == 1
+    change(tmp_path)
+    said = r"v1/model-0000\d-of-00004.safetensors`: it is another file than the one that was found"
+    with pytest.raises(OSError, match=said):
+        next(found)
+
+
+def test_the_stand_in_has_all_shards_open(tmp_path):
+    two_versions(tmp_path)
+    found = by_the_stand_in(tmp_path / "v1")
+    assert next(found) == 1
+    exchange(tmp_path)
+    assert next(found) == {1.0}
+
+
+def test_a_link_that_changes_during_loads_mixes_no_versions(tmp_path):
+    two_versions(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            flip(tmp_path, "v2")
+            flip(tmp_path, "v1")
+    try:
+        for _ in range(60):
+            for found in (
+                tensorizer.load(tmp_path / "current", "cpu"),
+                dict(tensorizer.iterate(tmp_path / "current", "cpu")),
+                ops.load(str(tmp_path / "current" / INDEX)),
+            ):
+                assert len({tensor[0].item() for tensor in found.values()}) == 1
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_shards_of_a_server_keep_their_etag(tmp_path):
+    two_versions(tmp_path)
+    with Nginx(tmp_path / "served") as server:
+        folder = server.root / "model"
+        shutil.copytree(tmp_path / "v1", folder)
+        with TensorDeserializer(f"{server.http}/model/", "cpu", lazy_load=True) as file:
+            assert file["t0"][0] == 1
+            (shard,) = folder.glob("model-00001-*")
+            shutil.copy(tmp_path / "v2" / shard.name, shard)
+            os.utime(shard, (1, 1))
+            with pytest.raises(OSError, match=f"{shard.name}`: it is another file .* the ETag"):
+                file.keys()

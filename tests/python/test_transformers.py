@@ -633,3 +633,14 @@ def test_casts_of_models_are_those_of_loads():
     for argument in ("dtype", "torch_dtype"):
         with pytest.raises(ValueError, match="dtype=torch.int8: expected a floating-point"):
             from_pretrained("nowhere", **{argument: torch.int8})
+
+
+def test_links_of_a_local_folder_are_followed_once(tmp_path):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1/model.safetensors").write_bytes(b"")
+    (tmp_path / "current").symlink_to("v1")
+    for given in (tmp_path / "current", tmp_path / "current/model.safetensors"):
+        found = folders.ModelFolder(given)
+        assert found.path == (tmp_path / "v1").resolve()
+        assert found.shown == str(given)
+        assert found.file in (None, str(found.path / "model.safetensors"))

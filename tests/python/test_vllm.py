@@ -219,6 +219,10 @@ def test_shards_are_read_by_their_index(stub, tmp_path, weights):
     assert index_of_shards(shards) == [str(folder / index)]
     (folder / index).unlink()
     assert index_of_shards(shards[::-1]) == shards
+    # A link that leads to another version later is followed once.
+    (tmp_path / "current").symlink_to(folder)
+    through = [str(tmp_path / "current" / Path(shard).name) for shard in shards]
+    assert index_of_shards(through) == shards
     assert_loaded(load(stub, folder), weights)
 
 

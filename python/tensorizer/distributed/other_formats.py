@@ -8,7 +8,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata as dcp
@@ -51,6 +51,31 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
 }
 #: Types that the file may name, and whose attributes it cannot change.
 _TYPES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
+
+
+class FolderIdentity(NamedTuple):
+    """A local folder, whose path leads through no links: these may change during a load."""
+
+    path: str
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, folder: str) -> FolderIdentity | None:
+        """Return that of a folder; None for an address, and if there is no folder."""
+        path = Path(folder).resolve()
+        if is_address(folder) or not path.is_dir():
+            return None
+        about = path.stat()
+        return cls(str(path), about.st_dev, about.st_ino)
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if the path leads to another folder now."""
+        if FolderIdentity.of(self.path) != self:
+            raise RuntimeError(
+                f"{self.path} was replaced while the checkpoint was loaded from it, so tensors may "
+                "be of two versions: load it again"
+            )
 
 
 def reader_of(

@@ -94,6 +94,8 @@ class Reader(StorageReader):
         self._checkpoint_identity: str | None = None
         #: The reader of a folder that :class:`Writer` did not save.
         self._other_reader: StorageReader | None = None
+        #: That folder as it was when its metadata was read.
+        self._other_folder: other_formats.FolderIdentity | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -130,8 +132,12 @@ class Reader(StorageReader):
     def _read_other_format(self, missing: Exception, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return metadata of a folder saved otherwise, or the error that there is no checkpoint."""
         try:
+            folder = self.checkpoint_id
+            self._other_folder = other_formats.FolderIdentity.of(folder)
+            if self._other_folder is not None:
+                folder = self._other_folder.path
             self._other_reader = other_formats.reader_of(
-                self.checkpoint_id, self._weights_only, self._options["num_readers"]
+                folder, self._weights_only, self._options["num_readers"]
             )
             if self._other_reader is None:
                 return _UnreadableMetadata(missing)
@@ -183,7 +189,10 @@ class Reader(StorageReader):
         """Read the items of this rank, file by file."""
         if self._other_reader is not None:
             checked: Any = other_formats.CheckingPlanner(planner, self.checkpoint_id)
-            return self._other_reader.read_data(plan, checked if self._weights_only else planner)
+            read = self._other_reader.read_data(plan, checked if self._weights_only else planner)
+            if self._other_folder is not None:
+                self._other_folder.check()
+            return read
         by_file: dict[str, list[tuple[ReadItem, ItemLocation]]] = {}
         for item in plan.items:
             location = self._locations[item.storage_index]

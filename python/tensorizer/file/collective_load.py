@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from ..group.tensor_requests import (
     TensorRequest,
     merge_requests,
 )
+from ..streams.addresses import is_address
 from ..tensors.handles import cast_dtype, dtype_of
 from ..tensors.sharding import Ranges
 from .selection import Selection
@@ -62,7 +64,13 @@ def open_collectively(
     try:
         heads = members.run_on_first(open_first)
         file, found = members.run_on_all(open_with_heads, _summary)
+        versions: dict[tuple[str, ...], list[str | None]] = {}
         for rank, one in enumerate(found):
+            if one.paths and versions.setdefault(one.paths, one.identities) != one.identities:
+                raise ValueError(
+                    f"rank {rank} of the group has opened another version of {one.uri} than a rank "
+                    "before it: the file or its folder was replaced meanwhile"
+                )
             if one.digest != found[0].digest:
                 raise ValueError(
                     f"rank {rank} of the group has opened another file than rank 0: {one.uri} has "
@@ -80,19 +88,31 @@ def open_collectively(
 class _FileSummary(NamedTuple):
     """A file that a member has opened, as the other members need to know it.
 
-    It has a digest of its tensors, its address, whether it can be read in any order, and the
-    machine that it is local to, or None.
+    It has a digest of its tensors, its address, whether it can be read in any order, the machine
+    that it is local to, or None, what tells its files from others, and their paths with what
+    decides to which files these lead; nothing if it has no paths.
     """
 
     digest: bytes
     uri: str
     seekable: bool
     machine: str | None
+    identities: list[str | None]
+    paths: tuple[str, ...]
 
 
 def _summary(file: TensorFile) -> _FileSummary:
+    reader = file.reader
     machine = _machine() if file.is_local else None
-    return _FileSummary(_digest(file), file.reader.uri, file.reader.seekable, machine)
+    files, paths = reader.files(), ()
+    namespace = Path("/proc/self/ns/mnt")
+    if machine is not None and namespace.exists() and not any(map(is_address, files)):
+        root = Path("/").stat()
+        view = (machine, str(namespace.readlink()), f"{root.st_dev} {root.st_ino}")
+        paths = (*view, *map(os.path.abspath, files))
+    return _FileSummary(
+        _digest(file), reader.uri, reader.seekable, machine, reader.identities(), paths
+    )
 
 
 def _machine() -> str | None:

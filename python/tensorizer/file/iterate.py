@@ -83,7 +83,8 @@ def iterate(
             the iterator (``RuntimeError``). The iterator raises an exception from it. True shows a
             bar if stderr is a terminal.
         cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
-            file; None for the folder in ``TENSORIZER_CACHE``. See ``docs/how-to/cache.md``.
+            file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
+            ``OSError``. See ``docs/how-to/cache.md``.
         memory_limit: The most bytes in flight. Tensors that are loaded or being read count, so that
             it bounds ``buffer_bytes``; the buffers of reads take the rest. None for the value of
             ``TENSORIZER_MEMORY_MB``.

@@ -98,7 +98,8 @@ def load(
             along. As many connections and batches are used as fit. None for the value of
             ``TENSORIZER_MEMORY_MB``.
         cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
-            file; None for the folder in ``TENSORIZER_CACHE``. See ``docs/how-to/cache.md``.
+            file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
+            ``OSError``. See ``docs/how-to/cache.md``.
         progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded
             and with their total number, at least at the end, on the calling thread, which waits for
             it. An exception from it ends the load. True shows a bar if stderr is a terminal. With a

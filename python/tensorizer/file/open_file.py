@@ -97,6 +97,8 @@ class OpenFile:
         #: The path or address by which it can be opened again, or None.
         self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
         self._closed = False
+        #: What tells each file from another one that has its name later; None if nothing does.
+        self._identities: list[str | None] = []
         #: Readers of parts, to be closed with this file.
         self._adopted_readers: list[Reader] = []
         self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
@@ -126,6 +128,7 @@ class OpenFile:
                     self._reader = Reader(source, keep_heads=keep_heads, wanted=wanted)
             else:
                 self._reader = opening.open_reader(file_obj)
+            self._identities = self._reader.identities()
             self._reader.limit_memory(self.memory_limit)
             self.heads = self.reader.heads() if keep_heads else []
             self.is_local = opening.is_local(file_obj) or self.reader.local
@@ -287,16 +290,25 @@ class OpenFile:
         """Yield a reader of the file, which is opened once more if it was closed.
 
         Raises:
-            ValueError: The name now belongs to another file. A file without a name stays closed.
+            ValueError: The name now belongs to another file, or its server does not tell versions
+                of a file apart. A file without a name stays closed.
 
         """
         if not self._closed or self._name is None:
             yield self.reader
             return
+        if None in self._identities:
+            raise ValueError(
+                f"{self.reader.uri} was closed after its tensors were loaded, and its server sends "
+                "no strong ETag, which would show whether the file is still the same: pass "
+                "lazy_load=True, so that it stays open"
+            )
         with OpenFile(self._name, key_needed=False) as again:
-            every = range(len(self))
-            if len(again) != len(self) or again.reader.head_of(every) != self.reader.head_of(every):
-                raise ValueError(f"{self.reader.uri} has changed since it was loaded")
+            if again._identities != self._identities:
+                raise ValueError(
+                    f"{self.reader.uri} has changed since it was loaded: pass lazy_load=True, so "
+                    "that the file stays open"
+                )
             yield again.reader
 
     @property

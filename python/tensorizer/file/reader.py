@@ -87,7 +87,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             waits for it. An exception from it ends the load. True shows a bar if stderr is a
             terminal.
         cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
-            file; None for the folder in ``TENSORIZER_CACHE``. See ``docs/how-to/cache.md``.
+            file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
+            ``OSError``. See ``docs/how-to/cache.md``.
         memory_limit: The most bytes that the load has in flight in addition to the tensors: buffers
             of connections, staging memory, gaps between tensors that are read along. As many
             connections are used as fit. None for the value of ``TENSORIZER_MEMORY_MB``.
@@ -598,7 +599,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
         Raises:
             ValueError: The file was closed, as it is after a load that is not lazy, and cannot be
-                opened again: it was neither a path nor an address, or it has changed.
+                opened again: it was neither a path nor an address, or it has changed, or its server
+                has no strong ``ETag`` by which that would be seen.
             NotImplementedError: The file is not a ``.tensors`` file.
             TypeError: ``redis_client`` is not a client of Redis.
 

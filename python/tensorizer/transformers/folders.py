@@ -51,10 +51,12 @@ class ModelFolder:
         plain = local_path(address) if isinstance(address, str) else None
         path = Path(plain if plain is not None else os.fsdecode(address))
         self.shown = str(path)
+        # Links of the folder are followed once: all files are of the version that they lead to now.
         if path.is_file():
-            self.file, self.path = str(path), path.parent
+            self.path = path.parent.resolve()
+            self.file = str(self.path / path.name)
         elif path.is_dir():
-            self.path = path
+            self.path = path.resolve()
         else:
             raise FileNotFoundError(f"no folder of a model, and no file: {self.shown}")
 

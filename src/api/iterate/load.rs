@@ -42,14 +42,16 @@ pub fn run(shared: &IteratorState, streams: Option<&Streams>) -> Result<()> {
     let verify = shared.file.verify_hub_checksums(&shared.options, &cancel)?;
     let options = LoadOptions { verify, ..shared.options };
     let rules = RangeRules::of(&Selection::new(&shared.file, &shared.numbers)?, &options)?;
-    shared.file.with_intact_copies(&cancel, || {
+    let done = shared.file.with_intact_copies(&cancel, || {
         let run = IteratorLoad { shared, options: &options, rules, cancel: &cancel };
         // Run again after damage to a cached copy, this skips tensors that were delivered.
         match (&shared.device, streams) {
             (Some((to, blocks)), Some(streams)) => run.on_device(to, blocks, streams),
             _ => run.all(&shared.window.undelivered(), None),
         }
-    })
+    });
+    shared.file.report_fallbacks(&shared.counters);
+    done
 }
 
 #[derive(Clone, Copy)]

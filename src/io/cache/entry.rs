@@ -6,10 +6,12 @@
 //! until the next boot.
 
 use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
 use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::SystemTime;
@@ -67,8 +69,9 @@ impl PartialEq for FileVersion {
 impl FileVersion {
     /// The version of a source whose server tells versions apart: by a strong `ETag`, and a size.
     pub fn of(source: &dyn ReadAt, name: &str) -> Option<Self> {
-        let CachedHead { uri, len, tag, .. } = source.response_head()?;
-        let tag = tag.filter(|tag| !tag.starts_with("W/") && !tag.trim_matches('"').is_empty())?;
+        let head = source.response_head()?;
+        let tag = head.strong_tag()?.to_owned();
+        let CachedHead { uri, len, .. } = head;
         (0 < len && len < MAX_LEN).then(|| FileVersion {
             format: FORMAT,
             name: name.to_owned(),
@@ -143,8 +146,8 @@ pub struct CacheEntry {
     path: PathBuf,
     version: FileVersion,
     complete: bool,
-    /// True once the entry is neither read nor written any more, because the disk is full or fails.
-    disabled: AtomicBool,
+    /// The reason why the entry is neither read nor written any more: the disk is full or fails.
+    disabled: OnceLock<String>,
     /// True once something was written.
     written: AtomicBool,
 }
@@ -201,7 +204,7 @@ impl CacheEntry {
     /// Opens the entry of a version; None if it is damaged, or about to be removed.
     pub fn open(path: &Path, version: &FileVersion) -> io::Result<Option<Self>> {
         let entry = Self::open_if(path, |found| found == version)?;
-        entry.as_ref().map_or(Ok(()), Self::mark_used)?;
+        entry.iter().for_each(Self::mark_used);
         Ok(entry)
     }
 
@@ -213,9 +216,10 @@ impl CacheEntry {
         Ok(matches!(entry.presence(&first)?, Presence::Present(_)).then_some(entry))
     }
 
-    /// Counts this opening as a use: entries that were not used for long are removed first.
-    pub fn mark_used(&self) -> io::Result<()> {
-        self.file.set_modified(SystemTime::now())
+    /// Counts this opening as a use: entries that were not used for long are removed first. A
+    /// read-only file system keeps no times of use.
+    pub fn mark_used(&self) {
+        let _ = self.file.set_modified(SystemTime::now());
     }
 
     fn open_if(path: &Path, is_wanted: impl Fn(&FileVersion) -> bool) -> io::Result<Option<Self>> {
@@ -233,7 +237,7 @@ impl CacheEntry {
         }
         let version = trailer.version;
         let complete = count_present(&file, &version)? == version.chunks();
-        let (disabled, written) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (disabled, written) = (OnceLock::new(), AtomicBool::new(false));
         Ok(Some(CacheEntry { file, path: path.to_owned(), version, complete, disabled, written }))
     }
 
@@ -279,14 +283,14 @@ impl CacheEntry {
         self.complete
     }
 
-    /// True once it is neither read nor written.
-    pub fn is_disabled(&self) -> bool {
-        self.disabled.load(Ordering::Relaxed)
+    /// The reason why it is neither read nor written; None while it is.
+    pub fn disabled(&self) -> Option<&String> {
+        self.disabled.get()
     }
 
     /// Neither reads nor writes it any more.
-    pub fn disable(&self) {
-        self.disabled.store(true, Ordering::Relaxed);
+    pub fn disable(&self, why: impl std::fmt::Display) {
+        self.disabled.get_or_init(|| why.to_string());
     }
 
     /// Returns the state of the first byte of a non-empty range, and the end of bytes like it.
@@ -405,10 +409,18 @@ impl Drop for CacheEntry {
     }
 }
 
-/// Opens a file of the folder; follows no link, and does not wait for a pipe.
+/// Opens a file of the folder; follows no link, and does not wait for a pipe. A file that cannot be
+/// written is opened for reading.
 pub fn open_no_follow(path: &Path) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)
+    let mut options = OpenOptions::new();
+    let opened = options.read(true).write(true).custom_flags(flags).open(path);
+    match opened {
+        Err(e) if matches!(e.kind(), PermissionDenied | ReadOnlyFilesystem) => {
+            options.write(false).open(path)
+        }
+        opened => opened,
+    }
 }
 
 fn write_trailer(file: &File, trailer: &EntryTrailer) -> io::Result<()> {

@@ -7,6 +7,7 @@
 mod entry;
 mod source;
 
+use std::fmt::Display;
 use std::fs::{self, DirBuilder, File, Metadata};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
@@ -47,12 +48,29 @@ pub struct Cache {
     folder: Arc<PathBuf>,
     /// Bytes that it may hold; None for all but a part of the disk.
     max_bytes: Option<u64>,
+    /// True if the call named the folder: then one that cannot be used is an error.
+    is_required: bool,
+}
+
+/// The beginning of the reasons why a file is not cached.
+pub const NOT_CACHED: &str = "the cache in ";
+
+/// Says why a file is not cached, or not all of it.
+fn not_cached(folder: &dyn Display, uri: &str, why: &dyn Display) -> String {
+    format!("{NOT_CACHED}{folder} does not keep all of {uri}: {why}")
+}
+
+/// A source with the cache before it, or the reason why there is no cache.
+pub enum Wrapped {
+    Cached(Arc<dyn ReadAt>),
+    NotCached(Option<String>),
 }
 
 impl Cache {
     /// The cache that the environment names.
     pub fn from_environment() -> Result<Option<Self>> {
-        CACHE.path().map(Self::at).transpose()
+        let found = CACHE.path().map(Self::at).transpose()?;
+        Ok(found.map(|cache| Cache { is_required: false, ..cache }))
     }
 
     /// True if the server of a file states a strong `ETag` and a size, which the cache needs. False
@@ -61,17 +79,18 @@ impl Cache {
         FileVersion::of(source, "").is_some()
     }
 
-    /// The cache in a folder, which is made at its first use, with the limit of the environment.
+    /// The cache in a folder that a call names, which is made at its first use, with the limit of the
+    /// environment.
     pub fn at(folder: PathBuf) -> Result<Self> {
         let max_bytes = Some(CACHE_GB.value()?).filter(|max_bytes| *max_bytes > 0);
         let max_bytes = max_bytes.map(|gigabytes| gigabytes.saturating_mul(1_000_000_000));
-        Ok(Cache { folder: Arc::new(folder), max_bytes })
+        Ok(Cache { folder: Arc::new(folder), max_bytes, is_required: true })
     }
 
     /// The latest entry of a file, of any version. The server can then be asked whether it still
     /// has this version. None if there is no usable entry.
     pub fn latest(&self, name: &str) -> Option<CacheEntry> {
-        self.check_folder().ok()?;
+        let is_usable = self.check_folder().is_ok();
         let prefix = format!("{}-", FileVersion::prefix(name));
         let names = fs::read_dir(&*self.folder).ok()?.filter_map(|file| Some(file.ok()?.path()));
         let is_version = |path: &PathBuf| {
@@ -80,7 +99,17 @@ impl Cache {
         };
         let used = |path: &PathBuf| fs::metadata(path).and_then(|found| found.modified()).ok();
         let latest = names.filter(is_version).max_by_key(used)?;
-        CacheEntry::open_latest(&latest, name).ok()?
+        let found = CacheEntry::open_latest(&latest, name).ok()??;
+        (is_usable || self.is_readable(&found)).then_some(found)
+    }
+
+    /// True if an entry can be read even though the folder cannot be used: it is complete, and not
+    /// every user could have put it there.
+    fn is_readable(&self, entry: &CacheEntry) -> bool {
+        let is_protected = |found: Metadata| found.mode() & libc::S_IWOTH == 0;
+        entry.is_complete()
+            && fs::metadata(&*self.folder).is_ok_and(is_protected)
+            && entry.file().metadata().is_ok_and(is_protected)
     }
 
     /// Puts the cache before a source of a server, if the server distinguishes versions. `latest`
@@ -92,37 +121,62 @@ impl Cache {
         latest: Option<CacheEntry>,
         wait_limit: Duration,
         cancel: &dyn Cancel,
-    ) -> Result<Arc<dyn ReadAt>> {
-        let Some(version) = FileVersion::of(&*source, name) else { return Ok(source) };
-        match self.check_folder() {
-            Ok(()) => {}
-            Err(e) if e.kind() == ErrorKind::PermissionDenied => return Err(self.error(e)),
-            // If the disk is full or broken, the load goes on without the cache.
-            Err(_) => return Ok(source),
-        }
+    ) -> Result<Wrapped> {
+        let Some(version) = FileVersion::of(&*source, name) else {
+            return Ok(Wrapped::NotCached(None));
+        };
+        let usable = self.check_folder();
         // An entry of another version is dropped here, so that it can be removed.
-        let opened = match latest.filter(|latest| *latest.version() == version) {
-            Some(latest) => latest.mark_used().map(|()| Some(latest)),
-            None => self.open(&version, cancel),
+        let latest = latest.filter(|latest| *latest.version() == version);
+        let opened = match (latest, &usable) {
+            (Some(latest), _) => {
+                latest.mark_used();
+                Ok(latest)
+            }
+            (None, Ok(())) => self.open(&version, cancel),
+            (None, Err(_)) => self.open_complete(&version),
         };
         cancel.check()?;
-        let Ok(Some(entry)) = opened else { return Ok(source) };
+        let entry = match (opened, usable) {
+            (Ok(entry), _) => entry,
+            // The folder was not usable when the call began, but for a full disk.
+            (Err(_), Err(e)) if self.is_required && !is_full(&e) => return Err(self.error(e)),
+            (Err(_), Err(e)) => {
+                let why = format!("{NOT_CACHED}{} cannot be used: {e}", self.folder.display());
+                return Ok(Wrapped::NotCached(Some(why)));
+            }
+            (Err(e), Ok(())) => {
+                let why = not_cached(&self.folder.display(), source.uri(), &e);
+                return Ok(Wrapped::NotCached(Some(why)));
+            }
+        };
         let (cache, name) = (self.clone(), name.to_owned());
         let fill = move |server: &Arc<dyn ReadAt>, cancel: &dyn Cancel| {
-            let made = cache.wrap(Arc::clone(server), &name, None, wait_limit, cancel);
-            made.unwrap_or_else(|_| Arc::clone(server))
+            // In a folder that cannot be used the damaged entry is still there.
+            let made = cache
+                .check_folder()
+                .map(|()| cache.wrap(Arc::clone(server), &name, None, wait_limit, cancel));
+            match made {
+                Ok(Ok(Wrapped::Cached(made))) => made,
+                _ => Arc::clone(server),
+            }
         };
-        Ok(source::with_cache(
-            CacheOrigin { server: source, wait_limit, fill: Box::new(fill) },
-            entry,
-        ))
+        let origin = CacheOrigin { server: source, wait_limit, fill: Box::new(fill) };
+        Ok(Wrapped::Cached(source::with_cache(origin, entry)))
+    }
+
+    /// Opens the complete entry of a version in a folder that cannot be used otherwise.
+    fn open_complete(&self, version: &FileVersion) -> io::Result<CacheEntry> {
+        let path = self.folder.join(format!("{}{SUFFIX}", version.file_name()));
+        let entry = CacheEntry::open(&path, version)?.filter(|entry| self.is_readable(entry));
+        entry.ok_or_else(|| io::Error::from(ErrorKind::NotFound))
     }
 
     fn error(&self, error: io::Error) -> Error {
         Error::io("using the cache in", &self.folder.display().to_string(), error)
     }
 
-    /// Makes the folder; refuses one into which other users could put files.
+    /// Makes the folder; refuses one into which other users could put files, or this user cannot.
     fn check_folder(&self) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&*self.folder)?;
         let found = fs::metadata(&*self.folder)?;
@@ -136,37 +190,35 @@ impl Cache {
             );
             return Err(io::Error::new(ErrorKind::PermissionDenied, what));
         }
-        Ok(())
+        sys::check_writable(&self.folder)
     }
 
-    /// Opens the entry of a version, and creates it if there is none; None where there is no room.
-    fn open(&self, version: &FileVersion, cancel: &dyn Cancel) -> io::Result<Option<CacheEntry>> {
+    /// Opens the entry of a version, and creates it if there is none.
+    fn open(&self, version: &FileVersion, cancel: &dyn Cancel) -> io::Result<CacheEntry> {
         let path = self.folder.join(format!("{}{SUFFIX}", version.file_name()));
         for _ in 0..MAX_ATTEMPTS {
             match CacheEntry::open(&path, version) {
-                Ok(Some(entry)) => return Ok(Some(entry)),
+                Ok(Some(entry)) => return Ok(entry),
                 // Damaged, invalid since the last boot, or about to be removed.
                 Ok(None) => drop(remove(&path)?),
                 Err(e) if e.kind() == ErrorKind::NotFound => {
-                    if !self.create_entry(version, &path, cancel)? {
-                        return Ok(None);
-                    }
+                    self.create_entry(version, &path, cancel)?;
                     continue;
                 }
                 Err(e) => return Err(e),
             }
             pause(cancel)?;
         }
-        Ok(None)
+        Err(io::Error::other("other processes are removing its entry"))
     }
 
-    /// Creates an entry, unless another process just has; false where there is no room.
+    /// Creates an entry, unless another process just has.
     fn create_entry(
         &self,
         version: &FileVersion,
         path: &Path,
         cancel: &dyn Cancel,
-    ) -> io::Result<bool> {
+    ) -> io::Result<()> {
         let folder = File::open(&*self.folder)?;
         // One process at a time, or several would count on the same free space; the wait is
         // bounded.
@@ -177,7 +229,16 @@ impl Cache {
             pause(cancel)?;
         }
         if !self.make_room(version, &folder)? {
-            return Ok(false);
+            let limit = match self.max_bytes {
+                Some(max_bytes) => format!("at most {max_bytes} bytes"),
+                None => format!("all but 1/{FREE_DIVISOR} of its disk"),
+            };
+            let what = format!(
+                "no room for its {} bytes beside files in use: the cache may take {limit} \
+                 (TENSORIZER_CACHE_GB)",
+                version.len()
+            );
+            return Err(io::Error::new(ErrorKind::StorageFull, what));
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let nanos = now.map_or(0, |now| now.as_nanos());
@@ -187,10 +248,10 @@ impl Cache {
             .join(format!("{NEW_PREFIX}{nanos:x}-{}-{number}{SUFFIX}", std::process::id()));
         CacheEntry::create(&new, version)?;
         match sys::rename_to_free_name(&new, path) {
-            Ok(()) => Ok(true),
+            Ok(()) => Ok(()),
             Err(e) => {
                 let _ = fs::remove_file(&new);
-                if e.kind() == ErrorKind::AlreadyExists { Ok(true) } else { Err(e) }
+                if e.kind() == ErrorKind::AlreadyExists { Ok(()) } else { Err(e) }
             }
         }
     }
@@ -273,6 +334,11 @@ impl Cache {
         });
         failed.map_or(Ok(removed), |e| Err(self.error(e)))
     }
+}
+
+/// True for the errors of a full disk, which end no load.
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
 }
 
 /// Pauses. A cancelled call is an interruption here; the caller checks for its error.

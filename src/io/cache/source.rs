@@ -205,12 +205,12 @@ impl CachedSource {
     ) {
         let (before, count) = (written.load(Ordering::Relaxed), filled.count());
         let end = self.entry.complete_prefix(start, count);
-        if end.saturating_sub(before) < min_bytes || self.entry.is_disabled() {
+        if end.saturating_sub(before) < min_bytes || self.entry.disabled().is_some() {
             return;
         }
-        if self.entry.write(start + before as u64, &filled.bytes(before..end)).is_err() {
+        if let Err(e) = self.entry.write(start + before as u64, &filled.bytes(before..end)) {
             // The disk may be full. Chunks with a flag stay valid, and the others are not needed.
-            self.entry.disable();
+            self.entry.disable(e);
         }
         written.store(end, Ordering::Relaxed);
     }
@@ -273,8 +273,14 @@ impl ReadAt for CachedSource {
             return replacement.read_at(offset, buffers, cancel);
         }
         let start = Instant::now();
-        while !self.entry.is_disabled() {
-            let Ok(found) = self.entry.presence(&(offset..end)) else { break };
+        while self.entry.disabled().is_none() {
+            let found = match self.entry.presence(&(offset..end)) {
+                Ok(found) => found,
+                Err(e) => {
+                    self.entry.disable(e);
+                    break;
+                }
+            };
             let missing = match found {
                 Presence::Present(until) => match self.read_cached(&(offset..until), buffers) {
                     Ok(read) if read > 0 => return Ok(read),
@@ -305,7 +311,7 @@ impl ReadAt for CachedSource {
             drop(lock);
             return read;
         }
-        self.entry.disable();
+        self.entry.disable("cached bytes cannot be read");
         self.origin.server.read_at(offset, buffers, cancel)
     }
 
@@ -322,6 +328,13 @@ impl ReadAt for CachedSource {
         self.origin.server.response_head()
     }
 
+    fn fallback(&self) -> Option<String> {
+        self.entry.disabled().map(|why| {
+            let folder = self.entry.path().parent().unwrap_or(self.entry.path()).display();
+            super::not_cached(&folder, self.uri(), why)
+        })
+    }
+
     fn local_copy(&self) -> Option<&dyn LocalCopy> {
         Some(self)
     }
@@ -329,7 +342,7 @@ impl ReadAt for CachedSource {
 
 impl LocalCopy for CachedSource {
     fn path(&self) -> Option<PathBuf> {
-        let is_read = !self.entry.is_disabled() && self.replacement.get().is_none();
+        let is_read = self.entry.disabled().is_none() && self.replacement.get().is_none();
         is_read.then(|| self.entry.path().to_owned())
     }
 

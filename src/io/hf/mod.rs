@@ -11,7 +11,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use super::local::FileSource;
-use super::{CachedHead, Capabilities, HubChecksum, LocalCopy, OpenOptions, ReadAt, http};
+use super::{
+    CachedHead, Capabilities, HubChecksum, LocalCopy, OpenOptions, ReadAt, SourceIdentity, http,
+};
 use crate::cancel::Cancel;
 use crate::environment::{HF_OFFLINE, OLD_OFFLINE};
 use crate::error::{Error, Result};
@@ -227,6 +229,10 @@ impl ReadAt for HubSource {
         self.repo.open(&self.address.sibling(name), first, cancel).map(Some)
     }
 
+    fn identity(&self) -> Option<SourceIdentity> {
+        self.inner.identity()
+    }
+
     fn response_head(&self) -> Option<CachedHead> {
         if self.copy.is_none() {
             return self.inner.response_head();
@@ -235,6 +241,10 @@ impl ReadAt for HubSource {
         let len = self.inner.capabilities().len?;
         let (uri, first) = (self.uri().to_owned(), Arc::default());
         Some(CachedHead { uri, len, tag: None, modified: None, headers: Vec::new(), first })
+    }
+
+    fn fallback(&self) -> Option<String> {
+        self.inner.fallback()
     }
 
     fn checksum(&self, cancel: &dyn Cancel) -> Result<HubChecksum> {

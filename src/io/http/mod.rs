@@ -17,7 +17,7 @@ use reqwest::{
     header::{HeaderMap, LOCATION},
 };
 
-use super::cache::CacheEntry;
+use super::cache::{CacheEntry, Wrapped};
 use super::{CachedHead, Capabilities, OpenOptions, OpenSibling, ReadAt, StreamSource};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -59,6 +59,8 @@ pub struct HttpSource {
     validators: Validators,
     head: Arc<[u8]>,
     headers: Vec<(String, String)>,
+    /// The reason why the wanted cache does not keep it.
+    not_cached: ForkSafeMutex<Option<String>>,
     tls: bool,
     /// True if the server sends bytes before they are read, by HTTP/2.
     sends_ahead: bool,
@@ -149,12 +151,20 @@ fn open_with_clients(
         validators: first.validators,
         head,
         headers: first.headers,
+        not_cached: ForkSafeMutex::default(),
         tls,
         sends_ahead: first.sends_ahead.unwrap_or(tls),
     });
     let wait_limit = options.transport.stall;
     match cache {
-        Some((cache, key)) => cache.wrap(source, &key, entry, wait_limit, cancel),
+        Some((cache, key)) => {
+            let server = Arc::clone(&source) as Arc<dyn ReadAt>;
+            match cache.wrap(server, &key, entry, wait_limit, cancel)? {
+                Wrapped::Cached(cached) => return Ok(cached),
+                Wrapped::NotCached(why) => *source.not_cached.lock() = why,
+            }
+            Ok(source)
+        }
         None => Ok(source),
     }
 }
@@ -406,5 +416,9 @@ impl ReadAt for HttpSource {
         let Validators { len, tag, modified } = self.validators.clone();
         let (uri, headers) = (self.display_address.clone(), self.headers.clone());
         Some(CachedHead { uri, len: len?, tag, modified, headers, first: Arc::default() })
+    }
+
+    fn fallback(&self) -> Option<String> {
+        self.not_cached.lock().clone()
     }
 }

@@ -229,11 +229,17 @@ impl Validators {
             ("Last-Modified", self.modified.clone(), found.modified.clone()),
             ("size", bytes(self.len), bytes(found.len)),
         ];
+        let same =
+            |before: &Option<String>, now: &Option<String>| before.is_some() && before == now;
+        let proven = same(&self.tag, &found.tag) || same(&self.modified, &found.modified);
         let mut differences = Vec::new();
         for (what, before, now) in &facts {
             match (before, now) {
                 (Some(before), Some(now)) if before != now => {
                     differences.push(format!("its {what} was {before}, is {now}"));
+                }
+                (None, Some(now)) if *what != "size" && !proven => {
+                    differences.push(format!("it had no {what}, has {now}"));
                 }
                 // Another machine of the server may send this header again.
                 (Some(before), None) if differences.is_empty() => {
@@ -313,6 +319,35 @@ mod tests {
             headers: vec![("etag".to_owned(), "\"x\"".to_owned())],
             sends_ahead: None,
         }
+    }
+
+    #[test]
+    fn validators_of_another_kind_mean_another_version() {
+        let validators = |tag: Option<&str>, modified: Option<&str>| Validators {
+            len: Some(7),
+            tag: tag.map(str::to_owned),
+            modified: modified.map(str::to_owned),
+        };
+        let (none, tagged) = (validators(None, None), validators(Some("x"), None));
+        let (dated, both) = (validators(None, Some("then")), validators(Some("x"), Some("then")));
+        for (first, later) in [
+            (&none, &tagged),
+            (&none, &dated),
+            (&none, &both),
+            (&dated, &tagged),
+            (&tagged, &dated),
+        ] {
+            let failure = format!("{:?}", first.check_same(later).unwrap_err());
+            assert!(
+                failure.contains("the file changed since it was opened: it had no"),
+                "{failure}"
+            );
+        }
+        for (first, later) in [(&none, &none), (&dated, &both), (&tagged, &both), (&both, &both)] {
+            first.check_same(later).unwrap();
+        }
+        let unsized_file = Validators { len: None, ..none.clone() };
+        unsized_file.check_same(&none).unwrap();
     }
 
     #[test]

@@ -13,7 +13,7 @@ use super::file_url::{FileUrl, RangeRequest};
 use super::response::Validators;
 use crate::cancel::Cancel;
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
-use crate::io::{OpenSibling, Stream};
+use crate::io::{OpenSibling, SourceIdentity, Stream};
 use crate::sys::process::DropInOwner;
 
 /// The body of a file. After a broken connection it is requested again, and the bytes that were
@@ -139,5 +139,9 @@ impl Stream for SequentialBody {
 
     fn open_sibling(&self) -> Option<OpenSibling> {
         Some(Arc::clone(&self.open_sibling))
+    }
+
+    fn identity(&self) -> Option<SourceIdentity> {
+        self.validators.strong_tag().map(|tag| SourceIdentity::Tag(tag.to_owned()))
     }
 }

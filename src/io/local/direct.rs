@@ -22,6 +22,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::{Arena, Buffers, DISK_BLOCK};
+use crate::sys::is_on_fuse;
 
 /// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
 pub const READ_LEN: usize = 1 << 20;
@@ -59,7 +60,9 @@ impl DirectReader {
         let probe = memory.bytes_mut().get_mut(..DISK_BLOCK)?;
         file.read_at(probe, 0).ok()?;
         // io_uring is refused in many containers, and if the limit of locked memory is too low.
-        let ring = IoUring::new(u32::try_from(DEPTH).ok()?).ok();
+        // With FUSE, kernels fill the rest of a short read with wrong bytes.
+        let ring =
+            if is_on_fuse(&file) { None } else { IoUring::new(u32::try_from(DEPTH).ok()?).ok() };
         let state = Mutex::new(DirectReaderState { memory, ring });
         Some(DirectReader {
             file,

@@ -2,14 +2,14 @@
 //! least recently used ones are closed, so a process may use more files than descriptors.
 
 use std::collections::BTreeMap;
-use std::fs::{File, Metadata};
-use std::io;
-use std::os::unix::fs::MetadataExt as _;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Error, Result};
+use crate::io::SourceIdentity;
+use crate::sys::FileStamp;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The divisor of the process's limit of descriptors that gives the number for shards, and the
@@ -26,35 +26,18 @@ struct OpenFiles {
 static OPEN_FILES: ForkSafeMutex<OpenFiles> =
     ForkSafeMutex::new(OpenFiles { uses: 0, files: BTreeMap::new() });
 
-/// Distinguishes a file from another one with its name, and from its own later content.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct FileIdentity {
-    device: u64,
-    inode: u64,
-    len: u64,
-    modified: (i64, i64),
-}
-
-impl FileIdentity {
-    fn of(found: &Metadata) -> Self {
-        let modified = (found.mtime(), found.mtime_nsec());
-        FileIdentity { device: found.dev(), inode: found.ino(), len: found.len(), modified }
-    }
-}
-
 /// A regular file that is opened again when its descriptor was closed.
 pub struct Shard {
     path: PathBuf,
-    identity: FileIdentity,
+    stamp: FileStamp,
     /// The number of its last use; 0 before the first.
     used: AtomicU64,
 }
 
 impl Shard {
-    /// Takes the open file of a path, and what was found of it.
-    pub fn new(path: &Path, file: File, found: &Metadata) -> Self {
-        let (path, identity) = (path.to_owned(), FileIdentity::of(found));
-        let shard = Shard { path, identity, used: AtomicU64::new(0) };
+    /// Takes the open file of a path, and its stamp.
+    pub fn new(path: &Path, file: File, stamp: FileStamp) -> Self {
+        let shard = Shard { path: path.to_owned(), stamp, used: AtomicU64::new(0) };
         shard.retain(Arc::new(file));
         shard
     }
@@ -71,15 +54,8 @@ impl Shard {
         }
         let failed = |e| Error::io("opening", uri, e);
         let file = crate::sys::open_nonblocking(&self.path).map_err(failed)?;
-        let found = FileIdentity::of(&file.metadata().map_err(failed)?);
-        if found != self.identity {
-            let what = format!(
-                "it has changed since it was opened: expected {}, found {}",
-                describe(&self.identity),
-                describe(&found)
-            );
-            return Err(failed(io::Error::new(io::ErrorKind::InvalidData, what)));
-        }
+        let found = FileStamp::of(&file.metadata().map_err(failed)?);
+        SourceIdentity::Local(self.stamp).check(&SourceIdentity::Local(found), uri)?;
         let file = Arc::new(file);
         self.retain(Arc::clone(&file));
         Ok(file)
@@ -127,11 +103,6 @@ fn max_open() -> u64 {
     (crate::sys::process::descriptor_limit() / LIMIT_DIVISOR).max(MIN_OPEN)
 }
 
-fn describe(file: &FileIdentity) -> String {
-    let (seconds, nanoseconds) = file.modified;
-    format!("{} bytes of inode {}, modified at {seconds}.{nanoseconds:09}", file.len, file.inode)
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -140,8 +111,8 @@ mod tests {
     fn shard(path: &Path, bytes: &[u8]) -> Shard {
         std::fs::write(path, bytes).unwrap();
         let file = File::open(path).unwrap();
-        let found = file.metadata().unwrap();
-        Shard::new(path, file, &found)
+        let stamp = FileStamp::of(&file.metadata().unwrap());
+        Shard::new(path, file, stamp)
     }
 
     fn close(shard: &Shard) {

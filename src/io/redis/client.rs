@@ -42,7 +42,13 @@ impl RedisAddress {
         let display_port = url.port().map_or(String::new(), |port| format!(":{port}"));
         // Taken as written, because a parsed path has its special characters encoded.
         let (_, rest) = address.split_once("://").unwrap_or(("", address));
-        let rest = rest.split(['?', '#']).next().unwrap_or(rest);
+        if rest.contains('#') {
+            return Err(bad(
+                "expected an address without `#`: write it as %23 in a password, and use \
+                            a prefix of keys without it",
+            ));
+        }
+        let rest = rest.split('?').next().unwrap_or(rest);
         let prefix = rest.split_once('/').map_or("", |(_, path)| path).to_owned();
         let mut settings = RedisConnectionInfo::default();
         let decoded = |text: &str| {
@@ -213,6 +219,9 @@ mod tests {
         }
         for bad in ["redis:///x", "redis://host/x?db=no", "redis://host/x?dbs=1"] {
             assert!(parse(bad).is_err(), "{bad}");
+        }
+        for bad in ["redis://host/a#b", "redis://host/a?db=1#b", "rediss://host#/a"] {
+            assert!(parse(bad).unwrap_err().contains("without `#`"), "{bad}");
         }
         assert!(!parse("redis://me:secret@host/x?db=no").unwrap_err().contains("secret"));
     }

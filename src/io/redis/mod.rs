@@ -279,7 +279,7 @@ fn without_nested_files(mut keys: Vec<Vec<u8>>, prefix: &str) -> Vec<Vec<u8>> {
     let own_len = prefix.len() + 1;
     let nested_prefix = |key: &Vec<u8>| {
         let nested = key.strip_suffix(FIRST_KEY)?;
-        (nested.len() > own_len).then(|| [nested, b":"].concat())
+        (nested.len() >= own_len).then(|| [nested, b":"].concat())
     };
     let nested: BTreeSet<Vec<u8>> = keys.iter().filter_map(nested_prefix).collect();
     let is_nested = |key: &[u8]| {
@@ -400,6 +400,20 @@ impl ReadAt for RedisSource {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn keys_of_a_longer_prefix_belong_to_another_file() {
+        let keys = |texts: &[&str]| texts.iter().map(|key| key.as_bytes().to_vec()).collect();
+        let own: Vec<Vec<u8>> = keys(&["a:header:0", "a:t:90", "a::90"]);
+        for other in ["a:", "a:b", "a::"] {
+            let nested = [format!("{other}:header:0"), format!("{other}:t:90")];
+            let all = own.iter().cloned().chain(nested.map(String::into_bytes)).collect();
+            assert_eq!(without_nested_files(all, "a"), own, "{other}");
+        }
+        let nested: Vec<Vec<u8>> = keys(&["a::header:0", "a::t:90"]);
+        assert_eq!(without_nested_files(nested.clone(), "a"), Vec::<Vec<u8>>::new());
+        assert_eq!(without_nested_files(nested.clone(), "a:"), nested);
+    }
 
     #[test]
     fn keys_end_with_the_position_of_their_value() {

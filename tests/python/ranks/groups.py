@@ -19,6 +19,8 @@ from ranks.common import (
     torch,
 )
 from ranks.dtensors import of_format
+from tensorizer.file.collective_load import open_collectively
+from tensorizer.file.tensor_file import TensorFile
 from tensorizer.group import members, plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -528,3 +530,22 @@ def descriptors(folder, most):
                 assert_equal(found["a"], whole if shard is None else cut(whole, 1, world, rank))
             counts.append(count() - before)
     return counts
+
+
+def two_versions(folder):
+    """Open a checkpoint whose folder is exchanged before the second rank opens it."""
+    path = Path(folder)
+
+    def opened(heads):
+        if dist.get_rank() == 1:
+            (path / "v1").rename(path / "old")
+            (path / "v2").rename(path / "v1")
+        return TensorFile(path / "v1", heads=heads)
+
+    with group():
+        if dist.get_rank() == 0:
+            for version in (1, 2):
+                made = {name: torch.full((900,), version) for name in "ab"}
+                tensorizer.save(made, path / f"v{version}/model.safetensors", max_shard_size=8000)
+        dist.barrier()
+        return caught(lambda: open_collectively(members.Members.of(dist.group.WORLD), opened))
