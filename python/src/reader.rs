@@ -95,24 +95,14 @@ impl Reader {
         for_python(py, self.file.heads())
     }
 
-    /// Returns for each file what tells it from another one that may have its name later; None if
-    /// that cannot be told.
+    /// Returns the identity of each file, which later content does not have; None without one.
     fn identities(&self) -> Vec<Option<String>> {
-        self.file
-            .sources()
-            .iter()
-            .map(|source| source.identity().map(|id| format!("{id:?}")))
-            .collect()
+        self.file.identities()
     }
 
     /// Returns the headers of the servers' responses when its files were opened.
     fn headers(&self) -> Vec<(String, String)> {
-        let sources = self.file.sources();
-        sources
-            .iter()
-            .filter_map(|source| source.response_head())
-            .flat_map(|head| head.headers)
-            .collect()
+        self.file.headers()
     }
 
     /// Makes loads decrypt with a key or a passphrase.

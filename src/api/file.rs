@@ -5,7 +5,7 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::hub_checksum::HubVerification;
+use super::verified_source::HubVerification;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Escaped, Result};
@@ -145,6 +145,21 @@ impl TensorFile {
         let replaced =
             found.map(|(file, source)| other(file, source).unwrap_or(Arc::clone(source)));
         *sources = replaced.collect();
+    }
+
+    /// Returns the identity of each file, as text to compare; see [`ReadAt::identity`].
+    #[doc(hidden)]
+    pub fn identities(&self) -> Vec<Option<String>> {
+        let text = |source: &Arc<dyn ReadAt>| Some(format!("{:?}", source.identity()?));
+        self.sources().iter().map(text).collect()
+    }
+
+    /// Returns the headers of the servers' responses when its files were opened.
+    #[doc(hidden)]
+    pub fn headers(&self) -> Vec<(String, String)> {
+        let sources = self.sources();
+        let heads = sources.iter().filter_map(|source| source.response_head());
+        heads.flat_map(|head| head.headers).collect()
     }
 
     /// Records in the report of a load why a slower way than the wanted one was used for a file.

@@ -3,12 +3,12 @@
 //! compared with the one that was hashed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use super::file::TensorFile;
 use super::load_options::LoadOptions;
-use super::verified_source::{CHUNK, ChunkHashes, ComparedFile, VerifiedSource};
-use crate::cancel::{Cancel, POLL, RetryableOnce};
+use super::verified_source::{CHUNK, ChunkHashes, ComparedFile, ComparedFiles, VerifiedSource};
+use crate::cancel::{Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
 use crate::engine::worker_range;
@@ -105,16 +105,6 @@ impl TensorFile {
         }
         Ok(compared)
     }
-}
-
-/// The files that were compared, each at the number of its source.
-type ComparedFiles = Vec<Option<Arc<ComparedFile>>>;
-
-/// The state of the comparison, which handles of the same file share.
-#[derive(Default)]
-pub(super) struct HubVerification {
-    once: RetryableOnce,
-    compared: OnceLock<ComparedFiles>,
 }
 
 /// Returns the checksum that is published of each file.
@@ -235,7 +225,7 @@ impl<'s> ChecksumComparison<'s> {
         })
     }
 
-    /// What later reads of the file are compared with.
+    /// The hashes with which later reads of the file are compared.
     fn into_compared(self) -> ComparedFile {
         let hashed = self.hashed.into_inner().unwrap_or_else(PoisonError::into_inner);
         ComparedFile { len: self.len, checksum: hex(&self.expected), chunks: hashed.chunks }

@@ -2,10 +2,10 @@
 //! tensors, and only the compared bytes are handed out.
 
 use std::io::IoSlice;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use crate::cancel::Cancel;
+use crate::cancel::{Cancel, RetryableOnce};
 use crate::codec::sha256::Sha256;
 use crate::error::{Error, Result};
 use crate::fallible::{LISTS, try_push, try_reserve, try_zeroed};
@@ -51,6 +51,16 @@ pub struct ComparedFile {
     /// The checksum, for messages.
     pub checksum: String,
     pub chunks: ChunkHashes,
+}
+
+/// The files that were compared, each at the number of its source.
+pub type ComparedFiles = Vec<Option<Arc<ComparedFile>>>;
+
+/// The state of the comparison, which handles of the same file share.
+#[derive(Default)]
+pub struct HubVerification {
+    pub once: RetryableOnce,
+    pub compared: OnceLock<ComparedFiles>,
 }
 
 /// Hands out the compared bytes of a source, and fails where it has others now. It cannot be
@@ -160,7 +170,7 @@ impl ReadAt for VerifiedSource {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
     use crate::cancel::Never;

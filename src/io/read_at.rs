@@ -85,7 +85,7 @@ pub enum HubChecksum {
     Offline,
 }
 
-/// What tells a file from another one with its name, and from its own later content.
+/// The identity of a file, which neither another file of its name nor its own later content has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SourceIdentity {
     /// That of a local file.

@@ -340,6 +340,7 @@ def test_interrupts_of_a_rank_that_waits_for_others(ranks, folder):
 
 def test_ranks_that_have_opened_two_versions_of_a_folder(ranks, tmp_path):
     said = "rank 1 of the group has opened another version of .*model.safetensors.index.json than"
-    for kind, text in ranks.run("groups.two_versions", 2, str(tmp_path)):
-        assert kind == "ValueError"
+    found = ranks.run("groups.two_versions", 2, str(tmp_path))
+    assert [kind for kind, _ in found] == ["ValueError"] * 2, found
+    for _, text in found:
         assert re.match(said, text)

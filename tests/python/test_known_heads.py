@@ -272,6 +272,7 @@ def test_a_file_that_was_replaced(nginx, tmp_path, by_tag, new):
     # A connection that was closed meanwhile is tried twice, which is told behind it.
     assert str(caught.value).startswith(
         f"reading `{address}`: the file changed since it was opened: "
+        + ("" if by_tag else f"it had no ETag, has {new_etag}; ")
         + "; ".join(f"its {fact} was {was}, is {now}" for fact, was, now in facts)
     )
     path.unlink()

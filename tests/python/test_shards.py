@@ -507,15 +507,14 @@ def test_a_link_that_changes_during_loads_mixes_no_versions(tmp_path):
         os.waitpid(pid, 0)
 
 
-def test_shards_of_a_server_keep_their_etag(tmp_path):
+def test_shards_of_a_server_keep_their_etag(nginx, tmp_path):
     two_versions(tmp_path)
-    with Nginx(tmp_path / "served") as server:
-        folder = server.root / "model"
-        shutil.copytree(tmp_path / "v1", folder)
-        with TensorDeserializer(f"{server.http}/model/", "cpu", lazy_load=True) as file:
-            assert file["t0"][0] == 1
-            (shard,) = folder.glob("model-00001-*")
-            shutil.copy(tmp_path / "v2" / shard.name, shard)
-            os.utime(shard, (1, 1))
-            with pytest.raises(OSError, match=f"{shard.name}`: it is another file .* the ETag"):
-                file.keys()
+    folder = nginx.root / "exchanged"
+    shutil.copytree(tmp_path / "v1", folder)
+    with TensorDeserializer(f"{nginx.http}/exchanged/", "cpu", lazy_load=True) as file:
+        assert file["t0"][0] == 1
+        (shard,) = folder.glob("model-00001-*")
+        shutil.copy(tmp_path / "v2" / shard.name, shard)
+        os.utime(shard, (1, 1))
+        with pytest.raises(OSError, match=f"{shard.name}`: it is another file .* the ETag"):
+            file.keys()

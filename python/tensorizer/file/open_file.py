@@ -97,7 +97,7 @@ class OpenFile:
         #: The path or address by which it can be opened again, or None.
         self._name = file_obj if isinstance(file_obj, (str, bytes, os.PathLike)) else None
         self._closed = False
-        #: What tells each file from another one that has its name later; None if nothing does.
+        #: The identity of each file, which later content does not have; None if it has none.
         self._identities: list[str | None] = []
         #: Readers of parts, to be closed with this file.
         self._adopted_readers: list[Reader] = []

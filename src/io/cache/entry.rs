@@ -19,6 +19,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
+use super::cached_file::CachedFile;
 use crate::io::{CachedHead, ReadAt};
 use crate::mem::DISK_BLOCK;
 use crate::sys::{self, RangeLockAttempt};
@@ -150,28 +151,6 @@ pub struct CacheEntry {
     disabled: OnceLock<String>,
     /// True once something was written.
     written: AtomicBool,
-}
-
-/// A file as `tensorizer cache ls` shows it.
-#[derive(Debug, Clone)]
-pub struct CachedFile {
-    /// The address, without secrets.
-    pub uri: String,
-    /// Bytes of the file.
-    pub len: u64,
-    /// Bytes that are present.
-    pub present: u64,
-    /// Time of its last use.
-    pub used: SystemTime,
-    pub(super) path: PathBuf,
-    complete: bool,
-}
-
-impl CachedFile {
-    /// Bytes that are still missing.
-    pub(super) fn missing_bytes(&self) -> u64 {
-        if self.complete { 0 } else { self.len.saturating_sub(self.present) }
-    }
 }
 
 /// The lock of some chunks, which this process fetches.

@@ -4,10 +4,10 @@
 //! the server responds without a body if the cached version is still current. `entry.rs` describes
 //! the files of the folder.
 
+mod cached_file;
 mod entry;
 mod source;
 
-use std::fmt::Display;
 use std::fs::{self, DirBuilder, File, Metadata};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
@@ -21,8 +21,10 @@ use crate::environment::{CACHE, CACHE_GB};
 use crate::error::{Error, Result};
 use crate::io::ReadAt;
 use crate::sys;
+use cached_file::not_cached;
+pub use cached_file::{CachedFile, NOT_CACHED};
+pub use entry::CacheEntry;
 use entry::FileVersion;
-pub use entry::{CacheEntry, CachedFile};
 use source::CacheOrigin;
 
 /// The ending of file names of entries.
@@ -52,17 +54,11 @@ pub struct Cache {
     is_required: bool,
 }
 
-/// The beginning of the reasons why a file is not cached.
-pub const NOT_CACHED: &str = "the cache in ";
-
-/// Says why a file is not cached, or not all of it.
-fn not_cached(folder: &dyn Display, uri: &str, why: &dyn Display) -> String {
-    format!("{NOT_CACHED}{folder} does not keep all of {uri}: {why}")
-}
-
 /// A source with the cache before it, or the reason why there is no cache.
 pub enum Wrapped {
+    /// The source with the cache before it.
     Cached(Arc<dyn ReadAt>),
+    /// The reason, if the caller is to be told.
     NotCached(Option<String>),
 }
 
@@ -140,7 +136,11 @@ impl Cache {
         let entry = match (opened, usable) {
             (Ok(entry), _) => entry,
             // The folder was not usable when the call began, but for a full disk.
-            (Err(_), Err(e)) if self.is_required && !is_full(&e) => return Err(self.error(e)),
+            (Err(_), Err(e)) if self.is_required && !is_full(&e) => {
+                let what =
+                    format!("{e}: pass a folder of your own in which you may write, or none");
+                return Err(self.error(io::Error::new(e.kind(), what)));
+            }
             (Err(_), Err(e)) => {
                 let why = format!("{NOT_CACHED}{} cannot be used: {e}", self.folder.display());
                 return Ok(Wrapped::NotCached(Some(why)));

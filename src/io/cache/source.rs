@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use super::cached_file::not_cached;
 use super::entry::{CacheEntry, Presence};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
@@ -331,7 +332,7 @@ impl ReadAt for CachedSource {
     fn fallback(&self) -> Option<String> {
         self.entry.disabled().map(|why| {
             let folder = self.entry.path().parent().unwrap_or(self.entry.path()).display();
-            super::not_cached(&folder, self.uri(), why)
+            not_cached(&folder, self.uri(), why)
         })
     }
 

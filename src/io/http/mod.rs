@@ -17,7 +17,7 @@ use reqwest::{
     header::{HeaderMap, LOCATION},
 };
 
-use super::cache::{CacheEntry, Wrapped};
+use super::cache::{Cache, CacheEntry, Wrapped};
 use super::{CachedHead, Capabilities, OpenOptions, OpenSibling, ReadAt, StreamSource};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -155,16 +155,8 @@ fn open_with_clients(
         tls,
         sends_ahead: first.sends_ahead.unwrap_or(tls),
     });
-    let wait_limit = options.transport.stall;
     match cache {
-        Some((cache, key)) => {
-            let server = Arc::clone(&source) as Arc<dyn ReadAt>;
-            match cache.wrap(server, &key, entry, wait_limit, cancel)? {
-                Wrapped::Cached(cached) => return Ok(cached),
-                Wrapped::NotCached(why) => *source.not_cached.lock() = why,
-            }
-            Ok(source)
-        }
+        Some((cache, key)) => source.with_cache(&cache, &key, entry, cancel),
         None => Ok(source),
     }
 }
@@ -304,6 +296,22 @@ fn display_url(url: &Url) -> String {
 }
 
 impl HttpSource {
+    /// Puts the cache before this source, or notes the reason why it does not keep the file.
+    fn with_cache(
+        self: Arc<Self>,
+        cache: &Cache,
+        key: &str,
+        latest: Option<CacheEntry>,
+        cancel: &dyn Cancel,
+    ) -> Result<Arc<dyn ReadAt>> {
+        let server = Arc::clone(&self) as Arc<dyn ReadAt>;
+        match cache.wrap(server, key, latest, self.options.transport.stall, cancel)? {
+            Wrapped::Cached(cached) => return Ok(cached),
+            Wrapped::NotCached(why) => *self.not_cached.lock() = why,
+        }
+        Ok(self)
+    }
+
     /// Requests a range; `done` is the position after the last byte that arrived.
     fn attempt(
         &self,

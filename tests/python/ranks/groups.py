@@ -548,4 +548,9 @@ def two_versions(folder):
                 made = {name: torch.full((900,), version) for name in "ab"}
                 tensorizer.save(made, path / f"v{version}/model.safetensors", max_shard_size=8000)
         dist.barrier()
-        return caught(lambda: open_collectively(members.Members.of(dist.group.WORLD), opened))
+
+        def load():
+            with members.Members.of(dist.group.WORLD) as together:
+                open_collectively(together, opened)
+
+        return caught(load)
