@@ -147,9 +147,7 @@ class OpenFile:
                     f"num_readers={num_readers}, but {self.reader.uri} can only be read by one "
                     "thread"
                 )
-            if self.reader.format == "torch":
-                self._checkpoint = Checkpoint(self.reader)
-                self.reader = self._checkpoint.reader
+            self.reader = self._unpickled(self.reader)
         except BaseException:
             self.close()
             raise
@@ -174,6 +172,13 @@ class OpenFile:
             return functools.partial(native_open, target.path, {"path": True})
         return None
 
+    def _unpickled(self, reader: Reader) -> Reader:
+        """Return the reader of a file's tensors, which the pickle names in files of torch."""
+        if reader.format != "torch":
+            return reader
+        self._checkpoint = Checkpoint(reader)
+        return self._checkpoint.reader
+
     @property
     def reader(self) -> Reader:
         """The native reader of the file; the first use of it opens all shards."""
@@ -182,10 +187,7 @@ class OpenFile:
                 raise AttributeError("reader")
             reader = self._shards.all_shards()
             reader.limit_memory(self.memory_limit)
-            if reader.format == "torch":
-                self._checkpoint = Checkpoint(reader)
-                reader = self._checkpoint.reader
-            self._reader = reader
+            self._reader = self._unpickled(reader)
         return self._reader
 
     @reader.setter
