@@ -47,11 +47,6 @@ impl TemporaryNames {
         }
     }
 
-    /// Their folder.
-    pub(super) fn folder(&self) -> &Path {
-        &self.folder
-    }
-
     /// Creates a file with an unused name.
     pub(super) fn create(&self, mode: u32) -> io::Result<(File, PathBuf)> {
         let mut ending = LOCKED_SUFFIX;

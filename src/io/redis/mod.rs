@@ -283,7 +283,9 @@ fn without_nested_files(mut keys: Vec<Vec<u8>>, prefix: &str) -> Vec<Vec<u8>> {
     };
     let nested: BTreeSet<Vec<u8>> = keys.iter().filter_map(nested_prefix).collect();
     let is_nested = |key: &[u8]| {
-        let mut ends = (own_len..key.len()).filter(|&at| key.get(at) == Some(&b':'));
+        // A name and a position follow the prefix of a file, with a colon between them.
+        let last = key.iter().rposition(|&byte| byte == b':').unwrap_or(0);
+        let mut ends = (own_len..last).filter(|&at| key.get(at) == Some(&b':'));
         ends.any(|at| key.get(..=at).is_some_and(|start| nested.contains(start)))
     };
     if !nested.is_empty() {
