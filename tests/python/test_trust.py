@@ -215,8 +215,8 @@ states.LOADS = {"vmap": lambda path: {name: tensor * 0 for name, tensor in load(
 import os, scenes, short_memory
 def load(folder):
     try:
-        # The allocator maps so many bytes from the kernel, whatever it has free.
-        bytearray(33 << 20)
+        # More than an arena of the allocator has, of which other threads have some.
+        bytearray(65 << 20)
         return scenes.by_path(folder)
     except MemoryError:
         os.abort()
