@@ -247,7 +247,7 @@ pub fn op_save(uri: &str, names: Vec<String>, tensors: &TensorList, key: Vec<u8>
         let encryption = take_key(key)?
             .map(|key| Arc::new(EncryptionOptions { key, derivation: None, manifest: false }));
         let options = SaveOptions { encryption, ..SaveOptions::default() };
-        check_tensors_name(uri)?;
+        check_tensors_name(uri, true)?;
         let tensors = to_save(&names, tensors)?;
         let to = create(uri, &OpenOptions::from_environment()?, &interrupt)?;
         save_to(to, tensors, options, &interrupt)

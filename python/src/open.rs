@@ -189,10 +189,11 @@ pub fn check_target(path: OsString) -> Outcome<()> {
     Ok(uri::check_target(Path::new(&path))?)
 }
 
-/// Refuses a name for a `.tensors` file that promises another format.
+/// Refuses a name for a `.tensors` file that promises another format; those of `torch.save` only if
+/// they are not allowed.
 #[pyfunction]
-pub fn check_tensors_name(name: OsString) -> Outcome<()> {
-    Ok(uri::check_tensors_name(&name.to_string_lossy())?)
+pub fn check_tensors_name(name: OsString, allows_torch: bool) -> Outcome<()> {
+    Ok(uri::check_tensors_name(&name.to_string_lossy(), allows_torch)?)
 }
 
 /// Returns the names of the files that a model's folder may have, in the order in which they are

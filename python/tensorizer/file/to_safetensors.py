@@ -282,6 +282,6 @@ def is_safetensors_target(uri: Any, format: str | None) -> bool:
         name = os.fsdecode(uri)
         if name.partition("?")[0].lower().endswith(EXTENSION):
             return True
-        check_tensors_name(name)
+        check_tensors_name(name, allows_torch=False)
         return False
     return format == "safetensors"

@@ -66,7 +66,7 @@ class TensorSerializer:
     Raises:
         OSError: The file cannot be created, written or, because of its folder, replaced.
         TypeError, ValueError: An argument is not one of the above, the name of the file ends like
-            those of another format (such as ``.safetensors`` or ``.pt``), or the file is encrypted
+            those of another format (such as ``.safetensors``), or the file is encrypted
             and has metadata without ``clear_metadata``. If ``memory_limit`` is less than the
             minimum, the first write raises a ``ValueError`` that states the minimum.
 
@@ -88,7 +88,7 @@ class TensorSerializer:
         if compress_tensors:
             warnings.warn("compress_tensors has no effect", stacklevel=2)
         if isinstance(file_obj, (str, bytes, os.PathLike)):
-            check_tensors_name(os.fsdecode(file_obj))
+            check_tensors_name(os.fsdecode(file_obj), allows_torch=True)
         self.compress_tensors = bool(compress_tensors)
         self.total_compressed_tensor_bytes = 0
         self.lz4_frame = None

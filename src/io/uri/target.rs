@@ -7,8 +7,9 @@ use crate::error::{Error, Result};
 use crate::io::local::FileSink;
 
 /// Endings that promise another format than `.tensors`.
-const OTHER_FORMATS: [&str; 10] =
-    ["safetensors", "safetensor", "pt", "pth", "bin", "ckpt", "gguf", "npz", "h5", "onnx"];
+const OTHER_FORMATS: [&str; 7] = ["safetensors", "safetensor", "ckpt", "gguf", "npz", "h5", "onnx"];
+/// Endings of files of `torch.save`. The serializer of tensorizer 2 wrote to such names too.
+const OF_TORCH: [&str; 3] = ["pt", "pth", "bin"];
 
 /// Begins a local file that will be `path` once it is published.
 ///
@@ -33,11 +34,13 @@ pub fn check_target(path: &Path) -> Result<()> {
 }
 
 /// Refuses a `.tensors` file under a name, a path or an address, that promises another format.
-pub fn check_tensors_name(uri: &str) -> Result<()> {
+/// `allows_torch` is for callers that tensorizer 2 had: names of `torch.save` are no error there.
+pub fn check_tensors_name(uri: &str, allows_torch: bool) -> Result<()> {
     // The query of an address is no part of its name.
     let name = if uri.contains("://") { uri.split('?').next().unwrap_or(uri) } else { uri };
     let Some((_, ending)) = name.rsplit_once('.') else { return Ok(()) };
-    if !OTHER_FORMATS.iter().any(|other| ending.eq_ignore_ascii_case(other)) {
+    let is_of = |formats: &[&str]| formats.iter().any(|other| ending.eq_ignore_ascii_case(other));
+    if !is_of(&OTHER_FORMATS) && (allows_torch || !is_of(&OF_TORCH)) {
         return Ok(());
     }
     Err(Error::InvalidArgument(format!(
@@ -94,11 +97,14 @@ mod tests {
             "m.PTH",
             "m.bin",
         ] {
-            let error = check_tensors_name(name).unwrap_err().to_string();
+            let error = check_tensors_name(name, false).unwrap_err().to_string();
             assert!(error.contains("another format"), "{error}");
         }
         for name in ["m", "m.tensors", "m.pt.tensors", "bin", "m.gguf/x", "m.binary", "", "."] {
-            assert!(check_tensors_name(name).is_ok(), "{name}");
+            assert!(check_tensors_name(name, false).is_ok(), "{name}");
+        }
+        for (name, is_torchs) in [("m.PTH", true), ("m.bin", true), ("m.npz", false)] {
+            assert_eq!(check_tensors_name(name, true).is_ok(), is_torchs, "{name}");
         }
     }
 }
