@@ -44,7 +44,7 @@ def test_http(tmp_path, no_settings_of_the_machine):
         target = load({"a": torch.zeros(1000), "step": 0}, f"{nginx.http}/c", verify_hash=True)
         assert target["step"] == 3
         assert torch.equal(target["a"], torch.arange(1000.0))
-        with fails(ValueError, "opened for reading"):
+        with pytest.raises(ValueError, match="opened for reading"):
             save({"a": torch.ones(1)}, f"{nginx.http}/c")
     finally:
         nginx.stop()

@@ -499,7 +499,9 @@ def test_threads_share_a_file(data):
 
 def test_settings_that_are_no_numbers(monkeypatch):
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "many")
-    with pytest.raises(ValueError, match="TENSORIZER_ATTEMPTS must be a whole number: attempts"):
+    with pytest.raises(
+        ValueError, match="TENSORIZER_ATTEMPTS must be a whole number of at least 1: attempts"
+    ):
         open_stream("http://127.0.0.1:1/")
 
 
@@ -509,7 +511,7 @@ import tensorizer
 from tensorizer._C import forget_environment
 
 os.environ.update(AWS_EC2_METADATA_DISABLED="true", AWS_ACCESS_KEY_ID="k",
-                  AWS_SECRET_ACCESS_KEY="s", AWS_ENDPOINT_URL="http://127.0.0.1:1")
+                  AWS_SECRET_ACCESS_KEY="s-hu5hw0rd", AWS_ENDPOINT_URL="http://127.0.0.1:1")
 forget_environment()
 connects = ctypes.CDLL(None).refused_connects
 connects.restype = ctypes.c_long

@@ -198,7 +198,7 @@ def test_tensors_without_data_count_in_what_is_read_ahead(tmp_path):
     )
     code = PEAK.replace("assert tensor[0] == float(name) == tensor[-1]", "assert not tensor.any()")
     env = os.environ | {"TENSORIZER_FAKE_DEVICE": "5"}
-    done = run_python(code, path, 1 << 20, "file", env=env)
+    done = run_python(code, path, "buffer_bytes", 1 << 20, "file", env=env)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) <= 400 << 20
 

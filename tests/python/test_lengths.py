@@ -281,7 +281,10 @@ except MemoryError:
 def test_a_tensor_of_more_than_64_dimensions_is_refused_when_it_is_saved(tmp_path, name):
     tensorizer.save({"a": torch.ones((1,) * 64)}, tmp_path / name)
     before = (tmp_path / name).read_bytes()
-    for save in (tensorizer.save, lambda state, path: torch.ops.tensorizer.save(str(path), state)):
+    saves = [tensorizer.save]
+    if name == "f.tensors":  # the only format of the operator
+        saves.append(lambda state, path: torch.ops.tensorizer.save(str(path), state))
+    for save in saves:
         with pytest.raises((ValueError, RuntimeError), match="at most 64 dimensions, found 65"):
             save({"a": torch.ones((1,) * 65)}, tmp_path / name)
     assert (tmp_path / name).read_bytes() == before

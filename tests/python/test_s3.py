@@ -153,7 +153,7 @@ def test_errors(s3):
             open_stream(address, **options)
     with pytest.raises(ValueError, match="Non-HTTPS endpoint URLs are not allowed"):
         open_stream("s3://bucket/key", s3_endpoint=f"http://{s3}", **KEY)
-    with pytest.raises(ValueError, match="needs its secret key"):
+    with pytest.raises(ValueError, match="half a pair of keys was given: s3_secret_access_key="):
         open_stream("s3://bucket/key", s3_access_key_id="key", s3_endpoint=s3)
     with pytest.raises(ValueError, match="'s3' is not supported, only 'v4' is"):
         open_stream("s3://bucket/key", s3_signature_version="s3", **options)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import secret_words
 import tensorizer
 import torch
 from conftest import COMMAND, assert_same
@@ -134,7 +135,7 @@ SIGNS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_PROFILE": "other",
     "AWS_ROLE_ARN": "arn",
-    "AWS_WEB_IDENTITY_TOKEN_FILE": "/token",
+    "AWS_WEB_IDENTITY_TOKEN_FILE": secret_words.word("/token"),
     "AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:1/",
     "profile": "region",
 }
@@ -189,7 +190,11 @@ def test_the_public_bucket_is_read_from_the_old_host(internet, use, options):
 @pytest.mark.parametrize(
     "case",
     [
-        ({"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCES_KEY": "s"}, {}, "AWS_SECRET_ACCESS_KEY"),
+        (
+            {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCES_KEY": "s-hu5hw0rd"},
+            {},
+            "AWS_SECRET_ACCESS_KEY",
+        ),
         ({"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": ""}, {}, "AWS_SECRET_ACCESS_KEY"),
         ({"AWS_SECRET_ACCESS_KEY": "secret-hu5hw0rd"}, {}, "AWS_ACCESS_KEY_ID"),
         ({}, {"s3_access_key_id": "k"}, "s3_secret_access_key="),

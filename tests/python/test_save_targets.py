@@ -97,6 +97,11 @@ def test_an_empty_file_is_empty_again_after_a_failed_save(suffix, tmp_path):
     with pytest.raises(NotImplementedError):
         tensorizer.save(failing(), path)
     assert path.stat().st_size == 0
+
+
+def test_two_saves_of_one_empty_file_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "f"
+    path.touch()
     serializer = tensorizer.TensorSerializer(path)
     serializer.write_tensor(0, "new", 0, torch.ones(3))
     tensorizer.save(NEW, path)  # the other one is not disturbed, and neither is this
