@@ -42,7 +42,9 @@ impl ChunkHashes {
 fn hash(bytes: &[IoSlice<'_>]) -> [u8; HASH_LEN] {
     let mut sha = Sha256::default();
     bytes.iter().for_each(|part| sha.update(part));
-    sha.finish().first_chunk().copied().unwrap_or_default()
+    let mut half = [0; HASH_LEN];
+    half.copy_from_slice(sha.finish().split_at(HASH_LEN).0);
+    half
 }
 
 /// A file that was compared with a checksum.
