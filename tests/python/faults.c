@@ -15,6 +15,7 @@
 //   FAULT_SYNC_AFTER     so many folders are synced before that
 //   FAULT_FLIP_AT        the byte of a file at this position is written with its lowest bit flipped
 //   FAULT_CONNECT        the error number of connecting to a server
+//   FAULT_FUSE           every file is said to be on a FUSE file system
 //   FAULT_SLOW_NAMES     the resolution of names never ends
 //   FAULT_NOTES          a file that gets the name of each variable that is looked up without the
 //                        GIL, while another thread may be changing os.environ
@@ -32,6 +33,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #define TEXT 4096
@@ -39,7 +41,7 @@
 static char kill_before[TEXT], kill_after[TEXT], notes[TEXT];
 static long kill_at = -1, flip_at = -1, sync_after;
 static int tmpfile_error, flock_error, chmod_error, link_error, sync_error, spares_probes, slow_names;
-static int connect_error;
+static int connect_error, fuse;
 static atomic_long steps, synced_folders, bytes, connects;
 
 // The call of the system, looked up once.
@@ -76,6 +78,7 @@ void read_faults(void) {
   sync_error = (int)read_number("FAULT_SYNC", 0);
   spares_probes = (int)read_number("FAULT_SPARES_PROBES", 0);
   slow_names = (int)read_number("FAULT_SLOW_NAMES", 0);
+  fuse = (int)read_number("FAULT_FUSE", 0);
   connect_error = (int)read_number("FAULT_CONNECT", 0);
   steps = synced_folders = bytes = 0;
 }
@@ -113,6 +116,13 @@ static int fails(int error) {
   }
 OPEN(open)
 OPEN(open64)
+
+int fstatfs(int descriptor, struct statfs* found) {
+  REAL(fstatfs, int, int, struct statfs*);
+  int result = real(descriptor, found);
+  if (fuse) found->f_type = 0x65735546;
+  return result;
+}
 
 int fchmod(int descriptor, mode_t mode) {
   REAL(fchmod, int, int, mode_t);

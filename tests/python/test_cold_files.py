@@ -56,6 +56,20 @@ def loaded(path, **options):
     return found, tensorizer.stats()["reading"], cold.bytes_from_disk() - before
 
 
+ON_FUSE = """
+import sys, tensorizer
+tensorizer.load(sys.argv[1], "cpu")
+print(tensorizer.stats()["reading"])
+"""
+
+
+def test_files_on_fuse_are_read_without_io_uring(path, with_faults):
+    """With FUSE, kernels fill the rest of a short read with wrong bytes."""
+    cold.forget(path)
+    done = run_python(ON_FUSE, path, env=with_faults(FUSE=1))
+    assert done.stdout == "direct reads\n", done.stderr
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"num_readers": 1}, {"verify_hash": "crc32"}, {"verify_hash": True}]
 )
