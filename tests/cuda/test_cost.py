@@ -44,7 +44,9 @@ def counted(path, count, size, **settings):
 def check(calls, buffers, copies):
     # Calls that do not depend on the size: two streams wait for the consumer before and after.
     fixed = 16
-    assert calls["cuStreamCreate"] == calls["cuMemHostRegister"] == 0
+    assert calls["cuStreamCreate"] == 0
+    # If more buffers are waited for than by the first load, one more block of them is pinned.
+    assert calls["cuMemHostRegister"] <= 1
     # Events order the streams, and tell when a block's memory is free again.
     assert calls["cuEventCreate"] <= 12
     assert calls["cuEventRecord"] <= buffers + fixed

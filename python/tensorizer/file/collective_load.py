@@ -104,7 +104,8 @@ class _FileSummary(NamedTuple):
 def _summary(file: TensorFile) -> _FileSummary:
     reader = file.reader
     machine = _machine() if file.is_local else None
-    files, paths = reader.files(), ()
+    files = reader.files()
+    paths: tuple[str, ...] = ()
     namespace = Path("/proc/self/ns/mnt")
     if machine is not None and namespace.exists() and not any(map(is_address, files)):
         root = Path("/").stat()
