@@ -410,7 +410,11 @@ def test_no_temporary_file(moto, key):
     check(key, {"a": torch.zeros(3_000_000)})
 
 
-def test_peak_memory(moto, key):
+def test_peak_memory(moto, key, monkeypatch):
+    # Joining 400 MB takes moto seconds on a busy machine, and it answers a second request to
+    # complete an upload with 500.
+    monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "60")
+    monkeypatch.setenv("TENSORIZER_TOTAL_SECONDS", "120")
     code = CODE + (
         "def peak(): return next(int(l.split()[1]) for l in open('/proc/self/status')"
         " if l.startswith('VmHWM')) << 10\n"
