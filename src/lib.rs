@@ -143,6 +143,10 @@ pub use sys::cpu_count;
 pub use sys::fork_safe_mutex::ForkSafeMutex;
 #[doc(hidden)]
 pub use sys::process::{DropInOwner, OwnerProcess, PerProcess};
+#[doc(hidden)]
+pub use sys::sync::unpoisoned;
+#[doc(hidden)]
+pub use sys::to_usize;
 
 /// Initialises a library while it is loaded, before there are threads. Otherwise the process might
 /// be forked while a thread does this at the first use.

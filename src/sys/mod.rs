@@ -31,6 +31,14 @@ pub use range_locks::{
     try_lock_exclusive, try_lock_range, try_lock_shared, unlock_range,
 };
 
+const _: () = assert!(usize::BITS == u64::BITS, "tensorizer needs a 64-bit system");
+
+/// A length or a position in memory: `usize` has 64 bits, as asserted above.
+#[allow(clippy::cast_possible_truncation)]
+pub const fn to_usize(number: u64) -> usize {
+    number as usize
+}
+
 /// The maximum number of buffers in one vectored call (`UIO_MAXIOV` of Linux).
 pub const MAX_VECTORS: usize = 1024;
 

@@ -4,6 +4,8 @@
 #[cfg(all(test, feature = "models"))]
 mod modelled;
 
+use std::sync::{LockResult, PoisonError};
+
 #[cfg(not(all(test, feature = "models")))]
 pub use super::cpu_time;
 #[cfg(all(test, feature = "models"))]
@@ -14,3 +16,9 @@ pub use std::sync::{Condvar, Mutex, MutexGuard, atomic, mpsc};
 pub use std::thread;
 #[cfg(not(all(test, feature = "models")))]
 pub use std::time::Instant;
+
+/// The guard of a lock, or the value in it, even if a thread has panicked while it held the lock:
+/// that panic is reported where it happened.
+pub fn unpoisoned<T>(locked: LockResult<T>) -> T {
+    locked.unwrap_or_else(PoisonError::into_inner)
+}
