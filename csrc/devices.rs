@@ -9,7 +9,7 @@ use tensorizer::environment::GDS;
 use tensorizer::error::{Error, Result};
 use tensorizer::mem::pinned::Pool;
 use tensorizer::stats::Counters;
-use tensorizer::{Destination, DestinationDevice, DeviceLoad, LoadOptions};
+use tensorizer::{DestinationDevice, DeviceLoad, DeviceMemoryBlocks, LoadOptions};
 
 use crate::torch::{self, thrown};
 
@@ -92,7 +92,8 @@ impl CallDevices {
             Ok(DestinationDevice { device, consumer: *consumer, pool: Pool::of(device)? })
         });
         let devices = devices.collect::<Result<Vec<_>>>()?;
-        let to = Destination { devices: &devices, memory, direct_storage: GDS.value()? != 0 };
+        let to =
+            DeviceMemoryBlocks { devices: &devices, memory, direct_storage: GDS.value()? != 0 };
         planned.run(&to, options, counters, cancel, allocate)
     }
 }

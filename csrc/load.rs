@@ -126,7 +126,7 @@ fn load_on_devices(
     let OnDevices { tensors: headers, blocks, streams } =
         into_new_blocks(file, &planned, &starts, devices, (options, counters, cancel))?;
     let mut loaded = Vec::with_capacity(part.positions.len());
-    let tensors = part.positions.iter().zip(&part.numbers).zip(of.iter().zip(planned.locations()?));
+    let tensors = part.positions.iter().zip(&part.numbers).zip(of.iter().zip(planned.locations()));
     for (((&at, &number), (&device, block_location)), header) in tensors.zip(headers) {
         let start = starts.get(device).copied().unwrap_or(0);
         let location = match file.entry(number)?.is_meta() {
@@ -153,7 +153,7 @@ fn into_new_blocks(
     devices: &CallDevices,
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
 ) -> Result<OnDevices<CompactHeader>> {
-    let lens = planned.block_lens()?;
+    let lens = planned.block_lens();
     let blocks = DeviceBlocks::new(lens.len())?;
     let mut allocations: Vec<Allocation<'_>> = Vec::new();
     for (at, found) in devices.devices.iter().enumerate() {

@@ -101,7 +101,7 @@ pub use api::archive::PickledTensor;
 pub use api::catalog_part::Opening;
 #[doc(hidden)]
 pub use api::device::DeviceLoad;
-pub use api::device_upload::{Destination, DestinationDevice};
+pub use api::device::{DestinationDevice, DeviceMemoryBlocks};
 pub use api::file::TensorFile;
 #[doc(hidden)]
 pub use api::headers::read_headers;
@@ -113,7 +113,6 @@ pub use api::iterate::{IterateOptions, Order, Tensors};
 pub use api::load::{load, load_into};
 #[doc(hidden)]
 pub use api::load::{load_counted, load_into_uninit};
-pub use api::load_options::LoadOptions;
 pub use api::save::Writer;
 pub use api::save_all::{save, save_to};
 pub use api::save_options::{IdentitySource, SaveOptions, SaveTensor};
@@ -129,6 +128,7 @@ pub use codec::CompactHeader;
 #[doc(inline)]
 pub use codec::crypt;
 pub use codec::hash::Verify;
+pub use engine::load_options::LoadOptions;
 pub use engine::write::{HostCopy, TensorData};
 pub use error::{Error, Result};
 pub use format::tensors::header::Hashes;

@@ -1,24 +1,25 @@
 //! Archives of `torch.save`: their records as entries, and the tensors in them that a pickle names.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use super::catalog_part::{CatalogPart, Opening, malformed, read_growing};
 use super::file::TensorFile;
+use super::reads::{Run, drain};
 use crate::cancel::Cancel;
-use crate::codec::hash::{Digests, Verify};
-use crate::engine::plan::Extent;
-use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
-use crate::engine::target::host::HostTarget;
+use crate::codec::TensorCodec;
+use crate::engine::destination::host::{HostDestination, TensorMemory};
+use crate::engine::load_options::LoadOptions;
+use crate::engine::plan::{Extent, ExtentUse, ReadPlan};
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect, try_collect_results};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, Format, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::torch_zip::{self, Record, TAIL_LEN};
 use crate::io::ReadAt;
-use crate::memory_limit::MemoryLimit;
+use crate::mem::{SliceRemainder, as_uninit};
 use crate::stats::Counters;
+use crate::sys::to_usize;
 
 /// Number of concurrent requests for local headers. Each has a full latency, although it returns
 /// few bytes.
@@ -51,7 +52,7 @@ pub fn read_archive(
     let size = size.saturating_sub(base);
     let records = read_directory(&*source, base, size, opening.cancel)?;
     let readers = (!source.is_local()).then_some((REQUESTS / at_once.max(1)).max(1));
-    let positions = read_headers(&*source, base, &records, readers, opening.cancel)?;
+    let positions = read_headers(&source, base, &records, readers, opening.cancel)?;
     // Names begin with the archive's folder, which `torch.save` names after the file.
     let folder = |name: &str| name.find('/').map_or(0, |at| at + 1);
     let entries = records.0.iter().zip(positions).map(|(record, data_offset)| {
@@ -72,7 +73,7 @@ pub fn read_archive(
             strided: false,
         })
     });
-    let entries = try_collect_results(entries, LISTS)?;
+    let entries = entries.collect::<Result<Vec<_>>>()?;
     let format = Format::TorchZip;
     Ok(CatalogPart { source, format, head: None, entries, metadata: None })
 }
@@ -113,66 +114,39 @@ fn read_directory(
 
 /// Reads the local headers of records, and returns the positions of their data.
 fn read_headers(
-    source: &dyn ReadAt,
+    source: &Arc<dyn ReadAt>,
     base: u64,
-    records: &ArchiveRecords,
+    (records, directory): &ArchiveRecords,
     readers: Option<usize>,
     cancel: &dyn Cancel,
 ) -> Result<Vec<u64>> {
-    let extents = records.0.iter().map(|record| {
-        let header_offset = base.saturating_add(record.header_at);
-        let data_offset = header_offset.saturating_add(record.header_len());
-        Extent { file: 0, header_offset, data_offset, data_len: 0 }
-    });
-    let extents = try_collect(extents, LISTS)?;
-    let found = try_collect(extents.iter().map(|_| OnceLock::new()), LISTS)?;
-    let headers = LocalHeaders { uri: source.uri(), base, records, found: &found };
-    let reading = ReadRequest {
-        files: &[source],
-        extents: &extents,
-        codec: &headers,
-        verify: Verify::Nothing,
-        decrypts: false,
-        readers,
-        memory: MemoryLimit::default(),
-        shares_cache: false,
-        receiver: None,
-    };
-    read(&reading, &mut HostTarget::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
-    let positions = found.into_iter().map(|found| {
-        let at =
-            found.into_inner().ok_or_else(|| Error::Bug("a header was not read".to_owned()))?;
+    let mut plan = ReadPlan::new(&[], &[], false);
+    for (tensor, record) in records.iter().enumerate() {
+        let offset = base.saturating_add(record.header_at);
+        let data_len = record.header_len();
+        let extent = Extent { file: 0, header_offset: offset, data_offset: offset, data_len };
+        let tensors = tensor..tensor + 1;
+        plan.push(extent, ExtentUse { tensors, start: 0, gathered: false });
+    }
+    let lens = records.iter().map(|record| to_usize(record.header_len()));
+    let mut headers = vec![0; lens.clone().sum()];
+    let mut rest = SliceRemainder::new(&mut *headers);
+    let memory = lens.clone().map(|len| Ok(SliceRemainder::new(as_uninit(rest.next(len)?))));
+    let memory = TensorMemory::Lent(memory.collect::<Result<_>>()?);
+    let options = LoadOptions { readers, ..LoadOptions::default() };
+    let counters = Counters::default();
+    let codec = TensorCodec::none(source.uri());
+    let to = (HostDestination::new(memory, Vec::new()), None);
+    let run = Run::new(&options, &counters, cancel);
+    drain((std::slice::from_ref(source), &plan), &codec, to, &run, &mut || Ok(false))?;
+    let mut rest = &*headers;
+    let positions = records.iter().zip(lens).enumerate().map(|(number, (record, len))| {
+        let end = records.get(number + 1).map_or(*directory, |next| next.header_at);
+        let raw = rest.split_off(..len).unwrap_or(&[]);
+        let at = record.data_at(raw, end, base).map_err(|e| e.in_file(source.uri()))?;
         Ok(base.saturating_add(at))
     });
-    try_collect_results(positions, LISTS)
-}
-
-/// The codec of a read of local headers only.
-struct LocalHeaders<'r> {
-    uri: &'r str,
-    base: u64,
-    records: &'r ArchiveRecords,
-    found: &'r [OnceLock<u64>],
-}
-
-impl Codec for LocalHeaders<'_> {
-    fn header(&self, number: usize, raw: &[u8], _cancel: &dyn Cancel) -> Result<HeaderInfo> {
-        let bug = || Error::Bug(format!("no record {number}"));
-        let (records, directory) = self.records;
-        let record = records.get(number).ok_or_else(bug)?;
-        let end = records.get(number + 1).map_or(*directory, |next| next.header_at);
-        let at = record.data_at(raw, end, self.base).map_err(|e| e.in_file(self.uri))?;
-        self.found.get(number).ok_or_else(bug)?.get_or_init(|| at);
-        Ok(HeaderInfo { covered: Vec::new(), in_chunks: true })
-    }
-
-    fn decrypt(&self, _: usize, _: u64, _: &mut [u8], _: &dyn Cancel) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn compare(&self, _: usize, _: &Digests) -> Result<()> {
-        Ok(())
-    }
+    positions.collect()
 }
 
 /// A tensor that a pickle names.
@@ -197,7 +171,7 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn pickled(&self, tensors: Vec<PickledTensor>) -> Result<Self> {
         let entries = tensors.into_iter().map(|tensor| self.pickled_entry(tensor));
-        self.with_entries(try_collect_results(entries, LISTS)?).map_err(|error| match error {
+        self.with_entries(entries.collect::<Result<Vec<_>>>()?).map_err(|error| match error {
             Error::InvalidArgument(what) => malformed(self.uri(), what),
             other => other,
         })

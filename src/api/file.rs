@@ -9,7 +9,7 @@ use super::verified_source::HubVerification;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Escaped, Result};
-use crate::fallible::{LISTS, out_of_memory, try_collect, try_collect_results};
+use crate::fallible::{LISTS, out_of_memory};
 use crate::format::catalog::{Catalog, Entry, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::tensors::identity::FileIdentity;
@@ -47,6 +47,9 @@ pub(super) struct TensorsFileState {
     /// The tags that headers must have, by stored name. Set once the manifest was verified.
     pub verified_manifest: OnceLock<(Manifest, HashMap<String, HeaderTag>)>,
     pub key_fits: AtomicBool,
+    /// Set once a tensor was found that is encrypted in one piece longer than usual: then the data
+    /// of tensors are not cut.
+    pub long_pieces: AtomicBool,
 }
 
 impl TensorFile {
@@ -219,6 +222,16 @@ impl TensorFile {
         }
     }
 
+    /// The mark of a `.tensors` file that some of its tensors are encrypted in one long piece.
+    pub(super) fn long_pieces(&self) -> Option<&AtomicBool> {
+        self.tensors_state.as_ref().map(|state| &state.long_pieces)
+    }
+
+    /// True if some of its tensors were found to be encrypted in one long piece.
+    pub(super) fn has_long_pieces(&self) -> bool {
+        self.long_pieces().is_some_and(|long_pieces| long_pieces.load(Ordering::Relaxed))
+    }
+
     pub(super) fn manifest_mismatch(&self) -> Error {
         Error::Crypt(format!(
             "the manifest of `{}` does not match: wrong key, or names, shapes, order, hashes or \
@@ -339,7 +352,7 @@ impl TensorFile {
             return Ok(head.clone());
         }
         let entries = numbers.iter().map(|&number| self.entry(number).cloned());
-        let entries = try_collect_results(entries, LISTS)?;
+        let entries = entries.collect::<Result<Vec<_>>>()?;
         let prologue = Prologue {
             tensor_bytes: entries
                 .iter()
@@ -355,7 +368,7 @@ impl TensorFile {
         let pairs = self.metadata()?.unwrap_or(&[]);
         let metadata = metadata::encode(pairs, self.uri())?;
         trailer::write(block.get_mut(used..).unwrap_or(&mut []), &metadata, identity)?;
-        try_collect(prologue.encode().into_iter().chain(block), "a head")
+        Ok(prologue.encode().into_iter().chain(block).collect())
     }
 
     /// Reads bytes of the file as they are.

@@ -10,7 +10,7 @@ use super::file::{TensorFile, TensorsFileState};
 use crate::cancel::Cancel;
 use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::error::{Error, Result};
-use crate::fallible::{try_collect, try_extend, try_zeroed};
+use crate::fallible::{try_extend, try_zeroed};
 use crate::format::catalog::{Catalog, Format};
 use crate::format::name_tree::NameTree;
 use crate::format::safetensors::{self, LENGTH_LEN};
@@ -202,13 +202,12 @@ impl FileHead {
         let tensors_state = TensorsFileState {
             base,
             prologue,
-            head: sealed
-                .then(|| try_collect(bytes.into_iter().chain(block), "a manifest"))
-                .transpose()?,
+            head: sealed.then(|| Ok(bytes.into_iter().chain(block).collect())).transpose()?,
             identity,
             decryption: OnceLock::new(),
             verified_manifest: OnceLock::new(),
             key_fits: AtomicBool::new(false),
+            long_pieces: AtomicBool::new(false),
         };
         let metadata = metadata.map(|pairs| (!pairs.is_empty()).then_some(pairs));
         let (format, entries, metadata) = (Format::Tensors, Arc::new(entries), Arc::new(metadata));

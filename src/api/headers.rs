@@ -1,141 +1,46 @@
-//! Headers of tensors, which the read engine passes to the codec of their format.
-
-use std::sync::OnceLock;
+//! Headers of tensors, and the codec of a call's tensors.
 
 use super::file::TensorFile;
+use super::reads::{Run, drain};
 use super::selection::Selection;
 use crate::cancel::Cancel;
-use crate::codec::CompactHeader;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::decrypt::{Decryptor, cipher, decryption_failed};
-use crate::codec::hash::{Digests, Verify};
-use crate::engine::read::{Codec, HeaderInfo, ReadRequest, read};
-use crate::engine::target::host::HostTarget;
-use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect, try_collect_results, try_zeroed};
-use crate::format::catalog::Entry;
+use crate::codec::hash::Verify;
+use crate::codec::{CodecTensors, CompactHeader, HeaderCallback, TensorCodec};
+use crate::engine::destination::host::HostDestination;
+use crate::engine::load_options::LoadOptions;
+use crate::engine::plan::{ExtentUse, ReadPlan};
+use crate::error::Result;
+use crate::fallible::try_zeroed;
 use crate::format::tensors::header::TensorHeader;
-use crate::io::{ReadAt, as_refs, read_exact_at};
+use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
-use crate::memory_limit::MemoryLimit;
 use crate::stats::Counters;
+use crate::sys::to_usize;
 
-/// A callback for whole headers, each with the position of its tensor in the caller's order. They
-/// come in any order.
-pub type HeaderCallback<'s> = &'s (dyn Fn(usize, &TensorHeader<'_>) -> Result<()> + Sync);
-
-/// The codec of a `.tensors` file, for the tensors of one call.
-pub struct HeaderCodec<'s> {
+/// Returns the codec of a selection's tensors. `uncut`: their data are never cut. `on_header` is
+/// called with each header.
+pub fn tensor_codec<'s>(
     selection: &'s Selection<'s>,
     verify: Verify,
-    decryptor: Option<Decryptor<'s>>,
-    compact_headers: Vec<OnceLock<CompactHeader>>,
+    uncut: bool,
     on_header: HeaderCallback<'s>,
-}
-
-impl<'s> HeaderCodec<'s> {
-    /// Makes the codec of a load. `on_header` is called with each header.
-    pub fn new(
-        selection: &'s Selection<'s>,
-        verify: Verify,
-        on_header: HeaderCallback<'s>,
-    ) -> Result<Self> {
-        let file = selection.file;
-        let decryptor = file
-            .decryption()
-            .map(|options| Decryptor::new(options, file.uri(), &selection.entries))
-            .transpose()?;
-        let compact_headers = selection.entries.iter().map(|entry| match entry.header_offset {
-            at if at == entry.data_offset => OnceLock::from(CompactHeader::none()),
-            _ => OnceLock::new(),
-        });
-        let compact_headers = try_collect(compact_headers, LISTS)?;
-        Ok(HeaderCodec { selection, verify, decryptor, compact_headers, on_header })
-    }
-
-    /// True if data are decrypted.
-    pub fn decrypts(&self) -> bool {
-        self.decryptor.is_some()
-    }
-
-    fn entry(&self, tensor: usize) -> Result<&'s Entry> {
-        let entry = self.selection.entries.get(tensor).copied();
-        entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
-    }
-
-    fn compact_header(&self, tensor: usize) -> Result<&CompactHeader> {
-        let compact = self.compact_headers.get(tensor).and_then(OnceLock::get);
-        compact.ok_or_else(|| Error::Bug(format!("no header {tensor}")))
-    }
-
-    /// Decrypts and verifies all data of a tensor whose header has arrived.
-    pub fn decrypt_and_verify(
-        &self,
-        tensor: usize,
-        bytes: &mut [u8],
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
-        if let Some(decryptor) = &self.decryptor {
-            decryptor.decrypt_whole(tensor, bytes, cancel)?;
-        }
-        if self.verify == Verify::Nothing {
-            return Ok(());
-        }
-        let mut hash = self.compact_header(tensor)?.start_hash();
-        hash.update_large(bytes, cancel)?;
-        self.compare(tensor, &hash.finish())
-    }
-
-    /// Returns the retained part of each header, in the caller's order.
-    pub fn into_headers(self) -> Result<Vec<CompactHeader>> {
-        let compact = self.compact_headers.into_iter().zip(&self.selection.entries).map(
-            |(compact, entry)| {
-                let compact = compact.into_inner();
-                compact.ok_or_else(|| Error::Bug(format!("tensor `{}` was not read", entry.name)))
-            },
-        );
-        self.selection.to_caller_order(try_collect_results(compact, LISTS)?)
-    }
-}
-
-impl Codec for HeaderCodec<'_> {
-    fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<HeaderInfo> {
-        let (file, entry) = (self.selection.file, self.entry(tensor)?);
-        file.check_header(entry, raw)?;
-        let header = TensorHeader::parse(raw, entry, file.is_encrypted())
-            .map_err(|e| e.in_file(file.uri()))?;
-        let position = self.selection.order().get(tensor);
-        (self.on_header)(
-            *position.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?,
-            &header,
-        )?;
-        let in_chunks = match &self.decryptor {
-            Some(decryptor) => decryptor.add_header(tensor, &header, cancel)?,
-            None => true,
-        };
-        let (compact, covered) = CompactHeader::of(&header, self.verify != Verify::Nothing);
-        let slot = self.compact_headers.get(tensor);
-        slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| compact);
-        Ok(HeaderInfo { covered, in_chunks })
-    }
-
-    fn decrypt(
-        &self,
-        tensor: usize,
-        start: u64,
-        bytes: &mut [u8],
-        cancel: &dyn Cancel,
-    ) -> Result<bool> {
-        match &self.decryptor {
-            Some(decryptor) => decryptor.decrypt_chunk(tensor, start, bytes, cancel),
-            None => Ok(true),
-        }
-    }
-
-    fn compare(&self, tensor: usize, digests: &Digests) -> Result<()> {
-        let entry = self.entry(tensor)?;
-        self.compact_header(tensor)?.verify(digests, entry, self.selection.file.uri(), self.verify)
-    }
+) -> TensorCodec<'s> {
+    let (file, entries) = (selection.file, &*selection.entries);
+    let long_pieces = file.decryption().zip(file.long_pieces());
+    let decryptor = long_pieces.map(|(options, long_pieces)| {
+        Decryptor::new(options, (file.uri(), entries), (uncut, long_pieces))
+    });
+    TensorCodec::new(CodecTensors {
+        uri: file.uri(),
+        entries,
+        verify,
+        encrypted: file.is_encrypted(),
+        decryptor,
+        check: Box::new(|entry, raw| file.check_header(entry, raw)),
+        on_header,
+    })
 }
 
 /// Reads only the headers of tensors, given by number.
@@ -148,41 +53,41 @@ pub fn read_headers(
 }
 
 /// Reads headers as [`read_headers`] does, and passes each to `on_header` as a whole while it is in
-/// memory. If a local copy of the file is damaged, headers are passed once more.
+/// memory, with the position of its number in `numbers`. If a local copy of the file is damaged,
+/// headers are passed once more.
 pub fn visit_headers(
     file: &TensorFile,
     numbers: &[usize],
     cancel: &dyn Cancel,
     on_header: HeaderCallback<'_>,
 ) -> Result<Vec<CompactHeader>> {
-    file.with_intact_copies(cancel, || visit_headers_once(file, numbers, cancel, on_header))
-}
-
-/// The same for a caller that handles damaged copies itself: each header is passed once.
-pub fn visit_headers_once(
-    file: &TensorFile,
-    numbers: &[usize],
-    cancel: &dyn Cancel,
-    on_header: HeaderCallback<'_>,
-) -> Result<Vec<CompactHeader>> {
     let selection = Selection::new(file, numbers)?;
-    let mut extents = selection.extents()?;
-    extents.iter_mut().for_each(|extent| extent.data_len = 0);
-    let (sources, headers) =
-        (file.sources(), HeaderCodec::new(&selection, Verify::Nothing, on_header)?);
-    let reading = ReadRequest {
-        files: &as_refs(&sources),
-        extents: &extents,
-        codec: &headers,
-        verify: Verify::Nothing,
-        decrypts: false,
-        readers: None,
-        memory: MemoryLimit::default(),
-        shares_cache: false,
-        receiver: None,
+    let on_header = |tensor: usize, header: &TensorHeader<'_>| {
+        on_header(selection.order().get(tensor).copied().unwrap_or(tensor), header)
     };
-    read(&reading, &mut HostTarget::new(Vec::new(), Vec::new()), &Counters::default(), cancel)?;
-    headers.into_headers()
+    file.with_intact_copies(cancel, || {
+        let mut plan = ReadPlan::new(&[], &[], false);
+        for (tensor, mut extent) in selection.extents().into_iter().enumerate() {
+            extent.data_len = 0;
+            let tensors = tensor..tensor + 1;
+            plan.push(extent, ExtentUse { tensors, start: 0, gathered: false });
+        }
+        // Headers are taken as they are: their data are not decrypted here.
+        let codec = TensorCodec::new(CodecTensors {
+            uri: file.uri(),
+            entries: &selection.entries,
+            verify: Verify::Nothing,
+            encrypted: file.is_encrypted(),
+            decryptor: None,
+            check: Box::new(|entry, raw| file.check_header(entry, raw)),
+            on_header: &on_header,
+        });
+        let (options, counters) = (LoadOptions::default(), Counters::default());
+        let run = Run::new(&options, &counters, cancel);
+        let to = (HostDestination::none(), None);
+        drain((&file.sources(), &plan), &codec, to, &run, &mut || Ok(false))?;
+        Ok(selection.to_caller_order(codec.into_headers()?))
+    })
 }
 
 /// Decrypts the first piece of the smallest tensor, so that a wrong key is found before everything
@@ -195,8 +100,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
         // The source can be read only once.
         return Ok(());
     }
-    // Slices are left out: their entries have the slice's shape, and their headers that of the
-    // whole tensor.
+    // Slices are left out: a piece of them may be long compared with what is read.
     let sealed = selection.entries.iter();
     let sealed = sealed.filter(|entry| entry.data_len > 0 && entry.whole.is_none());
     let Some(entry) = sealed.min_by_key(|entry| entry.data_len) else { return Ok(()) };
@@ -220,9 +124,8 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
 }
 
 fn read_range(source: &dyn ReadAt, start: u64, end: u64, cancel: &dyn Cancel) -> Result<Box<[u8]>> {
-    let len = usize::try_from(end.saturating_sub(start)).unwrap_or(usize::MAX);
     let what = || "tensors".to_owned();
-    let mut bytes = try_zeroed(len, what)?;
+    let mut bytes = try_zeroed(to_usize(end.saturating_sub(start)), what)?;
     read_exact_at(source, start, &mut Buffers::from_slice(&mut bytes), &what, cancel)?;
     Ok(bytes)
 }

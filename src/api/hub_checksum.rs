@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use super::file::TensorFile;
-use super::load_options::LoadOptions;
 use super::verified_source::{CHUNK, ChunkHashes, ComparedFile, ComparedFiles, VerifiedSource};
 use crate::cancel::{Cancel, POLL};
 use crate::codec::hash::Verify;
 use crate::codec::sha256::Sha256;
+use crate::engine::load_options::LoadOptions;
 use crate::engine::worker_range;
 use crate::engine::workers::{self, Control, WorkerRange};
 use crate::error::{Error, Result};

@@ -9,12 +9,22 @@ use crate::error::{Error, Result};
 use crate::io::ReadAt;
 
 impl TensorFile {
-    /// Runs some work on its files. See [`with_intact_copies`].
+    /// Runs some work on its files. See [`with_intact_copies`]. Work that has found a tensor whose
+    /// data must not be cut runs again, and cuts none.
     pub(super) fn with_intact_copies<T>(
         &self,
         cancel: &dyn Cancel,
-        work: impl FnMut() -> Result<T>,
+        mut work: impl FnMut() -> Result<T>,
     ) -> Result<T> {
+        let work = || {
+            let uncut = self.has_long_pieces();
+            match work() {
+                Err(Error::Crypt(_)) if uncut != self.has_long_pieces() && self.is_seekable() => {
+                    work()
+                }
+                done => done,
+            }
+        };
         with_intact_copies(&|error| self.suspects(error), cancel, work)
     }
 

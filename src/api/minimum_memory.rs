@@ -1,8 +1,8 @@
 //! The minimum memory limit with which a file can be read.
 
 use super::file::TensorFile;
+use crate::engine::destination::gather;
 use crate::engine::page_cache;
-use crate::engine::target::gather;
 use crate::error::Result;
 use crate::io::{Capabilities, as_refs};
 use crate::mem::pinned;

@@ -10,7 +10,6 @@ use crate::codec::crypt::{MANIFEST_LEN, Manifest};
 use crate::codec::hash::sha256;
 use crate::engine::write::{TensorData, WriteOptions, WriteTensor, write_tensors};
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect, try_reserve, try_with_capacity};
 use crate::format::catalog::Entry;
 use crate::format::name_tree::NameTree;
 use crate::format::tensors::identity::FileIdentity;
@@ -173,25 +172,24 @@ impl Writer {
         tensors.iter().try_for_each(|tensor| tensor.check(&self.uri))?;
         self.check_names(&tensors)?;
         self.failed = true;
-        let mut placed = try_with_capacity(tensors.len(), LISTS)?;
-        let mut sources = try_with_capacity(tensors.len(), LISTS)?;
+        let mut placed = Vec::with_capacity(tensors.len());
+        let mut sources = Vec::with_capacity(tensors.len());
         for tensor in tensors {
             let SaveTensor { name, kind, module_index, dtype, shape, data } = tensor;
             let meta = matches!(data, TensorData::Meta);
             placed.push(UnplacedTensor { name, kind, dtype, shape, meta });
             sources.push((module_index, data));
         }
-        try_reserve(&mut self.entries, placed.len(), LISTS)?;
-        try_reserve(&mut self.digests, placed.len(), LISTS)?;
+        self.entries.reserve(placed.len());
+        self.digests.reserve(placed.len());
         let layout = self.lay_out(placed, cancel)?;
         let sink = self.sink()?;
         let head = end_of_index(self.base, self.index_len);
         sink.reserve(head, layout.end + END_MARK.len() as u64)?;
         let items = layout.entries.iter().zip(sources);
-        let items = try_collect(
-            items.map(|(entry, (module_index, data))| WriteTensor { entry, module_index, data }),
-            LISTS,
-        )?;
+        let items = items
+            .map(|(entry, (module_index, data))| WriteTensor { entry, module_index, data })
+            .collect::<Vec<_>>();
         let options = WriteOptions {
             threads: self.options.threads,
             hashes: Some(self.options.hashes),
@@ -307,7 +305,7 @@ impl Writer {
         let encrypted = encryption.map(|options| options.derivation.is_some());
         // Lengths of entries do not depend on positions, so a trial gives the index's length.
         let trial = place_tensors(
-            try_collect(placed.iter().cloned(), LISTS)?,
+            placed.iter().cloned().collect::<Vec<_>>(),
             self.end.max(end_of_index(self.base, MIN_INDEX_LEN)),
             alignment,
             hashes,

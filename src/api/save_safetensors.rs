@@ -7,7 +7,6 @@ use super::save_options::SaveTensor;
 use crate::cancel::Cancel;
 use crate::engine::write::{TensorData, WriteOptions, WriteTensor, write_tensors};
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect, try_collect_results};
 use crate::format::safetensors::{SafetensorsLayout, SafetensorsTensor};
 use crate::io::write_all_at;
 
@@ -41,19 +40,19 @@ impl Writer {
             let (name, dtype) = (tensor.name.clone(), tensor.dtype);
             Ok(SafetensorsTensor { name, dtype, shape: tensor.shape.clone() })
         });
-        let placed = try_collect_results(placed, LISTS)?;
+        let placed = placed.collect::<Result<Vec<_>>>()?;
         let metadata = self.options.metadata.as_deref();
         let layout = SafetensorsLayout::new(placed, metadata, self.base)?;
         self.failed = true;
         self.other_format = true;
         self.end = layout.end;
-        let mut sources = try_collect(tensors.into_iter().map(|tensor| Some(tensor.data)), LISTS)?;
+        let mut sources = tensors.into_iter().map(|tensor| Some(tensor.data)).collect::<Vec<_>>();
         let items = layout.entries.iter().zip(&layout.order).map(|(entry, &number)| {
             let data = sources.get_mut(number).and_then(Option::take);
             let data = data.ok_or_else(|| Error::Bug(format!("no tensor {number}")))?;
             Ok(WriteTensor { entry, module_index: 0, data })
         });
-        let items = try_collect_results(items, LISTS)?;
+        let items = items.collect::<Result<Vec<_>>>()?;
         let options = WriteOptions {
             threads: self.options.threads,
             hashes: None,

@@ -3,7 +3,6 @@
 use super::file::TensorFile;
 use crate::engine::plan::Extent;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect, try_repeat, try_with_capacity};
 use crate::format::catalog::Entry;
 
 /// The requested tensors, sorted by position. The engine numbers them in this order.
@@ -22,8 +21,8 @@ impl<'f> Selection<'f> {
     /// Selects tensors by number; one that is given twice is an error.
     pub fn new(file: &'f TensorFile, numbers: &[usize]) -> Result<Self> {
         let in_order = numbers.is_sorted_by(|a, b| a < b);
-        let mut seen = try_repeat(false, if in_order { 0 } else { file.entries().len() }, LISTS)?;
-        let mut sorted = try_with_capacity(numbers.len(), LISTS)?;
+        let mut seen = vec![false; if in_order { 0 } else { file.entries().len() }];
+        let mut sorted = Vec::with_capacity(numbers.len());
         for (at, &number) in numbers.iter().enumerate() {
             let entry = file.entry(number)?;
             if seen.get_mut(number).is_some_and(|seen| std::mem::replace(seen, true)) {
@@ -44,9 +43,8 @@ impl<'f> Selection<'f> {
         sorted.sort_unstable_by_key(|(entry, (_, at))| {
             (entry.file, entry.header_offset, entry.data_len, *at)
         });
-        let entries = try_collect(sorted.iter().map(|(entry, _)| *entry), LISTS)?;
-        let order = try_collect(sorted.iter().map(|(_, (_, at))| *at), LISTS)?;
-        let numbers = try_collect(sorted.into_iter().map(|(_, (number, _))| number), LISTS)?;
+        let entries = sorted.iter().map(|(entry, _)| *entry).collect();
+        let (numbers, order) = sorted.into_iter().map(|(_, numbers)| numbers).unzip();
         Ok(Selection { file, entries, numbers, order })
     }
 
@@ -65,7 +63,7 @@ impl<'f> Selection<'f> {
     }
 
     /// Returns the ranges of the tensors in their files.
-    pub fn extents(&self) -> Result<Vec<Extent>> {
+    pub fn extents(&self) -> Vec<Extent> {
         let extents = self.entries.iter().map(|entry| Extent {
             file: entry.file,
             header_offset: entry.header_offset,
@@ -73,7 +71,7 @@ impl<'f> Selection<'f> {
             // The ranges of slices are planned separately.
             data_len: if entry.whole.is_some() { 0 } else { entry.data_len },
         });
-        try_collect(extents, LISTS)
+        extents.collect()
     }
 
     /// Returns the position of each tensor in the caller's order.
@@ -92,23 +90,19 @@ impl<'f> Selection<'f> {
     }
 
     /// Reorders one value for each tensor from the order of the file to the caller's order.
-    pub fn to_caller_order<T>(&self, sorted: Vec<T>) -> Result<Vec<T>> {
-        let mut restored = try_collect(sorted.iter().map(|_| None), LISTS)?;
+    pub fn to_caller_order<T>(&self, sorted: Vec<T>) -> Vec<T> {
+        let mut restored: Vec<Option<T>> = sorted.iter().map(|_| None).collect();
         for (thing, &at) in sorted.into_iter().zip(&self.order) {
             if let Some(slot) = restored.get_mut(at) {
                 *slot = Some(thing);
             }
         }
-        let mut out = try_with_capacity(restored.len(), LISTS)?;
-        out.extend(restored.into_iter().flatten());
-        Ok(out)
+        restored.into_iter().flatten().collect()
     }
 
     /// Reorders one value for each tensor from the caller's order to the order of the file.
-    pub fn to_file_order<T>(&self, values: Vec<T>) -> Result<Vec<T>> {
-        let mut values = try_collect(values.into_iter().map(Some), LISTS)?;
-        let mut out = try_with_capacity(values.len(), LISTS)?;
-        out.extend(self.order.iter().filter_map(|&at| values.get_mut(at)?.take()));
-        Ok(out)
+    pub fn to_file_order<T>(&self, values: Vec<T>) -> Vec<T> {
+        let mut values: Vec<Option<T>> = values.into_iter().map(Some).collect();
+        self.order.iter().filter_map(|&at| values.get_mut(at)?.take()).collect()
     }
 }

@@ -1,7 +1,7 @@
 //! Checkpoints in several files (shards), which an index names. They are opened as one catalog.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::catalog_part::{CatalogPart, Opening, malformed};
 use super::file::TensorFile;
@@ -10,7 +10,6 @@ use super::local_copies::{suspects_of_open, with_intact_copies};
 use crate::cancel::Cancel;
 use crate::engine::workers;
 use crate::error::{Error, Result, Shortened};
-use crate::fallible::{LISTS, try_collect, try_collect_results, try_reserve, try_with_capacity};
 use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
@@ -126,8 +125,8 @@ impl ShardIndex {
         let files = files.filter(|files| !files.is_empty());
         let one = files.is_some() && opening.wanted.is_some_and(|wanted| wanted.len() == 1);
         let numbers = match files {
-            Some(files) => try_collect(files, LISTS)?,
-            None => try_collect(0..self.index.files.len(), LISTS)?,
+            Some(files) => files.into_iter().collect(),
+            None => (0..self.index.files.len()).collect(),
         };
         let first = one.then_some(FIRST_OF_ONE);
         self.open(&ShardSelection { index: self, numbers, first }, opening)
@@ -138,7 +137,7 @@ impl ShardIndex {
         let parts = open_all(&self.head, selection, uri, opening)?;
         let mut cached_heads: Vec<CachedHead> = Vec::new();
         cached_heads.extend(self.cached_head.clone());
-        let mut sources = try_with_capacity(parts.len(), LISTS)?;
+        let mut sources = Vec::with_capacity(parts.len());
         let mut entries: Vec<Entry> = Vec::new();
         let mut metadata: Option<BTreeMap<String, String>> = None;
         let mut formats = parts.iter().map(|part| part.format);
@@ -155,7 +154,7 @@ impl ShardIndex {
             // If two files contain a tensor of this name, the index states which of them is used.
             let elsewhere =
                 |entry: &Entry| format.names_tensors() && selection.is_elsewhere(&entry.name, file);
-            try_reserve(&mut entries, part.entries.len(), LISTS)?;
+            entries.reserve(part.entries.len());
             entries.extend(part.entries.into_iter().filter(|entry| !elsewhere(entry)));
             if let Some(pairs) = part.metadata {
                 metadata.get_or_insert_default().extend(pairs);
@@ -176,8 +175,7 @@ impl ShardIndex {
                 malformed(uri, what)
             })?;
         }
-        let metadata = metadata.map(|pairs| try_collect(pairs, LISTS)).transpose()?;
-        let metadata = Arc::new(Ok(metadata));
+        let metadata = Arc::new(Ok(metadata.map(|pairs| pairs.into_iter().collect())));
         let mut indexed_files = BTreeMap::new();
         if format.names_tensors() {
             check_all_are_there(selection, &names, uri)?;
@@ -238,35 +236,21 @@ fn open_all(
     uri: &str,
     opening: &Opening<'_>,
 ) -> Result<Vec<CatalogPart>> {
-    let slots = try_collect(selection.files().map(|_| None), LISTS)?;
-    let at_once = at_once(&**head.source()).min(slots.len());
-    let parts = Mutex::new(slots);
-    let queue = Mutex::new(selection.files().enumerate());
-    workers::run(at_once, opening.cancel, |control| {
-        while !control.stopped() {
-            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some((number, (file, name))) = next else { break };
-            let source = head.source().sibling(name, selection.first, control)?.ok_or_else(|| {
-                Error::Unsupported(format!(
-                    "`{uri}` is an index of shards, which cannot be found from a file object: pass \
-                     the path or address of the index"
-                ))
-            })?;
-            selection.index.check_same(file, &*source)?;
-            let opening = Opening { cancel: control, ..*opening };
-            let part =
-                with_intact_copies(&|error| suspects_of_open(&source, error), control, || {
-                    let head = FileHead::read(Arc::clone(&source), 0, control)?;
-                    head.part((number, at_once), &opening)
-                })?;
-            let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(slot) = parts.get_mut(number) {
-                *slot = Some(part);
-            }
-        }
-        Ok(())
-    })?;
-    let parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let missing = || Error::Bug("a shard was not opened".to_owned());
-    try_collect_results(parts.into_iter().map(|part| part.ok_or_else(missing)), LISTS)
+    let files: Vec<_> = selection.files().collect();
+    let at_once = at_once(&**head.source()).min(files.len());
+    workers::map(at_once, files.into_iter().enumerate(), opening.cancel, |file, control| {
+        let (number, (file, name)) = file;
+        let source = head.source().sibling(name, selection.first, control)?.ok_or_else(|| {
+            Error::Unsupported(format!(
+                "`{uri}` is an index of shards, which cannot be found from a file object: pass the \
+                 path or address of the index"
+            ))
+        })?;
+        selection.index.check_same(file, &*source)?;
+        let opening = Opening { cancel: control, ..*opening };
+        with_intact_copies(&|error| suspects_of_open(&source, error), control, || {
+            let head = FileHead::read(Arc::clone(&source), 0, control)?;
+            head.part((number, at_once), &opening)
+        })
+    })
 }

@@ -1,7 +1,5 @@
 //! Copies of device memory in host memory.
 
-use std::sync::{Mutex, PoisonError};
-
 use crate::cancel::Cancel;
 use crate::engine::download::Downloader;
 use crate::engine::plan::pack;
@@ -30,32 +28,20 @@ pub fn snapshot(sources: &[DeviceBytes], cancel: &dyn Cancel) -> Result<Vec<Host
         );
     }
     let streams = StreamsByDevice::open(sources.iter())?;
-    let threads = crate::cpu_count().min(jobs.len());
-    let jobs = Mutex::new(jobs.into_iter());
     let counters = Counters::default();
-    workers::run(threads, cancel, |control| {
-        while !control.stopped() {
-            let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some((source, (from, mut to))) = job else { break };
-            let range = from..from + to.len();
-            let stream = streams.next(source)?;
-            let download = Downloader {
-                counters: &counters,
-                cancel: control,
-                before_waiting: &|| Ok(()),
-                share: None,
-            };
-            download.each_chunk(source, range, stream, |_, chunk| {
-                let bytes = chunk.as_ref();
-                let (now, later) = std::mem::take(&mut to)
-                    .split_at_mut_checked(bytes.len())
-                    .ok_or_else(|| Error::Bug("too many bytes".to_owned()))?;
-                now.copy_from_slice(bytes);
-                to = later;
-                Ok(())
-            })?;
-        }
-        Ok(())
+    workers::map(crate::cpu_count(), jobs, cancel, |(source, (from, to)), control| {
+        let download = Downloader {
+            counters: &counters,
+            cancel: control,
+            before_waiting: &|| Ok(()),
+            share: None,
+        };
+        let (range, stream) = (from..from + to.len(), streams.next(source)?);
+        let mut to = SliceRemainder::new(to);
+        download.each_chunk(source, range, stream, |_, chunk| {
+            to.next(chunk.as_ref().len())?.copy_from_slice(chunk.as_ref());
+            Ok(())
+        })
     })?;
     arena.freeze(&ranges)
 }

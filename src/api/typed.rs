@@ -4,11 +4,11 @@ use std::path::Path;
 
 use super::file::TensorFile;
 use super::load::{load, load_into};
-use super::load_options::LoadOptions;
 use super::save_all::save;
 use super::save_options::{SaveOptions, SaveTensor};
 use super::tensor::{Element, Tensor, check_element_type, dtype_of};
 use crate::cancel::Never;
+use crate::engine::load_options::LoadOptions;
 use crate::engine::write::TensorData;
 use crate::error::{Error, Result};
 use crate::format::TensorKind;

@@ -7,7 +7,6 @@ use super::headers::visit_headers;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect, try_collect_results, try_repeat};
 
 impl TensorFile {
     /// Makes loads decrypt. Refuses a file that is not encrypted, and one without a manifest if
@@ -69,8 +68,8 @@ impl TensorFile {
             derivation = found.into_inner().flatten();
         }
         let manifest = Manifest::new(&options.key(derivation.as_ref(), self.uri(), cancel)?)?;
-        let numbers = try_collect(0..self.entries().len(), LISTS)?;
-        let digests = Mutex::new(try_repeat(None, numbers.len(), LISTS)?);
+        let numbers = (0..self.entries().len()).collect::<Vec<_>>();
+        let digests = Mutex::new(vec![None; numbers.len()]);
         visit_headers(self, &numbers, cancel, &|number, header| {
             let digest = manifest.digest(header.raw);
             let mut digests = digests.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,7 +81,7 @@ impl TensorFile {
         let digests = digests.into_inner().unwrap_or_else(PoisonError::into_inner);
         let missing = || Error::Bug("a header was not read".to_owned());
         let digests = digests.into_iter().map(|digest| digest.ok_or_else(missing));
-        let digests: Vec<HeaderTag> = try_collect_results(digests, LISTS)?;
+        let digests: Vec<HeaderTag> = digests.collect::<Result<Vec<_>>>()?;
         if !manifest.verifies(prologue, index, &digests)? {
             return Err(self.manifest_mismatch());
         }

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use crate::cancel::{Cancel, RetryableOnce};
 use crate::codec::sha256::Sha256;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_push, try_reserve, try_zeroed};
+use crate::fallible::try_zeroed;
 use crate::io::{CachedHead, Capabilities, HubChecksum, LocalCopy, ReadAt, read_exact_at};
 use crate::mem::{Buffers, FilledPart};
 
@@ -26,14 +26,14 @@ impl ChunkHashes {
     pub fn of(bytes: &[u8]) -> Result<Self> {
         let mut hashes = ChunkHashes::default();
         for chunk in bytes.chunks(usize::try_from(CHUNK).unwrap_or(usize::MAX)) {
-            try_push(&mut hashes.0, hash(&[IoSlice::new(chunk)]), LISTS)?;
+            hashes.0.push(hash(&[IoSlice::new(chunk)]));
         }
         Ok(hashes)
     }
 
     /// Adds those of the bytes that follow.
     pub fn append(&mut self, mut next: Self) -> Result<()> {
-        try_reserve(&mut self.0, next.0.len(), LISTS)?;
+        self.0.reserve(next.0.len());
         self.0.append(&mut next.0);
         Ok(())
     }

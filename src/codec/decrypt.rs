@@ -1,17 +1,16 @@
 //! Decryption of tensors whose bytes arrive in chunks, by the threads that read them.
-//!
-//! In files of usual writers, pieces of encryption do not cross chunks. A tensor whose pieces are
-//! longer, or of odd lengths, is decrypted as a whole when all of its data are there.
 
-use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, OnceLock};
 use std::time::Duration;
 
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, EncryptedPieces, Key, PIECE_LEN};
 use crate::error::{Error, Result};
-use crate::fallible::try_collect;
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::TensorHeader;
+use crate::sys::sync::unpoisoned;
+use crate::sys::to_usize;
 
 /// Interval of checks for cancellation while a thread waits for a header that another thread reads.
 const IDLE: Duration = Duration::from_millis(20);
@@ -21,6 +20,9 @@ pub struct Decryptor<'o> {
     options: &'o DecryptionOptions,
     uri: &'o str,
     entries: &'o [&'o Entry],
+    /// True if the data of a tensor are never cut.
+    uncut: bool,
+    long_pieces: &'o AtomicBool,
     /// Set when the header of the tensor is there; None for tensors without data.
     ciphers: Vec<OnceLock<Option<(EncryptedPieces, Key)>>>,
     header_arrived: (Mutex<()>, Condvar),
@@ -37,9 +39,7 @@ pub fn cipher(
     if entry.data_len == 0 {
         return Ok(None);
     }
-    let fail = |what: String| {
-        Error::Crypt(format!("Tensor decryption failed: `{}` of `{uri}`: {what}", entry.name))
-    };
+    let fail = |what: String| failed(entry, uri, what);
     let info = header.crypt_info.as_ref();
     let cipher = info.and_then(|info| info.cipher.as_ref());
     let cipher =
@@ -50,15 +50,16 @@ pub fn cipher(
 }
 
 impl<'o> Decryptor<'o> {
-    /// Creates the decryptor of these tensors.
+    /// Creates the decryptor of these tensors. `uncut`: their data are never cut. If they are, the
+    /// header of a tensor that must not be cut sets `long_pieces`, and is an error.
     pub fn new(
         options: &'o DecryptionOptions,
-        uri: &'o str,
-        entries: &'o [&'o Entry],
-    ) -> Result<Self> {
-        let ciphers = try_collect(entries.iter().map(|_| OnceLock::new()), "keys of tensors")?;
+        (uri, entries): (&'o str, &'o [&'o Entry]),
+        (uncut, long_pieces): (bool, &'o AtomicBool),
+    ) -> Self {
+        let ciphers = entries.iter().map(|_| OnceLock::new()).collect();
         let header_arrived = (Mutex::new(()), Condvar::new());
-        Ok(Decryptor { options, uri, entries, ciphers, header_arrived })
+        Decryptor { options, uri, entries, uncut, long_pieces, ciphers, header_arrived }
     }
 
     fn entry(&self, tensor: usize) -> Result<&'o Entry> {
@@ -66,21 +67,32 @@ impl<'o> Decryptor<'o> {
         entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
     }
 
-    /// Takes the header of a tensor. Returns false if the tensor's data cannot be decrypted in
-    /// chunks.
+    fn slot(&self, tensor: usize) -> Result<&OnceLock<Option<(EncryptedPieces, Key)>>> {
+        self.ciphers.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
+    }
+
+    /// Takes the header of a tensor.
     pub fn add_header(
         &self,
         tensor: usize,
         header: &TensorHeader<'_>,
         cancel: &dyn Cancel,
-    ) -> Result<bool> {
-        let found = cipher(header, self.entry(tensor)?, self.options, self.uri, cancel)?;
-        let in_chunks = found.as_ref().is_none_or(|(pieces, _)| pieces.fit(PIECE_LEN));
-        let slot = self.ciphers.get(tensor);
-        slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| found);
-        let _guard = self.header_arrived.0.lock().unwrap_or_else(PoisonError::into_inner);
+    ) -> Result<()> {
+        let entry = self.entry(tensor)?;
+        let found = cipher(header, entry, self.options, self.uri, cancel)?;
+        let longest = found.as_ref().map_or(0, |(pieces, _)| pieces.max_len());
+        if longest > PIECE_LEN && !self.uncut {
+            self.long_pieces.store(true, Ordering::Relaxed);
+            let what = format!(
+                "it is encrypted in one piece of {longest} bytes, and this source can be read only \
+                 once: save it to a file first"
+            );
+            return Err(failed(entry, self.uri, what));
+        }
+        self.slot(tensor)?.get_or_init(|| found);
+        let _guard = unpoisoned(self.header_arrived.0.lock());
         self.header_arrived.1.notify_all();
-        Ok(in_chunks)
+        Ok(())
     }
 
     /// Waits for the header of a tensor, and returns the pieces and the key of its data.
@@ -89,72 +101,49 @@ impl<'o> Decryptor<'o> {
         tensor: usize,
         cancel: &dyn Cancel,
     ) -> Result<Option<&(EncryptedPieces, Key)>> {
-        let slot = self.ciphers.get(tensor);
-        let slot = slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
+        let slot = self.slot(tensor)?;
         let (lock, header_arrived) = &self.header_arrived;
         while slot.get().is_none() {
             cancel.check()?;
-            let guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+            let guard = unpoisoned(lock.lock());
             if slot.get().is_none() {
-                drop(
-                    header_arrived
-                        .wait_timeout(guard, IDLE)
-                        .unwrap_or_else(PoisonError::into_inner),
-                );
+                drop(unpoisoned(header_arrived.wait_timeout(guard, IDLE)));
             }
         }
         Ok(slot.get().and_then(Option::as_ref))
     }
 
-    /// Decrypts data from `start` on in place, once the tensor's header is there. Returns false if
-    /// the tensor cannot be decrypted in chunks: then its data stay as they are.
-    pub fn decrypt_chunk(
+    /// Decrypts data from `start` on in place, once the tensor's header is there. They are whole
+    /// pieces.
+    pub fn decrypt(
         &self,
         tensor: usize,
         start: u64,
         bytes: &mut [u8],
         cancel: &dyn Cancel,
-    ) -> Result<bool> {
-        let Some((pieces, key)) = self.wait_for_header(tensor, cancel)? else { return Ok(true) };
-        if !pieces.fit(PIECE_LEN) {
-            return Ok(false);
-        }
+    ) -> Result<()> {
+        let Some((pieces, key)) = self.wait_for_header(tensor, cancel)? else { return Ok(()) };
         let (mut at, mut rest) = (start, bytes);
         while !rest.is_empty() {
             let (number, piece_start, piece_end) = pieces.piece(at);
-            let len = usize::try_from(piece_end - at).unwrap_or(usize::MAX);
-            let cut = rest.split_at_mut_checked(len).filter(|_| at == piece_start);
-            let (now, later) = cut.ok_or_else(|| Error::Bug("part of a piece".to_owned()))?;
-            self.check(tensor, pieces.decrypt(number, now, key))?;
-            (at, rest) = (piece_end, later);
+            let now = rest.split_off_mut(..to_usize(piece_end - at)).filter(|_| at == piece_start);
+            let now = now.ok_or_else(|| Error::Bug("part of a piece".to_owned()))?;
+            if !pieces.decrypt(number, now, key) {
+                return Err(decryption_failed(self.entry(tensor)?, self.uri));
+            }
+            at = piece_end;
         }
-        Ok(true)
-    }
-
-    /// Decrypts all data of a tensor, once its header is there.
-    pub fn decrypt_whole(
-        &self,
-        tensor: usize,
-        bytes: &mut [u8],
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
-        match self.wait_for_header(tensor, cancel)? {
-            Some((pieces, key)) => self.check(tensor, pieces.decrypt_all(bytes, key)),
-            None => Ok(()),
-        }
-    }
-
-    fn check(&self, tensor: usize, opened: bool) -> Result<()> {
-        if opened { Ok(()) } else { Err(decryption_failed(self.entry(tensor)?, self.uri)) }
+        Ok(())
     }
 }
 
 /// The error for a tag that does not match.
 pub fn decryption_failed(entry: &Entry, uri: &str) -> Error {
-    Error::Crypt(format!(
-        "Tensor decryption failed: `{}` of `{uri}`: wrong key, or the data were changed",
-        entry.name
-    ))
+    failed(entry, uri, "wrong key, or the data were changed".to_owned())
+}
+
+fn failed(entry: &Entry, uri: &str, what: String) -> Error {
+    Error::Crypt(format!("Tensor decryption failed: `{}` of `{uri}`: {what}", entry.name))
 }
 
 #[cfg(test)]
@@ -186,58 +175,80 @@ mod tests {
         }
     }
 
+    /// A file's tensor in pieces of a length, or in one piece.
+    fn decrypted(
+        data: &[u8],
+        (piece_len, single): (u64, bool),
+        (backwards, damage): (bool, Option<usize>),
+        (cut, wraps): (usize, bool),
+    ) -> Result<Vec<u8>> {
+        let key = Key::new(&[5; 32]).unwrap();
+        // The second piece's nonce wraps around, or carries into the third byte.
+        let mut nonce = [if wraps { 0xff } else { 0 }; 24];
+        nonce[..2].fill(0xff);
+        let mut sealed = data.to_vec();
+        let step = if single { data.len() } else { piece_len as usize };
+        let macs: Vec<_> = (0..)
+            .zip(sealed.chunks_mut(step))
+            .map(|(number, piece)| seal(piece, &nonce, number, &key))
+            .collect();
+        let block = crypt_info::encode(None, piece_len, &nonce, &macs).unwrap();
+        let entry = bytes_entry(data.len() as u64, block.len() as u64);
+        let draft = HeaderDraft::new(&entry, 0, Hashes::All, block.len()).unwrap();
+        let raw = draft.finish(0, &[0; 32], &block);
+        let header = TensorHeader::parse(&raw, &entry, true).unwrap();
+        if let Some(at) = damage {
+            sealed[at % data.len()] ^= 1;
+        }
+        let options = DecryptionOptions::new(Secret::Key(key));
+        let (entries, long_pieces) = ([&entry], AtomicBool::new(false));
+        let uncut = cut > PIECE_LEN as usize;
+        let decryptor = Decryptor::new(&options, ("f", &entries), (uncut, &long_pieces));
+        decryptor.add_header(0, &header, &Never)?;
+        let mut chunks: Vec<_> = (0..).step_by(cut).zip(sealed.chunks_mut(cut)).collect();
+        if backwards {
+            chunks.reverse();
+        }
+        for (start, chunk) in chunks {
+            decryptor.decrypt(0, start, chunk, &Never)?;
+        }
+        Ok(sealed)
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
-        /// Pieces of any length: in chunks in any order where they fit, else all at once.
+        /// Pieces of 2 MiB, in chunks in any order; and one piece of any stated length.
         #[test]
-        fn data_are_decrypted_in_chunks_or_at_once(
+        fn data_are_decrypted_in_chunks(
             len in 1usize..9_000_000,
-            power in 0u32..12,
-            odd in any::<bool>(),
+            stated in 0u64..8_000_000,
+            single in any::<bool>(),
             backwards in any::<bool>(),
             damage in proptest::option::of(any::<usize>()),
+            wraps in any::<bool>(),
         ) {
-            let piece_len = (1024 << power) + if odd { 64 } else { 0 };
             let data: Vec<u8> = (0..len).map(|i| (i * 31 + len) as u8).collect();
-            let key = Key::new(&[5; 32]).unwrap();
-            let nonce = [0xff; 24];
-            let mut sealed = data.clone();
-            let macs: Vec<_> = (0..)
-                .zip(sealed.chunks_mut(piece_len as usize))
-                .map(|(number, piece)| seal(piece, &nonce, number, &key))
-                .collect();
-            let block = crypt_info::encode(None, piece_len, &nonce, &macs).unwrap();
-            let entry = bytes_entry(len as u64, block.len() as u64);
-            let draft = HeaderDraft::new(&entry, 0, Hashes::All, block.len()).unwrap();
-            let raw = draft.finish(0, &[0; 32], &block);
-            let header = TensorHeader::parse(&raw, &entry, true).unwrap();
-            if let Some(at) = damage {
-                sealed[at % len] ^= 1;
-            }
-            let options = DecryptionOptions::new(Secret::Key(key));
-            let entries = [&entry];
-            let decryptor = Decryptor::new(&options, "f", &entries).unwrap();
-            let in_chunks = decryptor.add_header(0, &header, &Never).unwrap();
-            let fits = (2 << 20) % piece_len == 0 || len <= 2 << 20;
-            prop_assert_eq!(in_chunks, fits);
-            let mut outcome = Ok(());
-            let mut chunks: Vec<_> = (0..).step_by(2 << 20).zip(sealed.chunks_mut(2 << 20)).collect();
-            if backwards {
-                chunks.reverse();
-            }
-            for (start, chunk) in chunks {
-                match decryptor.decrypt_chunk(0, start, chunk, &Never) {
-                    Ok(done) => prop_assert_eq!(done, in_chunks),
-                    Err(error) => outcome = Err(error),
-                }
-            }
-            if !in_chunks {
-                outcome = decryptor.decrypt_whole(0, &mut sealed, &Never);
-            }
+            let piece_len = if single { stated } else { PIECE_LEN };
+            let cut = if single { data.len() } else { PIECE_LEN as usize };
+            let outcome = decrypted(&data, (piece_len, single), (backwards, damage), (cut, wraps));
             match damage {
                 Some(_) => prop_assert!(matches!(outcome, Err(Error::Crypt(_)))),
-                None => prop_assert!(outcome.is_ok() && sealed == data),
+                None => prop_assert!(outcome.unwrap() == data),
             }
         }
+    }
+
+    #[test]
+    fn other_lengths_of_pieces_and_cut_pieces_are_refused() {
+        let data = vec![7; 5 << 20];
+        let refused = |piece_len, single| {
+            let outcome = decrypted(&data, (piece_len, single), (false, None), (2 << 20, true));
+            outcome.unwrap_err().to_string()
+        };
+        for piece_len in [1024, 1 << 20, (2 << 20) + 64, 4 << 20] {
+            let error = refused(piece_len, false);
+            assert!(error.contains(&format!("pieces of {piece_len} bytes: expected")), "{error}");
+        }
+        assert!(refused(1024, true).contains("in one piece of 5242880 bytes, and this source"));
     }
 }

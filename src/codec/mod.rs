@@ -8,6 +8,8 @@ pub mod hash;
 mod hash_pool;
 pub mod sha256;
 mod sha256_pair;
+mod tensor_codec;
 
 pub use compact_header::CompactHeader;
 pub use hash_pool::{HashBatch, HashPool};
+pub use tensor_codec::{CodecTensors, HeaderCallback, TensorCodec};

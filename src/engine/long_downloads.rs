@@ -7,13 +7,15 @@
 use std::time::{Duration, SystemTime};
 
 use crate::engine::concurrency::{ConcurrencyController, Sample};
+use crate::engine::destination::ReadFacts;
+use crate::engine::destination::host::HostDestination;
 use crate::engine::plan::{Extent, partition};
-use crate::engine::target::{Target, host::HostTarget};
 use crate::engine::workers::WorkerRange;
 use crate::io::auth::renew_at;
 use crate::io::http;
 use crate::io::object::s3::signed_until;
 use crate::io::transport::{HTTP2_WINDOW, TransportOptions};
+use crate::memory_limit::MemoryLimit;
 
 const GB: u64 = 1_000_000_000;
 const TICK: Duration = Duration::from_millis(5);
@@ -106,8 +108,9 @@ fn download(bandwidth: f64, signing: &mut Signing) -> DownloadFigures {
         TransportOptions { connections: None, ..TransportOptions::from_environment().unwrap() };
     let capabilities = http::capabilities(Some(extents.last().unwrap().end()), &options);
     let range = WorkerRange::of(&capabilities, None);
-    let limits = HostTarget::new(Vec::new(), Vec::new()).limits(&capabilities, range, total, false);
-    let batches = partition(&extents, &limits).unwrap();
+    let (source, memory) = (&capabilities, MemoryLimit::of(None));
+    let facts = ReadFacts { source, readers: range, total, unit: 1, gather_bytes: 0, memory };
+    let batches = partition(&extents, &HostDestination::limits(&facts, u64::MAX));
     assert_eq!(batches.iter().map(|batch| batch.len()).sum::<u64>(), total);
 
     let mut controller = ConcurrencyController::new(range.initial, range.max, 16);

@@ -3,8 +3,10 @@
 
 pub mod completion;
 pub mod concurrency;
+pub mod destination;
 pub mod download;
 mod file_handles;
+pub mod load_options;
 #[cfg(all(test, feature = "s3"))]
 mod long_downloads;
 pub mod page_cache;
@@ -14,7 +16,6 @@ mod read_jobs;
 mod read_request;
 mod read_task;
 mod sources;
-pub mod target;
 pub mod worker_range;
 pub mod workers;
 pub mod write;

@@ -1,59 +1,64 @@
 //! The work of the readers of one call.
 //!
-//! A reader takes a batch from the work queue and memory for it from the target, and reads the
+//! A reader takes a batch from the work queue and memory for it from the destination, and reads the
 //! batch with one request. It passes headers to the codec, decrypts and hashes data in place, and
-//! commits the memory to the target.
+//! commits the memory to the destination.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::completion::{Arrival, CompletionTracker};
+use super::destination::direct_storage::DirectStorage;
+use super::destination::gather::Gather;
+use super::destination::{BatchMemory, Destination, SegmentBytes};
 use super::file_handles::FileHandles;
-use super::plan::{Batch, Next, PLAN, Segment, SegmentKind, WorkQueue};
-use super::read_jobs::{LARGE, ReadJob, only_tensor, outer_tensors};
-use super::read_request::{HeaderInfo, ReadRequest};
-use super::target::direct::DirectStorage;
-use super::target::{BatchMemory, SegmentBytes, Target};
+use super::plan::{Batch, Next, Segment, SegmentKind, WorkQueue};
+use super::read_jobs::{LARGE, ReadJob, only_extent, outer_extents};
+use super::read_request::ReadRequest;
 use super::workers::Control;
 use crate::codec::hash::{Digests, Verify, digest_all};
 use crate::codec::{self, HashPool};
-use crate::error::{Error, Result};
-use crate::fallible::{try_collect, try_push, try_zeroed};
+use crate::error::Result;
+use crate::fallible::try_zeroed;
 use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::mem::device::Event;
 use crate::mem::numa::Affinity;
 use crate::stats::{Counters, Stage, times_first_touch};
-use crate::sys::sync::Mutex;
+use crate::sys::sync::{Mutex, unpoisoned};
+use crate::sys::to_usize;
 
 /// Sleep of a reader that may not read ahead, before it checks again for bytes to hash.
 const IDLE: Duration = Duration::from_millis(20);
 
 /// State that the readers of one call share.
-pub struct ReadTask<'r, T: Target> {
+pub struct ReadTask<'r, D: Destination> {
     pub request: &'r ReadRequest<'r>,
-    pub target: &'r T,
+    pub to: &'r Gather<'r, D>,
     pub counters: &'r Counters,
     /// Tensors of at most this length come in one chunk.
     pub max_single_chunk: u64,
-    /// See [`Target::max_unhashed`].
+    /// See [`super::destination::Fit::max_unhashed`].
     pub max_unhashed: Option<u64>,
-    pub hashes: HashPool<T::Bytes>,
-    /// For each tensor, true if its data could not be decrypted in chunks.
-    pub undecrypted: Vec<AtomicBool>,
-    pub queue: WorkQueue<ReadJob<T>>,
+    pub hashes: HashPool<BatchBytes<'r, D>>,
+    pub queue: WorkQueue<Job<'r, D>>,
     pub dispatch_lock: Mutex<()>,
     /// Hands out tensors as they are complete.
     pub completion: Option<CompletionTracker<'r>>,
     /// The CPUs of readers.
     pub affinity: Affinity,
+    /// The NUMA node of each device, where it is known.
+    pub nodes: Vec<Option<usize>>,
 }
 
-/// A tensor that is hashed at once: its number, the header bytes that its hash covers, and its
+type Job<'r, D> = ReadJob<Gather<'r, D>>;
+type Ticket<'r, 't, D> = <Gather<'r, D> as Destination>::Ticket<'t>;
+type BatchBytes<'r, D> = <Gather<'r, D> as Destination>::Bytes;
+
+/// A tensor that is hashed at once: its extent, the header bytes that its hash covers, and its
 /// chunk.
 struct SingleChunkTensor {
-    tensor: usize,
+    extent: usize,
     covered: Vec<u8>,
     chunk: Option<usize>,
 }
@@ -65,18 +70,16 @@ struct BatchContents {
     single_chunk: Vec<SingleChunkTensor>,
     /// Data that go to the hash pool.
     pooled: Vec<PooledChunk>,
-    /// Tensors that cannot be decrypted in chunks.
-    undecrypted: Vec<usize>,
     /// Parts of tensors that have arrived, if tensors are handed out as they are complete.
     arrivals: Vec<Arrival>,
     /// Bytes of data.
     data_len: u64,
 }
 
-/// Data that go to the hash pool: their chunk, their tensor, and their position.
+/// Data that go to the hash pool: their chunk, their extent, and their position in it.
 type PooledChunk = (usize, usize, u64);
 
-impl<T: Target> ReadTask<'_, T> {
+impl<'r, D: Destination> ReadTask<'r, D> {
     /// Runs one reader, with its file handles, until there is no more work.
     pub fn work(
         &self,
@@ -93,11 +96,10 @@ impl<T: Target> ReadTask<'_, T> {
             }
             let next = {
                 // Memory is granted in queue order; this prevents deadlock.
-                let _order = self.dispatch_lock.lock().unwrap_or_else(PoisonError::into_inner);
+                let _order = unpoisoned(self.dispatch_lock.lock());
                 match self.next(number)? {
-                    Some(Next::Work(mut job)) => {
-                        self.target.prepare(&mut job)?;
-                        let ticket = job.first().map(|(batch, _)| self.target.enqueue(batch));
+                    Some(Next::Work(job)) => {
+                        let ticket = job.first().map(|(batch, _)| self.to.enqueue(batch));
                         Some(Next::Work((job, ticket.transpose()?)))
                     }
                     Some(Next::Later) => Some(Next::Later),
@@ -122,7 +124,7 @@ impl<T: Target> ReadTask<'_, T> {
     }
 
     /// Takes the next job of a reader.
-    fn next(&self, number: usize) -> Result<Option<Next<ReadJob<T>>>> {
+    fn next(&self, number: usize) -> Result<Option<Next<Job<'r, D>>>> {
         let Some(completion) = &self.completion else {
             let (mut last_answer, node) = (None, self.affinity.node(number));
             let next = self.queue.next(number, |job| {
@@ -130,27 +132,28 @@ impl<T: Target> ReadTask<'_, T> {
             });
             return Ok(next.map(Next::Work));
         };
-        self.queue.next_if(|job| match outer_tensors(job) {
+        self.queue.next_if(|job| match outer_extents(job) {
             Some((first, last)) => {
-                completion.receiver().admits(completion.tensor(first)?, completion.tensor(last)?)
+                let (first, last) = (completion.tensors(first)?, completion.tensors(last)?);
+                completion.receiver().admits(first.start, last.end.saturating_sub(1))
             }
             None => Ok(true),
         })
     }
 
     /// Counts parts of tensors that have arrived, and hands out tensors that are complete.
-    fn arrived(&self, arrivals: &[Arrival], copy_event: Option<&Arc<dyn Event>>) -> Result<()> {
+    fn arrived(&self, arrivals: &[Arrival], copy_events: &[Arc<dyn Event>]) -> Result<()> {
         self.completion
             .as_ref()
-            .map_or(Ok(()), |completion| completion.arrived(arrivals, copy_event))
+            .map_or(Ok(()), |completion| completion.arrived(arrivals, copy_events))
     }
 
     /// True if a job is for a device of this NUMA node, or if readers have no node.
-    fn is_near(&self, job: &ReadJob<T>, node: Option<usize>) -> bool {
-        let tensor = || outer_tensors(job).map(|(first, _)| first);
+    fn is_near(&self, job: &Job<'r, D>, node: Option<usize>) -> bool {
         let near = |node| {
-            let tensor = tensor()?;
-            Some(self.target.numa_node(self.target.device_of(tensor)) == Some(node))
+            let (extent, _) = outer_extents(job)?;
+            let device = self.request.plan.device_of(extent);
+            Some(self.nodes.get(device).copied().flatten() == Some(node))
         };
         node.and_then(near).unwrap_or(true)
     }
@@ -161,30 +164,30 @@ impl<T: Target> ReadTask<'_, T> {
     /// Such a tensor shares no job with others, and its jobs stay in order. So bytes in memory
     /// never wait for a job that is still in the queue. `last_answer` caches the result, as
     /// adjacent jobs are mostly of the same tensor.
-    fn is_crowded(&self, job: &ReadJob<T>, last_answer: &mut Option<(usize, bool)>) -> bool {
+    fn is_crowded(&self, job: &Job<'r, D>, last_answer: &mut Option<(usize, bool)>) -> bool {
         let Some(max_unhashed) = self.max_unhashed else { return false };
-        let large = |tensor: &usize| {
-            self.request.extents.get(*tensor).is_some_and(|extent| extent.data_len >= LARGE)
-        };
-        let Some(tensor) = only_tensor(job).filter(large) else { return false };
+        let extents = &self.request.plan.extents;
+        let large =
+            |extent: &usize| extents.get(*extent).is_some_and(|extent| extent.data_len >= LARGE);
+        let Some(extent) = only_extent(job).filter(large) else { return false };
         let (_, crowded) = match *last_answer {
-            Some(cached) if cached.0 == tensor => cached,
-            _ => *last_answer.insert((tensor, self.hashes.retained_len(tensor) >= max_unhashed)),
+            Some(cached) if cached.0 == extent => cached,
+            _ => *last_answer.insert((extent, self.hashes.retained_len(extent) >= max_unhashed)),
         };
         crowded
     }
 
     fn run_job<'t>(
         &'t self,
-        job: ReadJob<T>,
-        mut ticket: Option<T::QueueTicket<'t>>,
+        job: Job<'r, D>,
+        mut ticket: Option<Ticket<'r, 't, D>>,
         handles: &mut FileHandles<'_>,
         control: &Control<'_>,
     ) -> Result<()> {
         for (batch, planned) in job {
             let source = handles.handle(batch.file)?;
-            let direct = self.target.direct().filter(|direct| direct.is_usable());
-            if let Some(direct) = direct {
+            let direct = self.request.direct.filter(|direct| direct.is_usable());
+            if let Some(direct) = direct.filter(|_| !self.to.is_gathered(&batch)) {
                 // No staging buffers are needed, and the ticket would block the queue for them.
                 ticket = None;
                 if self.read_directly(&batch, source, direct, control)? {
@@ -193,7 +196,7 @@ impl<T: Target> ReadTask<'_, T> {
             }
             let ticket = match ticket.take() {
                 Some(ticket) => ticket,
-                None => self.target.enqueue(&batch)?,
+                None => self.to.enqueue(&batch)?,
             };
             self.read_batch(batch, planned, ticket, source, control)?;
         }
@@ -203,8 +206,8 @@ impl<T: Target> ReadTask<'_, T> {
     fn read_batch<'t>(
         &'t self,
         batch: Batch,
-        planned: T::BatchPlan,
-        ticket: T::QueueTicket<'t>,
+        planned: <Gather<'r, D> as Destination>::BatchPlan,
+        ticket: Ticket<'r, 't, D>,
         source: &dyn ReadAt,
         control: &Control<'_>,
     ) -> Result<()> {
@@ -212,7 +215,7 @@ impl<T: Target> ReadTask<'_, T> {
         let idle = || self.hash_now();
         let mut lease = self
             .counters
-            .time(Stage::Memory, || self.target.acquire(ticket, batch, planned, &idle, control))?;
+            .time(Stage::Memory, || self.to.acquire(ticket, batch, planned, &idle, control))?;
         let what = || "tensors".to_owned();
         self.counters.time(Stage::Read, || {
             lease.fill(&|from, buffers| {
@@ -223,31 +226,27 @@ impl<T: Target> ReadTask<'_, T> {
                 buffers.with_observer(control, |b| read_exact_at(source, at, b, &what, control))
             })
         })?;
-        let BatchContents { single_chunk, pooled, undecrypted, arrivals, data_len } =
+        let BatchContents { single_chunk, pooled, arrivals, data_len } =
             self.chunks(lease.chunks()?, control)?;
         self.counters.bytes(data_len);
-        undecrypted.into_iter().for_each(|tensor| self.target.withhold(&mut lease, tensor));
         let keep = !single_chunk.is_empty() || !pooled.is_empty();
-        let commit = || self.target.commit(lease, keep, control);
+        let commit = || self.to.commit(lease, keep, &idle, control);
         let committed = self.counters.time(Stage::Copy, commit)?;
-        self.arrived(&arrivals, committed.copy_event.as_ref())?;
+        self.arrived(&arrivals, &committed.copy_events)?;
         if !keep {
             return Ok(());
         }
         self.counters.time(Stage::Hash, || self.verify(committed.bytes, &single_chunk, pooled))?;
-        let verified = single_chunk.iter().map(|single| Arrival::of_hash(single.tensor));
-        self.arrived(&try_collect(verified, PLAN)?, None)
+        let verified =
+            single_chunk.iter().map(|single| Arrival { extent: single.extent, parts: 1 });
+        self.arrived(&verified.collect::<Vec<_>>(), &[])
     }
 
     /// Adds a part that has arrived, if tensors are handed out as they are complete.
-    fn add_arrival(&self, arrivals: &mut Vec<Arrival>, arrival: Arrival) -> Result<()> {
-        if self.completion.is_some() { try_push(arrivals, arrival, PLAN) } else { Ok(()) }
-    }
-
-    /// Returns the number of parts that a tensor's hash counts as: 1 if hashes are verified, else
-    /// 0.
-    fn hash_part(&self) -> u64 {
-        u64::from(self.request.verify != Verify::Nothing)
+    fn add_arrival(&self, arrivals: &mut Vec<Arrival>, extent: usize, parts: u64) {
+        if self.completion.is_some() {
+            arrivals.push(Arrival { extent, parts });
+        }
     }
 
     /// Passes headers to the codec, and decrypts data in place.
@@ -260,36 +259,23 @@ impl<T: Target> ReadTask<'_, T> {
         for (number, chunk) in chunks.into_iter().enumerate() {
             match chunk.kind {
                 SegmentKind::Gap => {}
-                SegmentKind::Header { tensor } => {
-                    let (in_chunks, single) = self.header(tensor, chunk.bytes, control)?;
-                    if let Some(single) = single {
-                        try_push(&mut contents.single_chunk, single, PLAN)?;
-                    }
-                    self.add_arrival(
-                        &mut contents.arrivals,
-                        Arrival {
-                            extent: tensor,
-                            parts: if in_chunks { 1 } else { 1 + self.hash_part() },
-                            undecrypted: !in_chunks,
-                        },
-                    )?;
+                SegmentKind::Header { tensor: extent } => {
+                    let single = self.header(extent, chunk.bytes, control)?;
+                    contents.single_chunk.extend(single);
+                    self.add_arrival(&mut contents.arrivals, extent, 1);
                 }
-                SegmentKind::Data { tensor, start } => {
-                    let parts = chunk.bytes.len() as u64;
-                    let arrival = Arrival { extent: tensor, parts, undecrypted: false };
-                    self.add_arrival(&mut contents.arrivals, arrival)?;
-                    if !self.decrypt(tensor, start, chunk, control)? {
-                        try_push(&mut contents.undecrypted, tensor, PLAN)?;
-                        continue;
-                    }
-                    contents.data_len += parts;
-                    if self.request.verify == Verify::Nothing {
+                SegmentKind::Data { tensor: extent, start } => {
+                    let len = chunk.bytes.len() as u64;
+                    self.decrypt(extent, start, chunk.bytes, control)?;
+                    self.add_arrival(&mut contents.arrivals, extent, len);
+                    contents.data_len += len;
+                    if self.request.options.verify == Verify::Nothing {
                         continue;
                     }
                     let last = contents.single_chunk.last_mut();
-                    match last.filter(|single: &&mut SingleChunkTensor| single.tensor == tensor) {
+                    match last.filter(|single: &&mut SingleChunkTensor| single.extent == extent) {
                         Some(single) => single.chunk = Some(number),
-                        None => try_push(&mut contents.pooled, (number, tensor, start), PLAN)?,
+                        None => contents.pooled.push((number, extent, start)),
                     }
                 }
             }
@@ -297,72 +283,70 @@ impl<T: Target> ReadTask<'_, T> {
         Ok(contents)
     }
 
-    /// Passes a header to the codec. Returns true if the tensor's data can be decrypted in chunks,
-    /// and the tensor if it is hashed at once.
+    /// Passes a header to the codec. Returns the tensor if it is hashed at once.
     fn header(
         &self,
-        tensor: usize,
+        extent: usize,
         raw: &[u8],
         control: &Control<'_>,
-    ) -> Result<(bool, Option<SingleChunkTensor>)> {
-        let HeaderInfo { covered, in_chunks } = self.request.codec.header(tensor, raw, control)?;
-        if !in_chunks {
-            if let Some(undecrypted) = self.undecrypted.get(tensor)
-                && !undecrypted.swap(true, Ordering::Relaxed)
-            {
-                self.hashes.skip(tensor);
-            }
-            return Ok((false, None));
+    ) -> Result<Option<SingleChunkTensor>> {
+        let plan = self.request.plan;
+        let covered =
+            self.request.codec.header(plan.use_of(extent)?.tensors.start, raw, control)?;
+        if self.request.options.verify == Verify::Nothing {
+            return Ok(None);
         }
-        if self.request.verify == Verify::Nothing {
-            return Ok((true, None));
+        let data_len = plan.extents.get(extent).map_or(0, |extent| extent.data_len);
+        if data_len <= self.max_single_chunk {
+            return Ok(Some(SingleChunkTensor { extent, covered, chunk: None }));
         }
-        if self
-            .request
-            .extents
-            .get(tensor)
-            .is_some_and(|extent| extent.data_len <= self.max_single_chunk)
-        {
-            return Ok((true, Some(SingleChunkTensor { tensor, covered, chunk: None })));
-        }
-        self.hashes.header(tensor, &covered);
-        Ok((true, None))
+        self.hashes.header(extent, &covered);
+        Ok(None)
     }
 
     fn decrypt(
         &self,
-        tensor: usize,
+        extent: usize,
         start: u64,
-        chunk: SegmentBytes<'_>,
+        bytes: &mut [u8],
         control: &Control<'_>,
-    ) -> Result<bool> {
-        if !self.request.decrypts {
-            return Ok(true);
+    ) -> Result<()> {
+        let codec = self.request.codec;
+        if !codec.decrypts() {
+            return Ok(());
         }
+        let of = self.request.plan.use_of(extent)?;
         self.counters.time(Stage::Decrypt, || {
-            self.request.codec.decrypt(tensor, start, chunk.bytes, control)
+            codec.decrypt(of.tensors.start, of.start.saturating_add(start), bytes, control)
         })
+    }
+
+    /// Compares the hashes of an extent's tensor.
+    fn compare(&self, extent: usize, digests: &Digests) -> Result<()> {
+        let of = self.request.plan.use_of(extent)?;
+        self.request.codec.compare(of.tensors.start, digests)
     }
 
     /// Hashes the tensors that are complete in the batch, and passes other data to the hash pool.
     fn verify(
         &self,
-        bytes: Vec<T::Bytes>,
+        bytes: Vec<BatchBytes<'r, D>>,
         single_chunk: &[SingleChunkTensor],
         pooled: Vec<PooledChunk>,
     ) -> Result<()> {
         let bytes_of = |single: &SingleChunkTensor| single.chunk.and_then(|chunk| bytes.get(chunk));
         let inputs = single_chunk.iter().map(|single| {
-            (single.covered.as_slice(), bytes_of(single).map_or(&[][..], T::Bytes::as_ref))
+            (single.covered.as_slice(), bytes_of(single).map_or(&[][..], AsRef::as_ref))
         });
-        let digests = digest_all(&try_collect(inputs, PLAN)?, self.request.verify == Verify::All)?;
+        let sha = self.request.options.verify == Verify::All;
+        let digests = digest_all(&inputs.collect::<Vec<_>>(), sha)?;
         for (single, digests) in single_chunk.iter().zip(digests) {
-            self.request.codec.compare(single.tensor, &digests)?;
+            self.compare(single.extent, &digests)?;
         }
         let mut pooled = pooled.into_iter().peekable();
         for (number, bytes) in bytes.into_iter().enumerate() {
-            if let Some((_, tensor, start)) = pooled.next_if(|(chunk, ..)| *chunk == number) {
-                self.hashes.data(tensor, start, bytes);
+            if let Some((_, extent, start)) = pooled.next_if(|(chunk, ..)| *chunk == number) {
+                self.hashes.data(extent, start, bytes);
             }
         }
         Ok(())
@@ -378,22 +362,19 @@ impl<T: Target> ReadTask<'_, T> {
         self.hash_batch(self.hashes.take_ready())
     }
 
-    fn hash_batch(&self, batch: Option<codec::HashBatch<T::Bytes>>) -> Result<bool> {
+    fn hash_batch(&self, batch: Option<codec::HashBatch<BatchBytes<'r, D>>>) -> Result<bool> {
         let Some(batch) = batch else { return Ok(false) };
-        let outcome = Mutex::new(Ok(()));
-        let hash = || self.hashes.hash(batch, self.comparing(&outcome));
-        self.counters.time(Stage::Hash, hash);
-        outcome.into_inner().unwrap_or_else(PoisonError::into_inner).map(|()| true)
-    }
-
-    fn comparing<'o>(&'o self, outcome: &'o Mutex<Result<()>>) -> impl Fn(usize, Digests) + 'o {
-        |tensor, digests| {
-            let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
-            if outcome.is_ok() {
-                let compared = self.request.codec.compare(tensor, &digests);
-                *outcome = compared.and_then(|()| self.arrived(&[Arrival::of_hash(tensor)], None));
-            }
-        }
+        let mut outcome = Ok(());
+        self.counters.time(Stage::Hash, || {
+            self.hashes.hash(batch, |extent, digests| {
+                if outcome.is_ok() {
+                    let compared = self.compare(extent, &digests);
+                    let arrival = Arrival { extent, parts: 1 };
+                    outcome = compared.and_then(|()| self.arrived(&[arrival], &[]));
+                }
+            });
+        });
+        outcome.map(|()| true)
     }
 
     /// Lets the device read the data of a batch; headers are read on the host. False if the device
@@ -407,42 +388,35 @@ impl<T: Target> ReadTask<'_, T> {
     ) -> Result<bool> {
         let (mut position, mut data_len) = (batch.offset, 0);
         let mut arrivals: Vec<Arrival> = Vec::new();
-        for Segment { kind, len } in &batch.segments {
-            let size = usize::try_from(*len).map_err(|_| Error::Bug(format!("{len} bytes")))?;
-            match *kind {
-                SegmentKind::Gap => {}
-                SegmentKind::Header { tensor } => {
-                    let mut raw = try_zeroed(size, || "headers of tensors".to_owned())?;
-                    let what = || "tensors".to_owned();
-                    Buffers::from_slice(&mut raw).with_observer(control, |buffers| {
-                        read_exact_at(source, position, buffers, &what, control)
-                    })?;
-                    self.header(tensor, &raw, control)?;
-                    self.add_arrival(
-                        &mut arrivals,
-                        Arrival { extent: tensor, parts: 1, undecrypted: false },
-                    )?;
+        for segment in &batch.segments {
+            let Segment { kind, len, place } = *segment;
+            let size = to_usize(len);
+            if matches!(kind, SegmentKind::Header { .. }) {
+                let mut raw = try_zeroed(size, || "headers of tensors".to_owned())?;
+                let what = || "tensors".to_owned();
+                Buffers::from_slice(&mut raw).with_observer(control, |buffers| {
+                    read_exact_at(source, position, buffers, &what, control)
+                })?;
+                if let Some(extent) = segment.extent() {
+                    self.header(extent, &raw, control)?;
+                    self.add_arrival(&mut arrivals, extent, 1);
                 }
-                SegmentKind::Data { tensor, start } => {
-                    let at = (tensor, start);
-                    let read = || direct.read(batch.file, at, size, position, control);
-                    if !self.counters.time(Stage::Read, read)? {
-                        self.counters.fallback(
-                            "GPUDirect Storage failed during the load: the rest came by plain \
-                             reads",
-                        );
-                        self.counters.reading("page cache");
-                        return Ok(false);
-                    }
-                    data_len += len;
-                    let arrival = Arrival { extent: tensor, parts: *len, undecrypted: false };
-                    self.add_arrival(&mut arrivals, arrival)?;
+            } else if let (Some(place), Some(extent)) = (place, segment.extent()) {
+                let read = || direct.read(batch.file, place, size, position, control);
+                if !self.counters.time(Stage::Read, read)? {
+                    self.counters.fallback(
+                        "GPUDirect Storage failed during the load: the rest came by plain reads",
+                    );
+                    self.counters.reading("page cache");
+                    return Ok(false);
                 }
+                data_len += len;
+                self.add_arrival(&mut arrivals, extent, len);
             }
             position += len;
         }
         self.counters.bytes(data_len);
-        self.arrived(&arrivals, None)?;
+        self.arrived(&arrivals, &[])?;
         Ok(true)
     }
 }

@@ -1,7 +1,6 @@
 //! The number of readers of a load, and their share of the memory limit.
 
 use super::page_cache::PageCacheResidency;
-use super::target::Target;
 use super::workers::WorkerRange;
 use crate::environment::READERS;
 use crate::error::Result;
@@ -43,20 +42,4 @@ pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> 
         files.iter().for_each(|source| source.limit_connection(window));
     }
     Ok(memory)
-}
-
-/// Returns the number of readers that fit into the memory limit, and the most bytes of headers and
-/// gaps in a batch. Passes the limit on to the target.
-pub fn fit_readers<T: Target>(
-    memory: MemoryLimit,
-    range: WorkerRange,
-    capabilities: &Capabilities,
-    decrypts: bool,
-    target: &mut T,
-) -> Result<(WorkerRange, u64)> {
-    let shares = memory.load(&target.needs(capabilities, range.max, decrypts))?;
-    if memory.bytes().is_some() {
-        target.limit_memory(&shares);
-    }
-    Ok((range.limited_to(shares.readers), shares.overhead))
 }

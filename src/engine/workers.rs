@@ -4,7 +4,6 @@
 //! break, and the threads may borrow memory from the caller. The calling thread waits, checks for
 //! an interrupt, and starts more workers while that raises the throughput.
 
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::cancel::{Cancel, POLL};
@@ -14,7 +13,7 @@ use crate::io::Capabilities;
 use crate::mem::ArrivalObserver;
 use crate::sys::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sys::sync::thread::{self, ScopedJoinHandle, Thread};
-use crate::sys::sync::{Instant, Mutex, MutexGuard, cpu_time};
+use crate::sys::sync::{Instant, Mutex, MutexGuard, cpu_time, unpoisoned};
 
 /// Poll interval of the calling thread while more workers may be started.
 const TICK: Duration = Duration::from_millis(5);
@@ -165,7 +164,7 @@ impl<'c> WorkerPool<'c> {
     }
 
     fn count(&self) -> MutexGuard<'_, WorkerCount> {
-        self.count.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.count.lock())
     }
 
     fn stopped(&self) -> bool {
@@ -181,17 +180,17 @@ impl<'c> WorkerPool<'c> {
     /// Stores the error of the caller's own check, in place of any other. The check has consumed
     /// its cause, such as a pending signal, so the error must not be lost.
     fn interrupt(&self, error: Error) {
-        *self.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        *unpoisoned(self.error.lock()) = Some(error);
         self.stopped.store(true, Ordering::Relaxed);
     }
 
     fn fail(&self, error: Error) {
-        self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        unpoisoned(self.error.lock()).get_or_insert(error);
         self.stopped.store(true, Ordering::Relaxed);
     }
 
     fn outcome(self) -> Result<()> {
-        match self.error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        match unpoisoned(self.error.into_inner()) {
             Some(error) => Err(error),
             None => Ok(()),
         }
@@ -228,6 +227,30 @@ pub fn run(
     work: impl Fn(&Control<'_>) -> Result<()> + Sync,
 ) -> Result<()> {
     run_adapting(WorkerRange::fixed(threads), cancel, |control, _| work(control))
+}
+
+/// Does `work` on each item, up to `threads` at once, and returns the results in the order of the
+/// items, or the first error.
+pub fn map<I: Send, O: Send>(
+    threads: usize,
+    items: impl IntoIterator<Item = I, IntoIter: ExactSizeIterator + Send>,
+    cancel: &dyn Cancel,
+    work: impl Fn(I, &Control<'_>) -> Result<O> + Sync,
+) -> Result<Vec<O>> {
+    let items = items.into_iter();
+    let count = items.len();
+    let (queue, done) = (Mutex::new(items.enumerate()), Mutex::new(Vec::with_capacity(count)));
+    run(threads.min(count), cancel, |control| {
+        while !control.stopped() {
+            let Some((at, item)) = unpoisoned(queue.lock()).next() else { break };
+            let result = work(item, control)?;
+            unpoisoned(done.lock()).push((at, result));
+        }
+        Ok(())
+    })?;
+    let mut done = unpoisoned(done.into_inner());
+    done.sort_unstable_by_key(|(at, _)| *at);
+    Ok(done.into_iter().map(|(_, result)| result).collect())
 }
 
 /// Runs `work` like [`run`], on a number of threads that a [`ConcurrencyController`] adapts.

@@ -117,10 +117,14 @@ impl Entry {
         bytemuck::cast_slice(&self.shape)
     }
 
+    /// The dimensions of the tensor in the file, which may be that of a slice's whole tensor.
+    pub fn whole_shape(&self) -> &[u64] {
+        self.whole.as_ref().map_or(&self.shape, |whole| &whole.shape)
+    }
+
     /// True if the tensor was on the `meta` device: it has a size but no data.
     pub fn is_meta(&self) -> bool {
-        let shape = self.whole.as_ref().map_or(&self.shape, |whole| &whole.shape);
-        self.data_len == 0 && !shape.contains(&0)
+        self.data_len == 0 && !self.whole_shape().contains(&0)
     }
 
     /// Bytes of memory that are filled when it is loaded: none for a tensor of the `meta` device.

@@ -9,9 +9,8 @@
 //! A block lives as long as the last tensor in it. A large tensor that is freed earlier returns its
 //! own pages to the system at once.
 #![allow(unsafe_code)]
-// A broken invariant panics; the boundary of the call catches the panic.
-#![allow(clippy::indexing_slicing)]
 
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -139,7 +138,7 @@ impl Arena {
     /// Returns all of the bytes, to be written to.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         let range = self.start..self.start + self.len;
-        &mut self.memory.bytes_mut()[range]
+        self.memory.bytes_mut().get_mut(range).unwrap_or(&mut [])
     }
 
     /// Splits the block into buffers that share its ownership. Ranges are `(offset, len)` within
@@ -225,8 +224,8 @@ impl HostBuffer {
 /// A buffer whose pieces are being filled by several threads.
 pub struct UnfilledBuffer {
     buffer: HostBuffer,
-    /// The lowest position at which the next piece may begin.
-    next: usize,
+    /// The start and end of each piece that was taken.
+    taken: BTreeMap<usize, usize>,
 }
 
 impl UnfilledBuffer {
@@ -239,14 +238,21 @@ impl UnfilledBuffer {
         let mut whole = Arena::new(len.saturating_add(skip))?.freeze(&[(skip, len)])?;
         let buffer =
             whole.pop().ok_or_else(|| Error::Bug("a block without a buffer".to_owned()))?;
-        Ok(UnfilledBuffer { buffer, next: 0 })
+        Ok(UnfilledBuffer { buffer, taken: BTreeMap::new() })
     }
 
-    /// Takes the piece of `len` bytes at `at`. Pieces are taken in rising order and do not overlap.
+    /// Takes the piece of `len` bytes at `at`. Pieces do not overlap.
     pub fn piece(&mut self, at: usize, len: usize) -> Result<BufferPiece> {
-        let end = at.checked_add(len).filter(|&end| at >= self.next && end <= self.buffer.len);
+        let end = at.checked_add(len).filter(|&end| end <= self.buffer.len);
         let bug = || Error::Bug(format!("a piece of {len} bytes at {at} of a buffer"));
-        self.next = end.ok_or_else(bug)?;
+        let end = end.ok_or_else(bug)?;
+        if len > 0 {
+            let before = self.taken.range(..end).next_back();
+            if before.is_some_and(|(_, before)| *before > at) {
+                return Err(bug());
+            }
+            self.taken.insert(at, end);
+        }
         // SAFETY: within the buffer, as checked above.
         let start = unsafe { self.buffer.start.add(at) };
         Ok(BufferPiece { start, len, owner: self.buffer.owner.clone() })
@@ -348,6 +354,8 @@ mod tests {
         let (mut first, mut last) =
             (unfilled.piece(0, 30).unwrap(), unfilled.piece(50, 50).unwrap());
         assert!(unfilled.piece(99, 1).is_err() && unfilled.piece(100, 1).is_err());
+        assert!(unfilled.piece(29, 5).is_err() && unfilled.piece(45, 6).is_err());
+        drop(unfilled.piece(30, 20).unwrap());
         first.bytes_mut().fill(1);
         last.bytes_mut().fill(2);
         drop(last);

@@ -3,31 +3,36 @@
 use crate::error::{Error, Result};
 
 /// The part of some memory that is left after cuts.
-pub struct SliceRemainder<'a> {
-    bytes: &'a mut [u8],
+pub struct SliceRemainder<'a, T> {
+    items: &'a mut [T],
     /// Its position in the whole.
     position: usize,
 }
 
-impl<'a> SliceRemainder<'a> {
+impl<'a, T> SliceRemainder<'a, T> {
     /// Starts with all of the memory.
-    pub fn new(bytes: &'a mut [u8]) -> Self {
-        SliceRemainder { bytes, position: 0 }
+    pub fn new(items: &'a mut [T]) -> Self {
+        SliceRemainder { items, position: 0 }
     }
 
     /// Cuts off the range at `start` of the whole, which must lie after all ranges that were cut
     /// before.
-    pub fn cut(&mut self, start: usize, len: usize) -> Result<&'a mut [u8]> {
+    pub fn cut(&mut self, start: usize, len: usize) -> Result<&'a mut [T]> {
         let bug = || Error::Bug(format!("{len} bytes at {start} after {}", self.position));
         let skip = start.checked_sub(self.position).ok_or_else(bug)?;
         let end = start.checked_add(len).ok_or_else(bug)?;
-        if end - self.position > self.bytes.len() {
+        if end - self.position > self.items.len() {
             return Err(bug());
         }
-        let (_, bytes) = std::mem::take(&mut self.bytes).split_at_mut(skip);
-        let (range, rest) = bytes.split_at_mut(len);
-        (self.bytes, self.position) = (rest, end);
+        let (_, items) = std::mem::take(&mut self.items).split_at_mut(skip);
+        let (range, rest) = items.split_at_mut(len);
+        (self.items, self.position) = (rest, end);
         Ok(range)
+    }
+
+    /// Cuts off the next range.
+    pub fn next(&mut self, len: usize) -> Result<&'a mut [T]> {
+        self.cut(self.position, len)
     }
 }
 
@@ -44,6 +49,7 @@ mod tests {
         assert!(rest.cut(3, 0).unwrap().is_empty());
         assert!(rest.cut(2, 1).is_err() && rest.cut(4, 3).is_err());
         assert!(rest.cut(usize::MAX, 2).is_err());
-        assert_eq!(rest.cut(4, 2).unwrap(), b"ef");
+        assert_eq!(rest.cut(4, 1).unwrap(), b"e");
+        assert_eq!(rest.next(1).unwrap(), b"f");
     }
 }

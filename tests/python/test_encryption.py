@@ -286,9 +286,16 @@ def test_golden_files():
             loaded = TensorDeserializer(
                 source, "cpu", lazy_load=True, encryption=way, verify_hash=True
             )
+            short = "1024" in file.get("how", "")  # pieces that no release writes
+            refused = []
             for name in loaded:
-                if name not in file.get("lazy_only", []):
-                    loaded[name]
+                try:
+                    if name not in file.get("lazy_only", []):
+                        loaded[name]
+                except CryptographyError as error:
+                    assert "in pieces of 1024 bytes: expected one piece" in str(error)
+                    refused.append(name)
+            assert bool(refused) == short
             loaded.close()
 
 

@@ -36,7 +36,7 @@ proptest! {
     ) {
         let limits =
             BatchLimits { len: part_len, tapers, merge_gap, segments: max_pieces, unit, block, separate_len, overhead };
-        let parts = partition(&extents, &limits).unwrap();
+        let parts = partition(&extents, &limits);
         let mut end = 0;
         let mut headers = Vec::new();
         let mut data = vec![0u64; extents.len()];
@@ -86,7 +86,7 @@ proptest! {
     /// Small tensors are hashed in one go, so they must lie in one part.
     #[test]
     fn tensors_up_to_an_eighth_of_a_batch_are_not_cut(extents in extents()) {
-        for part in partition(&extents, &limits(800_000, 0)).unwrap() {
+        for part in partition(&extents, &limits(800_000, 0)) {
             for piece in part.segments {
                 if let SegmentKind::Data { tensor, .. } = piece.kind {
                     prop_assert_eq!(piece.len, extents[tensor].data_len);
@@ -98,7 +98,7 @@ proptest! {
     #[test]
     fn batches_exceed_the_requested_length_by_at_most_half(len in 1u64..10_000_000, part_len in 1000u64..1_000_000) {
         let extents = [Extent { file: 0, header_offset: 0, data_offset: 100, data_len: len }];
-        for part in partition(&extents, &limits(part_len, 0)).unwrap() {
+        for part in partition(&extents, &limits(part_len, 0)) {
             prop_assert!(part.len() <= part_len + part_len / 2 + 100);
         }
     }
@@ -139,7 +139,7 @@ proptest! {
         let unit = buffer_len / 2;
         let mut there: Vec<Vec<Option<(usize, u64)>>> =
             layout.blocks.iter().map(|block| vec![None; block.len as usize]).collect();
-        for batch in partition(&extents, &limits(batch_len, 100)).unwrap() {
+        for batch in partition(&extents, &limits(batch_len, 100)) {
             let locate = |segment: &Segment, position: u64| Ok(match segment.kind {
                 SegmentKind::Gap => None,
                 SegmentKind::Header { tensor } => {
@@ -238,8 +238,8 @@ proptest! {
     /// Steps are the batch, cut in large data only.
     #[test]
     fn steps_cover_their_batch(extents in extents(), step in 1u64..20_000, max_uncut in 0u64..50_000) {
-        for batch in partition(&extents, &limits(100_000, 100)).unwrap() {
-            let steps = batch.clone().steps(step, max_uncut).unwrap();
+        for batch in partition(&extents, &limits(100_000, 100)) {
+            let steps = batch.clone().steps(step, max_uncut);
             let mut position = batch.offset;
             let mut joined: Vec<Segment> = Vec::new();
             for one in &steps {

@@ -97,7 +97,7 @@ fn load(interrupted: bool) {
     let device: Arc<dyn Device> = FakeDevice::new(7, InjectedFaults::default());
     let pool = Pool::new(LEN, 4, 2);
     let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
-    let to = Destination { devices: &one, memory: &blocks, direct_storage: false };
+    let to = DeviceMemoryBlocks { devices: &one, memory: &blocks, direct_storage: false };
     // A thread that waits for a hash polls for cancellation. Locks of models never wake a thread
     // for a poll, so that a load that may be cancelled verifies nothing here.
     let kinds = if interrupted { 1 } else { 3 };
@@ -115,7 +115,7 @@ fn load(interrupted: bool) {
         outcome => assert_eq!(outcome.unwrap().len(), LENS.len()),
     }
     drop(blocks);
-    for (number, location) in planned.locations().unwrap().into_iter().enumerate() {
+    for (number, location) in planned.locations().into_iter().enumerate() {
         assert_eq!(memory[location.block], tensor(number), "tensor {number}");
     }
 }

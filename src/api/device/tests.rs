@@ -179,7 +179,7 @@ fn load(files: &SavedFile, schedule: &LoadSchedule, key: Option<Key>) -> Result<
     let device_of = schedule.device_of();
     let planned =
         DeviceLoad::new(&file, &schedule.selection, &device_of, schedule.separate_memory)?;
-    let lens = planned.block_lens().unwrap();
+    let lens = planned.block_lens();
     let mut memory = if schedule.late { TestMemory::late(&lens) } else { TestMemory::new(&lens) };
     let fakes = schedule.fakes();
     let devices: Vec<Arc<dyn Device>> =
@@ -195,7 +195,7 @@ fn load(files: &SavedFile, schedule: &LoadSchedule, key: Option<Key>) -> Result<
         .map(|(device, pool)| DestinationDevice { device, consumer: Consumer(0), pool })
         .collect();
     let direct_storage = schedule.direct_storage;
-    let to = Destination { devices: &devices, memory: blocks, direct_storage };
+    let to = DeviceMemoryBlocks { devices: &devices, memory: blocks, direct_storage };
     // A load from a file, without decryption, needs only staging buffers and 256 KiB for the bytes
     // that pass one reader.
     let buffers = 4 + schedule.seed % 5;
@@ -230,7 +230,7 @@ fn load(files: &SavedFile, schedule: &LoadSchedule, key: Option<Key>) -> Result<
     }
     assert_eq!(outcome?.len(), schedule.selection.len());
     memory.blocks = DeviceBlocks::new(0).unwrap();
-    check(files, schedule, &memory, &planned.locations().unwrap());
+    check(files, schedule, &memory, &planned.locations());
     Ok(())
 }
 
@@ -356,11 +356,11 @@ fn reads_overlap_copies_and_small_tensors_share_copies() {
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let all: Vec<usize> = (0..2000).collect();
     let planned = DeviceLoad::new(&opened, &all, &[], false).unwrap();
-    assert_eq!(planned.block_lens().unwrap().len(), 1, "an image");
-    let memory = TestMemory::new(&planned.block_lens().unwrap());
+    assert_eq!(planned.block_lens().len(), 1, "an image");
+    let memory = TestMemory::new(&planned.block_lens());
     let pool = Pool::new(64 << 10, 8, 16);
     let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
-    let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
+    let to = DeviceMemoryBlocks { devices: &one, memory: &memory.blocks, direct_storage: false };
     let (options, counters) = (LoadOptions::default(), Counters::default());
     let (_, streams) =
         planned.run(&to, &options, &counters, &|| Ok(()), &mut || Ok(false)).unwrap();
@@ -378,10 +378,10 @@ fn other_tensors_are_read_while_a_large_one_waits_for_its_hash() {
     let opened =
         TensorFile::from_source(Arc::clone(&noting) as Arc<dyn ReadAt>, 0, &Never).unwrap();
     let planned = DeviceLoad::new(&opened, &[0, 1, 2], &[], false).unwrap();
-    let memory = TestMemory::new(&planned.block_lens().unwrap());
+    let memory = TestMemory::new(&planned.block_lens());
     let pool = Pool::new(256 << 10, 8, 16);
     let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
-    let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
+    let to = DeviceMemoryBlocks { devices: &one, memory: &memory.blocks, direct_storage: false };
     let options = LoadOptions { readers: Some(1), verify: Verify::All, ..LoadOptions::default() };
     noting.offsets.lock().unwrap().clear();
     let (_, streams) =

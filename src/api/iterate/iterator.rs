@@ -9,13 +9,11 @@ use super::options::IterateOptions;
 use super::shared::{IteratorDevice, IteratorState};
 use super::window::{NextTensors, ReadyMemory, WaitingTensor, Window};
 use crate::api::file::TensorFile;
-use crate::api::load_options::LoadOptions;
 use crate::api::selection::Selection;
-use crate::api::slices::whole_tensor_len;
 use crate::cancel::{self, Cancel, POLL};
 use crate::codec::hash::Verify;
+use crate::engine::load_options::LoadOptions;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect, try_collect_results};
 use crate::mem::device::{Consumer, DeviceBlock, DeviceBlocks, DeviceMemory, Event, Streams};
 use crate::stats::Counters;
 use crate::sys::process::DropInOwner;
@@ -65,18 +63,18 @@ impl TensorIterator {
                 Error::InvalidArgument(format!("tensor `{}` does not fit into memory", entry.name))
             })
         });
-        let lens = try_collect_results(lens, LISTS)?;
+        let lens = lens.collect::<Result<Vec<_>>>()?;
         let (budget, load) = memory_shares(&selection, &lens, on_device, options)?;
         let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 })?;
         // Tensors without data become zeros when they are handed out, and have no block of bytes.
         let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
-        let block_lens = try_collect(block_lens.filter(|_| on_device), LISTS)?;
+        let block_lens = block_lens.filter(|_| on_device).collect();
         let shared = Arc::new(IteratorState {
             file: file.duplicate(),
             numbers: selection.numbers().to_vec(),
             options: load,
             complete: options.complete,
-            window: Window::new(lens, budget, options.order, on_device)?,
+            window: Window::new(lens, budget, options.order, on_device),
             device: device.map(|device| (device, blocks)),
             block_lens,
             counters: Counters::default(),
@@ -162,7 +160,7 @@ impl TensorIterator {
             let number = number.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
             Ok(ReadyTensor { number, memory })
         });
-        try_collect_results(landed, LISTS)
+        landed.collect()
     }
 
     /// Allocates the memory that the budget allows now.
@@ -242,11 +240,10 @@ fn memory_shares(
     options: &IterateOptions,
 ) -> Result<(u64, LoadOptions)> {
     let file = selection.file;
-    // Slices that are cut from whole tensors in host memory need memory for the whole tensor.
-    let needs_whole = options.load.verify != Verify::Nothing || file.decryption().is_some();
-    let sliced = selection.entries.iter().filter(|entry| entry.whole.is_some());
-    let sliced = sliced.filter(|_| needs_whole || !file.is_seekable());
-    let held = sliced.map(|entry| whole_tensor_len(entry)).max().unwrap_or(0);
+    // A tensor whose hashes are verified is read as a whole, and its bytes wait for their hash.
+    let verified = options.load.verify != Verify::Nothing;
+    let sliced = selection.entries.iter().filter(|entry| verified && entry.whole.is_some());
+    let held = sliced.map(|entry| entry.data_len).max().unwrap_or(0);
     let min_memory = file.minimum_memory(selection.is_sliced(), on_device)?.saturating_add(held);
     let largest = lens.iter().copied().max().unwrap_or(0);
     let limit = options.load.memory.or_environment()?;

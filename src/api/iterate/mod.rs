@@ -8,7 +8,6 @@ mod host;
 mod iterator;
 mod load;
 mod options;
-mod read_plan;
 mod shared;
 mod window;
 

@@ -1,6 +1,6 @@
 //! Options of an iterator.
 
-use crate::api::load_options::LoadOptions;
+use crate::engine::load_options::LoadOptions;
 
 /// The order in which tensors are handed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::window::Window;
 use crate::api::file::TensorFile;
-use crate::api::load_options::LoadOptions;
+use crate::engine::load_options::LoadOptions;
 use crate::mem::device::{Consumer, Device, DeviceBlocks};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;

@@ -11,12 +11,12 @@ use std::thread;
 
 use super::*;
 use crate::api::file::TensorFile;
-use crate::api::load_options::LoadOptions;
 use crate::api::save_all::save;
 use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::{Cancel, Never};
 use crate::codec::crypt::{DecryptionOptions, EncryptionOptions, Key, Secret};
 use crate::codec::hash::Verify;
+use crate::engine::load_options::LoadOptions;
 use crate::error::{Error, Result};
 use crate::io::local::FileSource;
 use crate::io::{Capabilities, ReadAt};
@@ -304,9 +304,10 @@ impl ReadAt for BlockedSource {
 fn gathered_slices_do_not_delay_other_tensors() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("f.tensors");
-    let values = vec![7u8; 3000 * 300];
+    // So many bytes that several readers read them.
+    let values = vec![7u8; 3000 * 1000];
     let named = ["columns", "a", "b", "c"]
-        .map(|name| SaveTensor::new(name, &[3000, 300], values.as_slice()).unwrap());
+        .map(|name| SaveTensor::new(name, &[3000, 1000], values.as_slice()).unwrap());
     save(&path, named.into(), SaveOptions::default(), &Never).unwrap();
     let entry = TensorFile::open(&path).unwrap().entry(0).unwrap().clone();
     let let_go = Arc::new(AtomicBool::new(false));

@@ -2,18 +2,16 @@
 //! bytes that are read ahead.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::options::Order;
 use crate::engine::completion::CopyEvents;
 use crate::engine::plan::SMALL;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_push, try_repeat};
 use crate::mem::HostBuffer;
-use crate::sys::sync::{Condvar, Mutex, MutexGuard};
+use crate::sys::sync::{Condvar, Mutex, MutexGuard, unpoisoned};
 
-/// The divisor of the read-ahead that limits one batch or one group, so that several are in flight.
+/// The divisor of the read-ahead that limits one batch, so that several are in flight.
 const BATCH_FRACTION: u64 = 8;
 /// Limits of small tensors that are handed out together: their number, and the divisor of the
 /// read-ahead that limits their bytes.
@@ -58,15 +56,6 @@ pub struct Window {
     available: Condvar,
 }
 
-/// A part of a load that requests room. Each requests tensors in rising order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Requester {
-    /// Readers, which read tensors straight to their destination.
-    Readers,
-    /// Groups of tensors, which are loaded by way of host memory.
-    Groups,
-}
-
 /// Tensors that share a batch and so arrive together: from `first` on, up to `end`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct PendingBatch {
@@ -79,8 +68,8 @@ struct WindowState {
     budget: u64,
     /// The number of tensors, from the first one on, that were granted memory.
     granted: usize,
-    /// The tensors that each requester waits for: those of its next batch.
-    pending: [PendingBatch; 2],
+    /// The tensors that readers wait for: those of their next batch.
+    pending: PendingBatch,
     /// Bytes of tensors that are granted and not handed out.
     outstanding: u64,
     /// All tensors before this one were handed out.
@@ -107,10 +96,8 @@ impl WindowState {
     /// True if a batch waits for memory, and all tensors before it were handed out. Its tensors
     /// arrive only together, so they must be granted beyond the budget.
     fn is_starved(&self) -> bool {
-        let starves = |pending: &PendingBatch| {
-            self.granted < pending.end && self.all_handed_out_before >= pending.first
-        };
-        self.pending.iter().any(starves)
+        let PendingBatch { first, end } = self.pending;
+        self.granted < end && self.all_handed_out_before >= first
     }
 
     fn is_handed_out(&self, tensor: usize) -> bool {
@@ -141,29 +128,24 @@ pub enum NextTensors {
 
 impl Window {
     /// Makes a window for tensors of these lengths.
-    pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Result<Self> {
-        let none = try_repeat(false, lens.len(), LISTS)?;
+    pub fn new(lens: Vec<u64>, budget: u64, order: Order, allocates: bool) -> Self {
+        let none = vec![false; lens.len()];
         let (delivered, handed_out) = (none.clone(), none);
         let state =
             WindowState { budget: budget.max(1), delivered, handed_out, ..WindowState::default() };
         let (room, available) = (Condvar::new(), Condvar::new());
-        Ok(Window { lens, order, allocates, state: Mutex::new(state), room, available })
+        Window { lens, order, allocates, state: Mutex::new(state), room, available }
     }
 
     fn state(&self) -> MutexGuard<'_, WindowState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns the bytes of each tensor in memory.
-    pub fn lens(&self) -> &[u64] {
-        &self.lens
+        unpoisoned(self.state.lock())
     }
 
     fn len(&self, tensor: usize) -> u64 {
         self.lens.get(tensor).copied().unwrap_or(0)
     }
 
-    /// Returns the most bytes of a batch, or of a group of tensors that are read together.
+    /// Returns the most bytes of a batch.
     pub fn max_batch_len(&self) -> u64 {
         (self.state().budget / BATCH_FRACTION).max(1)
     }
@@ -186,13 +168,10 @@ impl Window {
     }
 
     /// True if these tensors, of which parts are in one batch, may be read now.
-    pub fn admits(&self, requester: Requester, first: usize, last: usize) -> bool {
+    pub fn admits(&self, first: usize, last: usize) -> bool {
         let mut state = self.state();
         let pending = PendingBatch { first, end: last + 1 };
-        if let Some(previous) = state.pending.get_mut(requester as usize)
-            && std::mem::replace(previous, pending) != pending
-            && self.allocates
-        {
+        if std::mem::replace(&mut state.pending, pending) != pending && self.allocates {
             self.available.notify_all();
         }
         while !self.allocates && state.granted <= last && self.has_room(&state) {
@@ -202,23 +181,13 @@ impl Window {
     }
 
     /// Waits until more tensors may be admitted, or the time is over.
-    pub fn wait_for_room(&self, requester: Requester, time: Duration) {
+    pub fn wait_for_room(&self, time: Duration) {
         let state = self.state();
-        let end = state.pending.get(requester as usize).map_or(0, |pending| pending.end);
-        let ready = state.granted >= end || (!self.allocates && self.has_room(&state));
+        let ready =
+            state.granted >= state.pending.end || (!self.allocates && self.has_room(&state));
         if !ready && !state.closed {
-            drop(self.room.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
+            drop(unpoisoned(self.room.wait_timeout(state, time)));
         }
-    }
-
-    /// Hands a tensor to the caller.
-    pub fn deliver(
-        &self,
-        tensor: usize,
-        memory: ReadyMemory,
-        copy_events: CopyEvents,
-    ) -> Result<()> {
-        self.deliver_all(vec![WaitingTensor { tensor, memory, copy_events }])
     }
 
     /// Hands tensors to the caller, which finds all of them when it wakes.
@@ -246,11 +215,9 @@ impl Window {
         Ok(())
     }
 
-    /// Returns the positions of all tensors that were not delivered.
-    pub fn undelivered(&self) -> Vec<usize> {
-        let state = self.state();
-        let delivered = state.delivered.iter().enumerate();
-        delivered.filter(|(_, delivered)| !**delivered).map(|(tensor, _)| tensor).collect()
+    /// Returns for each tensor whether it was delivered.
+    pub fn delivered(&self) -> Vec<bool> {
+        self.state().delivered.clone()
     }
 
     fn release(&self, state: &mut WindowState, bytes: u64) {
@@ -331,7 +298,7 @@ impl Window {
         if state.closed {
             return Err(Error::Closed("the iterator is closed".to_owned()));
         }
-        let items = self.take_delivered(&mut state)?;
+        let items = self.take_delivered(&mut state);
         if !items.is_empty() {
             return Ok(NextTensors::Items(items));
         }
@@ -347,12 +314,12 @@ impl Window {
             None => {}
         }
         if !(self.allocates && self.has_room(&state)) {
-            drop(self.available.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner));
+            drop(unpoisoned(self.available.wait_timeout(state, time)));
         }
         Ok(NextTensors::Nothing)
     }
 
-    fn take_delivered(&self, state: &mut WindowState) -> Result<Vec<WaitingTensor>> {
+    fn take_delivered(&self, state: &mut WindowState) -> Vec<WaitingTensor> {
         let most = state.budget / TOGETHER_FRACTION;
         let (mut items, mut bytes) = (Vec::new(), 0u64);
         while items.len() < MAX_TOGETHER {
@@ -378,7 +345,7 @@ impl Window {
             if tensor < state.granted {
                 bytes = bytes.saturating_add(len);
             }
-            try_push(&mut items, item, LISTS)?;
+            items.push(item);
             if len >= SMALL {
                 break;
             }
@@ -388,7 +355,7 @@ impl Window {
         } else if bytes > 0 {
             self.release(state, bytes);
         }
-        Ok(items)
+        items
     }
 }
 

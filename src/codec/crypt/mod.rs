@@ -21,9 +21,6 @@ use crate::sys;
 
 /// Bytes of a nonce.
 pub const NONCE_LEN: usize = 24;
-/// Shorter pieces are refused, as by the old package.
-const MIN_PIECE_LEN: u64 = 1024;
-
 /// The pieces in which the data of one tensor are encrypted, with their nonces and tags.
 #[derive(Debug, Clone)]
 pub struct EncryptedPieces {
@@ -40,14 +37,14 @@ impl EncryptedPieces {
         let (piece_len, nonce, macs) = match cipher {
             Cipher::Sequential { nonce, mac } => (data_len, *nonce, vec![*mac]),
             Cipher::Parallel { piece_len, nonce, macs } => {
-                if *piece_len < MIN_PIECE_LEN || !piece_len.is_multiple_of(64) {
+                // A single tag covers all data, whatever length of pieces the header states.
+                if macs.len() > 1 && *piece_len != PIECE_LEN {
                     return Err(format!(
-                        "expected pieces of at least {MIN_PIECE_LEN} bytes and a multiple of 64, \
-                         found {piece_len}"
+                        "it is encrypted in pieces of {piece_len} bytes: expected one piece, or \
+                         pieces of {PIECE_LEN} bytes, which all writers use"
                     ));
                 }
-                // A single tag covers all data, whatever length of pieces the header states.
-                let piece_len = if macs.len() == 1 { data_len } else { *piece_len };
+                let piece_len = if macs.len() == 1 { data_len } else { PIECE_LEN };
                 (piece_len, *nonce, macs.clone())
             }
         };
@@ -68,9 +65,9 @@ impl EncryptedPieces {
         (number, start, start.saturating_add(self.piece_len).min(self.data_len))
     }
 
-    /// True if chunks of `chunk_len` bytes, counted from the first byte, consist of whole pieces.
-    pub fn fit(&self, chunk_len: u64) -> bool {
-        chunk_len.is_multiple_of(self.piece_len) || self.data_len <= chunk_len
+    /// Bytes of the longest piece.
+    pub fn max_len(&self) -> u64 {
+        self.piece_len.min(self.data_len)
     }
 
     /// Decrypts one whole piece in place; false if its tag does not match.
@@ -80,13 +77,6 @@ impl EncryptedPieces {
             return false;
         };
         sodium::open(bytes, mac, &nonce_of(&self.nonce, number), key.bytes())
-    }
-
-    /// Decrypts all pieces in place; false if a tag does not match.
-    #[must_use]
-    pub fn decrypt_all(&self, bytes: &mut [u8], key: &Key) -> bool {
-        let step = usize::try_from(self.piece_len).unwrap_or(usize::MAX);
-        bytes.chunks_mut(step).zip(0..).all(|(piece, number)| self.decrypt(number, piece, key))
     }
 }
 

@@ -1,39 +1,40 @@
 //! Batches for several devices, in an order that keeps all devices busy.
 
-use super::partition::{Batch, BatchLimits, Extent, PLAN, Segment, SegmentKind, partition};
+use super::partition::{Batch, BatchLimits, Extent, Segment, SegmentKind, partition_by_class};
 use crate::error::{Error, Result};
-use crate::fallible::{try_collect, try_push};
 
-/// Cuts extents into batches as [`partition`] does, each of them for one of several devices. The
-/// next batch is always for the device with the smallest planned fraction of its bytes.
+/// Cuts extents into batches as [`partition_by_class`] does, each of them for one of several
+/// devices. The next batch is always for the device with the smallest planned fraction of its
+/// bytes.
 pub fn partition_by_device(
     extents: &[Extent],
     limits: &BatchLimits,
     (devices, device_of): (usize, &dyn Fn(usize) -> usize),
+    class_of: &dyn Fn(usize) -> usize,
 ) -> Result<Vec<Batch>> {
     if devices <= 1 {
-        return partition(extents, limits);
+        return Ok(partition_by_class(extents, limits, class_of));
     }
     let mut all: Vec<(u64, Batch)> = Vec::new();
     for device in 0..devices {
         let own = extents.iter().enumerate().filter(|&(tensor, _)| device_of(tensor) == device);
-        let own: Vec<(usize, Extent)> = try_collect(own.map(|(at, extent)| (at, *extent)), PLAN)?;
-        let batches =
-            partition(&try_collect(own.iter().map(|(_, extent)| *extent), PLAN)?, limits)?;
+        let (numbers, own): (Vec<usize>, Vec<Extent>) = own.unzip();
+        let class = |at: usize| numbers.get(at).map_or(0, |&number| class_of(number));
+        let batches = partition_by_class(&own, limits, class);
         let total = batches.iter().map(Batch::len).fold(0, u64::saturating_add);
         let mut before = 0u64;
         for mut batch in batches {
             let share = fraction_of(before, total);
             before = before.saturating_add(batch.len());
             for segment in &mut batch.segments {
-                renumber(segment, &own)?;
+                renumber(segment, &numbers)?;
             }
-            try_push(&mut all, (share, batch), PLAN)?;
+            all.push((share, batch));
         }
     }
     // Stable: batches of one device stay in their order.
     all.sort_by_key(|(share, _)| *share);
-    try_collect(all.into_iter().map(|(_, batch)| batch), PLAN)
+    Ok(all.into_iter().map(|(_, batch)| batch).collect())
 }
 
 /// Returns `part / total` as a fixed-point number with 32 fractional bits.
@@ -42,11 +43,11 @@ fn fraction_of(part: u64, total: u64) -> u64 {
     u64::try_from(share).unwrap_or(u64::MAX)
 }
 
-/// Replaces the tensor number of a segment, an index into `own`, by the number among all tensors.
-fn renumber(segment: &mut Segment, own: &[(usize, Extent)]) -> Result<()> {
+/// Replaces the number of a segment's extent, an index into `own`, by its number among all extents.
+fn renumber(segment: &mut Segment, own: &[usize]) -> Result<()> {
     if let SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } = &mut segment.kind {
         let bug = || Error::Bug("a batch of no tensor of its device".to_owned());
-        *tensor = own.get(*tensor).map(|(number, _)| *number).ok_or_else(bug)?;
+        *tensor = *own.get(*tensor).ok_or_else(bug)?;
     }
     Ok(())
 }
@@ -54,6 +55,7 @@ fn renumber(segment: &mut Segment, own: &[(usize, Extent)]) -> Result<()> {
 #[cfg(all(test, not(feature = "models")))]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
+    use super::super::partition::partition;
     use super::*;
     use proptest::prelude::*;
 
@@ -104,7 +106,7 @@ mod tests {
         ) {
             let extents = extents(&lens);
             let device_of = |tensor: usize| (tensor / 3 + shift) % devices;
-            let batches = partition_by_device(&extents, &LIMITS, (devices, &device_of)).unwrap();
+            let batches = partition_by_device(&extents, &LIMITS, (devices, &device_of), &|_| 0).unwrap();
             for batch in &batches {
                 let tensors = batch.segments.iter().filter_map(|segment| match segment.kind {
                     SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
@@ -131,7 +133,7 @@ mod tests {
             // The first tensors of the file are for one device, and the last for the other.
             let extents = extents(&vec![(0, len); first + second]);
             let device_of = |tensor: usize| usize::from(tensor >= first);
-            let batches = partition_by_device(&extents, &LIMITS, (2, &device_of)).unwrap();
+            let batches = partition_by_device(&extents, &LIMITS, (2, &device_of), &|_| 0).unwrap();
             let mut done = [0.0f64; 2];
             for (tensor, _, len, _) in pieces(&batches) {
                 let device = device_of(tensor);
@@ -152,7 +154,7 @@ mod tests {
     #[test]
     fn one_device_gets_the_plain_partition() {
         let extents = extents(&[(10, 400), (10, 400), (10, 400), (10, 5000)]);
-        let batches = partition_by_device(&extents, &LIMITS, (1, &|_| 0)).unwrap();
-        assert_eq!(batches, partition(&extents, &LIMITS).unwrap());
+        let batches = partition_by_device(&extents, &LIMITS, (1, &|_| 0), &|_| 0).unwrap();
+        assert_eq!(batches, partition(&extents, &LIMITS));
     }
 }

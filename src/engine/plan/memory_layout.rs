@@ -84,7 +84,6 @@ impl MemoryLayout {
     /// fit into memory.
     pub fn new(tensors: &[(Extent, u64)], large: LargeTensors) -> Option<Self> {
         let mut layout = MemoryLayout::default();
-        layout.locations.try_reserve_exact(tensors.len()).ok()?;
         let mut rest = tensors;
         let mut read = (0, 0);
         while !rest.is_empty() {
@@ -106,7 +105,6 @@ impl MemoryLayout {
     pub fn one_block_each(lens: impl Iterator<Item = u64>) -> Option<Self> {
         let mut layout = MemoryLayout::default();
         for len in lens {
-            layout.locations.try_reserve(1).ok()?;
             layout.add_own_block(len)?;
         }
         Some(layout)
@@ -119,7 +117,6 @@ impl MemoryLayout {
 
     fn add_own_block(&mut self, len: u64) -> Option<usize> {
         let block = self.blocks.len();
-        self.blocks.try_reserve(1).ok()?;
         self.blocks.push(BlockLayout { len, image: None });
         self.locations.push(BlockLocation { block, offset: 0 });
         Some(block)
@@ -134,7 +131,6 @@ impl MemoryLayout {
             Some(block) => block,
             None => {
                 let block = self.blocks.len();
-                self.blocks.try_reserve(1).ok()?;
                 self.blocks.push(BlockLayout { len: 0, image: None });
                 *self.large_block.insert(block)
             }
@@ -174,7 +170,6 @@ impl MemoryLayout {
         let skip = start % unit as u64;
         let block = self.blocks.len();
         let len = last.end().checked_sub(start)?.checked_add(skip)?;
-        self.blocks.try_reserve(1).ok()?;
         self.blocks
             .push(BlockLayout { len, image: Some(FileRange { file: first.file, start, skip }) });
         let offset = |extent: &Extent| extent.data_offset.saturating_sub(start) + skip;

@@ -1,12 +1,6 @@
 //! Cuts the extents of tensors in files into batches of about equal size. Each batch is a
 //! contiguous range of a file, which one reader or writer handles with one call.
 
-use crate::error::Result;
-use crate::fallible::try_push;
-
-/// The name of lists of batches in error messages.
-pub const PLAN: &str = "the plan of a load or a save";
-
 /// Contiguous data of a tensor in a file, after the tensor's header if it has one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Extent {
@@ -65,6 +59,27 @@ pub struct Segment {
     pub kind: SegmentKind,
     /// Number of bytes.
     pub len: u64,
+    /// Where they go, once a plan has placed them: data that go straight to their tensor.
+    pub place: Option<Place>,
+}
+
+impl Segment {
+    /// Returns the extent that it belongs to; None for a gap.
+    pub fn extent(&self) -> Option<usize> {
+        match self.kind {
+            SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
+            SegmentKind::Gap => None,
+        }
+    }
+}
+
+/// A position in the memory of a tensor that is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// The tensor, by its position in the plan.
+    pub tensor: usize,
+    /// Position in the tensor's memory.
+    pub offset: u64,
 }
 
 /// One contiguous range of a file, which is read or written with one request.
@@ -92,23 +107,21 @@ impl Batch {
     /// Cuts the batch into steps of about `step` bytes, so that hashing finds the bytes of each
     /// step in the CPU cache. Only data of more than `max_uncut` bytes are cut; shorter data stay
     /// with their header.
-    pub fn steps(self, step: u64, max_uncut: u64) -> Result<Vec<Batch>> {
+    pub fn steps(self, step: u64, max_uncut: u64) -> Vec<Batch> {
         let mut steps: Vec<Batch> = Vec::new();
         let (mut offset, mut len) = (self.offset, 0);
-        let mut add = |segment: Segment, joined: bool| -> Result<()> {
+        let mut add = |segment: Segment, joined: bool| {
             match steps.last_mut().filter(|_| joined || len < step) {
                 Some(last) => {
-                    try_push(&mut last.segments, segment, PLAN)?;
+                    last.segments.push(segment);
                     len += segment.len;
                 }
                 None => {
-                    let segments = vec![segment];
-                    try_push(&mut steps, Batch { file: self.file, offset, segments }, PLAN)?;
+                    steps.push(Batch { file: self.file, offset, segments: vec![segment] });
                     len = segment.len;
                 }
             }
             offset += segment.len;
-            Ok(())
         };
         let mut after_header = false;
         for segment in self.segments {
@@ -118,15 +131,15 @@ impl Batch {
                     while done < segment.len {
                         let len = step.max(1).min(segment.len - done);
                         let kind = SegmentKind::Data { tensor, start: start + done };
-                        add(Segment { kind, len }, false)?;
+                        add(Segment { kind, len, place: None }, false);
                         done += len;
                     }
                 }
-                _ => add(segment, after_header)?,
+                _ => add(segment, after_header),
             }
             after_header = matches!(segment.kind, SegmentKind::Header { .. });
         }
-        Ok(steps)
+        steps
     }
 }
 
@@ -163,32 +176,38 @@ pub struct BatchLimits {
 /// a batch with the beginning of its data.
 ///
 /// Extents are in rising order of files and positions, and do not overlap.
-pub fn partition(extents: &[Extent], limits: &BatchLimits) -> Result<Vec<Batch>> {
+pub fn partition(extents: &[Extent], limits: &BatchLimits) -> Vec<Batch> {
+    partition_by_class(extents, limits, |_| 0)
+}
+
+/// Cuts extents as [`partition`] does. Extents of different classes share no batch.
+pub fn partition_by_class(
+    extents: &[Extent],
+    limits: &BatchLimits,
+    class_of: impl Fn(usize) -> usize,
+) -> Vec<Batch> {
     let mut partitioner = Partitioner::new(extents, limits);
     for (tensor, extent) in extents.iter().enumerate() {
         if extent.end() <= extent.header_offset {
             continue;
         }
         let is_separate = extent.data_len >= limits.separate_len;
-        if is_separate
-            || !partitioner
-                .open_batch
-                .as_ref()
-                .is_some_and(|open| open.fits(extent, &partitioner.limits))
-        {
-            partitioner.close()?;
+        let class = class_of(tensor);
+        let fits = |open: &OpenBatch| {
+            !is_separate && open.class == class && open.fits(extent, &partitioner.limits)
+        };
+        if !partitioner.open_batch.as_ref().is_some_and(fits) {
+            partitioner.close();
         }
-        let open = partitioner
-            .open_batch
-            .get_or_insert_with(|| OpenBatch::at(extent.file, extent.header_offset));
-        open.push(SegmentKind::Gap, extent.header_offset.saturating_sub(open.end))?;
+        let at = |offset| OpenBatch::at(extent.file, offset, class);
+        let open = partitioner.open_batch.get_or_insert_with(|| at(extent.header_offset));
+        open.push(SegmentKind::Gap, extent.header_offset.saturating_sub(open.end));
         let header_len = extent.data_offset.saturating_sub(extent.header_offset);
-        open.push(SegmentKind::Header { tensor }, header_len)?;
+        open.push(SegmentKind::Header { tensor }, header_len);
         let mut start = 0;
         while start < extent.data_len {
             let position = extent.data_offset + start;
-            let open =
-                partitioner.open_batch.get_or_insert_with(|| OpenBatch::at(extent.file, position));
+            let open = partitioner.open_batch.get_or_insert_with(|| at(position));
             let len = partitioner.limits.cut_len(
                 partitioner.max_len,
                 open.len(),
@@ -196,18 +215,18 @@ pub fn partition(extents: &[Extent], limits: &BatchLimits) -> Result<Vec<Batch>>
                 extent.data_len - start,
             );
             let len = partitioner.limits.round_to_block(position, len, extent.data_len - start);
-            open.push(SegmentKind::Data { tensor, start }, len)?;
+            open.push(SegmentKind::Data { tensor, start }, len);
             start += len;
             if start < extent.data_len {
-                partitioner.close()?;
+                partitioner.close();
             }
         }
         if is_separate {
-            partitioner.close()?;
+            partitioner.close();
         }
     }
-    partitioner.close()?;
-    Ok(partitioner.batches)
+    partitioner.close();
+    partitioner.batches
 }
 
 /// A tapered batch has at least this fraction (1/8) of the usual length: a shorter request costs
@@ -245,13 +264,12 @@ impl Partitioner {
         }
     }
 
-    fn close(&mut self) -> Result<()> {
+    fn close(&mut self) {
         if let Some(OpenBatch { batch, end, .. }) = self.open_batch.take() {
             self.remaining = self.remaining.saturating_sub(end - batch.offset);
-            try_push(&mut self.batches, batch, PLAN)?;
+            self.batches.push(batch);
             self.taper();
         }
-        Ok(())
     }
 }
 
@@ -277,29 +295,31 @@ impl BatchLimits {
 /// A batch that more extents may be added to.
 struct OpenBatch {
     batch: Batch,
+    /// The class of its extents.
+    class: usize,
     end: u64,
     /// Bytes of headers and gaps in it.
     overhead: u64,
 }
 
 impl OpenBatch {
-    fn at(file: usize, offset: u64) -> Self {
-        OpenBatch { batch: Batch { file, offset, segments: Vec::new() }, end: offset, overhead: 0 }
+    fn at(file: usize, offset: u64, class: usize) -> Self {
+        let batch = Batch { file, offset, segments: Vec::new() };
+        OpenBatch { batch, class, end: offset, overhead: 0 }
     }
 
     fn len(&self) -> u64 {
         self.end - self.batch.offset
     }
 
-    fn push(&mut self, kind: SegmentKind, len: u64) -> Result<()> {
+    fn push(&mut self, kind: SegmentKind, len: u64) {
         if len > 0 {
-            try_push(&mut self.batch.segments, Segment { kind, len }, PLAN)?;
+            self.batch.segments.push(Segment { kind, len, place: None });
             self.end += len;
             if !matches!(kind, SegmentKind::Data { .. }) {
                 self.overhead = self.overhead.saturating_add(len);
             }
         }
-        Ok(())
     }
 
     /// True if the next extent is added to this batch.

@@ -3,9 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 
-use super::partition::PLAN;
 use crate::error::Result;
-use crate::fallible::{try_collect_results, try_with_capacity};
 use crate::sys::sync::Mutex;
 
 /// Work in contiguous shares, so that each reader reads a contiguous part of the file. The kernel
@@ -25,16 +23,14 @@ pub enum Next<T> {
 
 impl<T> WorkQueue<T> {
     /// Divides work into shares. With one share, all readers take turns.
-    pub fn new(work: Vec<T>, shares: usize) -> Result<Self> {
+    pub fn new(work: Vec<T>, shares: usize) -> Self {
         let (total, count) = (work.len(), shares.max(1));
         let mut work = work.into_iter();
         let shares = (0..count).map(|share| {
             let len = total * (share + 1) / count - total * share / count;
-            let mut own = try_with_capacity(len, PLAN)?;
-            own.extend(work.by_ref().take(len));
-            Ok(own.into())
+            work.by_ref().take(len).collect()
         });
-        Ok(WorkQueue { shares: Mutex::new(try_collect_results(shares, PLAN)?) })
+        WorkQueue { shares: Mutex::new(shares.collect()) }
     }
 
     /// Takes the first work of a queue with one share, or returns [`Next::Later`] if `ready` is
@@ -81,7 +77,7 @@ mod tests {
 
     #[test]
     fn idle_readers_take_half_of_the_longest_share() {
-        let shares = WorkQueue::new((0..10).collect(), 3).unwrap();
+        let shares = WorkQueue::new((0..10).collect(), 3);
         assert_eq!(
             [0, 1, 2, 0].map(|reader| shares.next(reader, |_| false).unwrap()),
             [0, 3, 6, 1]
@@ -93,7 +89,7 @@ mod tests {
 
     #[test]
     fn deferred_work_comes_last() {
-        let work = WorkQueue::new((0..6).collect(), 1).unwrap();
+        let work = WorkQueue::new((0..6).collect(), 1);
         let next = || work.next(0, |number| number % 2 == 0);
         let order: Vec<i32> = std::iter::from_fn(next).collect();
         assert_eq!(order, [1, 3, 5, 0, 2, 4]);
@@ -102,7 +98,7 @@ mod tests {
     proptest! {
         #[test]
         fn all_work_is_handed_out_once(total in 0usize..50, count in 0usize..9, order in proptest::collection::vec(0usize..20, 0..60)) {
-            let shares = WorkQueue::new((0..total).collect(), count).unwrap();
+            let shares = WorkQueue::new((0..total).collect(), count);
             let mut done: Vec<usize> = order.iter().filter_map(|&r| shares.next(r, |_| false)).collect();
             done.extend(std::iter::from_fn(|| shares.next(0, |_| false)));
             if count <= 1 {

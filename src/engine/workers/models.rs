@@ -24,8 +24,7 @@ fn each_piece_of_work_is_done_once_while_workers_come_and_go() {
         const PIECES: usize = 8;
         let range = any_range();
         let queue =
-            WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=range.initial))
-                .unwrap();
+            WorkQueue::new((0..PIECES).collect(), thread_rng().gen_range(1..=range.initial));
         let done = [const { AtomicUsize::new(0) }; PIECES];
         let (there, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let outcome = run_adapting(range, &Never, |control, number| {
@@ -52,7 +51,7 @@ fn each_piece_of_work_is_done_once_while_workers_come_and_go() {
 #[test]
 fn fixed_number_of_workers_does_all_work_and_ends() {
     check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: true }, || {
-        let queue = WorkQueue::new((0..3).collect(), 2).unwrap();
+        let queue = WorkQueue::new((0..3).collect(), 2);
         let done = AtomicUsize::new(0);
         let outcome = run_adapting(WorkerRange::fixed(3), &Never, |_, number| {
             while queue.next(number, |_| false).is_some() {

@@ -11,10 +11,8 @@ use super::write_jobs::{BATCH_LEN, DataRange, WriteJob, batches};
 use super::write_tensor::WriteTensor;
 use crate::cancel::Cancel;
 use crate::engine::download::Downloader;
-use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
-use crate::fallible::{try_collect, try_collect_results};
 use crate::mem::device::{DeviceBytes, StreamsByDevice};
 use crate::mem::pinned::Share;
 
@@ -53,7 +51,7 @@ impl<'p> Feeder<'_, 'p> {
             let bytes = bytes.get(range).ok_or_else(|| changed(item))?;
             Ok(TensorChunk { tensor, start, bytes: ChunkBytes::Copied(self.copies.copy(bytes)?) })
         });
-        self.task.write_chunks(try_collect_results(chunks, PLAN)?, control)
+        self.task.write_chunks(chunks.collect::<Result<Vec<_>>>()?, control)
     }
 
     /// Copies a tensor into memory, and writes it. Each thread holds one such copy at most, so it
@@ -74,7 +72,7 @@ impl<'p> Feeder<'_, 'p> {
                 let bytes = ChunkBytes::Shared(Arc::clone(&copy), range(item, start, len)?);
                 Ok(TensorChunk { tensor, start, bytes })
             });
-            self.task.write_chunks(try_collect_results(chunks, PLAN)?, control)?;
+            self.task.write_chunks(chunks.collect::<Result<Vec<_>>>()?, control)?;
             self.task.send_complete_parts(control)?;
         }
         let released = || Arc::strong_count(&copy) == 1;
@@ -100,7 +98,7 @@ impl<'p> Feeder<'_, 'p> {
 
     fn device_group(&self, tensors: Range<usize>, control: &Control<'_>) -> Result<()> {
         let from = tensors.clone().map(|tensor| self.on_device(tensor));
-        let from = try_collect_results(from, PLAN)?;
+        let from = from.collect::<Result<Vec<_>>>()?;
         let Some(first) = from.first() else { return Ok(()) };
         let stream = self.streams.next(first)?;
         let hash = || {
@@ -112,7 +110,7 @@ impl<'p> Feeder<'_, 'p> {
             let bytes = ChunkBytes::Shared(Arc::clone(&all), range);
             TensorChunk { tensor, start: 0, bytes }
         });
-        self.task.write_chunks(try_collect(chunks, PLAN)?, control)
+        self.task.write_chunks(chunks.collect::<Vec<_>>(), control)
     }
 
     fn on_device(&self, tensor: usize) -> Result<&'p DeviceBytes> {

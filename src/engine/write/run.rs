@@ -16,7 +16,6 @@ use crate::codec::crypt::{EncryptionOptions, Manifest, PIECE_LEN};
 use crate::codec::encrypt::Encryptor;
 use crate::engine::workers;
 use crate::error::Result;
-use crate::fallible::{try_collect_results, try_repeat};
 use crate::format::tensors::header::Hashes;
 use crate::io::WriteAt;
 use crate::mem::device::StreamsByDevice;
@@ -83,7 +82,7 @@ pub fn write_tensors(
         hash_pool: hash_pool(items, options.hashes)?,
         backlog: &backlog,
         sends,
-        digests: Mutex::new(try_repeat([0; 32], items.len(), "digests of headers")?),
+        digests: Mutex::new(vec![[0; 32]; items.len()]),
         progress,
         counters: Counters::default(),
     };
@@ -178,7 +177,7 @@ fn encryptors<'o>(
     let encryptor = |item: &WriteTensor<'_>| {
         options.encryption.map(|options| Encryptor::new(item.entry.data_len, options)).transpose()
     };
-    try_collect_results(items.iter().map(encryptor), "tags of encrypted pieces")
+    items.iter().map(encryptor).collect::<Result<Vec<_>>>()
 }
 
 /// Returns the hash pool of the tensors that are written in several chunks; without headers it has

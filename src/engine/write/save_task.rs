@@ -12,10 +12,8 @@ use crate::codec::crypt::Manifest;
 use crate::codec::encrypt::Encryptor;
 use crate::codec::hash::{Digests, digest_all, sha256};
 use crate::codec::{HashBatch, HashPool};
-use crate::engine::plan::PLAN;
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
-use crate::fallible::{try_collect, try_collect_results, try_push};
 use crate::format::tensors::header::{Hashes, HeaderDraft};
 use crate::io::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
@@ -68,7 +66,7 @@ impl<'p> SaveTask<'p> {
     /// hashed all of them. Complete parts are sent later, by [`SaveTask::send_complete_parts`].
     pub fn write_chunks(&self, chunks: Vec<TensorChunk<'p>>, control: &Control<'_>) -> Result<()> {
         let encrypted =
-            try_collect_results(chunks.iter().map(|chunk| self.encrypted(chunk)), PLAN)?;
+            chunks.iter().map(|chunk| self.encrypted(chunk)).collect::<Result<Vec<_>>>()?;
         let plain = self.hashes.is_none();
         let headers = if plain { Vec::new() } else { self.headers_of_small(&chunks)? };
         let mut headers = headers.iter();
@@ -158,18 +156,18 @@ impl<'p> SaveTask<'p> {
         let mut drafts = Vec::new();
         for chunk in chunks {
             if !self.item(chunk.tensor)?.is_large() {
-                try_push(&mut drafts, (chunk, self.draft(chunk.tensor)?), PLAN)?;
+                drafts.push((chunk, self.draft(chunk.tensor)?));
             }
         }
         let inputs =
             drafts.iter().map(|(chunk, draft)| (draft.bytes.as_slice(), chunk.bytes.as_ref()));
-        let inputs = try_collect(inputs, PLAN)?;
+        let inputs = inputs.collect::<Vec<_>>();
         let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()))?;
         let drafts = drafts.into_iter().zip(digests);
         let finish = |((chunk, draft), digests): ((&TensorChunk<'p>, _), _)| {
             self.finish_header(chunk.tensor, draft, &digests)
         };
-        try_collect_results(drafts.map(finish), PLAN)
+        drafts.map(finish).collect::<Result<Vec<_>>>()
     }
 
     fn encryptor(&self, tensor: usize) -> Result<Option<&Encryptor<'p>>> {
@@ -231,12 +229,10 @@ fn append<'a>(writes: &mut Vec<WriteRun<'a>>, offset: u64, bytes: &'a [u8]) -> R
     let end = offset + bytes.len() as u64;
     match writes.last_mut().filter(|write| write.end == offset) {
         Some(run) => {
-            try_push(&mut run.buffers, IoSlice::new(bytes), PLAN)?;
+            run.buffers.push(IoSlice::new(bytes));
             run.end = end;
         }
-        None => {
-            try_push(writes, WriteRun { offset, end, buffers: vec![IoSlice::new(bytes)] }, PLAN)?
-        }
+        None => writes.push(WriteRun { offset, end, buffers: vec![IoSlice::new(bytes)] }),
     }
     Ok(())
 }

@@ -6,9 +6,8 @@ use std::ops::Range;
 use super::tensor_data::TensorData;
 use super::write_tensor::WriteTensor;
 use crate::codec::crypt::PIECE_LEN;
-use crate::engine::plan::{Batch, BatchLimits, Extent, PLAN, SegmentKind, partition};
+use crate::engine::plan::{Batch, BatchLimits, Extent, SegmentKind, partition};
 use crate::error::Result;
-use crate::fallible::{try_collect, try_collect_results, try_push, try_reserve};
 
 /// Bytes of one write: long enough for a disk to stream, and short enough to stay in the CPU cache.
 pub const BATCH_LEN: u64 = 4 << 20;
@@ -56,7 +55,7 @@ pub fn plan_jobs(
 ) -> Result<Vec<WriteJob>> {
     let mut jobs = Interleaver { max_interleaved, interleaved: Vec::new(), jobs: Vec::new() };
     let in_memory = |tensors| {
-        try_collect(batches(items, tensors, batch_len)?.into_iter().map(WriteJob::Memory), PLAN)
+        Ok(batches(items, tensors, batch_len)?.into_iter().map(WriteJob::Memory).collect())
     };
     let mut first = 0;
     for (tensor, item) in items.iter().enumerate() {
@@ -82,7 +81,7 @@ pub fn plan_jobs(
         };
         jobs.append(in_memory(first..tensor)?)?;
         first = if let WriteJob::DeviceGroup(group) = &alone { group.end } else { tensor + 1 };
-        try_push(&mut jobs.jobs, alone, PLAN)?;
+        jobs.jobs.push(alone);
     }
     jobs.append(in_memory(first..items.len())?)?;
     jobs.flush()?;
@@ -114,9 +113,9 @@ pub fn batches(
         data_offset: item.entry.data_offset,
         data_len: item.entry.data_len,
     });
-    let extents = try_collect(extents, PLAN)?;
-    let batches = partition(&extents, &BatchLimits { len, unit: len.min(PIECE_LEN), ..LIMITS })?;
-    try_collect_results(batches.iter().map(|batch| data_ranges(batch, &extents, first)), PLAN)
+    let extents = extents.collect::<Vec<_>>();
+    let batches = partition(&extents, &BatchLimits { len, unit: len.min(PIECE_LEN), ..LIMITS });
+    batches.iter().map(|batch| data_ranges(batch, &extents, first)).collect::<Result<Vec<_>>>()
 }
 
 fn data_ranges(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<DataRange>> {
@@ -130,7 +129,7 @@ fn data_ranges(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<Da
         }
         SegmentKind::Header { .. } | SegmentKind::Gap => None,
     });
-    try_collect(ranges, PLAN)
+    Ok(ranges.collect())
 }
 
 /// Returns the end of the group of tensors, from `first` on, that are downloaded together into one
@@ -161,7 +160,7 @@ struct Interleaver {
 
 impl Interleaver {
     fn append(&mut self, jobs: Vec<WriteJob>) -> Result<()> {
-        try_reserve(&mut self.jobs, jobs.len(), PLAN)?;
+        self.jobs.reserve(jobs.len());
         self.jobs.extend(jobs);
         Ok(())
     }
@@ -173,7 +172,7 @@ impl Interleaver {
 
     fn flush(&mut self) -> Result<()> {
         while !self.interleaved.is_empty() {
-            try_reserve(&mut self.jobs, self.interleaved.len(), PLAN)?;
+            self.jobs.reserve(self.interleaved.len());
             self.jobs.extend(self.interleaved.iter_mut().filter_map(VecDeque::pop_front));
             self.interleaved.retain(|tensor| !tensor.is_empty());
         }

@@ -186,11 +186,14 @@ fn check_dtype_and_shape(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), M
         return Ok(());
     }
     let (dtype, shape) = parse_dtype_and_shape(cursor, entry.long)?;
-    if dtype == entry.dtype && shape == entry.shape {
+    if dtype == entry.dtype && *shape == *entry.whole_shape() {
         return Ok(());
     }
-    let what =
-        format!("{} {:?} in the index, {dtype} {shape:?} in the header", entry.dtype, entry.shape);
+    let what = format!(
+        "{} {:?} in the index, {dtype} {shape:?} in the header",
+        entry.dtype,
+        entry.whole_shape()
+    );
     Err(disagreement(entry, what))
 }
 
@@ -199,11 +202,11 @@ fn check_dtype_and_shape(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), M
 fn is_of_entry(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<bool, Malformed> {
     let len = cursor.u8("dtype length")?;
     if !entry.dtype.is_usual_string(cursor.take(usize::from(len), "dtype")?)
-        || usize::from(cursor.u8("number of dimensions")?) != entry.shape.len()
+        || usize::from(cursor.u8("number of dimensions")?) != entry.whole_shape().len()
     {
         return Ok(false);
     }
-    for &dim in &entry.shape {
+    for &dim in entry.whole_shape() {
         let found = if entry.long {
             cursor.u64("dimensions")?
         } else {

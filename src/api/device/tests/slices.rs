@@ -118,11 +118,11 @@ fn on_device(
 ) -> Vec<Vec<u8>> {
     let numbers: Vec<usize> = (0..file.entries().len()).collect();
     let planned = DeviceLoad::new(file, &numbers, &[], separate_memory).unwrap();
-    let mut memory = TestMemory::new(&planned.block_lens().unwrap());
+    let mut memory = TestMemory::new(&planned.block_lens());
     let device: Arc<dyn Device> = FakeDevice::new(seed, InjectedFaults::default());
     let pool = Pool::new(4 << 20, 8, 16);
     let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
-    let to = Destination {
+    let to = DeviceMemoryBlocks {
         devices: &one,
         memory: &memory.blocks,
         direct_storage: seed.is_multiple_of(2),
@@ -131,7 +131,7 @@ fn on_device(
         planned.run(&to, options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();
     Streams::hand_over_all(streams).unwrap();
     memory.blocks = DeviceBlocks::new(0).unwrap();
-    let locations = planned.locations().unwrap();
+    let locations = planned.locations();
     let bytes = locations.iter().zip(file.entries()).map(|(location, entry)| {
         let start = memory.starts[location.block] + location.offset as usize;
         memory.bytes[start..][..entry.loaded_len() as usize].to_vec()

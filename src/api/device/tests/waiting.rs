@@ -11,11 +11,12 @@ fn short_load_pins_at_most_its_bytes_and_one_buffer() {
         let source = Arc::new(FileSource::open(&files.path).unwrap());
         let opened = TensorFile::from_source(source, 0, &Never).unwrap();
         let planned = DeviceLoad::new(&opened, &[0], &[], false).unwrap();
-        let memory = TestMemory::new(&planned.block_lens().unwrap());
+        let memory = TestMemory::new(&planned.block_lens());
         let device: Arc<dyn Device> = FakeDevice::new(3, InjectedFaults::default());
         let pool = Pool::new(LEN, 64, 16);
         let one = [DestinationDevice { device: &device, consumer: Consumer(0), pool: &pool }];
-        let to = Destination { devices: &one, memory: &memory.blocks, direct_storage: false };
+        let to =
+            DeviceMemoryBlocks { devices: &one, memory: &memory.blocks, direct_storage: false };
         let options = LoadOptions { readers: Some(4), ..LoadOptions::default() };
         let (_, streams) =
             planned.run(&to, &options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();

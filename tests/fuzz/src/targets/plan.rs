@@ -29,17 +29,15 @@ pub fn run(bytes: &[u8]) {
     let total: u64 = extents.iter().map(|extent| extent.end() - extent.header_offset).sum();
     limits.len = limits.len.max(total / 1000);
     let buffer_len = buffer_len.max((total / 1000) as usize);
-    let batches = partition(&extents, &limits).unwrap();
+    let batches = partition(&extents, &limits);
     check(&extents, &batches, &limits);
     let lens: Vec<(Extent, u64)> =
         extents.iter().map(|extent| (*extent, extent.data_len)).collect();
     if let Some(layout) = MemoryLayout::new(&lens, large) {
         staged(&extents, &batches, &layout, buffer_len);
     }
-    let steps: Vec<Batch> = batches
-        .into_iter()
-        .flat_map(|batch| batch.steps(limits.len, limits.merge_gap).unwrap())
-        .collect();
+    let steps: Vec<Batch> =
+        batches.into_iter().flat_map(|batch| batch.steps(limits.len, limits.merge_gap)).collect();
     covers(&extents, &steps);
 }
 

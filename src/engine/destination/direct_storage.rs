@@ -6,13 +6,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::cancel::{self, Cancel};
-use crate::engine::plan::{BlockLocation, Extent};
+use crate::engine::plan::{BlockLocation, Extent, ExtentUse, Place, ReadPlan};
 use crate::error::{Error, Result};
 use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::mem::device::{DeviceBlocks, DeviceFile, DeviceMemory, Streams};
 use crate::mem::pinned::Pool;
 use crate::stats::Counters;
+use crate::sys::to_usize;
 
 /// Maximum bytes of the trial read, which the device and the host both do.
 const MAX_TRIAL_LEN: usize = 1 << 20;
@@ -32,7 +33,7 @@ impl<'d> DirectStorage<'d> {
     /// gave other bytes.
     pub fn open(
         sources: &[&dyn ReadAt],
-        extents: &[Extent],
+        plan: &ReadPlan<'_>,
         (memory, locations): (&'d DeviceBlocks, &'d [BlockLocation]),
         streams: &Streams,
         pool: &Pool,
@@ -52,7 +53,7 @@ impl<'d> DirectStorage<'d> {
         streams.finish()?;
         let direct = DirectStorage { files, memory, locations, failed: AtomicBool::new(false) };
         for (file, source) in sources.iter().enumerate() {
-            if !direct.trial_read_matches((file, *source), extents, streams, pool, cancel)? {
+            if !direct.trial_read_matches((file, *source), plan, streams, pool, cancel)? {
                 counters.fallback(
                     "GPUDirect Storage is not used: it returned other bytes than a plain read",
                 );
@@ -69,24 +70,26 @@ impl<'d> DirectStorage<'d> {
     fn trial_read_matches(
         &self,
         (file, source): (usize, &dyn ReadAt),
-        extents: &[Extent],
+        plan: &ReadPlan<'_>,
         streams: &Streams,
         pool: &Pool,
         cancel: &dyn Cancel,
     ) -> Result<bool> {
-        let with_data = || extents.iter().enumerate().filter(|(_, extent)| extent.data_len > 0);
-        let largest = with_data().map(|(_, extent)| extent).filter(|extent| extent.file == file);
-        let largest = largest.max_by_key(|extent| extent.data_len);
-        let Some(((tensor, first), extent)) = with_data().next().zip(largest) else {
+        let straight = |(extent, of): &(&Extent, &ExtentUse)| extent.data_len > 0 && !of.gathered;
+        let with_data = || plan.extents.iter().zip(&plan.uses).filter(straight);
+        let of_file = with_data().map(|(extent, _)| extent).filter(|extent| extent.file == file);
+        let largest = of_file.max_by_key(|extent| extent.data_len);
+        let Some(((first, of), extent)) = with_data().next().zip(largest) else {
             return Ok(true);
         };
+        let place = plan.place(of.tensors.start, of.start);
         let most = MAX_TRIAL_LEN.min(pool.buffer_len());
         let len = extent.data_len.min(first.data_len);
-        let len = usize::try_from(len).unwrap_or(usize::MAX).min(most);
-        if !self.read(file, (tensor, 0), len, extent.data_offset, cancel)? {
+        let len = to_usize(len).min(most);
+        if !self.read(file, place, len, extent.data_offset, cancel)? {
             return Ok(false);
         }
-        let (block, offset) = self.location(tensor, 0, cancel)?;
+        let (block, offset) = self.location(place, cancel)?;
         let mut lease = pool.enqueue(None).lease(1, streams.device(), cancel)?;
         lease.download(streams.next()?, (0, 0, len), block, offset)?;
         lease.wait(cancel)?;
@@ -97,22 +100,18 @@ impl<'d> DirectStorage<'d> {
         Ok(lease.buffers().first().and_then(|unit| unit.get(..len)) == Some(plain.as_slice()))
     }
 
-    /// Returns the memory of a tensor's data from `start` on, once its previous use has ended.
-    fn location(
-        &self,
-        tensor: usize,
-        start: u64,
-        cancel: &dyn Cancel,
-    ) -> Result<(&'d DeviceMemory, usize)> {
-        let bug = || Error::Bug("a tensor without a location".to_owned());
-        let location = self.locations.get(tensor).ok_or_else(bug)?;
+    /// Returns the memory of a place, once its previous use has ended.
+    fn location(&self, place: Place, cancel: &dyn Cancel) -> Result<(&'d DeviceMemory, usize)> {
+        let location = self.locations.get(place.tensor);
+        let location =
+            location.ok_or_else(|| Error::Bug("a tensor without a location".to_owned()))?;
         let block = self.memory.get(location.block, cancel)?;
         while let Some(after) = &block.after
             && !after.passed()?
         {
             cancel::sleep(STILL_USED, cancel)?;
         }
-        Ok((&block.memory, usize::try_from(location.offset + start).map_err(|_| bug())?))
+        Ok((&block.memory, to_usize(location.offset + place.offset)))
     }
 
     /// True unless a read has failed.
@@ -120,18 +119,18 @@ impl<'d> DirectStorage<'d> {
         !self.failed.load(Ordering::Relaxed)
     }
 
-    /// Lets the device read bytes of a tensor from a position of a file. False if that fails: then
+    /// Lets the device read bytes from a position of a file to a place. False if that fails: then
     /// the host must read these bytes, and [`DirectStorage::is_usable`] is false from now on.
     pub fn read(
         &self,
         file: usize,
-        (tensor, start): (usize, u64),
+        place: Place,
         len: usize,
         position: u64,
         cancel: &dyn Cancel,
     ) -> Result<bool> {
         let file = self.files.get(file).ok_or_else(|| Error::Bug(format!("no file {file}")))?;
-        let (block, offset) = self.location(tensor, start, cancel)?;
+        let (block, offset) = self.location(place, cancel)?;
         let mut done = 0;
         while done < len {
             let at = position + done as u64;

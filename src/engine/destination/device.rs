@@ -1,4 +1,4 @@
-//! Device memory as a target. Bytes are read into staging buffers, in which bytes that are adjacent
+//! Device memory as a destination. Bytes are read into staging buffers, in which bytes that are adjacent
 //! on the device are adjacent too. They are copied from there while other batches are read.
 //!
 //! No thread waits for a device unless all its staging buffers are in use; at the end, the
@@ -7,22 +7,23 @@
 
 use std::sync::Arc;
 
-use super::direct::DirectStorage;
-use super::{BatchMemory, CommittedBatch, SegmentBytes, Target, batch_limits};
+use super::{
+    BatchMemory, CommittedBatch, Destination, Facts, Fit, Idle, ReadFacts, SegmentBytes,
+    batch_limits,
+};
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{
-    Batch, BatchLimits, BlockLayout, BlockLocation, PLAN, Segment, SegmentKind, StagedSegment,
-    StagingPlan, plan_staging,
+    Batch, BlockLayout, BlockLocation, Segment, SegmentKind, StagedSegment, StagingPlan,
+    plan_staging,
 };
-use crate::engine::workers::WorkerRange;
 use crate::error::{Error, Result};
-use crate::fallible::{try_collect, try_with_capacity, try_zeroed};
-use crate::io::Capabilities;
+use crate::fallible::try_zeroed;
 use crate::mem::device::{DeviceBlocks, Event, Streams};
 use crate::mem::pinned::{self, Pool, QueueTicket, Share};
 use crate::mem::{Buffers, SliceRemainder, as_uninit};
-use crate::memory_limit::{LoadNeeds, LoadShares};
+use crate::memory_limit::LoadNeeds;
+use crate::sys::to_usize;
 
 /// The route to one device: its streams and its staging buffers.
 pub struct StagedDevice<'d> {
@@ -34,23 +35,21 @@ pub struct StagedDevice<'d> {
     pub share: Option<Arc<Share>>,
 }
 
-/// Device memory for the tensors of a load, as a target.
-pub struct DeviceTarget<'d> {
+/// Device memory for the tensors of a load.
+pub struct DeviceDestination<'d> {
     /// The blocks of memory.
     pub memory: &'d DeviceBlocks,
-    /// The layout of each block.
+    /// The layout of each block; empty if none is an image.
     pub blocks: &'d [BlockLayout],
-    /// The location of each tensor's data.
+    /// The location of each tensor.
     pub locations: &'d [BlockLocation],
     /// The route to each device, at least one.
     pub devices: Vec<StagedDevice<'d>>,
     /// The index of the route to each block; empty if there is one route.
     pub device_of_block: &'d [usize],
-    /// The files that the device reads itself; only with a single device.
-    pub direct: Option<&'d DirectStorage<'d>>,
 }
 
-impl<'d> DeviceTarget<'d> {
+impl<'d> DeviceDestination<'d> {
     /// Returns the number of staging buffers that the load may use on each of its devices.
     fn buffers(&self) -> u64 {
         let of_each = self.devices.iter().map(|device| {
@@ -67,12 +66,11 @@ impl<'d> DeviceTarget<'d> {
 
     /// Returns the route of a batch.
     fn device_for(&self, batch: &Batch) -> Result<&StagedDevice<'d>> {
-        let tensor = batch.segments.iter().find_map(|segment| match segment.kind {
-            SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
-            SegmentKind::Gap => None,
-        });
-        let device = tensor.map_or(0, |tensor| self.device_of(tensor));
-        self.devices.get(device).ok_or_else(|| Error::Bug("a batch for no device".to_owned()))
+        let place = batch.segments.iter().find_map(|segment| segment.place);
+        let location = place.and_then(|place| self.locations.get(place.tensor));
+        let device = location.and_then(|location| self.device_of_block.get(location.block));
+        let device = self.devices.get(device.copied().unwrap_or(0));
+        device.ok_or_else(|| Error::Bug("a batch for no device".to_owned()))
     }
 
     /// Returns the destination of a segment at a file position, if it has one. A header has one
@@ -83,28 +81,38 @@ impl<'d> DeviceTarget<'d> {
         segment: &Segment,
         position: u64,
     ) -> Result<Option<BlockLocation>> {
-        let bug = || Error::Bug("a tensor without a location".to_owned());
-        match segment.kind {
-            SegmentKind::Data { tensor, start } => {
-                let location = self.locations.get(tensor).ok_or_else(bug)?;
-                Ok(Some(BlockLocation { block: location.block, offset: location.offset + start }))
-            }
-            SegmentKind::Header { tensor } => {
-                let BlockLocation { block, .. } = *self.locations.get(tensor).ok_or_else(bug)?;
-                // A header that does not fit into a staging buffer is not copied.
-                let fits = segment.len <= self.buffer_len() as u64;
-                let image = self.blocks.get(block).filter(|_| fits);
-                let offset = image.and_then(|image| image.find(file, position, segment.len));
-                Ok(offset.map(|offset| BlockLocation { block, offset }))
-            }
-            SegmentKind::Gap => Ok(None),
+        let Some(place) = segment.place else { return Ok(None) };
+        let location = self.locations.get(place.tensor);
+        let &BlockLocation { block, offset } =
+            location.ok_or_else(|| Error::Bug("a tensor without a location".to_owned()))?;
+        if matches!(segment.kind, SegmentKind::Data { .. }) {
+            return Ok(Some(BlockLocation { block, offset: offset + place.offset }));
+        }
+        // A header that does not fit into a staging buffer is not copied.
+        let fits = segment.len <= self.buffer_len() as u64;
+        let image = self.blocks.get(block).filter(|_| fits);
+        let offset = image.and_then(|image| image.find(file, position, segment.len));
+        Ok(offset.map(|offset| BlockLocation { block, offset }))
+    }
+
+    /// Limits the staging buffers of the load. Without a memory limit a short load pins only as many
+    /// as hold its bytes, and one more: pinning takes longer than copying.
+    fn limit(&mut self, read: &ReadFacts<'_>, staging: u64) {
+        let buffer = self.buffer_len() as u64;
+        let of_total = (read.total.div_ceil(buffer) + 1).max(pinned::min_buffers(buffer));
+        let limited = read.memory.bytes().is_some();
+        let most = if limited { staging / self.devices.len().max(1) as u64 } else { of_total };
+        let most = to_usize(most);
+        // Another call may change the limits of the pools meanwhile, so the load keeps its own.
+        for device in &mut self.devices {
+            device.share = (limited || most < device.pool.limit()).then(|| Share::new(most));
         }
     }
 }
 
-impl<'d> Target for DeviceTarget<'d> {
+impl<'d> Destination for DeviceDestination<'d> {
     type BatchPlan = ();
-    type QueueTicket<'t>
+    type Ticket<'t>
         = QueueTicket<'d>
     where
         Self: 't;
@@ -114,90 +122,48 @@ impl<'d> Target for DeviceTarget<'d> {
         Self: 't;
     type Bytes = StagedBytes<'d>;
 
+    fn facts(&self) -> Facts {
+        // The length of an encrypted piece, or half a buffer if that is shorter.
+        let unit = PIECE_LEN.min(self.buffer_len() as u64 / 2).max(1);
+        let nodes = self.devices.iter().map(|device| device.streams.device().numa_node());
+        Facts { unit, in_steps: false, nodes: nodes.collect() }
+    }
+
     /// Batches of one staging buffer. For servers, a batch has as many buffers as the source's
     /// request length needs, while each reader can still have two batches. Batches may get a third
     /// longer than this, and may fill their buffers only by half.
-    fn limits(
-        &self,
-        source: &Capabilities,
-        readers: WorkerRange,
-        _total: u64,
-        decrypts: bool,
-    ) -> BatchLimits {
+    fn fit(&mut self, read: &ReadFacts<'_>) -> Result<Fit> {
+        let longest = self.devices.iter().map(|device| device.pool.buffer_len()).max();
+        let (buffer, devices) = (longest.unwrap_or(1) as u64, self.devices.len() as u64);
+        let most = self.devices.iter().map(|device| device.pool.limit() as u64).sum();
+        let shares = read.memory.load(&LoadNeeds {
+            readers: read.readers.max,
+            reader_bytes: read.source.reader_memory,
+            gather_bytes: read.gather_bytes,
+            staging: Some((buffer, devices * pinned::min_buffers(buffer), most)),
+        })?;
+        let readers = read.readers.limited_to(shares.readers);
+        self.limit(read, shares.staging);
         let (buffer, limit) = (self.buffer_len() as u64, self.buffers());
         let most = (limit / (2 * readers.shares() as u64)).min(limit.saturating_sub(1) / 3).max(1);
-        let buffers = if source.has_long_requests() {
-            (source.request_len / buffer).clamp(1, most)
+        let buffers = if read.source.has_long_requests() {
+            (read.source.request_len / buffer).clamp(1, most)
         } else {
             1
         };
         // With few buffers, a batch must not need more than there are.
         let part = limit.min(pinned::MIN_BUFFERS as u64);
-        batch_limits(
-            buffers * (buffer - buffer / 16) * part / pinned::MIN_BUFFERS as u64,
-            source,
-            decrypts,
-        )
-    }
-
-    fn needs(&self, source: &Capabilities, readers: usize, _decrypts: bool) -> LoadNeeds {
-        let longest = self.devices.iter().map(|device| device.pool.buffer_len()).max();
-        let (buffer, devices) = (longest.unwrap_or(1) as u64, self.devices.len() as u64);
-        let most = self.devices.iter().map(|device| device.pool.limit() as u64).sum();
-        let staging = Some((buffer, devices * pinned::min_buffers(buffer), most));
-        LoadNeeds { readers, reader_bytes: source.reader_memory, gather_bytes: 0, staging }
-    }
-
-    fn limit_memory(&mut self, shares: &LoadShares) {
-        let most = shares.staging / self.devices.len().max(1) as u64;
-        let most = usize::try_from(most).unwrap_or(usize::MAX);
-        // Another call may change the limits of the pools meanwhile, so the load keeps its own.
-        for device in &mut self.devices {
-            device.share = Some(Share::new(most));
-        }
-    }
-
-    /// A short load pins only as many buffers as hold its bytes, and one more: pinning takes longer
-    /// than copying.
-    fn expect_bytes(&mut self, total: u64) {
-        let buffer = self.buffer_len() as u64;
-        let most = (total.div_ceil(buffer) + 1).max(pinned::min_buffers(buffer));
-        let Ok(most) = usize::try_from(most) else { return };
-        for device in &mut self.devices {
-            if device.share.is_none() && most < device.pool.limit() {
-                device.share = Some(Share::new(most));
-            }
-        }
-    }
-
-    /// The length of an encrypted piece, or half a buffer if that is shorter.
-    fn unit(&self) -> u64 {
-        PIECE_LEN.min(self.buffer_len() as u64 / 2).max(1)
-    }
-
-    /// Low enough that each reader finds another tensor to hash. None for sources that are read
-    /// front to back, and for servers.
-    fn max_unhashed(&self, source: &Capabilities, readers: WorkerRange) -> Option<u64> {
-        let bytes = self.buffers() * self.buffer_len() as u64;
-        let any_order = source.max_readers > 1 && !source.has_long_requests();
-        any_order.then_some(bytes / (2 * readers.max.max(1)) as u64)
+        let len = buffers * (buffer - buffer / 16) * part / pinned::MIN_BUFFERS as u64;
+        // Low enough that each reader finds another tensor to hash. None for sources that are read
+        // front to back, and for servers.
+        let any_order = read.source.max_readers > 1 && !read.source.has_long_requests();
+        let max_unhashed = any_order.then_some(limit * buffer / (2 * readers.max.max(1)) as u64);
+        let limits = batch_limits(len, read, shares.overhead);
+        Ok(Fit { readers, limits, gather_bytes: shares.gather_bytes, max_unhashed })
     }
 
     fn plan(&mut self, _batch: &Batch) -> Result<()> {
         Ok(())
-    }
-
-    fn devices(&self) -> usize {
-        self.devices.len()
-    }
-
-    fn device_of(&self, tensor: usize) -> usize {
-        let block = self.locations.get(tensor).map(|location| location.block);
-        block.and_then(|block| self.device_of_block.get(block)).copied().unwrap_or(0)
-    }
-
-    fn numa_node(&self, device: usize) -> Option<usize> {
-        self.devices.get(device)?.streams.device().numa_node()
     }
 
     fn enqueue(&self, batch: &Batch) -> Result<QueueTicket<'d>> {
@@ -210,10 +176,10 @@ impl<'d> Target for DeviceTarget<'d> {
         ticket: QueueTicket<'d>,
         batch: Batch,
         (): (),
-        idle: &dyn Fn() -> Result<bool>,
+        idle: Idle<'_>,
         cancel: &dyn Cancel,
     ) -> Result<StagedBatch<'d>> {
-        let unit = usize::try_from(self.unit()).map_err(|_| Error::Bug("a unit".to_owned()))?;
+        let unit = to_usize(self.facts().unit);
         let locate = |segment: &Segment, position| self.location(batch.file, segment, position);
         let streams = self.device_for(&batch)?.streams;
         let staging = plan_staging(&batch, self.buffer_len(), unit, locate)?;
@@ -224,20 +190,15 @@ impl<'d> Target for DeviceTarget<'d> {
         Ok(StagedBatch { staging, streams, lease, overhead })
     }
 
-    fn withhold(&self, lease: &mut StagedBatch<'d>, tensor: usize) {
-        // Such a tensor is larger than an encrypted piece, and alone in its block.
-        let block = self.locations.get(tensor).map(|location| location.block);
-        lease.staging.copies.retain(|copy| Some(copy.block) != block);
-    }
-
-    fn commit(
-        &self,
+    fn commit<'t>(
+        &'t self,
         full: StagedBatch<'d>,
         keep: bool,
+        _idle: Idle<'_>,
         cancel: &dyn Cancel,
     ) -> Result<CommittedBatch<StagedBytes<'d>>> {
         let StagedBatch { staging, streams, mut lease, .. } = full;
-        let mut uploads = try_with_capacity(staging.copies.len(), PLAN)?;
+        let mut uploads = Vec::with_capacity(staging.copies.len());
         // Blocks that were allocated together share one event.
         let mut previous_uses: Vec<&Arc<dyn Event>> = Vec::new();
         for copy in &staging.copies {
@@ -265,19 +226,16 @@ impl<'d> Target for DeviceTarget<'d> {
                 None
             }
         };
+        let copy_events = copy_event.into_iter().collect();
         if !keep {
-            return Ok(CommittedBatch { bytes: Vec::new(), copy_event });
+            return Ok(CommittedBatch { bytes: Vec::new(), copy_events });
         }
         let lease = Arc::new(lease);
         let retained = staging
             .staged
             .into_iter()
             .map(|staged| StagedBytes { lease: Arc::clone(&lease), staged });
-        Ok(CommittedBatch { bytes: try_collect(retained, PLAN)?, copy_event })
-    }
-
-    fn direct(&self) -> Option<&DirectStorage<'_>> {
-        self.direct
+        Ok(CommittedBatch { bytes: retained.collect(), copy_events })
     }
 }
 
@@ -293,21 +251,18 @@ pub struct StagedBatch<'d> {
 
 impl StagedBatch<'_> {
     /// Returns the memory of all staged bytes, in order.
-    pub(super) fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
+    fn memory(&mut self) -> Result<Vec<&mut [u8]>> {
         let bug = || Error::Bug("staged bytes without memory".to_owned());
-        let mut buffers: Vec<SliceRemainder<'_>> =
+        let mut buffers: Vec<SliceRemainder<'_, u8>> =
             self.lease.buffers().into_iter().map(SliceRemainder::new).collect();
-        let (mut overhead, mut passed) = (SliceRemainder::new(&mut self.overhead), 0);
+        let mut overhead = SliceRemainder::new(&mut *self.overhead);
         let mut memory = Vec::with_capacity(self.staging.staged.len());
         for staged in &self.staging.staged {
             memory.push(match staged.buffer {
                 Some(buffer) => {
                     buffers.get_mut(buffer).ok_or_else(bug)?.cut(staged.at, staged.len)?
                 }
-                None => {
-                    passed += staged.len;
-                    overhead.cut(passed - staged.len, staged.len)?
-                }
+                None => overhead.next(staged.len)?,
             });
         }
         Ok(memory)

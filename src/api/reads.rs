@@ -1,0 +1,317 @@
+//! The reads of a call: what is read of each tensor, and the one function that reads it.
+//!
+//! A whole tensor is one extent. Of a slice, long contiguous ranges are read straight to their
+//! place, and short ones together with the bytes between them. Pieces of encryption are read and
+//! decrypted as a whole, and so are tensors whose hashes are verified.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::headers::tensor_codec;
+use super::selection::Selection;
+use super::slice_rules::RangeRules;
+use crate::cancel::Cancel;
+use crate::codec::crypt::PIECE_LEN;
+use crate::codec::hash::Verify;
+use crate::codec::{CompactHeader, TensorCodec};
+use crate::engine::completion::TensorReceiver;
+use crate::engine::destination::Destination;
+use crate::engine::destination::direct_storage::DirectStorage;
+use crate::engine::load_options::LoadOptions;
+use crate::engine::plan::{Extent, ExtentUse, ReadPlan, SliceRanges};
+use crate::engine::read::{ReadRequest, read};
+use crate::error::{Error, Result};
+use crate::format::catalog::Entry;
+use crate::io::{ReadAt, as_refs};
+use crate::stats::Counters;
+use crate::sys::to_usize;
+
+/// The most ranges that are planned and read together, and the approximate bytes of them: a file may
+/// claim any number of both.
+const MAX_RANGES: usize = 64 << 10;
+const MAX_RANGES_LEN: u64 = 16 << 30;
+/// The most bytes of a file that a slice may span if it is handed out while others are read, as all
+/// of it is planned at once.
+const MAX_SPAN: u64 = 8 << 40;
+
+/// What every read of a call needs.
+#[derive(Clone, Copy)]
+pub struct Run<'r> {
+    /// How bytes are read.
+    pub options: &'r LoadOptions,
+    /// Counters of the work done.
+    pub counters: &'r Counters,
+    /// Ends the call early.
+    pub cancel: &'r dyn Cancel,
+    /// Takes tensors as they are complete, if they are handed out one by one.
+    pub receiver: Option<&'r dyn TensorReceiver>,
+}
+
+impl<'r> Run<'r> {
+    /// A read without a receiver.
+    pub fn new(options: &'r LoadOptions, counters: &'r Counters, cancel: &'r dyn Cancel) -> Self {
+        Run { options, counters, cancel, receiver: None }
+    }
+}
+
+/// Reads a plan into a destination, and returns the destination. Meanwhile this thread calls
+/// `meanwhile` until that returns false.
+pub fn drain<D: Destination>(
+    (sources, plan): (&[Arc<dyn ReadAt>], &ReadPlan<'_>),
+    codec: &TensorCodec<'_>,
+    (to, direct): (D, Option<&DirectStorage<'_>>),
+    run: &Run<'_>,
+    meanwhile: &mut dyn FnMut() -> Result<bool>,
+) -> Result<D> {
+    let Run { options, counters, cancel, receiver } = *run;
+    let files = as_refs(sources);
+    let request = ReadRequest { files: &files, plan, codec, options, receiver, direct };
+    read(&request, to, counters, cancel, meanwhile)
+}
+
+/// How the tensors of a selection are read.
+pub struct Reads<'s> {
+    /// The tensors.
+    pub selection: &'s Selection<'s>,
+    slices: Vec<Option<SliceRanges>>,
+    rules: RangeRules,
+    verify: Verify,
+    /// True if the data of a tensor are never cut.
+    uncut: bool,
+}
+
+/// Where the tensors of a call go.
+pub struct To<'t, 'd, D> {
+    /// Their memory.
+    pub destination: D,
+    /// The device of each tensor; empty if there is one.
+    pub devices: &'t [usize],
+    /// True if the destination takes only a piece of encryption at a time.
+    pub in_pieces: bool,
+    /// Opens the files for a device that reads them itself.
+    pub direct: Option<&'t OpenDirect<'d>>,
+}
+
+/// Opens the files of a plan for a device that reads them itself; None if it does not.
+pub type OpenDirect<'d> = dyn Fn(&ReadPlan<'_>) -> Result<Option<DirectStorage<'d>>> + 'd;
+
+impl<'t, D> To<'t, '_, D> {
+    /// Host memory.
+    pub fn host(destination: D) -> Self {
+        To { destination, devices: &[], in_pieces: false, direct: None }
+    }
+}
+
+impl<'s> Reads<'s> {
+    /// Prepares the reads of a selection.
+    pub fn new(selection: &'s Selection<'s>, options: &LoadOptions) -> Result<Self> {
+        let slices = if selection.is_sliced() {
+            selection.entries.iter().map(|entry| ranges_of(entry)).collect::<Result<_>>()?
+        } else {
+            Vec::new()
+        };
+        Ok(Reads {
+            selection,
+            slices,
+            rules: RangeRules::of(selection, options)?,
+            verify: options.verify,
+            uncut: selection.file.has_long_pieces(),
+        })
+    }
+
+    /// Returns the bytes of each tensor in memory, and the file position of the first of them.
+    pub fn sizes(&self) -> Vec<(u64, u64)> {
+        let sizes = self.selection.entries.iter().enumerate().map(|(tensor, entry)| {
+            let ranges = self.slices.get(tensor).and_then(Option::as_ref);
+            let first = ranges.and_then(|ranges| ranges.starts().next()).unwrap_or(0);
+            (entry.memory_len().unwrap_or(u64::MAX), entry.data_offset.saturating_add(first))
+        });
+        sizes.collect()
+    }
+
+    /// Reads all tensors but those that `skipped` names, and returns their headers in the order of
+    /// the file. Meanwhile this thread calls `meanwhile` until that returns false.
+    pub fn read<D: Destination>(
+        &self,
+        to: To<'_, '_, D>,
+        run: &Run<'_>,
+        skipped: &dyn Fn(usize) -> bool,
+        meanwhile: &mut dyn FnMut() -> Result<bool>,
+    ) -> Result<Vec<CompactHeader>> {
+        let selection = self.selection;
+        let codec = tensor_codec(selection, self.verify, self.uncut, &|_, _| Ok(()));
+        let sources = selection.file.sources();
+        let To { destination, devices, in_pieces, direct } = to;
+        let mut destination = Some(destination);
+        let mut read_now = |plan: &ReadPlan<'_>| {
+            run.cancel.check()?;
+            let to = destination.take().ok_or_else(|| Error::Bug("no destination".to_owned()))?;
+            let direct = direct.map(|open| open(plan)).transpose()?.flatten();
+            let to = (to, direct.as_ref());
+            destination = Some(drain((&sources, plan), &codec, to, run, meanwhile)?);
+            Ok(())
+        };
+        let mut planned = Planned {
+            plan: ReadPlan::new(&self.slices, devices, self.uncut),
+            ranges: 0,
+            len: 0,
+            together: run.receiver.is_some(),
+            read: &mut read_now,
+        };
+        let mut at = 0;
+        while at < selection.entries.len() {
+            let tensors = at..self.group_end(at);
+            at = tensors.end;
+            if !tensors.clone().all(skipped) {
+                self.add(tensors, in_pieces, &mut planned)?;
+            }
+        }
+        planned.flush()?;
+        codec.into_headers()
+    }
+
+    /// Returns the end of the slices of one tensor, from `first` on.
+    fn group_end(&self, first: usize) -> usize {
+        let tensor_of = |entry: &Entry| {
+            entry.whole.as_ref().map(|_| (entry.file, entry.header_offset, entry.data_offset))
+        };
+        let mut entries = self.selection.entries.iter().skip(first).map(|entry| tensor_of(entry));
+        let of_first = entries.next().flatten();
+        first + 1 + entries.take_while(|of| of.is_some() && *of == of_first).count()
+    }
+
+    /// Adds the extents of a tensor, or of slices of one tensor.
+    fn add(
+        &self,
+        tensors: Range<usize>,
+        in_pieces: bool,
+        planned: &mut Planned<'_, '_>,
+    ) -> Result<()> {
+        let Some(&entry) = self.selection.entries.get(tensors.start) else { return Ok(()) };
+        let whole = Extent {
+            file: entry.file,
+            header_offset: entry.header_offset,
+            data_offset: entry.data_offset,
+            data_len: entry.data_len,
+        };
+        let long = self.uncut && entry.data_len > PIECE_LEN;
+        let all = || ExtentUse { tensors: tensors.clone(), start: 0, gathered: true };
+        if entry.whole.is_none() {
+            if whole.end() > whole.header_offset {
+                planned.plan.push(whole, ExtentUse { gathered: long && in_pieces, ..all() });
+            }
+            return Ok(());
+        }
+        let slices = self.slices.get(tensors.clone()).unwrap_or(&[]).iter().flatten();
+        let slices = || slices.clone().filter(|ranges| ranges.total() > 0);
+        if slices().next().is_none() {
+            return Ok(());
+        }
+        let encrypted = self.selection.file.decryption().is_some();
+        let seekable = self.selection.file.is_seekable();
+        if self.verify != Verify::Nothing || (encrypted && long) {
+            planned.plan.push(whole, all());
+        } else if encrypted || !seekable {
+            if encrypted {
+                planned.plan.push(Extent { data_len: 0, ..whole }, all());
+            }
+            let unit = if encrypted { PIECE_LEN } else { 1 };
+            let gap = if seekable { unit } else { u64::MAX };
+            let spans = slices().flat_map(|ranges| ranges.coalesced(gap));
+            for span in united(spans, unit, entry.data_len) {
+                planned.push(entry, &span, &all())?;
+            }
+        } else {
+            for (tensor, ranges) in tensors.clone().zip(self.slices.get(tensors).unwrap_or(&[])) {
+                let Some(ranges) = ranges else { continue };
+                let gathered = !self.rules.are_long(ranges);
+                let gap = if gathered { self.rules.gap() } else { 0 };
+                for span in ranges.coalesced(gap).filter(|_| ranges.total() > 0) {
+                    let of = ExtentUse { tensors: tensor..tensor + 1, start: 0, gathered };
+                    planned.push(entry, &span, &of)?;
+                }
+            }
+        }
+        if planned.is_full() { planned.flush() } else { Ok(()) }
+    }
+}
+
+/// The extents that are planned and not read yet.
+struct Planned<'p, 'r> {
+    plan: ReadPlan<'p>,
+    /// The number of extents that are parts of tensors, and their bytes.
+    ranges: usize,
+    len: u64,
+    /// True if all parts of a tensor are read together.
+    together: bool,
+    read: &'r mut dyn FnMut(&ReadPlan<'_>) -> Result<()>,
+}
+
+impl Planned<'_, '_> {
+    /// Adds a range of a tensor's data, and reads what is planned if that is enough.
+    fn push(&mut self, entry: &Entry, span: &Range<u64>, of: &ExtentUse) -> Result<()> {
+        let len = span.end - span.start;
+        if self.together && len > MAX_SPAN {
+            return Err(Error::Unsupported(format!(
+                "a slice of tensor `{}` spans {len} bytes of the file: expected at most {MAX_SPAN} \
+                 where tensors are handed out one by one",
+                entry.name
+            )));
+        }
+        for start in (span.start..span.end).step_by(to_usize(MAX_RANGES_LEN)) {
+            let data_len = MAX_RANGES_LEN.min(span.end - start);
+            let data_offset = entry.data_offset + start;
+            let extent =
+                Extent { file: entry.file, header_offset: data_offset, data_offset, data_len };
+            self.plan.push(extent, ExtentUse { start, ..of.clone() });
+            self.ranges += 1;
+            self.len = self.len.saturating_add(data_len);
+            if !self.together && self.is_full() {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn is_full(&self) -> bool {
+        self.ranges >= MAX_RANGES || self.len >= MAX_RANGES_LEN
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        (self.read)(&self.plan)?;
+        self.plan.extents.clear();
+        self.plan.uses.clear();
+        (self.ranges, self.len) = (0, 0);
+        Ok(())
+    }
+}
+
+/// Returns the contiguous ranges of an entry that is a slice, none if the tensor has no data; None
+/// for a whole tensor.
+fn ranges_of(entry: &Entry) -> Result<Option<SliceRanges>> {
+    let Some(whole) = &entry.whole else { return Ok(None) };
+    let ranges = if entry.is_meta() {
+        SliceRanges::new(1, &[0], std::slice::from_ref(&(0..0)))
+    } else {
+        SliceRanges::new(entry.dtype.size(), &whole.shape, &whole.slice)
+    };
+    ranges.map(Some).ok_or_else(|| Error::Bug(format!("the slice of `{}`", entry.name)))
+}
+
+/// Extends ranges to multiples of `unit`, and unites those that overlap or touch.
+fn united(ranges: impl Iterator<Item = Range<u64>>, unit: u64, data_len: u64) -> Vec<Range<u64>> {
+    let whole = |range: Range<u64>| {
+        let end = range.end.checked_next_multiple_of(unit).unwrap_or(u64::MAX);
+        range.start - range.start % unit..end.min(data_len)
+    };
+    let mut ranges: Vec<Range<u64>> = ranges.map(whole).collect();
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut united: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match united.last_mut().filter(|last| range.start <= last.end) {
+            Some(last) => last.end = last.end.max(range.end),
+            None => united.push(range),
+        }
+    }
+    united
+}
