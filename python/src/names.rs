@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyString, PyTuple};
+use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 use tensorizer::error::Error;
 use tensorizer::format::catalog::Entry;
 use tensorizer::format::name::{Component, Name};
@@ -21,11 +21,12 @@ pub fn top_level<'e, 'py>(
     // Entries with the same first component are mostly neighbours, so the last one is kept.
     let mut last: Option<(Component, Bound<'py, PyList>)> = None;
     for (number, entry) in entries {
-        let Some(mut steps) = entry.name.path() else {
+        let Some(path) = entry.name.path() else {
             top.set_item(entry.name.stored(), number)?;
             continue;
         };
-        let (Some(first), below) = (steps.next(), steps.next().is_some()) else { continue };
+        let below = path.len() > 1;
+        let Some(first) = path.into_iter().next() else { continue };
         if !below {
             top.set_item(step_to_python(py, &first)?, number)?;
             continue;
@@ -55,7 +56,7 @@ pub fn name_to_python<'py>(py: Python<'py>, name: &Name) -> PyResult<Bound<'py, 
     let Some(path) = name.path() else {
         return Ok(PyString::new(py, name.stored()).into_any());
     };
-    let steps = path.map(|component| step_to_python(py, &component));
+    let steps = path.iter().map(|component| step_to_python(py, component));
     let steps = steps.collect::<PyResult<Vec<_>>>()?;
     match steps.as_slice() {
         [only] if only.is_instance_of::<PyString>() => Ok(only.clone()),
@@ -66,10 +67,7 @@ pub fn name_to_python<'py>(py: Python<'py>, name: &Name) -> PyResult<Bound<'py, 
 fn step_to_python<'py>(py: Python<'py>, step: &Component) -> PyResult<Bound<'py, PyAny>> {
     match step {
         Component::Index(index) => Ok(index.into_pyobject(py)?.into_any()),
-        Component::Key(key) => match std::str::from_utf8(key) {
-            Ok(text) => Ok(PyString::new(py, text).into_any()),
-            Err(_) => PyBytes::new(py, key).call_method1("decode", ("utf-8", "surrogatepass")),
-        },
+        Component::Key(key) => Ok(PyString::new(py, key).into_any()),
     }
 }
 
@@ -77,13 +75,10 @@ fn step_to_python<'py>(py: Python<'py>, step: &Component) -> PyResult<Bound<'py,
 pub fn name_from_python(name: &Bound<'_, PyAny>) -> PyResult<Name> {
     let invalid = |what: String| PyErr::from(Raised::from(Error::InvalidArgument(what)));
     if let Ok(text) = name.cast::<PyString>() {
-        return match text.to_str() {
-            Ok(text) => Name::from_key(text).map_err(invalid),
-            Err(_) => Name::from_path(vec![component(name)?]).map_err(invalid),
-        };
+        return Name::from_key(unicode(text)?).map_err(invalid);
     }
     let steps = name.try_iter()?.map(|step| component(&step?)).collect::<PyResult<Vec<_>>>()?;
-    Name::from_path(steps).map_err(invalid)
+    Name::from_path(&steps).map_err(invalid)
 }
 
 /// Does the same; None for an invalid name, and for a `str` that may be a name in its stored form.
@@ -116,16 +111,15 @@ fn component(step: &Bound<'_, PyAny>) -> PyResult<Component> {
     if step.is_instance_of::<PyInt>() {
         return Ok(Component::Index(step.extract()?));
     }
-    let text = step.cast::<PyString>()?;
-    let bytes: Vec<u8> = match text.to_str() {
-        Ok(text) => text.as_bytes().to_vec(),
-        Err(_) => text
-            .call_method1("encode", ("utf-8", "surrogatepass"))?
-            .cast::<PyBytes>()?
-            .as_bytes()
-            .to_vec(),
-    };
-    Ok(Component::Key(bytes.into()))
+    Ok(Component::Key(unicode(step.cast::<PyString>()?)?.into()))
+}
+
+/// The text of a name, which Python may fill with lone surrogates.
+fn unicode<'t>(text: &'t Bound<'_, PyString>) -> PyResult<&'t str> {
+    text.to_str().map_err(|error| {
+        let what = format!("a tensor name must be valid Unicode, found a lone surrogate: {error}");
+        Raised::from(Error::InvalidArgument(what)).into()
+    })
 }
 
 /// Returns the stored form of a name. Callers may also pass that form.

@@ -4,16 +4,8 @@ use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 
-/// A value that is ignored. It must still be well-formed, and not nested too deeply.
-pub struct Discarded;
-
-impl<'de> Deserialize<'de> for Discarded {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        Scalar::deserialize(from).map(|_| Discarded)
-    }
-}
-
-/// A string, number or boolean as text; None for any other value.
+/// A string, number or boolean as text; None for any other value, which must still be well-formed,
+/// and not nested too deeply.
 pub struct Scalar(pub Option<String>);
 
 impl<'de> Deserialize<'de> for Scalar {
@@ -56,12 +48,12 @@ impl<'de> Visitor<'de> for ScalarVisitor {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Scalar, A::Error> {
-        while seq.next_element::<Discarded>()?.is_some() {}
+        while seq.next_element::<Scalar>()?.is_some() {}
         Ok(Scalar(None))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Scalar, A::Error> {
-        while map.next_entry::<Discarded, Discarded>()?.is_some() {}
+        while map.next_entry::<Scalar, Scalar>()?.is_some() {}
         Ok(Scalar(None))
     }
 }

@@ -9,7 +9,6 @@ pub mod dtype;
 mod json;
 pub mod name;
 pub mod name_tree;
-mod path;
 pub mod safetensors;
 pub mod shards;
 pub mod tensors;

@@ -4,12 +4,13 @@
 //! JSON array. One-string paths that the plain form cannot carry (the empty string, and strings
 //! that begin with 0x1E) are stored as JSON too, which every release since 2.9.0 reads back.
 
+use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
-pub use super::path::Component;
-pub(super) use super::path::MARK;
-use super::path::{Steps, encode, has_split_pair, is_encoded};
-use crate::error::Escaped;
+use serde::de::{Deserializer, Visitor};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Escaped, Shortened};
 
 /// Longest name that the format can hold, in bytes.
 pub const MAX_NAME_LEN: usize = u16::MAX as usize;
@@ -18,61 +19,89 @@ pub const MAX_NAME_LEN: usize = u16::MAX as usize;
 /// may recurse.
 pub const MAX_DEPTH: usize = 256;
 
-/// A tensor's name as stored: a plain string, or a JSON array that has been validated. Clones share
-/// the text.
-#[derive(Debug, Clone)]
+/// The first character of a stored path.
+pub(super) const MARK: char = '\u{1e}';
+
+/// One step of a path.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
+#[serde(untagged)]
+pub enum Component {
+    /// A mapping's key.
+    Key(Box<str>),
+    /// A list's index.
+    Index(u64),
+}
+
+impl<'de> Deserialize<'de> for Component {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct ComponentVisitor;
+        impl Visitor<'_> for ComponentVisitor {
+            type Value = Component;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string or a non-negative integer")
+            }
+
+            fn visit_str<E>(self, key: &str) -> Result<Component, E> {
+                Ok(Component::Key(key.into()))
+            }
+
+            fn visit_u64<E>(self, index: u64) -> Result<Component, E> {
+                Ok(Component::Index(index))
+            }
+        }
+        from.deserialize_any(ComponentVisitor)
+    }
+}
+
+/// A tensor's name: a plain string, or a JSON array in the spelling that is
+/// written. Clones share the text.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Name(Arc<str>);
 
 impl Name {
     /// The name of a one-string path.
     pub fn from_key(key: &str) -> Result<Self, String> {
         if key.is_empty() || key.starts_with(MARK) {
-            return Self::from_path(vec![Component::Key(key.as_bytes().into())]);
+            return Self::from_path(&[Component::Key(key.into())]);
         }
-        Self::checked(key.into())
+        check_len(key.as_bytes())?;
+        Ok(Name(key.into()))
     }
 
     /// The name of any path.
-    pub fn from_path(path: Vec<Component>) -> Result<Self, String> {
-        if path.is_empty() {
-            return Err("Invalid empty tensor path".to_owned());
-        }
-        if let [Component::Key(key)] = path.as_slice()
-            && let Some(text) = as_plain(key)
-        {
-            return Self::checked(text.into());
-        }
-        let split = |step: &Component| matches!(step, Component::Key(key) if has_split_pair(key));
-        if path.iter().any(split) {
-            return Err(format!(
-                "a name cannot have a surrogate pair, which would be read back as one character: \
-                 {}",
-                preview(encode(path).as_bytes())
-            ));
-        }
-        let depth = path.len();
-        let name = Self::checked(encode(path).into())?;
-        check_depth(depth)?;
+    pub fn from_path(path: &[Component]) -> Result<Self, String> {
+        let name = Self::of_path(path)?;
+        check_len(name.stored().as_bytes())?;
         Ok(name)
     }
 
-    /// The name that is stored in these bytes.
+    fn of_path(path: &[Component]) -> Result<Self, String> {
+        match path {
+            [] => Err("Invalid empty tensor path".to_owned()),
+            [Component::Key(key)] if !key.is_empty() && !key.starts_with(MARK) => {
+                Ok(Name((**key).into()))
+            }
+            _ if path.len() > MAX_DEPTH => Err(format!(
+                "tensor name is nested too deeply: expected at most {MAX_DEPTH} levels, found {}",
+                path.len()
+            )),
+            _ => Ok(Name(encode(path)?.into())),
+        }
+    }
+
+    /// The name that is stored in these bytes; JSON may be spelled in other ways than ours.
     pub fn parse(stored: &[u8]) -> Result<Self, String> {
         let text = std::str::from_utf8(stored)
             .map_err(|_| format!("tensor name is not UTF-8: {}", preview(stored)))?;
-        if text.is_empty() {
-            return Err("Invalid empty tensor path".to_owned());
+        check_len(stored)?;
+        match text.strip_prefix(MARK) {
+            Some(json) => Self::of_path(&parse_path(json).map_err(|what| {
+                format!("invalid structured tensor name {}: {what}", preview(stored))
+            })?),
+            None if text.is_empty() => Self::of_path(&[]),
+            None => Ok(Name(text.into())),
         }
-        let Some(json) = text.strip_prefix(MARK) else {
-            return Self::checked(text.into());
-        };
-        let depth = Steps::new(json).try_fold(0, |depth, step| step.map(|_| depth + 1));
-        let depth = depth.map_err(|what| {
-            format!("invalid structured tensor name {}: {what}", preview(stored))
-        })?;
-        let name = Self::checked(text.into())?;
-        check_depth(depth)?;
-        Ok(name)
     }
 
     /// Like [`Name::from_key`], but a string in the stored form of a structured name is parsed as
@@ -81,80 +110,77 @@ impl Name {
         if text.starts_with(MARK) { Self::parse(text.as_bytes()) } else { Self::from_key(text) }
     }
 
-    fn checked(stored: Arc<str>) -> Result<Self, String> {
-        if stored.len() > MAX_NAME_LEN {
-            return Err(format!(
-                "tensor name is too long: expected at most {MAX_NAME_LEN} bytes, found {} ({})",
-                stored.len(),
-                preview(stored.as_bytes())
-            ));
-        }
-        Ok(Name(stored))
-    }
-
-    /// The name as the file holds it.
+    /// The name as a file holds it.
     pub fn stored(&self) -> &str {
         &self.0
     }
 
-    /// The name as a string; None if its path is not a single string of valid UTF-8.
+    /// The stored form, to be shared.
+    pub(super) fn shared(&self) -> Arc<str> {
+        Arc::clone(&self.0)
+    }
+
+    /// The name as a string; None if its path is not a single string.
     pub fn key(&self) -> Option<String> {
-        let mut steps = self.components();
-        match (steps.next(), steps.next()) {
-            (Some(Component::Key(key)), None) => String::from_utf8(key.into()).ok(),
-            _ => None,
+        match self.path().as_deref() {
+            None => Some(self.stored().to_owned()),
+            Some([Component::Key(key)]) => Some(key.to_string()),
+            Some(_) => None,
         }
     }
 
-    /// The steps of the path, parsed lazily; None if the name is stored as a plain string.
-    pub fn path(&self) -> Option<impl Iterator<Item = Component> + '_> {
-        // The name was validated when it was made, so no step fails here.
-        Some(Steps::new(self.0.strip_prefix(MARK)?).map_while(Result::ok))
+    /// The steps of the path; None if the name is stored as a plain string.
+    pub fn path(&self) -> Option<Vec<Component>> {
+        // The name was validated when it was made.
+        self.0.strip_prefix(MARK).and_then(|json| parse_path(json).ok())
     }
 
     /// The path's steps; a plain name is one key.
-    pub fn components(&self) -> impl Iterator<Item = Component> + '_ {
-        let path = self.path();
-        let plain = path.is_none().then(|| Component::Key(self.0.as_bytes().into()));
-        plain.into_iter().chain(path.into_iter().flatten())
-    }
-
-    /// The canonical form, which all spellings of one path share: the one that is written.
-    pub(super) fn canonical(&self) -> Arc<str> {
-        let Some(json) = self.0.strip_prefix(MARK) else { return Arc::clone(&self.0) };
-        if is_encoded(json) {
-            return Arc::clone(&self.0);
-        }
-        let mut steps = self.components();
-        if let (Some(Component::Key(key)), None) = (steps.next(), steps.next())
-            && let Some(text) = as_plain(&key)
-        {
-            return text.into();
-        }
-        encode(self.components()).into()
-    }
-
-    /// True if two names stand for the same path, even if they are spelled differently.
-    pub fn same_path(&self, other: &Name) -> bool {
-        self.0 == other.0 || self.components().eq(other.components())
+    pub fn components(&self) -> Vec<Component> {
+        self.path().unwrap_or_else(|| vec![Component::Key((*self.0).into())])
     }
 }
 
-impl std::fmt::Display for Name {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         Escaped(self.0.trim_start_matches(MARK)).fmt(f)
     }
 }
 
-/// A key as a plain name, if it can be one.
-pub(super) fn as_plain(key: &[u8]) -> Option<&str> {
-    std::str::from_utf8(key).ok().filter(|text| !text.is_empty() && !text.starts_with(MARK))
+/// The marker and a JSON array in ASCII, without white space.
+pub(super) fn encode(path: &[Component]) -> Result<String, String> {
+    let mut out = String::from(MARK);
+    for letter in serde_json::to_string(path).map_err(|e| e.to_string())?.chars() {
+        if matches!(letter, ' '..='~') {
+            out.push(letter);
+        } else {
+            for unit in letter.encode_utf16(&mut [0; 2]) {
+                write!(out, "\\u{unit:04x}").map_err(|e| e.to_string())?;
+            }
+        }
+    }
+    Ok(out)
 }
 
-fn check_depth(depth: usize) -> Result<(), String> {
-    if depth > MAX_DEPTH {
+/// Parses an array of strings and non-negative integers.
+pub(super) fn parse_path(json: &str) -> Result<Vec<Component>, String> {
+    if json.contains(['\n', '\r']) || !json.starts_with('[') || !json.ends_with(']') {
+        return Err("expected a JSON array in one line".to_owned());
+    }
+    serde_json::from_str(json).map_err(|e| {
+        let what = Shortened(&e.to_string()).to_string();
+        // So serde_json's errors for these end, and no others.
+        let is_surrogate = what.contains("hex escape");
+        if is_surrogate { format!("lone surrogates are not supported: {what}") } else { what }
+    })
+}
+
+fn check_len(stored: &[u8]) -> Result<(), String> {
+    if stored.len() > MAX_NAME_LEN {
         return Err(format!(
-            "tensor name is nested too deeply: expected at most {MAX_DEPTH} levels, found {depth}"
+            "tensor name is too long: expected at most {MAX_NAME_LEN} bytes, found {} ({})",
+            stored.len(),
+            preview(stored)
         ));
     }
     Ok(())
@@ -175,28 +201,31 @@ mod tests {
     use super::*;
 
     fn key(text: &str) -> Component {
-        Component::Key(text.as_bytes().into())
+        Component::Key(text.into())
     }
 
     #[test]
     fn name_paths_round_trip() {
-        let surrogate = Component::Key([0xed, 0xa0, 0x80, b'x'].into());
         for path in [
             vec![Component::Index(0)],
             vec![key("m"), key("w"), Component::Index(12)],
             vec![key("é\u{1f600}\"\\\n\u{7f}"), key("")],
             vec![key("")],
             vec![key("\u{1e}[")],
-            vec![surrogate, Component::Index(u64::MAX)],
+            vec![key("x"), Component::Index(u64::MAX)],
         ] {
-            let name = Name::from_path(path.clone()).unwrap();
+            let name = Name::from_path(&path).unwrap();
             assert!(name.stored().is_ascii());
             let again = Name::parse(name.stored().as_bytes()).unwrap();
-            assert_eq!(again.components().collect::<Vec<_>>(), path);
+            assert_eq!(again.components(), path);
         }
-        assert_eq!(Name::from_path(vec![key("a.b")]).unwrap().stored(), "a.b");
-        let text = Name::from_path(vec![key("\u{7f}\u{1f600}"), Component::Index(1)]).unwrap();
-        assert_eq!(text.stored(), "\u{1e}[\"\\u007f\\ud83d\\ude00\",1]");
+        assert_eq!(Name::from_path(&[key("a.b")]).unwrap().stored(), "a.b");
+        // As 2.12.1 writes it.
+        let path = [key("é☃😀"), key("\u{7f}\"\\/\u{1}\n\u{8}\u{c}"), Component::Index(0)];
+        assert_eq!(
+            Name::from_path(&path).unwrap().stored(),
+            "\u{1e}[\"\\u00e9\\u2603\\ud83d\\ude00\",\"\\u007f\\\"\\\\/\\u0001\\n\\b\\f\",0]"
+        );
     }
 
     #[test]
@@ -219,9 +248,16 @@ mod tests {
             "\u{1e}[\"\\x\"]",
             "\u{1e}[\"a",
             "\u{1e}[true]",
+            "\u{1e}[1]\n",
+            "\u{1e}[1,\n2]",
+            "\u{1e}[1] ",
+            "\u{1e}[\"\\ud800\"]",
+            "\u{1e}[\"\\udc00\\ud800\"]",
         ] {
             assert!(Name::parse(text.as_bytes()).is_err(), "{text:?}");
         }
+        let surrogate = Name::parse(b"\x1e[\"a\\ud800b\"]").unwrap_err();
+        assert!(surrogate.contains("lone surrogates are not supported"), "{surrogate}");
         let deep = |levels: usize| format!("\u{1e}[{}]", vec!["0"; levels].join(","));
         assert!(Name::parse(deep(MAX_DEPTH).as_bytes()).is_ok());
         assert!(Name::parse(deep(MAX_DEPTH + 1).as_bytes()).is_err());

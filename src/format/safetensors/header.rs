@@ -9,11 +9,11 @@ use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 
 use super::{LENGTH_LEN, METADATA};
 use crate::error::{Malformed, Result, Shortened};
-use crate::fallible::{try_collect, try_with_capacity};
+use crate::fallible::try_with_capacity;
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
-use crate::format::json::Discarded;
+use crate::format::json::Scalar;
 use crate::format::name::Name;
 
 /// A parsed header.
@@ -29,14 +29,16 @@ pub struct SafetensorsHeader {
 
 /// Parses a header that lies at `base + 8` of `uri`; `file` is the number of that file.
 pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<SafetensorsHeader> {
-    const WHAT: &str = "a safetensors header";
     let at = base.saturating_add(LENGTH_LEN);
     let malformed = |what: String| Malformed::new(at, what).in_file(uri);
     let failed = |what: &str| malformed(format!("the safetensors header: {}", Shortened(what)));
     let text = std::str::from_utf8(json).map_err(|e| failed(&format!("it is not UTF-8: {e}")))?;
     // An upper bound of the number of tensors: each has at least the colon after its name.
     let most = json.iter().filter(|&&byte| byte == b':').count();
-    let mut raw = UncheckedHeader { tensors: try_with_capacity(most, WHAT)?, metadata: None };
+    let mut raw = UncheckedHeader {
+        tensors: try_with_capacity(most, "a safetensors header")?,
+        metadata: None,
+    };
     let mut from = serde_json::Deserializer::from_str(text);
     let read = from.deserialize_map(HeaderVisitor(&mut raw)).and_then(|()| from.end());
     read.map_err(|e| failed(&e.to_string()))?;
@@ -44,7 +46,7 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Safetenso
     let mut tensors = raw.tensors;
     tensors
         .sort_unstable_by(|(a, one), (b, two)| (one.data_offsets, a).cmp(&(two.data_offsets, b)));
-    let mut entries: Vec<Entry> = try_with_capacity(tensors.len(), WHAT)?;
+    let mut entries = Vec::with_capacity(tensors.len());
     let mut end = 0;
     for (key, info) in tensors {
         let name = Name::from_key(&key).map_err(malformed)?;
@@ -69,7 +71,7 @@ pub fn parse(json: &[u8], base: u64, file: usize, uri: &str) -> Result<Safetenso
         });
     }
     let end = data_at.saturating_add(end);
-    let metadata = raw.metadata.map(|pairs| try_collect(pairs, WHAT)).transpose()?;
+    let metadata = raw.metadata.map(|pairs| pairs.into_iter().collect());
     Ok(SafetensorsHeader { entries, metadata, end })
 }
 
@@ -119,7 +121,7 @@ impl<'de: 'j, 'j> Deserialize<'de> for TensorFields<'j> {
                         "dtype" => dtype.replace(map.next_value::<BorrowedText<'_>>()?.0).is_some(),
                         "shape" => shape.replace(map.next_value::<Shape>()?).is_some(),
                         "data_offsets" => offsets.replace(map.next_value()?).is_some(),
-                        _ => map.next_value::<Discarded>().map(|Discarded| false)?,
+                        _ => map.next_value::<Scalar>().map(|_| false)?,
                     };
                     if twice {
                         return Err(de::Error::custom(format!(

@@ -7,12 +7,12 @@ use super::index::{
     dtype_and_shape_len, encode_dtype_and_shape, parse_dtype_and_shape, parse_kind,
 };
 use crate::error::{Error, Malformed, Result};
-use crate::fallible::try_with_capacity;
 use crate::format::TensorKind;
 use crate::format::bytes::Cursor;
 use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
 use crate::format::name::Name;
+use crate::sys::to_usize;
 
 /// A hash algorithm that headers name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl<'h> TensorHeader<'h> {
         let base = entry.header_offset;
         let mut cursor = Cursor::new(raw, base, "tensor header");
         let len = cursor.u64("header length")?;
-        if usize::try_from(len) != Ok(raw.len()) {
+        if len != raw.len() as u64 {
             return Err(disagreement(
                 entry,
                 format!("the index leaves {} bytes for it, its length field says {len}", raw.len()),
@@ -102,8 +102,7 @@ impl<'h> TensorHeader<'h> {
             let from = cursor.position();
             let len = cursor.u64("encryption block length")?;
             let at = cursor.offset();
-            let len = usize::try_from(len).unwrap_or(usize::MAX);
-            let info = CryptInfo::parse(cursor.take(len, "encryption block")?, at)?;
+            let info = CryptInfo::parse(cursor.take(to_usize(len), "encryption block")?, at)?;
             (Some(info), Some(from..cursor.position()))
         } else {
             (None, None)
@@ -172,7 +171,7 @@ fn check_name(cursor: &mut Cursor<'_>, entry: &Entry) -> Result<(), Malformed> {
         return Ok(());
     }
     let name = Name::parse(stored).map_err(|what| Malformed::new(at, what))?;
-    if name.same_path(&entry.name) {
+    if name == entry.name {
         return Ok(());
     }
     Err(disagreement(entry, format!("Unexpected tensor name `{name}`")))
@@ -303,9 +302,8 @@ impl HeaderDraft {
     /// `crypt_len`: bytes to leave for the encryption block, which hashes do not cover.
     pub fn new(entry: &Entry, module_index: u16, hashes: Hashes, crypt_len: usize) -> Result<Self> {
         let bug = |what: &str| Error::Bug(format!("header of `{}`: {what}", entry.name));
-        let len = usize::try_from(entry.data_offset.saturating_sub(entry.header_offset))
-            .map_err(|_| bug("too long"))?;
-        let mut out = try_with_capacity(len, "a header")?;
+        let len = to_usize(entry.data_offset.saturating_sub(entry.header_offset));
+        let mut out = Vec::with_capacity(len);
         out.extend_from_slice(&(len as u64).to_le_bytes());
         out.extend_from_slice(&module_index.to_le_bytes());
         out.push(entry.kind as u8);

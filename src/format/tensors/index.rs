@@ -2,13 +2,14 @@
 
 use super::prologue::{PROLOGUE_LEN, Prologue};
 use crate::error::{Error, Malformed, Result};
-use crate::fallible::{try_collect, try_with_capacity};
+use crate::fallible::try_with_capacity;
 use crate::format::TensorKind;
 use crate::format::bytes::Cursor;
 use crate::format::catalog::{Entry, MAX_DIMS, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::{Component, Name};
 use crate::format::name_tree::NameTree;
+use crate::sys::to_usize;
 
 /// Bytes of the version tag that begins entries of some files.
 pub const TAG_LEN: u64 = size_of::<u32>() as u64;
@@ -144,16 +145,11 @@ pub fn parse(
         return Err(cursor.error("Tensor index in the file is empty").in_file(uri));
     }
     let most = block.len() / MIN_ENTRY_LEN;
-    let count =
-        usize::try_from(prologue.count).ok().filter(|&count| count <= most).ok_or_else(|| {
-            cursor
-                .error(format!(
-                    "an index of {} bytes cannot hold {} tensors",
-                    block.len(),
-                    prologue.count
-                ))
-                .in_file(uri)
-        })?;
+    let count = to_usize(prologue.count);
+    if count > most {
+        let what = format!("an index of {} bytes cannot hold {count} tensors", block.len());
+        return Err(cursor.error(what).in_file(uri));
+    }
     let mut entries = try_with_capacity(count, "an index")?;
     // Names and shapes are allocated one by one, and a failure of that could not be reported as an
     // error. So memory for all of them is allocated once before, and released, to find out if there
@@ -276,9 +272,7 @@ fn check_entry(entry: Entry, at: u64, version: u32) -> Result<Entry, Malformed> 
 
 impl Entry {
     fn path_needs_state_dict(&self) -> bool {
-        self.name.path().is_some_and(|mut path| {
-            !matches!((path.next(), path.next()), (Some(Component::Key(_)), None))
-        })
+        self.name.path().is_some_and(|path| !matches!(*path, [Component::Key(_)]))
     }
 }
 
@@ -289,7 +283,7 @@ const fn longest_header(data_len: u64) -> u64 {
 }
 
 fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str) -> Result<()> {
-    let mut order = try_collect(entries.iter(), "an index")?;
+    let mut order: Vec<&Entry> = entries.iter().collect();
     order.sort_unstable_by_key(|entry| entry.header_offset);
     let mut end = first;
     for entry in order {
@@ -340,10 +334,8 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
 
 /// Encodes the index block: entries, then zeros up to `index_len`.
 pub fn encode(entries: &[Entry], tagged: bool, index_len: u64) -> Result<Vec<u8>> {
-    let len = usize::try_from(index_len).map_err(|_| {
-        Error::InvalidArgument(format!("an index of {index_len} bytes is too large"))
-    })?;
-    let mut out = try_with_capacity(len, "an index")?;
+    let len = to_usize(index_len);
+    let mut out = Vec::with_capacity(len);
     for entry in entries {
         entry.encode(tagged, &mut out)?;
     }
