@@ -2,9 +2,9 @@
 #![allow(unsafe_code)]
 
 use cxx::UniquePtr;
-use tensorizer::Allocate;
 use tensorizer::device::{Consumer, DeviceIndex, DeviceMemory};
 use tensorizer::error::{Error, Result};
+use tensorizer::{Allocate, to_usize};
 
 use crate::torch::{self, TorchBlocks, thrown};
 
@@ -40,7 +40,9 @@ impl Allocate for TorchAllocator {
             // SAFETY: the block is new, has `len` bytes, and no other code has its address. The
             // list keeps it until it is handed out, for a stream that waits for its copies, or
             // until all copies have ended.
-            Ok(unsafe { DeviceMemory::new(blocks.block_address(at).map_err(thrown)?, size(len)?) })
+            Ok(unsafe {
+                DeviceMemory::new(blocks.block_address(at).map_err(thrown)?, to_usize(len))
+            })
         });
         memory.collect()
     }
@@ -59,8 +61,4 @@ fn allocation_error(exception: &cxx::Exception) -> Error {
     } else {
         Error::Device { device: "torch".to_owned(), what }
     }
-}
-
-fn size(len: u64) -> Result<usize> {
-    usize::try_from(len).map_err(|_| Error::Bug(format!("{len} bytes on a device")))
 }

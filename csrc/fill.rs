@@ -9,7 +9,7 @@ use tensorizer::codec::CompactHeader;
 use tensorizer::device::{CPU, DeviceBlocks, DeviceIndex, DeviceMemory, Streams};
 use tensorizer::error::{Error, Result};
 use tensorizer::stats::Counters;
-use tensorizer::{DeviceLoad, LoadOptions, load_into_uninit};
+use tensorizer::{DeviceLoad, LoadOptions, load_into_uninit, to_usize};
 
 use crate::devices::{CallDevices, TensorSubset, set_slot};
 use crate::tensor::{expect_like, refused};
@@ -141,8 +141,10 @@ impl ToFill {
             let entry = file.entry(number)?;
             let info = out.info(at).map_err(|e| refused(&entry.name, &e))?;
             expect_like(entry, &info)?;
-            let len = entry.memory_len().and_then(|len| usize::try_from(len).ok());
-            let len = len.ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
+            let len = entry
+                .memory_len()
+                .map(to_usize)
+                .ok_or_else(|| Error::Bug(format!("size of `{}`", entry.name)))?;
             let (device, meta) = (info.device, entry.is_meta());
             found.push(ToFill {
                 at,

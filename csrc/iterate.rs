@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tensorizer::cancel::Cancel;
 use tensorizer::device::{self, DeviceIndex};
@@ -12,7 +12,7 @@ use tensorizer::error::{Error, Result};
 use tensorizer::mem::pinned::Pool;
 use tensorizer::{
     Allocate, Closer, DropInOwner, ForkSafeMutex, IterateOptions, IteratorDevice, ReadyMemory,
-    TensorFile, TensorIterator,
+    TensorFile, TensorIterator, unpoisoned,
 };
 
 use crate::allocator::TorchAllocator;
@@ -124,7 +124,7 @@ pub fn next(number: i64, cancel: &dyn Cancel) -> Result<LoadedTensors> {
         return Err(Error::InvalidArgument(what));
     }
     let loaded = {
-        let mut tensors = open.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tensors = unpoisoned(open.tensors.lock());
         let _mark = open.holder.mark();
         tensors.next(cancel)
     };

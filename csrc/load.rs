@@ -154,7 +154,7 @@ fn into_new_blocks(
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
 ) -> Result<OnDevices<CompactHeader>> {
     let lens = planned.block_lens();
-    let blocks = DeviceBlocks::new(lens.len())?;
+    let blocks = DeviceBlocks::new(lens.len());
     let mut allocations: Vec<Allocation<'_>> = Vec::new();
     for (at, found) in devices.devices.iter().enumerate() {
         let start = starts.get(at).copied().unwrap_or(0);

@@ -16,7 +16,7 @@ use tensorizer::format::catalog::Entry;
 use tensorizer::format::dtype::DType;
 use tensorizer::format::name::Name;
 use tensorizer::mem::HostBuffer;
-use tensorizer::{HostCopy, SaveTensor, TensorData};
+use tensorizer::{HostCopy, SaveTensor, TensorData, to_usize};
 
 use crate::torch::{self, TensorInfo, TensorList, TorchBlocks, thrown};
 
@@ -279,8 +279,7 @@ pub fn data_of<'t>(
     }
     let found = if info.ready { devices.find(info.device)? } else { None };
     if let Some((device, consumer)) = found {
-        let len = usize::try_from(tensors.len(at).map_err(thrown)?);
-        let len = len.map_err(|_| Error::Bug("the size of a tensor".to_owned()))?;
+        let len = to_usize(tensors.len(at).map_err(thrown)?);
         // SAFETY: these are the tensor's own bytes, which the list keeps alive. They are only read,
         // and all copies have ended when the call for which the tensor was lent returns.
         let memory = unsafe { DeviceMemory::new(tensors.address(at).map_err(thrown)?, len) };

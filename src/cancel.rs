@@ -5,14 +5,14 @@
 //! check of whether the call has ended.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, TryLockError};
+use std::sync::{Arc, TryLockError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::sys::clock;
 use crate::sys::process::PerProcess;
 use crate::sys::sync::mpsc::{RecvTimeoutError, sync_channel};
-use crate::sys::sync::{Mutex, thread};
+use crate::sys::sync::{Mutex, thread, unpoisoned};
 
 /// Interval of checks for cancellation while waiting.
 pub const POLL: Duration = Duration::from_millis(50);
@@ -109,7 +109,7 @@ pub fn run_detached<T: Send + 'static>(
 ) -> Result<T> {
     let (send, receive) = sync_channel(1);
     let work = Arc::new(Mutex::new(Some(work)));
-    let take = |work: &Mutex<Option<_>>| work.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let take = |work: &Mutex<Option<_>>| unpoisoned(work.lock()).take();
     let work_of_thread = Arc::clone(&work);
     let thread = thread::Builder::new().name("tensorizer".to_owned()).spawn(move || {
         if let Some(work) = take(&work_of_thread) {

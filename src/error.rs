@@ -258,35 +258,15 @@ pub struct Malformed {
     pub offset: u64,
     /// The defect, with expected and found.
     pub what: String,
-    /// If it is no defect but memory could not be allocated: the bytes that were requested for
-    /// `what`.
-    pub missing_memory: Option<u64>,
 }
 
 impl Malformed {
     pub(crate) fn new(offset: u64, what: impl Into<String>) -> Self {
-        Malformed { offset, what: what.into(), missing_memory: None }
-    }
-
-    /// Passes on the error of an allocation.
-    pub(crate) fn of_memory(error: Error) -> Self {
-        match error {
-            Error::OutOfMemory { bytes, what, .. } => {
-                Malformed { offset: 0, what, missing_memory: Some(bytes) }
-            }
-            other => Malformed::new(0, other.to_string()),
-        }
+        Malformed { offset, what: what.into() }
     }
 
     /// Adds the file.
     pub fn in_file(self, uri: &str) -> Error {
-        match self.missing_memory {
-            None => Error::Format { uri: uri.to_owned(), offset: self.offset, what: self.what },
-            Some(bytes) => Error::OutOfMemory {
-                bytes,
-                what: format!("{} of `{uri}`", self.what),
-                error: io::Error::from(io::ErrorKind::OutOfMemory),
-            },
-        }
+        Error::Format { uri: uri.to_owned(), offset: self.offset, what: self.what }
     }
 }

@@ -49,51 +49,10 @@ pub fn try_resize(out: &mut Vec<u8>, len: usize, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Appends an item.
-pub fn try_push<T>(out: &mut Vec<T>, item: T, what: &str) -> Result<()> {
-    try_reserve(out, 1, what)?;
-    out.push(item);
-    Ok(())
-}
-
 /// Appends copies of some items.
 pub fn try_extend<T: Clone>(out: &mut Vec<T>, items: &[T], what: &str) -> Result<()> {
     try_reserve(out, items.len(), what)?;
     out.extend_from_slice(items);
-    Ok(())
-}
-
-/// Collects an iterator, up to its first error.
-pub fn try_collect_results<T>(
-    items: impl IntoIterator<Item = Result<T>>,
-    what: &str,
-) -> Result<Vec<T>> {
-    let items = items.into_iter();
-    let mut out = try_with_capacity(items.size_hint().0, what)?;
-    for item in items {
-        try_push(&mut out, item?, what)?;
-    }
-    Ok(out)
-}
-
-/// Collects an iterator.
-pub fn try_collect<T>(items: impl IntoIterator<Item = T>, what: &str) -> Result<Vec<T>> {
-    try_collect_results(items.into_iter().map(Ok), what)
-}
-
-/// Copies a string.
-pub fn try_to_string(text: &str, what: &str) -> Result<String> {
-    let mut out = String::new();
-    out.try_reserve_exact(text.len()).map_err(|_| out_of_memory(text.len() as u64, what))?;
-    out.push_str(text);
-    Ok(out)
-}
-
-/// Appends a string.
-pub fn try_push_str(out: &mut String, text: &str, what: &str) -> Result<()> {
-    let bytes = out.len().saturating_add(text.len());
-    out.try_reserve(text.len()).map_err(|_| out_of_memory(bytes as u64, what))?;
-    out.push_str(text);
     Ok(())
 }
 
@@ -114,9 +73,8 @@ mod tests {
         assert_eq!(try_zeroed(3, String::new).ok().as_deref(), Some(&[0, 0, 0][..]));
         assert!(try_with_capacity::<u64>(usize::MAX, "entries").is_err());
         assert!(try_repeat(7u8, most, "flags").is_err());
-        let (mut few, many) = (vec![1, 2], std::iter::repeat_n(0u64, most));
+        let mut few = vec![1, 2];
         assert!(try_reserve(&mut few, most, "more").is_err());
-        assert!(try_collect(many, "too many").is_err());
         assert_eq!(few, [1, 2]);
     }
 }

@@ -2,11 +2,12 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use crate::sys::sync::unpoisoned;
 
 /// A stage of a call, for which the time of its threads is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -126,7 +127,7 @@ impl Counters {
 
     /// Sets the read method of the source, if it has several.
     pub fn reading(&self, how: &'static str) {
-        *self.reading.lock().unwrap_or_else(PoisonError::into_inner) = how;
+        *unpoisoned(self.reading.lock()) = how;
     }
 
     /// Records the bytes of direct reads under way: the average, and the maximum that was allowed.
@@ -138,7 +139,7 @@ impl Counters {
 
     /// Records that a slower method was used, and the reason.
     pub fn fallback(&self, why: &str) {
-        let mut all = self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = unpoisoned(self.fallbacks.lock());
         if !all.iter().any(|recorded| recorded == why) {
             all.push(why.to_owned());
         }
@@ -162,10 +163,10 @@ impl Counters {
                 let nanos = self.nanos.get(at).map_or(0, |sum| sum.load(Ordering::Relaxed));
                 Duration::from_nanos(nanos)
             }),
-            reading: *self.reading.lock().unwrap_or_else(PoisonError::into_inner),
+            reading: *unpoisoned(self.reading.lock()),
             in_flight: self.in_flight.load(Ordering::Relaxed),
             most_in_flight: self.most_in_flight.load(Ordering::Relaxed),
-            fallbacks: self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            fallbacks: unpoisoned(self.fallbacks.lock()).clone(),
         };
         THREAD_REPORT.set(Some(report.clone()));
         if recent.len() >= MAX_REPORTS {

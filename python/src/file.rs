@@ -12,12 +12,12 @@ use crate::gil;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 use pyo3::types::PyBytes;
-use tensorizer::PerProcess;
 use tensorizer::cancel::{Cancel, Never};
 use tensorizer::error::{Error, Result};
 use tensorizer::io::WriteAt;
 use tensorizer::io::{Capabilities, ReadAt, Stream};
 use tensorizer::mem::Buffers;
+use tensorizer::{PerProcess, unpoisoned};
 
 /// Bytes per call of a Python object; each of them is copied once.
 const REQUEST_LEN: usize = 1 << 20;
@@ -74,7 +74,7 @@ impl PyFile {
         let done = gil::with(|py| {
             // Waits for the lock without the GIL, which the thread that holds the lock may need.
             let call_lock = self.call_lock.get().lock_py_attached(py);
-            let _guard = call_lock.unwrap_or_else(std::sync::PoisonError::into_inner);
+            let _guard = unpoisoned(call_lock);
             body(py)
         });
         done.map_err(io::Error::other)?

@@ -1,10 +1,10 @@
 //! `tensorizer._C.TensorIterator`: tensors of a file one by one, for `tensorizer.iterate`.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
-use tensorizer::Closer;
 use tensorizer::error::{Error, Result};
+use tensorizer::{Closer, unpoisoned};
 use tensorizer_torch::handles::offer;
 use tensorizer_torch::iterate::TorchTensors;
 use tensorizer_torch::lock_holder::LockHolder;
@@ -46,7 +46,7 @@ impl TensorIterator {
                 "the iterator is used by one of its own callbacks".to_owned(),
             ));
         }
-        let mut held = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = unpoisoned(self.tensors.lock());
         let _mark = self.holder.mark();
         let tensors = held.as_mut().ok_or_else(closed)?;
         let cancel = || self.loads.report_and_check(&self.uri, self.closer.moved());
@@ -63,7 +63,7 @@ impl TensorIterator {
 impl Drop for TensorIterator {
     /// Releases the GIL while it waits for the load, which may read from a Python object.
     fn drop(&mut self) {
-        let tensors = self.tensors.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let tensors = unpoisoned(self.tensors.get_mut()).take();
         let Some(tensors) = tensors else { return };
         let mut tensors = Some(tensors);
         let dropped = Python::try_attach(|py| py.detach(|| drop(tensors.take())));
@@ -100,7 +100,7 @@ impl TensorIterator {
             return Ok(());
         }
         gil::without(py, || {
-            drop(self.tensors.lock().unwrap_or_else(PoisonError::into_inner).take());
+            drop(unpoisoned(self.tensors.lock()).take());
             Ok(())
         })?;
         Ok(())

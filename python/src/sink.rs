@@ -3,7 +3,7 @@
 use std::ffi::{OsString, c_int};
 use std::os::fd::IntoRawFd as _;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -13,6 +13,7 @@ use tensorizer::io::local::FileSink;
 use tensorizer::io::object::UploadSink;
 use tensorizer::io::uri::create_file;
 use tensorizer::io::{UnclosedOutcome, WriteAt, write_all_at};
+use tensorizer::unpoisoned;
 
 use crate::errors::Outcome;
 use crate::gil;
@@ -78,7 +79,7 @@ impl Sink {
             let threads = if chunks.len() < 2 { 0 } else { sink.default_writers() };
             let queue = Mutex::new(chunks.into_iter());
             workers::run(threads, &signals, |control| {
-                let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let next = || unpoisoned(queue.lock()).next();
                 while let Some((start, chunk)) = next().filter(|_| !control.stopped()) {
                     let mut buffers = [std::io::IoSlice::new(chunk)];
                     write_all_at(&sink, offset + start as u64, &mut buffers, control)?;
@@ -123,7 +124,7 @@ impl PathSink {
 
     /// Returns a descriptor for reading and writing, which belongs to the caller.
     fn open(&self) -> Outcome<c_int> {
-        let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner);
+        let sink = unpoisoned(self.sink.lock());
         let sink = sink.as_ref().ok_or_else(|| Error::Closed("the file is closed".to_owned()))?;
         Ok(sink.handle()?.into_raw_fd())
     }
@@ -131,20 +132,20 @@ impl PathSink {
     /// Ends the file at `len` bytes and makes it visible. False if a later save of this process to
     /// its path was complete before: then it was dropped.
     fn publish(&self, py: Python<'_>, len: u64) -> Outcome<bool> {
-        let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let sink = unpoisoned(self.sink.lock()).take();
         Ok(gil::without(py, || sink.map_or(Ok(true), |mut sink| publish(&mut sink, len)))?)
     }
 
     /// Does the same for a file that was never closed; another file that has its name stays.
     /// Returns true if it exists, and its path if it did not get its own name.
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Outcome<(bool, Option<OsString>)> {
-        let sink = self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let sink = unpoisoned(self.sink.lock()).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
         Ok(describe_unclosed(gil::without(py, || sink.publish_unclosed(len, &signals))?))
     }
 
     /// Abandons the file.
     fn abandon(&self) {
-        self.sink.lock().unwrap_or_else(PoisonError::into_inner).take();
+        unpoisoned(self.sink.lock()).take();
     }
 }

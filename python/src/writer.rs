@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::ffi::{OsString, c_int};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, TryLockError};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -17,7 +17,7 @@ use tensorizer::format::tensors::header::Hashes;
 use tensorizer::io::WriteAt;
 use tensorizer::io::local::FileSink;
 use tensorizer::io::uri::check_target;
-use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor};
+use tensorizer::{IdentitySource, MemoryLimit, OwnerProcess, SaveOptions, SaveTensor, unpoisoned};
 use tensorizer_torch::handles::{LentTensors, borrow};
 use tensorizer_torch::lock_holder::LockHolder;
 use tensorizer_torch::tensor::{LentDevices, one_to_save};
@@ -92,7 +92,7 @@ impl WriterArguments {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        let inner = self.inner.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let inner = unpoisoned(self.inner.get_mut());
         // Abandoning a file may wait for threads that need the GIL.
         Python::try_attach(|py| {
             gil::without(py, || {
@@ -131,7 +131,7 @@ impl Writer {
             // here.
             Err(TryLockError::WouldBlock) => {
                 self.owner.check(&self.uri)?;
-                self.inner.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
+                unpoisoned(self.inner.lock_py_attached(py))
             }
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Ok(inner) => inner,

@@ -192,7 +192,7 @@ mod tests {
             .zip(sealed.chunks_mut(step))
             .map(|(number, piece)| seal(piece, &nonce, number, &key))
             .collect();
-        let block = crypt_info::encode(None, piece_len, &nonce, &macs).unwrap();
+        let block = crypt_info::encode(None, piece_len, &nonce, &macs);
         let entry = bytes_entry(data.len() as u64, block.len() as u64);
         let draft = HeaderDraft::new(&entry, 0, Hashes::All, block.len()).unwrap();
         let raw = draft.finish(0, &[0; 32], &block);

@@ -11,14 +11,11 @@
 #![allow(clippy::indexing_slicing)]
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::hash::Digests;
 use super::sha256::Sha256;
-use crate::error::Result;
-use crate::fallible::try_collect;
-use crate::sys::sync::{Condvar, Mutex, MutexGuard};
+use crate::sys::sync::{Condvar, Mutex, MutexGuard, unpoisoned};
 
 /// Bytes that a thread hashes before it looks at the queue again.
 const QUANTUM: usize = 1 << 20;
@@ -87,16 +84,12 @@ impl<B: AsRef<[u8]>> HashWork<B> {
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl<B: AsRef<[u8]>> HashPool<B> {
     /// Creates a pool for tensors of these lengths; tensors with `None` are not hashed here.
     ///
     /// If `sha` is false, only the CRC-32 is computed. Then only complete tensors are queued, to be
     /// reported.
-    pub fn new(data_lens: impl Iterator<Item = Option<u64>>, sha: bool) -> Result<Self> {
+    pub fn new(data_lens: impl Iterator<Item = Option<u64>>, sha: bool) -> Self {
         let mut unfinished = 0;
         let states = data_lens.map(|data_len| {
             let data_len = data_len?;
@@ -109,9 +102,9 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                 next: 0,
             })))
         });
-        let states = try_collect(states, "hashes of tensors")?;
+        let states = states.collect();
         let queue = Mutex::new(ReadyQueue { ready: VecDeque::new(), unfinished, idle: 0 });
-        Ok(HashPool { states, queue, changed: Condvar::new(), sha })
+        HashPool { states, queue, changed: Condvar::new(), sha }
     }
 
     fn state(&self, tensor: usize) -> Option<&Mutex<TensorHashes<B>>> {
@@ -121,14 +114,14 @@ impl<B: AsRef<[u8]>> HashPool<B> {
     /// Bytes of a tensor that are retained until it is their turn to be hashed.
     pub fn retained_len(&self, tensor: usize) -> u64 {
         let Some(state) = self.state(tensor) else { return 0 };
-        let state = locked(state);
+        let state = unpoisoned(state.lock());
         state.waiting.values().filter(|piece| piece.bytes.is_some()).map(|piece| piece.len).sum()
     }
 
     /// Takes the covered bytes of a tensor's header.
     pub fn header(&self, tensor: usize, bytes: &[u8]) {
         let Some(state) = self.state(tensor) else { return };
-        let mut state = locked(state);
+        let mut state = unpoisoned(state.lock());
         state.crc.update(bytes);
         let mut sha = Sha256::default();
         if self.sha {
@@ -142,7 +135,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         let Some(state) = self.state(tensor) else { return };
         let mut crc = crc32fast::Hasher::new();
         crc.update(piece.as_ref());
-        let mut state = locked(state);
+        let mut state = unpoisoned(state.lock());
         let len = piece.as_ref().len() as u64;
         // Without SHA-256 the bytes are freed now: other threads may be waiting for the memory.
         let bytes = self.sha.then_some(piece);
@@ -173,18 +166,18 @@ impl<B: AsRef<[u8]>> HashPool<B> {
             }
         }
         state.work = Some(work);
-        locked(&self.queue).ready.push_back(tensor);
+        unpoisoned(self.queue.lock()).ready.push_back(tensor);
         self.changed.notify_one();
     }
 
     fn work(&self, tensor: usize) -> Option<(usize, HashWork<B>)> {
-        Some((tensor, locked(self.state(tensor)?).work.take()?))
+        Some((tensor, unpoisoned(self.state(tensor)?.lock()).work.take()?))
     }
 
     /// Excludes a tensor whose header was not given to the pool.
     pub fn skip(&self, tensor: usize) {
         if self.state(tensor).is_some() {
-            locked(&self.queue).unfinished -= 1;
+            unpoisoned(self.queue.lock()).unfinished -= 1;
             self.changed.notify_all();
         }
     }
@@ -199,15 +192,14 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         more_to_move: impl Fn() -> bool,
         stopped: impl Fn() -> bool,
     ) -> Option<HashBatch<B>> {
-        let mut queue = locked(&self.queue);
+        let mut queue = unpoisoned(self.queue.lock());
         let mut more = more_to_move();
         while queue.ready.len() < if more { 2 } else { 1 } {
             if more || queue.unfinished == 0 || stopped() {
                 return None;
             }
             queue.idle += 1;
-            queue =
-                self.changed.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner).0;
+            queue = unpoisoned(self.changed.wait_timeout(queue, IDLE)).0;
             queue.idle -= 1;
             more = more_to_move();
         }
@@ -219,7 +211,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
 
     /// Takes what is ready, without waiting; None if nothing is.
     pub fn take_ready(&self) -> Option<HashBatch<B>> {
-        let queue = locked(&self.queue);
+        let queue = unpoisoned(self.queue.lock());
         (!queue.ready.is_empty()).then(|| self.take_batch(queue, true))
     }
 
@@ -251,7 +243,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         }
         for (tensor, work) in works {
             let Some(state) = self.state(tensor) else { continue };
-            let mut state = locked(state);
+            let mut state = unpoisoned(state.lock());
             if work.remaining() == 0 && state.next == state.data_len {
                 let crc = state.crc.clone().finalize();
                 drop(state);
@@ -259,7 +251,7 @@ impl<B: AsRef<[u8]>> HashPool<B> {
                 // notified below.
                 drop(work.piece);
                 complete(tensor, Digests { crc, sha: work.sha.finish() });
-                locked(&self.queue).unfinished -= 1;
+                unpoisoned(self.queue.lock()).unfinished -= 1;
                 self.changed.notify_all();
             } else {
                 self.requeue(tensor, work, &mut state);
@@ -285,7 +277,7 @@ mod tests {
             .collect();
         for threads in 1..4 {
             let pool: HashPool<&[u8]> =
-                HashPool::new(tensors.iter().map(|t| Some(t.len() as u64)), true).unwrap();
+                HashPool::new(tensors.iter().map(|t| Some(t.len() as u64)), true);
             let mut jobs: Vec<(usize, usize)> = Vec::new();
             for (tensor, data) in tensors.iter().enumerate() {
                 jobs.extend((0..data.len()).step_by(700_000).map(|start| (tensor, start)));
@@ -298,7 +290,7 @@ mod tests {
                 for _ in 0..threads {
                     scope.spawn(|| {
                         let complete = |tensor: usize, digests| {
-                            assert!(locked(&found)[tensor].replace(digests).is_none());
+                            assert!(unpoisoned(found.lock())[tensor].replace(digests).is_none());
                         };
                         let step = |more: bool| {
                             let streams = pool.take(|| more, || false);
@@ -306,7 +298,7 @@ mod tests {
                         };
                         loop {
                             while step(true) {}
-                            let job = locked(&jobs).next();
+                            let job = unpoisoned(jobs.lock()).next();
                             match job {
                                 Some((tensor, usize::MAX)) => pool.header(tensor, b"header"),
                                 Some((tensor, start)) => {

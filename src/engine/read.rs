@@ -98,7 +98,7 @@ pub fn read<D: Destination>(
         counters,
         max_single_chunk,
         max_unhashed,
-        hashes: pool(request, max_single_chunk)?,
+        hashes: pool(request, max_single_chunk),
         queue: WorkQueue::new(jobs, if own_share { range.initial } else { 1 }),
         dispatch_lock: Mutex::new(()),
         completion: request.receiver.map(|to| CompletionTracker::new(to, plan, options.verify)),
@@ -165,7 +165,7 @@ fn step(request: &ReadRequest<'_>, sources: &Sources) -> u64 {
 }
 
 /// Returns the hash pool for tensors that come in more than one chunk.
-fn pool<B: AsRef<[u8]>>(request: &ReadRequest<'_>, max_single_chunk: u64) -> Result<HashPool<B>> {
+fn pool<B: AsRef<[u8]>>(request: &ReadRequest<'_>, max_single_chunk: u64) -> HashPool<B> {
     let verify = request.options.verify;
     let lens = request.plan.extents.iter().map(|extent| {
         let pooled = verify != Verify::Nothing && extent.data_len > max_single_chunk;

@@ -8,7 +8,6 @@ use serde::Deserialize;
 use super::json::Scalar;
 use super::safetensors::{self, StringMap};
 use crate::error::{Malformed, Shortened};
-use crate::fallible::try_with_capacity;
 
 /// Maximum bytes of an index that is read, as for a safetensors header.
 pub const MAX_LEN: u64 = super::safetensors::MAX_HEADER_LEN;
@@ -77,26 +76,19 @@ pub fn parse(json: &[u8]) -> Result<ShardMap, Malformed> {
     let text = std::str::from_utf8(json).map_err(|e| malformed(format!("it is not UTF-8: {e}")))?;
     let raw: RawShardMap =
         serde_json::from_str(text).map_err(|e| malformed(Shortened(&e.to_string()).to_string()))?;
-    let mut names = BTreeSet::new();
-    for file in raw.weight_map.0.values() {
-        names.insert(file);
-    }
-    let files = try_with_capacity(names.len(), "an index of shards");
-    let mut files = files.map_err(Malformed::of_memory)?;
-    for name in names {
+    let names: BTreeSet<&String> = raw.weight_map.0.values().collect();
+    for name in &names {
         if let Some(what) = name_problem(name) {
             return Err(malformed(format!("the file name `{}` {what}", Shortened(name))));
         }
-        files.push(name.clone());
     }
+    let files: Vec<String> = names.into_iter().cloned().collect();
     if files.is_empty() {
         return Err(malformed("it names no tensors".to_owned()));
     }
     let file_index = |name: String| files.binary_search(&name).unwrap_or(usize::MAX);
-    let mut tensors = BTreeMap::new();
-    for (tensor, file) in raw.weight_map.0 {
-        tensors.insert(tensor, file_index(file));
-    }
+    let tensors = raw.weight_map.0.into_iter().map(|(tensor, file)| (tensor, file_index(file)));
+    let tensors = tensors.collect();
     let metadata = raw.metadata.into_iter().flatten();
     let metadata = metadata.filter_map(|(name, Scalar(value))| Some((name, value?)));
     Ok(ShardMap { metadata: metadata.collect(), files, tensors })
@@ -131,15 +123,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::error::Error;
-    use crate::fallible::out_of_memory;
-
-    #[test]
-    fn missing_memory_is_no_defect_of_the_file() {
-        let error = Malformed::of_memory(out_of_memory(7, "a list")).in_file("f");
-        let Error::OutOfMemory { bytes, what, .. } = error else { panic!("{error}") };
-        assert_eq!((bytes, what.as_str()), (7, "a list of `f`"));
-    }
 
     #[test]
     fn file_names_outside_the_folder_are_refused() {

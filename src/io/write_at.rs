@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::fallible::try_resize;
+use crate::sys::to_usize;
 
 /// Bytes moved at a time to make room.
 const MOVE_STEP: u64 = 8 << 20;
@@ -69,8 +69,7 @@ pub trait WriteAt: Send + Sync {
         let mut buffer = Vec::new();
         while end > at {
             let from = end.saturating_sub(MOVE_STEP).max(at);
-            let size = usize::try_from(end - from).unwrap_or(usize::MAX);
-            try_resize(&mut buffer, size, "data that are moved")?;
+            buffer.resize(to_usize(end - from), 0);
             self.read_back(from, &mut buffer)?;
             write_all_at(self, from + len, &mut [IoSlice::new(&buffer)], cancel)?;
             end = from;

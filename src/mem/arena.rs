@@ -19,7 +19,8 @@ use memmap2::{Advice, MmapMut, MmapOptions};
 use super::DISK_BLOCK;
 use super::mapped::MappedFileGuard;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect, try_repeat};
+use crate::fallible::try_repeat;
+use crate::sys::to_usize;
 
 /// Size and alignment of a huge page on x86-64 and, by default, on AArch64.
 pub const HUGE_PAGE: usize = 2 << 20;
@@ -101,11 +102,7 @@ impl Arena {
     /// that it no longer has ends the process (SIGBUS). No memory is reserved for pages that may be
     /// written to, so that a file may be larger than memory.
     pub fn map_file(file: &std::fs::File, len: u64, uri: &str) -> Result<Self> {
-        let len = usize::try_from(len).map_err(|_| {
-            Error::InvalidArgument(format!(
-                "`{uri}` of {len} bytes does not fit into the address space"
-            ))
-        })?;
+        let len = to_usize(len);
         // SAFETY: the mapping is private: our writes reach neither the file nor another mapping of
         // it. The file's bytes may change under it; that is the documented condition of asking for
         // a mapping, and the bytes are only ever treated as plain numbers.
@@ -145,7 +142,7 @@ impl Arena {
     /// the block; overlapping ranges or ranges beyond it are an error.
     pub fn freeze(mut self, ranges: &[(usize, usize)]) -> Result<Vec<HostBuffer>> {
         let len = self.len;
-        let mut order = try_collect(ranges.iter().copied(), LISTS)?;
+        let mut order = ranges.to_vec();
         order.sort_unstable();
         let mut end = 0;
         for (offset, size) in order {
@@ -164,7 +161,7 @@ impl Arena {
             len,
             owner: Some(Arc::clone(&owner)),
         });
-        try_collect(buffers, LISTS)
+        Ok(buffers.collect())
     }
 }
 

@@ -13,8 +13,8 @@ mod return_estimator;
 mod share;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 pub use lease::{DownloadedBytes, StagingLease};
@@ -26,7 +26,8 @@ use crate::environment::{IN_FLIGHT_MB, PINNED_MB, STAGING_KB};
 use crate::error::Result;
 use crate::mem::device::Device;
 use crate::sys::process::PerProcess;
-use crate::sys::sync::{Mutex, MutexGuard, thread};
+use crate::sys::sync::{Mutex, MutexGuard, thread, unpoisoned};
+use crate::sys::to_usize;
 use buffers::{PoolBuffers, PoolState, PoolWaiter, StagingBuffer};
 
 /// Bytes that are allocated and pinned together. With this size, readers that allocate at the same
@@ -73,7 +74,7 @@ impl Pool {
     /// Returns the pool of a device, which lives as long as the process.
     pub fn of(device: &Arc<dyn Device>) -> Result<&'static Pool> {
         let (len, limit, saturating) = (buffer_len()?, limit()?, IN_FLIGHT_MB.value()?);
-        let mut pools = POOLS.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pools = unpoisoned(POOLS.get().lock());
         if let Some((_, pool)) = pools.iter().find(|(name, _)| name == device.name()) {
             return Ok(pool);
         }
@@ -88,7 +89,7 @@ impl Pool {
 
     /// Returns the pools of all devices that were used.
     pub fn all() -> Vec<&'static Pool> {
-        let pools = POOLS.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let pools = unpoisoned(POOLS.get().lock());
         pools.iter().map(|(_, pool)| *pool).collect()
     }
 
@@ -246,11 +247,11 @@ fn limit() -> Result<u64> {
 /// last-level cache. The length is a multiple of the block of direct reads.
 pub fn buffer_len() -> Result<usize> {
     let kib = STAGING_KB.value()? & !3;
-    Ok(usize::try_from(kib << 10).unwrap_or(SLAB))
+    Ok(to_usize(kib << 10))
 }
 
 fn buffers_of(bytes: u64, len: usize) -> usize {
-    usize::try_from(bytes / len.max(1) as u64).unwrap_or(usize::MAX).max(MIN_BUFFERS)
+    to_usize(bytes / len.max(1) as u64).max(MIN_BUFFERS)
 }
 
 impl<'p> QueueTicket<'p> {

@@ -9,7 +9,6 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::error;
-use crate::fallible::{try_reserve, try_with_capacity};
 
 /// Bytes of the smallest page.
 const PAGE: usize = 4096;
@@ -265,10 +264,9 @@ pub fn fill_all<'a>(
     mut memory: Vec<BufferToFill<'a, '_>>,
     fill: impl FnOnce(&mut Buffers<'_>) -> error::Result<()>,
 ) -> error::Result<Vec<&'a mut [u8]>> {
-    const WHAT: &str = "a list of buffers";
     let written = AtomicUsize::new(0);
     let mut buffers = Buffers { written: Some(&written), ..Buffers::default() };
-    try_reserve(&mut buffers.ranges, memory.len(), WHAT)?;
+    buffers.ranges.reserve(memory.len());
     for lent in &mut memory {
         match lent {
             BufferToFill::Returned(bytes) => buffers.push(bytes),
@@ -280,7 +278,6 @@ pub fn fill_all<'a>(
     if written.into_inner() != total {
         return Err(error::Error::Bug("a batch was not filled".to_owned()));
     }
-    let mut out = try_with_capacity(memory.len(), WHAT)?;
     let returned = memory.into_iter().filter_map(|lent| match lent {
         BufferToFill::Returned(bytes) => {
             // SAFETY: all bytes were written, each once and in order: only `fill_from` and
@@ -290,8 +287,7 @@ pub fn fill_all<'a>(
         }
         BufferToFill::Inspected(_) => None,
     });
-    out.extend(returned);
-    Ok(out)
+    Ok(returned.collect())
 }
 
 /// Zeroes memory and returns it as bytes.

@@ -8,7 +8,9 @@
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
+
+use crate::sys::sync::unpoisoned;
 
 /// A fork-safe mutex for short sections. While a thread holds it, it neither forks, nor waits for
 /// other threads, nor calls code that may do so.
@@ -34,7 +36,7 @@ impl<T> ForkSafeMutex<T> {
     /// Locks the mutex; waits while another thread holds it.
     pub fn lock(&self) -> ForkSafeGuard<'_, T> {
         let blocker = ForkBlocker::new();
-        let value = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let value = unpoisoned(self.0.lock());
         ForkSafeGuard { value, _blocker: blocker }
     }
 }

@@ -74,7 +74,7 @@ impl TestMemory {
     /// Makes memory whose blocks are allocated only when the load asks for them.
     fn late(lens: &[u64]) -> Self {
         let mut memory = Self::new(lens);
-        let blocks = std::mem::replace(&mut memory.blocks, DeviceBlocks::new(lens.len()).unwrap());
+        let blocks = std::mem::replace(&mut memory.blocks, DeviceBlocks::new(lens.len()));
         memory.later = blocks.into_memory().into_iter().enumerate().collect();
         memory
     }
@@ -229,7 +229,7 @@ fn load(files: &SavedFile, schedule: &LoadSchedule, key: Option<Key>) -> Result<
         }
     }
     assert_eq!(outcome?.len(), schedule.selection.len());
-    memory.blocks = DeviceBlocks::new(0).unwrap();
+    memory.blocks = DeviceBlocks::new(0);
     check(files, schedule, &memory, &planned.locations());
     Ok(())
 }

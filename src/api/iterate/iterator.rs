@@ -65,7 +65,7 @@ impl TensorIterator {
         });
         let lens = lens.collect::<Result<Vec<_>>>()?;
         let (budget, load) = memory_shares(&selection, &lens, on_device, options)?;
-        let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 })?;
+        let blocks = DeviceBlocks::new(if on_device { lens.len() } else { 0 });
         // Tensors without data become zeros when they are handed out, and have no block of bytes.
         let block_lens = selection.entries.iter().map(|entry| entry.loaded_len());
         let block_lens = block_lens.filter(|_| on_device).collect();

@@ -8,7 +8,6 @@
 
 use super::{Key, sodium};
 use crate::error::{Error, Result};
-use crate::fallible::{try_collect, try_with_capacity};
 
 /// The first bytes of a manifest.
 const MAGIC: [u8; 8] = *b"TZSEAL01";
@@ -68,20 +67,14 @@ impl Manifest {
     /// True if the manifest of an index block is valid.
     pub fn verifies(&self, prologue: &[u8], index: &[u8], headers: &[HeaderTag]) -> Result<bool> {
         let Some(found) = index.last_chunk::<32>() else { return Ok(false) };
-        let headers = try_collect(headers.iter().map(|tag| tag.0), "what a manifest covers")?;
+        let headers: Vec<_> = headers.iter().map(|tag| tag.0).collect();
         Ok(Self::is_in(index) && sodium::same(found, &self.tag(prologue, index, &headers)?))
     }
 
     fn tag(&self, prologue: &[u8], index: &[u8], headers: &[[u8; 32]]) -> Result<[u8; 32]> {
         let entries = index.len().checked_sub(MANIFEST_LEN).and_then(|end| index.get(..end));
         let entries = entries.ok_or_else(|| Error::Bug("no room for a manifest".to_owned()))?;
-        let len = prologue.len() + entries.len() + headers.len() * 32;
-        let mut text = try_with_capacity(len, "what a manifest covers")?;
-        text.extend_from_slice(prologue);
-        text.extend_from_slice(entries);
-        for digest in headers {
-            text.extend_from_slice(digest);
-        }
+        let text = [prologue, entries, headers.as_flattened()].concat();
         Ok(sodium::keyed_hash(&text, self.key.bytes()))
     }
 }

@@ -1,7 +1,7 @@
 //! The caller's options for encryption and decryption, and the keys that are derived from them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use zeroize::Zeroizing;
 
@@ -11,6 +11,7 @@ use crate::cancel::{self, Cancel, ProcessLock, run_detached};
 use crate::error::{Error, Result};
 use crate::format::tensors::crypt_info::KeyDerivation;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use crate::sys::sync::unpoisoned;
 
 /// Minimum number of passes of Argon2id, as in libsodium.
 pub const MIN_OPSLIMIT: u64 = 1;
@@ -203,7 +204,7 @@ pub fn derive(source: &[u8], derivation: &KeyDerivation, cancel: &dyn Cancel) ->
     let caller = Arc::new(());
     let caller_alive = Arc::downgrade(&caller);
     let derived = run_detached(cancel, move || {
-        let _lock = DERIVING.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let _lock = unpoisoned(DERIVING.get().lock());
         caller_alive.upgrade()?;
         let mut out = Zeroizing::new([0; KEY_LEN]);
         sodium::derive(&mut out, &source, &salt, opslimit, memlimit).then_some(out)

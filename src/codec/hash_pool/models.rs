@@ -30,7 +30,7 @@ fn every_tensor_is_hashed_once_and_all_readers_end() {
         // When its header comes, the last tensor turns out not to be hashed.
         let skipped = tensors.len() - 1;
         let lens = tensors.iter().map(|tensor| Some(tensor.len() as u64));
-        let pool: HashPool<&[u8]> = HashPool::new(lens, true).unwrap();
+        let pool: HashPool<&[u8]> = HashPool::new(lens, true);
         let jobs = Mutex::new(any_jobs(&tensors));
         let found = Mutex::new(vec![None; tensors.len()]);
         let complete = |tensor: usize, digests| {

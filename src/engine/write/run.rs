@@ -189,7 +189,7 @@ fn hash_pool<B: AsRef<[u8]>>(
     let large = |item: &WriteTensor<'_>| {
         (hashes.is_some() && item.is_large()).then_some(item.entry.data_len)
     };
-    HashPool::new(items.iter().map(large), hashes == Some(Hashes::All))
+    Ok(HashPool::new(items.iter().map(large), hashes == Some(Hashes::All)))
 }
 
 /// Returns the number of threads that have something to do. Each job needs one thread; with

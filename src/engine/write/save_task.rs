@@ -162,7 +162,7 @@ impl<'p> SaveTask<'p> {
         let inputs =
             drafts.iter().map(|(chunk, draft)| (draft.bytes.as_slice(), chunk.bytes.as_ref()));
         let inputs = inputs.collect::<Vec<_>>();
-        let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()))?;
+        let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()));
         let drafts = drafts.into_iter().zip(digests);
         let finish = |((chunk, draft), digests): ((&TensorChunk<'p>, _), _)| {
             self.finish_header(chunk.tensor, draft, &digests)
@@ -199,8 +199,7 @@ impl<'p> SaveTask<'p> {
         draft: HeaderDraft,
         digests: &Digests,
     ) -> Result<Vec<u8>> {
-        let crypt =
-            self.encryptor(tensor)?.map(Encryptor::encode).transpose()?.unwrap_or(Vec::new());
+        let crypt = self.encryptor(tensor)?.map_or(Vec::new(), Encryptor::encode);
         let header = draft.finish(digests.crc, &digests.sha, &crypt);
         let digest = match &self.manifest {
             Some(manifest) => Some(manifest.digest(&header).into()),

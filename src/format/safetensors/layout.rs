@@ -5,14 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{MAX_HEADER_LEN, METADATA};
 use crate::error::{Error, Result};
-use crate::fallible::{try_collect, try_push_str, try_with_capacity};
 use crate::format::TensorKind;
 use crate::format::catalog::{Entry, checked_len};
 use crate::format::dtype::DType;
 use crate::format::name::Name;
-
-/// Names the header in error messages.
-const WHAT: &str = "a safetensors header";
 
 fn refused(what: String) -> Error {
     Error::InvalidArgument(what)
@@ -55,7 +51,7 @@ impl SafetensorsTensor {
 
 /// Returns the tensors in the order of a file, with their names and their numbers in `tensors`.
 fn sorted(tensors: Vec<SafetensorsTensor>) -> Result<Vec<(String, usize, SafetensorsTensor)>> {
-    let mut sorted = try_with_capacity(tensors.len(), WHAT)?;
+    let mut sorted = Vec::with_capacity(tensors.len());
     for (number, tensor) in tensors.into_iter().enumerate() {
         let (name, dtype) = (&tensor.name, tensor.dtype);
         let nested = "safetensors files cannot hold nested structures";
@@ -71,7 +67,7 @@ fn sorted(tensors: Vec<SafetensorsTensor>) -> Result<Vec<(String, usize, Safeten
         sorted.push((Reverse(rank), key, number, tensor));
     }
     sorted.sort_unstable_by(|one, other| (one.0, &one.1, one.2).cmp(&(other.0, &other.1, other.2)));
-    try_collect(sorted.into_iter().map(|(_, key, number, tensor)| (key, number, tensor)), WHAT)
+    Ok(sorted.into_iter().map(|(_, key, number, tensor)| (key, number, tensor)).collect())
 }
 
 /// The layout of a file that is to be written.
@@ -97,15 +93,14 @@ impl SafetensorsLayout {
     ) -> Result<Self> {
         let sorted = sorted(tensors)?;
         let mut json = beginning(metadata)?;
-        let mut entries = try_with_capacity(sorted.len(), WHAT)?;
-        let mut order = try_with_capacity(sorted.len(), WHAT)?;
+        let mut entries = Vec::with_capacity(sorted.len());
+        let mut order = Vec::with_capacity(sorted.len());
         let mut end = 0u64;
         let mut names = BTreeSet::new();
         for (key, number, tensor) in sorted {
             let (start, len) = (end, tensor.len()?);
             end = end.checked_add(len).ok_or_else(|| tensor.too_large())?;
-            let one = format!("{}:{},", to_json(&key)?, tensor.described(start, end)?);
-            try_push_str(&mut json, &one, WHAT)?;
+            json += &format!("{}:{},", to_json(&key)?, tensor.described(start, end)?);
             let SafetensorsTensor { name, dtype, shape } = tensor;
             if !names.insert(key) {
                 return Err(refused(format!("tensor `{name}` is given twice")));
@@ -142,13 +137,9 @@ impl SafetensorsLayout {
 /// The part of the header before its tensors.
 fn beginning(metadata: Option<&[(String, String)]>) -> Result<String> {
     let mut json = String::from("{");
-    let Some(metadata) = metadata else { return Ok(json) };
-    let mut sorted = BTreeMap::new();
-    for (name, value) in metadata {
-        sorted.insert(name, value);
-    }
-    for text in [&to_json(METADATA)?, ":", &to_json(&sorted)?, ","] {
-        try_push_str(&mut json, text, WHAT)?;
+    if let Some(metadata) = metadata {
+        let sorted: BTreeMap<_, _> = metadata.iter().map(|(name, value)| (name, value)).collect();
+        json += &format!("{}:{},", to_json(METADATA)?, to_json(&sorted)?);
     }
     Ok(json)
 }
@@ -166,8 +157,7 @@ fn ended(mut json: String) -> Result<Vec<u8>> {
         );
         return Err(refused(what));
     }
-    let mut head = try_with_capacity(len + size_of::<u64>(), WHAT)?;
-    head.extend((len as u64).to_le_bytes());
+    let mut head = (len as u64).to_le_bytes().to_vec();
     head.extend(json.into_bytes());
     head.resize(len + size_of::<u64>(), b' ');
     Ok(head)

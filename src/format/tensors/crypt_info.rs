@@ -3,9 +3,9 @@
 //!
 //! This module only parses and writes its bytes; `crate::codec::crypt` encrypts and decrypts.
 
-use crate::error::{Malformed, Result};
-use crate::fallible::try_with_capacity;
+use crate::error::Malformed;
 use crate::format::bytes::Cursor;
+use crate::sys::to_usize;
 
 const CHUNK_KEY_DERIVATION: u16 = 1;
 const CHUNK_PARALLEL: u16 = 2;
@@ -67,8 +67,8 @@ impl CryptInfo {
         for _ in 0..cursor.u16("chunk count")? {
             let len = cursor.u64("chunk length")?;
             let at = cursor.offset();
-            let len = usize::try_from(len).unwrap_or(usize::MAX);
-            info.parse_chunk(Cursor::new(cursor.take(len, "chunk")?, at, "encryption chunk"))?;
+            let chunk = cursor.take(to_usize(len), "chunk")?;
+            info.parse_chunk(Cursor::new(chunk, at, "encryption chunk"))?;
         }
         Ok(info)
     }
@@ -104,8 +104,7 @@ impl CryptInfo {
                 let piece_len = chunk.u64("piece length")?;
                 let nonce = chunk.fixed("nonce")?;
                 let count = chunk.u64("MAC count")?;
-                let len = usize::try_from(count).ok().and_then(|count| count.checked_mul(MAC_LEN));
-                let tags = chunk.take(len.unwrap_or(usize::MAX), "MACs")?;
+                let tags = chunk.take(to_usize(count).saturating_mul(MAC_LEN), "MACs")?;
                 let macs = tags.as_chunks::<MAC_LEN>().0.to_vec();
                 let found = Cipher::Parallel { piece_len, nonce, macs };
                 set_once(&mut self.cipher, found, "cipher", &chunk)
@@ -133,9 +132,7 @@ pub fn encode(
     piece_len: u64,
     nonce: &[u8; 24],
     macs: &[[u8; MAC_LEN]],
-) -> Result<Vec<u8>> {
-    let len = encoded_len(derivation.is_some(), macs.len() as u64);
-    let room = || try_with_capacity(usize::try_from(len).unwrap_or(usize::MAX), "a header");
+) -> Vec<u8> {
     let mut chunks: Vec<Vec<u8>> = Vec::new();
     if let Some(derivation) = derivation.filter(|_| !macs.is_empty()) {
         let mut chunk = CHUNK_KEY_DERIVATION.to_le_bytes().to_vec();
@@ -148,8 +145,7 @@ pub fn encode(
         chunks.push(chunk);
     }
     if !macs.is_empty() {
-        let mut chunk = room()?;
-        chunk.extend(CHUNK_PARALLEL.to_le_bytes());
+        let mut chunk = CHUNK_PARALLEL.to_le_bytes().to_vec();
         chunk.extend(piece_len.to_le_bytes());
         chunk.extend(nonce);
         chunk.extend((macs.len() as u64).to_le_bytes());
@@ -157,16 +153,12 @@ pub fn encode(
         chunks.push(chunk);
     }
     let count = if chunks.len() == 2 { 2u16 } else { u16::from(!chunks.is_empty()) };
-    let mut body = room()?;
-    body.extend(count.to_le_bytes());
+    let mut body = count.to_le_bytes().to_vec();
     for chunk in chunks {
         body.extend((chunk.len() as u64).to_le_bytes());
         body.extend(chunk);
     }
-    let mut out = room()?;
-    out.extend((body.len() as u64).to_le_bytes());
-    out.extend(body);
-    Ok(out)
+    [(body.len() as u64).to_le_bytes().to_vec(), body].concat()
 }
 
 fn set_once<T>(

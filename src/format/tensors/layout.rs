@@ -1,7 +1,6 @@
 //! The layout of a new file: the position of each tensor.
 
 use crate::error::{Error, Result};
-use crate::fallible::try_with_capacity;
 use crate::format::TensorKind;
 use crate::format::catalog::Entry;
 use crate::format::dtype::DType;
@@ -57,11 +56,8 @@ pub fn place_tensors(
     encrypted: Option<bool>,
 ) -> Result<FileLayout> {
     let plain = if encrypted.is_some() { VERSION_ENCRYPTED } else { VERSION_PLAIN };
-    let mut layout = FileLayout {
-        entries: try_with_capacity(tensors.len(), "an index")?,
-        end: start,
-        version: plain,
-    };
+    let mut layout =
+        FileLayout { entries: Vec::with_capacity(tensors.len()), end: start, version: plain };
     for tensor in tensors {
         let UnplacedTensor { name, kind, dtype, shape, meta } = tensor;
         let too_large = || {

@@ -12,8 +12,8 @@
 use std::collections::BTreeSet;
 
 use crate::error::{Error, Malformed, Result, Shortened};
-use crate::fallible::{try_push, try_reserve, try_to_string};
 use crate::format::bytes::Cursor;
+use crate::sys::to_usize;
 
 /// Distinguishes metadata from unused space.
 const MAGIC: [u8; 8] = *b"TZMETA01";
@@ -23,8 +23,6 @@ const END_LEN: usize = MAGIC.len() + 2 * size_of::<u32>();
 pub const MAX_LEN: usize = 100_000_000;
 /// Maximum number of names. Each allocates memory of its own.
 const MAX_PAIRS: usize = 1_000_000;
-/// Names the metadata in error messages.
-const WHAT: &str = "metadata";
 
 /// Encodes names and values for `uri`, in their order; empty if there are none.
 pub fn encode(pairs: &[(String, String)], uri: &str) -> Result<Vec<u8>> {
@@ -46,7 +44,6 @@ pub fn encode(pairs: &[(String, String)], uri: &str) -> Result<Vec<u8>> {
         for text in [name, value] {
             // Too long a text makes the sum too long, which is refused below.
             let len = u32::try_from(text.len()).unwrap_or(u32::MAX);
-            try_reserve(&mut out, size_of::<u32>() + text.len() + END_LEN, WHAT)?;
             out.extend_from_slice(&len.to_le_bytes());
             out.extend_from_slice(text.as_bytes());
         }
@@ -73,7 +70,7 @@ pub fn find(space: &[u8], at: u64) -> Result<Vec<(String, String)>, Malformed> {
     let mut cursor = Cursor::new(end, position(before.len()), "end of the metadata");
     cursor.take(MAGIC.len(), "magic")?;
     let (len_at, most) = (cursor.offset(), MAX_LEN.min(before.len()));
-    let len = usize::try_from(cursor.u32("length")?).unwrap_or(usize::MAX);
+    let len = to_usize(cursor.u32("length")?.into());
     if len > most {
         let what = format!("expected metadata of at most {most} bytes, found {len}");
         return Err(Malformed::new(len_at, what));
@@ -101,9 +98,7 @@ fn parse(mut cursor: Cursor<'_>) -> Result<Vec<(String, String)>, Malformed> {
             let what = format!("expected metadata of at most {MAX_PAIRS} names, found more");
             return Err(Malformed::new(at, what));
         }
-        let pair =
-            try_to_string(name, WHAT).and_then(|name| Ok((name, try_to_string(value, WHAT)?)));
-        pair.and_then(|pair| try_push(&mut pairs, pair, WHAT)).map_err(Malformed::of_memory)?;
+        pairs.push((name.to_owned(), value.to_owned()));
     }
     Ok(pairs)
 }
@@ -111,7 +106,7 @@ fn parse(mut cursor: Cursor<'_>) -> Result<Vec<(String, String)>, Malformed> {
 fn text<'b>(cursor: &mut Cursor<'b>, what: &str) -> Result<&'b str, Malformed> {
     let len = cursor.u32(what)?;
     let at = cursor.offset();
-    let bytes = cursor.take(usize::try_from(len).unwrap_or(usize::MAX), what)?;
+    let bytes = cursor.take(to_usize(len.into()), what)?;
     std::str::from_utf8(bytes)
         .map_err(|e| Malformed::new(at, format!("a {what} in the metadata is not UTF-8: {e}")))
 }

@@ -26,11 +26,12 @@ use super::cache::{
     BuildCredentialChain, CloudCredential, CredentialChain, CredentialFuture, CredentialProvider,
     FoundCredential, MissingCredentials, renew_at,
 };
-use super::snapshot::{PerSnapshot, Snapshot, lock_unpoisoned};
+use super::snapshot::{PerSnapshot, Snapshot};
 use crate::environment::read_guarded;
 use crate::error::{Error, Escaped, Result};
 use crate::io::transport::{Failure, LazySdkClient, TransportOptions, Trust};
 use crate::sys::clock;
+use crate::sys::sync::unpoisoned;
 
 /// Time for which a missing region of the machine is cached: finding out may take seconds.
 const ABSENCE_CACHED_FOR: Duration = Duration::from_secs(60);
@@ -324,14 +325,14 @@ pub async fn machine_region(options: &TransportOptions) -> Option<String> {
     let is_current = |(region, since): &(Option<String>, Instant)| {
         region.is_some() || clock::since(*since) < ABSENCE_CACHED_FOR
     };
-    let before = lock_unpoisoned(&cached.found).clone().filter(is_current);
+    let before = unpoisoned(cached.found.lock()).clone().filter(is_current);
     if let Some((region, _)) = before {
         return region;
     }
     let config = ProviderConfig::default().with_http_client(LazySdkClient::new(options));
     let provider = ImdsRegionProvider::builder().configure(&config).build();
     let region = provider.region().await.map(|region| region.to_string());
-    lock_unpoisoned(&cached.found).insert((region, clock::now())).0.clone()
+    unpoisoned(cached.found.lock()).insert((region, clock::now())).0.clone()
 }
 
 /// Has the chain of an environment find the credentials of a simulated cloud, for tests.

@@ -14,9 +14,10 @@ use aws_credential_types::Credentials as AwsCredentials;
 #[cfg(feature = "clouds")]
 use object_store::{azure::AzureCredential, gcp::GcpCredential};
 
-use super::snapshot::{PerSnapshot, Snapshot, lock_unpoisoned};
+use super::snapshot::{PerSnapshot, Snapshot};
 use crate::io::transport::{Failure, with_guarded_polls};
 use crate::sys::clock;
+use crate::sys::sync::unpoisoned;
 
 /// Credentials are renewed this long before they expire, or when a tenth of their time is left.
 pub const RENEWAL_MARGIN: Duration = Duration::from_secs(5 * 60);
@@ -175,13 +176,13 @@ impl CredentialProvider {
             return cached;
         }
         let chain =
-            lock_unpoisoned(&entry.state).chain.as_ref().map(|(chain, _)| Arc::clone(chain));
+            unpoisoned(entry.state.lock()).chain.as_ref().map(|(chain, _)| Arc::clone(chain));
         let asked = with_guarded_polls(async {
             let chain = match chain {
                 Some(chain) => chain,
                 None => {
                     let chain = self.builder.build(&entry.has_responded).await?;
-                    lock_unpoisoned(&entry.state).chain = Some((Arc::clone(&chain), clock::now()));
+                    unpoisoned(entry.state.lock()).chain = Some((Arc::clone(&chain), clock::now()));
                     chain
                 }
             };
@@ -219,7 +220,7 @@ impl CredentialSlot {
 
     /// The last result, while it is valid.
     fn cached(&self) -> Option<Result<CloudCredential, MissingCredentials>> {
-        let state = lock_unpoisoned(&self.state);
+        let state = unpoisoned(self.state.lock());
         let last = state.last.as_ref()?;
         let is_old = last.renew_at.is_some_and(|until| clock::date() >= until);
         (!is_old).then(|| last.credential.clone().ok_or(MissingCredentials::Absent))
@@ -230,7 +231,7 @@ impl CredentialSlot {
         found: Result<FoundCredential, MissingCredentials>,
     ) -> Result<CloudCredential, MissingCredentials> {
         let now = clock::date();
-        let mut state = lock_unpoisoned(&self.state);
+        let mut state = unpoisoned(self.state.lock());
         let before = state.last.take().filter(|last| {
             last.credential.is_some() && last.expiry.is_none_or(|expiry| expiry > now)
         });
@@ -256,7 +257,7 @@ impl CredentialSlot {
     }
 
     fn invalidate(&self, used: Instant) {
-        let mut state = lock_unpoisoned(&self.state);
+        let mut state = unpoisoned(self.state.lock());
         // Another thread may have renewed them since.
         state.chain.take_if(|(_, since)| *since <= used);
         state.last.take_if(|last| last.since <= used);
@@ -267,7 +268,7 @@ impl CredentialSlot {
 impl CredentialProvider {
     /// Replaces the chain, for tests.
     pub fn use_chain(&self, chain: Arc<dyn CredentialChain>) {
-        lock_unpoisoned(&CACHE.get(&self.snapshot).state).chain = Some((chain, clock::now()));
+        unpoisoned(CACHE.get(&self.snapshot).state.lock()).chain = Some((chain, clock::now()));
     }
 }
 
@@ -347,7 +348,7 @@ mod tests {
 
     impl CredentialChain for ScriptedChain {
         fn get(&self) -> CredentialFuture<'_, FoundCredential> {
-            Box::pin(async { lock_unpoisoned(&self.0).pop().unwrap() })
+            Box::pin(async { unpoisoned(self.0.lock()).pop().unwrap() })
         }
     }
 
@@ -356,7 +357,7 @@ mod tests {
             &self,
             _answered: &Arc<AtomicBool>,
         ) -> CredentialFuture<'_, Arc<dyn CredentialChain>> {
-            let results = std::mem::take(&mut *lock_unpoisoned(&self.0));
+            let results = std::mem::take(&mut *unpoisoned(self.0.lock()));
             Box::pin(async {
                 Ok(Arc::new(ScriptedChain(Mutex::new(results))) as Arc<dyn CredentialChain>)
             })

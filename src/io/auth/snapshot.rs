@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::environment::read_guarded;
 use crate::sys::process::PerProcess;
+use crate::sys::sync::unpoisoned;
 use crate::sys::{FileStamp, file_stamp};
 
 /// The most snapshots for which something is cached.
@@ -73,15 +74,10 @@ impl<T: Default + Send + Sync> PerSnapshot<T> {
 
     /// The value of a snapshot; a new one if there was none.
     pub fn get(&'static self, snapshot: &Arc<Snapshot>) -> Arc<T> {
-        let mut all = lock_unpoisoned(self.0.get());
+        let mut all = unpoisoned(self.0.get().lock());
         if all.len() >= MAX_CACHED && !all.contains_key(snapshot) {
             all.clear();
         }
         Arc::clone(all.entry(Arc::clone(snapshot)).or_default())
     }
-}
-
-/// Locks a mutex whose value stays valid after a panic.
-pub fn lock_unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

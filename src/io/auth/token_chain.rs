@@ -121,10 +121,11 @@ pub mod simulated {
 
     use super::*;
     use crate::io::auth::cache::CredentialProvider;
-    use crate::io::auth::snapshot::{Snapshot, lock_unpoisoned};
+    use crate::io::auth::snapshot::Snapshot;
     use crate::io::auth::token_client::FixedSettings;
     use crate::io::transport::TransportOptions;
     use crate::io::transport::simulated::SimulatedCloud;
+    use crate::sys::sync::unpoisoned;
 
     #[derive(Debug)]
     struct SimulatedTokenProvider<T> {
@@ -138,7 +139,7 @@ pub mod simulated {
         type Credential = T;
 
         async fn get_credential(&self) -> object_store::Result<Arc<T>> {
-            let mut cached = lock_unpoisoned(&self.cached);
+            let mut cached = unpoisoned(self.cached.lock());
             let soon = clock::now() + Duration::from_secs(300);
             if let Some((token, _)) = cached.as_ref().filter(|(_, expiry)| soon < *expiry) {
                 return Ok(Arc::clone(token));

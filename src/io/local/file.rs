@@ -9,7 +9,6 @@ use std::sync::{Arc, OnceLock};
 use super::shard::Shard;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect};
 use crate::io::{Capabilities, ReadAt, SourceIdentity};
 use crate::mem::Buffers;
 use crate::sys::{FileStamp, file_stamp};
@@ -185,7 +184,7 @@ impl ReadAt for FileSource {
         let opened = opened.ok().and_then(|path| path.parent().map(Path::to_owned));
         for folder in [std::fs::canonicalize(parent).ok(), opened].into_iter().flatten() {
             let identity = |name| file_stamp(&folder.join(name)).map(SourceIdentity::Local);
-            let found = try_collect(names.iter().map(identity), LISTS)?;
+            let found = names.iter().map(identity).collect();
             // Last, so that a folder that was exchanged meanwhile is noticed.
             if file_stamp(&folder.join(own_name)) == Some(stamp) {
                 self.folder.get_or_init(|| folder);

@@ -16,7 +16,6 @@ use redis::{Pipeline, Value, cmd};
 use super::{Capabilities, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Escaped, Result};
-use crate::fallible::{try_push, try_with_capacity};
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
@@ -41,8 +40,6 @@ const REPLY_OVERHEAD: u64 = 64;
 const MAX_KEY_BYTES: usize = 64 << 20;
 /// The end of the key that holds the first bytes of a file.
 const FIRST_KEY: &[u8] = b":header:0";
-/// Lists of keys, in messages.
-const KEYS: &str = "the keys of a file";
 /// Keys that one step of a scan examines, and keys per batch of requests for lengths.
 const SCAN_COUNT: usize = 1000;
 /// A scan step whose reply was too long is repeated with the number of keys divided by this.
@@ -187,7 +184,7 @@ impl RedisSource {
                             let what = format!("more than {MAX_KEY_BYTES} bytes of keys");
                             return Err(self.unexpected_reply("SCAN", what));
                         }
-                        try_push(&mut keys, key, KEYS)?;
+                        keys.push(key);
                     }
                     other => {
                         return Err(self.unexpected_reply("SCAN", format!("the key {other:?}")));
@@ -207,7 +204,7 @@ impl RedisSource {
         keys: &[(u64, Vec<u8>)],
         budget: &dyn Fn() -> RetryBudget<'t>,
     ) -> Result<Vec<StoredValue>> {
-        let mut values = try_with_capacity(keys.len(), KEYS)?;
+        let mut values = Vec::with_capacity(keys.len());
         for batch in keys.chunks(SCAN_COUNT) {
             let mut lengths = Pipeline::new();
             for (_, key) in batch {

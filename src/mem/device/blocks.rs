@@ -1,12 +1,11 @@
 //! Blocks of device memory, which are allocated one after another while others are being filled.
 
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use super::{DeviceMemory, Event};
 use crate::cancel::{Cancel, POLL};
 use crate::error::{Error, Result};
-use crate::fallible::{LISTS, try_collect};
-use crate::sys::sync::{Condvar, Mutex};
+use crate::sys::sync::{Condvar, Mutex, unpoisoned};
 
 /// Memory for the tensors of a load, block by block.
 pub struct DeviceBlocks {
@@ -27,14 +26,14 @@ pub struct DeviceBlock {
 
 impl DeviceBlocks {
     /// Creates room for `count` blocks, none of which is allocated yet.
-    pub fn new(count: usize) -> Result<Self> {
-        let slots = try_collect((0..count).map(|_| OnceLock::new()), LISTS)?;
-        Ok(DeviceBlocks { slots, adding: Mutex::new(()), added: Condvar::new() })
+    pub fn new(count: usize) -> Self {
+        let slots = (0..count).map(|_| OnceLock::new()).collect();
+        DeviceBlocks { slots, adding: Mutex::new(()), added: Condvar::new() }
     }
 
     /// Creates blocks that are all allocated.
     pub fn from_memory(memory: Vec<DeviceMemory>) -> Result<Self> {
-        let blocks = Self::new(memory.len())?;
+        let blocks = Self::new(memory.len());
         for (at, memory) in memory.into_iter().enumerate() {
             blocks.insert(at, DeviceBlock { memory, after: None })?;
         }
@@ -52,7 +51,7 @@ impl DeviceBlocks {
         let bug = || Error::Bug(format!("block {at} is allocated twice, or too many are"));
         let slot = self.slots.get(at).ok_or_else(bug)?;
         {
-            let _adding = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+            let _adding = unpoisoned(self.adding.lock());
             slot.set(block).map_err(|_| bug())?;
         }
         self.added.notify_all();
@@ -65,14 +64,14 @@ impl DeviceBlocks {
         if let Some(block) = slot.get() {
             return Ok(block);
         }
-        let mut adding = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut adding = unpoisoned(self.adding.lock());
         loop {
             if let Some(block) = slot.get() {
                 return Ok(block);
             }
             cancel.check()?;
             let waited = self.added.wait_timeout(adding, POLL);
-            adding = waited.unwrap_or_else(PoisonError::into_inner).0;
+            adding = unpoisoned(waited).0;
         }
     }
 }

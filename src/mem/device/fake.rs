@@ -10,12 +10,14 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use super::{Consumer, Device, DeviceFile, Event, Stream};
 use crate::environment::FAKE_DEVICE;
 use crate::error::{Error, Result};
 use crate::sys::process::PerProcess;
+use crate::sys::sync::unpoisoned;
+use crate::sys::to_usize;
 
 /// The faults of the fake device.
 #[derive(Debug, Clone, Copy, Default)]
@@ -86,7 +88,7 @@ impl FakeDevice {
     }
 
     fn state(&self) -> MutexGuard<'_, FakeState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.state.lock())
     }
 
     /// Returns the number of ranges of host memory that are pinned now.
@@ -126,7 +128,7 @@ impl FakeState {
         let (choice, count) = (self.random(), self.random() % 3);
         let mut busy: Vec<&mut StreamQueue> =
             self.streams.iter_mut().filter(|queue| !queue.waiting.is_empty()).collect();
-        let chosen = choice.checked_rem(busy.len() as u64).and_then(|at| usize::try_from(at).ok());
+        let chosen = choice.checked_rem(busy.len() as u64).map(to_usize);
         if let Some(queue) = chosen.and_then(|at| busy.get_mut(at)) {
             queue.complete(count);
         }

@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::return_estimator::ReturnEstimator;
 use super::share::{Share, ShareReservation};
@@ -14,7 +14,7 @@ use crate::mem::device::{Device, Event};
 use crate::mem::numa;
 use crate::sys::process::DropInOwner;
 use crate::sys::sync::thread::Thread;
-use crate::sys::sync::{Mutex, MutexGuard};
+use crate::sys::sync::{Mutex, MutexGuard, unpoisoned};
 
 /// The buffers of a pool, all of one length.
 pub struct PoolBuffers {
@@ -42,7 +42,7 @@ impl PoolBuffers {
 
     /// Locks and returns the state of the buffers.
     pub fn state(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.state.lock())
     }
 
     /// Allocates `count` more buffers, which are not in the state yet.

@@ -9,12 +9,10 @@ use super::return_estimator::MIN_SLEEP;
 use super::share::ShareReservation;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::fallible::try_collect_results;
 use crate::mem::device::{DeviceMemory, Event, HostToDeviceCopy, Stream};
 use crate::sys::sync::thread;
 
 /// The name of lists of copies in error messages.
-const PLAN: &str = "copies to a device";
 
 /// Staging buffers that one reader or writer has.
 pub struct StagingLease<'p> {
@@ -112,7 +110,7 @@ impl<'p> StagingLease<'p> {
             let to = to.at(offset, len).ok_or_else(|| out_of_range(to, offset, len))?;
             Ok(HostToDeviceCopy { to, from, len })
         });
-        let copies = try_collect_results(copies, PLAN)?;
+        let copies = copies.collect::<Result<Vec<_>>>()?;
         self.begin(stream)?;
         // SAFETY: as for `upload`, for each of them.
         unsafe { stream.upload_batch(&copies) }

@@ -130,7 +130,7 @@ fn on_device(
     let (_, streams) =
         planned.run(&to, options, &Counters::default(), &Never, &mut || Ok(false)).unwrap();
     Streams::hand_over_all(streams).unwrap();
-    memory.blocks = DeviceBlocks::new(0).unwrap();
+    memory.blocks = DeviceBlocks::new(0);
     let locations = planned.locations();
     let bytes = locations.iter().zip(file.entries()).map(|(location, entry)| {
         let start = memory.starts[location.block] + location.offset as usize;

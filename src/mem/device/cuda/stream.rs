@@ -3,12 +3,13 @@
 
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::context::Context;
 use super::driver;
 use crate::error::{Error, Result};
 use crate::mem::device::{Consumer, Event, HostToDeviceCopy, Stream};
+use crate::sys::sync::unpoisoned;
 
 #[derive(Clone, Copy)]
 struct RawStream(driver::Stream);
@@ -47,7 +48,7 @@ impl OwnStreams {
     }
 
     fn events(&self) -> MutexGuard<'_, Vec<RawEvent>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.events.lock())
     }
 
     /// Returns an unused event. The device must be entered.
@@ -80,7 +81,7 @@ impl OwnStreams {
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<RawStream>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.idle.lock())
     }
 
     /// Takes an idle stream without unfinished work: with another, the new user would wait for the

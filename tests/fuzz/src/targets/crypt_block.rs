@@ -9,7 +9,7 @@ pub fn run(bytes: &[u8]) {
     if let Cipher::Parallel { piece_len, nonce, macs } = &cipher
         && !macs.is_empty()
     {
-        let again = encode(info.key_derivation.as_ref(), *piece_len, nonce, macs).unwrap();
+        let again = encode(info.key_derivation.as_ref(), *piece_len, nonce, macs);
         let again = CryptInfo::parse(&again[8..], 0).unwrap();
         assert_eq!(again.cipher.as_ref(), Some(&cipher));
         assert_eq!(again.key_derivation, info.key_derivation);
