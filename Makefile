@@ -31,7 +31,7 @@ NEEDS = $(if $(wildcard $(STAMPS)/built),,$(eval MISSING := $(shell sh tests/pac
 # What can be compiled without torch is while that is fetched.
 EARLY = @test -e $(STAMPS)/built || $(MAKE) --no-print-directory --jobs 2 $(STAMPS)/early $(STAMPS)/torch
 
-.PHONY: demo test test-all test-beside test-rust test-rust-more test-python test-staged test-cuda test-long test-other-torch test-vllm test-frameworks check-aarch64 \
+.PHONY: demo test test-all test-beside test-rust test-rust-more test-python test-cuda test-long test-other-torch test-vllm test-frameworks check-aarch64 \
   trust lint docs docs-serve packages bench bench-clouds bench-formats bench-dcp bench-ranks bench-quick gpu gpu-toy build wheels \
   wheels-manylinux torches release clean
 
@@ -50,7 +50,6 @@ test: build
 
 test-beside:
 	@$(MAKE) --no-print-directory test-rust
-	@$(MAKE) --no-print-directory test-staged
 	@$(MAKE) --no-print-directory test-cuda
 
 test-all: build
@@ -63,7 +62,7 @@ test-all: build
 OTHER ?= 2.15
 OTHER_VENV := $(CURDIR)/.venv-$(OTHER)
 test-other-torch: $(STAMPS)/old $(STAMPS)/torch-$(OTHER)
-	TENSORIZER_STAND_IN=1 VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pip install --quiet \
+	VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pip install --quiet \
 	  --no-build-isolation --no-deps --force-reinstall .
 	PATH=$(OTHER_VENV)/bin:$(PATH) VIRTUAL_ENV=$(OTHER_VENV) $(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) 2 \
 	  $(addprefix tests/python/test_,operators.py compile.py dispatch.py cpp.py torch_compat.py pairs.py torch_files.py dcp.py dcp_items.py dcp_trust.py) \
@@ -124,18 +123,14 @@ AT_ONCE = --dist worksteal --numprocesses
 test-python: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old $(STAMPS)/clouds
 	$(BIN)/python -m pytest $(AT_ONCE) $(WORKERS) $(WHICH) $(PYTEST)
 
-# The tests of loading and saving once more, through the stand-in for a CUDA device. Those marked
-# "host" are about memory that such tensors do not have.
-test-staged: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
-	TENSORIZER_FAKE_DEVICE=7 $(BIN)/python -m pytest $(AT_ONCE) 2 -m "not host" --durations=5 \
-	  $(addprefix tests/python/test_,reading.py reading_objects.py damage.py mapping.py golden.py modules.py operators.py writing.py encryption.py pairs.py async.py process.py)
-
-# The tests for GPUs on the emulated CUDA; build.sh says why and exits with 77 where torch is of
-# another build than the one that it emulates.
-test-cuda: $(STAMPS)/built $(STAMPS)/test
+# The tests for GPUs on the emulated CUDA, and those marked `device` once more, through it; build.sh
+# says why and exits with 77 where torch is of another build than the one that it emulates.
+test-cuda: $(STAMPS)/built $(STAMPS)/test $(STAMPS)/old
 	@sh tests/cuda/emulator/build.sh $(BIN)/python; built=$$?; \
 	if [ $$built = 77 ] && [ "$$CI" != true ]; then exit 0; fi; [ $$built = 0 ] || exit $$built; \
-	REQUIRE_CUDA=1 sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest $(AT_ONCE) 2 $(WHICH) tests/cuda tests/python/gpu
+	REQUIRE_CUDA=1 sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest $(AT_ONCE) 2 $(WHICH) tests/cuda tests/python/gpu && \
+	PYTHONPATH=tests/cuda sh tests/cuda/emulator/run.sh $(BIN)/python -m pytest -p through_device $(AT_ONCE) 2 \
+	  -m "device and not host and not extended" $$(grep -l mark.device tests/python/test_*.py)
 
 # Whether everything compiles for Linux on AArch64, C and C++ included: rustup target add
 # aarch64-unknown-linux-gnu; apt install g++-aarch64-linux-gnu. torch's headers are those of here.
@@ -146,7 +141,7 @@ check-aarch64: $(STAMPS)/torch
 	if ! command -v aarch64-linux-gnu-g++ >/dev/null; then \
 	  echo "skipped: there is no aarch64-linux-gnu-g++ here"; exit 0; fi; set -x; \
 	CC_$(AARCH64)=aarch64-linux-gnu-gcc CXX_$(AARCH64)=aarch64-linux-gnu-g++ PYO3_NO_PYTHON=1 \
-	  RUSTFLAGS="-D warnings" $(CARGO) check --workspace --all-targets --features tensorizer/stand-in \
+	  RUSTFLAGS="-D warnings" $(CARGO) check --workspace --all-targets \
 	  --target $(subst _,-,$(AARCH64))
 
 # What takes too long for every change; the output is the record in tests/long.txt.
@@ -276,14 +271,13 @@ $(STAMPS)/early:
 	@mkdir -p $(STAMPS)
 	@echo "compiling the Rust libraries that are used, into target: 1.1 GB on disk"
 	@TENSORIZER_TORCH=$(TORCH_FOLDER) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_NO_PYTHON=1 cargo build --release --locked \
-	  --keep-going --package tensorizer-python --package tensorizer-torch-library --features tensorizer-torch/stand-in \
+	  --keep-going --package tensorizer-python --package tensorizer-torch-library \
 	  2>&1 | awk '/^ *Compiling/ { n++ } n && n % 50 == 0 && n != told { print n " libraries"; fflush(); told = n }'
 	@touch $@
 
-# With the stand-in for a CUDA device, which only tests use.
 $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 	@echo "compiling tensorizer, and installing it in .venv"
-	TENSORIZER_STAND_IN=1 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/torch

@@ -124,9 +124,6 @@ class BuildRust(build_rust):
         command += ["--message-format=json-render-diagnostics"]
         for package in PACKAGES.values():
             command += ["--package", package]
-        if os.environ.get("TENSORIZER_STAND_IN") == "1":
-            # For tests: see src/device/fake.rs.
-            command += ["--features", "tensorizer-torch/stand-in"]
         if isinstance(self.target, str):
             command += ["--target", self.target]
         # For every Python from 3.10 on: none in particular is asked, and libpython is not linked.

@@ -14,7 +14,7 @@ TorchBlocks::TorchBlocks(c10::Device device) : device_(device) {}
 
 void TorchBlocks::add(rust::Slice<const std::uint64_t> lens) {
   // Sets the device once for all blocks; at::empty would look it up several times for each.
-  const c10::OptionalDeviceGuard guard(device_.is_cpu() ? std::nullopt : std::optional(device_));
+  const c10::DeviceGuard guard(device_);
   // The allocator that torch uses now; a program may have replaced it.
   auto* allocator =
       at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device_)).storage().allocator();
@@ -55,8 +55,7 @@ std::unique_ptr<TorchBlocks> TorchBlocks::take(rust::Slice<const std::size_t> nu
 
 std::unique_ptr<TorchBlocks> new_blocks(std::int16_t device) {
   return std::make_unique<TorchBlocks>(
-      device < 0 ? at::Device(at::kCPU)
-                 : at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
+      at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)));
 }
 
 }  // namespace tensorizer

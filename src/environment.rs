@@ -229,32 +229,10 @@ texts! {
 
 /// Makes all variables be read again at their next use, for tests.
 pub fn clear_cache() {
-    #[cfg(any(test, feature = "stand-in"))]
-    {
-        *FAKE_DEVICE.parsed.lock() = None;
-    }
     for variable in VARIABLES {
         *variable.parsed.lock() = None;
     }
 }
-
-/// A seed other than 0 sends loads to the CPU through the stand-in for CUDA.
-#[cfg(any(test, feature = "stand-in"))]
-pub static FAKE_DEVICE: NumberVariable = NumberVariable {
-    parsed: ForkSafeMutex::new(None),
-    name: "TENSORIZER_FAKE_DEVICE",
-    default: 0,
-    range: ANY,
-    meaning: "the seed of the stand-in for CUDA",
-};
-
-/// A folder that stands in for `/sys`.
-#[cfg(any(test, feature = "stand-in"))]
-pub static FAKE_SYS: TextVariable = TextVariable {
-    name: "TENSORIZER_FAKE_SYS",
-    default: "`/sys`",
-    meaning: "a folder that stands in for `/sys`",
-};
 
 macro_rules! variables {
     ($($constant:ident = $name:literal, $default:expr, $range:expr, $meaning:literal;)+) => {
@@ -309,10 +287,7 @@ variables! {
 /// Variables of the build, the tests and the benchmarks.
 const OTHERS: &[&str] = &[
     "TENSORIZER_CLOUDS",
-    "TENSORIZER_FAKE_DEVICE",
-    "TENSORIZER_FAKE_SYS",
     "TENSORIZER_OLD_PYTHON",
-    "TENSORIZER_STAND_IN",
     "TENSORIZER_TEST_COSTS",
     "TENSORIZER_TORCH",
     "TENSORIZER_WHEEL_FOR",

@@ -268,7 +268,7 @@ impl<'r, D: Destination> ReadTask<'r, D> {
                     let len = chunk.bytes.len() as u64;
                     self.decrypt(extent, start, chunk.bytes, control)?;
                     self.add_arrival(&mut contents.arrivals, extent, len);
-                    contents.data_len += len;
+                    contents.data_len += self.wanted_len(extent, start, len)?;
                     if self.request.options.verify == Verify::Nothing {
                         continue;
                     }
@@ -281,6 +281,16 @@ impl<'r, D: Destination> ReadTask<'r, D> {
             }
         }
         Ok(contents)
+    }
+
+    /// Returns how many of some bytes are wanted.
+    fn wanted_len(&self, extent: usize, start: u64, len: u64) -> Result<u64> {
+        let plan = self.request.plan;
+        let of = plan.use_of(extent)?;
+        let from = of.start.saturating_add(start);
+        let wanted =
+            |tensor| plan.place(tensor, from + len).offset - plan.place(tensor, from).offset;
+        Ok(of.tensors.clone().map(wanted).sum())
     }
 
     /// Passes a header to the codec. Returns the tensor if it is hashed at once.

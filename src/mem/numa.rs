@@ -1,25 +1,14 @@
 //! The NUMA nodes of devices and of CPUs, as the kernel reports them in `/sys`.
 
 use std::fs;
-use std::path::PathBuf;
 
 use crate::sys::numa::{allowed_cpus, bind_thread_to, prefer_node};
-
-/// Returns the root of sysfs.
-fn root() -> PathBuf {
-    #[cfg(any(test, feature = "stand-in"))]
-    if let Some(root) = crate::environment::FAKE_SYS.path() {
-        return root;
-    }
-    PathBuf::from("/sys")
-}
 
 /// Returns the node that a device is attached to, by its PCI bus id such as `0000:C1:00.0`. None if
 /// the machine has no nodes.
 pub fn node_of_pci(id: &str) -> Option<usize> {
     let id = id.to_ascii_lowercase();
-    let node =
-        fs::read_to_string(root().join("bus/pci/devices").join(id).join("numa_node")).ok()?;
+    let node = fs::read_to_string(format!("/sys/bus/pci/devices/{id}/numa_node")).ok()?;
     // -1 if the firmware does not report it.
     node.trim().parse().ok()
 }
@@ -88,7 +77,7 @@ impl Affinity {
 
 /// Returns the CPUs of a node; none if that is not known.
 fn cpus_of(node: usize) -> Vec<usize> {
-    let path = root().join("devices/system/node").join(format!("node{node}")).join("cpulist");
+    let path = format!("/sys/devices/system/node/node{node}/cpulist");
     fs::read_to_string(path).map_or_else(|_| Vec::new(), |list| parse_cpu_list(&list))
 }
 

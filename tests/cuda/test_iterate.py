@@ -164,3 +164,18 @@ def test_operators_hand_out_tensors_of_a_device(path):
     assert unit.total(sys.argv[1], torch.device("cuda")) == expected
     """
     passes(code, path)
+
+
+def test_tensors_without_data_become_zeros_when_they_are_handed_out(tmp_path):
+    path = tmp_path / "f.tensors"
+    code = """
+    import sys, tensorizer
+    meta = {f"m{i}": torch.empty(2 << 20, device="meta") for i in range(24)}
+    tensorizer.save({"0": torch.zeros(1)} | meta, sys.argv[1], allow_meta=True)
+    torch.cuda.memory.reset_peak_memory_stats()
+    for name, tensor in tensorizer.iterate(sys.argv[1], "cuda", buffer_bytes=1 << 20):
+        assert not tensor.cpu().any()
+        del tensor
+    assert torch.cuda.max_memory_allocated() <= 40 << 20
+    """
+    passes(code, path)

@@ -72,7 +72,7 @@ def sys_folder(tmp_path):
 
 
 def run(tmp_path, folder, devices, readers, **env):
-    env = {"TENSORIZER_FAKE_SYS": str(folder), "FAKE_CUDA_BUS_MBPS": "100"} | env
+    env = {"FAKE_CUDA_SYS": str(folder), "FAKE_CUDA_BUS_MBPS": "100"} | env
     env["TENSORIZER_IN_FLIGHT_MB"], env["TENSORIZER_PINNED_MB"] = "8", "16"
     code = f"DEVICES, READERS = {devices}, {readers}\n{PROGRAM}"
     done = emulated.run(code, tmp_path / "f.tensors", **env)

@@ -22,11 +22,6 @@ names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith
 found = {name for name in names if name.startswith(tuple(f"{path.name}/" for path in PACKAGES))}
 assert found == wanted, f"missing {wanted - found}, too many {found - wanted}"
 
-for library in ("tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so"):
-    assert b"TENSORIZER_FAKE_DEVICE" not in zipfile.ZipFile(wheel).read(library), (
-        f"{library} has the device of the tests"
-    )
-
 unpacked = sum(one.file_size for one in zipfile.ZipFile(wheel).infolist())
 assert unpacked <= 45_000_000, f"{wheel} takes {unpacked:,} bytes: were its libraries stripped?"
 

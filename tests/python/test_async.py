@@ -9,6 +9,8 @@ import tensorizer
 import torch
 from conftest import assert_same, files, run_python
 
+pytestmark = pytest.mark.device
+
 
 def test_later_changes_are_not_saved(tmp_path):
     path = tmp_path / "f.tensors"

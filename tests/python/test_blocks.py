@@ -23,7 +23,6 @@ for name in list(tensors):
 """
 
 
-@pytest.mark.host
 def test_memory_comes_back_as_tensors_go(tmp_path):
     # Small neighbours of 80 MiB, and large ones among them and behind.
     tensors = {f"s{i}": torch.full((MIB // 16,), i, dtype=torch.float64) for i in range(160)}
@@ -51,7 +50,6 @@ def test_memory_comes_back_as_tensors_go(tmp_path):
         assert left[name] - last <= alive + 64 + 4, name
 
 
-@pytest.mark.host
 @pytest.mark.parametrize("mmap", [False, True])
 def test_saving_one_tensor_does_not_save_its_block(tmp_path, mmap):
     tensors = {str(i): torch.full((1000,), i, dtype=torch.float32) for i in range(2000)}
@@ -64,7 +62,6 @@ def test_saving_one_tensor_does_not_save_its_block(tmp_path, mmap):
     assert torch.equal(torch.load(tmp_path / "one.pt"), tensors["777"])
 
 
-@pytest.mark.host
 def test_a_tensor_of_a_block_can_be_changed_alone(tmp_path):
     tensors = {str(i): torch.full((100,), i, dtype=torch.int16) for i in range(50)}
     tensorizer.save(tensors, tmp_path / "f")

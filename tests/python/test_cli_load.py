@@ -103,19 +103,6 @@ def test_a_mapping(folder, capsys):
     assert found["shares"]["first touch"] == 0
 
 
-def test_the_way_to_a_device(folder, capsys, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
-    from tensorizer import _C
-
-    _C.forget_environment()
-    try:
-        found = loaded(capsys, folder / "f")
-    finally:
-        monkeypatch.undo()
-        _C.forget_environment()
-    assert found["device"] != "cpu" and found["shares"]["copy"] > 0
-
-
 def test_the_text_report_has_a_line_for_each_stage(folder, capsys):
     assert main(["load", "--verify", str(folder / "f")]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -17,6 +17,8 @@ from tensorizer.serialization import (
 )
 from tensorizer_cli.main import main
 
+pytestmark = pytest.mark.device
+
 TENSORS = {
     "a": torch.arange(10.0),
     "b.weight": torch.randn(600, 500),

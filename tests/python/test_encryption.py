@@ -18,6 +18,8 @@ from tensorizer import (
 )
 from tensorizer.serialization import HashMismatchError
 
+pytestmark = pytest.mark.device
+
 KEY = bytes(range(32))
 MIN = {"opslimit": EncryptionParams.OpsLimit.MIN, "memlimit": EncryptionParams.MemLimit.MIN}
 TENSORS = {
@@ -161,6 +163,7 @@ def test_arguments_of_params():
     assert EncryptionParams(memoryview(KEY)).key == KEY
 
 
+@pytest.mark.host
 def test_keys_are_not_shown():
     for params in (
         EncryptionParams(secret_words.key("SECRET")),
@@ -299,6 +302,7 @@ def test_golden_files():
             loaded.close()
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("opslimit", "memlimit"),
     [
@@ -371,6 +375,7 @@ s.close()
             assert_same(tensor, TENSORS[name].contiguous())
 
 
+@pytest.mark.host
 def test_memory_while_encrypting(tmp_path):
     code = (
         "import sys, tensorizer, torch\n"
@@ -397,6 +402,7 @@ def saved(tmp_path):
     return path
 
 
+@pytest.mark.host
 def test_operators(saved):
     loaded = tensorizer.load(saved, "cpu", encryption=DecryptionParams.from_key(KEY))
     assert_same(loaded["b"], torch.arange(5))
@@ -419,6 +425,7 @@ def test_operators(saved):
             ops.load(saved, key=wrong)
 
 
+@pytest.mark.host
 def test_torchscript(saved):
     @torch.jit.script
     def both(path: str, key: torch.Tensor):
@@ -432,6 +439,7 @@ def test_torchscript(saved):
     assert "3.14" not in str(both.graph)
 
 
+@pytest.mark.host
 def test_compile_and_export(saved, tmp_path):
     copied = str(tmp_path / "copy.tensors")
 

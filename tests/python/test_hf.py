@@ -423,6 +423,7 @@ def test_cached_files_load_while_offline(hub, monkeypatch):
         load("hf://org/repo")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("path", "wrong"),
     [
@@ -491,18 +492,6 @@ def load_module(address):
             file.load_into_module(module, verify_hash=True)
         finally:
             assert not module.a.any()
-
-
-def test_verified_on_a_device(hub, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
-    found = tensors()
-    data = save(found)
-    hub.repo("org/repo", {"model.safetensors": data})
-    assert_all(load("hf://org/repo", "cpu", verify_hash=True), found)
-    hub.files.blobs[sha256(data)] = data[:-1] + bytes([data[-1] ^ 1])
-    with pytest.raises(DamagedFileError):
-        load("hf://org/repo", "cpu", verify_hash=True)
-    tensorizer.release_pinned()
 
 
 def test_verified_after_the_file_was_closed(hub, tmp_path):

@@ -10,6 +10,8 @@ import tensorizer
 import torch
 from scripted import FaultServer
 
+pytestmark = pytest.mark.device
+
 safetensors = pytest.importorskip("safetensors.torch")
 
 
@@ -46,14 +48,6 @@ def sealed(folder, key):
     return folder / "sealed.tensors", {"encryption": tensorizer.DecryptionParams.from_key(key.key)}
 
 
-@pytest.fixture(params=["host", "stand-in"])
-def device(request, monkeypatch):
-    if request.param == "stand-in":
-        monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
-    yield "cpu"
-    tensorizer.release_pinned()
-
-
 def same(found, expected):
     """Compare all tensors that come, each of which comes once."""
     found = list(found)
@@ -85,25 +79,25 @@ FILES = ["f.tensors", "f.safetensors", "f.pt", "shards.safetensors.index.json"]
 
 @pytest.mark.parametrize("buffer_bytes", [1, 100_000, 1 << 62])
 @pytest.mark.parametrize("file", FILES)
-def test_both_orders_bring_every_tensor_once(folder, tensors, device, file, buffer_bytes):
+def test_both_orders_bring_every_tensor_once(folder, tensors, file, buffer_bytes):
     for order in ("file", "ready"):
         options = {"buffer_bytes": buffer_bytes, "order": order, "num_readers": 3}
-        same(tensorizer.iterate(folder / file, device, **options), tensors)
+        same(tensorizer.iterate(folder / file, "cpu", **options), tensors)
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_only_the_names_that_were_given_are_loaded(folder, tensors, device, file):
+def test_only_the_names_that_were_given_are_loaded(folder, tensors, file):
     names = ["scalar", "m.07", "m.03", "m.07"]
-    found = list(tensorizer.iterate(folder / file, device, names=names))
+    found = list(tensorizer.iterate(folder / file, "cpu", names=names))
     same(found, {name: tensors[name] for name in names})
     of_file = [name for name in tensorizer.info(folder / file).tensors if name in names]
     assert [name for name, _ in found] == of_file
     odd = tensorizer.iterate(
-        folder / file, device, names=names, filter_func=lambda name: name != "m.07"
+        folder / file, "cpu", names=names, filter_func=lambda name: name != "m.07"
     )
     same(odd, {name: tensors[name] for name in ("scalar", "m.03")})
-    assert list(tensorizer.iterate(folder / file, device, names=[])) == []
-    assert list(tensorizer.iterate(folder / file, device, filter_func=lambda name: False)) == []
+    assert list(tensorizer.iterate(folder / file, "cpu", names=[])) == []
+    assert list(tensorizer.iterate(folder / file, "cpu", filter_func=lambda name: False)) == []
 
 
 def test_names_that_are_missing_are_an_error_before_data_are_read(folder):
@@ -115,17 +109,17 @@ def test_names_that_are_missing_are_an_error_before_data_are_read(folder):
         assert len(server.requests) == 2 * opened
 
 
-def test_tensors_of_nested_structures_are_named_by_tuples(tmp_path, device):
+def test_tensors_of_nested_structures_are_named_by_tuples(tmp_path):
     tensorizer.save({"a": {"b": torch.ones(3)}, "c": torch.zeros(2)}, tmp_path / "f")
-    found = tensorizer.iterate(tmp_path / "f", device, names=[("a", "b")])
+    found = tensorizer.iterate(tmp_path / "f", "cpu", names=[("a", "b")])
     same(found, {("a", "b"): torch.ones(3)})
-    found = tensorizer.iterate(tmp_path / "f", device, names=['\x1e["a","b"]'])
+    found = tensorizer.iterate(tmp_path / "f", "cpu", names=['\x1e["a","b"]'])
     same(found, {'\x1e["a","b"]': torch.ones(3)})
 
 
-def test_files_without_tensors_end_at_once(tmp_path, device):
+def test_files_without_tensors_end_at_once(tmp_path):
     tensorizer.save({}, tmp_path / "f.safetensors")
-    assert list(tensorizer.iterate(tmp_path / "f.safetensors", device)) == []
+    assert list(tensorizer.iterate(tmp_path / "f.safetensors", "cpu")) == []
 
 
 def test_arguments_are_refused_before_the_first_byte(folder):
@@ -169,25 +163,23 @@ def sliced(tensors):
 
 @pytest.mark.parametrize("buffer_bytes", [1, 5_000_000, 1 << 30])
 @pytest.mark.parametrize("file", FILES)
-def test_slices_of_any_dimension_come_beside_whole_tensors(
-    folder, tensors, device, file, buffer_bytes
-):
+def test_slices_of_any_dimension_come_beside_whole_tensors(folder, tensors, file, buffer_bytes):
     # Other formats hold no hashes.
     for verify_hash in [False, True, "crc32"] if file == "f.tensors" else [False]:
         for order in ("file", "ready"):
             options = {"verify_hash": verify_hash, "order": order, "buffer_bytes": buffer_bytes}
-            found = tensorizer.iterate(folder / file, device, slices=SLICES, **options)
+            found = tensorizer.iterate(folder / file, "cpu", slices=SLICES, **options)
             same(found, sliced(tensors))
 
 
 @pytest.mark.parametrize("verify_hash", [False, True])
 @pytest.mark.parametrize("name", SLICES)
-def test_slices_alone_are_read_and_decrypted(tensors, sealed, device, name, verify_hash):
+def test_slices_alone_are_read_and_decrypted(tensors, sealed, name, verify_hash):
     path, opened = sealed
     part = {"names": [name], "slices": {name: SLICES[name]}, "verify_hash": verify_hash}
     expected = {name: tensors[name][SLICES[name]]}
-    same(tensorizer.iterate(path.with_name("f.tensors"), device, **part), expected)
-    same(tensorizer.iterate(path, device, **part, **opened), expected)
+    same(tensorizer.iterate(path.with_name("f.tensors"), "cpu", **part), expected)
+    same(tensorizer.iterate(path, "cpu", **part, **opened), expected)
 
 
 def test_only_the_bytes_of_a_slice_are_fetched(tmp_path):
@@ -203,7 +195,7 @@ def test_only_the_bytes_of_a_slice_are_fetched(tmp_path):
 
 @pytest.mark.parametrize("world", [1, 2, 7, 400])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_every_rank_gets_its_shard(tensors, sealed, device, dim, world):
+def test_every_rank_gets_its_shard(tensors, sealed, dim, world):
     path, opened = sealed
     names = [name for name, tensor in tensors.items() if tensor.dim() == 2 and tensor.numel()]
     for rank in range(world) if world < 10 else (0, 23, 24, 399):
@@ -214,20 +206,20 @@ def test_every_rank_gets_its_shard(tensors, sealed, device, dim, world):
             nothing = tensors[name].narrow(dim, 0, 0)
             expected[name] = parts[rank] if rank < len(parts) else nothing
         options = {"names": names, "shard": shard, "buffer_bytes": 1_000_000}
-        same(tensorizer.iterate(path.with_name("f.safetensors"), device, **options), expected)
-        same(tensorizer.iterate(path, device, **options, **opened), expected)
+        same(tensorizer.iterate(path.with_name("f.safetensors"), "cpu", **options), expected)
+        same(tensorizer.iterate(path, "cpu", **options, **opened), expected)
 
 
-def test_a_shard_leaves_tensors_whole_for_which_it_names_no_dimension(folder, tensors, device):
+def test_a_shard_leaves_tensors_whole_for_which_it_names_no_dimension(folder, tensors):
     shard = tensorizer.Shard(lambda name: 1 if name == "long" else None, rank=1, world=3)
     expected = tensors | {"long": tensors["long"].chunk(3, 1)[1]}
-    same(tensorizer.iterate(folder / "f.tensors", device, shard=shard), expected)
+    same(tensorizer.iterate(folder / "f.tensors", "cpu", shard=shard), expected)
 
 
-def test_only_floating_point_tensors_are_cast(folder, tensors, device):
+def test_only_floating_point_tensors_are_cast(folder, tensors):
     for slices, given in (({}, tensors), (SLICES, sliced(tensors))):
         found = tensorizer.iterate(
-            folder / "f.tensors", device, dtype="bfloat16", slices=slices, buffer_bytes=500_000
+            folder / "f.tensors", "cpu", dtype="bfloat16", slices=slices, buffer_bytes=500_000
         )
         same(found, {n: t.bfloat16() if t.is_floating_point() else t for n, t in given.items()})
 
@@ -236,34 +228,34 @@ def test_only_floating_point_tensors_are_cast(folder, tensors, device):
 
 
 @pytest.mark.parametrize("slices", [{}, SLICES], ids=["whole", "sliced"])
-def test_encrypted_tensors_are_handed_out_decrypted(tensors, sealed, device, slices):
+def test_encrypted_tensors_are_handed_out_decrypted(tensors, sealed, slices):
     path, opened = sealed
     expected = sliced(tensors) if slices else tensors
     for buffer_bytes in (1, 3_000_000, 1 << 30):
         options = {"slices": slices, "buffer_bytes": buffer_bytes, **opened}
-        same(tensorizer.iterate(path, device, **options), expected)
+        same(tensorizer.iterate(path, "cpu", **options), expected)
     with pytest.raises(tensorizer.CryptographyError, match="decryption was not requested"):
-        tensorizer.iterate(path, device)
+        tensorizer.iterate(path, "cpu")
     wrong = tensorizer.DecryptionParams.from_key(bytes(32))
     with pytest.raises(tensorizer.CryptographyError):
-        next(tensorizer.iterate(path, device, encryption=wrong))
+        next(tensorizer.iterate(path, "cpu", encryption=wrong))
 
 
 @pytest.mark.parametrize("verify_hash", [False, True])
 @pytest.mark.parametrize("slices", [{}, SLICES], ids=["whole", "sliced"])
-def test_a_pipe_is_read_once(tensors, sealed, device, slices, verify_hash):
+def test_a_pipe_is_read_once(tensors, sealed, slices, verify_hash):
     path, opened = sealed
     expected = sliced(tensors) if slices else tensors
     options = {"slices": slices, "verify_hash": verify_hash, "buffer_bytes": 300_000}
     with pipe_of(path.with_name("f.tensors")) as pipe:
-        same(tensorizer.iterate(pipe, device, **options), expected)
+        same(tensorizer.iterate(pipe, "cpu", **options), expected)
     with pipe_of(path) as pipe:
-        same(tensorizer.iterate(pipe, device, **options, **opened), expected)
+        same(tensorizer.iterate(pipe, "cpu", **options, **opened), expected)
     with pipe_of(path.with_name("f.tensors")) as pipe:
-        assert next(tensorizer.iterate(pipe, device, **options))[0] == "m.00"
+        assert next(tensorizer.iterate(pipe, "cpu", **options))[0] == "m.00"
 
 
-def test_views_of_a_checkpoint_come_as_tensors_of_their_own(tmp_path, device):
+def test_views_of_a_checkpoint_come_as_tensors_of_their_own(tmp_path):
     base = torch.arange(60_000.0).view(200, 300)
     tensors = {"a": base, "tail": base[7:], "t": base.t(), "odd": base[:, ::2], "conj": base[0, 0]}
     torch.save(tensors, tmp_path / "f.pt")
@@ -273,7 +265,7 @@ def test_views_of_a_checkpoint_come_as_tensors_of_their_own(tmp_path, device):
         for order in ("file", "ready"):
             names = []
             for name, tensor in tensorizer.iterate(
-                tmp_path / "f.pt", device, slices=given, order=order
+                tmp_path / "f.pt", "cpu", slices=given, order=order
             ):
                 assert torch.equal(tensor, expected[name])
                 names.append(name)
@@ -281,31 +273,31 @@ def test_views_of_a_checkpoint_come_as_tensors_of_their_own(tmp_path, device):
             assert sorted(names) == sorted(tensors)
 
 
-def test_tensors_without_data_come_as_zeros(tmp_path, device):
+def test_tensors_without_data_come_as_zeros(tmp_path):
     given = {"a": torch.ones(3), "meta": torch.empty(1000, 70, device="meta"), "z": torch.ones(2)}
     tensorizer.save(given, tmp_path / "f.tensors", allow_meta=True)
     for slices in ({}, {"meta": (slice(2, 4), 5)}):
-        found = dict(tensorizer.iterate(tmp_path / "f.tensors", device, slices=slices))
+        found = dict(tensorizer.iterate(tmp_path / "f.tensors", "cpu", slices=slices))
         assert list(found) == ["a", "meta", "z"]
         assert found["meta"].shape == ((2,) if slices else (1000, 70))
         assert not found["meta"].any() and found["z"].all()
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_tensor_that_is_changed_changes_no_other(folder, tensors, device, file):
-    found = list(tensorizer.iterate(folder / file, device))
+def test_a_tensor_that_is_changed_changes_no_other(folder, tensors, file):
+    found = list(tensorizer.iterate(folder / file, "cpu"))
     for number, (_, tensor) in enumerate(found):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         tensor.fill_(number)
     assert all((tensor == number).all() for number, (_, tensor) in enumerate(found))
-    same(tensorizer.iterate(folder / file, device), tensors)
+    same(tensorizer.iterate(folder / file, "cpu"), tensors)
 
 
 # Errors and servers
 
 
 @pytest.mark.parametrize("verify_hash", [True, "crc32"])
-def test_a_damaged_tensor_is_an_error_after_those_before_it(tmp_path, device, verify_hash):
+def test_a_damaged_tensor_is_an_error_after_those_before_it(tmp_path, verify_hash):
     path = tmp_path / "f.tensors"
     tensorizer.save({f"{i}": torch.full((400_000,), float(i)) for i in range(12)}, path)
     data = bytearray(path.read_bytes())
@@ -315,7 +307,7 @@ def test_a_damaged_tensor_is_an_error_after_those_before_it(tmp_path, device, ve
     for order in ("file", "ready"):
         found = []
         iterator = tensorizer.iterate(
-            path, device, verify_hash=verify_hash, buffer_bytes=4 << 20, order=order
+            path, "cpu", verify_hash=verify_hash, buffer_bytes=4 << 20, order=order
         )
         with pytest.raises(tensorizer.HashMismatchError, match="'7'"):
             for name, tensor in iterator:
@@ -326,21 +318,21 @@ def test_a_damaged_tensor_is_an_error_after_those_before_it(tmp_path, device, ve
         assert list(iterator) == []
 
 
-def test_a_damaged_copy_in_the_cache_is_fetched_again_and_no_tensor_comes_twice(tmp_path, device):
+def test_a_damaged_copy_in_the_cache_is_fetched_again_and_no_tensor_comes_twice(tmp_path):
     tensors = {f"{i}": torch.full((300_000,), float(i)) for i in range(10)}
     tensorizer.save(tensors, tmp_path / "f.tensors")
     for order in ("file", "ready"):
         cache = tmp_path / order
         with FaultServer((tmp_path / "f.tensors").read_bytes()) as server:
             options = {"cache_dir": cache, "order": order, "buffer_bytes": 3_000_000}
-            same(tensorizer.iterate(server.url, device, **options), tensors)
+            same(tensorizer.iterate(server.url, "cpu", **options), tensors)
             copies = [file for file in cache.rglob("*") if file.is_file()]
             largest = max(copies, key=lambda file: file.stat().st_size)
             data = bytearray(largest.read_bytes())
             data[len(data) * 2 // 3] ^= 1
             largest.write_bytes(data)
             sent = server.sent
-            found = tensorizer.iterate(server.url, device, verify_hash=True, **options)
+            found = tensorizer.iterate(server.url, "cpu", verify_hash=True, **options)
             same(found, tensors)
             assert server.sent > sent
 
@@ -352,18 +344,18 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_that_pass_are_not_seen(folder, tensors, device, fault):
+def test_faults_that_pass_are_not_seen(folder, tensors, fault):
     with FaultServer((folder / "f.tensors").read_bytes(), FAULTS[fault]) as server:
-        same(tensorizer.iterate(server.url, device, buffer_bytes=8_000_000), tensors)
+        same(tensorizer.iterate(server.url, "cpu", buffer_bytes=8_000_000), tensors)
 
 
 @pytest.mark.parametrize(
     ("fault", "error"), [(("status", 403), PermissionError), (("etag", '"two"'), OSError)]
 )
-def test_a_server_that_refuses_later_is_an_error(folder, tensors, device, fault, error):
+def test_a_server_that_refuses_later_is_an_error(folder, tensors, fault, error):
     script = lambda number, *_: fault if number > 5 else None  # noqa: E731
     with FaultServer((folder / "f.tensors").read_bytes(), script) as server:
-        iterator = tensorizer.iterate(server.url, device, buffer_bytes=500_000)
+        iterator = tensorizer.iterate(server.url, "cpu", buffer_bytes=500_000)
         names = []
         with pytest.raises(error, match="the server answered 403|the file changed"):
             for name, tensor in iterator:
@@ -388,10 +380,10 @@ class Failing(io.BytesIO):
         return super().read(size)
 
 
-def test_an_exception_of_a_file_object_is_raised_by_the_iterator(tmp_path, device):
+def test_an_exception_of_a_file_object_is_raised_by_the_iterator(tmp_path):
     tensorizer.save({f"{i}": torch.full((300_000,), float(i)) for i in range(9)}, tmp_path / "f")
     file = Failing((tmp_path / "f").read_bytes())
-    iterator = tensorizer.iterate(file, device, buffer_bytes=1 << 20)
+    iterator = tensorizer.iterate(file, "cpu", buffer_bytes=1 << 20)
     file.end = 4_000_000
     with pytest.raises(OddError, match="no more"):
         list(iterator)
@@ -400,20 +392,20 @@ def test_an_exception_of_a_file_object_is_raised_by_the_iterator(tmp_path, devic
 
 @pytest.mark.parametrize("slices", [{}, SLICES], ids=["whole", "sliced"])
 @pytest.mark.parametrize("file", FILES)
-def test_progress_rises_to_all_bytes(folder, device, file, slices):
+def test_progress_rises_to_all_bytes(folder, file, slices):
     told = []
     options = {"slices": slices, "progress": lambda *at: told.append(at)}
-    list(tensorizer.iterate(folder / file, device, **options))
+    list(tensorizer.iterate(folder / file, "cpu", **options))
     assert told[-1][0] == told[-1][1] > 0 and told == sorted(told)
     assert len({total for _, total in told}) == 1
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_an_exception_of_the_progress_callback_ends_the_iterator(folder, device, error):
+def test_an_exception_of_the_progress_callback_ends_the_iterator(folder, error):
     def refuse(done, total):
         raise error("enough")
 
-    iterator = tensorizer.iterate(folder / "f.tensors", device, progress=refuse)
+    iterator = tensorizer.iterate(folder / "f.tensors", "cpu", progress=refuse)
     with pytest.raises(error, match="enough"):
         list(iterator)
     assert list(iterator) == []
@@ -422,23 +414,23 @@ def test_an_exception_of_the_progress_callback_ends_the_iterator(folder, device,
 # Several at once, and the end
 
 
-def test_two_iterators_and_a_load_of_one_file_do_not_disturb_each_other(folder, tensors, device):
-    one = tensorizer.iterate(folder / "f.tensors", device, buffer_bytes=200_000)
-    other = tensorizer.iterate(folder / "f.tensors", device, buffer_bytes=200_000, order="ready")
+def test_two_iterators_and_a_load_of_one_file_do_not_disturb_each_other(folder, tensors):
+    one = tensorizer.iterate(folder / "f.tensors", "cpu", buffer_bytes=200_000)
+    other = tensorizer.iterate(folder / "f.tensors", "cpu", buffer_bytes=200_000, order="ready")
     first, second = [next(one)], [next(other)]
-    assert list(tensorizer.load(folder / "f.tensors", device)) == list(tensors)
+    assert list(tensorizer.load(folder / "f.tensors", "cpu")) == list(tensors)
     same(first + list(one), tensors)
     same(second + list(other), tensors)
 
 
 @pytest.mark.parametrize("slices", [{}, SLICES], ids=["whole", "sliced"])
 @pytest.mark.parametrize("file", FILES)
-def test_nothing_is_open_after_the_end(folder, device, file, slices):
+def test_nothing_is_open_after_the_end(folder, file, slices):
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for taken in (1, 100):
         options = {"slices": slices, "buffer_bytes": 100_000}
-        iterator = tensorizer.iterate(folder / file, device, **options)
+        iterator = tensorizer.iterate(folder / file, "cpu", **options)
         for _ in range(taken):
             next(iterator, None)
         iterator.close()

@@ -10,6 +10,8 @@ from conftest import GOLDEN, assert_same, run_python
 from reading import TENSORS, check
 from tensorizer import TensorDeserializer, TensorSerializer
 
+pytestmark = pytest.mark.device
+
 
 @pytest.fixture
 def path(tmp_path):

@@ -182,58 +182,6 @@ def test_a_tensor_that_iterate_has_no_room_for(nginx):
         assert len(some) == len(file) == 48
 
 
-# Devices
-
-DEVICE = """
-from tensorizer import release_pinned, stats
-loaded = tensorizer.load(sys.argv[1], verify_hash=True, num_readers=6, memory_limit=limit)
-assert stats()["device"] != "cpu" and len(loaded) == 48
-assert all(bool((tensor == int(name[1:])).all()) for name, tensor in loaded.items())
-print(release_pinned())
-"""
-
-
-@pytest.mark.parametrize("limit", [16, 64])
-def test_staging_memory_of_the_stand_in(nginx, limit):
-    path = nginx.root / "whole"
-    env = {"TENSORIZER_FAKE_DEVICE": "7"}
-    assert 0 < grown(DEVICE, path, limit, **env) <= limit * MIB
-    assert 0 < grown(DEVICE, f"{nginx.http}/whole", limit, **env) <= limit * MIB
-    if limit == 16:
-        assert grown(DEVICE, path, 0, **env) > limit * MIB, "the limit makes no difference"
-
-
-def test_staging_memory_that_is_not_enough(nginx):
-    code = """
-try:
-    tensorizer.load(sys.argv[1], memory_limit=1 << 20)
-except ValueError as error:
-    assert "2 staging buffers of 4194304" in str(error), error
-    print(1)
-"""
-    assert grown(code, nginx.root / "whole", 0, TENSORIZER_FAKE_DEVICE="7") == 1
-
-
-AT_LEAST = """
-import re
-def call(limit):
-    names = [name for name, _ in tensorizer.iterate(sys.argv[1], memory_limit=limit)]
-    assert len(names) == 48
-call(24 << 20)
-try:
-    call(4 << 20)
-except ValueError as error:
-    call(int(re.search(r"at least (\\d+) are needed", str(error))[1]))
-    print(1)
-"""
-
-
-def test_iterate_to_a_device_reports_the_minimum_memory_limit(nginx):
-    env = {"TENSORIZER_FAKE_DEVICE": "7"}
-    assert grown(AT_LEAST, nginx.root / "whole", 0, **env) == 1
-    assert grown(AT_LEAST, f"{nginx.http}/whole", 0, **env) == 1
-
-
 # Uploads
 
 UPLOAD = """

@@ -10,6 +10,8 @@ import torch
 from conftest import assert_same
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType, utils
 
+pytestmark = pytest.mark.device
+
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -120,6 +122,7 @@ def test_a_parameter_in_the_file_that_is_a_buffer_in_the_module(tmp_path):
         TensorDeserializer(tmp_path / "f", "cpu").load_into_module(module)
 
 
+@pytest.mark.host
 @pytest.mark.filterwarnings("ignore")
 def test_fused_experts_point_to_from_pretrained(tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -17,6 +17,8 @@ from tensorizer.serialization import FormatError
 from tensorizer.torch_compat import PairMismatchError, tensorizer_saving
 from tensorizer_cli.main import main
 
+pytestmark = pytest.mark.device
+
 CASES = {case["name"]: case for case in MANIFEST["torch_compat"]}
 KEY = bytes(range(32))
 

@@ -44,13 +44,6 @@ def nginx(tmp_path_factory):
     server.stop()
 
 
-@pytest.fixture(params=["host", "stand-in"])
-def device(request, monkeypatch):
-    if request.param == "stand-in":
-        monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
-    return "cpu"
-
-
 def assert_all(found, tensors):
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -58,10 +51,11 @@ def assert_all(found, tensors):
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("buffer_bytes", [None, 1, 1 << 20])
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_all_tensors_come_once(path, tensors, device, backend, buffer_bytes):
-    with safe_open(path, "pt", device, backend=backend) as file:
+def test_all_tensors_come_once(path, tensors, backend, buffer_bytes):
+    with safe_open(path, "pt", backend=backend) as file:
         with file.prefetch(buffer_bytes=buffer_bytes) as loader:
             assert isinstance(loader, ours.PrefetchLoader)
             assert loader.names() == file.offset_keys()
@@ -71,9 +65,10 @@ def test_all_tensors_come_once(path, tensors, device, backend, buffer_bytes):
         assert loader.names() == file.offset_keys()
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("buffer_bytes", [None, 1, 1 << 20])
-def test_tensors_are_taken_in_any_order(path, tensors, device, buffer_bytes):
-    loader = safe_open(path, "pt", device).prefetch(buffer_bytes=buffer_bytes)
+def test_tensors_are_taken_in_any_order(path, tensors, buffer_bytes):
+    loader = safe_open(path, "pt").prefetch(buffer_bytes=buffer_bytes)
     names = loader.names()
     found = {name: loader.take(name) for name in [*names[::-2], *names[:10:2]]}
     with pytest.raises(SafetensorError, match="already delivered"):
@@ -95,7 +90,8 @@ def test_tensors_are_the_callers(path, tensors):
     assert torch.equal(safe_open(path, "pt").get_tensor("t.000"), tensors["t.000"])
 
 
-def test_a_plan_selects_parts(path, tensors, device):
+@pytest.mark.device
+def test_a_plan_selects_parts(path, tensors):
     plan = {
         "t.001": slice(3, 7),
         "t.002": slice(-5, None),
@@ -108,7 +104,7 @@ def test_a_plan_selects_parts(path, tensors, device):
         "t.006": (..., slice(0, 10, 3)),
         "t.007": (5, slice(1, 3)),
     }
-    with safe_open(path, "pt", device) as file, file.prefetch(plan) as loader:
+    with safe_open(path, "pt") as file, file.prefetch(plan) as loader:
         assert set(loader.names()) == set(plan)
         assert loader.names() == [name for name in file.offset_keys() if name in plan]
         part = loader.take("t.005")

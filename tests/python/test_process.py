@@ -195,7 +195,6 @@ else:
 """
 
 
-@pytest.mark.host
 @pytest.mark.parametrize("way", ["mapped", "read", "verify", "save"])
 def test_peak_memory(way, large):
     """At most 16 MiB more than the tensors; a save holds one strided tensor more, and copies."""
@@ -204,7 +203,6 @@ def test_peak_memory(way, large):
     assert int(done.stdout) < (24 if way == "save" else 16) << 20
 
 
-@pytest.mark.host
 @pytest.mark.parametrize("mmap", [True, False])
 def test_memory_of_large_tensors_returns_when_they_go(mmap, large):
     code = """
@@ -242,6 +240,7 @@ except RuntimeError:
     assert done.stdout == "loaded\n", done.stderr
 
 
+@pytest.mark.device
 def test_many_threads_load_at_once(large):
     import threading
 
@@ -259,7 +258,6 @@ def test_many_threads_load_at_once(large):
     assert all(torch.equal(result["giant"], results[0]["giant"]) for result in results)
 
 
-@pytest.mark.host
 def test_more_tensors_one_by_one_than_a_process_may_have_mappings(tmp_path):
     limit = int(Path("/proc/sys/vm/max_map_count").read_text())
     block = torch.arange(70_000 * 300).view(70_000, 300)

@@ -24,6 +24,8 @@ from tensorizer.serialization import (
 )
 from tensorizer.tensors.handles import cast_dtype
 
+pytestmark = pytest.mark.device
+
 
 @pytest.fixture
 def path(tmp_path):

@@ -14,6 +14,8 @@ from conftest import assert_same
 from reading import NAMES, TENSORS, check
 from tensorizer import TensorDeserializer, stream_io
 
+pytestmark = pytest.mark.device
+
 
 @pytest.fixture
 def path(tmp_path):

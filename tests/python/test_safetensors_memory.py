@@ -3,7 +3,6 @@
 import struct
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors_library import FILES, assert_like, theirs
 from tensorizer import safetensors as ours
@@ -11,7 +10,6 @@ from tensorizer import safetensors as ours
 # Memory
 
 
-@pytest.mark.host
 def test_files_are_mapped_and_stay_as_they_are(tmp_path):
     path = tmp_path / "f.safetensors"
     tensors = FILES["mapped"]

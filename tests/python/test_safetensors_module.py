@@ -389,13 +389,6 @@ def test_from_several_threads(path, tensors):
     assert found == [True] * 4
 
 
-def test_to_a_device(path, tensors, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
-    loaded = ours.load_file(path)
-    for name, tensor in tensors.items():
-        assert_same(loaded[name], tensor)
-
-
 # Addresses, folders and indices
 
 

@@ -121,6 +121,7 @@ KINDS = ["text", "bytes", "pathlib", "file address", "file", "file from the midd
          "no ranges", "unknown", "chunked", "s3"]  # fmt: skip
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", ["library", "unpadded", "no tensors", "tiny"], indirect=True)
 def test_files_from_every_source(kind, path, nginx, s3):
@@ -134,6 +135,7 @@ def test_files_from_every_source(kind, path, nginx, s3):
             assert set(ops.load(source)) == {stored_name(name) for name in load_file(path)}
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("kind", KINDS)
 def test_some_tensors_from_every_source(kind, mixed, nginx, s3):
     chosen = ["F32.matrix", "F4.matrix", "C64.scalar", "U8.empty"]
@@ -150,29 +152,3 @@ def test_trailing_data_are_accepted_only_in_a_pipe():
         tensorizer.load(number, "cpu")
     with pytest.raises(FormatError, match="expected the file to end"):
         tensorizer.load(io.BytesIO(data + b"next"), "cpu")
-
-
-# Devices
-
-
-def test_the_stand_in_of_a_device(path, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
-    expected = load_file(path)
-    loaded = tensorizer.load(path)
-    assert set(loaded) == set(expected)
-    for name, tensor in expected.items():
-        assert_same(loaded[name], tensor)
-    with TensorDeserializer(path, lazy_load=True, clone=True) as lazy:
-        for name, tensor in expected.items():
-            assert_same(lazy[name].detach(), tensor)
-    tensorizer.release_pinned()
-
-
-def test_the_stand_in_of_a_device_and_a_pipe(path, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "3")
-    expected = load_file(path)
-    with feeding(path.read_bytes()) as number:
-        loaded = tensorizer.load(number)
-    for name, tensor in expected.items():
-        assert_same(loaded[name], tensor)
-    tensorizer.release_pinned()

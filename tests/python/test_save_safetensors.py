@@ -37,6 +37,7 @@ def make():
     return tensors
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}])
 @pytest.mark.parametrize("tensors", [make(), {}, {"a": torch.ones(1)}], ids=["all", "none", "one"])
 def test_files_are_those_of_the_library(tmp_path, tensors, metadata):
@@ -66,6 +67,7 @@ def test_metadata_are_sorted(tmp_path):
         assert file.metadata() == metadata
 
 
+@pytest.mark.device
 def test_tensors_of_any_order_in_memory(tmp_path):
     tensors = {
         "t": torch.arange(12).reshape(3, 4).t(),
@@ -78,16 +80,6 @@ def test_tensors_of_any_order_in_memory(tmp_path):
     tensorizer.save(tensors, path)
     loaded = safetensors.load_file(path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-
-
-def test_from_a_device(tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
-    tensors = make()
-    tensorizer.save(tensors, tmp_path / "f.safetensors")
-    assert tensorizer.stats()["device"] == "fake"
-    safetensors.save_file(tensors, tmp_path / "theirs")
-    assert (tmp_path / "f.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
-    tensorizer.release_pinned()
 
 
 @pytest.mark.parametrize(
@@ -183,10 +175,8 @@ def test_shards_are_for_safetensors(tmp_path):
     assert tensorizer.info(tmp_path / "f.safetensors").format == "tensors"
 
 
-@pytest.mark.parametrize("device", [None, "7"])
-def test_in_the_background(tmp_path, monkeypatch, device):
-    if device is not None:
-        monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", device)
+@pytest.mark.device
+def test_in_the_background(tmp_path):
     tensors, path = make(), tmp_path / "f.safetensors"
     tensorizer.save(tensors, tmp_path / "expected.safetensors", metadata={"format": "pt"})
     future = tensorizer.save_async(tensors, path, metadata={"format": "pt"})
@@ -210,7 +200,6 @@ def test_in_the_background(tmp_path, monkeypatch, device):
         tensorizer.save_async({"a": torch.ones(1, device="meta")}, path)
     assert tensorizer.info(path).format == "tensors"
     assert sorted(os.listdir(tmp_path)) == ["expected.safetensors", "f.safetensors"]
-    tensorizer.release_pinned()
 
 
 def test_shards(tmp_path):

@@ -78,6 +78,7 @@ def folder(tmp_path_factory):
 # Ways to open
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("what", ["index", "folder", "folder/", "file address", "bytes"])
 def test_by_path(folder, what):
     source = {
@@ -115,6 +116,7 @@ def test_by_the_operators(folder, what):
         assert_same(tensor, TENSORS[name])
 
 
+@pytest.mark.device
 def test_some_tensors_only(folder):
     wanted = ["scalar", "layers.3.weight", "large"]
     chosen = tensorizer.load(folder, "cpu", names=wanted)
@@ -125,12 +127,6 @@ def test_some_tensors_only(folder):
     # Shards of which nothing is asked for need not be whole.
     with pytest.raises(KeyError, match="nothing"):
         tensorizer.load(folder, "cpu", names=["nothing"])
-
-
-def test_the_stand_in_of_a_device(folder, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
-    check(tensorizer.load(folder))
-    tensorizer.release_pinned()
 
 
 @pytest.fixture(scope="module")

@@ -72,12 +72,10 @@ def random_index(shape, rng):
 
 
 @pytest.mark.parametrize("how", OPEN)
-@pytest.mark.parametrize("device", ["host", "stand-in"])
-def test_slices_are_those_of_the_whole(files, monkeypatch, how, device):
+@pytest.mark.device
+def test_slices_are_those_of_the_whole(files, how):
     name, options = OPEN[how]
-    if device == "stand-in":
-        monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
-    rng = random.Random(f"{how} {device}")
+    rng = random.Random(how)
     for _ in range(6):
         chosen = rng.sample(sorted(TENSORS), 3)
         slices = {n: random_index(TENSORS[n].shape, rng) for n in chosen}
@@ -87,15 +85,12 @@ def test_slices_are_those_of_the_whole(files, monkeypatch, how, device):
             assert loaded[key].dtype == expected.dtype
             assert loaded[key].shape == expected.shape, (key, slices[key])
             assert torch.equal(loaded[key], expected), (key, slices.get(key))
-    tensorizer.release_pinned()
 
 
 @pytest.mark.parametrize("how", OPEN)
-@pytest.mark.parametrize("device", ["host", "stand-in"])
-def test_slices_are_loaded_in_place(files, monkeypatch, how, device):
+@pytest.mark.device
+def test_slices_are_loaded_in_place(files, how):
     name, options = OPEN[how]
-    if device == "stand-in":
-        monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
     out = {
         "rows": torch.zeros(7, 501),
         "wide": torch.zeros(60, 40_000, dtype=torch.bfloat16),
@@ -114,7 +109,6 @@ def test_slices_are_loaded_in_place(files, monkeypatch, how, device):
     assert torch.equal(out["wide"], TENSORS["wide"][:, 30_001:])
     assert torch.equal(out["cube"], TENSORS["cube"][3, :, 5:7])
     assert torch.equal(out["small"], TENSORS["small"])
-    tensorizer.release_pinned()
 
 
 #: Several slices of a tensor, which overlap: unordered, and one of them twice.
@@ -132,11 +126,9 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("how", OPEN)
-@pytest.mark.parametrize("device", ["host", "stand-in"])
-def test_several_slices_of_one_tensor(files, monkeypatch, how, device):
+@pytest.mark.device
+def test_several_slices_of_one_tensor(files, how):
     name, options = OPEN[how]
-    if device == "stand-in":
-        monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
     with TensorFile(files / name, **options) as file:
         part = file.sliced([(file.find(name), ranges) for name, *ranges in SEVERAL])
         for numbers in (range(len(SEVERAL)), [8, 1, 0, 5]):
@@ -144,7 +136,6 @@ def test_several_slices_of_one_tensor(files, monkeypatch, how, device):
             for number, tensor in zip(numbers, loaded, strict=True):
                 key, (top, bottom), (left, right) = SEVERAL[number]
                 assert torch.equal(tensor, TENSORS[key][top:bottom, left:right]), SEVERAL[number]
-    tensorizer.release_pinned()
 
 
 def test_a_tensor_of_an_open_file_is_sliced(files):

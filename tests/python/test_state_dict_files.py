@@ -78,6 +78,7 @@ def no_warnings():
         yield
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("strict", [False, True])
 def test_one_of_two_tied_weights(load, strict):
     """The safetensors library saves modules like this: the file has one of two tied weights."""
@@ -114,6 +115,7 @@ def test_ties_of_meta_modules(load, missing, strict):
     assert dict(empty.named_buffers()).keys() == dict(MODEL.named_buffers()).keys()
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("meta", [False, True])
 def test_tied_weights_that_differ_in_the_file(load, meta):
     other = utils.no_init_or_tensor(Model) if meta else Model()
@@ -138,6 +140,7 @@ def test_a_folder_of_shards(tmp_path):
     assert other.a.weight is other.b.weight
 
 
+@pytest.mark.device
 def test_every_dtype_is_kept_or_cast(load):
     state = {**STATE, "scale": STATE["scale"].half()}
     other = Model()
@@ -283,17 +286,6 @@ def test_modules_are_mapped(tmp_path):
     assert other.weight is weight
     assert weight.data_ptr() != address
     assert weight.eq(1).all()
-
-
-def test_the_stand_in_of_a_device(tmp_path, monkeypatch):
-    save_model(MODEL, tmp_path / "f.safetensors")
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "5")
-    for lazy in (False, True):
-        other = Model()
-        file = TensorDeserializer(tmp_path / "f.safetensors", "cpu", lazy_load=lazy)
-        assert file.load_into_module(other, strict=True) == len(STATE) - 1
-        check(other)
-        assert other.a.weight is other.b.weight
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "tensors"])

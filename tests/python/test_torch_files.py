@@ -40,20 +40,20 @@ def test_every_dtype(tmp_path):
     check(tensorizer.load(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"num_readers": 3}, {"clone": True}])
 def test_load(file, expected, options):
     check(tensorizer.load(file, **options), expected)
 
 
-def test_stand_in(file, expected, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
+@pytest.mark.device
+def test_views_share_their_storage(file, expected):
     for options in ({}, {"clone": True}):
         loaded = tensorizer.load(file, **options)
         check(loaded, expected)
         assert loaded["row"].untyped_storage()._cdata == loaded["weight"].untyped_storage()._cdata
         loaded["row"].fill_(7)
         assert (loaded["transposed"][:, 3] == 7).all()
-    tensorizer.release_pinned()
 
 
 def test_without_names_of_the_archive(tmp_path, expected):
@@ -164,8 +164,8 @@ def test_a_shared_storage_is_kept_only_while_a_tensor_uses_it(file):
         assert memory() is None
 
 
-def test_a_storage_that_was_made_smaller(file, expected, monkeypatch):
-    monkeypatch.setenv("TENSORIZER_FAKE_DEVICE", "7")
+@pytest.mark.device
+def test_a_storage_that_was_made_smaller(file, expected):
     with TensorDeserializer(file, "cpu", lazy_load=True, clone=True) as lazy:
         (row,), _ = lazy._file.read([lazy._file.find("row")], torch.device("cpu"))
         with contextlib.suppress(RuntimeError):
@@ -173,10 +173,8 @@ def test_a_storage_that_was_made_smaller(file, expected, monkeypatch):
             row.untyped_storage().resize_(0)
         (weight,), _ = lazy._file.read([lazy._file.find("weight")], torch.device("cpu"))
         assert torch.equal(weight, expected["weight"])
-    tensorizer.release_pinned()
 
 
-@pytest.mark.host
 def test_mapped_in_place(tmp_path):
     tensors = {"a": torch.randn(1000, 1000), "b": torch.randn(3)}
     tensors["c"] = tensors["a"].t()

@@ -14,6 +14,8 @@ from conftest import OWN_MOUNTS, assert_same, bits, run_python
 from tensorizer import TensorDeserializer, TensorSerializer, TensorType
 from tensorizer.stream_io import open_stream
 
+pytestmark = pytest.mark.device
+
 
 def entries(path):
     with TensorDeserializer(path, "cpu", lazy_load=True, verify_hash=True) as file:
@@ -202,6 +204,7 @@ def test_state_dicts(tmp_path):
     assert list(entries(path)) == [("a", 0), ("b", 0)]
 
 
+@pytest.mark.host
 def test_every_character_of_a_name_comes_back(tmp_path):
     """As the key of a mapping and as a whole name."""
     texts = [
@@ -356,6 +359,7 @@ while True:
 """
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("after", [0.02, 0.05, 0.1, 0.15])
 def test_a_killed_save_leaves_a_whole_file(tmp_path, after):
     path = tmp_path / "f"

@@ -1,7 +1,7 @@
 """Objects that torch.save takes, and a comparison of what is loaded with torch.load's result."""
 
 import io
-import os
+import sys
 
 import torch
 
@@ -75,7 +75,7 @@ def check(loaded, expected):
                 groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
         return sorted(map(sorted, (map(str, group) for group in groups.values())))
 
-    if os.environ.get("TENSORIZER_FAKE_DEVICE", "0") == "0":
+    if "through_device" not in sys.modules:
         assert shared(loaded) == shared(found)
 
 

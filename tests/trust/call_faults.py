@@ -348,12 +348,10 @@ def load_runs(campaign: Campaign, scene: Load, folder: Path) -> Iterator[Callabl
     folder.mkdir()
     scene.prepare(folder)
     # Modules that a load imports late are imported before the forks.
-    with environment(scene.environment):
-        scene.load(folder)
+    scene.load(folder)
 
     def body() -> float:
-        with environment(scene.environment):
-            return scene.load(folder)
+        return scene.load(folder)
 
     def look(outcome: Outcome, place: str) -> str | None:
         if outcome.said and outcome.said.get("result", OLD) != OLD:

@@ -97,7 +97,6 @@ class Load:
     name: str
     prepare: Callable[[Path], None]
     load: Callable[[Path], float]
-    environment: tuple[tuple[str, str], ...] = ()
     file: str = "f.tensors"
 
 
@@ -237,9 +236,6 @@ def once(save: Callable[[Path, float], None]) -> Callable[[Path], None]:
     return lambda folder: save(folder, OLD)
 
 
-#: Loads go through the stand-in for a CUDA device, around the page cache.
-STAGED = (("TENSORIZER_FAKE_DEVICE", "7"),)
-
 LOADS = [
     Load("eager", once(save_path), by_path),
     Load("lazy", once(save_path), lazily),
@@ -249,7 +245,6 @@ LOADS = [
     Load("slice", once(save_path), sliced),
     Load("module", once(save_module), into_module),
     Load("stream", once(save_path), by_stream),
-    Load("staged", once(save_path), by_path, STAGED),
     Load("encrypted", once(save_encrypted), load_encrypted),
     Load("safetensors", once(save_safetensors), load_safetensors, file="f.safetensors"),
     Load("torch.save", once(save_whole), unverified),

@@ -187,15 +187,9 @@ def places(folder: Path, url: str) -> list[tuple[str, Callable[[int], dict]]]:
     for number, scene in enumerate(LOADS):
         place = folder / f"load{number}"
         place.mkdir()
-        with environment(scene.environment):
-            scene.prepare(place)
-            scene.load(place)
-
-        def loaded(more: int, scene: Load = scene, place: Path = place) -> dict:
-            with environment(scene.environment):
-                return of_load(scene, place, more)
-
-        found.append((f"load, {scene.name}", loaded))
+        scene.prepare(place)
+        scene.load(place)
+        found.append((f"load, {scene.name}", partial(of_load, scene, place)))
     by_url = Load("http", lambda _: None, lambda _: value_of(tensorizer.load(url, "cpu")))
     found.append(("load, http", partial(of_load, by_url, folder)))
     return found

@@ -25,7 +25,7 @@ def number(device: torch.device) -> int:
 
 def is_native(device: torch.device) -> bool:
     """Tell whether the native module copies to a device itself, through staging memory."""
-    return device.type in ("cpu", "cuda") and _native.uses_staging_memory(number(device))
+    return device.type == "cuda" and _native.uses_staging_memory(number(device))
 
 
 #: None, typed ``Any`` for callers that know that there was a call.

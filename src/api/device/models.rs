@@ -15,7 +15,7 @@ use crate::codec::hash::Verify;
 use crate::error::Error;
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
-use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBlocks, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::sys::sync::{ModelRules, Rng as _, check_model, thread, thread_rng};

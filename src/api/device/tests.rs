@@ -1,4 +1,4 @@
-//! Tests of the whole path to a device, under random schedules, on a stand-in for the device.
+//! Tests of the whole path to a device, under random schedules, on a fake device.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 
@@ -20,12 +20,12 @@ use crate::error::Error;
 use crate::io::local::FileSource;
 use crate::io::{ReadAt, StreamSource};
 use crate::mem::Buffers;
-use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBlocks, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
 
-/// A random number generator (xorshift64), the same as that of the stand-in.
+/// A random number generator (xorshift64), the same as that of the fake device.
 struct Random(u64);
 
 impl Random {
@@ -41,7 +41,7 @@ impl Random {
     }
 }
 
-/// Memory of the stand-in, one block after another.
+/// Memory of the fake device, one block after another.
 struct TestMemory {
     bytes: Vec<u8>,
     starts: Vec<usize>,

@@ -1,4 +1,4 @@
-//! Tests of iterators to host memory and to the stand-in for a device, under random schedules.
+//! Tests of iterators to host memory and to the fake device, under random schedules.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 
@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::io::local::FileSource;
 use crate::io::{Capabilities, ReadAt};
 use crate::mem::Buffers;
-use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;
@@ -42,7 +42,7 @@ fn saved(folder: &Path, options: SaveOptions) -> PathBuf {
     path
 }
 
-/// Memory of the stand-in, which is host memory.
+/// Memory of the fake device, which is host memory.
 #[derive(Default)]
 struct HostBlocks {
     blocks: Vec<Vec<u8>>,

@@ -20,7 +20,7 @@ use crate::format::tensors::header::Hashes;
 use crate::format::tensors::layout::{UnplacedTensor, place_tensors};
 use crate::io::WriteAt;
 use crate::io::local::FileSink;
-use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBytes, DeviceMemory};
 use crate::mem::pinned::Pool;
 use crate::memory_limit::MemoryLimit;

@@ -84,23 +84,12 @@ pub trait Stream: Send + Sync {
     /// Returns the driver's handle of the stream.
     fn handle(&self) -> usize;
 
-    /// Begins a copy to the device.
+    /// Begins copies to the device, which may run in any order.
     ///
     /// # Safety
-    /// Until an event that is recorded later has passed, both ranges exist, nothing changes the
+    /// Until an event that is recorded later has passed, all ranges exist, nothing changes the
     /// host's, and nothing else uses the device's.
-    unsafe fn upload(&self, to: usize, from: *const u8, len: usize) -> Result<()>;
-
-    /// Begins several copies to the device, which may run in any order. By default one by one.
-    ///
-    /// # Safety
-    /// As for [`Stream::upload`], for each of them.
-    unsafe fn upload_batch(&self, copies: &[HostToDeviceCopy]) -> Result<()> {
-        copies.iter().try_for_each(|copy| {
-            // SAFETY: the caller's promise.
-            unsafe { self.upload(copy.to, copy.from, copy.len) }
-        })
-    }
+    unsafe fn upload_batch(&self, copies: &[HostToDeviceCopy]) -> Result<()>;
 
     /// Begins a copy from the device.
     ///

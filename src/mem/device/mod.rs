@@ -5,10 +5,10 @@
 mod blocks;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-#[cfg(any(test, feature = "stand-in"))]
-pub mod fake;
 mod interface;
 mod memory;
+#[cfg(test)]
+pub mod simulated;
 mod streams;
 
 use std::sync::Arc;
@@ -25,10 +25,6 @@ use crate::error::Result;
 /// Returns the device with torch's number `index`; None for host memory. An error says why a CUDA
 /// device cannot be used; then torch has to copy.
 pub fn find(index: DeviceIndex) -> Result<Option<Arc<dyn Device>>> {
-    #[cfg(any(test, feature = "stand-in"))]
-    if index == CPU {
-        return fake::instead_of_cpu();
-    }
     match u32::try_from(index) {
         #[cfg(feature = "cuda")]
         Ok(index) => cuda::CudaDevice::get_or_open(index).map(Some),

@@ -89,31 +89,32 @@ pub struct DeviceBytes {
 
 /// The streams of a call for bytes that may be on several devices.
 #[derive(Default)]
-pub struct StreamsByDevice(Vec<(String, Streams)>);
+pub struct StreamsByDevice(Vec<Streams>);
 
 impl StreamsByDevice {
     /// Opens streams for all bytes that are to be read.
     pub fn open<'d>(all: impl Iterator<Item = &'d DeviceBytes>) -> Result<Self> {
-        let mut by_name: Vec<(String, Streams)> = Vec::new();
+        let mut found = StreamsByDevice::default();
         for one in all {
-            if !by_name.iter().any(|(name, _)| name == one.device.name()) {
-                let name = one.device.name().to_owned();
-                by_name.push((name, Streams::open(&one.device, one.consumer)?));
+            if found.of(one).is_none() {
+                found.0.push(Streams::open(&one.device, one.consumer)?);
             }
         }
-        Ok(StreamsByDevice(by_name))
+        Ok(found)
+    }
+
+    fn of(&self, bytes: &DeviceBytes) -> Option<&Streams> {
+        self.0.iter().find(|streams| streams.device.name() == bytes.device.name())
     }
 
     /// Returns the stream whose turn it is on the device of some bytes.
     pub fn next(&self, bytes: &DeviceBytes) -> Result<&Arc<dyn Stream>> {
-        let by_name = self.0.iter().find(|(name, _)| name == bytes.device.name());
-        let streams = by_name.ok_or_else(|| Error::Bug("no stream".to_owned()))?;
-        streams.1.next()
+        self.of(bytes).ok_or_else(|| Error::Bug("no stream".to_owned()))?.next()
     }
 
     /// Returns the names of the devices.
     pub fn names(&self) -> String {
-        let names: Vec<&str> = self.0.iter().map(|(name, _)| name.as_str()).collect();
+        let names: Vec<&str> = self.0.iter().map(|streams| streams.device.name()).collect();
         names.join(", ")
     }
 }

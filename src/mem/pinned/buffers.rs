@@ -132,8 +132,7 @@ unsafe impl Sync for StagingBuffer {}
 /// which neither uses nor frees it.
 pub struct Slab {
     start: NonNull<u8>,
-    pinned: bool,
-    _memory: DropInOwner<PinnedMemory>,
+    memory: DropInOwner<PinnedMemory>,
 }
 
 // SAFETY: the start is only compared, and passed on to buffers of disjoint bytes.
@@ -159,9 +158,8 @@ impl Slab {
         // invalidate it (aliasing).
         let start = NonNull::from(arena.bytes_mut()).cast::<u8>();
         // SAFETY: unpinned before the memory is freed (`PinnedMemory::drop`).
-        let pinned = unsafe { device.pin(start.as_ptr(), len) };
-        let pinned_by = pinned.then(|| Arc::clone(device));
-        Ok(Slab { start, pinned, _memory: DropInOwner::new(PinnedMemory { arena, pinned_by }) })
+        let pinned_by = unsafe { device.pin(start.as_ptr(), len) }.then(|| Arc::clone(device));
+        Ok(Slab { start, memory: DropInOwner::new(PinnedMemory { arena, pinned_by }) })
     }
 
     /// The address of the first byte, by which slabs are told apart.
@@ -171,7 +169,7 @@ impl Slab {
 
     /// True if the memory is pinned, so that the device copies at full speed.
     pub fn is_pinned(&self) -> bool {
-        self.pinned
+        self.memory.pinned_by.is_some()
     }
 }
 

@@ -79,24 +79,8 @@ impl<'p> StagingLease<'p> {
         }
     }
 
-    /// Begins to copy bytes of a buffer to `offset` of a device's memory. From now on, all copies
-    /// of this lease must be on this stream.
-    pub fn upload(
-        &mut self,
-        stream: &Arc<dyn Stream>,
-        (buffer, at, len): (usize, usize, usize),
-        to: &DeviceMemory,
-        offset: usize,
-    ) -> Result<()> {
-        let from = self.range(buffer, at, len)?;
-        let to = to.at(offset, len).ok_or_else(|| out_of_range(to, offset, len))?;
-        self.begin(stream)?;
-        // SAFETY: the host's range is in a buffer, which is not touched and not given away before
-        // an event has passed (`buffers`, `drop`); the device's is what `DeviceMemory` promises.
-        unsafe { stream.upload(to, from, len) }
-    }
-
-    /// Begins several copies like [`StagingLease::upload`], which may run in any order.
+    /// Begins copies, which may run in any order: bytes of a buffer to an offset of a device's
+    /// memory. From now on, all copies of this lease must be on this stream.
     pub fn upload_batch(
         &mut self,
         stream: &Arc<dyn Stream>,
@@ -112,7 +96,8 @@ impl<'p> StagingLease<'p> {
         });
         let copies = copies.collect::<Result<Vec<_>>>()?;
         self.begin(stream)?;
-        // SAFETY: as for `upload`, for each of them.
+        // SAFETY: the host's ranges are in buffers, which are not touched and not given away before
+        // an event has passed (`buffers`, `drop`); the device's are what `DeviceMemory` promises.
         unsafe { stream.upload_batch(&copies) }
     }
 
@@ -128,7 +113,7 @@ impl<'p> StagingLease<'p> {
         let from = from.at(offset, len).ok_or_else(|| out_of_range(from, offset, len))?;
         self.begin(stream)?;
         self.filling = true;
-        // SAFETY: as for `upload`.
+        // SAFETY: as for `upload_batch`.
         unsafe { stream.download(to, from, len) }
     }
 

@@ -9,7 +9,7 @@ use super::return_estimator::MIN_SLEEP;
 use super::*;
 use crate::cancel::Never;
 use crate::error::Error;
-use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, DeviceMemory};
 use crate::sys::sync::{ModelRules, Rng as _, check_model, thread_rng};
 
@@ -135,7 +135,7 @@ fn buffers_come_back_after_their_copies() {
                         let mut lease = pool.enqueue(share).lease(1, device, &Never).unwrap();
                         lease.buffers().into_iter().for_each(|buffer| buffer.fill(number + 1));
                         let at = usize::from(number) * LEN;
-                        lease.upload(stream, (0, 0, LEN), memory, at).unwrap();
+                        lease.upload_batch(stream, &[((0, 0, LEN), memory, at)]).unwrap();
                     }
                 });
             }

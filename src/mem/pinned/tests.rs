@@ -4,7 +4,7 @@
 use super::*;
 use crate::cancel::Never;
 use crate::error::Error;
-use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, DeviceMemory};
 
 /// Number of buffers in flight that saturates the bus.
@@ -73,7 +73,7 @@ fn buffers_are_reused_only_after_their_copies() {
     for number in 0..200usize {
         let mut lease = pool.enqueue(None).lease(1, &device, &Never).unwrap();
         lease.buffers()[0].fill(u8::try_from(number).unwrap());
-        lease.upload(&stream, (0, 0, 256), &memory, number * 256).unwrap();
+        lease.upload_batch(&stream, &[((0, 0, 256), &memory, number * 256)]).unwrap();
         assert!(lease.buffers().is_empty(), "nobody touches what is being copied");
     }
     stream.finish().unwrap();
@@ -94,7 +94,7 @@ fn a_reader_waits_for_the_bus_instead_of_taking_more_memory() {
     };
     let mut lease = pool.enqueue(None).lease(SATURATING, &device, &Never).unwrap();
     for buffer in 0..SATURATING {
-        lease.upload(&stream, (buffer, 0, 64), &memory, buffer * 64).unwrap();
+        lease.upload_batch(&stream, &[((buffer, 0, 64), &memory, buffer * 64)]).unwrap();
     }
     drop(lease);
     let sizes = pool.size();
@@ -160,7 +160,7 @@ fn buffers_of_a_lost_device_are_never_reused() {
     // it until they end.
     let memory = unsafe { DeviceMemory::new(device_bytes.as_mut_ptr().expose_provenance(), 64) };
     let mut lease = pool.enqueue(None).lease(1, &device, &Never).unwrap();
-    lease.upload(&stream, (0, 0, 64), &memory, 0).unwrap();
+    lease.upload_batch(&stream, &[((0, 0, 64), &memory, 0)]).unwrap();
     drop(lease);
     let lost = pool.enqueue(None).lease(1, &device, &Never);
     assert!(matches!(lost, Err(Error::Device { .. })));

@@ -9,7 +9,7 @@ use super::*;
 use crate::api::load::load_counted;
 use crate::codec::hash::Verify;
 use crate::io::{Capabilities, ReadAt};
-use crate::mem::device::fake::{FakeDevice, InjectedFaults};
+use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBlocks};
 use crate::mem::pinned::Pool;
 
@@ -109,7 +109,7 @@ impl SavedSlices {
     }
 }
 
-/// Loads all tensors of a file to the stand-in, and returns their bytes.
+/// Loads all tensors of a file to the fake device, and returns their bytes.
 fn on_device(
     file: &TensorFile,
     seed: u64,

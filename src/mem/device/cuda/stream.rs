@@ -180,15 +180,6 @@ impl Stream for CudaStream {
         self.own.0.expose_provenance()
     }
 
-    unsafe fn upload(&self, to: usize, from: *const u8, len: usize) -> Result<()> {
-        let context = self.context();
-        let _entered = context.enter()?;
-        let to = to as driver::Address;
-        // SAFETY: the caller's promise about both ranges.
-        let code = unsafe { (context.driver().copy_to_device)(to, from.cast(), len, self.own.0) };
-        context.check("copying to the device", code)
-    }
-
     unsafe fn upload_batch(&self, copies: &[HostToDeviceCopy]) -> Result<()> {
         let context = self.context();
         let _entered = context.enter()?;
@@ -211,8 +202,10 @@ impl Stream for CudaStream {
             NO_BATCHES.store(true, Ordering::Relaxed);
         }
         copies.iter().try_for_each(|copy| {
-            // SAFETY: the caller's promise.
-            unsafe { self.upload(copy.to, copy.from, copy.len) }
+            let (to, from) = (copy.to as driver::Address, copy.from.cast());
+            // SAFETY: the caller's promise about both ranges.
+            let code = unsafe { (context.driver().copy_to_device)(to, from, copy.len, self.own.0) };
+            context.check("copying to the device", code)
         })
     }
 
