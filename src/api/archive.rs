@@ -130,7 +130,7 @@ fn read_headers(
     }
     let lens = records.iter().map(|record| to_usize(record.header_len()));
     let mut headers = vec![0; lens.clone().sum()];
-    let mut rest = SliceRemainder::new(&mut *headers);
+    let mut rest = SliceRemainder::new(&mut headers);
     let memory = lens.clone().map(|len| Ok(SliceRemainder::new(as_uninit(rest.next(len)?))));
     let memory = TensorMemory::Lent(memory.collect::<Result<_>>()?);
     let options = LoadOptions { readers, ..LoadOptions::default() };

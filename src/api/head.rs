@@ -202,7 +202,7 @@ impl FileHead {
         let tensors_state = TensorsFileState {
             base,
             prologue,
-            head: sealed.then(|| Ok(bytes.into_iter().chain(block).collect())).transpose()?,
+            head: sealed.then(|| joined(bytes, &block)).transpose()?,
             identity,
             decryption: OnceLock::new(),
             verified_manifest: OnceLock::new(),
@@ -249,4 +249,10 @@ fn read_index(
         start.read(&block, at, prologue).map_err(|e| e.in_file(uri))?;
         until = until.saturating_mul(2).min(len);
     }
+}
+
+/// Returns prologue and index as one.
+fn joined(mut prologue: Vec<u8>, index: &[u8]) -> Result<Vec<u8>> {
+    try_extend(&mut prologue, index, "a manifest")?;
+    Ok(prologue)
 }

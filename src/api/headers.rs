@@ -5,7 +5,7 @@ use super::reads::{Run, drain};
 use super::selection::Selection;
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
-use crate::codec::decrypt::{Decryptor, cipher, decryption_failed};
+use crate::codec::decrypt::{cipher, decryption_failed};
 use crate::codec::hash::Verify;
 use crate::codec::{CodecTensors, CompactHeader, HeaderCallback, TensorCodec};
 use crate::engine::destination::host::HostDestination;
@@ -18,30 +18,6 @@ use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::stats::Counters;
 use crate::sys::to_usize;
-
-/// Returns the codec of a selection's tensors. `uncut`: their data are never cut. `on_header` is
-/// called with each header.
-pub fn tensor_codec<'s>(
-    selection: &'s Selection<'s>,
-    verify: Verify,
-    uncut: bool,
-    on_header: HeaderCallback<'s>,
-) -> TensorCodec<'s> {
-    let (file, entries) = (selection.file, &*selection.entries);
-    let long_pieces = file.decryption().zip(file.long_pieces());
-    let decryptor = long_pieces.map(|(options, long_pieces)| {
-        Decryptor::new(options, (file.uri(), entries), (uncut, long_pieces))
-    });
-    TensorCodec::new(CodecTensors {
-        uri: file.uri(),
-        entries,
-        verify,
-        encrypted: file.is_encrypted(),
-        decryptor,
-        check: Box::new(|entry, raw| file.check_header(entry, raw)),
-        on_header,
-    })
-}
 
 /// Reads only the headers of tensors, given by number.
 pub fn read_headers(

@@ -107,7 +107,7 @@ pub fn load_into_uninit(
     }
     let headers = file.with_intact_copies(cancel, || {
         if file.decryption().is_none() {
-            let lent = destinations.iter_mut().map(|bytes| SliceRemainder::new(&mut **bytes));
+            let lent = destinations.iter_mut().map(|bytes| SliceRemainder::new(bytes));
             let to = HostDestination::new(TensorMemory::Lent(lent.collect()), Vec::new());
             return read_to_host(&selection, to, options, counters, cancel);
         }

@@ -7,13 +7,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::headers::tensor_codec;
 use super::selection::Selection;
 use super::slice_rules::RangeRules;
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
+use crate::codec::decrypt::Decryptor;
 use crate::codec::hash::Verify;
-use crate::codec::{CompactHeader, TensorCodec};
+use crate::codec::{CodecTensors, CompactHeader, TensorCodec};
 use crate::engine::completion::TensorReceiver;
 use crate::engine::destination::Destination;
 use crate::engine::destination::direct_storage::DirectStorage;
@@ -34,10 +34,10 @@ const MAX_RANGES_LEN: u64 = 16 << 30;
 /// of it is planned at once.
 const MAX_SPAN: u64 = 8 << 40;
 
-/// What every read of a call needs.
+/// The options and the counters of every read of a call.
 #[derive(Clone, Copy)]
 pub struct Run<'r> {
-    /// How bytes are read.
+    /// The options of the load.
     pub options: &'r LoadOptions,
     /// Counters of the work done.
     pub counters: &'r Counters,
@@ -69,7 +69,7 @@ pub fn drain<D: Destination>(
     read(&request, to, counters, cancel, meanwhile)
 }
 
-/// How the tensors of a selection are read.
+/// The reads of a selection's tensors.
 pub struct Reads<'s> {
     /// The tensors.
     pub selection: &'s Selection<'s>,
@@ -80,7 +80,7 @@ pub struct Reads<'s> {
     uncut: bool,
 }
 
-/// Where the tensors of a call go.
+/// The destination of the tensors of a call.
 pub struct To<'t, 'd, D> {
     /// Their memory.
     pub destination: D,
@@ -139,7 +139,7 @@ impl<'s> Reads<'s> {
         meanwhile: &mut dyn FnMut() -> Result<bool>,
     ) -> Result<Vec<CompactHeader>> {
         let selection = self.selection;
-        let codec = tensor_codec(selection, self.verify, self.uncut, &|_, _| Ok(()));
+        let codec = tensor_codec(selection, self.verify, self.uncut);
         let sources = selection.file.sources();
         let To { destination, devices, in_pieces, direct } = to;
         let mut destination = Some(destination);
@@ -234,6 +234,24 @@ impl<'s> Reads<'s> {
         }
         if planned.is_full() { planned.flush() } else { Ok(()) }
     }
+}
+
+/// Returns the codec of a selection's tensors. `uncut`: their data are never cut.
+fn tensor_codec<'s>(selection: &'s Selection<'s>, verify: Verify, uncut: bool) -> TensorCodec<'s> {
+    let (file, entries) = (selection.file, &*selection.entries);
+    let long_pieces = file.decryption().zip(file.long_pieces());
+    let decryptor = long_pieces.map(|(options, long_pieces)| {
+        Decryptor::new(options, (file.uri(), entries), (uncut, long_pieces))
+    });
+    TensorCodec::new(CodecTensors {
+        uri: file.uri(),
+        entries,
+        verify,
+        encrypted: file.is_encrypted(),
+        decryptor,
+        check: Box::new(|entry, raw| file.check_header(entry, raw)),
+        on_header: &|_, _| Ok(()),
+    })
 }
 
 /// The extents that are planned and not read yet.

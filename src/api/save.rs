@@ -305,7 +305,7 @@ impl Writer {
         let encrypted = encryption.map(|options| options.derivation.is_some());
         // Lengths of entries do not depend on positions, so a trial gives the index's length.
         let trial = place_tensors(
-            placed.iter().cloned().collect::<Vec<_>>(),
+            placed.to_vec(),
             self.end.max(end_of_index(self.base, MIN_INDEX_LEN)),
             alignment,
             hashes,

@@ -174,14 +174,6 @@ impl<B: AsRef<[u8]>> HashPool<B> {
         Some((tensor, unpoisoned(self.state(tensor)?.lock()).work.take()?))
     }
 
-    /// Excludes a tensor whose header was not given to the pool.
-    pub fn skip(&self, tensor: usize) {
-        if self.state(tensor).is_some() {
-            unpoisoned(self.queue.lock()).unfinished -= 1;
-            self.changed.notify_all();
-        }
-    }
-
     /// Takes the next bytes of one or two tensors, which [`HashPool::hash`] is to hash.
     ///
     /// If `more_to_move` returns true, it does not wait, and returns None unless two tensors are

@@ -14,6 +14,9 @@ use crate::format::tensors::header::TensorHeader;
 /// come in any order.
 pub type HeaderCallback<'s> = &'s (dyn Fn(usize, &TensorHeader<'_>) -> Result<()> + Sync);
 
+/// A check of the bytes of a header.
+pub type HeaderCheck<'s> = Box<dyn Fn(&Entry, &[u8]) -> Result<()> + Sync + 's>;
+
 /// The codec of a read: what is done with headers and data between the source and the destination.
 /// Tensors are numbered by their positions among those of the call.
 pub struct TensorCodec<'s> {
@@ -21,7 +24,7 @@ pub struct TensorCodec<'s> {
     compact_headers: Vec<OnceLock<CompactHeader>>,
 }
 
-/// What a codec knows of its tensors.
+/// The tensors of a codec, and what is done with them.
 pub struct CodecTensors<'s> {
     /// The path or address of their file, for messages.
     pub uri: &'s str,
@@ -34,7 +37,7 @@ pub struct CodecTensors<'s> {
     /// Decrypts them; None if they are left as they are.
     pub decryptor: Option<Decryptor<'s>>,
     /// Refuses the bytes of a header that its file must not have.
-    pub check: Box<dyn Fn(&Entry, &[u8]) -> Result<()> + Sync + 's>,
+    pub check: HeaderCheck<'s>,
     /// Called with each header.
     pub on_header: HeaderCallback<'s>,
 }

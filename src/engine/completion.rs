@@ -34,7 +34,7 @@ pub trait TensorReceiver: Sync {
 /// Counts the parts of each tensor of a read that have arrived.
 pub struct CompletionTracker<'r> {
     receiver: &'r dyn TensorReceiver,
-    /// What each extent is for.
+    /// The use of each extent.
     uses: &'r [ExtentUse],
     /// Parts of each tensor: its bytes, its headers, its hashes if these are verified.
     parts: Vec<u64>,

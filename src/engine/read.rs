@@ -9,7 +9,7 @@ use super::destination::gather::{self, Gather};
 use super::destination::{self, Destination, Fit, ReadFacts};
 use super::file_handles::{FileHandles, HandleKind};
 use super::plan::{BatchLimits, Extent, WorkQueue};
-use super::read_jobs::{LARGE, plan_jobs};
+use super::read_jobs::{LARGE, ReadJob, plan_jobs};
 pub use super::read_request::ReadRequest;
 use super::read_task::ReadTask;
 use super::sources::{Sources, handle_kind};
@@ -22,6 +22,7 @@ use crate::codec::hash::{self, Verify};
 use crate::error::{Error, Result};
 use crate::mem::DISK_BLOCK;
 use crate::mem::numa::Affinity;
+use crate::memory_limit::MemoryLimit;
 use crate::stats::{Counters, Stage};
 use crate::sys::sync::Mutex;
 
@@ -53,38 +54,12 @@ pub fn read<D: Destination>(
         counters.reading("page cache");
     }
     let mut to = Gather::new(plan, to);
-    let source = &sources.capabilities;
-    let range = worker_range::range(source, sources.residency, options.readers)?;
-    let decrypts = request.codec.decrypts();
-    let Fit { readers, limits, max_unhashed, .. } = to.fit(&ReadFacts {
-        source,
-        readers: range,
-        total,
-        unit: destination::unit(decrypts, plan.uncut),
-        gather_bytes: if plan.gathers() { gather::min_memory(decrypts) } else { 0 },
-        memory,
-    })?;
-    let block = if sources.direct { DISK_BLOCK as u64 } else { 1 };
-    let mut limits = limited_by_receiver(BatchLimits { block, ..limits }, request);
-    let facts = to.facts();
-    // Data of a tensor that is encrypted in one piece are not cut.
-    let step = if facts.in_steps && !plan.uncut { step(request, &sources) } else { u64::MAX };
-    // Tensors up to this length come in one chunk, and are hashed at once.
-    let max_single_chunk = hash::SMALL.min(limits.len).min(facts.unit);
-    let sha = options.verify == Verify::All;
-    // Tensors that are handed out while others are read come in file order.
-    let in_order = request.receiver.is_some();
-    let max_unhashed = max_unhashed.filter(|_| sha && !in_order);
-    if max_unhashed.is_some() {
-        limits.separate_len = LARGE;
-    }
-    // Large tensors are read first only if nothing waits for these bytes, which may wait long for
-    // their hash: readers must not need their memory, and their decryption no header that is read
-    // later.
-    let large_first = sha && source.max_readers > 1 && !decrypts && !in_order && facts.in_steps;
-    let batches = plan.batches(&limits, source.len.is_some())?;
-    let jobs = plan_jobs(plan, batches, &mut to, (step, max_single_chunk), large_first)?;
-    let range = readers.limited_to(if sources.inline { 1 } else { jobs.len() });
+    let fit = fit(request, &mut to, &sources, (total, memory))?;
+    let Batches { jobs, max_single_chunk, max_unhashed } =
+        batches(request, &mut to, &sources, &fit)?;
+    let (decrypts, sha) = (request.codec.decrypts(), options.verify == Verify::All);
+    let (in_order, facts) = (request.receiver.is_some(), to.facts());
+    let range = fit.readers.limited_to(if sources.inline { 1 } else { jobs.len() });
     let range = WorkerRange { bytes: Some(total), ..range };
     // SHA-256, decryption and a receiver depend on the order of reads: then readers share a queue.
     let any_order = !sha && !decrypts && !in_order;
@@ -109,6 +84,64 @@ pub fn read<D: Destination>(
     let reads = sources.direct_reads(range.max, counters);
     carry_out(&task, range, handle_kind(reads.as_ref(), range.max), cancel, meanwhile)?;
     Ok(to.into_inner())
+}
+
+/// Adapts the destination to a read of `total` bytes, and the limits on batches to its receiver.
+fn fit<D: Destination>(
+    request: &ReadRequest<'_>,
+    to: &mut D,
+    sources: &Sources,
+    (total, memory): (u64, MemoryLimit),
+) -> Result<Fit> {
+    let (plan, decrypts) = (request.plan, request.codec.decrypts());
+    let source = &sources.capabilities;
+    let readers = worker_range::range(source, sources.residency, request.options.readers)?;
+    let fit = to.fit(&ReadFacts {
+        source,
+        readers,
+        total,
+        unit: destination::unit(decrypts, plan.uncut),
+        gather_bytes: if plan.gathers() { gather::min_memory(decrypts) } else { 0 },
+        memory,
+    })?;
+    let block = if sources.direct { DISK_BLOCK as u64 } else { 1 };
+    let limits = limited_by_receiver(BatchLimits { block, ..fit.limits }, request);
+    Ok(Fit { limits, ..fit })
+}
+
+/// The batches of a read.
+struct Batches<D: Destination> {
+    jobs: Vec<ReadJob<D>>,
+    /// Tensors up to this length come in one chunk, and are hashed at once.
+    max_single_chunk: u64,
+    max_unhashed: Option<u64>,
+}
+
+/// Plans the batches of a read, in the order in which they are read.
+fn batches<D: Destination>(
+    request: &ReadRequest<'_>,
+    to: &mut D,
+    sources: &Sources,
+    fit: &Fit,
+) -> Result<Batches<D>> {
+    let (plan, facts, source) = (request.plan, to.facts(), &sources.capabilities);
+    // Data of a tensor that is encrypted in one piece are not cut.
+    let step = if facts.in_steps && !plan.uncut { step(request, sources) } else { u64::MAX };
+    let max_single_chunk = hash::SMALL.min(fit.limits.len).min(facts.unit);
+    let sha = request.options.verify == Verify::All;
+    // Tensors that are handed out while others are read come in file order.
+    let any_order = request.receiver.is_none();
+    let max_unhashed = fit.max_unhashed.filter(|_| sha && any_order);
+    let separate_len = if max_unhashed.is_some() { LARGE } else { fit.limits.separate_len };
+    let limits = BatchLimits { separate_len, ..fit.limits };
+    // Large tensors are read first only if nothing waits for these bytes, which may wait long for
+    // their hash: readers must not need their memory, and their decryption no header that is read
+    // later.
+    let several = source.max_readers > 1;
+    let large_first = sha && several && !request.codec.decrypts() && any_order && facts.in_steps;
+    let batches = plan.batches(&limits, source.len.is_some())?;
+    let jobs = plan_jobs(plan, batches, to, (step, max_single_chunk), large_first)?;
+    Ok(Batches { jobs, max_single_chunk, max_unhashed })
 }
 
 /// Runs the readers until all work is done.

@@ -14,9 +14,9 @@ pub struct ReadRequest<'r> {
     pub files: &'r [&'r dyn ReadAt],
     /// Which of their bytes are read.
     pub plan: &'r ReadPlan<'r>,
-    /// What is done with them.
+    /// The work on them: decryption and hashes.
     pub codec: &'r TensorCodec<'r>,
-    /// How they are read.
+    /// The options of the load.
     pub options: &'r LoadOptions,
     /// The receiver of complete tensors, if they are handed out one by one.
     pub receiver: Option<&'r dyn TensorReceiver>,

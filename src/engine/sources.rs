@@ -46,7 +46,7 @@ impl Sources {
         let inline = total < if hashed { INLINE_HASHED } else { INLINE_LEN };
         let inline = inline && !capabilities.has_long_requests();
         let residency = local.then(|| match inline {
-            // Where the bytes are makes no difference to one reader of few.
+            // One reader of few bytes is as fast wherever they are.
             true => PageCacheResidency::All,
             false => page_cache::sample_residency(request.files, &request.plan.extents),
         });

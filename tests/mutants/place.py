@@ -46,7 +46,7 @@ def found_in(text: str, mutant: Mutant) -> int | None:
         wanted = context[max(of - around, 0) : of + around + 1]
         at = [first for first in range(len(bare)) if bare[first : first + len(wanted)] == wanted]
         if at and (len(at) == 1 or len(wanted) == len(context)):
-            # Where they are there more than once, those nearest to the old place.
+            # Of several such lines, those nearest to the old place.
             nearest = min(at, key=lambda first: abs(first + of + 1 - mutant["line"]))
             line = nearest + of - max(of - around, 0)
             more = indentation(lines[line]) - indentation(mutant["context"][of])

@@ -158,7 +158,7 @@ def python_sites(text: str) -> Iterator[Site]:
 
 # Rust -----------------------------------------------------------------------------------------
 
-#: What is not code: comments, strings, characters, attributes.
+#: Comments, strings, characters and attributes, which are not code.
 RUST_TEXTS = re.compile(
     r"//[^\n]*|/\*.*?\*/|b?r#\"(?:.*?)\"#|b?\"(?:\\.|[^\"\\])*\"|b?'(?:\\[^\n]+?|[^\\'\n])'"
     r"|#!?\[(?:[^\[\]]|\[[^\]]*\])*\]",

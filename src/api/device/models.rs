@@ -83,12 +83,8 @@ fn load(interrupted: bool) {
     let opened = TensorFile::from_source(Arc::new(ServerLikeSource(file())), 0, &Never).unwrap();
     let numbers: Vec<usize> = (0..LENS.len()).collect();
     let planned = DeviceLoad::new(&opened, &numbers, &[], true).unwrap();
-    let mut memory: Vec<Vec<u8>> = planned
-        .block_lens()
-        .unwrap()
-        .iter()
-        .map(|&len| vec![0; usize::try_from(len).unwrap()])
-        .collect();
+    let mut memory: Vec<Vec<u8>> =
+        planned.block_lens().iter().map(|&len| vec![0; usize::try_from(len).unwrap()]).collect();
     // SAFETY: each block has bytes of its own, which are not touched until the load has ended.
     let block = |block: &mut Vec<u8>| unsafe {
         DeviceMemory::new(block.as_mut_ptr().expose_provenance(), block.len())

@@ -8,6 +8,7 @@
 
 use super::{Key, sodium};
 use crate::error::{Error, Result};
+use crate::fallible::try_with_capacity;
 
 /// The first bytes of a manifest.
 const MAGIC: [u8; 8] = *b"TZSEAL01";
@@ -74,7 +75,10 @@ impl Manifest {
     fn tag(&self, prologue: &[u8], index: &[u8], headers: &[[u8; 32]]) -> Result<[u8; 32]> {
         let entries = index.len().checked_sub(MANIFEST_LEN).and_then(|end| index.get(..end));
         let entries = entries.ok_or_else(|| Error::Bug("no room for a manifest".to_owned()))?;
-        let text = [prologue, entries, headers.as_flattened()].concat();
+        let parts = [prologue, entries, headers.as_flattened()];
+        let len = parts.iter().map(|part| part.len()).sum();
+        let mut text = try_with_capacity(len, "what a manifest covers")?;
+        parts.into_iter().for_each(|part| text.extend_from_slice(part));
         Ok(sodium::keyed_hash(&text, self.key.bytes()))
     }
 }

@@ -255,7 +255,7 @@ impl StagedBatch<'_> {
         let bug = || Error::Bug("staged bytes without memory".to_owned());
         let mut buffers: Vec<SliceRemainder<'_, u8>> =
             self.lease.buffers().into_iter().map(SliceRemainder::new).collect();
-        let mut overhead = SliceRemainder::new(&mut *self.overhead);
+        let mut overhead = SliceRemainder::new(&mut self.overhead);
         let mut memory = Vec::with_capacity(self.staging.staged.len());
         for staged in &self.staging.staged {
             memory.push(match staged.buffer {

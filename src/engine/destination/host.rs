@@ -333,7 +333,7 @@ pub struct HostBatch<'a> {
 
 impl BatchMemory for HostBatch<'_> {
     fn fill(&mut self, read: &dyn Fn(u64, &mut Buffers<'_>) -> Result<()>) -> Result<()> {
-        let mut overhead = SliceRemainder::new(&mut *self.overhead);
+        let mut overhead = SliceRemainder::new(&mut self.overhead);
         let (mut position, mut pieces) = (0, self.pieces.iter_mut());
         // Mapped runs need no read; the others between two of them are filled with one read.
         let is_full = |run: &SegmentRun<'_>| matches!(run.memory, RunMemory::Full(_));
@@ -349,7 +349,7 @@ impl BatchMemory for HostBatch<'_> {
 
     fn chunks(&mut self) -> Result<Vec<SegmentBytes<'_>>> {
         let bug = || Error::Bug("a chunk without memory".to_owned());
-        let mut overhead = SliceRemainder::new(&mut *self.overhead);
+        let mut overhead = SliceRemainder::new(&mut self.overhead);
         let mut chunks = Vec::with_capacity(self.segments.len());
         let (mut segments, mut pieces) = (self.segments.iter(), self.pieces.iter_mut());
         for run in &mut self.runs {

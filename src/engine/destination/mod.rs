@@ -80,7 +80,7 @@ pub trait BatchMemory {
 /// Work for a thread that waits; returns true if it found something to do.
 pub type Idle<'i> = &'i dyn Fn() -> Result<bool>;
 
-/// What a destination says of itself.
+/// The properties of a destination.
 pub struct Facts {
     /// Within a batch, data are cut only at multiples of this many bytes.
     pub unit: u64,
@@ -107,7 +107,7 @@ pub struct ReadFacts<'r> {
     pub memory: MemoryLimit,
 }
 
-/// How a destination wants to be read into.
+/// The limits of a read into a destination.
 pub struct Fit {
     /// The number of readers that fit into the memory.
     pub readers: WorkerRange,

@@ -59,7 +59,7 @@ pub struct Segment {
     pub kind: SegmentKind,
     /// Number of bytes.
     pub len: u64,
-    /// Where they go, once a plan has placed them: data that go straight to their tensor.
+    /// The memory that they go to, once a plan has placed them.
     pub place: Option<Place>,
 }
 

@@ -7,7 +7,7 @@ use super::partition::{Batch, BatchLimits, Extent, Place, SegmentKind, partition
 use super::{SliceRanges, partition_by_device};
 use crate::error::{Error, Result};
 
-/// What the data of an extent are for.
+/// The tensors that the data of an extent are for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExtentUse {
     /// The tensors that they are wanted for, by their positions among those of the call: one, or
@@ -25,7 +25,7 @@ pub struct ExtentUse {
 pub struct ReadPlan<'p> {
     /// The ranges, in the order in which they are read.
     pub extents: Vec<Extent>,
-    /// What each of them is for.
+    /// The use of each of them.
     pub uses: Vec<ExtentUse>,
     /// For each tensor of the call, the ranges that are wanted of it; None for a whole tensor.
     pub slices: &'p [Option<SliceRanges>],

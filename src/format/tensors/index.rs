@@ -335,7 +335,7 @@ fn check_extents(entries: &[Entry], first: u64, file_len: Option<u64>, uri: &str
 /// Encodes the index block: entries, then zeros up to `index_len`.
 pub fn encode(entries: &[Entry], tagged: bool, index_len: u64) -> Result<Vec<u8>> {
     let len = to_usize(index_len);
-    let mut out = Vec::with_capacity(len);
+    let mut out = try_with_capacity(len, "an index")?;
     for entry in entries {
         entry.encode(tagged, &mut out)?;
     }

@@ -12,8 +12,6 @@ use crate::error::{Error, Result};
 use crate::mem::device::{DeviceMemory, Event, HostToDeviceCopy, Stream};
 use crate::sys::sync::thread;
 
-/// The name of lists of copies in error messages.
-
 /// Staging buffers that one reader or writer has.
 pub struct StagingLease<'p> {
     pool: &'p PoolBuffers,
