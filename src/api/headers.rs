@@ -1,13 +1,13 @@
 //! Headers of tensors, and the codec of a call's tensors.
 
 use super::file::TensorFile;
-use super::reads::{Run, drain};
+use super::reads::{Run, drain, tensor_codec};
 use super::selection::Selection;
 use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::decrypt::{cipher, decryption_failed};
 use crate::codec::hash::Verify;
-use crate::codec::{CodecTensors, CompactHeader, HeaderCallback, TensorCodec};
+use crate::codec::{CompactHeader, HeaderCallback};
 use crate::engine::destination::host::HostDestination;
 use crate::engine::load_options::LoadOptions;
 use crate::engine::plan::{ExtentUse, ReadPlan};
@@ -48,16 +48,7 @@ pub fn visit_headers(
             let tensors = tensor..tensor + 1;
             plan.push(extent, ExtentUse { tensors, start: 0, gathered: false });
         }
-        // Headers are taken as they are: their data are not decrypted here.
-        let codec = TensorCodec::new(CodecTensors {
-            uri: file.uri(),
-            entries: &selection.entries,
-            verify: Verify::Nothing,
-            encrypted: file.is_encrypted(),
-            decryptor: None,
-            check: Box::new(|entry, raw| file.check_header(entry, raw)),
-            on_header: &on_header,
-        });
+        let codec = tensor_codec(&selection, Verify::Nothing, None, &on_header);
         let (options, counters) = (LoadOptions::default(), Counters::default());
         let run = Run::new(&options, &counters, cancel);
         let to = (HostDestination::none(), None);

@@ -13,7 +13,7 @@ use crate::cancel::Cancel;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::decrypt::Decryptor;
 use crate::codec::hash::Verify;
-use crate::codec::{CodecTensors, CompactHeader, TensorCodec};
+use crate::codec::{CodecTensors, CompactHeader, HeaderCallback, TensorCodec};
 use crate::engine::completion::TensorReceiver;
 use crate::engine::destination::Destination;
 use crate::engine::destination::direct_storage::DirectStorage;
@@ -76,6 +76,10 @@ pub struct Reads<'s> {
     slices: Vec<Option<SliceRanges>>,
     rules: RangeRules,
     verify: Verify,
+    /// True if data are decrypted.
+    decrypts: bool,
+    /// True if the files can be read in any order.
+    seekable: bool,
     /// True if the data of a tensor are never cut.
     uncut: bool,
 }
@@ -115,6 +119,8 @@ impl<'s> Reads<'s> {
             slices,
             rules: RangeRules::of(selection, options)?,
             verify: options.verify,
+            decrypts: selection.file.decryption().is_some(),
+            seekable: selection.file.is_seekable(),
             uncut: selection.file.has_long_pieces(),
         })
     }
@@ -139,9 +145,12 @@ impl<'s> Reads<'s> {
         meanwhile: &mut dyn FnMut() -> Result<bool>,
     ) -> Result<Vec<CompactHeader>> {
         let selection = self.selection;
-        let codec = tensor_codec(selection, self.verify, self.uncut);
+        let uncut = self.decrypts.then_some(self.uncut);
+        let codec = tensor_codec(selection, self.verify, uncut, &|_, _| Ok(()));
         let sources = selection.file.sources();
         let To { destination, devices, in_pieces, direct } = to;
+        let options = self.options_of(run, in_pieces)?;
+        let run = &Run { options: &options, ..*run };
         let mut destination = Some(destination);
         let mut read_now = |plan: &ReadPlan<'_>| {
             run.cancel.check()?;
@@ -160,9 +169,9 @@ impl<'s> Reads<'s> {
         };
         let mut at = 0;
         while at < selection.entries.len() {
-            let tensors = at..self.group_end(at);
+            let tensors = at..self.group_end(at, skipped);
             at = tensors.end;
-            if !tensors.clone().all(skipped) {
+            if !skipped(tensors.start) {
                 self.add(tensors, in_pieces, &mut planned)?;
             }
         }
@@ -170,12 +179,26 @@ impl<'s> Reads<'s> {
         codec.into_headers()
     }
 
-    /// Returns the end of the slices of one tensor, from `first` on.
-    fn group_end(&self, first: usize) -> usize {
-        let tensor_of = |entry: &Entry| {
-            entry.whole.as_ref().map(|_| (entry.file, entry.header_offset, entry.data_offset))
+    /// Returns the options of a read. A verified tensor that slices are cut from needs memory while
+    /// its bytes wait for their hash; a read with a receiver has reserved it before.
+    fn options_of(&self, run: &Run<'_>, staged: bool) -> Result<LoadOptions> {
+        let held = self.selection.held(self.verify);
+        if held == 0 || run.receiver.is_some() {
+            return Ok(*run.options);
+        }
+        let least = self.selection.file.minimum_memory(true, staged)?;
+        let (_, memory) = run.options.memory.or_environment()?.tensors(held, held, least)?;
+        Ok(LoadOptions { memory, ..*run.options })
+    }
+
+    /// Returns the end of the slices of one tensor, from `first` on, that are all skipped or all
+    /// read.
+    fn group_end(&self, first: usize, skipped: &dyn Fn(usize) -> bool) -> usize {
+        let tensor_of = |(tensor, entry): (usize, &&Entry)| {
+            let position = (entry.file, entry.header_offset, entry.data_offset);
+            entry.whole.as_ref().map(|_| (position, skipped(tensor)))
         };
-        let mut entries = self.selection.entries.iter().skip(first).map(|entry| tensor_of(entry));
+        let mut entries = self.selection.entries.iter().enumerate().skip(first).map(tensor_of);
         let of_first = entries.next().flatten();
         first + 1 + entries.take_while(|of| of.is_some() && *of == of_first).count()
     }
@@ -207,8 +230,7 @@ impl<'s> Reads<'s> {
         if slices().next().is_none() {
             return Ok(());
         }
-        let encrypted = self.selection.file.decryption().is_some();
-        let seekable = self.selection.file.is_seekable();
+        let (encrypted, seekable) = (self.decrypts, self.seekable);
         if self.verify != Verify::Nothing || (encrypted && long) {
             planned.plan.push(whole, all());
         } else if encrypted || !seekable {
@@ -236,11 +258,17 @@ impl<'s> Reads<'s> {
     }
 }
 
-/// Returns the codec of a selection's tensors. `uncut`: their data are never cut.
-fn tensor_codec<'s>(selection: &'s Selection<'s>, verify: Verify, uncut: bool) -> TensorCodec<'s> {
+/// Returns the codec of a selection's tensors. `uncut`: true if their data are never cut; None if
+/// they are not decrypted. `on_header` is called with each header.
+pub fn tensor_codec<'s>(
+    selection: &'s Selection<'s>,
+    verify: Verify,
+    uncut: Option<bool>,
+    on_header: HeaderCallback<'s>,
+) -> TensorCodec<'s> {
     let (file, entries) = (selection.file, &*selection.entries);
-    let long_pieces = file.decryption().zip(file.long_pieces());
-    let decryptor = long_pieces.map(|(options, long_pieces)| {
+    let decryption = uncut.zip(file.decryption().zip(file.long_pieces()));
+    let decryptor = decryption.map(|(uncut, (options, long_pieces))| {
         Decryptor::new(options, (file.uri(), entries), (uncut, long_pieces))
     });
     TensorCodec::new(CodecTensors {
@@ -250,7 +278,7 @@ fn tensor_codec<'s>(selection: &'s Selection<'s>, verify: Verify, uncut: bool) -
         encrypted: file.is_encrypted(),
         decryptor,
         check: Box::new(|entry, raw| file.check_header(entry, raw)),
-        on_header: &|_, _| Ok(()),
+        on_header,
     })
 }
 
@@ -332,4 +360,46 @@ fn united(ranges: impl Iterator<Item = Range<u64>>, unit: u64, data_len: u64) ->
         }
     }
     united
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::api::file::TensorFile;
+    use crate::api::save_all::save;
+    use crate::api::save_options::{SaveOptions, SaveTensor};
+    use crate::cancel::Never;
+
+    #[test]
+    fn slices_of_one_tensor_are_read_together_unless_some_are_skipped() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("f.tensors");
+        let tensors = vec![
+            SaveTensor::new("a", &[6], &[0u8; 6]).unwrap(),
+            SaveTensor::new("b", &[2], &[1u8; 2]).unwrap(),
+        ];
+        save(&path, tensors, SaveOptions::default(), &Never).unwrap();
+        let rows = |range: Range<u64>| -> Box<[Range<u64>]> { std::iter::once(range).collect() };
+        let slices = vec![(0, rows(0..2)), (0, rows(1..4)), (0, rows(4..6)), (1, rows(0..1))];
+        let file = TensorFile::open(&path).unwrap().sliced(slices).unwrap();
+        let selection = Selection::new(&file, &[0, 1, 2, 3]).unwrap();
+        let reads = Reads::new(&selection, &LoadOptions::default()).unwrap();
+        let groups = |skipped: &dyn Fn(usize) -> bool| {
+            let mut ends = vec![0];
+            while ends.last().is_some_and(|end| *end < 4) {
+                ends.push(reads.group_end(*ends.last().unwrap(), skipped));
+            }
+            ends
+        };
+        assert_eq!(groups(&|_| false), [0, 3, 4]);
+        assert_eq!(groups(&|tensor| tensor == 1), [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn ranges_unite_at_the_units_they_share() {
+        let united = |ranges: &[Range<u64>], unit| united(ranges.iter().cloned(), unit, 95);
+        assert_eq!(united(&[50..60, 3..4, 12..13, 61..70], 1), [3..4, 12..13, 50..60, 61..70]);
+        assert_eq!(united(&[50..60, 3..4, 12..13, 91..94], 10), [0..20, 50..60, 90..95]);
+    }
 }

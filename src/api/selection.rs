@@ -1,6 +1,7 @@
 //! The tensors of one call, in the order of the file.
 
 use super::file::TensorFile;
+use crate::codec::hash::Verify;
 use crate::engine::plan::Extent;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
@@ -87,6 +88,14 @@ impl<'f> Selection<'f> {
     /// True if any of them is a slice.
     pub fn is_sliced(&self) -> bool {
         self.entries.iter().any(|entry| entry.whole.is_some())
+    }
+
+    /// Returns the bytes of the largest tensor that is read as a whole because the hashes of slices
+    /// of it are verified: its bytes wait for their hash.
+    pub fn held(&self, verify: Verify) -> u64 {
+        let verified = verify != Verify::Nothing;
+        let sliced = self.entries.iter().filter(|entry| verified && entry.whole.is_some());
+        sliced.map(|entry| entry.data_len).max().unwrap_or(0)
     }
 
     /// Reorders one value for each tensor from the order of the file to the caller's order.

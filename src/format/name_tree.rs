@@ -19,7 +19,7 @@ use super::name::{Component, MARK, Name, encode, parse_path};
 pub struct NameTree {
     /// The numbers of the names that are plain strings.
     plain: BTreeMap<Arc<str>, usize>,
-    /// Those of all others: their JSON, without its closing bracket.
+    /// The numbers of the names that are sequences of keys, by their JSON without its closing bracket.
     paths: BTreeMap<Arc<str>, usize>,
 }
 

@@ -182,6 +182,16 @@ def test_a_tensor_that_iterate_has_no_room_for(nginx):
         assert len(some) == len(file) == 48
 
 
+def test_a_verified_tensor_that_slices_have_no_room_for(nginx):
+    address = f"{nginx.http}/whole"
+    name = next(iter(tensorizer.info(address).tensors))
+    options = {"names": [name], "slices": {name: (0, 0, 1)}, "verify_hash": True}
+    with pytest.raises(ValueError, match="a tensor of 4194304 bytes is held") as caught:
+        tensorizer.load(address, "cpu", memory_limit=4 * MIB, **options)
+    (part,) = tensorizer.load(address, "cpu", memory_limit=least(caught.value), **options).values()
+    assert len(part) == 1
+
+
 # Uploads
 
 UPLOAD = """

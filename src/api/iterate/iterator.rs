@@ -11,7 +11,6 @@ use super::window::{NextTensors, ReadyMemory, WaitingTensor, Window};
 use crate::api::file::TensorFile;
 use crate::api::selection::Selection;
 use crate::cancel::{self, Cancel, POLL};
-use crate::codec::hash::Verify;
 use crate::engine::load_options::LoadOptions;
 use crate::error::{Error, Result};
 use crate::mem::device::{Consumer, DeviceBlock, DeviceBlocks, DeviceMemory, Event, Streams};
@@ -240,10 +239,7 @@ fn memory_shares(
     options: &IterateOptions,
 ) -> Result<(u64, LoadOptions)> {
     let file = selection.file;
-    // A tensor whose hashes are verified is read as a whole, and its bytes wait for their hash.
-    let verified = options.load.verify != Verify::Nothing;
-    let sliced = selection.entries.iter().filter(|entry| verified && entry.whole.is_some());
-    let held = sliced.map(|entry| entry.data_len).max().unwrap_or(0);
+    let held = selection.held(options.load.verify);
     let min_memory = file.minimum_memory(selection.is_sliced(), on_device)?.saturating_add(held);
     let largest = lens.iter().copied().max().unwrap_or(0);
     let limit = options.load.memory.or_environment()?;
