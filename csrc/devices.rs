@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use tensorizer::TensorFile;
 use tensorizer::cancel::Cancel;
 use tensorizer::codec::CompactHeader;
 use tensorizer::device::{self, Consumer, Device, DeviceBlocks, DeviceIndex, Streams};
@@ -13,8 +14,10 @@ use tensorizer::{DestinationDevice, DeviceLoad, DeviceMemoryBlocks, LoadOptions}
 
 use crate::torch::{self, thrown};
 
-/// A subset of the tensors of a call.
+/// Tensors of a call that are loaded together: all in host memory, or all on devices.
 pub struct TensorSubset {
+    /// True if they are on devices.
+    pub on_devices: bool,
     /// Their positions in the selection.
     pub positions: Vec<usize>,
     /// Their numbers in the file.
@@ -22,12 +25,34 @@ pub struct TensorSubset {
 }
 
 impl TensorSubset {
-    /// Returns the tensors of a selection for which a condition holds. `of_each` has one value for
-    /// each.
-    pub fn of<T>(selection: &[usize], of_each: &[T], holds: impl Fn(&T) -> bool) -> Self {
-        let chosen = selection.iter().zip(of_each).enumerate().filter(|(_, (_, one))| holds(one));
-        let (positions, numbers) = chosen.map(|(at, (&number, _))| (at, number)).unzip();
-        TensorSubset { positions, numbers }
+    /// Divides a selection, with the device of each tensor, or None for host memory. The tensors on
+    /// devices are one subset, and the others a second. A file that can only be read front to back
+    /// has a subset for each run of tensors, in its order.
+    pub fn divide(
+        file: &TensorFile,
+        selection: &[usize],
+        device_of: &[Option<usize>],
+    ) -> Vec<Self> {
+        let mut tensors: Vec<(usize, usize, bool)> = selection
+            .iter()
+            .zip(device_of)
+            .enumerate()
+            .map(|(at, (&number, device))| (at, number, device.is_some()))
+            .collect();
+        if file.is_seekable() {
+            tensors.sort_by_key(|(_, _, on_device)| !on_device);
+        } else {
+            tensors.sort_by_cached_key(|(_, number, _)| {
+                file.entry(*number).ok().map(|entry| (entry.file, entry.header_offset))
+            });
+        }
+        let runs = tensors.chunk_by(|(.., a), (.., b)| a == b);
+        let subsets = runs.map(|run| TensorSubset {
+            on_devices: run.first().is_some_and(|(_, _, on_device)| *on_device),
+            positions: run.iter().map(|(at, ..)| *at).collect(),
+            numbers: run.iter().map(|(_, number, _)| *number).collect(),
+        });
+        subsets.collect()
     }
 }
 

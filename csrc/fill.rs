@@ -39,36 +39,39 @@ pub unsafe fn load_into_tensors(
         }
         of_each.push(device_position);
     }
-    let on_devices = TensorSubset::of(selection, &of_each, |position| position.is_some());
-    let in_host = TensorSubset::of(selection, &of_each, |position| position.is_none());
     // Dropping the streams waits for copies: after an error, too, all copies have ended when this
     // returns.
     let mut streams: Vec<Streams> = Vec::new();
-    if !on_devices.numbers.is_empty() {
-        let tensors = found.iter().zip(&of_each).filter_map(|(one, of)| Some((one, (*of)?)));
-        // SAFETY: the caller promises that no other code uses the tensors during the call, and
-        // `out` keeps them alive. The streams are handed over or dropped before this returns.
-        let filled = unsafe { fill_on_devices(file, tensors, &devices, options, counters, cancel) };
-        let filled_headers;
-        (filled_headers, streams) = filled?;
-        for (&at, header) in on_devices.positions.iter().zip(filled_headers) {
+    for part in TensorSubset::divide(file, selection, &of_each) {
+        let tensors = part.positions.iter().filter_map(|&at| found.get(at));
+        let filled = if part.on_devices {
+            let tensors = tensors.filter_map(|one| Some((one, (*of_each.get(one.at)?)?)));
+            // SAFETY: the caller promises that no other code uses the tensors during the call, and
+            // `out` keeps them alive. The streams are handed over or dropped before this returns.
+            let run =
+                unsafe { fill_on_devices(file, tensors, &devices, options, counters, cancel) };
+            let (filled, of_run) = run?;
+            streams.extend(of_run);
+            for &at in &part.positions {
+                if found.get(at).is_some_and(|one| one.meta) {
+                    out.fill_zero(at).map_err(thrown)?;
+                }
+            }
+            filled
+        } else {
+            // SAFETY: the caller promises that no other code uses the tensors during the call.
+            // These are in host memory; `check` has found that each is contiguous and that no two
+            // overlap.
+            let memory = tensors.map(|tensor| unsafe { tensor.memory() }).collect();
+            load_into_uninit(file, &part.numbers, memory, options, counters, cancel)?
+        };
+        for (&at, header) in part.positions.iter().zip(filled) {
             set_slot(&mut headers, at, header);
-        }
-        for tensor in found.iter().zip(&of_each).filter(|(one, of)| one.meta && of.is_some()) {
-            out.fill_zero(tensor.0.at).map_err(thrown)?;
         }
     }
     let mut names = devices.names();
-    if !in_host.numbers.is_empty() {
+    if of_each.contains(&None) {
         names.insert(0, "cpu".to_owned());
-        let memory = in_host.positions.iter().filter_map(|&at| found.get(at));
-        // SAFETY: the caller promises that no other code uses the tensors during the call. These
-        // are in host memory; `check` has found that each is contiguous and that no two overlap.
-        let memory = memory.map(|tensor| unsafe { tensor.memory() }).collect();
-        let filled = load_into_uninit(file, &in_host.numbers, memory, options, counters, cancel)?;
-        for (&at, header) in in_host.positions.iter().zip(filled) {
-            set_slot(&mut headers, at, header);
-        }
     }
     Streams::hand_over_all(streams).map_err(|error| error.with_file("loading", file.uri()))?;
     file.report_fallbacks(counters);

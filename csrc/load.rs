@@ -65,31 +65,38 @@ pub fn load_tensors(
     cancel: &dyn Cancel,
 ) -> Result<(LoadedTensors, Vec<CompactHeader>)> {
     let (devices, found) = to.find(file, selection, counters)?;
-    let in_host = TensorSubset::of(selection, &found, |found| found.is_none());
     let mut locations: Vec<Option<(TensorLocation, CompactHeader)>> =
         selection.iter().map(|_| None).collect();
     // Local values are dropped in reverse order: copies end before the memory that they use is
     // freed.
     let mut blocks = Vec::new();
     let mut streams = Vec::new();
-    if in_host.numbers.len() < selection.len() {
-        let to = (&devices, found.as_slice(), to.separate_memory);
-        let loaded = load_on_devices(file, selection, to, (options, counters, cancel))?;
-        (streams, blocks) = (loaded.streams, loaded.blocks);
-        for (at, location) in loaded.tensors {
-            set_slot(&mut locations, at, location);
+    let subsets = TensorSubset::divide(file, selection, &found);
+    for part in &subsets {
+        if part.on_devices {
+            let of = part.positions.iter().filter_map(|&at| found.get(at).copied().flatten());
+            let to = (&devices, of.collect(), to.separate_memory);
+            let loaded = load_on_devices(file, part, to, (options, counters, cancel))?;
+            let first = blocks.len();
+            streams.extend(loaded.streams);
+            blocks.extend(loaded.blocks);
+            for (at, (location, header)) in loaded.tensors {
+                set_slot(&mut locations, at, (location.after(first), header));
+            }
+        } else {
+            let loaded = load_counted(file, &part.numbers, options, counters, cancel)?;
+            for (&at, tensor) in part.positions.iter().zip(loaded) {
+                set_slot(&mut locations, at, (TensorLocation::Host(tensor.memory), tensor.header));
+            }
         }
     }
-    // Also called without tensors, because the hash of the whole file is compared then, too.
-    if !in_host.numbers.is_empty() || selection.is_empty() {
-        let loaded = load_counted(file, &in_host.numbers, options, counters, cancel)?;
-        for (&at, tensor) in in_host.positions.iter().zip(loaded) {
-            set_slot(&mut locations, at, (TensorLocation::Host(tensor.memory), tensor.header));
-        }
+    // The hash of the whole file is compared without tensors, too.
+    if selection.is_empty() {
+        load_counted(file, selection, options, counters, cancel)?;
     }
     Streams::hand_over_all(streams).map_err(|error| error.with_file("loading", file.uri()))?;
     let mut names = devices.names();
-    if !in_host.numbers.is_empty() || names.is_empty() {
+    if found.contains(&None) || names.is_empty() {
         names.push("cpu".to_owned());
     }
     file.report_fallbacks(counters);
@@ -109,16 +116,14 @@ struct OnDevices<T> {
     blocks: Vec<UniquePtr<torch::TorchBlocks>>,
 }
 
-/// Loads those tensors of a selection that go to devices into new blocks. Returns each tensor with
-/// its position in the selection.
+/// Loads tensors to devices into new blocks, given the device of each. Returns each tensor with its
+/// position in the selection.
 fn load_on_devices(
     file: &TensorFile,
-    selection: &[usize],
-    (devices, found, separate_memory): (&CallDevices, &[Option<usize>], bool),
+    part: &TensorSubset,
+    (devices, of, separate_memory): (&CallDevices, Vec<usize>, bool),
     (options, counters, cancel): (&LoadOptions, &Counters, &dyn Cancel),
 ) -> Result<OnDevices<(usize, (TensorLocation, CompactHeader))>> {
-    let part = TensorSubset::of(selection, found, |found| found.is_some());
-    let of: Vec<usize> = found.iter().copied().flatten().collect();
     let one_device = devices.devices.len() <= 1;
     let of_several = if one_device { &[][..] } else { &of };
     let planned = DeviceLoad::new(file, &part.numbers, of_several, separate_memory)?;

@@ -47,6 +47,20 @@ pub enum TensorLocation {
     Zeros(usize),
 }
 
+impl TensorLocation {
+    /// Returns the same location in a list that has `first` devices before.
+    #[must_use]
+    pub fn after(self, first: usize) -> Self {
+        match self {
+            TensorLocation::Host(_) => self,
+            TensorLocation::Block(device, block, start) => {
+                TensorLocation::Block(first + device, block, start)
+            }
+            TensorLocation::Zeros(device) => TensorLocation::Zeros(first + device),
+        }
+    }
+}
+
 impl LoadedTensors {
     /// Creates a list of the tensors with these numbers, each with its memory.
     pub fn new(

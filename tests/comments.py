@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Blocks that begin with a question word, and lines with a person.
-MOST = (15, 3)
+MOST = (14, 3)
 MARKS = {".rs": "//[/!]?", ".cpp": "//[/!]?", ".h": "//[/!]?", ".py": "#:?", ".sh": "#"}
 QUESTION = re.compile(r"(?i)(who|whether|what|how|where)\b")
 PERSON = re.compile(r"(?i)\b(who|nobody|somebody|whoever|anybody)\b")

@@ -65,8 +65,8 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(text::convert_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
     module.add_function(wrap_pyfunction!(unknown_variables, module)?)?;
-    module.add_function(wrap_pyfunction!(slicing::slice_by_index, module)?)?;
-    module.add_function(wrap_pyfunction!(slicing::slice_by_shard, module)?)?;
+    module.add_function(wrap_pyfunction!(slicing::plan_parts, module)?)?;
+    module.add_function(wrap_pyfunction!(slicing::with_earlier, module)?)?;
     module.add_function(wrap_pyfunction!(namespaces::dicts_with_value, module)?)?;
     module.add_function(wrap_pyfunction!(open::check_target, module)?)?;
     module.add_function(wrap_pyfunction!(open::check_tensors_name, module)?)?;

@@ -133,6 +133,11 @@ impl Reader {
         Ok(self.file.minimum_memory(parts, staged)?)
     }
 
+    /// Makes the next load report a fallback.
+    fn report_fallback(&self, why: String) {
+        self.loads.report_fallback(why);
+    }
+
     /// Ends loads that are under way on other threads, and refuses new ones.
     fn stop(&self) {
         self.loads.stop();
@@ -303,11 +308,6 @@ impl Reader {
         Ok(data_len(self.some(&numbers)?.into_iter()))
     }
 
-    /// Returns a tensor's number of bytes in memory.
-    fn memory_len(&self, number: usize) -> Outcome<u64> {
-        Ok(self.file.entry(number)?.memory_len().unwrap_or(u64::MAX))
-    }
-
     /// Returns every tensor's number of bytes in memory.
     fn memory_lens(&self) -> Vec<u64> {
         self.file.entries().iter().map(|entry| entry.memory_len().unwrap_or(u64::MAX)).collect()
@@ -367,10 +367,10 @@ impl Reader {
         Ok(described(py, self.some(&numbers)?.into_iter())?)
     }
 
-    /// Loads tensors to a device, or each to its own of `devices`: -1 for the CPU, the index for
+    /// Loads tensors to one device, or each to its own of `devices`: -1 for the CPU, the index for
     /// CUDA. With `separate_memory`, each tensor there has memory of its own. Returns the handle
     /// with which `_take` fetches them, and their module indices.
-    #[pyo3(signature = (numbers, *, verify, readers, map, device, separate_memory, devices=None))]
+    #[pyo3(signature = (numbers, *, verify, readers, map, devices, separate_memory))]
     #[allow(clippy::too_many_arguments)]
     fn load(
         &self,
@@ -379,14 +379,12 @@ impl Reader {
         verify: &str,
         readers: Option<usize>,
         map: bool,
-        device: i16,
+        devices: Vec<i16>,
         separate_memory: bool,
-        devices: Option<Vec<i16>>,
     ) -> Outcome<(Handle, Vec<u16>)> {
         let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
             let options = self.loads.options(readers, verify, map);
-            let devices = devices.as_deref().unwrap_or(std::slice::from_ref(&device));
-            let destination = LoadDestination { devices, separate_memory };
+            let destination = LoadDestination { devices: &devices, separate_memory };
             load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
         })?;
         Ok((Handle(offer(loaded)), self.keep_all(&numbers, headers)))

@@ -1,5 +1,4 @@
-//! Parts of many tensors of a file in one call: those that Python indices select, or those of a
-//! rank.
+//! Plans for many tensors of a file, each made in one call.
 
 use std::ops::Range;
 
@@ -43,70 +42,70 @@ impl IndexStep {
 
 /// First index and end in each dimension.
 type SliceBounds = Vec<(u64, u64)>;
-/// A slice, and the index to apply to its loaded part.
-type SliceAndIndex<'py> = (SliceBounds, Bound<'py, PyTuple>);
+/// Boxes of a tensor, and the index to apply to what is loaded of them.
+type BoxesAndIndex<'py> = (Vec<SliceBounds>, Bound<'py, PyTuple>);
+/// Values of some tensors, by their position in a list.
+type ByPosition<T> = Vec<(usize, T)>;
 
-/// Returns the same file with the selected parts of some tensors as its only tensors. For each
-/// index that has steps or drops dimensions, it also returns the position of the tensor in the list
-/// and the index to apply to the loaded part. `fallback` is called with the position of an index
-/// that is not handled here: it returns ranges and the index to apply, or raises.
+/// Returns the same file with the wanted parts of some tensors as its only tensors. `indices` has
+/// an index for each of the first tensors, or None. `shards` has the dimension in which each tensor
+/// is cut, or None, with a rank and the number of ranks: they are cut as `torch.chunk` cuts them.
+/// Tensors without either are whole.
+///
+/// For each index that has steps or drops dimensions, it also returns the position of the tensor in
+/// the list and the index to apply to the loaded part; and for each tensor that has not one box, its
+/// position and their number. `fallback` is called with the position of a tensor whose cut is not
+/// handled here: it returns boxes and the index to apply, or raises.
 #[pyfunction]
 #[allow(clippy::type_complexity)]
-pub fn slice_by_index<'py>(
+pub fn plan_parts<'py>(
     py: Python<'py>,
     reader: &Reader,
     numbers: Vec<usize>,
     indices: Vec<Bound<'py, PyAny>>,
+    shards: (Vec<Bound<'py, PyAny>>, u64, u64),
     fallback: &Bound<'py, PyAny>,
-) -> Outcome<(Reader, Vec<(usize, Bound<'py, PyTuple>)>)> {
+) -> Outcome<(Reader, ByPosition<Bound<'py, PyTuple>>, ByPosition<usize>)> {
+    let (dims, rank, world) = shards;
+    let given =
+        |cuts: &[Bound<'py, PyAny>], at: usize| cuts.get(at).filter(|cut| !cut.is_none()).cloned();
     let mut slices = Vec::with_capacity(numbers.len());
-    let mut remaining_indices = Vec::new();
-    for (at, (number, index)) in numbers.into_iter().zip(&indices).enumerate() {
+    let (mut remaining_indices, mut box_counts) = (Vec::new(), Vec::new());
+    for (at, number) in numbers.into_iter().enumerate() {
         let entry = reader.file.entry(number)?;
-        if let Some(steps) = steps_of(&entry.shape, index) {
+        let (index, dim) = (given(&indices, at), given(&dims, at));
+        if index.is_none() && dim.is_none() {
+            slices.push((number, None));
+        } else if let Some(steps) = index.and_then(|index| steps_of(&entry.shape, &index)) {
             slices.push((number, Some(steps.iter().map(IndexStep::ends).collect())));
             if !steps.iter().all(IndexStep::is_plain) {
-                let remaining = steps
-                    .iter()
-                    .map(|step| step.remaining_index(py))
-                    .collect::<PyResult<Vec<_>>>()?;
+                let remaining = steps.iter().map(|step| step.remaining_index(py));
+                let remaining = remaining.collect::<PyResult<Vec<_>>>()?;
                 remaining_indices.push((at, PyTuple::new(py, remaining)?));
             }
-            continue;
-        }
-        let (ranges, remaining): SliceAndIndex<'py> = fallback.call1((at,))?.extract()?;
-        slices.push((number, Some(ranges)));
-        if !remaining.is_empty() {
-            remaining_indices.push((at, remaining));
+        } else if let Some(dim) = dim.and_then(|dim| dim.extract().ok())
+            && let Some(slice) = shard_of(entry, dim, rank, world)
+        {
+            slices.push((number, Some(slice)));
+        } else {
+            let (boxes, remaining): BoxesAndIndex<'py> = fallback.call1((at,))?.extract()?;
+            if boxes.len() != 1 {
+                box_counts.push((at, boxes.len()));
+            }
+            slices.extend(boxes.into_iter().map(|ranges| (number, Some(ranges))));
+            if !remaining.is_empty() {
+                remaining_indices.push((at, remaining));
+            }
         }
     }
-    Ok((reader.sliced(slices)?, remaining_indices))
+    Ok((reader.sliced(slices)?, remaining_indices, box_counts))
 }
 
-/// Returns the same file with the parts of some tensors that a rank of `world` has as its only
-/// tensors. Each tensor is cut in one dimension, as `torch.chunk` cuts it. `fallback` is called
-/// with the position of a tensor that has no such dimension: it returns ranges, or raises.
+/// Returns tensors together with those that must be loaded with them: all before them, if the file
+/// can only be read front to back.
 #[pyfunction]
-pub fn slice_by_shard<'py>(
-    reader: &Reader,
-    numbers: Vec<usize>,
-    dims: Vec<Bound<'py, PyAny>>,
-    rank: u64,
-    world: u64,
-    fallback: &Bound<'py, PyAny>,
-) -> Outcome<Reader> {
-    let mut slices = Vec::with_capacity(numbers.len());
-    for (at, (number, dim)) in numbers.into_iter().zip(&dims).enumerate() {
-        let entry = reader.file.entry(number)?;
-        let dim_number = dim.extract::<i64>().ok();
-        if let Some(slice) = dim_number.and_then(|dim| shard_of(entry, dim, rank, world)) {
-            slices.push((number, Some(slice)));
-            continue;
-        }
-        let (ranges, _): SliceAndIndex<'py> = fallback.call1((at,))?.extract()?;
-        slices.push((number, Some(ranges)));
-    }
-    reader.sliced(slices)
+pub fn with_earlier(reader: &Reader, numbers: Vec<usize>) -> Outcome<Vec<usize>> {
+    Ok(reader.file.with_earlier(numbers)?)
 }
 
 /// Returns the part that a rank has of a tensor cut in one dimension; None if it has no such

@@ -59,6 +59,8 @@ pub struct LoadState {
     pub watch: Watch,
     memory: ForkSafeMutex<MemoryLimit>,
     shares_cache: AtomicBool,
+    /// A fallback that the next load reports.
+    fallback: ForkSafeMutex<Option<String>>,
 }
 
 impl LoadState {
@@ -78,6 +80,11 @@ impl LoadState {
     /// other processes of this machine load them too.
     pub fn share_cache(&self) {
         self.shares_cache.store(true, Ordering::Relaxed);
+    }
+
+    /// Makes the next load report a fallback.
+    pub fn report_fallback(&self, why: String) {
+        *self.fallback.lock() = Some(why);
     }
 
     /// Limits the memory that later loads have in flight.
@@ -102,6 +109,9 @@ impl LoadState {
         load: impl FnOnce(&Counters, &dyn Cancel) -> Result<T> + Send,
     ) -> Outcome<T> {
         let counters = Counters::default();
+        if let Some(why) = self.fallback.lock().take() {
+            counters.fallback(&why);
+        }
         let loaded = gil::without(py, || {
             let report_and_check = || self.report_and_check(uri, counters.moved());
             let loaded = load(&counters, &report_and_check)?;

@@ -55,12 +55,11 @@ from ._C import (  # noqa: E402
     minimum_save_memory,
     model_files,
     open,
+    plan_parts,
     release_pinned,
     s3cfg,
     scheme,
     set_pinned_limit,
-    slice_by_index,
-    slice_by_shard,
     snapshot,
     split_group_memory,
     split_tensor_memory,
@@ -69,6 +68,7 @@ from ._C import (  # noqa: E402
     time_first_touch,
     unknown_variables,
     uses_staging_memory,
+    with_earlier,
 )
 
 if __version__ != VERSION:
@@ -108,12 +108,11 @@ __all__ = [
     "minimum_save_memory",
     "model_files",
     "open",
+    "plan_parts",
     "release_pinned",
     "s3cfg",
     "scheme",
     "set_pinned_limit",
-    "slice_by_index",
-    "slice_by_shard",
     "snapshot",
     "split_group_memory",
     "split_tensor_memory",
@@ -121,4 +120,5 @@ __all__ = [
     "stats_since",
     "time_first_touch",
     "uses_staging_memory",
+    "with_earlier",
 ]

@@ -195,7 +195,8 @@ impl<'s> Reads<'s> {
     /// read.
     fn group_end(&self, first: usize, skipped: &dyn Fn(usize) -> bool) -> usize {
         let tensor_of = |(tensor, entry): (usize, &&Entry)| {
-            let position = (entry.file, entry.header_offset, entry.data_offset);
+            // An empty tensor has the position of the next one.
+            let position = (entry.file, entry.header_offset, entry.data_offset, entry.data_len);
             entry.whole.as_ref().map(|_| (position, skipped(tensor)))
         };
         let mut entries = self.selection.entries.iter().enumerate().skip(first).map(tensor_of);

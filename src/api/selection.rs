@@ -6,6 +6,24 @@ use crate::engine::plan::Extent;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 
+impl TensorFile {
+    /// Returns tensors, given by number, together with all that must be loaded with them: those
+    /// before them, if a file can only be read front to back.
+    #[doc(hidden)]
+    pub fn with_earlier(&self, numbers: Vec<usize>) -> Result<Vec<usize>> {
+        if self.is_seekable() {
+            return Ok(numbers);
+        }
+        let position = |entry: &Entry| (entry.file, entry.header_offset, entry.data_len);
+        let mut last = None;
+        for number in numbers {
+            last = last.max(Some(position(self.entry(number)?)));
+        }
+        let all = self.entries().iter().enumerate();
+        Ok(all.filter(|(_, entry)| Some(position(entry)) <= last).map(|(at, _)| at).collect())
+    }
+}
+
 /// The requested tensors, sorted by position. The engine numbers them in this order.
 pub struct Selection<'f> {
     /// The file that has them.

@@ -96,14 +96,14 @@ def test_parameters_are_the_loaded_tensors_without_copies(tmp_path, monkeypatch)
     model, _ = models.made(models.llama)
     model.save_pretrained(tmp_path)
     loaded = {}
-    load = weights.LoadSpec.load
+    load = weights.LoadPlan.load
 
     def noted(self, *args):
         found = load(self, *args)
         loaded.update({name: tensor.data_ptr() for name, tensor in found.items()})
         return found
 
-    monkeypatch.setattr(weights.LoadSpec, "load", noted)
+    monkeypatch.setattr(weights.LoadPlan, "load", noted)
     ours = from_pretrained(tmp_path)
     assert {name: tensor.data_ptr() for name, tensor in ours.state_dict().items()} == loaded
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from place import SWITCH, VARIABLE, Mutant, locate, mutated, switched
 from subjects import test_files
 
-#: A hang, by which a mutant is found: so many seconds without CPU time in which no thread could
-#: run, or more CPU seconds than any tests need. Time on the clock depends on the machine.
+#: A hang, by which a mutant is found: no thread could run each time that one looked, every second
+#: for so long, or more CPU seconds than any tests need. Time on the clock depends on the machine.
 IDLE, MOST = 200, 1500
 #: Exit status of pytest if there are no tests.
 NO_TESTS = 5
@@ -103,11 +103,10 @@ def run(tree: Path, command: list[str], number: int = 0) -> tuple[int | None, st
 
 def watch(process: subprocess.Popen[str], ended: threading.Event, hangs: threading.Event) -> None:
     """End a process that hangs."""
-    idle, before = 0, 0.0
+    idle = 0
     while not ended.wait(1):
         now, runs = cpu_seconds(process.pid)
-        idle = 0 if runs or now > before else idle + 1
-        before = now
+        idle = 0 if runs else idle + 1
         if idle > IDLE or now > MOST:
             hangs.set()
             end(process)

@@ -4,7 +4,7 @@ import pytest
 import tensorizer
 import torch
 from tensorizer import Shard, TensorDeserializer
-from tensorizer.file import open_file, planned_parts, tensor_file
+from tensorizer.file import load_plan, open_file, parts, request, tensor_file
 from tensorizer.tensors import handles
 
 FEW, MANY = 3, 300
@@ -51,8 +51,7 @@ def calls(monkeypatch):
         open_file, "Reader", lambda *a, **kw: wrapped(tensorizer._C.Reader(*a, **kw), made)
     )
     for module, name in (
-        (planned_parts, "slice_by_index"),
-        (planned_parts, "slice_by_shard"),
+        (parts, "plan_parts"),
         (handles, "_lend"),
     ):
         function = getattr(module, name)
@@ -133,12 +132,10 @@ def test_the_first_wrong_slice_is_named(tmp_path, slices, error, text):
 def test_a_part_is_described_when_it_is_asked_for(tmp_path):
     tensorizer.save({"a": torch.zeros(4, 3), "b": torch.zeros(2)}, tmp_path / "f.tensors")
     with tensor_file.TensorFile(tmp_path / "f.tensors") as file:
-        found, _ = planned_parts.PlannedParts.of_indices(
-            file, [0], [(0, 1, 3)], lambda at: ([], ())
-        )
-        assert list(found) == [0] and 0 in found and 1 not in found and len(found) == 1
-        assert found[0].shape == (2, 3)
-        assert found[0].boxes[0].ranges == ((1, 3), (0, 3))
+        plan = load_plan.LoadPlan(request.Request(slices={"a": (0, 1, 3)}), file)
+        assert plan.is_cut(0) and not plan.is_cut(1)
+        assert plan.part(0).shape == (2, 3) and plan.part(1).shape == (2,)
+        assert plan.part(0).boxes[0].ranges == ((1, 3), (0, 3))
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 8])

@@ -1,8 +1,12 @@
 """Pipes: signals that are handled meanwhile, and files that a pipe cannot give."""
 
+import contextlib
+import json
 import os
+import subprocess
 import threading
 import time
+import warnings
 
 import pytest
 import tensorizer
@@ -65,3 +69,79 @@ def feed(data, into):
             pipe.write(data)
     except BrokenPipeError:
         pass
+
+
+@contextlib.contextmanager
+def pipe_of(path):
+    """Yield the reading end of a pipe that gives the bytes of a file."""
+    out, into = os.pipe()
+    writer = threading.Thread(target=feed, args=(path.read_bytes(), into), daemon=True)
+    writer.start()
+    with os.fdopen(out, "rb") as pipe:
+        yield pipe
+    writer.join()
+
+
+def test_only_tensors_before_the_wanted_ones_are_kept(tmp_path):
+    tensors = {name: torch.full((3,), float(at)) for at, name in enumerate("abcde")}
+    tensorizer.save(tensors, tmp_path / "f.tensors")
+    with pipe_of(tmp_path / "f.tensors") as pipe:
+        file = tensorizer.TensorDeserializer(
+            pipe, "cpu", lazy_load=True, filter_func=lambda name: name != "b"
+        )
+        assert torch.equal(file["c"], tensors["c"])
+        # `a` was kept, `b` was left out, and `d` and `e` are still in the pipe.
+        assert file.total_bytes_read == 24
+        (fallback,) = tensorizer.stats()["fallbacks"]
+        assert fallback.startswith("1 tensors before the wanted ones were loaded too, because ")
+        assert torch.equal(file["a"], tensors["a"])
+        assert torch.equal(file["d"], tensors["d"]) and file.total_bytes_read == 36
+        assert tensorizer.stats()["fallbacks"] == []
+        assert torch.equal(file["e"], tensors["e"])
+
+
+def test_modules_are_filled_from_a_pipe(tmp_path):
+    """In place if nothing that may be wanted is passed by that; else all of it is loaded first."""
+    made = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    tensorizer.save(made.state_dict(), tmp_path / "f.tensors")
+    for dtypes in ((torch.float32, torch.float32), (torch.float64, torch.float32)):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        for layer, dtype in zip(net, dtypes, strict=True):
+            layer.to(dtype)
+        memory = net[1].weight.data_ptr()
+        with pipe_of(tmp_path / "f.tensors") as pipe, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the dtype that the module had
+            tensorizer.TensorDeserializer(pipe, "cpu", lazy_load=True).load_into_module(net)
+        assert all(map(torch.equal, net.state_dict().values(), made.state_dict().values()))
+        assert net[1].weight.data_ptr() == memory
+
+
+LOAD_OF_2_GB = """
+import resource, sys, tensorizer
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+tensorizer.load(sys.argv[1], "cpu")
+before = peak()
+loaded = tensorizer.load(sys.stdin.buffer, "cpu")
+size = sum(tensor.nbytes for tensor in loaded.values())
+assert size == 2_000_000_000
+print(peak() - before - size)
+"""
+
+
+def test_a_load_from_a_pipe_holds_its_tensors_once(tmp_path):
+    count, size = 20, 100_000_000
+    header = {
+        f"t{n}": {"dtype": "U8", "shape": [size], "data_offsets": [n * size, n * size + size]}
+        for n in range(count)
+    }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+    os.truncate(path, 8 + len(encoded) + count * size)
+    tensorizer.save({"a": torch.zeros(8)}, tmp_path / "small.safetensors")
+    with subprocess.Popen(["cat", path], stdout=subprocess.PIPE) as source:
+        small = tmp_path / "small.safetensors"
+        done = run_python(LOAD_OF_2_GB, small, stdin=source.stdout, fresh=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 50_000_000

@@ -64,7 +64,7 @@ def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPla
     for number in direct.keys() & others.keys():
         for target in others.pop(number):
             target.copy_(direct[number])
-    for batch in in_batches(others, file.reader.memory_len, _BATCH_BYTES):
+    for batch in in_batches(others, file.reader.memory_lens().__getitem__, _BATCH_BYTES):
         for number, tensor, _ in file.load(batch, torch.device("cpu")):
             for target in others[number]:
                 target.copy_(tensor)

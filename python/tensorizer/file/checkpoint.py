@@ -210,7 +210,7 @@ class Checkpoint:
                 verify=verify,
                 readers=readers,
                 map=map,
-                device=place,
+                devices=[place],
                 separate_memory=separate_memory,
             )
             for record, loaded in zip(missing, take(handle), strict=True):
@@ -221,7 +221,7 @@ class Checkpoint:
             verify=verify,
             readers=readers,
             map=map,
-            device=place,
+            devices=[place],
             separate_memory=separate_memory,
         )
         loaded_directly = iter(take(handle))
@@ -331,7 +331,7 @@ class SlicedCheckpoint:
         del shared
         direct = [number for number in numbers if not self.strided(number)]
         place = devices.number(device)
-        handle, _ = self.reader.load(direct, verify=verify, device=place, **options)
+        handle, _ = self.reader.load(direct, verify=verify, devices=[place], **options)
         loaded = dict(zip(direct, take(handle), strict=True))
         size = sum(tensor.nbytes for tensor in loaded.values())
         for number in numbers:

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,9 @@ from ..group.tensor_requests import (
 from ..streams.addresses import is_address
 from ..tensors.handles import cast_dtype, dtype_of
 from ..tensors.sharding import Ranges
-from .selection import Selection
+from .load_plan import LoadPlan
+from .progress import ProgressReporter
+from .request import Request
 from .shared_batches import FillTask, SharedBatches
 from .tensor_file import TensorFile, in_batches
 
@@ -131,6 +133,49 @@ def _digest(file: TensorFile) -> bytes:
     return digest.digest()
 
 
+def load_collectively(
+    members: Members,
+    opened: Callable[[Sequence[Head]], TensorFile],
+    requested: Callable[[], Request],
+    progress: ProgressReporter,
+) -> dict[Any, torch.Tensor]:
+    """Load the tensors that this member wants together with the other members of a group.
+
+    The progress is finished, too.
+
+    Args:
+        members: The members.
+        opened: See :func:`open_collectively`.
+        requested: Makes the request; an error of it is the error of all.
+        progress: Reports the bytes that are loaded.
+
+    """
+    file, each_reads = open_collectively(members, opened)
+    plans: list[LoadPlan] = []
+
+    def planned() -> LoadPlan:
+        plans.append(plan := LoadPlan(requested(), file))
+        progress.total = plan.total()
+        return plan
+
+    def load() -> dict[Any, torch.Tensor]:
+        loaded = planned().load()
+        progress.finish()
+        return loaded
+
+    def prepare() -> FillTask:
+        plan = planned()
+        return FillTask(plan, plan.checked_targets() or allocate(plan))
+
+    with file:
+        if each_reads:
+            file.reader.share_cache()
+            return members.run_on_all(load)[0]
+        file.keeps_shared = False
+        filled = fill_collectively(members, prepare, progress.finish)
+        return plans[0].by_key(filled.tensors)
+
+
 def fill_collectively(
     members: Members, prepare: Callable[[], FillTask], finish: Callable[[], None] | None = None
 ) -> FillTask:
@@ -167,7 +212,7 @@ def fill_collectively(
     found = _merged_requests(members, wanted.file, request, requests, whole=whole)
     sharing = SharedBatches(members, task, found.shared, whole=whole)
     read_alone = [n for n in numbers if n in found.alone or n in sharing.read_by_each]
-    alone = Selection(wanted.file, read_alone, wanted.parts)
+    alone = wanted.subset(read_alone)
 
     def fill_alone() -> MemoryBudget:
         empty = set(wanted.numbers).difference(numbers)
@@ -193,12 +238,12 @@ def fill_collectively(
     return task
 
 
-def _request(wanted: Selection, numbers: Sequence[int]) -> TensorRequest:
+def _request(wanted: LoadPlan, numbers: Sequence[int]) -> TensorRequest:
     """Return the ranges of tensors that this member wants."""
     shapes = (shape or [1] for _, shape in wanted.file.reader.describe_all(numbers))
 
     def ranges(number: int, shape: Sequence[int]) -> Ranges:
-        cut = number in wanted.parts
+        cut = wanted.is_cut(number)
         return (cut and wanted.part(number).bounds()) or tuple((0, size) for size in shape)
 
     return TensorRequest.of(
@@ -229,27 +274,24 @@ def _merged_requests(
     return merge_requests(requests, len(file), in_one_piece, (members.rank, members.size))
 
 
-def _fill_alone(wanted: Selection, tensors: Mapping[int, torch.Tensor]) -> None:
+def _fill_alone(wanted: LoadPlan, tensors: Mapping[int, torch.Tensor]) -> None:
     """Fill the tensors that this member alone wants, without the others."""
     file = wanted.file
     file.reader.limit_memory(file.memory_limit)
-    places = {number: tensors[number] for number in wanted.numbers}
-    if not places:
+    if not wanted.numbers:
         return
     if file.dtype is None:
-        wanted.fill(places)
+        wanted.fill(tensors)
         return
     # Tensors to be cast are loaded a few at a time.
-    most = file.reserve_memory(_CAST_BYTES, wanted.numbers, file.reader.memory_len) // 2
-    for numbers in in_batches(wanted.numbers, file.reader.memory_len, most):
-        some = Selection(file, numbers, wanted.parts)
-        for number, tensor in some.load(lambda number: places[number].device).items():
-            places[number].detach().copy_(tensor)
+    length = file.reader.memory_lens().__getitem__
+    most = file.reserve_memory(_CAST_BYTES, wanted.numbers, length) // 2
+    for numbers in in_batches(wanted.numbers, length, most):
+        for number, tensor in wanted.subset(numbers).load_new().items():
+            tensors[number].detach().copy_(tensor)
 
 
-def allocate(
-    wanted: Selection, device_of: Callable[[int], torch.device]
-) -> dict[int, torch.Tensor]:
+def allocate(wanted: LoadPlan) -> dict[int, torch.Tensor]:
     """Return new tensors to load the wanted ones into.
 
     Raises:
@@ -260,7 +302,7 @@ def allocate(
     made = {}
     for number in wanted.numbers:
         dtype = cast_dtype(dtype_of(wanted.file.reader.describe(number)[0]), wanted.file.dtype)
-        shape, device = wanted.part(number).shape, device_of(number)
+        shape, device = wanted.part(number).shape, wanted.device_of(number)
         try:
             made[number] = torch.empty(shape, dtype=dtype, device=device)
         except RuntimeError as error:

@@ -10,10 +10,10 @@ import torch
 from .._types import Head
 from ..group.members import Members
 from .collective_load import allocate, fill_collectively, open_collectively
-from .load_spec import LoadSpec, ResolvedLoad
+from .load_plan import LoadPlan
 from .progress import ProgressReporter
 from .read_ahead import ReadAhead
-from .selection import Selection
+from .request import Request
 from .shared_batches import FillTask
 from .tensor_file import TensorFile, in_batches
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def open_read_ahead(
     group: ProcessGroup,
     opened: Callable[[Sequence[Head] | None], TensorFile],
-    spec: LoadSpec,
+    request: Request,
     reporter: ProgressReporter,
     buffer_bytes: int,
-) -> tuple[TensorFile, ResolvedLoad, CollectiveReadAhead | ReadAhead]:
+) -> tuple[TensorFile, LoadPlan, CollectiveReadAhead | ReadAhead]:
     """Open a file at all members of a group. Return it, the chosen tensors, and their iterator.
 
     Raises:
@@ -35,15 +35,17 @@ def open_read_ahead(
 
     """
     members = Members.of(group)
+
+    def planned(file: TensorFile) -> LoadPlan:
+        plan = LoadPlan(request, file)
+        reporter.total = plan.total()
+        return plan
+
     if members.size == 1:
         file = opened(None)
         try:
-            resolved = spec.resolve(file, reporter)
-            return (
-                file,
-                resolved,
-                ReadAhead(resolved.wanted, resolved.device, buffer_bytes, ready=False),
-            )
+            plan = planned(file)
+            return file, plan, ReadAhead(plan, plan.device, buffer_bytes, ready=False)
         except BaseException:
             file.close()
             raise
@@ -51,21 +53,16 @@ def open_read_ahead(
     with members:
         file, each_reads = open_collectively(members, opened)
         try:
-            resolved, _ = members.run_on_all(lambda: spec.resolve(file, reporter))
+            plan, _ = members.run_on_all(lambda: planned(file))
             # Members may have different buffer sizes, and all must form the same batches.
             common_buffer_bytes = min(members.all_gather(buffer_bytes))
 
             def begin() -> None:
                 if each_reads:
                     file.reader.share_cache()
-                    iterator = ReadAhead(
-                        resolved.wanted, resolved.device, buffer_bytes, ready=False
-                    )
-                    iterators.append(iterator)
+                    iterators.append(ReadAhead(plan, plan.device, buffer_bytes, ready=False))
                 else:
-                    iterators.append(
-                        CollectiveReadAhead(members, file, resolved, common_buffer_bytes)
-                    )
+                    iterators.append(CollectiveReadAhead(members, plan, common_buffer_bytes))
 
             members.run_on_all(begin)
         except BaseException:
@@ -73,7 +70,7 @@ def open_read_ahead(
                 iterator.close()
             file.close()
             raise
-    return file, resolved, iterators[0]
+    return file, plan, iterators[0]
 
 
 class CollectiveReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
@@ -82,20 +79,19 @@ class CollectiveReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
     Args:
         members: The processes that have the same file. All must take the same number of batches:
             the iteration is one collective call, which ends with the last batch.
-        file: The file.
-        resolved: The tensors that this member wants.
+        plan: The tensors that this member wants of the file.
         buffer_bytes: The most bytes of tensors that are held, the same at all members.
 
     """
 
-    def __init__(
-        self, members: Members, file: TensorFile, resolved: ResolvedLoad, buffer_bytes: int
-    ) -> None:
-        self._members, self._file, self._resolved = members, file, resolved
+    def __init__(self, members: Members, plan: LoadPlan, buffer_bytes: int) -> None:
+        self._members, self._plan, file = members, plan, plan.file
         self._ended = False
         file.keeps_shared = False
-        self._batches = in_batches(range(len(file)), file.reader.memory_len, buffer_bytes)
-        self._wanted = set(resolved.wanted.numbers)
+        self._batches = in_batches(
+            range(len(file)), file.reader.memory_lens().__getitem__, buffer_bytes
+        )
+        self._wanted = set(plan.numbers)
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:
         try:
@@ -110,10 +106,10 @@ class CollectiveReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
     def _load(self, batch: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
         """Return the tensors of a batch that this member wants."""
         numbers = [number for number in batch if number in self._wanted]
-        wanted = Selection(self._file, numbers, self._resolved.wanted.parts)
+        wanted = self._plan.subset(numbers)
 
         def prepare() -> FillTask:
-            return FillTask(wanted, allocate(wanted, self._resolved.device_of))
+            return FillTask(wanted, allocate(wanted))
 
         places = fill_collectively(self._members, prepare).tensors
         return [(number, places[number]) for number in wanted.numbers]

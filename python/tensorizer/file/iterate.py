@@ -17,9 +17,10 @@ from ..tensors.sharding import Shard
 from .arguments import device_or_function, names_of
 from .encryption import DecryptionParams
 from .exit_hooks import close_at_exit
-from .load_spec import LoadSpec, ResolvedLoad
+from .load_plan import LoadPlan
 from .progress import ProgressReporter, ProgressType
 from .read_ahead import ReadAhead, use_on_current_stream
+from .request import Request
 from .slices import Index
 from .tensor_file import TensorFile
 
@@ -110,7 +111,7 @@ def iterate(
     if group is not None and order == "ready":
         raise ValueError('order="ready" with group=: members take tensors in the order of the file')
     reporter = ProgressReporter(progress)
-    spec = LoadSpec(names_of(names), filter_func, slices or {}, None, None, shard, device)
+    request = Request(names_of(names), None, filter_func, slices or {}, shard=shard, device=device)
 
     def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> TensorFile:
         return TensorFile(
@@ -133,13 +134,14 @@ def iterate(
         from .collective_read_ahead import open_read_ahead  # torch.distributed is slow to import
 
         return _LoadIterator(
-            reporter, *open_read_ahead(group, opened, spec, reporter, buffer_bytes)
+            reporter, *open_read_ahead(group, opened, request, reporter, buffer_bytes)
         )
-    file = opened(None, spec.requested_names())
+    file = opened(None, request.wanted_names())
     try:
-        resolved = spec.resolve(file, reporter)
-        batches = ReadAhead(resolved.wanted, resolved.device, buffer_bytes, ready=order == "ready")
-        return _LoadIterator(reporter, file, resolved, batches)
+        plan = LoadPlan(request, file)
+        reporter.total = plan.total()
+        batches = ReadAhead(plan, plan.device, buffer_bytes, ready=order == "ready")
+        return _LoadIterator(reporter, file, plan, batches)
     except BaseException:
         file.close()
         raise
@@ -162,12 +164,12 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
         self,
         reporter: ProgressReporter,
         file: TensorFile,
-        resolved: ResolvedLoad,
+        plan: LoadPlan,
         batches: TensorBatches,
     ) -> None:
         self._reporter, self._file = reporter, file
-        self._resolved, self._batches = resolved, batches
-        self._names, self._further_names = resolved.names_by_number()
+        self._plan, self._batches = plan, batches
+        self._names, self._further_names = plan.keys_by_number()
         self._ready: deque[tuple[Any, torch.Tensor]] = deque()
         self._ended = False
         self._process = os.getpid()
@@ -206,11 +208,8 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
             # error.
             self._waiting_thread = threading.get_ident()
             loaded = next(self._batches)
-            if not self._resolved.returns_as_loaded:
-                loaded = [
-                    (number, self._resolved.in_requested_form(number, one))
-                    for number, one in loaded
-                ]
+            if not self._plan.returns_as_loaded:
+                loaded = [(n, self._plan.in_requested_form(n, one)) for n, one in loaded]
             several = len(loaded) > 1 and loaded[0][1].is_cuda
             self._stream = torch.cuda.current_stream(loaded[0][1].device) if several else None
             ready = [(self._names[number], one) for number, one in loaded]

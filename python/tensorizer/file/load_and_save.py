@@ -16,9 +16,10 @@ from . import to_safetensors
 from .arguments import DeviceOf, DeviceType, names_of
 from .encryption import DecryptionParams, EncryptionParams
 from .file_writer import FileWriter
-from .load_spec import LoadSpec
+from .load_plan import LoadPlan
 from .nesting import named_leaves
 from .progress import ProgressReporter, ProgressType, data_bytes
+from .request import Request
 from .slices import Index
 from .tensor_file import TensorFile
 
@@ -143,18 +144,25 @@ def load(
             wanted=wanted,
         )
 
-    spec = LoadSpec(names_of(names), filter_func, slices or {}, out, like, shard, device)
+    chosen = names_of(names)
+
+    def requested() -> Request:
+        return Request(
+            chosen, None, filter_func, slices or {}, shard, out=out, like=like, device=device
+        )
+
     if members is None or members.size == 1:
-        with reporter, opened(None, spec.requested_names()) as file:
-            return spec.load(file, reporter)
-    from .collective_load import open_collectively  # as above
+        request = requested()
+        with reporter, opened(None, request.wanted_names()) as file:
+            plan = LoadPlan(request, file)
+            reporter.total = plan.total()
+            return plan.load()
+    from .collective_load import load_collectively  # as above
 
     with reporter, members:
-        file, each_reads = open_collectively(members, opened)
-        with file:
-            loaded = spec.load_collectively(file, members, reporter, each_reads=each_reads)
-            members.complete()
-            return loaded
+        loaded = load_collectively(members, opened, requested, reporter)
+        members.complete()
+        return loaded
 
 
 def save(

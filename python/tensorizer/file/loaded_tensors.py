@@ -8,6 +8,7 @@ import torch
 
 from .._errors import HashMismatchError
 from .._locks import ForkSafeLock
+from .._native import with_earlier
 from ..modules import state
 from ..tensors import fake_mode
 from ..tensors.handles import cast_dtype, dtype_of, lend
@@ -145,31 +146,50 @@ class LoadedTensors:
         """Return a tensor, and load it first if it is not loaded yet."""
         if number in self._tensors:
             return self[number]
-        if not self.file.reader.seekable:
-            self.load([number], device)
-            return self[number]
         with self._load_lock.current():
             if self._without_number:
                 self._assign_numbers()
             if number not in self._tensors:
-                tensor, self.modules[number] = self.file.load_one(number, device)
-                self._tensors[number] = _parameter(tensor)
-                self._verified[number] = self.file.verify
+                needed = self._needed([number])
+                if len(needed) == 1:
+                    tensor, self.modules[number] = self.file.load_one(number, device)
+                    self._tensors[number] = _parameter(tensor)
+                    self._verified[number] = self.file.verify
+                else:
+                    self._load(needed, device, None)
             return self[number]
 
     def load(self, numbers: Sequence[int], device: torch.device, verify: str | None = None) -> None:
         """Load those of the tensors that are not loaded yet."""
         with self._load_lock.current():
             self._assign_numbers()
-            missing = [number for number in numbers if number not in self._tensors]
-            if missing and not self.file.reader.seekable:
-                # A stream is read only once: load all tensors that may be requested later.
-                every = range(len(self.file)) if self._selection is None else self._selection
-                missing = [n for n in every if n not in self._tensors]
-            for number, tensor, module in self.file.load(missing, device, verify):
-                self._tensors[number] = _parameter(tensor)
-                self.modules[number] = module
-                self._verified[number] = verify or self.file.verify
+            self._load(self._needed(numbers), device, verify)
+
+    def _load(self, numbers: Sequence[int], device: torch.device, verify: str | None) -> None:
+        """Load tensors; the lock is held."""
+        for number, tensor, module in self.file.load(numbers, device, verify):
+            self._tensors[number] = _parameter(tensor)
+            self.modules[number] = module
+            self._verified[number] = verify or self.file.verify
+
+    def _needed(self, numbers: Sequence[int]) -> list[int]:
+        """Return the tensors that are not loaded yet, and others that must be loaded with them.
+
+        Of a file that can only be read front to back, these are the tensors before them: they may
+        be requested later.
+        """
+        missing = [number for number in numbers if number not in self._tensors]
+        found = with_earlier(self.file.reader, missing)
+        if len(found) == len(missing):
+            return missing
+        wanted = None if self._selection is None else set(self._selection)
+        found = [n for n in found if n not in self._tensors and (wanted is None or n in wanted)]
+        if len(found) > len(missing):
+            self.file.reader.report_fallback(
+                f"{len(found) - len(missing)} tensors before the wanted ones were loaded too, "
+                f"because {self.file.uri} can only be read front to back"
+            )
+        return found
 
     def fill(
         self,
@@ -199,15 +219,18 @@ class LoadedTensors:
                 ):
                     fits.append((number, tensor))
             fits = state.without_overlaps(fits)
+            chosen = [number for number, _ in fits]
+            if len(with_earlier(self.file.reader, chosen)) > len(chosen):
+                # Filling these would pass others.
+                return set()
             if fits:
-                chosen = [number for number, _ in fits]
                 modules = self.file.fill([tensor for _, tensor in fits], chosen, verify)
                 self.modules.update(zip(chosen, modules, strict=True))
                 for number, tensor in fits:
                     known = tensor if isinstance(tensor, torch.nn.Parameter) else _parameter(tensor)
                     self._tensors[number] = known
                     self._verified[number] = verify
-            return {number for number, _ in fits}
+            return set(chosen)
 
     def _uncast_dtypes(self, names: Iterable[str]) -> dict[str, torch.dtype]:
         """Return the dtypes, by name, of those that are not cast."""

@@ -255,22 +255,24 @@ class OpenFile:
         part._checkpoint = checkpoint
         return part
 
-    def with_reader(self: _File, reader: Reader) -> _File | None:
-        """Return the same file with the tensors of a reader that was made of slices of it.
+    def with_parts(self: _File, reader: Reader, numbers: Sequence[int]) -> _File:
+        """Return the same file with parts of some tensors as its only tensors.
 
-        None for a checkpoint of ``torch.save``, which needs the slices themselves.
+        ``reader`` was made of these parts of the tensors ``numbers``, and is closed with this file.
         """
-        return self._with(reader) if self._checkpoint is None else None
+        if self._checkpoint is None:
+            part = self._with(reader)
+        else:
+            # A checkpoint needs the parts themselves.
+            part = self.sliced([(number, reader.ranges(at)) for at, number in enumerate(numbers)])
+        self._adopted_readers += {reader, part.reader}
+        return part
 
     def uncast(self: _File) -> _File:
         """Return the same file, whose tensors are loaded in the dtypes of the file."""
         part = self._with(self.reader)
         part.dtype = None
         return part
-
-    def adopt(self, reader: Reader) -> None:
-        """Close a reader of slices of this file together with the file."""
-        self._adopted_readers.append(reader)
 
     def _with(self: _File, reader: Reader) -> _File:
         part = copy.copy(self)

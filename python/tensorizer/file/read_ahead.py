@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import torch
@@ -11,16 +11,14 @@ from .._errors import ClosedError
 from .._native import TensorIterator
 from ..tensors import fake_mode
 from ..tensors.handles import copied, take
-from ..tensors.sharding import Part
-from .selection import Selection, joined
-from .tensor_file import TensorFile
+from .load_plan import LoadPlan
 
 
 class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
     """Yields the wanted tensors of a file as lists of numbers and tensors; small ones together.
 
     Args:
-        wanted: Tensors, or parts of them.
+        plan: Tensors, or parts of them.
         device: The device of the tensors.
         buffer_bytes: The most bytes that are loaded or being read, and not yet taken.
         ready: True for the order in which they become ready, False for that of the file.
@@ -28,22 +26,19 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
     """
 
     def __init__(
-        self, wanted: Selection, device: torch.device, buffer_bytes: int, *, ready: bool
+        self, plan: LoadPlan, device: torch.device, buffer_bytes: int, *, ready: bool
     ) -> None:
-        self._file, self._device = wanted.file, device
-        self._parts = wanted.parts
-        #: True if parts are cut here from whole tensors, because a stream that cannot seek is read
-        #: once.
-        self._cut_here = bool(wanted.parts) and not self._file.reader.seekable
-        #: For each tensor to be read: the number of the tensor that it is, or is a part of.
-        self._numbers = list(wanted.numbers)
-        #: The file to read: the file itself, or a view of it that has the parts as its tensors.
-        self._read = self._file
-        read = self._numbers
-        if wanted.parts and not self._cut_here:
-            self._numbers, self._read = self._sliced(wanted)
-            read = list(range(len(self._numbers)))
-        self._of = dict(zip(read, self._numbers, strict=True)) if wanted.parts else {}
+        self._plan, self._device = plan, device
+        #: The file, or a view of it that has the parts as its tensors.
+        self._read = plan.read
+        read = plan.entries()
+        #: The number of the tensor of each box that is read; empty if all tensors are wholes.
+        self._of = (
+            {}
+            if plan.read is plan.file
+            else dict(zip(read, plan.numbers_of_entries(), strict=True))
+        )
+        self._counts = Counter(self._of.values())
         #: Tensors whose bytes are not in order in the file. They are read last, one by one.
         #: Tensors of ``FakeTensorMode`` are not read at all.
         fake = fake_mode.is_active()
@@ -59,15 +54,6 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
             direct, device, buffer_bytes=buffer_bytes, ready=ready
         )
 
-    def _sliced(self, wanted: Selection) -> tuple[list[int], TensorFile]:
-        """Return the number of each box's tensor, and a view of the file that has the boxes."""
-        slices = []
-        for number in wanted.numbers:
-            part = wanted.parts.get(number)
-            boxes = [None] if part is None else [box.ranges for box in part.boxes]
-            slices += [(number, ranges) for ranges in boxes]
-        return [number for number, _ in slices], self._file.sliced(slices)
-
     def __next__(self) -> list[tuple[int, torch.Tensor]]:
         while not self._ready:
             self._wait()
@@ -82,53 +68,43 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         if found is not None:
             handle, numbers = found
             tensors = self._read.placed(take(handle), numbers, self._device)
-            if not self._parts:
-                self._ready.extend(zip(numbers, tensors, strict=True))
-                return
             for number, tensor in zip(numbers, tensors, strict=True):
-                self._part_landed(number, tensor)
+                self._box_landed(number, tensor)
             return
         self._native = None
         if not self._strided:
             raise StopIteration
         number = self._strided.popleft()
         ((_, tensor, _),) = self._read.load([number], self._device)
-        self._part_landed(number, _own(tensor))
+        self._box_landed(number, _own(tensor))
 
-    def _part_landed(self, read: int, tensor: torch.Tensor) -> None:
+    def _box_landed(self, read: int, tensor: torch.Tensor) -> None:
         """Take a tensor or a box that has arrived; queue each tensor that is complete."""
         number = self._of.get(read, read)
-        part = self._parts.get(number)
-        if part is None:
+        count = self._counts.get(number, 1)
+        if count == 1:
             self._ready.append((number, tensor))
-        elif self._cut_here:
-            boxes = [copied(box.of_whole(tensor)) for box in part.boxes]
-            self._ready.append((number, self._joined(part, boxes)))
-        else:
-            found = self._boxes.setdefault(number, {})
-            several = len(part.boxes) > 1 and tensor.is_cuda
-            found[read] = tensor, torch.cuda.current_stream(tensor.device) if several else None
-            if len(found) == len(part.boxes):
-                del self._boxes[number]
-                in_order = [found[at] for at in sorted(found)]
-                for box, stream in in_order:
-                    if stream is not None:
-                        use_on_current_stream(box, stream)
-                self._ready.append((number, self._joined(part, [box for box, _ in in_order])))
-
-    def _joined(self, part: Part, boxes: list[torch.Tensor]) -> torch.Tensor:
-        return boxes[0] if len(boxes) == 1 else joined(part, boxes, boxes[0].dtype, self._device)
+            return
+        found = self._boxes.setdefault(number, {})
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        found[read] = tensor, stream
+        if len(found) == count:
+            del self._boxes[number]
+            in_order = [found[at] for at in sorted(found)]
+            for box, of_box in in_order:
+                if of_box is not None:
+                    use_on_current_stream(box, of_box)
+            whole = self._plan.joined(number, [box for box, _ in in_order])
+            self._ready.append((number, whole))
 
     def close(self) -> None:
         """End the load, and wait for its reads and copies. Closing again does nothing."""
         self._closed = True
         # Another thread may be loading a strided tensor, which the native iterator does not know.
-        self._file.stop()
+        self._read.stop()
         native = self._native
         if native is not None:
             native.close()
-        if self._read is not self._file:
-            self._read.reader.close()
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ..tensors.handles import lend, refuse_short
 from ..tensors.usage import convert_bytes
 from . import hints
 from .arguments import checked_verification, named_device, resolve_device
-from .dtensor_loader import DTensorLoader
+from .dtensors import load_sharded, sharded_slots
 from .encryption import DecryptionParams
 from .loaded_tensors import LoadedTensors
 from .name_tree import LEFT_OUT, converted, list_or_dict_with_gaps, nested, path_of, plain
@@ -434,8 +434,6 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                     f"{name!r} has the dtype torch.{dtype}, which numpy lacks: "
                     "allow_raw_data=True yields its bytes"
                 )
-            if self._file.dtype is None and not self._file.reader.seekable:
-                self._load([number], verify)
             with fake_mode.suspended():
                 if self._file.dtype is None and number in self._loaded:
                     self._loaded.check_hashes([number], verify)
@@ -574,15 +572,18 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         self._loaded.check_hashes(chosen, verify)
         dtypes = self._loaded.dtypes_for_slots(chosen, tensors)
         state.warn_of_dtypes(m, found, [str(name) for name in names], dtypes)
-        sharded = DTensorLoader(self._loaded, slots, tensors, chosen)
-        cut = {number for _, number in sharded.pairs}
+        sharded = sharded_slots(slots, tensors, chosen)
+        cut = {number for _, number in sharded}
         rows = list(zip(slots, tensors, chosen, strict=True))
         rows = [row for row in rows if row[2] not in cut] if cut else rows
         here = self._loaded.fill(rows, self._device, verify)
         rest = [row for row in rows if row[2] not in here]
         self._load([number for _, _, number in rest], verify)
-        loaded = [(slot, self._loaded.for_slot(n, there)) for slot, there, n in rest]
-        state.assign(m, [*loaded, *sharded.load(verify)], fill=not self._file.maps)
+        loaded: list[tuple[state.TensorSlot, torch.Tensor]] = [
+            (slot, self._loaded.for_slot(n, there)) for slot, there, n in rest
+        ]
+        loaded += load_sharded(self._loaded, sharded, verify) if sharded else []
+        state.assign(m, loaded, fill=not self._file.maps)
         held_elsewhere.take_over(m)
         self.close()
         return len(chosen)

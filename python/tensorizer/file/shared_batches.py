@@ -23,7 +23,7 @@ from ..group.members import Members
 from ..group.tensor_requests import SharedRows
 from ..tensors.handles import dtype_of
 from ..tensors.sharding import Ranges
-from .selection import Selection
+from .load_plan import LoadPlan
 from .tensor_file import TensorFile
 
 #: Longer batches for encrypted tensors: whole pieces of 2 MiB are read, even where a batch begins
@@ -34,7 +34,7 @@ _ENCRYPTED_BATCH_BYTES = 8 * BATCH_BYTES
 class FillTask(NamedTuple):
     """The tensors that a member wants of a file, and the memory to fill, by number."""
 
-    wanted: Selection
+    wanted: LoadPlan
     tensors: Mapping[int, torch.Tensor]
 
 

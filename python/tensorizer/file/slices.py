@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -12,8 +11,6 @@ import torch
 
 from .._types import Name
 from ..tensors.handles import dtype_of
-from ..tensors.sharding import Part
-from .planned_parts import PlannedParts
 from .tensor_file import TensorFile
 
 #: An index as in brackets, which selects a part of each dimension.
@@ -123,53 +120,6 @@ def _refuse_outside(step: slice, dim: int) -> None:
             )
 
 
-def parts_of(
-    file: TensorFile, numbers: Mapping[Name, int], slices: Mapping[Name, Any]
-) -> tuple[Mapping[int, Part], dict[int, tuple[Any, ...]]]:
-    """Return the parts of tensors that slices need, and the indices to apply to these parts.
-
-    Indices that would change nothing are left out.
-
-    Raises:
-        KeyError: A slice is for none of the tensors.
-        IndexError, TypeError, ValueError: See :func:`ranges_of`.
-
-    """
-    if not slices:
-        return {}, {}
-    names, found = list(slices), _found(file, numbers, slices)
-
-    def other(at: int) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
-        shape = torch.Size(file.reader.describe(found[at])[1])
-        try:
-            return ranges_of(shape, _as_index(shape, slices[names[at]]), clips=False)
-        except (IndexError, TypeError, ValueError) as error:
-            raise type(error)(f"the slice of {names[at]!r}: {error}") from None
-
-    given = list(slices.values())[: len(found)]
-    cuts, rests = PlannedParts.of_indices(file, found, given, other)
-    if len(found) < len(names):
-        missing = names[len(found)]
-        raise KeyError(f"a slice of {missing!r}, which is not among the tensors to load")
-    return cuts, rests
-
-
-def _found(file: TensorFile, numbers: Mapping[Name, int], names: Iterable[Name]) -> list[int]:
-    """Return the numbers of the names, up to the first that is not among the tensors."""
-    known = [numbers.get(name) for name in names]
-    among = set(numbers.values()) if None in known else set()
-    found: list[int] = []
-    for name, number in zip(names, known, strict=True):
-        at = number
-        if at is None:
-            with contextlib.suppress(KeyError):
-                at = file.find(name)
-        if at is None or (number is None and at not in among):
-            break
-        found.append(at)
-    return found
-
-
 def with_ones(tensor: torch.Tensor, rest: tuple[Any, ...], name: Name) -> torch.Tensor:
     """Return a tensor with a dimension of size 1 for each that its slice has dropped.
 
@@ -185,7 +135,7 @@ def with_ones(tensor: torch.Tensor, rest: tuple[Any, ...], name: Name) -> torch.
     return tensor
 
 
-def _as_index(shape: torch.Size, given: Any) -> Index:
+def index_of(shape: torch.Size, given: Any) -> Index:
     """Return an index; ``(dimension, start, end)`` becomes a slice of that dimension."""
     dim_and_range = isinstance(given, tuple) and len(given) == 3
     if dim_and_range and not any(isinstance(step, slice) or step is ... for step in given):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap as memory_maps
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from .open_file import OpenFile
 _BATCH_BYTES = 256 << 20
 _CPU = torch.device("cpu")
 
+#: The device of all tensors of a load, or that of each.
+Places: TypeAlias = "torch.device | Sequence[torch.device]"
 #: The keys of tensors: numbers or names.
 _Key = TypeVar("_Key", int, str)
 
@@ -27,15 +29,20 @@ class TensorFile(OpenFile):
     """An open file, whose tensors can be loaded; see :class:`OpenFile` for its arguments."""
 
     def load(
-        self, numbers: Sequence[int], device: torch.device, verify: str | None = None
+        self, numbers: Sequence[int], device: Places, verify: str | None = None
     ) -> Iterator[tuple[int, torch.Tensor, int]]:
-        """Yield ``(number, tensor, module index)`` of tensors on a device, in their final dtype.
+        """Yield ``(number, tensor, module index)`` of tensors, in their final dtype.
 
-        It is ``dtype`` for floating-point tensors if that was given, and else the file's dtype.
+        All are on one device, or each on its own. The dtype is ``dtype`` for floating-point tensors
+        if that was given, and else the file's.
         """
+        start = 0
         for batch in self._batches(numbers, device):
-            tensors, modules = self.read(batch, device, verify)
-            yield from zip(batch, self.placed(tensors, batch, device), modules, strict=True)
+            end = start + len(batch)
+            of_batch = device if isinstance(device, torch.device) else device[start:end]
+            tensors, modules = self.read(batch, of_batch, verify)
+            yield from zip(batch, self.placed(tensors, batch, of_batch), modules, strict=True)
+            start = end
 
     def load_one(self, number: int, device: torch.device) -> tuple[torch.Tensor, int]:
         """Return a tensor, in the form in which :meth:`load` yields it, and its module index."""
@@ -48,7 +55,7 @@ class TensorFile(OpenFile):
             verify=self.verify,
             readers=self._num_readers,
             map=self.maps,
-            device=devices.number(device),
+            devices=[devices.number(device)],
             separate_memory=self._clone,
         )
         (tensor,) = take(handle)
@@ -56,14 +63,40 @@ class TensorFile(OpenFile):
         return tensor, module
 
     def read(
-        self, numbers: Sequence[int], device: torch.device, verify: str | None = None
+        self, numbers: Sequence[int], device: Places, verify: str | None = None
     ) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors in the file's dtype, and their module indices.
 
-        They are on the device if the native code supports it, and else on the CPU.
+        They are on their devices if the native code supports these, and else on the CPU.
         """
-        if numbers and fake_mode.is_active():
-            return self._without_data(numbers, device), [0] * len(numbers)
+        if self._checkpoint is not None or (numbers and fake_mode.is_active()):
+            by_device = _by_device(numbers, device)
+            found = {
+                number: tensor
+                for one, some in by_device.items()
+                for number, tensor in zip(some, self._read_on(some, one, verify), strict=True)
+            }
+            return [found[number] for number in numbers], [0] * len(numbers)
+        handle, modules = self.reader.load(
+            numbers,
+            verify=verify or self.verify,
+            readers=self._num_readers,
+            map=self.maps,
+            devices=_native_numbers(device),
+            separate_memory=self._clone,
+        )
+        tensors = take(handle)
+        # In the file, a sliced tensor has more bytes, and a tensor of the meta device fewer.
+        size = sum(tensor.nbytes for tensor in tensors)
+        self._read[0] += min(size, self.reader.data_len(numbers))
+        return tensors, modules
+
+    def _read_on(
+        self, numbers: Sequence[int], device: torch.device, verify: str | None
+    ) -> list[torch.Tensor]:
+        """Return tensors of a checkpoint, or of ``FakeTensorMode``, for which nothing is read."""
+        if self._checkpoint is not None and numbers and fake_mode.is_active():
+            return self._checkpoint.without_data(numbers, device)
         if self._checkpoint is not None:
             tensors, read = self._checkpoint.load(
                 numbers,
@@ -75,59 +108,11 @@ class TensorFile(OpenFile):
                 shared=self.keeps_shared,
             )
             self._read[0] += read
-            return tensors, [0] * len(numbers)
-        handle, modules = self.reader.load(
-            numbers,
-            verify=verify or self.verify,
-            readers=self._num_readers,
-            map=self.maps,
-            device=devices.number(device),
-            separate_memory=self._clone,
-        )
-        tensors = take(handle)
-        # In the file, a sliced tensor has more bytes, and a tensor of the meta device fewer.
-        size = sum(tensor.nbytes for tensor in tensors)
-        self._read[0] += min(size, self.reader.data_len(numbers))
-        return tensors, modules
-
-    def _without_data(self, numbers: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-        """Return tensors of ``FakeTensorMode``, for which nothing is read."""
-        if self._checkpoint is not None:
-            return self._checkpoint.without_data(numbers, device)
+            return tensors
         described = self.reader.describe_all(list(numbers))
         return [
             torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in described
         ]
-
-    def can_load_to_each(self, places: Iterable[torch.device]) -> bool:
-        """Tell whether tensors can be loaded to several devices at once."""
-        plain = self._checkpoint is None and self.reader.seekable and not self.maps
-        return plain and all(map(self._unchanged, places))
-
-    def load_to_each(
-        self,
-        numbers: Sequence[int],
-        places: Sequence[torch.device],
-        verify: str | None = None,
-    ) -> list[torch.Tensor]:
-        """Return tensors, each on its device, if :meth:`can_load_to_each` is true for these."""
-        if not numbers or fake_mode.is_active():
-            pairs = zip(numbers, places, strict=True)
-            return [one for n, device in pairs for one in self._without_data([n], device)]
-        known = {device: devices.number(device) for device in set(places)}
-        handle, _ = self.reader.load(
-            numbers,
-            verify=verify or self.verify,
-            readers=self._num_readers,
-            map=False,
-            device=devices.CPU,
-            separate_memory=self._clone,
-            devices=[known[device] for device in places],
-        )
-        tensors = take(handle)
-        size = sum(tensor.nbytes for tensor in tensors)
-        self._read[0] += min(size, self.reader.data_len(numbers))
-        return tensors
 
     def iterate(
         self,
@@ -204,27 +189,30 @@ class TensorFile(OpenFile):
     def can_fill_on(self, device: torch.device) -> bool:
         """Tell whether tensors on a device can be filled in place."""
         direct = device.type == "cpu" or devices.is_native(device)
-        return self.reader.seekable and direct and not self.maps
+        return direct and not self.maps
 
-    def _unchanged(self, device: torch.device) -> bool:
-        """Tell whether loaded tensors are used on a device without a further copy."""
-        return self.dtype is None and (device.type == "cpu" or devices.is_native(device))
+    def _unchanged(self, device: Places) -> bool:
+        """Tell whether loaded tensors are used on their devices without a further copy."""
+        return self.dtype is None and all(
+            one.type == "cpu" or devices.is_native(one) for one in _all(device)
+        )
 
-    def _batches(self, numbers: Sequence[int], device: torch.device) -> Iterator[Sequence[int]]:
+    def _batches(self, numbers: Sequence[int], device: Places) -> Iterator[Sequence[int]]:
         """Split a load whose tensors are copied once more, to bound the bytes held twice."""
         if self._unchanged(device):
             if numbers:
                 yield numbers
             return
-        most = self.reserve_memory(_BATCH_BYTES, numbers, self.reader.memory_len, device)
-        yield from in_batches(numbers, self.reader.memory_len, most)
+        length = self.reader.memory_lens().__getitem__
+        most = self.reserve_memory(_BATCH_BYTES, numbers, length, device)
+        yield from in_batches(numbers, length, most)
 
     def reserve_memory(
         self,
         wanted: int,
         numbers: Iterable[int],
         length: Callable[[int], int],
-        device: torch.device = _CPU,
+        device: Places = _CPU,
         *,
         min_memory: int = 0,
         reserved: int = 0,
@@ -235,7 +223,7 @@ class TensorFile(OpenFile):
             wanted: The most bytes of tensors.
             numbers: The tensors.
             length: A function that returns the bytes of one.
-            device: The device that they are loaded to.
+            device: The device that they are loaded to, or that of each.
             min_memory: The fewest bytes to leave beside them.
             reserved: Bytes of the limit that are reserved for something else.
 
@@ -251,17 +239,18 @@ class TensorFile(OpenFile):
         self.reader.limit_memory(self.memory_limit, not_readers)
         return most
 
-    def min_memory(self, device: torch.device = _CPU, *, parts: bool = False) -> int:
+    def min_memory(self, device: Places = _CPU, *, parts: bool = False) -> int:
         """Return the smallest memory limit with which tensors, or parts of them, can be read."""
-        return self.reader.minimum_memory(parts, devices.is_native(device))
+        return self.reader.minimum_memory(parts, any(map(devices.is_native, _all(device))))
 
     def placed(
-        self, tensors: list[torch.Tensor], numbers: Sequence[int], device: torch.device
+        self, tensors: list[torch.Tensor], numbers: Sequence[int], device: Places
     ) -> Iterable[torch.Tensor]:
-        """Return tensors on the requested device and in the requested dtype, one by one."""
+        """Return tensors on the requested devices and in the requested dtype, one by one."""
         if self._unchanged(device):
             return tensors
-        return map(self._cast, tensors, numbers, itertools.repeat(device))
+        of_each = itertools.repeat(device) if isinstance(device, torch.device) else device
+        return map(self._cast, tensors, numbers, of_each)
 
     def _cast(self, tensor: torch.Tensor, number: int, device: torch.device) -> torch.Tensor:
         wanted = cast_dtype(tensor.dtype, self.dtype)
@@ -273,6 +262,29 @@ class TensorFile(OpenFile):
         if unchanged or tensor.numel() == 0 or self.reader.data_len([number]) > 0:
             return tensor.to(device, wanted)
         return _zeros(tensor.shape, wanted)
+
+
+def _all(device: Places) -> set[torch.device]:
+    """Return the different devices of a load."""
+    return {device} if isinstance(device, torch.device) else set(device)
+
+
+def _native_numbers(device: Places) -> list[int]:
+    """Return the native module's number for one device, or for that of each tensor."""
+    if isinstance(device, torch.device):
+        return [devices.number(device)]
+    known = {one: devices.number(one) for one in set(device)}
+    return [known[one] for one in device]
+
+
+def _by_device(numbers: Sequence[int], device: Places) -> dict[torch.device, Sequence[int]]:
+    """Return the tensors of each device."""
+    if isinstance(device, torch.device):
+        return {device: numbers}
+    found: dict[torch.device, list[int]] = {}
+    for number, one in zip(numbers, device, strict=True):
+        found.setdefault(one, []).append(number)
+    return dict(found)
 
 
 def in_batches(

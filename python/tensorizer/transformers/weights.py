@@ -12,8 +12,9 @@ import torch
 
 from .._native import model_files
 from ..file.arguments import resolve_device
-from ..file.load_spec import LoadSpec
+from ..file.load_plan import LoadPlan
 from ..file.progress import ProgressReporter, ProgressType
+from ..file.request import Request
 from ..file.tensor_file import TensorFile
 from ..tensors.handles import dtype_of
 from .folders import ModelFolder
@@ -189,9 +190,10 @@ class Weights(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self._tensors is None:
-            spec = LoadSpec(None, None, {}, None, None, None, self.device)
             with self._reporter, self._file as file:
-                loaded = spec.load(file, self._reporter)
+                plan = LoadPlan(Request(device=self.device), file)
+                self._reporter.total = plan.total()
+                loaded = plan.load()
             self._tensors = {
                 str(name).removeprefix("."): SingleUseTensor(tensor) if self._single_use else tensor
                 for name, tensor in loaded.items()
