@@ -93,6 +93,8 @@ pub mod io;
 pub mod mem;
 #[doc(hidden)]
 pub mod memory_limit;
+#[doc(hidden)]
+pub mod numbers;
 
 pub use half;
 

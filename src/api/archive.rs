@@ -18,6 +18,7 @@ use crate::format::name::Name;
 use crate::format::torch_zip::{self, Record, TAIL_LEN};
 use crate::io::ReadAt;
 use crate::mem::{SliceRemainder, as_uninit};
+use crate::numbers::TensorNumber;
 use crate::stats::Counters;
 use crate::sys::to_usize;
 
@@ -125,7 +126,7 @@ fn read_headers(
         let offset = base.saturating_add(record.header_at);
         let data_len = record.header_len();
         let extent = Extent { file: 0, header_offset: offset, data_offset: offset, data_len };
-        let tensors = tensor..tensor + 1;
+        let tensors = TensorNumber::range(tensor..tensor + 1);
         plan.push(extent, ExtentUse { tensors, start: 0, gathered: false });
     }
     let lens = records.iter().map(|record| to_usize(record.header_len()));

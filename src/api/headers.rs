@@ -4,10 +4,10 @@ use super::file::TensorFile;
 use super::reads::{Run, drain, tensor_codec};
 use super::selection::Selection;
 use crate::cancel::Cancel;
+use crate::codec::CompactHeader;
 use crate::codec::crypt::PIECE_LEN;
 use crate::codec::decrypt::{cipher, decryption_failed};
 use crate::codec::hash::Verify;
-use crate::codec::{CompactHeader, HeaderCallback};
 use crate::engine::destination::host::HostDestination;
 use crate::engine::load_options::LoadOptions;
 use crate::engine::plan::{ExtentUse, ReadPlan};
@@ -16,6 +16,7 @@ use crate::fallible::try_zeroed;
 use crate::format::tensors::header::TensorHeader;
 use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
+use crate::numbers::TensorNumber;
 use crate::stats::Counters;
 use crate::sys::to_usize;
 
@@ -35,17 +36,17 @@ pub fn visit_headers(
     file: &TensorFile,
     numbers: &[usize],
     cancel: &dyn Cancel,
-    on_header: HeaderCallback<'_>,
+    on_header: &(dyn Fn(usize, &TensorHeader<'_>) -> Result<()> + Sync),
 ) -> Result<Vec<CompactHeader>> {
     let selection = Selection::new(file, numbers)?;
-    let on_header = |tensor: usize, header: &TensorHeader<'_>| {
-        on_header(selection.order().get(tensor).copied().unwrap_or(tensor), header)
+    let on_header = |tensor: TensorNumber, header: &TensorHeader<'_>| {
+        on_header(*tensor.of(selection.order())?, header)
     };
     file.with_intact_copies(cancel, || {
         let mut plan = ReadPlan::new(&[], &[], false);
         for (tensor, mut extent) in selection.extents().into_iter().enumerate() {
             extent.data_len = 0;
-            let tensors = tensor..tensor + 1;
+            let tensors = TensorNumber::range(tensor..tensor + 1);
             plan.push(extent, ExtentUse { tensors, start: 0, gathered: false });
         }
         let codec = tensor_codec(&selection, Verify::Nothing, None, &on_header);

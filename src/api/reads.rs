@@ -23,6 +23,7 @@ use crate::engine::read::{ReadRequest, read};
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 use crate::io::{ReadAt, as_refs};
+use crate::numbers::TensorNumber;
 use crate::stats::Counters;
 use crate::sys::to_usize;
 
@@ -219,7 +220,8 @@ impl<'s> Reads<'s> {
             data_len: entry.data_len,
         };
         let long = self.uncut && entry.data_len > PIECE_LEN;
-        let all = || ExtentUse { tensors: tensors.clone(), start: 0, gathered: true };
+        let numbers = TensorNumber::range(tensors.clone());
+        let all = || ExtentUse { tensors: numbers.clone(), start: 0, gathered: true };
         if entry.whole.is_none() {
             if whole.end() > whole.header_offset {
                 planned.plan.push(whole, ExtentUse { gathered: long && in_pieces, ..all() });
@@ -250,7 +252,8 @@ impl<'s> Reads<'s> {
                 let gathered = !self.rules.are_long(ranges);
                 let gap = if gathered { self.rules.gap() } else { 0 };
                 for span in ranges.coalesced(gap).filter(|_| ranges.total() > 0) {
-                    let of = ExtentUse { tensors: tensor..tensor + 1, start: 0, gathered };
+                    let number = TensorNumber::range(tensor..tensor + 1);
+                    let of = ExtentUse { tensors: number, start: 0, gathered };
                     planned.push(entry, &span, &of)?;
                 }
             }

@@ -9,6 +9,7 @@ use crate::codec::crypt::{DecryptionOptions, EncryptedPieces, Key, PIECE_LEN};
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::TensorHeader;
+use crate::numbers::TensorNumber;
 use crate::sys::sync::unpoisoned;
 use crate::sys::to_usize;
 
@@ -62,19 +63,18 @@ impl<'o> Decryptor<'o> {
         Decryptor { options, uri, entries, uncut, long_pieces, ciphers, header_arrived }
     }
 
-    fn entry(&self, tensor: usize) -> Result<&'o Entry> {
-        let entry = self.entries.get(tensor).copied();
-        entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
+    fn entry(&self, tensor: TensorNumber) -> Result<&'o Entry> {
+        tensor.of(self.entries).copied()
     }
 
-    fn slot(&self, tensor: usize) -> Result<&OnceLock<Option<(EncryptedPieces, Key)>>> {
-        self.ciphers.get(tensor).ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
+    fn slot(&self, tensor: TensorNumber) -> Result<&OnceLock<Option<(EncryptedPieces, Key)>>> {
+        tensor.of(&self.ciphers)
     }
 
     /// Takes the header of a tensor.
     pub fn add_header(
         &self,
-        tensor: usize,
+        tensor: TensorNumber,
         header: &TensorHeader<'_>,
         cancel: &dyn Cancel,
     ) -> Result<()> {
@@ -98,7 +98,7 @@ impl<'o> Decryptor<'o> {
     /// Waits for the header of a tensor, and returns the pieces and the key of its data.
     fn wait_for_header(
         &self,
-        tensor: usize,
+        tensor: TensorNumber,
         cancel: &dyn Cancel,
     ) -> Result<Option<&(EncryptedPieces, Key)>> {
         let slot = self.slot(tensor)?;
@@ -117,7 +117,7 @@ impl<'o> Decryptor<'o> {
     /// pieces.
     pub fn decrypt(
         &self,
-        tensor: usize,
+        tensor: TensorNumber,
         start: u64,
         bytes: &mut [u8],
         cancel: &dyn Cancel,
@@ -204,13 +204,13 @@ mod tests {
         let (entries, long_pieces) = ([&entry], AtomicBool::new(false));
         let uncut = cut > PIECE_LEN as usize;
         let decryptor = Decryptor::new(&options, ("f", &entries), (uncut, &long_pieces));
-        decryptor.add_header(0, &header, &Never)?;
+        decryptor.add_header(TensorNumber(0), &header, &Never)?;
         let mut chunks: Vec<_> = (0..).step_by(cut).zip(sealed.chunks_mut(cut)).collect();
         if backwards {
             chunks.reverse();
         }
         for (start, chunk) in chunks {
-            decryptor.decrypt(0, start, chunk, &Never)?;
+            decryptor.decrypt(TensorNumber(0), start, chunk, &Never)?;
         }
         Ok(sealed)
     }

@@ -9,16 +9,15 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
 use crate::format::tensors::header::TensorHeader;
+use crate::numbers::TensorNumber;
 
-/// A callback for whole headers, each with the position of its tensor among those of the call. They
-/// come in any order.
-pub type HeaderCallback<'s> = &'s (dyn Fn(usize, &TensorHeader<'_>) -> Result<()> + Sync);
+/// A callback for whole headers. They come in any order.
+pub type HeaderCallback<'s> = &'s (dyn Fn(TensorNumber, &TensorHeader<'_>) -> Result<()> + Sync);
 
 /// A check of the bytes of a header.
 pub type HeaderCheck<'s> = Box<dyn Fn(&Entry, &[u8]) -> Result<()> + Sync + 's>;
 
 /// The codec of a read: what is done with headers and data between the source and the destination.
-/// Tensors are numbered by their positions among those of the call.
 pub struct TensorCodec<'s> {
     tensors: CodecTensors<'s>,
     compact_headers: Vec<OnceLock<CompactHeader>>,
@@ -73,14 +72,13 @@ impl<'s> TensorCodec<'s> {
         self.tensors.decryptor.is_some()
     }
 
-    fn entry(&self, tensor: usize) -> Result<&'s Entry> {
-        let entry = self.tensors.entries.get(tensor).copied();
-        entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))
+    fn entry(&self, tensor: TensorNumber) -> Result<&'s Entry> {
+        tensor.of(self.tensors.entries).copied()
     }
 
     /// Parses and checks the header of a tensor. Returns the bytes of it that hashes cover, if
     /// hashes are verified.
-    pub fn header(&self, tensor: usize, raw: &[u8], cancel: &dyn Cancel) -> Result<Vec<u8>> {
+    pub fn header(&self, tensor: TensorNumber, raw: &[u8], cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let CodecTensors { uri, verify, encrypted, decryptor, check, on_header, .. } =
             &self.tensors;
         let entry = self.entry(tensor)?;
@@ -92,15 +90,14 @@ impl<'s> TensorCodec<'s> {
             decryptor.add_header(tensor, &header, cancel)?;
         }
         let (compact, covered) = CompactHeader::of(&header, *verify != Verify::Nothing);
-        let slot = self.compact_headers.get(tensor);
-        slot.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?.get_or_init(|| compact);
+        tensor.of(&self.compact_headers)?.get_or_init(|| compact);
         Ok(covered)
     }
 
     /// Decrypts in place the data of a tensor from `start` on, which are whole pieces.
     pub fn decrypt(
         &self,
-        tensor: usize,
+        tensor: TensorNumber,
         start: u64,
         bytes: &mut [u8],
         cancel: &dyn Cancel,
@@ -110,9 +107,9 @@ impl<'s> TensorCodec<'s> {
     }
 
     /// Compares computed hashes of a tensor with those of its header.
-    pub fn compare(&self, tensor: usize, digests: &Digests) -> Result<()> {
-        let header = self.compact_headers.get(tensor).and_then(OnceLock::get);
-        let header = header.ok_or_else(|| Error::Bug(format!("no header {tensor}")))?;
+    pub fn compare(&self, tensor: TensorNumber, digests: &Digests) -> Result<()> {
+        let header = tensor.of(&self.compact_headers)?.get();
+        let header = header.ok_or_else(|| Error::Bug(format!("no header of {tensor:?}")))?;
         header.verify(digests, self.entry(tensor)?, self.tensors.uri, self.tensors.verify)
     }
 

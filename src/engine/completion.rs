@@ -9,6 +9,7 @@ use super::plan::{ExtentUse, ReadPlan};
 use crate::codec::hash::Verify;
 use crate::error::{Error, Result};
 use crate::mem::device::Event;
+use crate::numbers::{ExtentNumber, TensorNumber};
 use crate::sys::sync::{Mutex, unpoisoned};
 
 /// Events after which the bytes of a tensor are on its device; none for host memory.
@@ -21,14 +22,14 @@ pub trait TensorReceiver: Sync {
 
     /// True if the tensors from `first` to `last`, which share a batch, may be read now. Called in
     /// rising order, again and again until it returns true.
-    fn admits(&self, first: usize, last: usize) -> Result<bool>;
+    fn admits(&self, first: TensorNumber, last: TensorNumber) -> Result<bool>;
 
     /// Waits until more tensors may be admitted, for at most this time.
     fn wait(&self, time: Duration);
 
     /// Takes the tensors that one batch has completed. All their bytes are there and authenticated,
     /// and the requested hashes verified.
-    fn deliver(&self, tensors: Vec<(usize, CopyEvents)>) -> Result<()>;
+    fn deliver(&self, tensors: Vec<(TensorNumber, CopyEvents)>) -> Result<()>;
 }
 
 /// Counts the parts of each tensor of a read that have arrived.
@@ -39,7 +40,7 @@ pub struct CompletionTracker<'r> {
     /// Parts of each tensor: its bytes, its headers, its hashes if these are verified.
     parts: Vec<u64>,
     /// Tensors of which some parts have arrived.
-    partial: Mutex<HashMap<usize, PartialTensor>>,
+    partial: Mutex<HashMap<TensorNumber, PartialTensor>>,
 }
 
 struct PartialTensor {
@@ -50,8 +51,8 @@ struct PartialTensor {
 /// Parts of an extent that have arrived.
 #[derive(Debug, Clone, Copy)]
 pub struct Arrival {
-    /// Index of the extent.
-    pub extent: usize,
+    /// The extent.
+    pub extent: ExtentNumber,
     /// The number of parts: one for each byte of data, for the header and for the hash.
     pub parts: u64,
 }
@@ -59,12 +60,13 @@ pub struct Arrival {
 impl<'r> CompletionTracker<'r> {
     /// Creates the counts for a read.
     pub fn new(receiver: &'r dyn TensorReceiver, plan: &'r ReadPlan<'r>, verify: Verify) -> Self {
-        let count = plan.uses.iter().map(|of| of.tensors.end).max().unwrap_or(0);
+        let count = plan.uses.iter().map(|of| of.tensors.end.0).max().unwrap_or(0);
         let mut parts = vec![0u64; count];
         for (extent, of) in plan.extents.iter().zip(&plan.uses) {
             let hash = u64::from(verify != Verify::Nothing);
             let header = u64::from(extent.header_offset < extent.data_offset);
-            for slot in parts.get_mut(of.tensors.clone()).unwrap_or(&mut []) {
+            let tensors = of.tensors.start.0..of.tensors.end.0;
+            for slot in parts.get_mut(tensors).unwrap_or(&mut []) {
                 *slot = slot.saturating_add(extent.data_len).saturating_add(header + hash);
             }
         }
@@ -77,10 +79,8 @@ impl<'r> CompletionTracker<'r> {
     }
 
     /// Returns the tensors that an extent is for.
-    pub fn tensors(&self, extent: usize) -> Result<Range<usize>> {
-        let of = self.uses.get(extent);
-        of.map(|of| of.tensors.clone())
-            .ok_or_else(|| Error::Bug(format!("extent {extent} of no tensor")))
+    pub fn tensors(&self, extent: ExtentNumber) -> Result<Range<TensorNumber>> {
+        Ok(extent.of(self.uses)?.tensors.clone())
     }
 
     /// Counts parts that have arrived, and hands out the tensors that are complete now.
@@ -92,10 +92,10 @@ impl<'r> CompletionTracker<'r> {
             let Some(&Arrival { extent, .. }) = arrivals.first() else { continue };
             let parts =
                 arrivals.iter().fold(0u64, |sum, arrival| sum.saturating_add(arrival.parts));
-            for tensor in self.tensors(extent)? {
-                let bug = || Error::Bug(format!("tensor {tensor} has come twice"));
+            for tensor in extent.of(self.uses)?.each_tensor() {
+                let bug = || Error::Bug(format!("{tensor:?} has come twice"));
                 let progress = partial.entry(tensor).or_insert_with(|| PartialTensor {
-                    missing: self.parts.get(tensor).copied().unwrap_or(0),
+                    missing: tensor.of(&self.parts).copied().unwrap_or(0),
                     copy_events: CopyEvents::new(),
                 });
                 progress.missing = progress.missing.checked_sub(parts).ok_or_else(bug)?;

@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 use super::destination::Destination;
 use super::plan::{Batch, ReadPlan, Segment};
 use crate::error::Result;
+use crate::numbers::ExtentNumber;
 
 /// When SHA-256 is verified, tensors of at least this size are read before smaller ones. The hash
 /// of one tensor cannot be split among threads; begun last, it would delay the end of the load.
@@ -22,7 +23,8 @@ pub fn plan_jobs<D: Destination>(
     (step, max_uncut): (u64, u64),
     large_first: bool,
 ) -> Result<Vec<ReadJob<D>>> {
-    let data_len = |extent: usize| plan.extents.get(extent).map_or(0, |extent| extent.data_len);
+    let data_len =
+        |extent: ExtentNumber| extent.of(&plan.extents).map_or(0, |extent| extent.data_len);
     let mut jobs = Vec::with_capacity(batches.len());
     for batch in batches {
         let largest = batch.segments.iter().filter_map(Segment::extent).map(data_len).max();
@@ -45,13 +47,13 @@ fn segments<P>(job: &[(Batch, P)]) -> impl DoubleEndedIterator<Item = &Segment> 
 }
 
 /// Returns the first and the last extent of a job; None if it has none.
-pub fn outer_extents<P>(job: &[(Batch, P)]) -> Option<(usize, usize)> {
+pub fn outer_extents<P>(job: &[(Batch, P)]) -> Option<(ExtentNumber, ExtentNumber)> {
     let first = segments(job).find_map(Segment::extent)?;
     Some((first, segments(job).rev().find_map(Segment::extent).unwrap_or(first)))
 }
 
 /// Returns the extent that all headers and data of a job belong to; None if they belong to several.
-pub fn only_extent<P>(job: &[(Batch, P)]) -> Option<usize> {
+pub fn only_extent<P>(job: &[(Batch, P)]) -> Option<ExtentNumber> {
     let mut extents = segments(job).filter_map(Segment::extent);
     let first = extents.next()?;
     extents.all(|extent| extent == first).then_some(first)

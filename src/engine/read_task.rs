@@ -24,6 +24,7 @@ use crate::io::{ReadAt, read_exact_at};
 use crate::mem::Buffers;
 use crate::mem::device::Event;
 use crate::mem::numa::Affinity;
+use crate::numbers::{ExtentNumber, TensorNumber};
 use crate::stats::{Counters, Stage, times_first_touch};
 use crate::sys::sync::{Mutex, unpoisoned};
 use crate::sys::to_usize;
@@ -58,7 +59,7 @@ type BatchBytes<'r, D> = <Gather<'r, D> as Destination>::Bytes;
 /// A tensor that is hashed at once: its extent, the header bytes that its hash covers, and its
 /// chunk.
 struct SingleChunkTensor {
-    extent: usize,
+    extent: ExtentNumber,
     covered: Vec<u8>,
     chunk: Option<usize>,
 }
@@ -77,7 +78,7 @@ struct BatchContents {
 }
 
 /// Data that go to the hash pool: their chunk, their extent, and their position in it.
-type PooledChunk = (usize, usize, u64);
+type PooledChunk = (usize, ExtentNumber, u64);
 
 impl<'r, D: Destination> ReadTask<'r, D> {
     /// Runs one reader, with its file handles, until there is no more work.
@@ -135,7 +136,9 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         self.queue.next_if(|job| match outer_extents(job) {
             Some((first, last)) => {
                 let (first, last) = (completion.tensors(first)?, completion.tensors(last)?);
-                completion.receiver().admits(first.start, last.end.saturating_sub(1))
+                completion
+                    .receiver()
+                    .admits(first.start, TensorNumber(last.end.0.saturating_sub(1)))
             }
             None => Ok(true),
         })
@@ -164,15 +167,14 @@ impl<'r, D: Destination> ReadTask<'r, D> {
     /// Such a tensor shares no job with others, and its jobs stay in order. So bytes in memory
     /// never wait for a job that is still in the queue. `last_answer` caches the result, as
     /// adjacent jobs are mostly of the same tensor.
-    fn is_crowded(&self, job: &Job<'r, D>, last_answer: &mut Option<(usize, bool)>) -> bool {
+    fn is_crowded(&self, job: &Job<'r, D>, last_answer: &mut Option<(ExtentNumber, bool)>) -> bool {
         let Some(max_unhashed) = self.max_unhashed else { return false };
         let extents = &self.request.plan.extents;
-        let large =
-            |extent: &usize| extents.get(*extent).is_some_and(|extent| extent.data_len >= LARGE);
+        let large = |extent: &ExtentNumber| extent.of(extents).is_ok_and(|of| of.data_len >= LARGE);
         let Some(extent) = only_extent(job).filter(large) else { return false };
         let (_, crowded) = match *last_answer {
             Some(cached) if cached.0 == extent => cached,
-            _ => *last_answer.insert((extent, self.hashes.retained_len(extent) >= max_unhashed)),
+            _ => *last_answer.insert((extent, self.hashes.retained_len(extent.0) >= max_unhashed)),
         };
         crowded
     }
@@ -243,7 +245,7 @@ impl<'r, D: Destination> ReadTask<'r, D> {
     }
 
     /// Adds a part that has arrived, if tensors are handed out as they are complete.
-    fn add_arrival(&self, arrivals: &mut Vec<Arrival>, extent: usize, parts: u64) {
+    fn add_arrival(&self, arrivals: &mut Vec<Arrival>, extent: ExtentNumber, parts: u64) {
         if self.completion.is_some() {
             arrivals.push(Arrival { extent, parts });
         }
@@ -259,12 +261,12 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         for (number, chunk) in chunks.into_iter().enumerate() {
             match chunk.kind {
                 SegmentKind::Gap => {}
-                SegmentKind::Header { tensor: extent } => {
+                SegmentKind::Header { extent } => {
                     let single = self.header(extent, chunk.bytes, control)?;
                     contents.single_chunk.extend(single);
                     self.add_arrival(&mut contents.arrivals, extent, 1);
                 }
-                SegmentKind::Data { tensor: extent, start } => {
+                SegmentKind::Data { extent, start } => {
                     let len = chunk.bytes.len() as u64;
                     self.decrypt(extent, start, chunk.bytes, control)?;
                     self.add_arrival(&mut contents.arrivals, extent, len);
@@ -284,19 +286,19 @@ impl<'r, D: Destination> ReadTask<'r, D> {
     }
 
     /// Returns how many of some bytes are wanted.
-    fn wanted_len(&self, extent: usize, start: u64, len: u64) -> Result<u64> {
+    fn wanted_len(&self, extent: ExtentNumber, start: u64, len: u64) -> Result<u64> {
         let plan = self.request.plan;
         let of = plan.use_of(extent)?;
         let from = of.start.saturating_add(start);
         let wanted =
             |tensor| plan.place(tensor, from + len).offset - plan.place(tensor, from).offset;
-        Ok(of.tensors.clone().map(wanted).sum())
+        Ok(of.each_tensor().map(wanted).sum())
     }
 
     /// Passes a header to the codec. Returns the tensor if it is hashed at once.
     fn header(
         &self,
-        extent: usize,
+        extent: ExtentNumber,
         raw: &[u8],
         control: &Control<'_>,
     ) -> Result<Option<SingleChunkTensor>> {
@@ -306,17 +308,17 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         if self.request.options.verify == Verify::Nothing {
             return Ok(None);
         }
-        let data_len = plan.extents.get(extent).map_or(0, |extent| extent.data_len);
+        let data_len = extent.of(&plan.extents)?.data_len;
         if data_len <= self.max_single_chunk {
             return Ok(Some(SingleChunkTensor { extent, covered, chunk: None }));
         }
-        self.hashes.header(extent, &covered);
+        self.hashes.header(extent.0, &covered);
         Ok(None)
     }
 
     fn decrypt(
         &self,
-        extent: usize,
+        extent: ExtentNumber,
         start: u64,
         bytes: &mut [u8],
         control: &Control<'_>,
@@ -332,7 +334,7 @@ impl<'r, D: Destination> ReadTask<'r, D> {
     }
 
     /// Compares the hashes of an extent's tensor.
-    fn compare(&self, extent: usize, digests: &Digests) -> Result<()> {
+    fn compare(&self, extent: ExtentNumber, digests: &Digests) -> Result<()> {
         let of = self.request.plan.use_of(extent)?;
         self.request.codec.compare(of.tensors.start, digests)
     }
@@ -356,7 +358,7 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         let mut pooled = pooled.into_iter().peekable();
         for (number, bytes) in bytes.into_iter().enumerate() {
             if let Some((_, extent, start)) = pooled.next_if(|(chunk, ..)| *chunk == number) {
-                self.hashes.data(extent, start, bytes);
+                self.hashes.data(extent.0, start, bytes);
             }
         }
         Ok(())
@@ -378,6 +380,7 @@ impl<'r, D: Destination> ReadTask<'r, D> {
         self.counters.time(Stage::Hash, || {
             self.hashes.hash(batch, |extent, digests| {
                 if outcome.is_ok() {
+                    let extent = ExtentNumber(extent);
                     let compared = self.compare(extent, &digests);
                     let arrival = Arrival { extent, parts: 1 };
                     outcome = compared.and_then(|()| self.arrived(&[arrival], &[]));

@@ -6,6 +6,7 @@ use tensorizer::engine::plan::{
     BatchLimits, BlockLocation, Extent, LargeTensors, MemoryLayout, Segment, SegmentKind, pack,
     partition, plan_staging,
 };
+use tensorizer::numbers::ExtentNumber;
 
 prop_compose! {
     fn extents()(
@@ -48,12 +49,12 @@ proptest! {
             for piece in &part.segments {
                 match piece.kind {
                     SegmentKind::Gap => prop_assert!(piece.len <= merge_gap),
-                    SegmentKind::Header { tensor } => {
+                    SegmentKind::Header { extent: ExtentNumber(tensor) } => {
                         prop_assert_eq!(at, extents[tensor].header_offset);
                         prop_assert_eq!(at + piece.len, extents[tensor].data_offset);
                         headers.push(tensor);
                     }
-                    SegmentKind::Data { tensor, start } => {
+                    SegmentKind::Data { extent: ExtentNumber(tensor), start } => {
                         prop_assert_eq!(at, extents[tensor].data_offset + start);
                         prop_assert_eq!(start, data[tensor], "without holes");
                         prop_assert_eq!(start % unit, 0, "cut at units");
@@ -68,7 +69,7 @@ proptest! {
         }
         for part in &parts {
             let tensors: Vec<usize> = part.segments.iter().filter_map(|piece| match piece.kind {
-                SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
+                SegmentKind::Header { extent: ExtentNumber(tensor) } | SegmentKind::Data { extent: ExtentNumber(tensor), .. } => Some(tensor),
                 SegmentKind::Gap => None,
             }).collect();
             let large = tensors.iter().find(|&&tensor| extents[tensor].data_len >= separate_len);
@@ -88,7 +89,7 @@ proptest! {
     fn tensors_up_to_an_eighth_of_a_batch_are_not_cut(extents in extents()) {
         for part in partition(&extents, &limits(800_000, 0)) {
             for piece in part.segments {
-                if let SegmentKind::Data { tensor, .. } = piece.kind {
+                if let SegmentKind::Data { extent: ExtentNumber(tensor), .. } = piece.kind {
                     prop_assert_eq!(piece.len, extents[tensor].data_len);
                 }
             }
@@ -142,13 +143,13 @@ proptest! {
         for batch in partition(&extents, &limits(batch_len, 100)) {
             let locate = |segment: &Segment, position: u64| Ok(match segment.kind {
                 SegmentKind::Gap => None,
-                SegmentKind::Header { tensor } => {
+                SegmentKind::Header { extent: ExtentNumber(tensor) } => {
                     let block = layout.locations[tensor].block;
                     let fits = segment.len <= buffer_len as u64;
                     let found = layout.blocks[block].find(0, position, segment.len);
                     found.filter(|_| fits).map(|offset| BlockLocation { block, offset })
                 }
-                SegmentKind::Data { tensor, start } => {
+                SegmentKind::Data { extent: ExtentNumber(tensor), start } => {
                     let BlockLocation { block, offset } = layout.locations[tensor];
                     Some(BlockLocation { block, offset: offset + start })
                 }
@@ -162,7 +163,7 @@ proptest! {
                 let bytes = &mut buffers[buffer][staged.at..][..staged.len];
                 for (byte, slot) in bytes.iter_mut().enumerate() {
                     let whose = match staged.kind {
-                        SegmentKind::Data { tensor, start } => (tensor, start + byte as u64),
+                        SegmentKind::Data { extent: ExtentNumber(tensor), start } => (tensor, start + byte as u64),
                         _ => (usize::MAX, 0),
                     };
                     prop_assert!(slot.replace(whose).is_none());
@@ -247,8 +248,8 @@ proptest! {
                 position += one.len();
                 for segment in &one.segments {
                     match (joined.last_mut(), segment.kind) {
-                        (Some(last), SegmentKind::Data { tensor, start }) if start > 0
-                            && matches!(last.kind, SegmentKind::Data { tensor: of, .. } if of == tensor) =>
+                        (Some(last), SegmentKind::Data { extent: ExtentNumber(tensor), start }) if start > 0
+                            && matches!(last.kind, SegmentKind::Data { extent: ExtentNumber(of), .. } if of == tensor) =>
                         {
                             prop_assert!(segment.len <= step);
                             last.len += segment.len;

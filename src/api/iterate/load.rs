@@ -15,6 +15,7 @@ use crate::engine::plan::BlockLocation;
 use crate::error::{Error, Result};
 use crate::mem::HostBuffer;
 use crate::mem::device::{DeviceBlocks, Streams};
+use crate::numbers::TensorNumber;
 use crate::sys::to_usize;
 
 /// Loads all tensors.
@@ -88,16 +89,15 @@ impl WindowReceiver<'_> {
             let has_header = entry.whole.is_none() && entry.header_offset < entry.data_offset;
             let read = has_header || (entry.data_len > 0 && entry.memory_len() != Some(0));
             if !read && !skipped(tensor) {
-                self.deliver(vec![(tensor, CopyEvents::new())])?;
+                self.deliver(vec![(TensorNumber(tensor), CopyEvents::new())])?;
             }
         }
         Ok(())
     }
 
-    fn memory(&self, tensor: usize) -> Result<ReadyMemory> {
+    fn memory(&self, tensor: TensorNumber) -> Result<ReadyMemory> {
         let on_device = self.shared.device.is_some();
-        let entry = self.selection.entries.get(tensor);
-        let entry = entry.ok_or_else(|| Error::Bug(format!("no tensor {tensor}")))?;
+        let entry = tensor.of(&self.selection.entries)?;
         let zeros = entry.data_len == 0 || entry.memory_len() == Some(0);
         match (zeros, on_device) {
             (true, true) => Ok(ReadyMemory::Zeros),
@@ -105,7 +105,7 @@ impl WindowReceiver<'_> {
                 let len = entry.memory_len().unwrap_or(u64::MAX);
                 HostBuffer::zeroed(to_usize(len)).map(ReadyMemory::Host)
             }
-            (false, true) => Ok(ReadyMemory::Block(tensor)),
+            (false, true) => Ok(ReadyMemory::Block(tensor.0)),
             (false, false) => Ok(ReadyMemory::Host(self.buffers.take(tensor)?)),
         }
     }
@@ -116,17 +116,17 @@ impl TensorReceiver for WindowReceiver<'_> {
         self.shared.window.max_batch_len()
     }
 
-    fn admits(&self, first: usize, last: usize) -> Result<bool> {
-        Ok(self.shared.window.admits(first, last))
+    fn admits(&self, first: TensorNumber, last: TensorNumber) -> Result<bool> {
+        Ok(self.shared.window.admits(first.0, last.0))
     }
 
     fn wait(&self, time: Duration) {
         self.shared.window.wait_for_room(time);
     }
 
-    fn deliver(&self, tensors: Vec<(usize, CopyEvents)>) -> Result<()> {
+    fn deliver(&self, tensors: Vec<(TensorNumber, CopyEvents)>) -> Result<()> {
         let items = tensors.into_iter().map(|(tensor, copy_events)| {
-            Ok(WaitingTensor { tensor, memory: self.memory(tensor)?, copy_events })
+            Ok(WaitingTensor { tensor: tensor.0, memory: self.memory(tensor)?, copy_events })
         });
         self.shared.window.deliver_all(items.collect::<Result<_>>()?)
     }

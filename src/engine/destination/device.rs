@@ -67,7 +67,7 @@ impl<'d> DeviceDestination<'d> {
     /// Returns the route of a batch.
     fn device_for(&self, batch: &Batch) -> Result<&StagedDevice<'d>> {
         let place = batch.segments.iter().find_map(|segment| segment.place);
-        let location = place.and_then(|place| self.locations.get(place.tensor));
+        let location = place.and_then(|place| place.tensor.of(self.locations).ok());
         let device = location.and_then(|location| self.device_of_block.get(location.block));
         let device = self.devices.get(device.copied().unwrap_or(0));
         device.ok_or_else(|| Error::Bug("a batch for no device".to_owned()))
@@ -82,9 +82,7 @@ impl<'d> DeviceDestination<'d> {
         position: u64,
     ) -> Result<Option<BlockLocation>> {
         let Some(place) = segment.place else { return Ok(None) };
-        let location = self.locations.get(place.tensor);
-        let &BlockLocation { block, offset } =
-            location.ok_or_else(|| Error::Bug("a tensor without a location".to_owned()))?;
+        let &BlockLocation { block, offset } = place.tensor.of(self.locations)?;
         if matches!(segment.kind, SegmentKind::Data { .. }) {
             return Ok(Some(BlockLocation { block, offset: offset + place.offset }));
         }

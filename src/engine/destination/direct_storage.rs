@@ -102,9 +102,7 @@ impl<'d> DirectStorage<'d> {
 
     /// Returns the memory of a place, once its previous use has ended.
     fn location(&self, place: Place, cancel: &dyn Cancel) -> Result<(&'d DeviceMemory, usize)> {
-        let location = self.locations.get(place.tensor);
-        let location =
-            location.ok_or_else(|| Error::Bug("a tensor without a location".to_owned()))?;
+        let location = place.tensor.of(self.locations)?;
         let block = self.memory.get(location.block, cancel)?;
         while let Some(after) = &block.after
             && !after.passed()?

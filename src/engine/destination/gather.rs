@@ -15,6 +15,7 @@ use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, BatchLimits, Place, ReadPlan, Segment, SegmentKind};
 use crate::error::{Error, Result};
 use crate::mem::{Buffers, SliceRemainder};
+use crate::numbers::{ExtentNumber, TensorNumber};
 use crate::sys::to_usize;
 
 /// Maximum bytes of a batch; each reader has one batch in memory.
@@ -55,22 +56,22 @@ impl<'p, D> Gather<'p, D> {
     /// True if a batch is read to scratch memory.
     pub fn is_gathered(&self, batch: &Batch) -> bool {
         let first = batch.segments.iter().find_map(Segment::extent);
-        first.and_then(|extent| self.plan.uses.get(extent)).is_some_and(|of| of.gathered)
+        first.is_some_and(|extent| self.plan.use_of(extent).is_ok_and(|of| of.gathered))
     }
 
     /// Returns the wanted ranges of a batch.
     fn wanted(&self, batch: &Batch) -> Result<Vec<WantedRange>> {
         let (mut wanted, mut at) = (Vec::new(), 0);
         for segment in &batch.segments {
-            if let SegmentKind::Data { tensor: extent, start } = segment.kind {
+            if let SegmentKind::Data { extent, start } = segment.kind {
                 let of = self.plan.use_of(extent)?;
                 let from = of.start + start;
-                for tensor in of.tensors.clone() {
+                for tensor in of.each_tensor() {
                     let start = self.plan.place(tensor, from).offset;
                     let len = self.plan.place(tensor, from + segment.len).offset - start;
                     if len > 0 {
                         let range = from..from + segment.len;
-                        wanted.push(WantedRange { tensor, start, len, at, range });
+                        wanted.push(WantedRange { extent, tensor, start, len, at, range });
                     }
                 }
             }
@@ -82,7 +83,8 @@ impl<'p, D> Gather<'p, D> {
 
 /// Bytes of one tensor that are wanted from a batch.
 pub struct WantedRange {
-    tensor: usize,
+    extent: ExtentNumber,
+    tensor: TensorNumber,
     /// Their position in the tensor's memory.
     start: u64,
     len: u64,
@@ -100,7 +102,7 @@ impl WantedRange {
         batch: &'b [u8],
     ) -> impl Iterator<Item = Result<&'b [u8]>> {
         let whole = || (self.range.start, self.range.end - self.range.start);
-        let ranges = plan.slices.get(self.tensor).and_then(Option::as_ref);
+        let ranges = plan.ranges_of(self.tensor);
         let parts = ranges.into_iter().flat_map(|ranges| ranges.within(&self.range));
         parts.chain(ranges.is_none().then(whole)).map(|(position, len)| {
             let from = to_usize(self.at + position - self.range.start);
@@ -123,13 +125,13 @@ impl<D: Destination> Gather<'_, D> {
     fn plan_copies(&mut self, wanted: &[WantedRange]) -> Result<Vec<(Batch, D::BatchPlan)>> {
         let mut copies = Vec::new();
         let mut open = (Vec::new(), 0);
-        for &WantedRange { tensor, start, len, .. } in wanted {
+        for &WantedRange { extent, tensor, start, len, .. } in wanted {
             let mut done = 0;
             while done < len {
                 let now = (len - done).min(self.copy_len - open.1);
                 let offset = start + done;
                 open.0.push(Segment {
-                    kind: SegmentKind::Data { tensor, start: offset },
+                    kind: SegmentKind::Data { extent, start: offset },
                     len: now,
                     place: Some(Place { tensor, offset }),
                 });

@@ -15,6 +15,7 @@ use crate::mem::{
     BufferPiece, BufferToFill, Buffers, HostBuffer, SliceRemainder, UnfilledBuffer, fill_all,
 };
 use crate::memory_limit::LoadNeeds;
+use crate::numbers::TensorNumber;
 use crate::sys::sync::{Mutex, unpoisoned};
 use crate::sys::to_usize;
 
@@ -43,7 +44,7 @@ pub enum TensorMemory<'a> {
 pub struct TensorBuffers {
     /// Number of bytes of each tensor, and the file position of its first byte.
     sizes: Vec<(u64, u64)>,
-    unfilled: Mutex<HashMap<usize, UnfilledBuffer>>,
+    unfilled: Mutex<HashMap<TensorNumber, UnfilledBuffer>>,
 }
 
 impl TensorBuffers {
@@ -53,18 +54,17 @@ impl TensorBuffers {
     }
 
     /// Takes the memory of a complete tensor; an empty buffer for a tensor without bytes.
-    pub fn take(&self, tensor: usize) -> Result<HostBuffer> {
+    pub fn take(&self, tensor: TensorNumber) -> Result<HostBuffer> {
         let memory = unpoisoned(self.unfilled.lock()).remove(&tensor);
         memory.map_or_else(|| Ok(HostBuffer::empty()), UnfilledBuffer::finish)
     }
 
-    fn piece(&self, tensor: usize, offset: u64, len: u64) -> Result<BufferPiece> {
-        let bug = || Error::Bug(format!("tensor {tensor} without memory"));
+    fn piece(&self, tensor: TensorNumber, offset: u64, len: u64) -> Result<BufferPiece> {
         let mut unfilled = unpoisoned(self.unfilled.lock());
         let buffer = match unfilled.entry(tensor) {
             std::collections::hash_map::Entry::Occupied(existing) => existing.into_mut(),
             std::collections::hash_map::Entry::Vacant(new) => {
-                let &(len, position) = self.sizes.get(tensor).ok_or_else(bug)?;
+                let &(len, position) = tensor.of(&self.sizes)?;
                 new.insert(UnfilledBuffer::new(to_usize(len), to_usize(position))?)
             }
         };
@@ -234,7 +234,7 @@ impl<'a> Destination for HostDestination<'a> {
                     TensorMemory::Own(_) => RunMemory::Own(to_usize(len)),
                     TensorMemory::Lent(tensors) => {
                         let place = segment.place.ok_or_else(bug)?;
-                        let rest = tensors.get_mut(place.tensor).ok_or_else(bug)?;
+                        let rest = tensors.get_mut(place.tensor.0).ok_or_else(bug)?;
                         RunMemory::Empty(rest.cut(to_usize(place.offset), to_usize(len))?)
                     }
                 },

@@ -1,7 +1,8 @@
 //! Batches for several devices, in an order that keeps all devices busy.
 
 use super::partition::{Batch, BatchLimits, Extent, Segment, SegmentKind, partition_by_class};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::numbers::ExtentNumber;
 
 /// Cuts extents into batches as [`partition_by_class`] does, each of them for one of several
 /// devices. The next batch is always for the device with the smallest planned fraction of its
@@ -9,17 +10,18 @@ use crate::error::{Error, Result};
 pub fn partition_by_device(
     extents: &[Extent],
     limits: &BatchLimits,
-    (devices, device_of): (usize, &dyn Fn(usize) -> usize),
-    class_of: &dyn Fn(usize) -> usize,
+    (devices, device_of): (usize, &dyn Fn(ExtentNumber) -> usize),
+    class_of: &dyn Fn(ExtentNumber) -> usize,
 ) -> Result<Vec<Batch>> {
     if devices <= 1 {
         return Ok(partition_by_class(extents, limits, class_of));
     }
     let mut all: Vec<(u64, Batch)> = Vec::new();
     for device in 0..devices {
-        let own = extents.iter().enumerate().filter(|&(tensor, _)| device_of(tensor) == device);
-        let (numbers, own): (Vec<usize>, Vec<Extent>) = own.unzip();
-        let class = |at: usize| numbers.get(at).map_or(0, |&number| class_of(number));
+        let own = (0..).map(ExtentNumber).zip(extents);
+        let own = own.filter(|&(number, _)| device_of(number) == device);
+        let (numbers, own): (Vec<ExtentNumber>, Vec<Extent>) = own.unzip();
+        let class = |at: ExtentNumber| at.of(&numbers).map_or(0, |&number| class_of(number));
         let batches = partition_by_class(&own, limits, class);
         let total = batches.iter().map(Batch::len).fold(0, u64::saturating_add);
         let mut before = 0u64;
@@ -44,10 +46,9 @@ fn fraction_of(part: u64, total: u64) -> u64 {
 }
 
 /// Replaces the number of a segment's extent, an index into `own`, by its number among all extents.
-fn renumber(segment: &mut Segment, own: &[usize]) -> Result<()> {
-    if let SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } = &mut segment.kind {
-        let bug = || Error::Bug("a batch of no tensor of its device".to_owned());
-        *tensor = *own.get(*tensor).ok_or_else(bug)?;
+fn renumber(segment: &mut Segment, own: &[ExtentNumber]) -> Result<()> {
+    if let SegmentKind::Header { extent } | SegmentKind::Data { extent, .. } = &mut segment.kind {
+        *extent = *extent.of(own)?;
     }
     Ok(())
 }
@@ -88,8 +89,8 @@ mod tests {
         for batch in batches {
             let mut position = batch.offset;
             for segment in &batch.segments {
-                if let SegmentKind::Data { tensor, start } = segment.kind {
-                    found.push((tensor, start, segment.len, position));
+                if let SegmentKind::Data { extent, start } = segment.kind {
+                    found.push((extent.0, start, segment.len, position));
                 }
                 position += segment.len;
             }
@@ -105,14 +106,11 @@ mod tests {
             shift in 0usize..5,
         ) {
             let extents = extents(&lens);
-            let device_of = |tensor: usize| (tensor / 3 + shift) % devices;
+            let device_of = |extent: ExtentNumber| (extent.0 / 3 + shift) % devices;
             let batches = partition_by_device(&extents, &LIMITS, (devices, &device_of), &|_| 0).unwrap();
             for batch in &batches {
-                let tensors = batch.segments.iter().filter_map(|segment| match segment.kind {
-                    SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
-                    SegmentKind::Gap => None,
-                });
-                let mut of: Vec<usize> = tensors.map(device_of).collect();
+                let extents = batch.segments.iter().filter_map(Segment::extent);
+                let mut of: Vec<usize> = extents.map(device_of).collect();
                 of.dedup();
                 prop_assert_eq!(of.len(), 1);
             }
@@ -132,11 +130,11 @@ mod tests {
         ) {
             // The first tensors of the file are for one device, and the last for the other.
             let extents = extents(&vec![(0, len); first + second]);
-            let device_of = |tensor: usize| usize::from(tensor >= first);
+            let device_of = |extent: ExtentNumber| usize::from(extent.0 >= first);
             let batches = partition_by_device(&extents, &LIMITS, (2, &device_of), &|_| 0).unwrap();
             let mut done = [0.0f64; 2];
             for (tensor, _, len, _) in pieces(&batches) {
-                let device = device_of(tensor);
+                let device = device_of(ExtentNumber(tensor));
                 #[allow(clippy::cast_precision_loss)]
                 let part = len as f64 / ([first, second][device] as f64 * tensor_len(&extents));
                 done[device] += part;

@@ -1,6 +1,8 @@
 //! Cuts the extents of tensors in files into batches of about equal size. Each batch is a
 //! contiguous range of a file, which one reader or writer handles with one call.
 
+use crate::numbers::{ExtentNumber, TensorNumber};
+
 /// Contiguous data of a tensor in a file, after the tensor's header if it has one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Extent {
@@ -21,22 +23,22 @@ impl Extent {
     }
 }
 
-/// The part of a file that a segment belongs to. `tensor` is an index into the extents given.
+/// The part of a file that a segment belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SegmentKind {
-    /// The whole header of a tensor.
+    /// The whole header of an extent.
     Header {
-        /// Index of the tensor.
-        tensor: usize,
+        /// The extent.
+        extent: ExtentNumber,
     },
-    /// Data of a tensor.
+    /// Data of an extent.
     Data {
-        /// Index of the tensor.
-        tensor: usize,
-        /// Position within the tensor's data.
+        /// The extent.
+        extent: ExtentNumber,
+        /// Position within the extent's data.
         start: u64,
     },
-    /// Unwanted bytes between tensors.
+    /// Unwanted bytes between extents.
     Gap,
 }
 
@@ -44,8 +46,8 @@ impl SegmentKind {
     /// Returns the kind of the bytes from `done` on.
     pub fn later(self, done: u64) -> Self {
         match self {
-            SegmentKind::Data { tensor, start } => {
-                SegmentKind::Data { tensor, start: start + done }
+            SegmentKind::Data { extent, start } => {
+                SegmentKind::Data { extent, start: start + done }
             }
             other => other,
         }
@@ -65,9 +67,9 @@ pub struct Segment {
 
 impl Segment {
     /// Returns the extent that it belongs to; None for a gap.
-    pub fn extent(&self) -> Option<usize> {
+    pub fn extent(&self) -> Option<ExtentNumber> {
         match self.kind {
-            SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
+            SegmentKind::Header { extent } | SegmentKind::Data { extent, .. } => Some(extent),
             SegmentKind::Gap => None,
         }
     }
@@ -76,8 +78,8 @@ impl Segment {
 /// A position in the memory of a tensor that is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// The tensor, by its position in the plan.
-    pub tensor: usize,
+    /// The tensor.
+    pub tensor: TensorNumber,
     /// Position in the tensor's memory.
     pub offset: u64,
 }
@@ -126,11 +128,11 @@ impl Batch {
         let mut after_header = false;
         for segment in self.segments {
             match segment.kind {
-                SegmentKind::Data { tensor, start } if segment.len > max_uncut => {
+                SegmentKind::Data { extent, start } if segment.len > max_uncut => {
                     let mut done = 0;
                     while done < segment.len {
                         let len = step.max(1).min(segment.len - done);
-                        let kind = SegmentKind::Data { tensor, start: start + done };
+                        let kind = SegmentKind::Data { extent, start: start + done };
                         add(Segment { kind, len, place: None }, false);
                         done += len;
                     }
@@ -184,15 +186,15 @@ pub fn partition(extents: &[Extent], limits: &BatchLimits) -> Vec<Batch> {
 pub fn partition_by_class(
     extents: &[Extent],
     limits: &BatchLimits,
-    class_of: impl Fn(usize) -> usize,
+    class_of: impl Fn(ExtentNumber) -> usize,
 ) -> Vec<Batch> {
     let mut partitioner = Partitioner::new(extents, limits);
-    for (tensor, extent) in extents.iter().enumerate() {
+    for (number, extent) in (0..).map(ExtentNumber).zip(extents) {
         if extent.end() <= extent.header_offset {
             continue;
         }
         let is_separate = extent.data_len >= limits.separate_len;
-        let class = class_of(tensor);
+        let class = class_of(number);
         let fits = |open: &OpenBatch| {
             !is_separate && open.class == class && open.fits(extent, &partitioner.limits)
         };
@@ -203,7 +205,7 @@ pub fn partition_by_class(
         let open = partitioner.open_batch.get_or_insert_with(|| at(extent.header_offset));
         open.push(SegmentKind::Gap, extent.header_offset.saturating_sub(open.end));
         let header_len = extent.data_offset.saturating_sub(extent.header_offset);
-        open.push(SegmentKind::Header { tensor }, header_len);
+        open.push(SegmentKind::Header { extent: number }, header_len);
         let mut start = 0;
         while start < extent.data_len {
             let position = extent.data_offset + start;
@@ -215,7 +217,7 @@ pub fn partition_by_class(
                 extent.data_len - start,
             );
             let len = partitioner.limits.round_to_block(position, len, extent.data_len - start);
-            open.push(SegmentKind::Data { tensor, start }, len);
+            open.push(SegmentKind::Data { extent: number, start }, len);
             start += len;
             if start < extent.data_len {
                 partitioner.close();

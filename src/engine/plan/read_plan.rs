@@ -5,19 +5,26 @@ use std::ops::Range;
 
 use super::partition::{Batch, BatchLimits, Extent, Place, SegmentKind, partition_by_class};
 use super::{SliceRanges, partition_by_device};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::numbers::{ExtentNumber, TensorNumber};
 
 /// The tensors that the data of an extent are for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExtentUse {
-    /// The tensors that they are wanted for, by their positions among those of the call: one, or
-    /// several slices of one tensor in the file.
-    pub tensors: Range<usize>,
+    /// The tensors that they are wanted for: one, or several slices of one tensor in the file.
+    pub tensors: Range<TensorNumber>,
     /// Position of the extent's first byte of data in the data of that tensor.
     pub start: u64,
     /// True if the data are read to scratch memory, from which the wanted ranges are copied. False
     /// if all are wanted, and go straight to their tensor.
     pub gathered: bool,
+}
+
+impl ExtentUse {
+    /// Returns each of the tensors.
+    pub fn each_tensor(&self) -> impl Iterator<Item = TensorNumber> + use<> {
+        (self.tensors.start.0..self.tensors.end.0).map(TensorNumber)
+    }
 }
 
 /// The ranges of files that are read together.
@@ -48,8 +55,8 @@ impl<'p> ReadPlan<'p> {
     }
 
     /// Returns what an extent is for.
-    pub fn use_of(&self, extent: usize) -> Result<&ExtentUse> {
-        self.uses.get(extent).ok_or_else(|| Error::Bug(format!("no extent {extent} in a plan")))
+    pub fn use_of(&self, extent: ExtentNumber) -> Result<&ExtentUse> {
+        extent.of(&self.uses)
     }
 
     /// True if some bytes are read to scratch memory.
@@ -59,9 +66,14 @@ impl<'p> ReadPlan<'p> {
 
     /// Returns the memory position of the wanted bytes of a tensor that come after `position` of its
     /// data in the file.
-    pub fn place(&self, tensor: usize, position: u64) -> Place {
-        let ranges = self.slices.get(tensor).and_then(Option::as_ref);
+    pub fn place(&self, tensor: TensorNumber, position: u64) -> Place {
+        let ranges = self.ranges_of(tensor);
         Place { tensor, offset: ranges.map_or(position, |ranges| ranges.before(position)) }
+    }
+
+    /// Returns the ranges that are wanted of a tensor; None for a whole tensor.
+    pub fn ranges_of(&self, tensor: TensorNumber) -> Option<&'p SliceRanges> {
+        self.slices.get(tensor.0)?.as_ref()
     }
 
     /// Sets the places of a batch's segments.
@@ -69,10 +81,10 @@ impl<'p> ReadPlan<'p> {
         for segment in &mut batch.segments {
             segment.place = match segment.kind {
                 SegmentKind::Gap => None,
-                SegmentKind::Header { tensor: extent } => {
+                SegmentKind::Header { extent } => {
                     Some(Place { tensor: self.use_of(extent)?.tensors.start, offset: 0 })
                 }
-                SegmentKind::Data { tensor: extent, start } => {
+                SegmentKind::Data { extent, start } => {
                     let ExtentUse { tensors, start: first, .. } = self.use_of(extent)?;
                     Some(self.place(tensors.start, first.saturating_add(start)))
                 }
@@ -82,9 +94,9 @@ impl<'p> ReadPlan<'p> {
     }
 
     /// Returns the device of an extent.
-    pub fn device_of(&self, extent: usize) -> usize {
-        let tensor = self.uses.get(extent).map(|extent_use| extent_use.tensors.start);
-        tensor.and_then(|tensor| self.devices.get(tensor)).copied().unwrap_or(0)
+    pub fn device_of(&self, extent: ExtentNumber) -> usize {
+        let device = self.use_of(extent).and_then(|of| of.tensors.start.of(self.devices));
+        device.copied().unwrap_or(0)
     }
 
     /// Cuts the extents into batches. Each is for one device, and goes either through scratch memory
@@ -92,7 +104,7 @@ impl<'p> ReadPlan<'p> {
     /// several devices are kept busy.
     pub fn batches(&self, limits: &BatchLimits, any_order: bool) -> Result<Vec<Batch>> {
         let gathered =
-            |extent: usize| usize::from(self.uses.get(extent).is_some_and(|of| of.gathered));
+            |extent: ExtentNumber| usize::from(self.use_of(extent).is_ok_and(|of| of.gathered));
         let devices = self.devices.iter().max().map_or(1, |most| most + 1);
         if any_order {
             let device_of = |extent| self.device_of(extent);

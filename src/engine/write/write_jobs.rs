@@ -8,6 +8,7 @@ use super::write_tensor::WriteTensor;
 use crate::codec::crypt::PIECE_LEN;
 use crate::engine::plan::{Batch, BatchLimits, Extent, SegmentKind, partition};
 use crate::error::Result;
+use crate::numbers::ExtentNumber;
 
 /// Bytes of one write: long enough for a disk to stream, and short enough to stay in the CPU cache.
 pub const BATCH_LEN: u64 = 4 << 20;
@@ -119,13 +120,13 @@ pub fn batches(
 }
 
 fn data_ranges(batch: &Batch, extents: &[Extent], first: usize) -> Result<Vec<DataRange>> {
-    let empty = |tensor: usize| extents.get(tensor).is_some_and(|extent| extent.data_len == 0);
+    let empty = |extent: ExtentNumber| extent.of(extents).is_ok_and(|of| of.data_len == 0);
     let ranges = batch.segments.iter().filter_map(|segment| match segment.kind {
-        SegmentKind::Data { tensor, start } => {
-            Some(DataRange { tensor: first + tensor, start, len: segment.len })
+        SegmentKind::Data { extent, start } => {
+            Some(DataRange { tensor: first + extent.0, start, len: segment.len })
         }
-        SegmentKind::Header { tensor } if empty(tensor) => {
-            Some(DataRange { tensor: first + tensor, start: 0, len: 0 })
+        SegmentKind::Header { extent } if empty(extent) => {
+            Some(DataRange { tensor: first + extent.0, start: 0, len: 0 })
         }
         SegmentKind::Header { .. } | SegmentKind::Gap => None,
     });

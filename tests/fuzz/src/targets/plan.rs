@@ -5,6 +5,7 @@ use tensorizer::engine::plan::{
     Batch, BatchLimits, BlockLocation, Extent, LargeTensors, MemoryLayout, Segment, SegmentKind,
     SliceRanges, partition, plan_staging,
 };
+use tensorizer::numbers::ExtentNumber;
 
 const LENS: [u64; 12] = [0, 1, 7, 63, 64, 65, 1000, 4096, 5000, 65536, 1 << 20, 5 << 20];
 
@@ -68,14 +69,14 @@ fn covers(extents: &[Extent], batches: &[Batch]) {
         for segment in &batch.segments {
             match segment.kind {
                 SegmentKind::Gap => {}
-                SegmentKind::Header { tensor } => {
+                SegmentKind::Header { extent: ExtentNumber(tensor) } => {
                     assert_eq!(
                         (batch.file, at),
                         (extents[tensor].file, extents[tensor].header_offset)
                     );
                     headers[tensor] += segment.len;
                 }
-                SegmentKind::Data { tensor, start } => {
+                SegmentKind::Data { extent: ExtentNumber(tensor), start } => {
                     assert_eq!(
                         (batch.file, at),
                         (extents[tensor].file, extents[tensor].data_offset + start)
@@ -101,7 +102,8 @@ fn check(extents: &[Extent], batches: &[Batch], limits: &BatchLimits) {
             .segments
             .iter()
             .filter_map(|segment| match segment.kind {
-                SegmentKind::Header { tensor } | SegmentKind::Data { tensor, .. } => Some(tensor),
+                SegmentKind::Header { extent: ExtentNumber(tensor) }
+                | SegmentKind::Data { extent: ExtentNumber(tensor), .. } => Some(tensor),
                 SegmentKind::Gap => {
                     assert!(segment.len <= limits.merge_gap);
                     None
@@ -127,7 +129,7 @@ fn staged(extents: &[Extent], batches: &[Batch], layout: &MemoryLayout, buffer_l
     for batch in batches {
         let place = |segment: &Segment, _: u64| {
             Ok(match segment.kind {
-                SegmentKind::Data { tensor, start } => {
+                SegmentKind::Data { extent: ExtentNumber(tensor), start } => {
                     let BlockLocation { block, offset } = layout.locations[tensor];
                     Some(BlockLocation { block, offset: offset + start })
                 }
