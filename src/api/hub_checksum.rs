@@ -162,6 +162,9 @@ impl<'s> ChecksumComparison<'s> {
                 source.uri()
             ))
         })?;
+        if let Some(copy) = source.local_copy() {
+            copy.will_read(len);
+        }
         let hashed = Mutex::default();
         // Each reader holds one piece, and its connection may hold as much again.
         let most = memory.window(MAX_PIECE_LEN);

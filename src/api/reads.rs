@@ -108,8 +108,9 @@ impl<'t, D> To<'t, '_, D> {
 }
 
 impl<'s> Reads<'s> {
-    /// Prepares the reads of a selection.
+    /// Prepares the reads of a selection, and announces them to the local copies of its files.
     pub fn new(selection: &'s Selection<'s>, options: &LoadOptions) -> Result<Self> {
+        selection.announce();
         let slices = if selection.is_sliced() {
             selection.entries.iter().map(|entry| ranges_of(entry)).collect::<Result<_>>()?
         } else {

@@ -81,6 +81,21 @@ impl<'f> Selection<'f> {
         Ok(())
     }
 
+    /// Tells the local copy of each server's file how much of it the call will read.
+    pub fn announce(&self) {
+        let sources = self.file.sources();
+        // The entries are in the order of the files.
+        for entries in self.entries.chunk_by(|one, next| one.file == next.file) {
+            let source = entries.first().and_then(|entry| sources.get(entry.file));
+            let Some(copy) = source.and_then(|source| source.local_copy()) else { continue };
+            let lens = entries.iter().map(|entry| match entry.whole {
+                Some(_) => entry.loaded_len(),
+                None => entry.end().saturating_sub(entry.header_offset),
+            });
+            copy.will_read(lens.fold(0, u64::saturating_add));
+        }
+    }
+
     /// Returns the ranges of the tensors in their files.
     pub fn extents(&self) -> Vec<Extent> {
         let extents = self.entries.iter().map(|entry| Extent {

@@ -209,6 +209,10 @@ pub trait LocalCopy {
     /// Makes all later reads use the server. Returns the path of the copy in the first call, None
     /// in later ones. If `remove` is true, deletes the copy, even if an earlier call kept it.
     fn discard(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf>;
+
+    /// Announces that a call will read this number of bytes of the file. A cache keeps the file if
+    /// that is at least half of it.
+    fn will_read(&self, _bytes: u64) {}
 }
 
 /// A copy that belongs to another program, such as its cache, and is never removed here.

@@ -144,9 +144,25 @@ impl<'a> Buffers<'a> {
         arrived: impl Fn(&FilledPart<'_>, bool) + Sync,
         fill: impl FnOnce(&mut Buffers<'_>) -> Result<(), E>,
     ) -> Result<usize, E> {
+        let first = before.len();
+        let len = len.min(self.remaining);
+        let written = self.lend(len, (before, after), arrived, fill)?;
+        let filled = written.saturating_sub(first).min(len);
+        self.advance_by(filled);
+        Ok(filled)
+    }
+
+    /// Does the same, but these buffers stay unfilled: their memory is written again later. Returns
+    /// how many bytes were written to all three.
+    pub fn lend<E>(
+        &mut self,
+        len: usize,
+        (before, after): (&mut [u8], &mut [u8]),
+        arrived: impl Fn(&FilledPart<'_>, bool) + Sync,
+        fill: impl FnOnce(&mut Buffers<'_>) -> Result<(), E>,
+    ) -> Result<usize, E> {
         let written = AtomicUsize::new(0);
         let mut part = Buffers { written: Some(&written), ..Buffers::default() };
-        let first = before.len();
         part.push(as_uninit(before));
         let mut remaining = len;
         for range in self.ranges.get(self.current..).unwrap_or(&[]) {
@@ -162,9 +178,7 @@ impl<'a> Buffers<'a> {
         let outcome = fill(&mut Buffers { observer: Some(&observer), ..part });
         arrived(&filled, true);
         outcome?;
-        let filled = written.load(Ordering::Acquire).saturating_sub(first).min(len - remaining);
-        self.advance_by(filled);
-        Ok(filled)
+        Ok(written.into_inner())
     }
 
     /// The destination of the next bytes, for system calls: at most `most` ranges.

@@ -5,11 +5,11 @@
 mod attributes;
 mod buffers;
 pub mod clock;
+mod file_locks;
 mod file_stamp;
 pub mod fork_safe_mutex;
 pub mod numa;
 pub mod process;
-mod range_locks;
 pub mod sync;
 
 use std::ffi::{CString, c_int};
@@ -25,11 +25,11 @@ use std::time::Duration;
 pub use attributes::{attribute, attribute_names, set_attribute};
 pub(crate) use buffers::as_uninit;
 pub use buffers::{ArrivalObserver, BufferToFill, Buffers, FilledPart, fill_all, zero_fill};
-pub use file_stamp::{FileStamp, file_stamp};
-pub use range_locks::{
-    RangeLockAttempt, check_writable, disk_space, effective_user_id, is_on_fuse,
-    try_lock_exclusive, try_lock_range, try_lock_shared, unlock_range,
+pub use file_locks::{
+    check_writable, disk_space, effective_user_id, is_on_fuse, try_lock_exclusive, try_lock_fetch,
+    try_lock_shared, unlock_fetch,
 };
+pub use file_stamp::{FileStamp, file_stamp};
 
 const _: () = assert!(usize::BITS == u64::BITS, "tensorizer needs a 64-bit system");
 

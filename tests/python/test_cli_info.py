@@ -241,7 +241,8 @@ def test_a_server_and_the_cache(folder, nginx, capsys, monkeypatch, name):
     cache = folder / "cache"
     monkeypatch.setenv("TENSORIZER_CACHE", str(cache))
     begun = as_json(capsys, uri)
-    assert all(0 < place["cached"] <= place["bytes"] for place in begun["files"])
+    # The index is read past the cache, unless it is most of a file.
+    assert all(place["cached"] in (0, place["bytes"]) for place in begun["files"])
     tensorizer.load(uri, "cpu")
     facts, tables = shown(capsys, uri)
     if name == "shards":

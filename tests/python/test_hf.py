@@ -24,6 +24,7 @@ from tensorizer import (
 from tensorizer.file.tensor_file import TensorFile
 from tensorizer.stream_io import open_stream
 from tensorizer_cli.main import main
+from test_cache import entries
 
 ops = torch.ops.tensorizer
 TOKEN = "hf_hu5hw0rd"
@@ -659,7 +660,7 @@ def test_a_cache_of_our_own(hub, tmp_path):
     with TensorDeserializer("hf://org/repo", "cpu", cache_dir=folder, mmap=True) as file:
         assert_all(file, found)
         assert str(folder) in Path("/proc/self/maps").read_text()
-    (entry,) = folder.glob("*.cached")
+    (entry,) = entries(folder)
     name = f"{hub.endpoint}/org/repo/resolve/{repo.refs['main']}/model.safetensors"
     assert name.encode() in entry.read_bytes()
     with entry.open("r+b") as kept:

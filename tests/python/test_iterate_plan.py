@@ -9,6 +9,7 @@ import pytest
 import tensorizer
 import torch
 from scripted import FaultServer
+from test_cache import entries
 
 pytestmark = pytest.mark.device
 
@@ -326,11 +327,10 @@ def test_a_damaged_copy_in_the_cache_is_fetched_again_and_no_tensor_comes_twice(
         with FaultServer((tmp_path / "f.tensors").read_bytes()) as server:
             options = {"cache_dir": cache, "order": order, "buffer_bytes": 3_000_000}
             same(tensorizer.iterate(server.url, "cpu", **options), tensors)
-            copies = [file for file in cache.rglob("*") if file.is_file()]
-            largest = max(copies, key=lambda file: file.stat().st_size)
-            data = bytearray(largest.read_bytes())
+            (copy,) = entries(cache)
+            data = bytearray(copy.read_bytes())
             data[len(data) * 2 // 3] ^= 1
-            largest.write_bytes(data)
+            copy.write_bytes(data)
             sent = server.sent
             found = tensorizer.iterate(server.url, "cpu", verify_hash=True, **options)
             same(found, tensors)

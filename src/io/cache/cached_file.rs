@@ -16,14 +16,6 @@ pub struct CachedFile {
     /// Time of its last use.
     pub used: SystemTime,
     pub(super) path: PathBuf,
-    pub(super) complete: bool,
-}
-
-impl CachedFile {
-    /// Bytes that are still missing.
-    pub(super) fn missing_bytes(&self) -> u64 {
-        if self.complete { 0 } else { self.len.saturating_sub(self.present) }
-    }
 }
 
 /// The beginning of the reasons why a file is not cached.

@@ -1,106 +1,275 @@
-//! Sources that read from the cache, and write to it what their server sends.
+//! A source that reads from the cache, and fills it with what its server sends.
 
 use std::fs::File;
+use std::io::{self, ErrorKind};
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::cached_file::not_cached;
-use super::entry::{CacheEntry, Presence};
+use super::cached_file::{NOT_CACHED, not_cached};
+use super::entry::{CacheEntry, FileVersion};
+use super::fill::{Claim, FillingEntry, Segment};
+use super::folder::{Cache, is_full};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::io::local::FileSource;
 use crate::io::{CachedHead, Capabilities, LocalCopy, ReadAt, read_exact_at};
 use crate::mem::{Buffers, FilledPart};
 use crate::sys;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use crate::sys::process::OwnerProcess;
 
-/// Poll interval while another process fetches the bytes.
-const PEER_POLL: Duration = Duration::from_millis(20);
+/// Poll interval while another thread or process fetches the bytes.
+const POLL: Duration = Duration::from_millis(10);
 
-/// A source with a file of which some chunks are cached. Others are fetched and written. If another
-/// process is fetching them, reads wait for it.
-struct CachedSource {
-    origin: CacheOrigin,
-    entry: CacheEntry,
-    /// True once another process has exceeded the time limit. From then on, this source waits for
-    /// no process.
-    stopped_waiting: AtomicBool,
-    /// The source that replaces the entry once the entry is not trusted.
-    replacement: OnceLock<Arc<dyn ReadAt>>,
+impl Cache {
+    /// Puts the cache before a source of a server, if the server distinguishes versions. `latest`
+    /// is the result of [`Cache::latest`]. Another process is waited for at most `wait_limit`.
+    pub fn wrap(
+        &self,
+        server: Arc<dyn ReadAt>,
+        name: &str,
+        latest: Option<CacheEntry>,
+        wait_limit: Duration,
+    ) -> Result<Arc<dyn ReadAt>> {
+        let Some(version) = FileVersion::of(&*server, name) else { return Ok(server) };
+        let usable = self.check_folder();
+        let found = latest.or_else(|| CacheEntry::open(&self.path(name)).ok()?);
+        let found = found.filter(|found| {
+            *found.version() == version && (usable.is_ok() || self.is_readable(found))
+        });
+        found.iter().for_each(CacheEntry::mark_used);
+        let why = usable.err().filter(|_| found.is_none());
+        // The folder was not usable when the call began, but for a full disk.
+        if let Some(e) = why.as_ref().filter(|e| self.is_required && !is_full(e)) {
+            let what = format!("{e}: pass a folder of your own in which you may write, or none");
+            return Err(self.error(io::Error::new(e.kind(), what)));
+        }
+        let why = why.map(|e| format!("{NOT_CACHED}{} cannot be used: {e}", self.folder.display()));
+        let origin = CacheOrigin { server, cache: self.clone(), version, wait_limit };
+        Ok(Arc::new(CachedSource::new(origin, found, why)))
+    }
 }
 
 /// The origin of an entry's bytes.
-pub struct CacheOrigin {
-    pub server: Arc<dyn ReadAt>,
-    /// Time limit for another process that fetches the same bytes.
-    pub wait_limit: Duration,
-    /// Puts a new entry before the server.
-    pub fill: Box<FillCache>,
+struct CacheOrigin {
+    server: Arc<dyn ReadAt>,
+    cache: Cache,
+    version: FileVersion,
+    /// Time limit for another process that fetches the file without progress.
+    wait_limit: Duration,
 }
 
-/// Returns a source that caches what the server sends.
-pub type FillCache = dyn Fn(&Arc<dyn ReadAt>, &dyn Cancel) -> Arc<dyn ReadAt> + Send + Sync;
-
-impl CacheOrigin {
-    /// Removes the entry of an open file, and returns a source that fills a new one.
-    fn refill(&self, path: &Path, file: &File, cancel: &dyn Cancel) -> Arc<dyn ReadAt> {
-        remove_if_same(path, file);
-        (self.fill)(&self.server, cancel)
-    }
+/// A source of a server with the cache before it.
+struct CachedSource {
+    /// A handle of this reader alone of the complete file in the cache.
+    own: Option<Box<dyn ReadAt>>,
+    state: Arc<CacheState>,
 }
 
-/// Removes an entry, if it still is that of an open file. Its readers go on with the removed file.
-fn remove_if_same(path: &Path, file: &File) {
-    let id = |about: std::fs::Metadata| (about.dev(), about.ino());
-    let there = std::fs::symlink_metadata(path).map(id);
-    if there.is_ok_and(|there| file.metadata().is_ok_and(|own| id(own) == there)) {
-        // If this fails, the next opening finds it again.
-        let _ = std::fs::remove_file(path);
-    }
-}
-
-/// Puts an entry before its server: as a local file if it is complete.
-pub fn with_cache(origin: CacheOrigin, entry: CacheEntry) -> Arc<dyn ReadAt> {
-    // A duplicate keeps the entry in use.
-    if entry.is_complete()
-        && let Ok(file) = entry.file().try_clone()
-    {
-        let local = FileSource::from_prefix(file, origin.server.uri().to_owned(), entry.file_len());
-        let shared = Arc::new(CompleteEntry { origin, entry, replacement: OnceLock::new() });
-        return Arc::new(CompleteSource { local: Box::new(local), shared });
-    }
-    let (stopped_waiting, replacement) = (AtomicBool::new(false), OnceLock::new());
-    Arc::new(CachedSource { origin, entry, stopped_waiting, replacement })
-}
-
-/// A source with a complete file in the cache. Bytes that the disk fails to read come from the
-/// server.
-struct CompleteSource {
-    local: Box<dyn ReadAt>,
-    shared: Arc<CompleteEntry>,
-}
-
-/// The state that its readers share.
-struct CompleteEntry {
+/// The state that the readers of a source share.
+struct CacheState {
     origin: CacheOrigin,
-    entry: CacheEntry,
-    /// The source that replaces the entry once the entry is not trusted.
-    replacement: OnceLock<Arc<dyn ReadAt>>,
+    slot: ForkSafeMutex<Slot>,
+    /// The process whose threads fetch; a forked child has none of them.
+    owner: OwnerProcess,
 }
 
-impl ReadAt for CompleteSource {
+#[derive(Default)]
+struct Slot {
+    /// The entry, once there is one.
+    entry: Option<Arc<FillingEntry>>,
+    /// The same as a local file, if it was complete when the source was opened.
+    local: Option<Arc<FileSource>>,
+    /// The entry that was found to be damaged.
+    discarded: Option<Arc<FillingEntry>>,
+    /// True while the damage is not proven, or if the folder cannot be used: bytes are read past it.
+    is_kept: bool,
+    /// The reason why the entry is neither read nor written any more: the disk is full or fails.
+    disabled: Option<String>,
+    /// Bytes that were read before a call announced what it reads: the index of the file.
+    index_len: u64,
+    is_announced: bool,
+    /// True if the latest call wants so much of the file that the cache is to keep it.
+    is_wanted: bool,
+    /// True once bytes were read past the cache.
+    is_passed: bool,
+}
+
+impl CachedSource {
+    /// Puts the cache before a server. `why` is the reason why the cache does not keep the file.
+    fn new(origin: CacheOrigin, entry: Option<CacheEntry>, why: Option<String>) -> Self {
+        let complete = entry.as_ref().filter(|entry| entry.is_complete()).and_then(|entry| {
+            // A duplicate keeps the entry in use.
+            let file = entry.file().try_clone().ok()?;
+            let uri = origin.server.uri().to_owned();
+            Some(Arc::new(FileSource::from_prefix(file, uri, entry.version().len)))
+        });
+        let entry = entry.map(|entry| Arc::new(FillingEntry::new(entry)));
+        let slot = Slot { entry, local: complete, disabled: why, ..Slot::default() };
+        let (slot, owner) = (ForkSafeMutex::new(slot), OwnerProcess::current());
+        CachedSource { own: None, state: Arc::new(CacheState { origin, slot, owner }) }
+    }
+
+    fn server(&self) -> &dyn ReadAt {
+        &*self.state.origin.server
+    }
+
+    fn local(&self) -> Option<Arc<FileSource>> {
+        self.state.slot.lock().local.clone()
+    }
+}
+
+impl CacheState {
+    /// Reads some bytes of a file that was not complete when it was opened.
+    fn read(
+        &self,
+        wanted: &Range<u64>,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let mut progress = (0, Instant::now());
+        while let Some(entry) = self.entry(cancel)? {
+            let arrived = entry.arrived();
+            if arrived > wanted.start {
+                match read_cached(&entry.entry, &(wanted.start..wanted.end.min(arrived)), buffers) {
+                    Ok(read) if read > 0 => return Ok(read),
+                    Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                    _ => self.disable(&"cached bytes cannot be read"),
+                }
+                continue;
+            }
+            if !self.fills(&self.slot.lock()) {
+                break;
+            }
+            match entry.claim(wanted, buffers.remaining()) {
+                Ok(Claim::Fetch(segment)) => {
+                    let read = self.fetch(&segment, wanted, buffers, cancel)?;
+                    if read > 0 {
+                        return Ok(read);
+                    }
+                    continue;
+                }
+                Ok(Claim::OtherProcess) if progress.0 < arrived => {
+                    progress = (arrived, Instant::now());
+                }
+                Ok(Claim::OtherProcess) if progress.1.elapsed() >= self.origin.wait_limit => {
+                    let limit = self.origin.wait_limit;
+                    self.disable(&format!(
+                        "the process that fetches it stands still for {limit:?}"
+                    ));
+                }
+                Ok(Claim::OtherProcess | Claim::Wait) => {}
+                Err(e) => self.disable(&e),
+            }
+            cancel::sleep(POLL, cancel)?;
+        }
+        self.slot.lock().is_passed = true;
+        self.origin.server.read_at(wanted.start, buffers, cancel)
+    }
+
+    /// The entry; None if bytes are read past it. Creates it if a call wants the file.
+    fn entry(&self, cancel: &dyn Cancel) -> Result<Option<Arc<FillingEntry>>> {
+        let slot = self.slot.lock();
+        let is_unused = slot.disabled.is_some() || slot.is_kept;
+        if is_unused || slot.entry.is_some() || !self.fills(&slot) {
+            return Ok(slot.entry.clone().filter(|_| !is_unused));
+        }
+        drop(slot);
+        let CacheOrigin { server, cache, version, .. } = &self.origin;
+        let opened = cache.open(version, server.uri(), cancel);
+        cancel.check()?;
+        match opened {
+            Ok(opened) => Ok(Some(Arc::clone(
+                self.slot.lock().entry.get_or_insert_with(|| Arc::new(FillingEntry::new(opened))),
+            ))),
+            Err(e) => {
+                self.disable(&e);
+                Ok(None)
+            }
+        }
+    }
+
+    fn fills(&self, slot: &Slot) -> bool {
+        slot.is_wanted && self.owner.is_current()
+    }
+
+    /// Neither reads nor writes the entry any more.
+    fn disable(&self, why: &dyn std::fmt::Display) {
+        let why = not_cached(&self.origin.cache.folder.display(), self.origin.server.uri(), why);
+        self.slot.lock().disabled.get_or_insert(why);
+    }
+
+    /// Reads a segment from the server and writes it to the entry. Returns the number of wanted
+    /// bytes that it has read: 0 if the segment ends before them.
+    fn fetch(
+        &self,
+        segment: &Segment<'_>,
+        wanted: &Range<u64>,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let Range { start, end } = segment.range;
+        let write = |filled: &FilledPart<'_>, is_last| {
+            // The disk may be full. Bytes that were counted stay valid.
+            if self.slot.lock().disabled.is_none()
+                && let Err(e) = segment.write(filled, is_last)
+            {
+                self.disable(&e);
+            }
+        };
+        let read = |part: &mut Buffers<'_>| {
+            let what = || "tensors".to_owned();
+            read_exact_at(&*self.origin.server, start, part, &what, cancel)
+        };
+        if end > wanted.start {
+            let mut before = vec![0; len(&(start..wanted.start))];
+            let mut after = vec![0; len(&(wanted.end..end))];
+            let wanted = len(&(wanted.start.max(start)..wanted.end.min(end)));
+            return buffers.tee(wanted, (&mut before, &mut after), write, read);
+        }
+        let len = len(&segment.range);
+        if len <= buffers.remaining() {
+            // Their memory is written again when the wanted bytes have arrived.
+            buffers.lend(len, (&mut [], &mut []), write, read)?;
+        } else {
+            let mut memory = vec![0; len];
+            Buffers::from_slice(&mut memory).tee(len, (&mut [], &mut []), write, read)?;
+        }
+        Ok(0)
+    }
+}
+
+/// Reads bytes of an entry. An error, or 0 bytes, means that they cannot be read.
+fn read_cached(
+    entry: &CacheEntry,
+    range: &Range<u64>,
+    buffers: &mut Buffers<'_>,
+) -> io::Result<usize> {
+    let read =
+        |part: &mut Buffers<'_>| sys::read_vectored_at(entry.file(), range.start, part).map(drop);
+    let read = buffers.tee(len(range), (&mut [], &mut []), |_, _| {}, read)?;
+    buffers.arrived(read as u64);
+    Ok(read)
+}
+
+/// Bytes of a range; 0 if it ends before it begins.
+fn len(range: &Range<u64>) -> usize {
+    sys::to_usize(range.end.saturating_sub(range.start))
+}
+
+impl ReadAt for CachedSource {
     fn uri(&self) -> &str {
-        self.shared.origin.server.uri()
+        self.server().uri()
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.shared
-            .replacement
-            .get()
-            .map_or_else(|| self.local.capabilities(), |replacement| replacement.capabilities())
+        self.local().map_or_else(|| self.server().capabilities(), |local| local.capabilities())
+    }
+
+    fn limit_connection(&self, bytes: u64) {
+        self.server().limit_connection(bytes);
     }
 
     fn read_at(
@@ -109,23 +278,33 @@ impl ReadAt for CompleteSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        if let Some(replacement) = self.shared.replacement.get() {
-            return replacement.read_at(offset, buffers, cancel);
+        if let Some(local) = self.local() {
+            let read = match &self.own {
+                Some(own) => own.read_at(offset, buffers, cancel),
+                None => local.read_at(offset, buffers, cancel),
+            };
+            // Bytes that the disk fails to read come from the server.
+            return match read {
+                Err(Error::Io { .. }) | Ok(0) => self.server().read_at(offset, buffers, cancel),
+                read => read,
+            };
         }
-        match self.local.read_at(offset, buffers, cancel) {
-            Err(Error::Io { .. }) | Ok(0) => {
-                self.shared.origin.server.read_at(offset, buffers, cancel)
-            }
-            read => read,
+        let end = offset.saturating_add(buffers.remaining() as u64);
+        let end = end.min(self.state.origin.version.len);
+        if end <= offset {
+            return Ok(0);
         }
+        let read = self.state.read(&(offset..end), buffers, cancel)?;
+        let mut slot = self.state.slot.lock();
+        if !slot.is_announced {
+            slot.index_len = slot.index_len.saturating_add(read as u64);
+        }
+        Ok(read)
     }
 
     fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
-        if let Some(replacement) = self.shared.replacement.get() {
-            return replacement.own_handle();
-        }
-        let local = self.local.own_handle()?;
-        Some(Box::new(CompleteSource { local, shared: Arc::clone(&self.shared) }))
+        let own = self.local()?.own_handle()?;
+        Some(Box::new(CachedSource { own: Some(own), state: Arc::clone(&self.state) }))
     }
 
     fn sibling(
@@ -134,11 +313,22 @@ impl ReadAt for CompleteSource {
         first: Option<u64>,
         cancel: &dyn Cancel,
     ) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.shared.origin.server.sibling(name, first, cancel)
+        self.server().sibling(name, first, cancel)
     }
 
     fn response_head(&self) -> Option<CachedHead> {
-        self.shared.origin.server.response_head()
+        self.server().response_head()
+    }
+
+    fn fallback(&self) -> Option<String> {
+        let slot = self.state.slot.lock();
+        let past = (slot.is_passed && !slot.is_wanted).then(|| {
+            format!(
+                "read past the cache, which keeps whole files: the call wants less than half of {}",
+                self.uri()
+            )
+        });
+        slot.disabled.clone().or(past)
     }
 
     fn local_copy(&self) -> Option<&dyn LocalCopy> {
@@ -146,208 +336,36 @@ impl ReadAt for CompleteSource {
     }
 
     fn file(&self) -> Option<Arc<File>> {
-        self.local.file().filter(|_| self.shared.replacement.get().is_none())
-    }
-}
-
-impl LocalCopy for CompleteSource {
-    fn path(&self) -> Option<PathBuf> {
-        self.shared.replacement.get().is_none().then(|| self.shared.entry.path().to_owned())
-    }
-
-    fn discard(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
-        let CompleteEntry { origin, entry, replacement } = &*self.shared;
-        replace_entry(origin, entry, replacement, remove, cancel)
-    }
-}
-
-impl CachedSource {
-    /// Reads bytes of the entry. An error, or 0 bytes, means that they are not present.
-    fn read_cached(&self, range: &Range<u64>, buffers: &mut Buffers<'_>) -> std::io::Result<usize> {
-        let read = buffers.tee(
-            len(range),
-            (&mut [], &mut []),
-            |_, _| {},
-            |part| sys::read_vectored_at(self.entry.file(), range.start, part).map(drop),
-        )?;
-        buffers.arrived(read as u64);
-        Ok(read)
-    }
-
-    /// Reads the chunks that contain these bytes from the server, and writes them to the entry, so
-    /// that no byte is fetched twice. Writes run while further bytes arrive.
-    fn fetch(
-        &self,
-        range: &Range<u64>,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
-        let chunks = self.entry.expand_to_chunks(range);
-        let mut before = vec![0; len(&(chunks.start..range.start))];
-        let mut after = vec![0; len(&(range.end..chunks.end))];
-        let written = AtomicUsize::new(0);
-        let write = |filled: &FilledPart<'_>, last| {
-            self.write_arrived(chunks.start, filled, &written, if last { 1 } else { WRITE_STEP });
-        };
-        buffers.tee(len(range), (&mut before, &mut after), write, |part| {
-            let what = || "tensors".to_owned();
-            read_exact_at(&*self.origin.server, chunks.start, part, &what, cancel)
-        })
-    }
-
-    /// Writes the new bytes, which arrived from `start` on, to the entry if they are at least
-    /// `min_bytes`.
-    fn write_arrived(
-        &self,
-        start: u64,
-        filled: &FilledPart<'_>,
-        written: &AtomicUsize,
-        min_bytes: usize,
-    ) {
-        let (before, count) = (written.load(Ordering::Relaxed), filled.count());
-        let end = self.entry.complete_prefix(start, count);
-        if end.saturating_sub(before) < min_bytes || self.entry.disabled().is_some() {
-            return;
-        }
-        if let Err(e) = self.entry.write(start + before as u64, &filled.bytes(before..end)) {
-            // The disk may be full. Chunks with a flag stay valid, and the others are not needed.
-            self.entry.disable(e);
-        }
-        written.store(end, Ordering::Relaxed);
-    }
-}
-
-/// Replaces the source of a damaged entry. Returns the entry's path; None on later calls.
-fn replace_entry(
-    origin: &CacheOrigin,
-    entry: &CacheEntry,
-    replacement: &OnceLock<Arc<dyn ReadAt>>,
-    remove: bool,
-    cancel: &dyn Cancel,
-) -> Option<PathBuf> {
-    let mut first = false;
-    replacement.get_or_init(|| {
-        first = true;
-        if remove {
-            origin.refill(entry.path(), entry.file(), cancel)
-        } else {
-            Arc::clone(&origin.server)
-        }
-    });
-    if remove && !first {
-        remove_if_same(entry.path(), entry.file());
-    }
-    first.then(|| entry.path().to_owned())
-}
-
-/// Bytes that are written at once while others arrive.
-const WRITE_STEP: usize = 4 << 20;
-
-fn len(range: &Range<u64>) -> usize {
-    usize::try_from(range.end - range.start).unwrap_or(usize::MAX)
-}
-
-impl ReadAt for CachedSource {
-    fn uri(&self) -> &str {
-        self.origin.server.uri()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.origin.server.capabilities()
-    }
-
-    fn limit_connection(&self, bytes: u64) {
-        self.origin.server.limit_connection(bytes);
-    }
-
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
-        let end = offset.saturating_add(buffers.remaining() as u64).min(self.entry.file_len());
-        if end <= offset {
-            return Ok(0);
-        }
-        if let Some(replacement) = self.replacement.get() {
-            return replacement.read_at(offset, buffers, cancel);
-        }
-        let start = Instant::now();
-        while self.entry.disabled().is_none() {
-            let found = match self.entry.presence(&(offset..end)) {
-                Ok(found) => found,
-                Err(e) => {
-                    self.entry.disable(e);
-                    break;
-                }
-            };
-            let missing = match found {
-                Presence::Present(until) => match self.read_cached(&(offset..until), buffers) {
-                    Ok(read) if read > 0 => return Ok(read),
-                    Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
-                    _ => break,
-                },
-                Presence::Missing(until) => offset..until,
-            };
-            // If the range lock fails or times out, fetch anyway.
-            let locked = match self.entry.lock_chunks(&missing) {
-                Ok(None) if !self.stopped_waiting.load(Ordering::Relaxed) => {
-                    let late = start.elapsed() >= self.origin.wait_limit;
-                    self.stopped_waiting.fetch_or(late, Ordering::Relaxed);
-                    cancel::sleep(PEER_POLL, cancel)?;
-                    continue;
-                }
-                Ok(locked) => locked,
-                Err(_) => None,
-            };
-            let Some((lock, until)) = locked else {
-                return self.fetch(&missing, buffers, cancel);
-            };
-            // Another process may have fetched it just before the lock.
-            if let Ok(Presence::Present(_)) = self.entry.presence(&missing) {
-                continue;
-            }
-            let read = self.fetch(&(offset..until), buffers, cancel);
-            drop(lock);
-            return read;
-        }
-        self.entry.disable("cached bytes cannot be read");
-        self.origin.server.read_at(offset, buffers, cancel)
-    }
-
-    fn sibling(
-        &self,
-        name: &str,
-        first: Option<u64>,
-        cancel: &dyn Cancel,
-    ) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.origin.server.sibling(name, first, cancel)
-    }
-
-    fn response_head(&self) -> Option<CachedHead> {
-        self.origin.server.response_head()
-    }
-
-    fn fallback(&self) -> Option<String> {
-        self.entry.disabled().map(|why| {
-            let folder = self.entry.path().parent().unwrap_or(self.entry.path()).display();
-            not_cached(&folder, self.uri(), why)
-        })
-    }
-
-    fn local_copy(&self) -> Option<&dyn LocalCopy> {
-        Some(self)
+        self.local()?.file()
     }
 }
 
 impl LocalCopy for CachedSource {
     fn path(&self) -> Option<PathBuf> {
-        let is_read = self.entry.disabled().is_none() && self.replacement.get().is_none();
-        is_read.then(|| self.entry.path().to_owned())
+        let slot = self.state.slot.lock();
+        let entry = slot.entry.as_ref().filter(|_| slot.disabled.is_none());
+        entry.map(|entry| entry.entry.path().to_owned())
     }
 
-    fn discard(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf> {
-        replace_entry(&self.origin, &self.entry, &self.replacement, remove, cancel)
+    fn discard(&self, remove: bool, _cancel: &dyn Cancel) -> Option<PathBuf> {
+        let mut slot = self.state.slot.lock();
+        let is_first = slot.discarded.is_none();
+        if is_first {
+            slot.discarded = slot.entry.take();
+            slot.local = None;
+        }
+        let discarded = slot.discarded.clone()?;
+        slot.is_kept = !remove || self.state.origin.cache.check_folder().is_err();
+        if remove {
+            discarded.entry.remove();
+        }
+        is_first.then(|| discarded.entry.path().to_owned())
+    }
+
+    fn will_read(&self, bytes: u64) {
+        let mut slot = self.state.slot.lock();
+        let bytes = bytes.saturating_add(slot.index_len);
+        slot.is_wanted = bytes.saturating_mul(2) >= self.state.origin.version.len;
+        (slot.is_announced, slot.is_passed) = (true, false);
     }
 }

@@ -17,7 +17,7 @@ use reqwest::{
     header::{HeaderMap, LOCATION},
 };
 
-use super::cache::{Cache, CacheEntry, Wrapped};
+use super::cache::CacheEntry;
 use super::{CachedHead, Capabilities, OpenOptions, OpenSibling, ReadAt, StreamSource};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -59,8 +59,6 @@ pub struct HttpSource {
     validators: Validators,
     head: Arc<[u8]>,
     headers: Vec<(String, String)>,
-    /// The reason why the wanted cache does not keep it.
-    not_cached: ForkSafeMutex<Option<String>>,
     tls: bool,
     /// True if the server sends bytes before they are read, by HTTP/2.
     sends_ahead: bool,
@@ -151,12 +149,11 @@ fn open_with_clients(
         validators: first.validators,
         head,
         headers: first.headers,
-        not_cached: ForkSafeMutex::default(),
         tls,
         sends_ahead: first.sends_ahead.unwrap_or(tls),
     });
     match cache {
-        Some((cache, key)) => source.with_cache(&cache, &key, entry, cancel),
+        Some((cache, key)) => cache.wrap(source, &key, entry, options.transport.stall),
         None => Ok(source),
     }
 }
@@ -214,7 +211,7 @@ fn request_head(
         clients.with_client(&budget, |client| {
             client.run(&budget, async {
                 let entry = entry.filter(|_| is_conditional.get());
-                let if_none_match = entry.map(CacheEntry::tag);
+                let if_none_match = entry.map(|entry| &*entry.version().tag);
                 let range_request =
                     RangeRequest { if_none_match, ..RangeRequest::range(range.start, range.end) };
                 let begun = clock::now();
@@ -223,7 +220,8 @@ fn request_head(
                 let mut first = response::parse_first(&response, range)?;
                 let mut bytes = Vec::new();
                 if first.not_modified {
-                    let copy = entry.map(|entry| (entry.file_len(), entry.tag()));
+                    let copy = entry.map(CacheEntry::version);
+                    let copy = copy.map(|copy| (copy.len, &*copy.tag));
                     let confirmed = first.confirm_copy(copy);
                     is_conditional.set(confirmed.is_ok());
                     confirmed?;
@@ -296,22 +294,6 @@ fn display_url(url: &Url) -> String {
 }
 
 impl HttpSource {
-    /// Puts the cache before this source, or notes the reason why it does not keep the file.
-    fn with_cache(
-        self: Arc<Self>,
-        cache: &Cache,
-        key: &str,
-        latest: Option<CacheEntry>,
-        cancel: &dyn Cancel,
-    ) -> Result<Arc<dyn ReadAt>> {
-        let server = Arc::clone(&self) as Arc<dyn ReadAt>;
-        match cache.wrap(server, key, latest, self.options.transport.stall, cancel)? {
-            Wrapped::Cached(cached) => return Ok(cached),
-            Wrapped::NotCached(why) => *self.not_cached.lock() = why,
-        }
-        Ok(self)
-    }
-
     /// Requests a range; `done` is the position after the last byte that arrived.
     fn attempt(
         &self,
@@ -424,9 +406,5 @@ impl ReadAt for HttpSource {
         let Validators { len, tag, modified } = self.validators.clone();
         let (uri, headers) = (self.display_address.clone(), self.headers.clone());
         Some(CachedHead { uri, len: len?, tag, modified, headers, first: Arc::default() })
-    }
-
-    fn fallback(&self) -> Option<String> {
-        self.not_cached.lock().clone()
     }
 }
