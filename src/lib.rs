@@ -135,7 +135,7 @@ pub use engine::write::{HostCopy, TensorData};
 pub use error::{Error, Result};
 pub use format::tensors::header::Hashes;
 pub use io::local::{FileSink, FileSource};
-pub use io::{Capabilities, MemorySource, ReadAt, StreamSource, WriteAt};
+pub use io::{Capabilities, Facts, MemorySource, ReadAt, StreamSource, WriteAt};
 #[doc(hidden)]
 pub use mem::device;
 pub use mem::{Buffers, HostBuffer};

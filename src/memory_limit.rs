@@ -140,8 +140,8 @@ pub struct SaveShares {
     /// Bytes waiting for their hash beyond which threads hash before they write more; None for the
     /// default.
     pub waiting: Option<u64>,
-    /// Bytes of parts that are not sent yet.
-    pub parts: u64,
+    /// Maximum number of parts that are not sent yet.
+    pub parts: usize,
     /// Number of staging buffers.
     pub staging: u64,
 }
@@ -233,15 +233,10 @@ impl MemoryLimit {
             format!("one reader needs {each} bytes{staged}")
         })?;
         // Staging buffers leave enough for one reader.
-        let staging = match buffer {
-            0 => 0,
-            _ => {
-                (share(bytes).min(bytes - each) / buffer).clamp(min_buffers, most.max(min_buffers))
-            }
-        };
+        let staging = share(bytes).min(bytes - each).checked_div(buffer);
+        let staging = staging.map_or(0, |fit| fit.clamp(min_buffers, most.max(min_buffers)));
         let remaining = bytes - staging.saturating_mul(buffer);
-        let fitting = usize::try_from(remaining / each.max(1)).unwrap_or(usize::MAX);
-        let readers = readers.clamp(1, fitting.max(1));
+        let readers = readers.clamp(1, count(remaining / each.max(1)).max(1));
         let more = remaining / readers as u64 - each;
         let (overhead, gather_bytes) = if gather_bytes > 0 {
             (MIN_OVERHEAD, gather_bytes + more)
@@ -256,13 +251,12 @@ impl MemoryLimit {
         let SaveNeeds { threads, hashes, retained, part, staging, .. } = *needs;
         let (buffer, most) = staging.unwrap_or((0, 0));
         let Some(bytes) = self.bytes else {
-            return Ok(SaveShares { threads, waiting: None, parts: u64::MAX, staging: most });
+            return Ok(SaveShares { threads, waiting: None, parts: usize::MAX, staging: most });
         };
         let (waiting, each) = (needs.waiting(), needs.per_thread());
         // Two parts: one that is being filled, and one that waits for the header of its tensor.
-        let (parts, min_buffers) = (part.saturating_mul(2), u64::from(buffer > 0));
-        let (fixed, minimum) = (retained.saturating_add(waiting), needs.minimum());
-        self.require(minimum, || {
+        let with_parts = each.saturating_add(part.saturating_mul(2));
+        self.require(needs.minimum(), || {
             let parts = format!(
                 ", two parts of the upload {part} each and the beginning of the file {retained}"
             );
@@ -271,22 +265,14 @@ impl MemoryLimit {
             let staged = if buffer > 0 { staged } else { String::new() };
             format!("one thread needs {each} bytes, the hashes {waiting}{parts}{staged}")
         })?;
-        let free = bytes - fixed - each;
-        let of_parts = share(free).max(parts).min(free - min_buffers * buffer);
-        let for_parts = if part > 0 { of_parts } else { 0 };
-        let remaining = free - for_parts;
-        let staging = match buffer {
-            0 => 0,
-            _ => (share(remaining) / buffer).clamp(min_buffers, most.max(min_buffers)),
-        };
-        let remaining = remaining.saturating_sub(staging.saturating_mul(buffer));
-        let more = usize::try_from(remaining / each.max(1)).unwrap_or(usize::MAX);
-        // Each thread fills a part of its own, while as many other parts are being sent.
-        let fitting = for_parts
-            .checked_div(parts)
-            .map_or(usize::MAX, |pairs| usize::try_from(pairs).unwrap_or(usize::MAX).max(1));
-        let threads = threads.clamp(1, more.saturating_add(1).min(fitting));
-        Ok(SaveShares { threads, waiting: hashes.then_some(waiting), parts: for_parts, staging })
+        let free = bytes - retained - waiting;
+        let for_staging = if part > 0 { free - share(free) } else { share(free) };
+        let staging = for_staging.min(free - with_parts).checked_div(buffer);
+        let staging = staging.map_or(0, |fit| fit.clamp(1, most.max(1)));
+        let free = free - staging * buffer;
+        let threads = threads.clamp(1, count(free / with_parts.max(1)).max(1));
+        let parts = (free - each * threads as u64).checked_div(part).map_or(0, count);
+        Ok(SaveShares { threads, waiting: hashes.then_some(waiting), parts, staging })
     }
 
     /// Divides the limit between tensors that are held for the caller and reading. `largest`: bytes
@@ -319,27 +305,28 @@ impl MemoryLimit {
         let Some(bytes) = self.bytes else {
             return Ok(GroupShares { batch: most, at_once: reads, load: self });
         };
-        let batches = reads.saturating_add(others);
         let minimum = MIN_BATCH.max(whole);
         // Reading gets a quarter. If that is little, one batch is read at a time.
-        let quarter = bytes - share(bytes);
-        // Each batch that is being read takes its own bytes and those of its reader.
-        let for_reads = bytes.saturating_sub(minimum.saturating_mul(others));
-        let fitting = for_reads / minimum.saturating_add(reader).max(1);
-        let at_once = (quarter / READ_RESERVE.max(reader)).min(fitting).clamp(1, reads.max(1));
-        let min_held = minimum.saturating_mul(at_once.saturating_add(others));
-        let reader_bytes = reader.saturating_mul(at_once);
-        self.require(min_held.saturating_add(reader_bytes), || {
-            let count = at_once + others;
+        let for_batches = share(bytes);
+        let at_once = ((bytes - for_batches) / READ_RESERVE.max(reader))
+            .min(
+                bytes.saturating_sub(minimum.saturating_mul(others))
+                    / minimum.saturating_add(reader),
+            )
+            .clamp(1, reads.max(1));
+        let (count, for_readers) = (at_once + others, reader.saturating_mul(at_once));
+        self.require(minimum.saturating_mul(count).saturating_add(for_readers), || {
             format!("{count} batches of {minimum} bytes are in flight, and a reader needs {reader}")
         })?;
-        let batch = (share(bytes) / batches.max(1)).clamp(minimum, most.max(minimum));
-        let held = batch.saturating_mul(at_once.saturating_add(others));
-        let held = held.min(bytes - reader_bytes).max(min_held);
-        let batch = held / (at_once.saturating_add(others)).max(1);
-        let each = (bytes - held) / at_once;
+        let fitting = for_batches.min(bytes - for_readers) / count;
+        let batch = fitting.clamp(minimum, most.max(minimum));
+        let each = (bytes - batch * count) / at_once;
         Ok(GroupShares { batch, at_once, load: self.reserving(bytes - each) })
     }
+}
+
+fn count(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
 }
 
 fn share(bytes: u64) -> u64 {

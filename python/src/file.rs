@@ -14,8 +14,7 @@ use pyo3::sync::MutexExt as _;
 use pyo3::types::PyBytes;
 use tensorizer::cancel::{Cancel, Never};
 use tensorizer::error::{Error, Result};
-use tensorizer::io::WriteAt;
-use tensorizer::io::{Capabilities, ReadAt, Stream};
+use tensorizer::io::{Capabilities, Ending, Facts, Published, ReadAt, SinkFacts, Stream, WriteAt};
 use tensorizer::mem::Buffers;
 use tensorizer::{PerProcess, unpoisoned};
 
@@ -27,8 +26,7 @@ const REQUEST_LEN: usize = 1 << 20;
 pub struct PyFile {
     object: Py<PyAny>,
     call_lock: PerProcess<Mutex<()>>,
-    uri: String,
-    len: Option<u64>,
+    facts: Facts,
 }
 
 fn raised(error: PyErr) -> io::Error {
@@ -38,7 +36,8 @@ fn raised(error: PyErr) -> io::Error {
 impl PyFile {
     /// Wraps an object. `len` is its size, if it can seek.
     pub fn new(object: Py<PyAny>, uri: String, len: Option<u64>) -> Self {
-        PyFile { object, call_lock: PerProcess::new(), uri, len }
+        let facts = Facts { uri, len, ..Facts::default() };
+        PyFile { object, call_lock: PerProcess::new(), facts }
     }
 
     /// Reads once; 0 at the end.
@@ -93,17 +92,12 @@ impl Stream for PyFile {
 }
 
 impl ReadAt for PyFile {
-    fn uri(&self) -> &str {
-        &self.uri
+    fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            len: self.len,
-            merge_gap: 64 << 10,
-            reader_memory: 2 << 20,
-            ..Capabilities::SEQUENTIAL
-        }
+        Capabilities { merge_gap: 64 << 10, reader_memory: 2 << 20, ..Capabilities::SEQUENTIAL }
     }
 
     fn read_at(
@@ -116,21 +110,24 @@ impl ReadAt for PyFile {
             self.seek(py, offset)?;
             self.read_some(py, buffers)
         })
-        .map_err(|e| Error::io("reading", &self.uri, e))
+        .map_err(|e| Error::io("reading", &self.facts.uri, e))
     }
 }
 
 impl WriteAt for PyFile {
     fn uri(&self) -> &str {
-        &self.uri
+        &self.facts.uri
     }
 
-    fn max_writers(&self) -> usize {
-        1
-    }
-
-    fn is_visible_early(&self) -> bool {
-        true
+    fn facts(&self) -> SinkFacts {
+        SinkFacts {
+            max_writers: 1,
+            default_writers: 1,
+            max_positions: usize::MAX,
+            is_visible_early: true,
+            retained: 0,
+            part_len: 0,
+        }
     }
 
     fn write_at(
@@ -157,7 +154,7 @@ impl WriteAt for PyFile {
             }
             Ok(total)
         })
-        .map_err(|e| Error::io("writing", &self.uri, e))
+        .map_err(|e| Error::io("writing", &self.facts.uri, e))
     }
 
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
@@ -165,7 +162,7 @@ impl WriteAt for PyFile {
         tensorizer::io::read_exact_at(self, offset, &mut Buffers::from_slice(buffer), &what, &Never)
     }
 
-    fn publish(&mut self, len: u64, _cancel: &dyn Cancel) -> Result<()> {
+    fn publish(&mut self, len: u64, _ending: Ending, _cancel: &dyn Cancel) -> Result<Published> {
         self.locked(|py| {
             self.seek(py, len)?;
             match self.object.bind(py).getattr_opt("flush").map_err(raised)? {
@@ -173,7 +170,8 @@ impl WriteAt for PyFile {
                 None => Ok(()),
             }
         })
-        .map_err(|e| Error::io("finishing", &self.uri, e))
+        .map(|()| Published::InPlace)
+        .map_err(|e| Error::io("finishing", &self.facts.uri, e))
     }
 }
 

@@ -115,8 +115,7 @@ pub fn open(
             }
             uri::open(&address, &options, &signals)
         })?;
-        if options.cache.is_some() && opened.response_head().is_some() && !Cache::accepts(&*opened)
-        {
+        if options.cache.is_some() && opened.facts().head().is_some() && !Cache::accepts(&*opened) {
             warn_of_no_tag(py, opened.uri())?;
         }
         return Ok(Source::new(opened, 0));

@@ -263,7 +263,7 @@ impl Reader {
     /// True if all of it is in files of this machine.
     #[getter]
     fn local(&self) -> bool {
-        self.file.sources().iter().all(|source| source.is_local())
+        self.file.sources().iter().all(|source| source.facts().is_local)
     }
 
     fn __len__(&self) -> usize {

@@ -12,7 +12,7 @@ use tensorizer::error::{Error, Result};
 use tensorizer::io::local::FileSink;
 use tensorizer::io::object::UploadSink;
 use tensorizer::io::uri::create_file;
-use tensorizer::io::{UnclosedOutcome, WriteAt, write_all_at};
+use tensorizer::io::{Ending, Published, WriteAt, write_all_at};
 use tensorizer::unpoisoned;
 
 use crate::errors::Outcome;
@@ -24,19 +24,18 @@ const CHUNK_LEN: usize = 8 << 20;
 
 /// Describes a file that was never closed: true if it exists, and its path if it has another name
 /// than its own.
-pub fn describe_unclosed(outcome: UnclosedOutcome) -> (bool, Option<OsString>) {
+pub fn describe_unclosed(outcome: Published) -> (bool, Option<OsString>) {
     match outcome {
-        UnclosedOutcome::InPlace => (true, None),
+        Published::InPlace => (true, None),
         // Not as a `Path`, which may not be importable while the interpreter ends.
-        UnclosedOutcome::OtherName(path) => (true, Some(path.into_os_string())),
-        UnclosedOutcome::Aborted => (false, None),
+        Published::OtherName(path) => (true, Some(path.into_os_string())),
+        Published::Aborted | Published::Overtaken => (false, None),
     }
 }
 
 /// Publishes a file. False if a later save was complete before.
 fn publish(sink: &mut dyn WriteAt, len: u64) -> Result<bool> {
-    sink.publish(len, &signals)?;
-    Ok(!sink.overtaken())
+    Ok(sink.publish(len, Ending::Finished, &signals)? != Published::Overtaken)
 }
 
 /// An object that appears whole, when it is published, or not at all.
@@ -76,7 +75,7 @@ impl Sink {
         Ok(gil::without(py, || -> Result<_> {
             let chunks: Vec<(usize, &[u8])> =
                 (0..).step_by(CHUNK_LEN).zip(data.chunks(CHUNK_LEN)).collect();
-            let threads = if chunks.len() < 2 { 0 } else { sink.default_writers() };
+            let threads = if chunks.len() < 2 { 0 } else { sink.facts().default_writers };
             let queue = Mutex::new(chunks.into_iter());
             workers::run(threads, &signals, |control| {
                 let next = || unpoisoned(queue.lock()).next();
@@ -141,7 +140,7 @@ impl PathSink {
     fn publish_unclosed(&self, py: Python<'_>, len: u64) -> Outcome<(bool, Option<OsString>)> {
         let sink = unpoisoned(self.sink.lock()).take();
         let Some(mut sink) = sink else { return Ok((false, None)) };
-        Ok(describe_unclosed(gil::without(py, || sink.publish_unclosed(len, &signals))?))
+        Ok(describe_unclosed(gil::without(py, || sink.publish(len, Ending::Unclosed, &signals))?))
     }
 
     /// Abandons the file.

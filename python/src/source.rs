@@ -50,7 +50,7 @@ impl Source {
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Outcome<Bound<'py, PyBytes>> {
         let source = self.shared()?;
         let bytes = gil::without(py, || -> Result<_> {
-            let available = source.capabilities().len.unwrap_or(u64::MAX).saturating_sub(offset);
+            let available = source.facts().len.unwrap_or(u64::MAX).saturating_sub(offset);
             let len = len.min(usize::try_from(available).unwrap_or(len));
             let mut bytes = Vec::new();
             let mut done = 0;
@@ -93,12 +93,13 @@ impl Source {
     /// Size in bytes; None for a server that can only be read front to back.
     #[getter]
     fn size(&self) -> Outcome<Option<u64>> {
-        Ok(self.shared()?.capabilities().len)
+        Ok(self.shared()?.facts().len)
     }
 
     /// Returns the headers of the server's response.
     fn headers(&self) -> Outcome<Vec<(String, String)>> {
-        Ok(self.shared()?.response_head().map_or_else(Vec::new, |head| head.headers))
+        let source = self.shared()?;
+        Ok(source.facts().head().map_or_else(Vec::new, |head| head.headers.clone()))
     }
 }
 

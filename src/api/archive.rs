@@ -43,7 +43,7 @@ pub fn read_archive(
              .tensors file"
         )));
     }
-    let Some(size) = source.capabilities().len else {
+    let Some(size) = source.facts().len else {
         return Err(Error::Unsupported(format!(
             "`{uri}` is a checkpoint of torch.save, whose directory is at its end, but this source \
              can only be read front to back: use a local file, or a server that supports range \
@@ -52,7 +52,7 @@ pub fn read_archive(
     };
     let size = size.saturating_sub(base);
     let records = read_directory(&*source, base, size, opening.cancel)?;
-    let readers = (!source.is_local()).then_some((REQUESTS / at_once.max(1)).max(1));
+    let readers = (!source.facts().is_local).then_some((REQUESTS / at_once.max(1)).max(1));
     let positions = read_headers(&source, base, &records, readers, opening.cancel)?;
     // Names begin with the archive's folder, which `torch.save` names after the file.
     let folder = |name: &str| name.find('/').map_or(0, |at| at + 1);

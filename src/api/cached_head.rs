@@ -19,7 +19,7 @@ impl Opening<'_> {
         first: &[u8],
         rest: &[u8],
     ) -> Option<CachedHead> {
-        let mut head = source.response_head().filter(|_| self.keeps_heads && base == 0)?;
+        let mut head = source.facts().head().filter(|_| self.keeps_heads && base == 0)?.clone();
         head.headers.retain(|(name, _)| SHARED_RESPONSE_HEADERS.contains(&name.as_str()));
         if head.tag.is_none() && head.modified.is_none() {
             // Without a tag or a date, no later response could prove that the file still begins
@@ -73,7 +73,7 @@ mod tests {
     fn file_is_opened_from_a_cached_head_without_its_server() {
         let file = open(head()).unwrap();
         assert_eq!(file.entry(0).unwrap().data_offset, 88);
-        assert_eq!(file.source(0).unwrap().response_head().unwrap().headers, head().headers);
+        assert_eq!(file.source(0).unwrap().facts().head().unwrap().headers, head().headers);
         assert_eq!(file.heads(), [head()]);
     }
 
@@ -82,7 +82,7 @@ mod tests {
         let names = ["set-cookie", "etag", "x-amz-security-token", "authorization", "location"];
         let headers = names.map(|name| (name.to_owned(), "value".to_owned()));
         let file = open(CachedHead { headers: headers.clone().into(), ..head() }).unwrap();
-        assert_eq!(file.source(0).unwrap().response_head().unwrap().headers, headers);
+        assert_eq!(file.source(0).unwrap().facts().head().unwrap().headers, headers);
         assert_eq!(file.heads()[0].headers, [("etag".to_owned(), "value".to_owned())]);
     }
 

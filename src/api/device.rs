@@ -217,7 +217,8 @@ pub fn read_to_devices(
         let at = (to.memory, &*layout.locations);
         DirectStorage::open(&files, plan, at, streams, one.pool, run.counters, run.cancel)
     };
-    let wanted = to.direct_storage && selection.file.sources().iter().all(|one| one.is_local());
+    let wanted =
+        to.direct_storage && selection.file.sources().iter().all(|one| one.facts().is_local);
     let destination = To {
         destination,
         devices: &layout.device_of_tensor,

@@ -150,10 +150,11 @@ impl TensorFile {
         *sources = replaced.collect();
     }
 
-    /// Returns the identity of each file, as text to compare; see [`ReadAt::identity`].
+    /// Returns the identity of each file, as text to compare; see [`Facts::identity`].
     #[doc(hidden)]
     pub fn identities(&self) -> Vec<Option<String>> {
-        let text = |source: &Arc<dyn ReadAt>| Some(format!("{:?}", source.identity()?));
+        let text =
+            |source: &Arc<dyn ReadAt>| Some(format!("{:?}", source.facts().identity.as_ref()?));
         self.sources().iter().map(text).collect()
     }
 
@@ -161,16 +162,16 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn headers(&self) -> Vec<(String, String)> {
         let sources = self.sources();
-        let heads = sources.iter().filter_map(|source| source.response_head());
-        heads.flat_map(|head| head.headers).collect()
+        let heads = sources.iter().filter_map(|source| source.facts().head());
+        heads.flat_map(|head| head.headers.clone()).collect()
     }
 
     /// Records in the report of a load why a slower way than the wanted one was used for a file.
     #[doc(hidden)]
     pub fn report_fallbacks(&self, counters: &Counters) {
-        self.sources().iter().filter_map(|source| source.fallback()).for_each(|why| {
-            counters.fallback(&why);
-        });
+        for source in self.sources().iter() {
+            source.facts().fallback().into_iter().for_each(|why| counters.fallback(&why));
+        }
     }
 
     /// Returns prologue and index as they are in the file, if it has a manifest.
@@ -268,16 +269,14 @@ impl TensorFile {
 
     /// True if tensors can be read in any order.
     pub fn is_seekable(&self) -> bool {
-        self.sources().iter().all(|source| source.capabilities().len.is_some())
+        self.sources().iter().all(|source| source.facts().len.is_some())
     }
 
     /// Releases the sources once the reads under way have ended. The catalog stays.
     pub fn close(&self) {
         let sources = self.sources();
-        let closed = sources.iter().map(|source| {
-            let (uri, of_hub) = (source.uri().to_owned(), source.capabilities().of_hub);
-            Arc::new(ClosedSource { uri, of_hub }) as Arc<dyn ReadAt>
-        });
+        let closed =
+            sources.iter().map(|source| Arc::new(ClosedSource::new(&**source)) as Arc<dyn ReadAt>);
         *self.sources.lock() = closed.collect();
     }
 

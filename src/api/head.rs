@@ -58,7 +58,7 @@ impl FileHead {
             let what = format!("expected {what} of at most {most} bytes, found {found}");
             Error::Format { uri: self.source.uri().to_owned(), offset: self.base, what }
         };
-        if let Some(len) = self.source.capabilities().len {
+        if let Some(len) = self.source.facts().len {
             let len = len.saturating_sub(self.base);
             return if len > most {
                 Err(too_long(len.to_string()))
@@ -127,8 +127,8 @@ impl FileHead {
         }
         let len = safetensors::header_len(&self.bytes, base).map_err(|e| e.in_file(uri))?;
         let data_at = base.saturating_add(LENGTH_LEN).saturating_add(len);
-        let capabilities = self.source.capabilities();
-        if let Some(size) = capabilities.len.filter(|&size| size < data_at) {
+        let file_len = self.source.facts().len;
+        if let Some(size) = file_len.filter(|&size| size < data_at) {
             let what = "the safetensors header".to_owned();
             let uri = uri.to_owned();
             return Err(Error::Truncated { uri, what, start: base, end: data_at, size });
@@ -137,11 +137,11 @@ impl FileHead {
             self.read_first(LENGTH_LEN.saturating_add(len), "the safetensors header", cancel)?;
         let json = start.split_at_checked(size_of::<u64>()).map_or(&[][..], |(_, json)| json);
         let found = safetensors::parse(json, base, file, uri)?;
-        if let Some(size) = capabilities.len.filter(|&size| size < found.end) {
+        if let Some(size) = file_len.filter(|&size| size < found.end) {
             let (uri, what) = (uri.to_owned(), "the data of its tensors".to_owned());
             return Err(Error::Truncated { uri, what, start: data_at, end: found.end, size });
         }
-        if let Some(size) = capabilities.len.filter(|&size| size > found.end) {
+        if let Some(size) = file_len.filter(|&size| size > found.end) {
             let what = format!(
                 "expected the file to end with its data at byte {}, found {size} bytes",
                 found.end
@@ -152,7 +152,7 @@ impl FileHead {
         // shorter.
         let rest = start.get(self.bytes.len()..).unwrap_or(&[]);
         let head = opening.cached_head(&*self.source, base, &self.bytes, rest);
-        let passed = capabilities.len.is_none() && start.len() < self.bytes.len();
+        let passed = file_len.is_none() && start.len() < self.bytes.len();
         let source = if passed {
             // The source is read front to back only, and some of its data were read already.
             Arc::new(PrefixedSource::new(self.source, base, self.bytes)) as Arc<dyn ReadAt>
@@ -166,7 +166,7 @@ impl FileHead {
     fn open_tensors(self, opening: &Opening<'_>) -> Result<TensorFile> {
         let (FileHead { source, base, bytes }, cancel) = (self, opening.cancel);
         let uri = &source.uri().to_owned();
-        let file_len = source.capabilities().len;
+        let file_len = source.facts().len;
         let prologue = Prologue::parse(&bytes, base, uri)?;
         let index_at = base.saturating_add(PROLOGUE_LEN as u64);
         if let Some(size) =
@@ -239,7 +239,7 @@ fn read_index(
     let (uri, len) = (source.uri(), prologue.index_len);
     let mut block = Vec::new();
     let mut start = IndexValidator::default();
-    let mut until = if source.capabilities().len.is_some() { len } else { FIRST.min(len) };
+    let mut until = if source.facts().len.is_some() { len } else { FIRST.min(len) };
     loop {
         let from = at.saturating_add(block.len() as u64);
         read_growing(source, from, until, &mut block, "tensor index", cancel)?;

@@ -64,7 +64,7 @@ pub fn try_key(selection: &Selection<'_>, cancel: &dyn Cancel) -> Result<()> {
     let file = selection.file;
     let Some(options) = file.decryption().filter(|_| !file.key_fits()) else { return Ok(()) };
     let source = file.source(0)?;
-    if source.capabilities().len.is_none() {
+    if source.facts().len.is_none() {
         // The source can be read only once.
         return Ok(());
     }

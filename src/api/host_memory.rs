@@ -159,7 +159,7 @@ fn used_in_place(file: &TensorFile, entries: &[&Entry], options: &LoadOptions) -
     let share = |pair: &[&Entry]| matches!(pair, [one, next] if one.file == next.file && one.end() > next.header_offset);
     let map = options.map && !file.is_encrypted() && !entries.windows(2).any(share);
     let sources = file.sources();
-    let local: Vec<bool> = sources.iter().map(|source| map && source.is_local()).collect();
+    let local: Vec<bool> = sources.iter().map(|source| map && source.facts().is_local).collect();
     let min_alignment = if file.format() == Format::Safetensors { 1 } else { MAPPED_ALIGNMENT };
     let could = entries.iter().map(|entry| {
         let alignment = min_alignment.max(entry.dtype.size());

@@ -15,7 +15,7 @@ use crate::engine::worker_range;
 use crate::engine::workers::{self, Control, WorkerRange};
 use crate::error::{Error, Result};
 use crate::fallible::try_resize;
-use crate::io::{Capabilities, HubChecksum, LocalCopy, ReadAt, as_refs, read_exact_at};
+use crate::io::{Capabilities, HubChecksum, ReadAt, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
 
@@ -49,7 +49,7 @@ impl TensorFile {
             })?;
             self.replace_sources(|file, source| {
                 let compared = state.compared.get()?.get(file)?.as_ref()?;
-                let needed = source.capabilities().of_hub;
+                let needed = source.facts().is_of_hub();
                 needed.then(|| -> Arc<dyn ReadAt> {
                     Arc::new(VerifiedSource::new(Arc::clone(source), Arc::clone(compared)))
                 })
@@ -67,7 +67,7 @@ impl TensorFile {
         cancel: &dyn Cancel,
     ) -> Result<ComparedFiles> {
         let sources = self.sources();
-        if !sources.iter().any(|source| source.capabilities().of_hub) {
+        if !sources.iter().any(|source| source.facts().is_of_hub()) {
             return if has_own_hashes {
                 Ok(Vec::new())
             } else {
@@ -115,7 +115,8 @@ fn request_checksums(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result
         while !control.stopped() {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some((number, source)) = next else { break };
-            let checksum = source.checksum(control)?;
+            let request = source.facts().server.as_ref().and_then(|found| found.checksum.as_ref());
+            let checksum = request.map_or(Ok(HubChecksum::NoHub), |request| request(control))?;
             let mut checksums = checksums.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(slot) = checksums.get_mut(number) {
                 *slot = checksum;
@@ -155,16 +156,14 @@ impl<'s> ChecksumComparison<'s> {
         memory: MemoryLimit,
     ) -> Result<Self> {
         let capabilities = source.capabilities();
-        let len = capabilities.len.ok_or_else(|| {
+        let len = source.facts().len.ok_or_else(|| {
             Error::Unsupported(format!(
                 "`{}` cannot be verified: its server sends it front to back only, and it would have \
                  to be read twice",
                 source.uri()
             ))
         })?;
-        if let Some(copy) = source.local_copy() {
-            copy.will_read(len);
-        }
+        source.facts().will_read(len);
         let hashed = Mutex::default();
         // Each reader holds one piece, and its connection may hold as much again.
         let most = memory.window(MAX_PIECE_LEN);
@@ -217,14 +216,11 @@ impl<'s> ChecksumComparison<'s> {
             uri: self.source.uri().to_owned(),
             expected: hex(&self.expected).into(),
             found: hex(&found).into(),
-            kept: self.source.local_copy().and_then(LocalCopy::path).map_or_else(
-                Box::default,
-                |path| {
-                    let path = path.display();
-                    let what = "remove that file to have it downloaded again";
-                    format!("; they were read from the local copy `{path}`: {what}").into()
-                },
-            ),
+            kept: self.source.facts().local_copy().map_or_else(Box::default, |copy| {
+                let path = copy.path.display();
+                let what = "remove that file to have it downloaded again";
+                format!("; they were read from the local copy `{path}`: {what}").into()
+            }),
         })
     }
 

@@ -1,12 +1,11 @@
 //! Local copies of a server's files, which may be damaged.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::file::TensorFile;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::ReadAt;
+use crate::io::{LocalCopy, ReadAt};
 
 impl TensorFile {
     /// Runs some work on its files. See [`with_intact_copies`]. Work that has found a tensor whose
@@ -63,16 +62,21 @@ pub fn with_intact_copies<T>(
     // distinguishes them.
     let sure = !matches!(error, Error::Crypt(_));
     let sources = suspects(&error);
-    let discard = |remove| {
-        sources.iter().filter_map(move |source| source.local_copy()?.discard(remove, cancel))
+    // After the first call, the facts are those of the server.
+    let found: Vec<LocalCopy> =
+        sources.iter().filter_map(|source| source.facts().local_copy().cloned()).collect();
+    let discard = |copy: &&LocalCopy, remove: bool| {
+        copy.discard.as_ref().is_some_and(|discard| discard(remove, cancel))
     };
-    let copies: Vec<PathBuf> = discard(sure).collect();
+    let copies: Vec<&LocalCopy> = found.iter().filter(|copy| discard(copy, sure)).collect();
     if copies.is_empty() {
         return Err(error);
     }
     let second_run = work();
     if second_run.is_ok() && !sure {
-        discard(true).for_each(drop);
+        for copy in &found {
+            discard(&copy, true);
+        }
     }
     second_run.map_err(|second_run| {
         if may_be_damage(&second_run) {
@@ -104,9 +108,10 @@ fn may_be_damage(error: &Error) -> bool {
 }
 
 /// Returns the error for a damaged copy whose bytes could not be fetched again.
-fn not_fetched(copies: &[PathBuf], damage: &Error, second_run: Error) -> Error {
+fn not_fetched(copies: &[&LocalCopy], damage: &Error, second_run: Error) -> Error {
     let Error::Io { action, uri, error } = second_run else { return second_run };
-    let copies: Vec<String> = copies.iter().map(|copy| format!("`{}`", copy.display())).collect();
+    let copies: Vec<String> =
+        copies.iter().map(|copy| format!("`{}`", copy.path.display())).collect();
     let what = format!(
         "{error}; the cached copy {} was damaged and has been removed: {damage}",
         copies.join(", ")

@@ -28,8 +28,7 @@ impl TensorFile {
             staging: staged.then(|| (buffer, pinned::min_buffers(buffer), 0)),
         };
         // Files of a hub are hashed before the load, piece by piece, which also takes memory.
-        let ahead =
-            of_server > CONNECTION || files.iter().any(|source| source.capabilities().of_hub);
+        let ahead = of_server > CONNECTION || files.iter().any(|source| source.facts().is_of_hub());
         Ok(if ahead { needs.minimum_with_read_ahead() } else { needs.minimum() })
     }
 }

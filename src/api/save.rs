@@ -21,7 +21,7 @@ use crate::format::tensors::prologue::{
     PROLOGUE_LEN, Prologue, VERSION_ENCRYPTED, VERSION_LONG, VERSION_PLAIN,
 };
 use crate::format::tensors::{metadata, trailer};
-use crate::io::{UnclosedOutcome, WriteAt, write_all_at};
+use crate::io::{Ending, Published, Reservation, WriteAt, write_all_at};
 use crate::sys::process::OwnerProcess;
 
 /// Largest alignment: a huge page, beyond which padding would only waste space.
@@ -185,7 +185,8 @@ impl Writer {
         let layout = self.lay_out(placed, cancel)?;
         let sink = self.sink()?;
         let head = end_of_index(self.base, self.index_len);
-        sink.reserve(head, layout.end + END_MARK.len() as u64)?;
+        let len = layout.end + END_MARK.len() as u64;
+        sink.reserve(&Reservation { head, len, parts: None })?;
         let items = layout.entries.iter().zip(sources);
         let items = items
             .map(|(entry, (module_index, data))| WriteTensor { entry, module_index, data })
@@ -205,7 +206,7 @@ impl Writer {
         self.end = layout.end;
         self.entries_len += encoded_lens(&layout.entries, false);
         self.entries.extend(layout.entries);
-        if self.sink()?.is_visible_early() {
+        if self.sink()?.facts().is_visible_early {
             self.make_index_visible(cancel)?;
         }
         self.failed = false;
@@ -214,27 +215,20 @@ impl Writer {
 
     /// Ends the file and makes it visible. A second call does nothing.
     pub fn finish(&mut self, cancel: &dyn Cancel) -> Result<()> {
-        self.end_with(cancel, |sink, len| sink.publish(len, cancel))
+        let published = self.end_with(Ending::Finished, cancel)?;
+        self.overtaken |= published == Some(Published::Overtaken);
+        Ok(())
     }
 
     /// Ends a file that the caller has not finished. If another file has its name, that one stays:
-    /// see [`WriteAt::publish_unclosed`]. Returns the outcome.
-    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
-        let mut outcome = UnclosedOutcome::Aborted;
-        self.end_with(cancel, |sink, len| {
-            outcome = sink.publish_unclosed(len, cancel)?;
-            Ok(())
-        })?;
-        Ok(outcome)
+    /// see [`Published::OtherName`]. Returns the outcome.
+    pub fn finish_unclosed(&mut self, cancel: &dyn Cancel) -> Result<Published> {
+        Ok(self.end_with(Ending::Unclosed, cancel)?.unwrap_or(Published::Aborted))
     }
 
-    fn end_with(
-        &mut self,
-        cancel: &dyn Cancel,
-        publish: impl FnOnce(&mut dyn WriteAt, u64) -> Result<()>,
-    ) -> Result<()> {
+    fn end_with(&mut self, ending: Ending, cancel: &dyn Cancel) -> Result<Option<Published>> {
         if self.sink.is_none() {
-            return Ok(());
+            return Ok(None);
         }
         self.check_usable()?;
         if !self.other_format && self.entries.is_empty() {
@@ -248,12 +242,10 @@ impl Writer {
             self.write_index(cancel)?;
         }
         let end = self.end();
-        if let Some(mut sink) = self.sink.take() {
-            publish(&mut *sink, end)?;
-            self.overtaken = sink.overtaken();
-        }
+        let mut sink = self.sink.take();
+        let published = sink.as_mut().map(|sink| sink.publish(end, ending, cancel)).transpose()?;
         self.failed = false;
-        Ok(())
+        Ok(published)
     }
 
     /// True if a write has failed half-way, so that the file can only be abandoned.

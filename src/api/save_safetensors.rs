@@ -8,7 +8,7 @@ use crate::cancel::Cancel;
 use crate::engine::write::{TensorData, WriteOptions, WriteTensor, write_tensors};
 use crate::error::{Error, Result};
 use crate::format::safetensors::{SafetensorsLayout, SafetensorsTensor};
-use crate::io::write_all_at;
+use crate::io::{Reservation, write_all_at};
 
 impl Writer {
     /// Writes all tensors of a safetensors file. Nothing may have been written before, and nothing
@@ -62,7 +62,7 @@ impl Writer {
         };
         let sink = self.sink()?;
         let head = self.base.saturating_add(layout.head.len() as u64);
-        sink.reserve(head, layout.end)?;
+        sink.reserve(&Reservation { head, len: layout.end, parts: None })?;
         write_all_at(sink, self.base, &mut [IoSlice::new(&layout.head)], cancel)?;
         write_tensors(sink, &items, &options, &self.progress, cancel)?;
         self.tensor_bytes = layout.end.saturating_sub(head);

@@ -87,12 +87,13 @@ impl<'f> Selection<'f> {
         // The entries are in the order of the files.
         for entries in self.entries.chunk_by(|one, next| one.file == next.file) {
             let source = entries.first().and_then(|entry| sources.get(entry.file));
-            let Some(copy) = source.and_then(|source| source.local_copy()) else { continue };
             let lens = entries.iter().map(|entry| match entry.whole {
                 Some(_) => entry.loaded_len(),
                 None => entry.end().saturating_sub(entry.header_offset),
             });
-            copy.will_read(lens.fold(0, u64::saturating_add));
+            if let Some(source) = source {
+                source.facts().will_read(lens.fold(0, u64::saturating_add));
+            }
         }
     }
 

@@ -14,6 +14,7 @@ use crate::format::catalog::{Catalog, Entry};
 use crate::format::name::Name;
 use crate::format::name_tree::NameTree;
 use crate::format::shards::{self, MAX_LEN, ShardMap};
+use crate::io::local::Folder;
 use crate::io::{CachedHead, ReadAt, SourceIdentity};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
@@ -27,6 +28,8 @@ const FIRST_OF_ONE: u64 = 64 << 10;
 /// The index of a checkpoint in several files, which are siblings of the index.
 pub struct ShardIndex {
     head: FileHead,
+    /// The folder of the files; None for a file object.
+    folder: Option<Folder>,
     index: ShardMap,
     /// The number of the file of each tensor that the index names, by the stored form of the
     /// tensor's name.
@@ -69,7 +72,7 @@ impl ShardIndex {
         base: u64,
         cancel: &dyn Cancel,
     ) -> Result<Option<Self>> {
-        if source.capabilities().len.is_none() {
+        if source.facts().len.is_none() {
             return Ok(None);
         }
         with_intact_copies(&|error| suspects_of_open(&source, error), cancel, || {
@@ -86,16 +89,17 @@ impl ShardIndex {
         let index = shards::parse(&json).map_err(|e| e.in_file(uri))?;
         let indexed_files = indexed_files(&index, uri)?;
         let cached_head = opening.cached_head(&**head.source(), head.base(), &json, &[]);
-        let seen = head.source().sibling_identities(&index.files)?.into_iter().enumerate();
+        let (folder, found) = Folder::examine(&**head.source(), &index.files)?;
+        let seen = found.into_iter().enumerate();
         let seen = seen.filter_map(|(file, identity)| Some((file, identity?))).collect();
         let seen = ForkSafeMutex::new(seen);
-        Ok(ShardIndex { head, index, indexed_files, seen, cached_head })
+        Ok(ShardIndex { head, folder, index, indexed_files, seen, cached_head })
     }
 
     /// Fails if a file that was opened now is another one than before, for tensors of two versions
     /// would be loaded then.
     fn check_same(&self, file: usize, source: &dyn ReadAt) -> Result<()> {
-        let Some(found) = source.identity() else { return Ok(()) };
+        let Some(found) = source.facts().identity.clone() else { return Ok(()) };
         self.seen.lock().entry(file).or_insert_with(|| found.clone()).check(&found, source.uri())
     }
 
@@ -225,7 +229,7 @@ fn check_all_are_there(selection: &ShardSelection<'_>, names: &NameTree, uri: &s
 fn at_once(source: &dyn ReadAt) -> usize {
     let capabilities = source.capabilities();
     let any_number = capabilities.initial_readers < capabilities.max_auto_readers;
-    let most = if any_number && !source.is_local() { AT_ONCE_OF_SERVERS } else { AT_ONCE };
+    let most = if any_number && !source.facts().is_local { AT_ONCE_OF_SERVERS } else { AT_ONCE };
     most.min(capabilities.max_readers.max(AT_ONCE))
 }
 
@@ -240,7 +244,11 @@ fn open_all(
     let at_once = at_once(&**head.source()).min(files.len());
     workers::map(at_once, files.into_iter().enumerate(), opening.cancel, |file, control| {
         let (number, (file, name)) = file;
-        let source = head.source().sibling(name, selection.first, control)?.ok_or_else(|| {
+        let source = match &selection.index.folder {
+            Some(folder) => folder.open(name, selection.first, control)?,
+            None => None,
+        };
+        let source = source.ok_or_else(|| {
             Error::Unsupported(format!(
                 "`{uri}` is an index of shards, which cannot be found from a file object: pass the \
                  path or address of the index"

@@ -9,7 +9,7 @@ use crate::cancel::{Cancel, RetryableOnce};
 use crate::codec::sha256::Sha256;
 use crate::error::{Error, Result};
 use crate::fallible::try_zeroed;
-use crate::io::{CachedHead, Capabilities, HubChecksum, LocalCopy, ReadAt, read_exact_at};
+use crate::io::{Capabilities, Facts, ReadAt, read_exact_at};
 use crate::mem::{Buffers, FilledPart};
 
 /// Bytes of a chunk, which has a hash of its own.
@@ -68,13 +68,19 @@ pub struct HubVerification {
 /// Hands out the compared bytes of a source, and fails where it has others now. It cannot be
 /// mapped, because the bytes of a mapping may change later.
 pub struct VerifiedSource {
+    facts: Facts,
     source: Arc<dyn ReadAt>,
     compared: Arc<ComparedFile>,
 }
 
 impl VerifiedSource {
     pub fn new(source: Arc<dyn ReadAt>, compared: Arc<ComparedFile>) -> Self {
-        VerifiedSource { source, compared }
+        let mut facts = Facts { is_local: false, ..source.facts().clone() };
+        // It needs no comparison any more.
+        if let Some(server) = &mut facts.server {
+            server.checksum = None;
+        }
+        VerifiedSource { facts, source, compared }
     }
 
     /// Returns the position of the first chunk that differs, of those that begin at `start`.
@@ -96,17 +102,12 @@ impl VerifiedSource {
 }
 
 impl ReadAt for VerifiedSource {
-    fn uri(&self) -> &str {
-        self.source.uri()
+    fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> Capabilities {
-        // It needs no comparison any more.
-        Capabilities { of_hub: false, ..self.source.capabilities() }
-    }
-
-    fn limit_connection(&self, bytes: u64) {
-        self.source.limit_connection(bytes);
+        self.source.capabilities()
     }
 
     fn read_at(
@@ -142,7 +143,7 @@ impl ReadAt for VerifiedSource {
         match difference.into_inner() {
             SAME => Ok(read),
             at => Err(Error::FileHashMismatch {
-                uri: self.uri().to_owned(),
+                uri: self.facts.uri.clone(),
                 expected: self.compared.checksum.as_str().into(),
                 found: format!(
                     "changed since they were compared with it: those from {at} to {} differ",
@@ -152,22 +153,6 @@ impl ReadAt for VerifiedSource {
                 kept: Box::default(),
             }),
         }
-    }
-
-    fn response_head(&self) -> Option<CachedHead> {
-        self.source.response_head()
-    }
-
-    fn checksum(&self, cancel: &dyn Cancel) -> Result<HubChecksum> {
-        self.source.checksum(cancel)
-    }
-
-    fn local_copy(&self) -> Option<&dyn LocalCopy> {
-        self.source.local_copy()
-    }
-
-    fn fallback(&self) -> Option<String> {
-        self.source.fallback()
     }
 }
 

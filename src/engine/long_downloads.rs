@@ -106,7 +106,7 @@ fn download(bandwidth: f64, signing: &mut Signing) -> DownloadFigures {
     let total = extents.iter().map(|extent| extent.end() - extent.header_offset).sum();
     let options =
         TransportOptions { connections: None, ..TransportOptions::from_environment().unwrap() };
-    let capabilities = http::capabilities(Some(extents.last().unwrap().end()), &options);
+    let capabilities = http::capabilities(&options);
     let range = WorkerRange::of(&capabilities, None);
     let (source, memory) = (&capabilities, MemoryLimit::of(None));
     let facts = ReadFacts { source, readers: range, total, unit: 1, gather_bytes: 0, memory };

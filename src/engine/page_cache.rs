@@ -82,7 +82,7 @@ pub fn may_read_directly(files: &[&dyn ReadAt], memory: MemoryLimit, shared: boo
         _ => !shared && !has_local_ranks(),
     };
     let room = memory.bytes().is_none_or(|bytes| bytes >= READERS_AT_LEAST * READER_MEMORY);
-    Ok(wanted && room && files.iter().all(|source| source.is_local()))
+    Ok(wanted && room && files.iter().all(|source| source.facts().is_local))
 }
 
 /// True if a launcher says that this process is one of several on this machine. These usually load

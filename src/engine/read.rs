@@ -139,7 +139,8 @@ fn batches<D: Destination>(
     // later.
     let several = source.max_readers > 1;
     let large_first = sha && several && !request.codec.decrypts() && any_order && facts.in_steps;
-    let batches = plan.batches(&limits, source.len.is_some())?;
+    let seekable = request.files.iter().all(|file| file.facts().len.is_some());
+    let batches = plan.batches(&limits, seekable)?;
     let jobs = plan_jobs(plan, batches, to, (step, max_single_chunk), large_first)?;
     Ok(Batches { jobs, max_single_chunk, max_unhashed })
 }

@@ -41,7 +41,7 @@ impl Sources {
         memory: MemoryLimit,
     ) -> Result<Option<Self>> {
         let Some(capabilities) = Capabilities::combined(request.files) else { return Ok(None) };
-        let local = request.files.iter().all(|file| file.is_local());
+        let local = request.files.iter().all(|file| file.facts().is_local);
         let hashed = request.codec.decrypts() || request.options.verify != Verify::Nothing;
         let inline = total < if hashed { INLINE_HASHED } else { INLINE_LEN };
         let inline = inline && !capabilities.has_long_requests();

@@ -39,7 +39,7 @@ pub fn limit(memory: MemoryLimit, files: &[&dyn ReadAt]) -> Result<MemoryLimit> 
     let memory = memory.or_environment()?;
     if memory.bytes().is_some() {
         let window = memory.window(u64::MAX);
-        files.iter().for_each(|source| source.limit_connection(window));
+        files.iter().for_each(|source| source.facts().connection_limit.lower(window));
     }
     Ok(memory)
 }

@@ -1,25 +1,35 @@
 //! A source whose file was closed.
 
-use super::{Capabilities, HubChecksum, ReadAt};
+use std::sync::Arc;
+
+use super::{Capabilities, Facts, ReadAt, ServerFile};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
 
 /// Refuses every read.
-pub struct ClosedSource {
-    /// The path or address.
-    pub uri: String,
-    /// True if the file came from a hub.
-    pub of_hub: bool,
+pub struct ClosedSource(Facts);
+
+impl ClosedSource {
+    /// The source that replaces an open one.
+    pub fn new(open: &dyn ReadAt) -> Self {
+        let uri = open.uri().to_owned();
+        let closed = uri.clone();
+        let server = open.facts().is_of_hub().then(|| ServerFile {
+            checksum: Some(Arc::new(move |_| Err(closed_error(&closed)))),
+            ..ServerFile::default()
+        });
+        ClosedSource(Facts { uri, server, ..Facts::default() })
+    }
 }
 
 impl ReadAt for ClosedSource {
-    fn uri(&self) -> &str {
-        &self.uri
+    fn facts(&self) -> &Facts {
+        &self.0
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { of_hub: self.of_hub, request_len: 1 << 20, ..Capabilities::SEQUENTIAL }
+        Capabilities { request_len: 1 << 20, ..Capabilities::SEQUENTIAL }
     }
 
     fn read_at(
@@ -28,16 +38,10 @@ impl ReadAt for ClosedSource {
         _buffers: &mut Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
-        Err(self.closed_error())
-    }
-
-    fn checksum(&self, _cancel: &dyn Cancel) -> Result<HubChecksum> {
-        Err(self.closed_error())
+        Err(closed_error(&self.0.uri))
     }
 }
 
-impl ClosedSource {
-    fn closed_error(&self) -> Error {
-        Error::Closed(format!("I/O operation on closed file `{}`", self.uri))
-    }
+fn closed_error(uri: &str) -> Error {
+    Error::Closed(format!("I/O operation on closed file `{uri}`"))
 }

@@ -1,6 +1,6 @@
 //! Files in memory.
 
-use super::{Capabilities, ReadAt};
+use super::{Capabilities, Facts, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::mem::Buffers;
@@ -8,31 +8,30 @@ use crate::mem::Buffers;
 /// A file held in memory.
 pub struct MemorySource<B> {
     bytes: B,
-    uri: String,
+    facts: Facts,
 }
 
 impl<B: AsRef<[u8]> + Send + Sync> MemorySource<B> {
     /// `uri`: its name in messages.
     pub fn new(bytes: B, uri: impl Into<String>) -> Self {
-        MemorySource { bytes, uri: uri.into() }
+        let len = Some(bytes.as_ref().len() as u64);
+        MemorySource { bytes, facts: Facts { uri: uri.into(), len, ..Facts::default() } }
     }
 }
 
 impl<B: AsRef<[u8]> + Send + Sync> ReadAt for MemorySource<B> {
-    fn uri(&self) -> &str {
-        &self.uri
+    fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            len: Some(self.bytes.as_ref().len() as u64),
             max_readers: usize::MAX,
             initial_readers: crate::cpu_count(),
             max_auto_readers: crate::cpu_count(),
             request_len: 8 << 20,
             merge_gap: 0,
             reader_memory: 0,
-            of_hub: false,
         }
     }
 

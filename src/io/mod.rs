@@ -60,7 +60,9 @@ pub use memory::MemorySource;
 pub use options::{OpenOptions, S3Options};
 pub use prefixed::PrefixedSource;
 pub use read_at::{
-    Capabilities, HubChecksum, LocalCopy, ReadAt, SourceIdentity, as_refs, read_exact_at,
+    AnnounceRead, Capabilities, ConnectionLimit, DiscardCopy, Facts, Fallback, HubChecksum,
+    LocalCopy, OpenSibling, ReadAt, RequestChecksum, ServerFile, SourceIdentity, as_refs,
+    read_exact_at,
 };
-pub use stream::{OpenSibling, Stream, StreamSource};
-pub use write_at::{UnclosedOutcome, WriteAt, write_all_at};
+pub use stream::{Stream, StreamSource};
+pub use write_at::{Ending, Published, Reservation, SinkFacts, WriteAt, write_all_at};

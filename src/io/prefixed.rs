@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{CachedHead, Capabilities, ReadAt};
+use super::{Capabilities, Facts, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::mem::Buffers;
@@ -22,16 +22,12 @@ impl PrefixedSource {
 }
 
 impl ReadAt for PrefixedSource {
-    fn uri(&self) -> &str {
-        self.source.uri()
+    fn facts(&self) -> &Facts {
+        self.source.facts()
     }
 
     fn capabilities(&self) -> Capabilities {
         self.source.capabilities()
-    }
-
-    fn limit_connection(&self, bytes: u64) {
-        self.source.limit_connection(bytes);
     }
 
     fn read_at(
@@ -45,9 +41,5 @@ impl ReadAt for PrefixedSource {
             Some(here) => Ok(buffers.fill_from(here)),
             None => self.source.read_at(offset, buffers, cancel),
         }
-    }
-
-    fn response_head(&self) -> Option<CachedHead> {
-        self.source.response_head()
     }
 }

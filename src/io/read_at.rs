@@ -4,18 +4,136 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::CachedHead;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result, Shortened};
 use crate::mem::Buffers;
 use crate::sys::FileStamp;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
+
+/// The facts of a source.
+#[derive(Clone, Default)]
+pub struct Facts {
+    /// The path or address, for messages.
+    pub uri: String,
+    /// Size in bytes; None for a source that is read front to back.
+    pub len: Option<u64>,
+    /// The identity of its file; None if it cannot be told from later content.
+    pub identity: Option<SourceIdentity>,
+    /// True for a local regular file, which can be mapped.
+    pub is_local: bool,
+    /// The absolute path by which a local file was opened.
+    pub path: Option<PathBuf>,
+    /// The limit of the bytes that each connection buffers.
+    pub connection_limit: Arc<ConnectionLimit>,
+    /// The facts that only a server's file has, or a local copy of one.
+    pub server: Option<ServerFile>,
+}
+
+impl Facts {
+    /// The head of its server's response, without the first bytes of the file; None where there is
+    /// no server, or where it can only be read front to back.
+    pub fn head(&self) -> Option<&CachedHead> {
+        self.server.as_ref()?.head.as_ref()
+    }
+
+    /// True if it is a file of a hub, which may publish a checksum of it.
+    pub fn is_of_hub(&self) -> bool {
+        self.server.as_ref().is_some_and(|server| server.checksum.is_some())
+    }
+
+    /// The reason why it is read in a slower way than the one that was asked for.
+    pub fn fallback(&self) -> Option<String> {
+        self.server.as_ref()?.fallback.lock().clone()
+    }
+
+    /// Announces that a call will read this number of bytes. A cache keeps the file if that is at
+    /// least half of it.
+    pub fn will_read(&self, bytes: u64) {
+        if let Some(will_read) = self.server.as_ref().and_then(|server| server.will_read.as_ref()) {
+            will_read(bytes);
+        }
+    }
+
+    /// The local copy that is read instead of the server, if there is one.
+    pub fn local_copy(&self) -> Option<&LocalCopy> {
+        self.server.as_ref()?.local_copy.as_ref()
+    }
+}
+
+/// The limit of the bytes that each connection of a source buffers.
+#[derive(Debug)]
+pub struct ConnectionLimit(AtomicU64);
+
+impl Default for ConnectionLimit {
+    fn default() -> Self {
+        ConnectionLimit(AtomicU64::new(u64::MAX))
+    }
+}
+
+impl ConnectionLimit {
+    /// Bytes.
+    pub fn bytes(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Lowers the limit. An earlier, lower limit remains in force.
+    pub fn lower(&self, bytes: u64) {
+        self.0.fetch_min(bytes, Ordering::Relaxed);
+    }
+}
+
+/// The facts of a server's file, and the requests that only it allows.
+#[derive(Clone, Default)]
+pub struct ServerFile {
+    /// The head of the response, without the first bytes of the file; None where it can only be
+    /// read front to back.
+    pub head: Option<CachedHead>,
+    /// Opens files in the same folder.
+    pub open_sibling: Option<OpenSibling>,
+    /// Requests the checksum that its hub publishes.
+    pub checksum: Option<RequestChecksum>,
+    /// The local copy that is read instead of the server, if there is one.
+    pub local_copy: Option<LocalCopy>,
+    /// Tells a cache before it how many of its bytes the next call reads.
+    pub will_read: Option<AnnounceRead>,
+    /// The reason why it is read in a slower way than the one that was asked for.
+    pub fallback: Fallback,
+}
+
+/// See [`ServerFile::will_read`].
+pub type AnnounceRead = Arc<dyn Fn(u64) + Send + Sync>;
+
+/// See [`ServerFile::fallback`].
+pub type Fallback = Arc<ForkSafeMutex<Option<String>>>;
+
+/// Opens the file of a name in the same folder, with the same options. The number: bytes of the
+/// first request.
+pub type OpenSibling =
+    Arc<dyn Fn(&str, Option<u64>, &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> + Send + Sync>;
+
+/// Requests the checksum that a hub publishes of a file.
+pub type RequestChecksum = Arc<dyn Fn(&dyn Cancel) -> Result<HubChecksum> + Send + Sync>;
+
+/// A local copy of a server's file, which may be damaged.
+#[derive(Clone)]
+pub struct LocalCopy {
+    /// Its path.
+    pub path: PathBuf,
+    /// Makes all later reads use the server. True in the first call. If the flag is set, deletes
+    /// the copy, even if an earlier call kept it. None for a copy that belongs to another program,
+    /// such as its cache.
+    pub discard: Option<DiscardCopy>,
+}
+
+/// See [`LocalCopy::discard`].
+pub type DiscardCopy = Arc<dyn Fn(bool, &dyn Cancel) -> bool + Send + Sync>;
 
 /// The properties of a source that matter to a plan.
 #[derive(Debug, Clone, Copy)]
 pub struct Capabilities {
-    /// Size in bytes, where it is known.
-    pub len: Option<u64>,
     /// Maximum number of concurrent readers, even if the caller asks for more.
     pub max_readers: usize,
     /// Number of readers that a load starts with, unless the caller sets one.
@@ -29,21 +147,17 @@ pub struct Capabilities {
     pub merge_gap: u64,
     /// Bytes of memory that each reader takes for its connection.
     pub reader_memory: u64,
-    /// True if it is a file of a hub, which may publish a checksum of it.
-    pub of_hub: bool,
 }
 
 impl Capabilities {
     /// The capabilities of a source that one reader reads from front to back.
     pub const SEQUENTIAL: Capabilities = Capabilities {
-        len: None,
         max_readers: 1,
         initial_readers: 1,
         max_auto_readers: 1,
         request_len: 8 << 20,
         merge_gap: 0,
         reader_memory: 0,
-        of_hub: false,
     };
 
     /// True if requests are so long that one of them keeps a reader busy for a while: those of
@@ -57,14 +171,12 @@ impl Capabilities {
         let mut all = sources.iter().map(|source| source.capabilities());
         let first = all.next()?;
         Some(all.fold(first, |one, other| Capabilities {
-            len: one.len.zip(other.len).map(|(one, other)| one.saturating_add(other)),
             max_readers: one.max_readers.min(other.max_readers),
             initial_readers: one.initial_readers.min(other.initial_readers),
             max_auto_readers: one.max_auto_readers.min(other.max_auto_readers),
             request_len: one.request_len.min(other.request_len),
             merge_gap: one.merge_gap.min(other.merge_gap),
             reader_memory: one.reader_memory.max(other.reader_memory),
-            of_hub: one.of_hub || other.of_hub,
         }))
     }
 }
@@ -124,10 +236,10 @@ impl fmt::Display for SourceIdentity {
 
 /// Random access to bytes.
 pub trait ReadAt: Send + Sync {
-    /// The path or address, for messages.
-    fn uri(&self) -> &str;
+    /// Its facts.
+    fn facts(&self) -> &Facts;
 
-    /// Its capabilities.
+    /// Its capabilities, which may change with the speed of a server.
     fn capabilities(&self) -> Capabilities;
 
     /// Reads some bytes at `offset` into the buffers in order, and returns how many; 0 only at the
@@ -136,56 +248,8 @@ pub trait ReadAt: Send + Sync {
     fn read_at(&self, offset: u64, buffers: &mut Buffers<'_>, cancel: &dyn Cancel)
     -> Result<usize>;
 
-    /// Limits the bytes that each connection buffers. An earlier, lower limit remains in force.
-    fn limit_connection(&self, _bytes: u64) {}
-
     /// A file handle for one reader of neighbouring ranges, where that is faster than a shared one.
     fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
-        None
-    }
-
-    /// Opens the file of this name in the same folder, with the same options; None if the source
-    /// has no folder. `first`: bytes of the first request to a server.
-    fn sibling(
-        &self,
-        _name: &str,
-        _first: Option<u64>,
-        _cancel: &dyn Cancel,
-    ) -> Result<Option<Arc<dyn ReadAt>>> {
-        Ok(None)
-    }
-
-    /// The identity of its file; None if it cannot be told from later content.
-    fn identity(&self) -> Option<SourceIdentity> {
-        let head = self.response_head()?;
-        head.strong_tag().map(|tag| SourceIdentity::Tag(tag.to_owned()))
-    }
-
-    /// Examines the files of these names in the same folder, and returns their identities. Later
-    /// calls of [`ReadAt::sibling`] use the folder that was examined. Empty where that would take
-    /// requests.
-    fn sibling_identities(&self, _names: &[String]) -> Result<Vec<Option<SourceIdentity>>> {
-        Ok(Vec::new())
-    }
-
-    /// The head of its server's response, without the first bytes of the file; None where there is
-    /// no server, or where it can only be read front to back.
-    fn response_head(&self) -> Option<CachedHead> {
-        None
-    }
-
-    /// The reason why it is read in a slower way than the one that was asked for.
-    fn fallback(&self) -> Option<String> {
-        None
-    }
-
-    /// The checksum that its hub publishes.
-    fn checksum(&self, _cancel: &dyn Cancel) -> Result<HubChecksum> {
-        Ok(HubChecksum::NoHub)
-    }
-
-    /// The local copy that is read instead of the server, if there is one.
-    fn local_copy(&self) -> Option<&dyn LocalCopy> {
         None
     }
 
@@ -194,35 +258,12 @@ pub trait ReadAt: Send + Sync {
     fn file(&self) -> Option<Arc<std::fs::File>> {
         None
     }
-
-    /// True if the source is a local regular file. Does not open it.
-    fn is_local(&self) -> bool {
-        self.file().is_some()
-    }
 }
 
-/// A local copy of a server's file, which may be damaged.
-pub trait LocalCopy {
-    /// The path, while the copy is read.
-    fn path(&self) -> Option<PathBuf>;
-
-    /// Makes all later reads use the server. Returns the path of the copy in the first call, None
-    /// in later ones. If `remove` is true, deletes the copy, even if an earlier call kept it.
-    fn discard(&self, remove: bool, cancel: &dyn Cancel) -> Option<PathBuf>;
-
-    /// Announces that a call will read this number of bytes of the file. A cache keeps the file if
-    /// that is at least half of it.
-    fn will_read(&self, _bytes: u64) {}
-}
-
-/// A copy that belongs to another program, such as its cache, and is never removed here.
-impl LocalCopy for PathBuf {
-    fn path(&self) -> Option<PathBuf> {
-        Some(self.clone())
-    }
-
-    fn discard(&self, _remove: bool, _cancel: &dyn Cancel) -> Option<PathBuf> {
-        None
+impl dyn ReadAt + '_ {
+    /// The path or address, for messages.
+    pub fn uri(&self) -> &str {
+        &self.facts().uri
     }
 }
 

@@ -3,10 +3,10 @@
 #![allow(clippy::indexing_slicing)]
 
 use std::io::{self, Read};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard};
 
-use super::{Capabilities, ReadAt, SourceIdentity};
-use crate::cancel::{self, Cancel, Never};
+use super::{Capabilities, Facts, ReadAt};
+use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
@@ -15,24 +15,10 @@ use crate::sys::process::OwnerProcess;
 /// Bytes that pass through a buffer at a time.
 const STEP: usize = 64 << 10;
 
-/// Opens a file in the same folder; see [`ReadAt::sibling`].
-pub type OpenSibling =
-    Arc<dyn Fn(&str, Option<u64>, &dyn Cancel) -> Result<Option<Arc<dyn ReadAt>>> + Send + Sync>;
-
 /// Bytes that come front to back.
 pub trait Stream: Send {
     /// Reads some of the next bytes; 0 only at the end.
     fn read_next(&mut self, buffers: &mut Buffers<'_>, cancel: &dyn Cancel) -> io::Result<usize>;
-
-    /// Opens files in the same folder, if the stream comes from a folder.
-    fn open_sibling(&self) -> Option<OpenSibling> {
-        None
-    }
-
-    /// The identity of its file; see [`ReadAt::identity`].
-    fn identity(&self) -> Option<SourceIdentity> {
-        None
-    }
 }
 
 impl<R: Read + Send> Stream for R {
@@ -56,7 +42,7 @@ impl<R: Read + Send> Stream for R {
 pub struct StreamSource<S> {
     stream: Mutex<(S, u64)>,
     owner: OwnerProcess,
-    uri: String,
+    facts: Facts,
 }
 
 impl<S: Stream> StreamSource<S> {
@@ -67,11 +53,17 @@ impl<S: Stream> StreamSource<S> {
 
     /// The same for a stream whose next byte is at another position.
     pub fn new_at(stream: S, uri: impl Into<String>, position: u64) -> Self {
+        let facts = Facts { uri: uri.into(), ..Facts::default() };
         StreamSource {
             stream: Mutex::new((stream, position)),
             owner: OwnerProcess::current(),
-            uri: uri.into(),
+            facts,
         }
+    }
+
+    /// The same for a stream with other facts.
+    pub(super) fn with_facts(stream: S, facts: Facts) -> Self {
+        StreamSource { facts, ..Self::new(stream, "") }
     }
 
     /// Locks the stream. A forked child does not wait for a thread of its parent.
@@ -83,7 +75,7 @@ impl<S: Stream> StreamSource<S> {
             Error::Closed(format!(
                 "`{}` cannot be read in this process: a thread of the parent process was reading \
                  it during fork(); open it again",
-                self.uri
+                self.facts.uri
             ))
         })
     }
@@ -92,14 +84,14 @@ impl<S: Stream> StreamSource<S> {
         // A cancelled call is passed through the stream as an error.
         match error.downcast::<Error>() {
             Ok(error) => error,
-            Err(error) => Error::io("reading", &self.uri, error),
+            Err(error) => Error::io("reading", &self.facts.uri, error),
         }
     }
 }
 
 impl<S: Stream> ReadAt for StreamSource<S> {
-    fn uri(&self) -> &str {
-        &self.uri
+    fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -117,7 +109,7 @@ impl<S: Stream> ReadAt for StreamSource<S> {
         let mut gap = offset.checked_sub(*position).ok_or_else(|| {
             Error::Unsupported(format!(
                 "`{}` can only be read front to back: byte {offset} was passed at byte {position}",
-                self.uri
+                self.facts.uri
             ))
         })?;
         let mut unwanted = vec![0; STEP.min(usize::try_from(gap).unwrap_or(STEP))];
@@ -133,22 +125,6 @@ impl<S: Stream> ReadAt for StreamSource<S> {
         let read = stream.read_next(buffers, cancel).map_err(|e| self.read_error(e))?;
         *position += read as u64;
         Ok(read)
-    }
-
-    fn sibling(
-        &self,
-        name: &str,
-        first: Option<u64>,
-        cancel: &dyn Cancel,
-    ) -> Result<Option<Arc<dyn ReadAt>>> {
-        // Not under the lock, because opening may take long, and several files may be opened
-        // concurrently.
-        let opener = self.lock(cancel)?.0.open_sibling();
-        opener.map_or(Ok(None), |open| open(name, first, cancel))
-    }
-
-    fn identity(&self) -> Option<SourceIdentity> {
-        self.lock(&Never).ok()?.0.identity()
     }
 }
 

@@ -12,36 +12,70 @@ use crate::sys::to_usize;
 /// Bytes moved at a time to make room.
 const MOVE_STEP: u64 = 8 << 20;
 
+/// The facts of a sink, which may change as it is written.
+#[derive(Debug, Clone, Copy)]
+pub struct SinkFacts {
+    /// Maximum number of threads that may write at once.
+    pub max_writers: usize,
+    /// Default number of writing threads.
+    pub default_writers: usize,
+    /// Maximum number of positions at which writes may continue alternately; writes at each of them
+    /// are in order.
+    pub max_positions: usize,
+    /// True if other processes see written bytes before the file is published.
+    pub is_visible_early: bool,
+    /// Bytes that are retained in memory until the end.
+    pub retained: u64,
+    /// Bytes of each part that is retained until it is sent; 0 without parts.
+    pub part_len: u64,
+}
+
+/// The properties of a file that are known before it is written.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Reservation {
+    /// Its first bytes, which are written last.
+    pub head: u64,
+    /// Minimum length, so that a full disk is detected early.
+    pub len: u64,
+    /// Maximum number of parts that are retained in memory. An earlier, lower one remains in force.
+    pub parts: Option<usize>,
+}
+
+/// The reason why a file ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// It is complete.
+    Finished,
+    /// Its writer never finished it, and it may be incomplete.
+    Unclosed,
+}
+
+/// The outcome of ending a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Published {
+    /// The file has its own name, or is the caller's open file.
+    InPlace,
+    /// A later save of this process to the same name was complete before, and the file was dropped.
+    Overtaken,
+    /// Another file has its name and stays; the new file, which was not finished, has this name.
+    OtherName(PathBuf),
+    /// The upload was not finished, and was aborted: an object cannot be read before it is
+    /// complete.
+    Aborted,
+}
+
 /// Random-access writing.
 pub trait WriteAt: Send + Sync {
     /// The path or address, for messages.
     fn uri(&self) -> &str;
 
-    /// Maximum number of threads that may write at once.
-    fn max_writers(&self) -> usize;
+    /// Its facts.
+    fn facts(&self) -> SinkFacts;
 
-    /// Default number of writing threads.
-    fn default_writers(&self) -> usize {
-        crate::sys::cpu_count().min(self.max_writers())
+    /// Announces what is known of the file.
+    fn reserve(&self, _expected: &Reservation) -> Result<()> {
+        Ok(())
     }
-
-    /// Maximum number of positions at which writes may continue alternately; writes at each of them
-    /// are in order.
-    fn max_positions(&self) -> usize {
-        usize::MAX
-    }
-
-    /// True if other processes see written bytes before the file is published.
-    fn is_visible_early(&self) -> bool;
-
-    /// Bytes of memory that are retained until the end, and bytes of each part that is retained
-    /// until it is sent.
-    fn retained_memory(&self) -> (u64, u64) {
-        (0, 0)
-    }
-
-    /// Limits the bytes of retained parts.
-    fn limit_retained_parts(&self, _bytes: u64) {}
 
     /// Writes some of the buffers, in order, at `offset`. Each byte is written once, except those
     /// of the file's head and, if the sink is visible early, of its end.
@@ -55,12 +89,6 @@ pub trait WriteAt: Send + Sync {
 
     /// Reads bytes back that were written before.
     fn read_back(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
-
-    /// Announces that the file will have at least `len` bytes, so that a full disk is detected
-    /// early, and that its first `head` bytes are written last.
-    fn reserve(&self, _head: u64, _len: u64) -> Result<()> {
-        Ok(())
-    }
 
     /// Moves the bytes from `at` to `end` towards the end of the file, by at least `len` bytes.
     /// Returns the distance, which is a multiple of 2 MiB if `len` is one.
@@ -77,31 +105,9 @@ pub trait WriteAt: Send + Sync {
         Ok(len)
     }
 
-    /// Ends the file at `len` bytes and makes it visible under its name, unless a later save of
-    /// this process to the same name is complete: see [`WriteAt::overtaken`].
-    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()>;
-
-    /// True if `publish` has dropped the file, because a later save to its name is complete.
-    fn overtaken(&self) -> bool {
-        false
-    }
-
-    /// Ends a file that its writer never finished, and which may be incomplete. A file that has the
-    /// name already stays.
-    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
-        self.publish(len, cancel).map(|()| UnclosedOutcome::InPlace)
-    }
-}
-
-/// The outcome of a file that its writer never finished.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum UnclosedOutcome {
-    /// The file has its own name, or is the caller's open file.
-    InPlace,
-    /// Another file has its name and stays; the new file has this name instead.
-    OtherName(PathBuf),
-    /// The upload was aborted: an object cannot be read before it is complete.
-    Aborted,
+    /// Ends the file at `len` bytes and makes it visible under its name. A file that was not
+    /// finished replaces no other one.
+    fn publish(&mut self, len: u64, ending: Ending, cancel: &dyn Cancel) -> Result<Published>;
 }
 
 /// Writes all of the buffers.

@@ -60,7 +60,7 @@ proptest! {
         match of(bytes).save(&needs) {
             Ok(shares) => {
                 prop_assert!((1..=threads).contains(&shares.threads));
-                prop_assert!(part == 0 || shares.parts >= 2 * part);
+                prop_assert!(part == 0 || shares.parts >= 2 * shares.threads);
                 let (buffer, most) = staging.unwrap_or((0, 0));
                 prop_assert!(shares.staging <= most);
                 prop_assert!(staging.is_none() || shares.staging > 0);
@@ -68,7 +68,7 @@ proptest! {
                 let all = each * shares.threads as u64
                     + shares.waiting.unwrap_or(0)
                     + retained
-                    + shares.parts
+                    + shares.parts as u64 * part
                     + shares.staging * buffer;
                 prop_assert!(all <= bytes, "{all} of {bytes}: {shares:?}");
             }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tensorizer::crypt::{DecryptionOptions, EncryptionOptions, Key, PIECE_LEN, Secret};
 use tensorizer::format::tensors::crypt_info::KeyDerivation;
-use tensorizer::io::{Capabilities, MemorySource, ReadAt};
+use tensorizer::io::{Capabilities, Facts, MemorySource, ReadAt};
 use tensorizer::{
     Cancel, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorData, TensorFile, Verify,
     load, load_into, save,
@@ -172,13 +172,14 @@ fn manifest_detects_exchanged_renamed_and_missing_tensors() {
 
 /// Serves one file while it is opened, and another one afterwards.
 struct TwoFaced {
+    facts: Facts,
     faces: [Vec<u8>; 2],
     turned: AtomicBool,
 }
 
 impl ReadAt for TwoFaced {
-    fn uri(&self) -> &str {
-        "two-faced"
+    fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -206,7 +207,10 @@ fn headers_that_change_after_opening_are_refused_with_a_manifest() {
     write(&path, plain(true), false);
     let second = std::fs::read(&path).unwrap();
     assert_eq!(first.len(), second.len());
-    let source = Arc::new(TwoFaced { faces: [first, second], turned: AtomicBool::new(false) });
+    let facts =
+        Facts { uri: "two-faced".to_owned(), len: Some(first.len() as u64), ..Facts::default() };
+    let source =
+        Arc::new(TwoFaced { facts, faces: [first, second], turned: AtomicBool::new(false) });
     let shared: Arc<dyn ReadAt> = Arc::clone(&source) as _;
     let mut options = DecryptionOptions::new(Secret::Key(key(1)));
     options.require_manifest = true;

@@ -10,7 +10,7 @@ use tensorizer::format::TensorKind;
 use tensorizer::format::dtype::DType;
 use tensorizer::format::name::Name;
 use tensorizer::io::local::{FileSink, FileSource};
-use tensorizer::io::{MemorySource, ReadAt, StreamSource, WriteAt};
+use tensorizer::io::{Ending, MemorySource, ReadAt, StreamSource, WriteAt};
 use tensorizer::{
     Cancel, Error, LoadOptions, Never, SaveOptions, SaveTensor, TensorData, TensorFile, Verify,
     Writer, load, load_into,
@@ -202,7 +202,7 @@ fn file_is_invisible_until_it_is_finished() {
     let count = |folder: &Path| std::fs::read_dir(folder).unwrap().count();
     let mut sink: Box<dyn WriteAt> = Box::new(FileSink::create(&path).unwrap());
     assert!(!path.exists());
-    sink.publish(0, &Never).unwrap();
+    sink.publish(0, Ending::Finished, &Never).unwrap();
     assert!(path.exists());
 
     std::fs::write(&path, b"old").unwrap();
@@ -259,14 +259,15 @@ fn refused_calls_can_be_corrected_and_repeated() {
 
 /// A source with short reads, and with fewer bytes than it claims to have.
 struct Scripted {
+    facts: tensorizer::io::Facts,
     bytes: Vec<u8>,
     shrink_to: u64,
     step: usize,
 }
 
 impl ReadAt for Scripted {
-    fn uri(&self) -> &str {
-        "scripted"
+    fn facts(&self) -> &tensorizer::io::Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> tensorizer::io::Capabilities {
@@ -291,15 +292,29 @@ impl ReadAt for Scripted {
 fn short_reads_continue_and_a_shrunk_source_is_an_error() {
     let bytes = golden("v1_module.tensors.gz");
     let size = bytes.len() as u64;
+    let facts = tensorizer::io::Facts {
+        uri: "scripted".to_owned(),
+        len: Some(size),
+        ..tensorizer::io::Facts::default()
+    };
     for step in [1, 3, 1000] {
-        let source = Arc::new(Scripted { bytes: bytes.clone(), shrink_to: u64::MAX, step });
+        let source = Arc::new(Scripted {
+            facts: facts.clone(),
+            bytes: bytes.clone(),
+            shrink_to: u64::MAX,
+            step,
+        });
         let file = TensorFile::from_source(source, 0, &Never).unwrap();
         let options = LoadOptions { verify: Verify::All, ..LoadOptions::default() };
         load(&file, &all(&file), &options, &Never).unwrap();
     }
     for missing in [9, 30, 100] {
-        let source =
-            Arc::new(Scripted { bytes: bytes.clone(), shrink_to: size - missing, step: 1000 });
+        let source = Arc::new(Scripted {
+            facts: facts.clone(),
+            bytes: bytes.clone(),
+            shrink_to: size - missing,
+            step: 1000,
+        });
         let file = TensorFile::from_source(source, 0, &Never).unwrap();
         let result = load(&file, &all(&file), &LoadOptions::default(), &Never);
         assert!(matches!(result, Err(Error::Truncated { .. })), "{missing}");

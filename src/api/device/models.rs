@@ -13,7 +13,7 @@ use crate::api::save_options::{SaveOptions, SaveTensor};
 use crate::cancel::Never;
 use crate::codec::hash::Verify;
 use crate::error::Error;
-use crate::io::{Capabilities, ReadAt};
+use crate::io::{Capabilities, Facts, ReadAt};
 use crate::mem::Buffers;
 use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBlocks, DeviceMemory};
@@ -26,23 +26,21 @@ const LEN: usize = 256;
 const LENS: [usize; 5] = [40, 900, 0, 300, 100];
 
 /// A file like that of a server, from which more readers may read faster.
-struct ServerLikeSource(&'static [u8]);
+struct ServerLikeSource(&'static [u8], Facts);
 
 impl ReadAt for ServerLikeSource {
-    fn uri(&self) -> &str {
-        "file"
+    fn facts(&self) -> &Facts {
+        &self.1
     }
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            len: Some(self.0.len() as u64),
             max_readers: 4,
             initial_readers: 2,
             max_auto_readers: 4,
             request_len: 16 << 20,
             merge_gap: 0,
             reader_memory: 0,
-            of_hub: false,
         }
     }
 
@@ -80,7 +78,10 @@ fn file() -> &'static [u8] {
 }
 
 fn load(interrupted: bool) {
-    let opened = TensorFile::from_source(Arc::new(ServerLikeSource(file())), 0, &Never).unwrap();
+    let len = Some(file().len() as u64);
+    let facts = Facts { uri: "file".to_owned(), len, ..Facts::default() };
+    let source = Arc::new(ServerLikeSource(file(), facts));
+    let opened = TensorFile::from_source(source, 0, &Never).unwrap();
     let numbers: Vec<usize> = (0..LENS.len()).collect();
     let planned = DeviceLoad::new(&opened, &numbers, &[], true).unwrap();
     let mut memory: Vec<Vec<u8>> =

@@ -324,8 +324,8 @@ impl RecordingSource {
 }
 
 impl ReadAt for RecordingSource {
-    fn uri(&self) -> &str {
-        self.file.uri()
+    fn facts(&self) -> &crate::io::Facts {
+        self.file.facts()
     }
 
     fn capabilities(&self) -> crate::io::Capabilities {

@@ -19,7 +19,7 @@ use crate::codec::hash::Verify;
 use crate::engine::load_options::LoadOptions;
 use crate::error::{Error, Result};
 use crate::io::local::FileSource;
-use crate::io::{Capabilities, ReadAt};
+use crate::io::{Capabilities, Facts, ReadAt};
 use crate::mem::Buffers;
 use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceMemory};
@@ -273,8 +273,8 @@ struct BlockedSource {
 }
 
 impl ReadAt for BlockedSource {
-    fn uri(&self) -> &str {
-        self.file.uri()
+    fn facts(&self) -> &Facts {
+        self.file.facts()
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -17,7 +17,7 @@ use crate::codec::encrypt::Encryptor;
 use crate::engine::workers;
 use crate::error::Result;
 use crate::format::tensors::header::Hashes;
-use crate::io::WriteAt;
+use crate::io::{Reservation, SinkFacts, WriteAt};
 use crate::mem::device::StreamsByDevice;
 use crate::mem::pinned::{Pool, Share, buffer_len};
 use crate::memory_limit::{CONNECTION, MemoryLimit, SaveNeeds, SaveShares};
@@ -58,10 +58,10 @@ pub fn write_tensors(
     items.iter().try_for_each(WriteTensor::check)?;
     let (wanted, shares) = thread_count(sink, items, options)?;
     let sha = options.hashes == Some(Hashes::All);
-    let bounded = shares.parts < u64::MAX;
+    let bounded = shares.parts < usize::MAX;
     let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
-    let interleaved = if sha { wanted.min(sink.max_positions()) } else { 1 };
-    let part_len = sink.retained_memory().1;
+    let SinkFacts { max_positions, part_len, .. } = sink.facts();
+    let interleaved = if sha { wanted.min(max_positions) } else { 1 };
     let sends = part_len > 0;
     let batch_len = batch_len(sends, options.encryption.is_some());
     let jobs = plan_jobs(items, interleaved, buffer_len()?, batch_len)?;
@@ -123,15 +123,16 @@ fn thread_count(
     items: &[WriteTensor<'_>],
     options: &WriteOptions<'_>,
 ) -> Result<(usize, SaveShares)> {
-    let most = sink.max_writers().max(1);
-    let wanted = options.threads.unwrap_or_else(|| sink.default_writers()).clamp(1, most);
+    let SinkFacts { max_writers, default_writers, .. } = sink.facts();
+    let wanted = options.threads.unwrap_or(default_writers).clamp(1, max_writers.max(1));
     let shares = shares(sink, items, options, wanted)?;
-    let mut wanted = shares.threads.min(sink.max_writers().max(1));
+    let SinkFacts { max_writers, max_positions, .. } = sink.facts();
+    let mut wanted = shares.threads.min(max_writers.max(1));
     // Such a tensor is written front to back by one thread, and the sink accepts a limited number
     // of such sequences at a time.
     if items.iter().any(|item| matches!(item.data, TensorData::Deferred(_) | TensorData::Device(_)))
     {
-        wanted = wanted.min(sink.max_positions().max(1));
+        wanted = wanted.min(max_positions.max(1));
     }
     Ok((wanted, shares))
 }
@@ -145,7 +146,7 @@ fn shares(
     wanted: usize,
 ) -> Result<SaveShares> {
     let memory = options.memory.or_environment()?;
-    let (retained, part) = sink.retained_memory();
+    let SinkFacts { retained, part_len: part, .. } = sink.facts();
     let deferred_len = items.iter().filter(|item| matches!(item.data, TensorData::Deferred(_)));
     let deferred_len = deferred_len.map(|item| item.entry.data_len).max().unwrap_or(0);
     let copies = items.iter().any(|item| matches!(item.data, TensorData::Bytes(_)));
@@ -164,7 +165,7 @@ fn shares(
         staging: staging.map(|(len, most)| (len as u64, most as u64)),
     })?;
     if memory.bytes().is_some() {
-        sink.limit_retained_parts(shares.parts);
+        sink.reserve(&Reservation { parts: Some(shares.parts), ..Reservation::default() })?;
     }
     Ok(shares)
 }

@@ -18,8 +18,8 @@ use crate::format::dtype::DType;
 use crate::format::name::Name;
 use crate::format::tensors::header::Hashes;
 use crate::format::tensors::layout::{UnplacedTensor, place_tensors};
-use crate::io::WriteAt;
 use crate::io::local::FileSink;
+use crate::io::{Ending, WriteAt};
 use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBytes, DeviceMemory};
 use crate::mem::pinned::Pool;
@@ -154,7 +154,7 @@ fn written(
     write_tensors(&sink, &items, &options, &progress, &Never)?;
     let all: u64 = tensors.entries.iter().map(|entry| entry.data_len).sum();
     assert_eq!(progress.into_inner(), all);
-    sink.publish(tensors.end, &Never)?;
+    sink.publish(tensors.end, Ending::Finished, &Never)?;
     std::fs::read(path).map_err(|error| Error::io("reading", "the file", error))
 }
 

@@ -61,7 +61,7 @@ struct Description {
 impl FileVersion {
     /// The version of a source whose server tells versions apart: by a strong `ETag`, and a size.
     pub fn of(source: &dyn ReadAt, name: &str) -> Option<Self> {
-        let head = source.response_head()?;
+        let head = source.facts().head()?;
         let (tag, name, len) = (head.strong_tag()?.to_owned(), name.to_owned(), head.len);
         (0 < len && len < MAX_LEN).then_some(FileVersion { format: FORMAT, name, tag, len })
     }

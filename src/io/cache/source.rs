@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,7 +13,7 @@ use super::folder::{Cache, is_full};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::io::local::FileSource;
-use crate::io::{CachedHead, Capabilities, LocalCopy, ReadAt, read_exact_at};
+use crate::io::{Capabilities, Facts, Fallback, LocalCopy, ReadAt, ServerFile, read_exact_at};
 use crate::mem::{Buffers, FilledPart};
 use crate::sys;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
@@ -65,13 +64,46 @@ struct CacheOrigin {
 struct CachedSource {
     /// A handle of this reader alone of the complete file in the cache.
     own: Option<Box<dyn ReadAt>>,
+    facts: Arc<CachedFacts>,
     state: Arc<CacheState>,
+}
+
+/// The facts of a source while bytes are read past the cache, while its entry is filled, and while
+/// its entry is complete.
+struct CachedFacts {
+    past: Facts,
+    filling: Facts,
+    complete: Facts,
+}
+
+impl CachedFacts {
+    fn new(state: &Arc<CacheState>) -> Self {
+        let CacheOrigin { server, cache, version, .. } = &state.origin;
+        let (announced, discarded) = (Arc::clone(state), Arc::clone(state));
+        let copy = LocalCopy {
+            path: cache.path(&version.name),
+            discard: Some(Arc::new(move |remove, _| discarded.discard(remove))),
+        };
+        let facts = server.facts().clone();
+        let server = ServerFile {
+            will_read: Some(Arc::new(move |bytes| announced.will_read(bytes))),
+            fallback: Arc::clone(&state.fallback),
+            ..facts.server.unwrap_or_default()
+        };
+        let past = Facts { server: Some(server.clone()), ..facts };
+        let server = Some(ServerFile { local_copy: Some(copy), ..server });
+        let filling = Facts { server, ..past.clone() };
+        let complete = Facts { is_local: true, ..filling.clone() };
+        CachedFacts { past, filling, complete }
+    }
 }
 
 /// The state that the readers of a source share.
 struct CacheState {
     origin: CacheOrigin,
     slot: ForkSafeMutex<Slot>,
+    /// The reason why the cache does not keep the file.
+    fallback: Fallback,
     /// The process whose threads fetch; a forked child has none of them.
     owner: OwnerProcess,
 }
@@ -93,8 +125,6 @@ struct Slot {
     is_announced: bool,
     /// True if the latest call wants so much of the file that the cache is to keep it.
     is_wanted: bool,
-    /// True once bytes were read past the cache.
-    is_passed: bool,
 }
 
 impl CachedSource {
@@ -107,9 +137,11 @@ impl CachedSource {
             Some(Arc::new(FileSource::from_prefix(file, uri, entry.version().len)))
         });
         let entry = entry.map(|entry| Arc::new(FillingEntry::new(entry)));
+        let fallback = Arc::new(ForkSafeMutex::new(why.clone()));
         let slot = Slot { entry, local: complete, disabled: why, ..Slot::default() };
         let (slot, owner) = (ForkSafeMutex::new(slot), OwnerProcess::current());
-        CachedSource { own: None, state: Arc::new(CacheState { origin, slot, owner }) }
+        let state = Arc::new(CacheState { origin, slot, fallback, owner });
+        CachedSource { own: None, facts: Arc::new(CachedFacts::new(&state)), state }
     }
 
     fn server(&self) -> &dyn ReadAt {
@@ -165,7 +197,7 @@ impl CacheState {
             }
             cancel::sleep(POLL, cancel)?;
         }
-        self.slot.lock().is_passed = true;
+        self.note_passed();
         self.origin.server.read_at(wanted.start, buffers, cancel)
     }
 
@@ -198,7 +230,48 @@ impl CacheState {
     /// Neither reads nor writes the entry any more.
     fn disable(&self, why: &dyn std::fmt::Display) {
         let why = not_cached(&self.origin.cache.folder.display(), self.origin.server.uri(), why);
-        self.slot.lock().disabled.get_or_insert(why);
+        let mut slot = self.slot.lock();
+        let why = slot.disabled.get_or_insert(why);
+        *self.fallback.lock() = Some(why.clone());
+    }
+
+    /// Notes that bytes were read past the cache.
+    fn note_passed(&self) {
+        if !self.slot.lock().is_wanted {
+            self.fallback.lock().get_or_insert_with(|| {
+                format!(
+                    "read past the cache, which keeps whole files: the call wants less than half \
+                     of {}",
+                    self.origin.server.uri()
+                )
+            });
+        }
+    }
+
+    /// Makes later reads use the server, and deletes the entry if `remove` is true. True in the
+    /// first call.
+    fn discard(&self, remove: bool) -> bool {
+        let mut slot = self.slot.lock();
+        let is_first = slot.discarded.is_none();
+        if is_first {
+            slot.discarded = slot.entry.take();
+            slot.local = None;
+        }
+        let Some(discarded) = slot.discarded.clone() else { return false };
+        slot.is_kept = !remove || self.origin.cache.check_folder().is_err();
+        if remove {
+            discarded.entry.remove();
+        }
+        is_first
+    }
+
+    /// See [`ServerFile::will_read`].
+    fn will_read(&self, bytes: u64) {
+        let mut slot = self.slot.lock();
+        let bytes = bytes.saturating_add(slot.index_len);
+        slot.is_wanted = bytes.saturating_mul(2) >= self.origin.version.len;
+        slot.is_announced = true;
+        *self.fallback.lock() = slot.disabled.clone();
     }
 
     /// Reads a segment from the server and writes it to the entry. Returns the number of wanted
@@ -260,16 +333,17 @@ fn len(range: &Range<u64>) -> usize {
 }
 
 impl ReadAt for CachedSource {
-    fn uri(&self) -> &str {
-        self.server().uri()
+    fn facts(&self) -> &Facts {
+        let slot = self.state.slot.lock();
+        match (&slot.local, &slot.entry) {
+            (Some(_), _) => &self.facts.complete,
+            (None, Some(_)) => &self.facts.filling,
+            (None, None) => &self.facts.past,
+        }
     }
 
     fn capabilities(&self) -> Capabilities {
         self.local().map_or_else(|| self.server().capabilities(), |local| local.capabilities())
-    }
-
-    fn limit_connection(&self, bytes: u64) {
-        self.server().limit_connection(bytes);
     }
 
     fn read_at(
@@ -304,68 +378,11 @@ impl ReadAt for CachedSource {
 
     fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
         let own = self.local()?.own_handle()?;
-        Some(Box::new(CachedSource { own: Some(own), state: Arc::clone(&self.state) }))
-    }
-
-    fn sibling(
-        &self,
-        name: &str,
-        first: Option<u64>,
-        cancel: &dyn Cancel,
-    ) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.server().sibling(name, first, cancel)
-    }
-
-    fn response_head(&self) -> Option<CachedHead> {
-        self.server().response_head()
-    }
-
-    fn fallback(&self) -> Option<String> {
-        let slot = self.state.slot.lock();
-        let past = (slot.is_passed && !slot.is_wanted).then(|| {
-            format!(
-                "read past the cache, which keeps whole files: the call wants less than half of {}",
-                self.uri()
-            )
-        });
-        slot.disabled.clone().or(past)
-    }
-
-    fn local_copy(&self) -> Option<&dyn LocalCopy> {
-        Some(self)
+        let (facts, state) = (Arc::clone(&self.facts), Arc::clone(&self.state));
+        Some(Box::new(CachedSource { own: Some(own), facts, state }))
     }
 
     fn file(&self) -> Option<Arc<File>> {
         self.local()?.file()
-    }
-}
-
-impl LocalCopy for CachedSource {
-    fn path(&self) -> Option<PathBuf> {
-        let slot = self.state.slot.lock();
-        let entry = slot.entry.as_ref().filter(|_| slot.disabled.is_none());
-        entry.map(|entry| entry.entry.path().to_owned())
-    }
-
-    fn discard(&self, remove: bool, _cancel: &dyn Cancel) -> Option<PathBuf> {
-        let mut slot = self.state.slot.lock();
-        let is_first = slot.discarded.is_none();
-        if is_first {
-            slot.discarded = slot.entry.take();
-            slot.local = None;
-        }
-        let discarded = slot.discarded.clone()?;
-        slot.is_kept = !remove || self.state.origin.cache.check_folder().is_err();
-        if remove {
-            discarded.entry.remove();
-        }
-        is_first.then(|| discarded.entry.path().to_owned())
-    }
-
-    fn will_read(&self, bytes: u64) {
-        let mut slot = self.state.slot.lock();
-        let bytes = bytes.saturating_add(slot.index_len);
-        slot.is_wanted = bytes.saturating_mul(2) >= self.state.origin.version.len;
-        (slot.is_announced, slot.is_passed) = (true, false);
     }
 }

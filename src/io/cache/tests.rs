@@ -9,19 +9,20 @@ use super::entry::FileVersion;
 use super::*;
 use crate::cancel::{Cancel, Never};
 use crate::error::Result;
-use crate::io::{CachedHead, Capabilities, MemorySource, ReadAt};
+use crate::io::{CachedHead, Capabilities, Facts, MemorySource, ReadAt, ServerFile};
 use crate::mem::Buffers;
 
 /// A server in memory, which counts what it sends.
 struct Server {
+    facts: Facts,
     memory: MemorySource<Vec<u8>>,
     sent: AtomicU64,
     len: u64,
 }
 
 impl ReadAt for Server {
-    fn uri(&self) -> &str {
-        "http://server/f"
+    fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -39,12 +40,6 @@ impl ReadAt for Server {
         self.sent.fetch_add(read as u64, Ordering::Relaxed);
         Ok(read)
     }
-
-    fn response_head(&self) -> Option<CachedHead> {
-        let (tag, uri) = (Some("\"tag\"".to_owned()), self.uri().to_owned());
-        let (modified, headers, first) = (None, Vec::new(), Arc::default());
-        Some(CachedHead { uri, len: self.len, tag, modified, headers, first })
-    }
 }
 
 struct Twin {
@@ -57,7 +52,12 @@ impl Twin {
     fn new(len: usize) -> Self {
         let bytes: Vec<u8> = (0..len).map(|at| (at / 1000 + at % 251) as u8).collect();
         let memory = MemorySource::new(bytes.clone(), "http://server/f".to_owned());
-        let server = Arc::new(Server { memory, sent: AtomicU64::new(0), len: len as u64 });
+        let (tag, uri, len) = (Some("\"tag\"".to_owned()), memory.facts().uri.clone(), len as u64);
+        let (modified, headers, first) = (None, Vec::new(), Arc::default());
+        let head = Some(CachedHead { uri, len, tag, modified, headers, first });
+        let facts = memory.facts().clone();
+        let facts = Facts { server: Some(ServerFile { head, ..ServerFile::default() }), ..facts };
+        let server = Arc::new(Server { facts, memory, sent: AtomicU64::new(0), len });
         let folder = tempfile::tempdir().unwrap();
         Twin { folder, bytes, server }
     }
@@ -71,7 +71,7 @@ impl Twin {
     /// Opens it as a call that wants all of it does.
     fn open_all(&self) -> Arc<dyn ReadAt> {
         let source = self.open();
-        source.local_copy().unwrap().will_read(self.server.len);
+        source.facts().will_read(self.server.len);
         source
     }
 
@@ -117,14 +117,14 @@ fn readers_in_any_order_fetch_each_byte_once() {
 fn a_call_that_wants_less_than_half_reads_past_the_cache() {
     let twin = Twin::new(20 * MB);
     let source = twin.open();
-    source.local_copy().unwrap().will_read(10 * MB as u64 - 1);
+    source.facts().will_read(10 * MB as u64 - 1);
     twin.check(&*source, MB, 9 * MB);
-    assert!(source.fallback().unwrap().starts_with("read past the cache"));
+    assert!(source.facts().fallback().unwrap().starts_with("read past the cache"));
     assert_eq!((twin.present(), twin.sent()), (Vec::new(), 9 * MB as u64));
     // Half of it is enough. The other half is left to the next call, of any source.
-    source.local_copy().unwrap().will_read(10 * MB as u64);
+    source.facts().will_read(10 * MB as u64);
     twin.check(&*source, MB, 9 * MB);
-    assert_eq!((twin.present(), source.fallback()), (vec![10 * MB as u64], None));
+    assert_eq!((twin.present(), source.facts().fallback()), (vec![10 * MB as u64], None));
     let other = twin.open();
     twin.check(&*other, 0, 12 * MB);
     assert_eq!((twin.present(), twin.sent()), (vec![10 * MB as u64], 21 * MB as u64));
@@ -152,7 +152,7 @@ fn another_one_continues_where_a_fetch_has_ended() {
     // While they are, a source of another process waits, and then reads past the cache.
     let waiting = twin.open_all();
     twin.check(&*waiting, 0, MB);
-    assert!(waiting.fallback().unwrap().contains("does not keep all of http://server/f"));
+    assert!(waiting.facts().fallback().unwrap().contains("does not keep all of http://server/f"));
     // A segment that ended early is fetched again, before all that is behind it.
     drop(first);
     assert_eq!(claim(20).unwrap().range, 0..8 << 20);

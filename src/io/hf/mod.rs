@@ -5,20 +5,15 @@ mod address;
 mod hub;
 mod local_cache;
 
-use std::fs::File;
 use std::io::{self, ErrorKind};
-use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use super::local::FileSource;
-use super::{
-    CachedHead, Capabilities, HubChecksum, LocalCopy, OpenOptions, ReadAt, SourceIdentity, http,
-};
+use super::{CachedHead, HubChecksum, LocalCopy, OpenOptions, ReadAt, ServerFile, http};
 use crate::cancel::Cancel;
 use crate::environment::{HF_OFFLINE, OLD_OFFLINE};
 use crate::error::{Error, Result};
 use crate::format::shards::EXPECTED_MODEL_FILES;
-use crate::mem::Buffers;
 use address::HubAddress;
 use hub::Hub;
 use local_cache::LocalCache;
@@ -158,24 +153,66 @@ impl Repo {
         first: Option<u64>,
         cancel: &dyn Cancel,
     ) -> Result<Arc<dyn ReadAt>> {
-        let display_address = address.display_address();
-        let (inner, copy): (Arc<dyn ReadAt>, _) = match self.local.file(address) {
-            Some(path) => {
-                let file = crate::sys::open_nonblocking(&path);
-                let file =
-                    file.map_err(|e| Error::io("opening", &path.display().to_string(), e))?;
-                let source = Arc::new(FileSource::new(file, display_address)?);
-                (source, Some(path.canonicalize().unwrap_or(path)))
-            }
-            None if self.offline => return Err(self.not_cached(address)),
-            None => {
-                let hub = self.hub()?;
-                let options =
-                    OpenOptions { transport: hub.options(), first, ..self.options.clone() };
-                (http::open_as(hub.url(address), &display_address, &options, cancel)?, None)
-            }
-        };
-        Ok(Arc::new(HubSource { inner, copy, address: address.clone(), repo: Arc::clone(self) }))
+        let uri = address.display_address();
+        if let Some(path) = self.local.file(address) {
+            let file = crate::sys::open_nonblocking(&path);
+            let file = file.map_err(|e| Error::io("opening", &path.display().to_string(), e))?;
+            // It names the commit and has no validators, because no server was contacted.
+            let head = CachedHead {
+                uri: uri.clone(),
+                len: file.metadata().map_err(|e| Error::io("examining", &uri, e))?.len(),
+                tag: None,
+                modified: None,
+                headers: Vec::new(),
+                first: Arc::default(),
+            };
+            let path = path.canonicalize().unwrap_or(path);
+            let http::HubFile { open_sibling, checksum } = self.hub_file(address, true);
+            let server = ServerFile {
+                head: Some(head),
+                open_sibling: Some(open_sibling),
+                checksum: Some(checksum),
+                local_copy: Some(LocalCopy { path, discard: None }),
+                ..ServerFile::default()
+            };
+            return Ok(Arc::new(FileSource::of_server(file, uri, server)?));
+        }
+        if self.offline {
+            return Err(self.not_cached(address));
+        }
+        let hub = self.hub()?;
+        let options = OpenOptions { transport: hub.options(), first, ..self.options.clone() };
+        let hub_file = Some(self.hub_file(address, false));
+        http::open_as(hub.url(address), uri, hub_file, &options, cancel)
+    }
+
+    /// The requests to the hub about a file of a commit. `is_copy`: the local copy is read.
+    fn hub_file(self: &Arc<Self>, address: &HubAddress, is_copy: bool) -> http::HubFile {
+        let (repo, from) = (Arc::clone(self), address.clone());
+        let (asked, file) = (Arc::clone(self), address.clone());
+        http::HubFile {
+            open_sibling: Arc::new(move |name, first, cancel| {
+                repo.open(&from.sibling(name), first, cancel).map(Some)
+            }),
+            checksum: Arc::new(move |cancel| asked.checksum(&file, is_copy, cancel)),
+        }
+    }
+
+    /// The checksum that the hub publishes of a file of a commit.
+    fn checksum(
+        &self,
+        address: &HubAddress,
+        is_copy: bool,
+        cancel: &dyn Cancel,
+    ) -> Result<HubChecksum> {
+        let tag = self.local.tag(address).filter(|_| is_copy);
+        match tag.map(|tag| (hub::sha256_of_tag(&tag), tag.len())) {
+            Some((found @ HubChecksum::Sha256(_), _)) => Ok(found),
+            // The hash of a file in git itself.
+            Some((_, 40)) => Ok(HubChecksum::NotSha256),
+            _ if self.offline => Ok(HubChecksum::Offline),
+            _ => Ok(self.hub()?.ask(address, false, cancel)?.into_result()?.checksum),
+        }
     }
 }
 
@@ -183,93 +220,4 @@ impl Repo {
 fn is_unreachable(error: &Error) -> bool {
     let others = [ErrorKind::PermissionDenied, ErrorKind::InvalidInput, ErrorKind::InvalidData];
     matches!(error, Error::Io { error, .. } if !others.contains(&error.kind()))
-}
-
-/// A file of a commit.
-struct HubSource {
-    inner: Arc<dyn ReadAt>,
-    /// The file in the cache of the hub's client, if that is read.
-    copy: Option<PathBuf>,
-    address: HubAddress,
-    repo: Arc<Repo>,
-}
-
-impl ReadAt for HubSource {
-    fn uri(&self) -> &str {
-        self.inner.uri()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities { of_hub: true, ..self.inner.capabilities() }
-    }
-
-    fn limit_connection(&self, bytes: u64) {
-        self.inner.limit_connection(bytes);
-    }
-
-    fn read_at(
-        &self,
-        offset: u64,
-        buffers: &mut Buffers<'_>,
-        cancel: &dyn Cancel,
-    ) -> Result<usize> {
-        self.inner.read_at(offset, buffers, cancel)
-    }
-
-    fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
-        self.inner.own_handle()
-    }
-
-    fn sibling(
-        &self,
-        name: &str,
-        first: Option<u64>,
-        cancel: &dyn Cancel,
-    ) -> Result<Option<Arc<dyn ReadAt>>> {
-        self.repo.open(&self.address.sibling(name), first, cancel).map(Some)
-    }
-
-    fn identity(&self) -> Option<SourceIdentity> {
-        self.inner.identity()
-    }
-
-    fn response_head(&self) -> Option<CachedHead> {
-        if self.copy.is_none() {
-            return self.inner.response_head();
-        }
-        // It names the commit and has no validators, because no server was contacted.
-        let len = self.inner.capabilities().len?;
-        let (uri, first) = (self.uri().to_owned(), Arc::default());
-        Some(CachedHead { uri, len, tag: None, modified: None, headers: Vec::new(), first })
-    }
-
-    fn fallback(&self) -> Option<String> {
-        self.inner.fallback()
-    }
-
-    fn checksum(&self, cancel: &dyn Cancel) -> Result<HubChecksum> {
-        let tag = self.repo.local.tag(&self.address).filter(|_| self.copy.is_some());
-        match tag.map(|tag| (hub::sha256_of_tag(&tag), tag.len())) {
-            Some((found @ HubChecksum::Sha256(_), _)) => Ok(found),
-            // The hash of a file in git itself.
-            Some((_, 40)) => Ok(HubChecksum::NotSha256),
-            _ if self.repo.offline => Ok(HubChecksum::Offline),
-            _ => Ok(self.repo.hub()?.ask(&self.address, false, cancel)?.into_result()?.checksum),
-        }
-    }
-
-    fn local_copy(&self) -> Option<&dyn LocalCopy> {
-        match &self.copy {
-            Some(copy) => Some(copy),
-            None => self.inner.local_copy(),
-        }
-    }
-
-    fn file(&self) -> Option<Arc<File>> {
-        self.inner.file()
-    }
-
-    fn is_local(&self) -> bool {
-        self.inner.is_local()
-    }
 }

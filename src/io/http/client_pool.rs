@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::io::ErrorKind;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use bytes::Bytes;
@@ -9,6 +10,7 @@ use reqwest::Response;
 
 use super::response::ByteRange;
 use super::server_speed::ServerSpeed;
+use crate::io::ConnectionLimit;
 use crate::io::transport::{
     Client, ClientConfig, ConnectionPool, Failure, HTTP2_WINDOW, PooledConnection, RetryBudget,
     TransportOptions, read_chunk,
@@ -19,7 +21,9 @@ use crate::mem::Buffers;
 pub struct ClientPool {
     pool: ConnectionPool<Client>,
     config: ClientConfig,
-    /// Bytes that a server may send ahead on a new connection.
+    /// The limit of the bytes that a server may send ahead on a connection.
+    limit: Arc<ConnectionLimit>,
+    /// Bytes that servers may send ahead on the present connections.
     window: AtomicU32,
     speed: ServerSpeed,
 }
@@ -33,7 +37,8 @@ impl ClientPool {
     pub fn new(options: &TransportOptions, tls: bool) -> Result<Self, String> {
         let config = ClientConfig::new(options, tls)?;
         let (pool, window) = (ConnectionPool::default(), AtomicU32::new(HTTP2_WINDOW));
-        Ok(ClientPool { pool, config, window, speed: ServerSpeed::default() })
+        let limit = Arc::default();
+        Ok(ClientPool { pool, config, limit, window, speed: ServerSpeed::default() })
     }
 
     /// Measurements of the server's speed.
@@ -41,16 +46,14 @@ impl ClientPool {
         &self.speed
     }
 
-    /// Bytes that a server may send ahead on each connection.
-    pub fn window(&self) -> u32 {
-        self.window.load(Ordering::Relaxed)
+    /// The limit of the bytes that a server may send ahead on a connection.
+    pub fn limit(&self) -> Arc<ConnectionLimit> {
+        Arc::clone(&self.limit)
     }
 
-    /// Lowers the bytes that servers may send ahead. Connections that allow more are closed.
-    pub fn limit_window(&self, window: u32) {
-        if self.window.fetch_min(window, Ordering::Relaxed) > window {
-            self.pool.clear();
-        }
+    /// Bytes that a server may send ahead on each connection.
+    pub fn window(&self) -> u32 {
+        u32::try_from(self.limit.bytes()).unwrap_or(u32::MAX).min(HTTP2_WINDOW)
     }
 
     /// Lends a client for the length of a call.
@@ -67,6 +70,11 @@ impl ClientPool {
 
     /// Takes a client out of the pool.
     pub fn take_client(&self, budget: &RetryBudget<'_>) -> Result<PooledClient, Failure> {
+        let window = self.window();
+        if self.window.fetch_min(window, Ordering::Relaxed) > window {
+            // Connections that allow more are closed.
+            self.pool.clear();
+        }
         self.pool.take(budget, || self.connect()).map(PooledClient)
     }
 

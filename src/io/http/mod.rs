@@ -18,7 +18,10 @@ use reqwest::{
 };
 
 use super::cache::CacheEntry;
-use super::{CachedHead, Capabilities, OpenOptions, OpenSibling, ReadAt, StreamSource};
+use super::{
+    CachedHead, Capabilities, Facts, OpenOptions, OpenSibling, ReadAt, RequestChecksum, ServerFile,
+    SourceIdentity, StreamSource,
+};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::transport::{
@@ -50,16 +53,14 @@ const MAX_CONNECTIONS: usize = 32;
 
 /// A file of a server with ranges.
 pub struct HttpSource {
-    display_address: String,
-    url: FileUrl,
+    facts: Facts,
+    url: Arc<FileUrl>,
     /// The location to which redirects have led; it may expire.
     moved: ForkSafeMutex<Option<Arc<RequestTarget>>>,
     clients: Arc<ClientPool>,
-    options: OpenOptions,
+    transport: TransportOptions,
     validators: Validators,
     head: Arc<[u8]>,
-    headers: Vec<(String, String)>,
-    tls: bool,
     /// True if the server sends bytes before they are read, by HTTP/2.
     sends_ahead: bool,
 }
@@ -71,19 +72,22 @@ pub fn open(address: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result
         Error::InvalidArgument(format!("`{}` is not an address: {e}", show_text(address)))
     })?;
     let display_address = display_url(&url);
-    open_as(url, &display_address, options, cancel)
+    open_as(url, display_address, None, options, cancel)
 }
 
 /// Opens an address; messages name it `display_address`.
 pub fn open_as(
     url: Url,
-    display_address: &str,
+    display_address: String,
+    hub: Option<HubFile>,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let tls = url.scheme() == "https";
     let location = RequestTarget::new(url, options.transport.headers.clone());
-    open_url(FileUrl::Fixed(Arc::new(location)), tls, display_address.to_owned(), options, cancel)
+    let url = FileUrl::Fixed(Arc::new(location));
+    let clients = ClientPool::new(&options.transport, tls).map_err(Error::InvalidArgument)?;
+    open_with_clients((url, tls), Arc::new(clients), display_address, hub, options, cancel)
 }
 
 /// Opens a URL; `tls` is true for `https://`.
@@ -95,7 +99,16 @@ pub fn open_url(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let clients = ClientPool::new(&options.transport, tls).map_err(Error::InvalidArgument)?;
-    open_with_clients((url, tls), Arc::new(clients), display_address, options, cancel)
+    open_with_clients((url, tls), Arc::new(clients), display_address, None, options, cancel)
+}
+
+/// The requests to a hub about a file.
+#[derive(Clone)]
+pub struct HubFile {
+    /// Opens files of the same commit.
+    pub open_sibling: OpenSibling,
+    /// Requests the checksum.
+    pub checksum: RequestChecksum,
 }
 
 /// Opens a URL with clients that may be shared with other files.
@@ -103,6 +116,7 @@ fn open_with_clients(
     (url, tls): (FileUrl, bool),
     clients: Arc<ClientPool>,
     display_address: String,
+    hub: Option<HubFile>,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
@@ -120,42 +134,47 @@ fn open_with_clients(
             request_head(&url, &clients, &display_address, entry.as_ref(), options, cancel)?
         }
     };
+    let url = Arc::new(url);
+    let (open_sibling, checksum) = match hub {
+        Some(HubFile { open_sibling, checksum }) => (open_sibling, Some(checksum)),
+        None => (sibling_opener((&url, tls), &clients, &display_address, options), None),
+    };
+    let server = ServerFile { open_sibling: Some(open_sibling), checksum, ..ServerFile::default() };
+    let facts = Facts { uri: display_address, server: Some(server), ..Facts::default() };
+    let transport = options.transport.clone();
     if !first.has_ranges {
-        let (folder, address, options) =
-            (url.sibling(""), display_address.clone(), options.clone());
-        let (transport, shared) = (options.transport.clone(), Arc::clone(&clients));
-        let open: OpenSibling = Arc::new(move |name, first, cancel| match &folder {
-            Some(folder) => {
-                sibling((folder, tls), &shared, &address, &options, (name, first), cancel)
-            }
-            None => Ok(None),
-        });
-        let body = sequential::SequentialBody::new(
-            url,
-            open,
-            clients,
-            transport,
-            first.validators,
-            display_address.clone(),
-        );
-        return Ok(Arc::new(StreamSource::new(body, display_address)));
+        let facts = Facts { identity: identity(first.validators.strong_tag()), ..facts };
+        let (validators, address) = (first.validators, facts.uri.clone());
+        let body = sequential::SequentialBody::new(url, clients, transport, validators, address);
+        return Ok(Arc::new(StreamSource::with_facts(body, facts)));
     }
-    let source = Arc::new(HttpSource {
-        display_address,
-        url,
-        moved: ForkSafeMutex::new(moved),
-        clients,
-        options: options.clone(),
-        validators: first.validators,
-        head,
-        headers: first.headers,
-        tls,
-        sends_ahead: first.sends_ahead.unwrap_or(tls),
-    });
+    let sends_ahead = first.sends_ahead.unwrap_or(tls);
+    let connection_limit = if sends_ahead { clients.limit() } else { Arc::default() };
+    let facts = Facts { connection_limit, ..with_response(facts, &first) };
+    let (moved, validators) = (ForkSafeMutex::new(moved), first.validators);
+    let stall = transport.stall;
+    let source =
+        HttpSource { facts, url, moved, clients, transport, validators, head, sends_ahead };
     match cache {
-        Some((cache, key)) => cache.wrap(source, &key, entry, options.transport.stall),
-        None => Ok(source),
+        Some((cache, key)) => cache.wrap(Arc::new(source), &key, entry, stall),
+        None => Ok(Arc::new(source)),
     }
+}
+
+fn identity(tag: Option<&str>) -> Option<SourceIdentity> {
+    tag.map(|tag| SourceIdentity::Tag(tag.to_owned()))
+}
+
+/// The facts of a file of a server with ranges.
+fn with_response(facts: Facts, first: &FirstResponse) -> Facts {
+    let Validators { len, tag, modified } = first.validators.clone();
+    let head = len.map(|len| {
+        let (uri, headers) = (facts.uri.clone(), first.headers.clone());
+        CachedHead { uri, len, tag, modified, headers, first: Arc::default() }
+    });
+    let identity = identity(head.as_ref().and_then(CachedHead::strong_tag));
+    let server = facts.server.map(|server| ServerFile { head, ..server });
+    Facts { len, identity, server, ..facts }
 }
 
 /// Requests the headers of an address. Refusals, and redirects to other hosts, are responses.
@@ -239,41 +258,43 @@ fn request_head(
     head.map_err(|error| url.with_host(error))
 }
 
-/// Opens another file in the same folder, in the same way, by the same clients.
-fn sibling(
-    (url, tls): (&FileUrl, bool),
+/// Opens other files in the same folder, in the same way, by the same clients.
+fn sibling_opener(
+    (url, tls): (&Arc<FileUrl>, bool),
     clients: &Arc<ClientPool>,
     display_address: &str,
     options: &OpenOptions,
-    (name, first): (&str, Option<u64>),
-    cancel: &dyn Cancel,
-) -> Result<Option<Arc<dyn ReadAt>>> {
-    if url.is_version() {
-        return Err(Error::Unsupported(format!(
-            "`{display_address}` is one version of an index of shards, which does not say which versions of \
-             the shards belong to it: open the index without a version, or each shard with its own"
-        )));
-    }
-    let Some(url) = url.sibling(name) else { return Ok(None) };
-    let (path, query) =
-        display_address.split_once('?').map_or((display_address, ""), |(path, _)| (path, "?..."));
-    let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
-    let (display_address, options) =
-        (format!("{folder}/{name}{query}"), OpenOptions { first, ..options.clone() });
-    open_with_clients((url, tls), Arc::clone(clients), display_address, &options, cancel).map(Some)
+) -> OpenSibling {
+    let (url, clients) = (Arc::clone(url), Arc::clone(clients));
+    let (address, options) = (display_address.to_owned(), options.clone());
+    Arc::new(move |name, first, cancel| {
+        if url.is_version() {
+            return Err(Error::Unsupported(format!(
+                "`{address}` is one version of an index of shards, which does not say which \
+                 versions of the shards belong to it: open the index without a version, or each \
+                 shard with its own"
+            )));
+        }
+        let Some(url) = url.sibling(name) else { return Ok(None) };
+        let (path, query) =
+            address.split_once('?').map_or((&*address, ""), |(path, _)| (path, "?..."));
+        let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
+        let address = format!("{folder}/{name}{query}");
+        let options = OpenOptions { first, ..options.clone() };
+        let clients = Arc::clone(&clients);
+        open_with_clients((url, tls), clients, address, None, &options, cancel).map(Some)
+    })
 }
 
 /// The capabilities of servers with ranges.
-pub(crate) fn capabilities(len: Option<u64>, options: &TransportOptions) -> Capabilities {
+pub(crate) fn capabilities(options: &TransportOptions) -> Capabilities {
     Capabilities {
-        len,
         max_readers: options.max_connections,
         initial_readers: options.connections.unwrap_or(FIRST_CONNECTIONS),
         max_auto_readers: options.connections.unwrap_or(MAX_CONNECTIONS),
         request_len: REQUEST_LEN,
         merge_gap: DEFAULT_GAP,
         reader_memory: CONNECTION,
-        of_hub: false,
     }
 }
 
@@ -346,21 +367,15 @@ impl HttpSource {
 }
 
 impl ReadAt for HttpSource {
-    fn uri(&self) -> &str {
-        &self.display_address
+    fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> Capabilities {
-        let found = capabilities(self.validators.len, &self.options.transport);
+        let found = capabilities(&self.transport);
         let sends_ahead = if self.sends_ahead { u64::from(self.clients.window()) } else { 0 };
         let merge_gap = self.clients.speed().merge_gap(found.initial_readers);
         Capabilities { reader_memory: found.reader_memory + sends_ahead, merge_gap, ..found }
-    }
-
-    fn limit_connection(&self, bytes: u64) {
-        if self.sends_ahead {
-            self.clients.limit_window(u32::try_from(bytes).unwrap_or(u32::MAX));
-        }
     }
 
     fn read_at(
@@ -379,8 +394,7 @@ impl ReadAt for HttpSource {
             done += buffers.fill_from(from_head) as u64;
         }
         if done < end {
-            let budget =
-                RetryBudget::new("reading", &self.display_address, &self.options.transport, cancel);
+            let budget = RetryBudget::new("reading", &self.facts.uri, &self.transport, cancel);
             let read = retry::run(&budget, || {
                 let range = ByteRange { start: done, end };
                 let outcome = self.attempt(range, buffers, &mut done, &budget);
@@ -390,21 +404,5 @@ impl ReadAt for HttpSource {
             read.map_err(|error| self.url.with_host(error))?;
         }
         usize::try_from(end - offset).map_err(|_| Error::Bug("a read beyond memory".to_owned()))
-    }
-
-    fn sibling(
-        &self,
-        name: &str,
-        first: Option<u64>,
-        cancel: &dyn Cancel,
-    ) -> Result<Option<Arc<dyn ReadAt>>> {
-        let at = (&self.url, self.tls);
-        sibling(at, &self.clients, &self.display_address, &self.options, (name, first), cancel)
-    }
-
-    fn response_head(&self) -> Option<CachedHead> {
-        let Validators { len, tag, modified } = self.validators.clone();
-        let (uri, headers) = (self.display_address.clone(), self.headers.clone());
-        Some(CachedHead { uri, len: len?, tag, modified, headers, first: Arc::default() })
     }
 }

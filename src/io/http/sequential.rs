@@ -12,15 +12,14 @@ use super::client_pool::{ClientPool, PooledClient};
 use super::file_url::{FileUrl, RangeRequest};
 use super::response::Validators;
 use crate::cancel::Cancel;
+use crate::io::Stream;
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
-use crate::io::{OpenSibling, SourceIdentity, Stream};
 use crate::sys::process::DropInOwner;
 
 /// The body of a file. After a broken connection it is requested again, and the bytes that were
 /// read before are skipped.
 pub struct SequentialBody {
-    url: FileUrl,
-    open_sibling: OpenSibling,
+    url: Arc<FileUrl>,
     clients: Arc<ClientPool>,
     options: TransportOptions,
     validators: Validators,
@@ -38,8 +37,7 @@ pub struct SequentialBody {
 
 impl SequentialBody {
     pub fn new(
-        url: FileUrl,
-        open_sibling: OpenSibling,
+        url: Arc<FileUrl>,
         clients: Arc<ClientPool>,
         options: TransportOptions,
         validators: Validators,
@@ -47,7 +45,6 @@ impl SequentialBody {
     ) -> Self {
         SequentialBody {
             url,
-            open_sibling,
             clients,
             options,
             validators,
@@ -135,13 +132,5 @@ impl Stream for SequentialBody {
         self.unread.advance(len);
         self.position += len as u64;
         Ok(len)
-    }
-
-    fn open_sibling(&self) -> Option<OpenSibling> {
-        Some(Arc::clone(&self.open_sibling))
-    }
-
-    fn identity(&self) -> Option<SourceIdentity> {
-        self.validators.strong_tag().map(|tag| SourceIdentity::Tag(tag.to_owned()))
     }
 }

@@ -20,7 +20,7 @@ use super::direct_plan::PlannedRead;
 use super::in_flight::InFlightLimit;
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::{Capabilities, ReadAt};
+use crate::io::{Capabilities, Facts, ReadAt};
 use crate::mem::{Arena, Buffers, DISK_BLOCK};
 use crate::sys::is_on_fuse;
 
@@ -38,7 +38,7 @@ pub const DIRECT_MEMORY: u64 = (DEPTH * READ_LEN) as u64;
 /// The direct reads of one reader.
 pub struct DirectReader {
     file: File,
-    uri: String,
+    facts: Facts,
     capabilities: Capabilities,
     in_flight: Arc<InFlightLimit>,
     state: Mutex<DirectReaderState>,
@@ -66,7 +66,7 @@ impl DirectReader {
         let state = Mutex::new(DirectReaderState { memory, ring });
         Some(DirectReader {
             file,
-            uri: source.uri().to_owned(),
+            facts: source.facts().clone(),
             capabilities: source.capabilities(),
             in_flight: Arc::clone(in_flight),
             state,
@@ -243,8 +243,8 @@ impl Drop for InFlightReads<'_> {
 }
 
 impl ReadAt for DirectReader {
-    fn uri(&self) -> &str {
-        &self.uri
+    fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -258,7 +258,7 @@ impl ReadAt for DirectReader {
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
         let wanted = buffers.remaining();
-        let remaining_in_file = self.capabilities.len.unwrap_or(u64::MAX).saturating_sub(offset);
+        let remaining_in_file = self.facts.len.unwrap_or(u64::MAX).saturating_sub(offset);
         let wanted = wanted.min(usize::try_from(remaining_in_file).unwrap_or(usize::MAX));
         if wanted == 0 {
             return Ok(0);
@@ -278,7 +278,7 @@ impl ReadAt for DirectReader {
                         break remaining - buffers.remaining();
                     }
                 }
-                Err(error) => return Err(Error::io("reading", &self.uri, error)),
+                Err(error) => return Err(Error::io("reading", &self.facts.uri, error)),
             }
         };
         buffers.arrived(read as u64);

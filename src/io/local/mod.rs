@@ -5,6 +5,7 @@ mod copy_metadata;
 mod direct;
 mod direct_plan;
 mod file;
+mod folder;
 mod held_folder;
 mod in_flight;
 mod pipe;
@@ -18,6 +19,7 @@ pub use direct::{
     READS_PER_READER,
 };
 pub use file::FileSource;
+pub use folder::Folder;
 pub use in_flight::InFlightLimit;
 pub use pipe::Pipe;
 pub use sink::FileSink;

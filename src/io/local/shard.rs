@@ -42,11 +42,6 @@ impl Shard {
         shard
     }
 
-    /// The path.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// The open file. It stays open as long as the returned value lives.
     pub fn file(&self, uri: &str) -> Result<Arc<File>> {
         if let Some(file) = self.retained() {

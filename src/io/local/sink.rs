@@ -14,7 +14,7 @@ use super::temporary_name::TemporaryNames;
 use crate::cancel::{Cancel, run_detached};
 use crate::error::{Error, Result};
 use crate::io::save_order::{SaveTarget, SaveTurn};
-use crate::io::{UnclosedOutcome, WriteAt};
+use crate::io::{Ending, Published, Reservation, SinkFacts, WriteAt};
 use crate::mem::mapped;
 
 /// A local file.
@@ -26,8 +26,6 @@ pub struct FileSink {
     uri: String,
     /// End of the disk space that was requested so far.
     reserved: AtomicU64,
-    /// True if a later save to the same path was published before this one.
-    overtaken: bool,
 }
 
 impl FileSink {
@@ -78,7 +76,7 @@ impl FileSink {
     }
 
     fn new(file: File, uri: String, unpublished: Option<(TemporaryFile, SaveTurn)>) -> Self {
-        FileSink { unpublished, file, uri, reserved: AtomicU64::new(0), overtaken: false }
+        FileSink { unpublished, file, uri, reserved: AtomicU64::new(0) }
     }
 
     /// Opens a device, which cannot be replaced by a rename.
@@ -237,8 +235,15 @@ impl WriteAt for FileSink {
         &self.uri
     }
 
-    fn max_writers(&self) -> usize {
-        usize::MAX
+    fn facts(&self) -> SinkFacts {
+        SinkFacts {
+            max_writers: usize::MAX,
+            default_writers: crate::sys::cpu_count(),
+            max_positions: usize::MAX,
+            is_visible_early: self.unpublished.is_none(),
+            retained: 0,
+            part_len: 0,
+        }
     }
 
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize> {
@@ -261,11 +266,8 @@ impl WriteAt for FileSink {
         self.file.read_exact_at(buffer, offset).map_err(|e| Error::io("reading back", &self.uri, e))
     }
 
-    fn is_visible_early(&self) -> bool {
-        self.unpublished.is_none()
-    }
-
-    fn reserve(&self, _head: u64, len: u64) -> Result<()> {
+    fn reserve(&self, expected: &Reservation) -> Result<()> {
+        let len = expected.len;
         if self.unpublished.is_some() {
             // Repeated reservations are made once: file systems look through all
             // that they are asked for.
@@ -276,30 +278,22 @@ impl WriteAt for FileSink {
         Ok(())
     }
 
-    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+    fn publish(&mut self, len: u64, ending: Ending, cancel: &dyn Cancel) -> Result<Published> {
         let is_owned = self.unpublished.is_some();
         let uri = self.uri.clone();
         let published = self.finish_with(len, cancel, |unpublished, turn, file| {
             let fail = |e| Error::io("finishing", &uri, e);
-            turn.publish(cancel, || unpublished.publish(file).map_err(fail))
+            match ending {
+                Ending::Unclosed => unpublished.publish_unclosed(file).map_err(fail).map(Some),
+                Ending::Finished => turn
+                    .publish(cancel, || unpublished.publish(file).map_err(fail))
+                    .map(|published| published.map(|()| None)),
+            }
         })?;
-        self.overtaken = is_owned && published.is_none();
-        Ok(())
-    }
-
-    fn overtaken(&self) -> bool {
-        self.overtaken
-    }
-
-    fn publish_unclosed(&mut self, len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
-        let uri = self.uri.clone();
-        let other_name = self.finish_with(len, cancel, |unpublished, _, file| {
-            let fail = |e| Error::io("finishing", &uri, e);
-            unpublished.publish_unclosed(file).map_err(fail).map(Some)
-        })?;
-        Ok(match other_name.flatten() {
-            Some(name) => UnclosedOutcome::OtherName(name),
-            None => UnclosedOutcome::InPlace,
+        Ok(match published {
+            Some(Some(name)) => Published::OtherName(name),
+            None if is_owned => Published::Overtaken,
+            _ => Published::InPlace,
         })
     }
 }

@@ -8,12 +8,11 @@ mod client;
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use redis::{Pipeline, Value, cmd};
 
-use super::{Capabilities, ReadAt};
+use super::{Capabilities, Facts, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::{Error, Escaped, Result};
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
@@ -55,13 +54,11 @@ struct StoredValue {
 
 /// The values of all keys with one prefix.
 pub struct RedisSource {
-    display_address: String,
+    facts: Facts,
     connections: RedisConnections,
     options: TransportOptions,
     values: Vec<StoredValue>,
     end: u64,
-    /// Bytes that are requested before the first reply is read.
-    batch_len: AtomicU64,
 }
 
 /// Opens an address: finds the keys and the lengths of their values.
@@ -71,22 +68,28 @@ pub fn open(
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let parsed = RedisAddress::parse(address).map_err(Error::InvalidArgument)?;
-    let (display_address, prefix) = (parsed.display_address.clone(), parsed.prefix.clone());
+    let (uri, prefix) = (parsed.display_address.clone(), parsed.prefix.clone());
     let connections = RedisConnections::new(parsed, options).map_err(Error::InvalidArgument)?;
-    let (values, end, batch_len) = (Vec::new(), 0, AtomicU64::new(BATCH_LEN));
-    let options = options.clone();
-    let mut source = RedisSource { display_address, connections, options, values, end, batch_len };
+    let facts = Facts { uri, ..Facts::default() };
+    let (values, options) = (Vec::new(), options.clone());
+    let mut source = RedisSource { facts, connections, options, values, end: 0 };
     source.values = source.find(&prefix, cancel)?;
     if source.values.is_empty() {
         let what = format!("no key of the database begins with `{prefix}:`");
         let error = std::io::Error::new(ErrorKind::NotFound, what);
-        return Err(Error::io("opening", &source.display_address, error));
+        return Err(Error::io("opening", &source.facts.uri, error));
     }
     source.end = source.values.iter().map(|value| value.start + value.len).max().unwrap_or(0);
+    source.facts.len = Some(source.end);
     Ok(Arc::new(source))
 }
 
 impl RedisSource {
+    /// Bytes that are requested before the first reply is read.
+    fn batch_len(&self) -> u64 {
+        self.facts.connection_limit.bytes().min(BATCH_LEN)
+    }
+
     /// Sends one batch of commands, and retries after transient failures.
     fn send(
         &self,
@@ -104,11 +107,7 @@ impl RedisSource {
         const SHOWN: usize = 200;
         let what: String = what.to_string().chars().take(SHOWN).collect();
         let text = format!("unexpected reply to {command}: {}", Escaped(&what));
-        Error::io(
-            "reading",
-            &self.display_address,
-            std::io::Error::new(ErrorKind::InvalidData, text),
-        )
+        Error::io("reading", &self.facts.uri, std::io::Error::new(ErrorKind::InvalidData, text))
     }
 
     /// All keys with the prefix, by position.
@@ -116,7 +115,7 @@ impl RedisSource {
         // The whole scan counts as one request for time limits.
         let begun = Instant::now();
         let budget = || {
-            RetryBudget::new("reading", &self.display_address, &self.options, cancel)
+            RetryBudget::new("reading", &self.facts.uri, &self.options, cancel)
                 .opening()
                 .resumed(begun.elapsed(), 0)
         };
@@ -141,7 +140,7 @@ impl RedisSource {
                 Escaped(&other)
             );
             let error = std::io::Error::new(ErrorKind::InvalidData, text);
-            return Err(Error::io("reading", &self.display_address, error));
+            return Err(Error::io("reading", &self.facts.uri, error));
         }
         Ok(values)
     }
@@ -239,7 +238,7 @@ impl RedisSource {
     fn value_ranges(&self, start: u64, end: u64) -> Result<Vec<ValueRange<'_>>> {
         let mut pieces = Vec::new();
         let mut at = start;
-        let stop = end.min(start.saturating_add(self.batch_len.load(Ordering::Relaxed)));
+        let stop = end.min(start.saturating_add(self.batch_len()));
         let mut number = self.values.partition_point(|value| value.start <= start);
         number = number.saturating_sub(1);
         while at < stop && pieces.len() < BATCH_COMMANDS {
@@ -256,7 +255,7 @@ impl RedisSource {
                      file is incomplete"
                 );
                 let error = std::io::Error::new(ErrorKind::UnexpectedEof, text);
-                return Err(Error::io("reading", &self.display_address, error));
+                return Err(Error::io("reading", &self.facts.uri, error));
             };
             let until =
                 (value.start + value.len).min(next).min(stop).min(at.saturating_add(COMMAND_LEN));
@@ -328,26 +327,20 @@ fn position(key: &[u8]) -> Option<u64> {
 }
 
 impl ReadAt for RedisSource {
-    fn uri(&self) -> &str {
-        &self.display_address
+    fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            len: Some(self.end),
             max_readers: self.options.max_connections,
             initial_readers: self.options.connections.unwrap_or(CONNECTIONS),
             max_auto_readers: self.options.connections.unwrap_or(CONNECTIONS),
             request_len: REQUEST_LEN,
             merge_gap: 0,
-            of_hub: false,
             // The reply of the server, and the values parsed from it.
-            reader_memory: CONNECTION + 2 * self.batch_len.load(Ordering::Relaxed),
+            reader_memory: CONNECTION + 2 * self.batch_len(),
         }
-    }
-
-    fn limit_connection(&self, bytes: u64) {
-        self.batch_len.fetch_min(bytes, Ordering::Relaxed);
     }
 
     fn read_at(
@@ -366,7 +359,7 @@ impl ReadAt for RedisSource {
             commands.add_command(piece.command());
         }
         let max_bytes = pieces.iter().map(|piece| piece.len + REPLY_OVERHEAD).sum();
-        let budget = RetryBudget::new("reading", &self.display_address, &self.options, cancel);
+        let budget = RetryBudget::new("reading", &self.facts.uri, &self.options, cancel);
         let replies = self.send(&commands, max_bytes, offset, &budget)?;
         let mut done = 0;
         for (piece, reply) in pieces.iter().zip(replies) {
@@ -387,7 +380,7 @@ impl ReadAt for RedisSource {
                         bytes.len()
                     ),
                 );
-                return Err(Error::io("reading", &self.display_address, failure.error));
+                return Err(Error::io("reading", &self.facts.uri, failure.error));
             }
             done += buffers.fill_from(&bytes);
         }

@@ -32,7 +32,7 @@ pub(crate) use connections::{ConnectionPool, PooledConnection};
 pub(crate) use connections::{run_once, with_guarded_polls};
 pub use options::TransportOptions;
 #[cfg(feature = "http")]
-pub(crate) use redirects::{Authorize, RequestTarget, follow};
+pub(crate) use redirects::{RequestTarget, follow};
 pub(crate) use retry::{Failure, RetryBudget};
 #[cfg(feature = "clouds")]
 pub(crate) use send::{is_transient, read_document};

@@ -13,17 +13,14 @@ use super::{Client, Failure};
 const MAX_REDIRECTS: usize = 10;
 
 /// Adds credentials to a request that depend on the rest of it, such as a signature.
-pub trait Authorize: Send + Sync {
-    /// Adds them.
-    fn authorize(&self, request: &mut Request) -> Result<(), Failure>;
-}
+pub type Authorize = Arc<dyn Fn(&mut Request) -> Result<(), Failure> + Send + Sync>;
 
 /// A URL, and the headers and credentials that are sent there.
 #[derive(Clone)]
 pub struct RequestTarget {
     pub url: Url,
     headers: Vec<(String, String)>,
-    authorize: Option<Arc<dyn Authorize>>,
+    authorize: Option<Authorize>,
 }
 
 impl PartialEq for RequestTarget {
@@ -43,7 +40,7 @@ impl RequestTarget {
 
     /// The same location, whose requests are authorized.
     #[cfg(feature = "clouds")]
-    pub fn authorized(self, authorize: Arc<dyn Authorize>) -> Self {
+    pub fn authorized(self, authorize: Authorize) -> Self {
         RequestTarget { authorize: Some(authorize), ..self }
     }
 
@@ -99,7 +96,7 @@ impl RequestTarget {
         headers.extend(more.clone());
         let mut request = client.request(method, self.url.clone()).headers(headers).build()?;
         if let Some(authorize) = &self.authorize {
-            authorize.authorize(&mut request)?;
+            authorize(&mut request)?;
         }
         Ok(request)
     }

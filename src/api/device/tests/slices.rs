@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicU64;
 use super::*;
 use crate::api::load::load_counted;
 use crate::codec::hash::Verify;
-use crate::io::{Capabilities, ReadAt};
+use crate::io::{Capabilities, Facts, ReadAt};
 use crate::mem::device::simulated::{FakeDevice, InjectedFaults};
 use crate::mem::device::{Consumer, Device, DeviceBlocks};
 use crate::mem::pinned::Pool;
@@ -38,8 +38,8 @@ fn parts() -> Vec<TestSlice> {
 struct CountingSource(FileSource, Arc<AtomicU64>);
 
 impl ReadAt for CountingSource {
-    fn uri(&self) -> &str {
-        self.0.uri()
+    fn facts(&self) -> &Facts {
+        self.0.facts()
     }
 
     fn capabilities(&self) -> Capabilities {

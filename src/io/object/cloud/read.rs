@@ -10,9 +10,9 @@ use super::address::{Cloud, CloudAddress};
 use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::auth::{AZURE_VERSION, CloudCredential, CredentialProvider};
+use crate::io::auth::{AZURE_VERSION, CredentialProvider};
 use crate::io::http::{self, FileUrl, Sign, SignFuture};
-use crate::io::transport::{Authorize, Failure, RequestTarget, run_once};
+use crate::io::transport::{Failure, RequestTarget, run_once};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
 
@@ -35,7 +35,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
             options.transport.headers.push((name.to_owned(), value.to_owned()));
         }
         let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
-        let opened = http::open_as(url, &display_address, &options, cancel);
+        let opened = http::open_as(url, display_address, None, &options, cancel);
         return opened.map_err(|error| with_anonymous_hint(error, address.cloud));
     };
     let headers = options.transport.headers.clone();
@@ -92,22 +92,12 @@ impl CloudSigner {
         let credential = self.credentials.get().await?;
         let url = object_url(&self.bucket, &self.address.key)
             .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
-        let by = Authorization { credential, account: Arc::clone(&self.account) };
-        let location = RequestTarget::new(url, self.headers.clone()).authorized(Arc::new(by));
+        let account = Arc::clone(&self.account);
+        let authorize = move |request: &mut Request| credential.authorize(&account, request);
+        let location = RequestTarget::new(url, self.headers.clone());
+        let location = location.authorized(Arc::new(authorize));
         let now = clock::date();
         Ok((location, now.checked_add(VALID_FOR).unwrap_or(now)))
-    }
-}
-
-/// The credential of each request.
-struct Authorization {
-    credential: CloudCredential,
-    account: Arc<str>,
-}
-
-impl Authorize for Authorization {
-    fn authorize(&self, request: &mut Request) -> std::result::Result<(), Failure> {
-        self.credential.authorize(&self.account, request)
     }
 }
 

@@ -14,19 +14,21 @@ pub const DEFAULT_WRITERS: usize = 16;
 /// Parts in memory for each four that are being sent, unless the number of bytes is set. The
 /// further one allows for a part that is being filled, and one that waits for the header of its
 /// tensor.
-const PARTS_PER_FOUR_WRITERS: u64 = 5;
+const PARTS_PER_FOUR_WRITERS: usize = 5;
 /// Parts that an object of few parts may have in memory, however short it is.
 const FEW_PARTS: u64 = 4;
 
 /// The limits of memory and connections.
 #[derive(Debug, Clone, Copy)]
 pub struct UploadBudget {
-    /// The most connections.
+    /// Maximum number of connections.
     pub writers: usize,
-    /// None for as much as the connections need.
+    /// Maximum bytes of parts; None for as much as the connections need.
     pub bytes: Option<u64>,
+    /// Maximum number of parts that the memory limit of a save allows.
+    pub parts: usize,
     /// Bytes that the object will have, as far as is known.
-    pub object: Option<u64>,
+    pub object: u64,
 }
 
 impl UploadBudget {
@@ -36,72 +38,58 @@ impl UploadBudget {
         Ok(UploadBudget {
             writers: options.connections.unwrap_or(DEFAULT_WRITERS).min(options.max_connections),
             bytes: bytes.map(|mb| mb.saturating_mul(1 << 20)),
-            object: None,
+            parts: usize::MAX,
+            object: 0,
         })
     }
 
-    /// Bytes that parts of this length may take together, at least one part. At most the object's
-    /// length less one part: with the copies beside them, parts then take no more memory than the
-    /// object is long.
-    pub fn limit(&self, part_len: u64) -> u64 {
-        let enough = (self.writers as u64).saturating_mul(PARTS_PER_FOUR_WRITERS).div_ceil(4);
-        let enough = enough.saturating_mul(part_len);
-        let few = FEW_PARTS.saturating_mul(part_len);
-        let short = self.object.map_or(u64::MAX, |len| len.saturating_sub(part_len).max(few));
-        self.bytes.unwrap_or(enough.min(short)).max(part_len)
+    /// Maximum number of parts of this length in memory, at least one. Together they are shorter
+    /// than the object: with the copies beside them, they take no more memory than it is long.
+    pub fn parts(&self, part_len: u64) -> usize {
+        let enough = self.writers.saturating_mul(PARTS_PER_FOUR_WRITERS).div_ceil(4);
+        let parts = match (self.bytes, self.object) {
+            (Some(bytes), _) => count(bytes / part_len),
+            (None, 0) => enough,
+            (None, len) => enough.min(count((len / part_len).saturating_sub(1).max(FEW_PARTS))),
+        };
+        parts.min(self.parts).max(1)
     }
 
     /// Connections that send parts of such a length at once.
     pub fn writers(&self, part_len: u64) -> usize {
-        let parts = usize::try_from(self.limit(part_len) / part_len).unwrap_or(usize::MAX);
-        parts.clamp(1, self.writers.max(1))
+        self.parts(part_len).clamp(1, self.writers.max(1))
     }
 
     /// Maximum number of positions at which the file may be written alternately. Each needs memory
     /// for two incomplete parts: its own, and that with the end of the tensor before it.
     pub fn max_positions(&self, part_len: u64) -> usize {
-        let parts = usize::try_from(self.limit(part_len) / part_len).unwrap_or(usize::MAX);
-        (parts.saturating_sub(self.writers(part_len)) / 2).max(1)
+        (self.parts(part_len).saturating_sub(self.writers(part_len)) / 2).max(1)
     }
+}
+
+fn count(parts: u64) -> usize {
+    usize::try_from(parts).unwrap_or(usize::MAX)
 }
 
 /// The memory of the parts of an upload.
 pub struct PartMemory {
-    budget: Mutex<UploadBudget>,
     state: Mutex<PartMemoryState>,
     freed: Condvar,
 }
 
-#[derive(Default)]
 struct PartMemoryState {
-    bytes: u64,
+    budget: UploadBudget,
+    /// Parts that have memory.
+    held: usize,
     /// Parts that are being sent. Their memory will come back.
     sending: usize,
-    /// Memory of parts that were sent, for reuse.
+    /// Memory of parts that were sent, for reuse; it is counted in `held`.
     free: Vec<Vec<u8>>,
 }
 
 impl PartMemoryState {
-    fn lacks_memory(&self, len: usize, limit: u64) -> bool {
-        let more = self.bytes.saturating_add(len as u64);
-        self.free.is_empty() && self.sending > 0 && more > limit
-    }
-
-    /// Memory of a part that was sent, or an empty vector for memory that is counted from now on.
-    /// None if there is too little.
-    fn take(&mut self, len: usize, limit: u64) -> Option<Vec<u8>> {
-        while let Some(free) = self.free.pop() {
-            if free.len() == len {
-                return Some(free);
-            }
-            // The length of parts has grown since.
-            self.bytes = self.bytes.saturating_sub(free.len() as u64);
-        }
-        if self.lacks_memory(len, limit) {
-            return None;
-        }
-        self.bytes = self.bytes.saturating_add(len as u64);
-        Some(Vec::new())
+    fn must_wait(&self, limit: usize) -> bool {
+        self.free.is_empty() && self.sending > 0 && self.held >= limit
     }
 }
 
@@ -110,53 +98,51 @@ pub struct SendingPart<'m>(&'m PartMemory);
 
 impl PartMemory {
     pub fn new(budget: UploadBudget) -> Self {
-        PartMemory { budget: Mutex::new(budget), state: Mutex::default(), freed: Condvar::new() }
+        let state = PartMemoryState { budget, held: 0, sending: 0, free: Vec::new() };
+        PartMemory { state: Mutex::new(state), freed: Condvar::new() }
     }
 
     /// The limits.
     pub fn budget(&self) -> UploadBudget {
-        *self.budget.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state().budget
     }
 
-    /// Lowers the limit to `bytes`; a lower limit from before stays.
-    pub fn limit(&self, bytes: u64) {
-        let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
-        budget.bytes = Some(budget.bytes.map_or(bytes, |before| before.min(bytes)));
-    }
-
-    /// Announces that the object will have at least `len` bytes.
-    pub fn announce(&self, len: u64) {
-        let mut budget = self.budget.lock().unwrap_or_else(PoisonError::into_inner);
-        budget.object = budget.object.max(Some(len));
+    /// Announces that the object will have at least `len` bytes, and lowers the number of parts.
+    pub fn reserve(&self, len: u64, parts: Option<usize>) {
+        let mut state = self.state();
+        state.budget.object = state.budget.object.max(len);
+        state.budget.parts = state.budget.parts.min(parts.unwrap_or(usize::MAX));
     }
 
     fn state(&self) -> MutexGuard<'_, PartMemoryState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns memory for a part, with any content. While there is too little and parts are being
-    /// sent, it sends some or waits for memory. If no part is being sent, the memory is granted
-    /// beyond the limit: other parts can become complete only with this one.
+    /// Returns memory for a part, with any content. While there are too many parts and some are
+    /// being sent, it sends some or waits. If none is being sent, the memory is granted beyond the
+    /// limit: other parts can become complete only with this one.
     pub fn take(&self, len: usize, send: &dyn Fn() -> Result<()>) -> Result<Vec<u8>> {
-        let limit = self.budget().limit(len as u64);
         let mut state = self.state();
-        loop {
-            if let Some(free) = state.take(len, limit) {
-                drop(state);
-                return if free.is_empty() {
-                    try_repeat(0, len, "a part of an upload")
-                } else {
-                    Ok(free)
-                };
-            }
+        let limit = state.budget.parts(len as u64);
+        while state.must_wait(limit) {
             drop(state);
             send()?;
             state = self.state();
-            if state.lacks_memory(len, limit) {
+            if state.must_wait(limit) {
                 let waited = self.freed.wait_timeout(state, POLL);
                 state = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
+        if let Some(free) = state.free.pop() {
+            // Parts may have become longer since.
+            if free.len() == len {
+                return Ok(free);
+            }
+        } else {
+            state.held += 1;
+        }
+        drop(state);
+        try_repeat(0, len, "a part of an upload")
     }
 
     /// Counts a complete part, which is being sent from now on.
@@ -177,11 +163,11 @@ impl PartMemory {
 
 impl SendingPart<'_> {
     /// Takes back the memory of a part; None if a cancelled request still uses it.
-    pub fn done(self, len: usize, memory: Option<Vec<u8>>) {
+    pub fn done(self, memory: Option<Vec<u8>>) {
         let mut state = self.0.state();
         match memory {
             Some(memory) => state.free.push(memory),
-            None => state.bytes = state.bytes.saturating_sub(len as u64),
+            None => state.held -= 1,
         }
     }
 }
@@ -207,9 +193,13 @@ mod tests {
         Ok(())
     }
 
+    fn budget(bytes: Option<u64>, object: u64) -> UploadBudget {
+        UploadBudget { writers: 16, bytes, parts: usize::MAX, object }
+    }
+
     #[test]
-    fn memory_stays_within_the_limit_if_parts_are_sent_in_order() {
-        let memory = PartMemory::new(UploadBudget { writers: 4, bytes: Some(40), object: None });
+    fn parts_stay_within_the_limit_if_they_are_sent_in_order() {
+        let memory = PartMemory::new(budget(Some(40), 0));
         let (in_use, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..8 {
@@ -222,52 +212,44 @@ mod tests {
                         most.fetch_max(now, Ordering::SeqCst);
                         std::thread::yield_now();
                         in_use.fetch_sub(1, Ordering::SeqCst);
-                        sending.done(10, Some(part));
+                        sending.done(Some(part));
                     }
                 });
             }
         });
         assert!(most.into_inner() <= 4);
-        assert!(memory.state().bytes <= 40);
+        assert!(memory.state().held <= 4);
     }
 
     #[test]
     fn short_object_has_at_most_its_parts_but_one_in_memory() {
-        let budget = |object| UploadBudget { writers: 16, bytes: None, object };
-        for (object, parts) in [
-            (None, 20),
-            (Some(1), 4),
-            (Some(50), 4),
-            (Some(60), 5),
-            (Some(200), 19),
-            (Some(900), 20),
-        ] {
-            assert_eq!(budget(object).limit(10) / 10, parts, "{object:?}");
+        for (object, parts) in [(0, 20), (1, 4), (50, 4), (60, 5), (200, 19), (900, 20)] {
+            assert_eq!(budget(None, object).parts(10), parts, "{object}");
         }
-        // A limit that was set takes precedence.
-        assert_eq!(UploadBudget { bytes: Some(300), ..budget(Some(20)) }.limit(10), 300);
-        let memory = PartMemory::new(budget(None));
-        memory.announce(60);
-        memory.announce(50);
-        assert_eq!(memory.budget().limit(10), 50);
+        // A limit that was set takes precedence, and that of a save bounds all.
+        assert_eq!(budget(Some(300), 20).parts(10), 30);
+        let memory = PartMemory::new(budget(None, 0));
+        memory.reserve(60, None);
+        memory.reserve(50, Some(7));
+        assert_eq!(memory.budget().parts(10), 5);
+        memory.reserve(0, Some(3));
+        memory.reserve(0, Some(9));
+        assert_eq!(memory.budget().parts(10), 3);
     }
 
     #[test]
     fn memory_is_granted_over_the_limit_if_no_part_is_being_sent() {
-        let memory = PartMemory::new(UploadBudget { writers: 1, bytes: Some(10), object: None });
+        let memory = PartMemory::new(budget(Some(10), 0));
         // No part is being sent, so the second part gets memory although the first takes all of the
         // limit.
-        let parts = [
-            memory.take(10, &nothing_to_send).unwrap(),
-            memory.take(10, &nothing_to_send).unwrap(),
-        ];
-        assert_eq!(memory.state().bytes, 20);
+        let parts = [0, 1].map(|_| memory.take(10, &nothing_to_send).unwrap());
+        assert_eq!(memory.state().held, 2);
         for part in parts {
             memory.complete();
-            memory.sending().done(10, Some(part));
+            memory.sending().done(Some(part));
         }
         // Longer parts cannot use the memory of shorter ones.
         assert_eq!(memory.take(30, &nothing_to_send).unwrap().len(), 30);
-        assert_eq!(memory.state().bytes, 30);
+        assert_eq!(memory.state().held, 2);
     }
 }

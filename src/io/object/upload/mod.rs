@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::fallible::{try_extend, try_resize};
 use crate::io::save_order::{SaveTarget, SaveTurn};
 use crate::io::transport::TransportOptions;
-use crate::io::{UnclosedOutcome, WriteAt};
+use crate::io::{Ending, Published, Reservation, SinkFacts, WriteAt};
 use crate::sys::process::OwnerProcess;
 use memory::{PartMemory, UploadBudget};
 use plan::PartPlan;
@@ -50,8 +50,6 @@ struct MultipartUpload {
     /// True once a request was cancelled: then the upload is aborted quickly.
     interrupted: AtomicBool,
     turn: SaveTurn,
-    /// True if a later save to the same object was complete before this one.
-    overtaken: AtomicBool,
 }
 
 #[derive(Default)]
@@ -86,7 +84,6 @@ impl UploadSink {
             memory: PartMemory::new(budget),
             upload_id: Mutex::new(None),
             interrupted: AtomicBool::new(false),
-            overtaken: AtomicBool::new(false),
         })))
     }
 
@@ -117,11 +114,6 @@ impl MultipartUpload {
     /// The plan of an object of `len` bytes with a head of `head` bytes.
     fn plan(&self, head: u64, len: u64) -> PartPlan {
         PartPlan::new(self.object.limits(), head, len)
-    }
-
-    /// Bytes of the longest part so far.
-    fn longest_part(&self) -> u64 {
-        self.state().plan.as_ref().map_or_else(|| self.plan(0, 0).part_len, PartPlan::longest_part)
     }
 
     fn abort(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
@@ -247,11 +239,11 @@ impl MultipartUpload {
         loop {
             let next = self.open_state()?.ready.pop_front();
             let Some((number, part)) = next else { return cancel.check() };
-            let (sending, part_len) = (self.memory.sending(), part.len());
+            let sending = self.memory.sending();
             let part = Bytes::from(part);
             self.send(self.first_part() + number, &part, cancel)?;
             // The memory is free, unless a cancelled request still has it.
-            sending.done(part_len, part.try_into_mut().ok().map(Vec::from));
+            sending.done(part.try_into_mut().ok().map(Vec::from));
         }
     }
 
@@ -322,29 +314,22 @@ impl WriteAt for UploadSink {
         self.0.object.display_address()
     }
 
-    fn max_writers(&self) -> usize {
-        self.0.memory.budget().writers(self.0.longest_part())
-    }
-
-    fn default_writers(&self) -> usize {
-        self.max_writers()
-    }
-
-    fn max_positions(&self) -> usize {
-        self.0.memory.budget().max_positions(self.0.longest_part())
-    }
-
-    fn retained_memory(&self) -> (u64, u64) {
-        let head = self.0.state().plan.as_ref().map_or(0, |plan| plan.head_len);
-        (head, self.0.longest_part())
-    }
-
-    fn limit_retained_parts(&self, bytes: u64) {
-        self.0.memory.limit(bytes);
-    }
-
-    fn is_visible_early(&self) -> bool {
-        false
+    fn facts(&self) -> SinkFacts {
+        let (retained, part_len) = {
+            let state = self.0.state();
+            let unplanned = || (0, self.0.plan(0, 0).part_len);
+            state.plan.as_ref().map_or_else(unplanned, |p| (p.head_len, p.longest_part()))
+        };
+        let budget = self.0.memory.budget();
+        let writers = budget.writers(part_len);
+        SinkFacts {
+            max_writers: writers,
+            default_writers: writers,
+            max_positions: budget.max_positions(part_len),
+            is_visible_early: false,
+            retained,
+            part_len,
+        }
     }
 
     fn write_at(&self, offset: u64, buffers: &[IoSlice<'_>], cancel: &dyn Cancel) -> Result<usize> {
@@ -396,28 +381,24 @@ impl WriteAt for UploadSink {
         Ok(len)
     }
 
-    fn reserve(&self, head: u64, len: u64) -> Result<()> {
+    fn reserve(&self, expected: &Reservation) -> Result<()> {
+        let &Reservation { head, len, parts } = expected;
         self.0.open_state()?.plan.get_or_insert_with(|| self.0.plan(head, len)).announce(len);
-        self.0.memory.announce(len);
+        self.0.memory.reserve(len, parts);
         Ok(())
     }
 
-    fn publish(&mut self, len: u64, cancel: &dyn Cancel) -> Result<()> {
+    fn publish(&mut self, len: u64, ending: Ending, cancel: &dyn Cancel) -> Result<Published> {
+        if ending == Ending::Unclosed {
+            self.abort(cancel)?;
+            return Ok(Published::Aborted);
+        }
         if self.0.turn.publish(cancel, || self.0.publish(len, cancel))?.is_none() {
-            self.0.overtaken.store(true, Ordering::Relaxed);
-            return self.0.abort("a later save to it is complete", cancel);
+            self.0.abort("a later save to it is complete", cancel)?;
+            return Ok(Published::Overtaken);
         }
         self.0.state().closed_because = Some("its upload is complete");
-        Ok(())
-    }
-
-    fn overtaken(&self) -> bool {
-        self.0.overtaken.load(Ordering::Relaxed)
-    }
-
-    fn publish_unclosed(&mut self, _len: u64, cancel: &dyn Cancel) -> Result<UnclosedOutcome> {
-        self.abort(cancel)?;
-        Ok(UnclosedOutcome::Aborted)
+        Ok(Published::InPlace)
     }
 }
 
@@ -427,3 +408,6 @@ impl Drop for MultipartUpload {
         let _ = self.abort("its upload was not finished", &Never);
     }
 }
+
+#[cfg(all(test, not(feature = "models")))]
+mod tests;

@@ -184,15 +184,15 @@ mod tests {
             assert_eq!(take_all_parts(&mut plan, len), parts);
             // As announced, all parts have one length.
             assert_eq!(plan.longest_part(), part_len);
-            let budget = UploadBudget { writers: DEFAULT_WRITERS, bytes: None, object: None };
+            let (writers, parts) = (DEFAULT_WRITERS, usize::MAX);
+            let budget = UploadBudget { writers, bytes: None, parts, object: 0 };
             assert_eq!(budget.writers(plan.longest_part()), 16);
-            assert_eq!(budget.limit(plan.longest_part()), memory);
+            assert_eq!(budget.parts(plan.longest_part()) as u64 * part_len, memory);
             // A setting bounds it, and takes its price in connections.
-            let budget =
-                UploadBudget { writers: DEFAULT_WRITERS, bytes: Some(256 * mib), object: None };
+            let budget = UploadBudget { bytes: Some(256 * mib), ..budget };
             let writers = budget.writers(plan.longest_part());
             assert_eq!(writers as u64, (256 * mib / part_len).clamp(1, 16));
-            assert!(budget.limit(plan.longest_part()) <= (256 * mib).max(part_len));
+            assert!(budget.parts(part_len) as u64 * part_len <= (256 * mib).max(part_len));
         }
     }
 

@@ -16,13 +16,13 @@ fn send_ready(memory: &PartMemory, ready: &ReadyParts, may_fail: bool) -> Result
     loop {
         let next = ready.lock().unwrap().pop_front();
         let Some(part) = next else { return Ok(()) };
-        let (sending, len) = (memory.sending(), part.len());
+        let sending = memory.sending();
         thread::yield_now();
         if may_fail && thread_rng().gen_ratio(1, 4) {
             return Err(Error::Cancelled);
         }
         let memory_is_lost = thread_rng().gen_ratio(1, 4);
-        sending.done(len, (!memory_is_lost).then_some(part));
+        sending.done((!memory_is_lost).then_some(part));
     }
 }
 
@@ -43,8 +43,8 @@ fn write(memory: &PartMemory, ready: &ReadyParts, parts: usize, may_fail: bool) 
 fn writers_never_deadlock_and_the_limit_holds() {
     check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
         let writers = thread_rng().gen_range(1..=3);
-        let bytes = thread_rng().gen_range(10..=60);
-        let memory = PartMemory::new(UploadBudget { writers, bytes: Some(bytes), object: None });
+        let parts = thread_rng().gen_range(1..=6);
+        let memory = PartMemory::new(UploadBudget { writers, bytes: None, parts, object: 0 });
         let ready = ReadyParts::default();
         thread::scope(|scope| {
             for _ in 0..3 {
@@ -54,15 +54,15 @@ fn writers_never_deadlock_and_the_limit_holds() {
         let state = memory.state();
         assert_eq!(state.sending, 0);
         // A part that is not complete has its memory in any case.
-        assert!(state.bytes <= bytes.max(20) + 2 * 20, "{} of {bytes}", state.bytes);
-        assert_eq!(state.bytes, state.free.iter().map(|free| free.len() as u64).sum::<u64>());
+        assert!(state.held <= parts + 2, "{} of {parts}", state.held);
+        assert_eq!(state.held, state.free.len());
     });
 }
 
 #[test]
 fn a_failing_writer_blocks_no_other_writer() {
     check_model(ModelRules { longest_timeout: Duration::ZERO, spawn_may_fail: false }, || {
-        let memory = PartMemory::new(UploadBudget { writers: 2, bytes: Some(20), object: None });
+        let memory = PartMemory::new(UploadBudget { writers: 2, bytes: None, parts: 2, object: 0 });
         let ready = ReadyParts::default();
         thread::scope(|scope| {
             for _ in 0..3 {
