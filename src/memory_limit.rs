@@ -5,6 +5,7 @@
 
 use crate::environment::MEMORY_MB;
 use crate::error::{Error, Result};
+use crate::sys::to_usize;
 
 /// Bytes of a connection, apart from those that its server may send ahead: buffers of HTTP and TLS,
 /// an event loop, a thread.
@@ -236,7 +237,7 @@ impl MemoryLimit {
         let staging = share(bytes).min(bytes - each).checked_div(buffer);
         let staging = staging.map_or(0, |fit| fit.clamp(min_buffers, most.max(min_buffers)));
         let remaining = bytes - staging.saturating_mul(buffer);
-        let readers = readers.clamp(1, count(remaining / each.max(1)).max(1));
+        let readers = readers.clamp(1, to_usize(remaining / each.max(1)).max(1));
         let more = remaining / readers as u64 - each;
         let (overhead, gather_bytes) = if gather_bytes > 0 {
             (MIN_OVERHEAD, gather_bytes + more)
@@ -270,8 +271,8 @@ impl MemoryLimit {
         let staging = for_staging.min(free - with_parts).checked_div(buffer);
         let staging = staging.map_or(0, |fit| fit.clamp(1, most.max(1)));
         let free = free - staging * buffer;
-        let threads = threads.clamp(1, count(free / with_parts.max(1)).max(1));
-        let parts = (free - each * threads as u64).checked_div(part).map_or(0, count);
+        let threads = threads.clamp(1, to_usize(free / with_parts.max(1)).max(1));
+        let parts = (free - each * threads as u64).checked_div(part).map_or(0, to_usize);
         Ok(SaveShares { threads, waiting: hashes.then_some(waiting), parts, staging })
     }
 
@@ -323,10 +324,6 @@ impl MemoryLimit {
         let each = (bytes - batch * count) / at_once;
         Ok(GroupShares { batch, at_once, load: self.reserving(bytes - each) })
     }
-}
-
-fn count(number: u64) -> usize {
-    usize::try_from(number).unwrap_or(usize::MAX)
 }
 
 fn share(bytes: u64) -> u64 {

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tensorizer::ForkSafeMutex;
 use tensorizer::error::{Error, Result};
 use tensorizer::io::ReadAt;
 use tensorizer::mem::Buffers;
+use tensorizer::{ForkSafeMutex, to_usize};
 
 use crate::errors::Outcome;
 use crate::gil;
@@ -51,7 +51,7 @@ impl Source {
         let source = self.shared()?;
         let bytes = gil::without(py, || -> Result<_> {
             let available = source.facts().len.unwrap_or(u64::MAX).saturating_sub(offset);
-            let len = len.min(usize::try_from(available).unwrap_or(len));
+            let len = len.min(to_usize(available));
             let mut bytes = Vec::new();
             let mut done = 0;
             while done < len {

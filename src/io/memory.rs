@@ -4,6 +4,7 @@ use super::{Capabilities, Facts, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::mem::Buffers;
+use crate::sys::to_usize;
 
 /// A file held in memory.
 pub struct MemorySource<B> {
@@ -41,8 +42,7 @@ impl<B: AsRef<[u8]> + Send + Sync> ReadAt for MemorySource<B> {
         buffers: &mut Buffers<'_>,
         _cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let start = usize::try_from(offset).unwrap_or(usize::MAX);
         // After the end there are no bytes.
-        Ok(buffers.fill_from(self.bytes.as_ref().get(start..).unwrap_or(&[])))
+        Ok(buffers.fill_from(self.bytes.as_ref().get(to_usize(offset)..).unwrap_or(&[])))
     }
 }

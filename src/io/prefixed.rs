@@ -6,6 +6,7 @@ use super::{Capabilities, Facts, ReadAt};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::mem::Buffers;
+use crate::sys::to_usize;
 
 /// The bytes that were read, and the source of the rest.
 pub struct PrefixedSource {
@@ -36,7 +37,7 @@ impl ReadAt for PrefixedSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let here = offset.checked_sub(self.base).and_then(|at| usize::try_from(at).ok());
+        let here = offset.checked_sub(self.base).map(to_usize);
         match here.and_then(|at| self.prefix.get(at..)).filter(|here| !here.is_empty()) {
             Some(here) => Ok(buffers.fill_from(here)),
             None => self.source.read_at(offset, buffers, cancel),

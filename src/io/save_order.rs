@@ -4,11 +4,12 @@
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use crate::cancel::{Cancel, lock_mutex};
 use crate::error::Result;
 use crate::sys::process::PerProcess;
+use crate::sys::sync::unpoisoned;
 
 /// The target of a save, the same for all spellings of a path.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -37,7 +38,7 @@ pub struct SaveTurn {
 impl SaveTurn {
     /// Begins a save: it is later than all others that have begun.
     pub fn begin(target: SaveTarget) -> Self {
-        let mut targets = TARGETS.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let mut targets = unpoisoned(TARGETS.get().lock());
         targets.retain(|_, last_published| last_published.strong_count() > 0);
         let known = targets.get(&target).and_then(Weak::upgrade);
         let last_published = known.unwrap_or_else(|| {

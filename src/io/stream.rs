@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
 use crate::sys::process::OwnerProcess;
+use crate::sys::to_usize;
 
 /// Bytes that pass through a buffer at a time.
 const STEP: usize = 64 << 10;
@@ -112,9 +113,9 @@ impl<S: Stream> ReadAt for StreamSource<S> {
                 self.facts.uri
             ))
         })?;
-        let mut unwanted = vec![0; STEP.min(usize::try_from(gap).unwrap_or(STEP))];
+        let mut unwanted = vec![0; STEP.min(to_usize(gap))];
         while gap > 0 {
-            let len = unwanted.len().min(usize::try_from(gap).unwrap_or(STEP));
+            let len = unwanted.len().min(to_usize(gap));
             let step = &mut unwanted[..len];
             let read = stream.read_next(&mut Buffers::from_slice(step), cancel);
             match read.map_err(|e| self.read_error(e))? {

@@ -33,6 +33,7 @@ use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
 use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use crate::sys::to_usize;
 use client_pool::ClientPool;
 pub use file_url::FileUrl;
 use file_url::RangeRequest;
@@ -390,7 +391,7 @@ impl ReadAt for HttpSource {
             return Ok(0);
         }
         let mut done = offset;
-        if let Some(from_head) = usize::try_from(offset).ok().and_then(|at| self.head.get(at..)) {
+        if let Some(from_head) = self.head.get(to_usize(offset)..) {
             done += buffers.fill_from(from_head) as u64;
         }
         if done < end {
@@ -403,6 +404,6 @@ impl ReadAt for HttpSource {
             });
             read.map_err(|error| self.url.with_host(error))?;
         }
-        usize::try_from(end - offset).map_err(|_| Error::Bug("a read beyond memory".to_owned()))
+        Ok(to_usize(end - offset))
     }
 }

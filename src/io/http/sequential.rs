@@ -15,6 +15,7 @@ use crate::cancel::Cancel;
 use crate::io::Stream;
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
 use crate::sys::process::DropInOwner;
+use crate::sys::to_usize;
 
 /// The body of a file. After a broken connection it is requested again, and the bytes that were
 /// read before are skipped.
@@ -99,7 +100,7 @@ impl SequentialBody {
             }
             let skipped = skip.min(bytes.len() as u64);
             skip -= skipped;
-            bytes.advance(usize::try_from(skipped).unwrap_or(bytes.len()));
+            bytes.advance(to_usize(skipped));
             if !bytes.is_empty() {
                 self.connection = Some(connection);
                 return Ok(bytes);

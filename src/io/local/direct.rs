@@ -12,7 +12,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use io_uring::{IoUring, opcode, types};
 
@@ -22,7 +22,8 @@ use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::{Capabilities, Facts, ReadAt};
 use crate::mem::{Arena, Buffers, DISK_BLOCK};
-use crate::sys::is_on_fuse;
+use crate::sys::sync::unpoisoned;
+use crate::sys::{is_on_fuse, to_usize};
 
 /// Bytes of a read; disks reach their speed with this, and a buffer is soon full.
 pub const READ_LEN: usize = 1 << 20;
@@ -75,7 +76,7 @@ impl DirectReader {
 
     /// The kind of reads, for reports.
     pub fn name(&self) -> &'static str {
-        match self.state.lock().unwrap_or_else(PoisonError::into_inner).ring {
+        match unpoisoned(self.state.lock()).ring {
             Some(_) => "direct reads by io_uring",
             None => "direct reads",
         }
@@ -213,7 +214,7 @@ impl InFlightReads<'_> {
     fn collect_completed(&mut self) {
         let before = self.ended;
         for entry in self.ring.completion() {
-            let slot = usize::try_from(entry.user_data()).unwrap_or(usize::MAX) % DEPTH;
+            let slot = to_usize(entry.user_data()) % DEPTH;
             if let Some(slot) = self.results.get_mut(slot) {
                 *slot = Some(entry.result());
             }
@@ -259,11 +260,11 @@ impl ReadAt for DirectReader {
     ) -> Result<usize> {
         let wanted = buffers.remaining();
         let remaining_in_file = self.facts.len.unwrap_or(u64::MAX).saturating_sub(offset);
-        let wanted = wanted.min(usize::try_from(remaining_in_file).unwrap_or(usize::MAX));
+        let wanted = wanted.min(to_usize(remaining_in_file));
         if wanted == 0 {
             return Ok(0);
         }
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = unpoisoned(self.state.lock());
         let read = loop {
             let (ring, remaining) = (state.ring.is_some(), buffers.remaining());
             let max_len = if ring { READ_LEN } else { DEPTH * READ_LEN };

@@ -1,7 +1,9 @@
 //! The limit of the direct reads that all readers of one load have under way together.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Instant;
+
+use crate::sys::sync::unpoisoned;
 
 /// Counts reads under way, up to a maximum. While a reader waits for the last reads of a batch, or
 /// processes bytes, other readers can use its share. So the disk is always given the maximum number
@@ -47,7 +49,7 @@ impl InFlightLimit {
     }
 
     fn state(&self) -> MutexGuard<'_, InFlightState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.state.lock())
     }
 
     /// Counts one more read. If the maximum is reached, it waits if `wait` is true, else it returns
@@ -60,7 +62,7 @@ impl InFlightLimit {
                 return false;
             }
             state.waiting += 1;
-            state = self.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = unpoisoned(self.ended.wait(state));
             state.waiting -= 1;
         }
         let more = state.under_way + 1;

@@ -6,6 +6,7 @@ use super::Trust;
 use super::trust::HTTP_SETTINGS;
 use crate::environment::{ATTEMPTS, CONNECT_SECONDS, CONNECTIONS, STALL_SECONDS, TOTAL_SECONDS};
 use crate::error::Result;
+use crate::sys::to_usize;
 
 /// Time limits, connections, certificates and extra headers.
 #[derive(Debug, Clone)]
@@ -43,7 +44,7 @@ impl TransportOptions {
             trust: Trust::Default,
             credential_trust: Trust::Default,
             trust_settings: HTTP_SETTINGS,
-            connections: usize::try_from(CONNECTIONS.value()?).ok().filter(|&number| number > 0),
+            connections: Some(to_usize(CONNECTIONS.value()?)).filter(|&number| number > 0),
             max_connections: 256,
             attempts: u32::try_from(ATTEMPTS.value()?).unwrap_or(u32::MAX),
             connect: CONNECT_SECONDS.seconds()?,

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -15,6 +15,7 @@ use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme
 use super::Trust;
 use crate::environment::read_guarded;
 use crate::sys::process::{OwnerProcess, PerProcess};
+use crate::sys::sync::unpoisoned;
 use crate::sys::{FileStamp, file_stamp};
 
 /// The most configurations that are cached.
@@ -36,7 +37,7 @@ impl Tls {
     pub fn new(trust: &Trust, protocols: AlpnProtocols) -> Result<Self, String> {
         let trust = trust.resolved();
         let stamps = stamps(&trust)?;
-        let cached = || CACHE.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let cached = || unpoisoned(CACHE.get().lock());
         let key = (trust.clone(), protocols);
         if let Some((_, tls)) = cached().get(&key).filter(|(before, _)| *before == stamps) {
             return Ok(tls.clone());

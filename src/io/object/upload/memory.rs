@@ -1,13 +1,12 @@
 //! The memory of parts: those that are being written, and those on their way.
 
-use std::sync::PoisonError;
-
 use crate::cancel::POLL;
 use crate::environment::UPLOAD_MB;
 use crate::error::Result;
 use crate::fallible::try_repeat;
 use crate::io::transport::TransportOptions;
-use crate::sys::sync::{Condvar, Mutex, MutexGuard};
+use crate::sys::sync::{Condvar, Mutex, MutexGuard, unpoisoned};
+use crate::sys::to_usize;
 
 /// Connections unless a setting says otherwise: 100 MB/s each fill a network of 12 Gbit/s.
 pub const DEFAULT_WRITERS: usize = 16;
@@ -48,9 +47,9 @@ impl UploadBudget {
     pub fn parts(&self, part_len: u64) -> usize {
         let enough = self.writers.saturating_mul(PARTS_PER_FOUR_WRITERS).div_ceil(4);
         let parts = match (self.bytes, self.object) {
-            (Some(bytes), _) => count(bytes / part_len),
+            (Some(bytes), _) => to_usize(bytes / part_len),
             (None, 0) => enough,
-            (None, len) => enough.min(count((len / part_len).saturating_sub(1).max(FEW_PARTS))),
+            (None, len) => enough.min(to_usize((len / part_len).saturating_sub(1).max(FEW_PARTS))),
         };
         parts.min(self.parts).max(1)
     }
@@ -65,10 +64,6 @@ impl UploadBudget {
     pub fn max_positions(&self, part_len: u64) -> usize {
         (self.parts(part_len).saturating_sub(self.writers(part_len)) / 2).max(1)
     }
-}
-
-fn count(parts: u64) -> usize {
-    usize::try_from(parts).unwrap_or(usize::MAX)
 }
 
 /// The memory of the parts of an upload.
@@ -115,7 +110,7 @@ impl PartMemory {
     }
 
     fn state(&self) -> MutexGuard<'_, PartMemoryState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.state.lock())
     }
 
     /// Returns memory for a part, with any content. While there are too many parts and some are
@@ -130,7 +125,7 @@ impl PartMemory {
             state = self.state();
             if state.must_wait(limit) {
                 let waited = self.freed.wait_timeout(state, POLL);
-                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                state = unpoisoned(waited).0;
             }
         }
         if let Some(free) = state.free.pop() {

@@ -14,7 +14,7 @@ mod requests;
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, IoSlice};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -26,6 +26,8 @@ use crate::io::save_order::{SaveTarget, SaveTurn};
 use crate::io::transport::TransportOptions;
 use crate::io::{Ending, Published, Reservation, SinkFacts, WriteAt};
 use crate::sys::process::OwnerProcess;
+use crate::sys::sync::unpoisoned;
+use crate::sys::to_usize;
 use memory::{PartMemory, UploadBudget};
 use plan::PartPlan;
 pub(super) use plan::UploadLimits;
@@ -96,7 +98,7 @@ impl UploadSink {
 
 impl MultipartUpload {
     fn state(&self) -> MutexGuard<'_, UploadState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.state.lock())
     }
 
     /// The state of an object that is still open.
@@ -127,7 +129,7 @@ impl MultipartUpload {
         *state = UploadState { closed_because: Some(why), ..UploadState::default() };
         drop(state);
         self.memory.clear();
-        let upload_id = self.upload_id.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let upload_id = unpoisoned(self.upload_id.lock()).take();
         if let Some(upload_id) = upload_id {
             let object = Arc::clone(&self.object);
             let limit =
@@ -160,7 +162,7 @@ impl MultipartUpload {
 
     /// The upload at the server; the first caller begins it.
     fn upload_id(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
-        let mut upload_id = self.upload_id.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut upload_id = unpoisoned(self.upload_id.lock());
         match &*upload_id {
             Some(upload_id) => Ok(upload_id.clone()),
             None => {
@@ -193,10 +195,8 @@ impl MultipartUpload {
 
     /// Copies bytes into the head, and returns how many belong there.
     fn write_head(state: &mut UploadState, head_len: u64, at: u64, bytes: &[u8]) -> Result<usize> {
-        let too_large = |_| Error::Bug("a head beyond memory".to_owned());
-        let start = usize::try_from(at).map_err(too_large)?;
-        let room = usize::try_from(head_len - at).map_err(too_large)?;
-        let len = bytes.len().min(room);
+        let start = to_usize(at);
+        let len = bytes.len().min(to_usize(head_len - at));
         let end = state.head.len().max(start + len);
         try_resize(&mut state.head, end, "the head of an upload")?;
         state.head[start..start + len].copy_from_slice(&bytes[..len]);
@@ -205,17 +205,15 @@ impl MultipartUpload {
 
     /// Copies bytes into one part.
     fn write_part(&self, offset: u64, bytes: &[u8], cancel: &dyn Cancel) -> Result<usize> {
-        let too_large = |_| Error::Bug("a part beyond memory".to_owned());
         let (range, start, part) = {
             let mut state = self.open_state()?;
             let plan = state.plan.get_or_insert_with(|| self.plan(0, 0));
             let range = plan.part_at(offset).ok_or_else(|| self.too_many_parts_error())?;
-            let start = offset - plan.head_len - range.start;
-            let start = usize::try_from(start).map_err(too_large)?;
+            let start = to_usize(offset - plan.head_len - range.start);
             (range, start, Arc::clone(state.open.entry(range.number).or_default()))
         };
-        let part_len = usize::try_from(range.len).map_err(too_large)?;
-        let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+        let part_len = to_usize(range.len);
+        let mut part = unpoisoned(part.lock());
         if part.bytes.is_empty() {
             part.bytes = self.memory.take(part_len, &|| self.send_ready_parts(cancel))?;
         }
@@ -260,11 +258,11 @@ impl MultipartUpload {
         open.sort_by_key(|(number, _)| *number);
         let mut tails = Vec::new();
         for (number, part) in open {
-            let range = usize::try_from(number).ok().and_then(|number| plan.part_range(number));
+            let range = plan.part_range(to_usize(number));
             let range = range.ok_or_else(|| Error::Bug(format!("no part {number}")))?;
             let start = plan.head_len + range.start;
             let filled = len.saturating_sub(start).min(range.len);
-            let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut part = unpoisoned(part.lock());
             if part.filled != filled {
                 return Err(Error::Bug(format!(
                     "`{}`: {} of {filled} bytes from {start} on were written",
@@ -272,7 +270,7 @@ impl MultipartUpload {
                     part.filled
                 )));
             }
-            part.bytes.truncate(usize::try_from(filled).unwrap_or(usize::MAX));
+            part.bytes.truncate(to_usize(filled));
             tails.push((number, std::mem::take(&mut part.bytes)));
         }
         if head.len() as u64 != len.min(plan.head_len) {
@@ -290,7 +288,7 @@ impl MultipartUpload {
             self.send(self.first_part() + number, &Bytes::from(tail), cancel)?;
         }
         let head = Bytes::from(head);
-        let part_len = usize::try_from(plan.part_len).unwrap_or(usize::MAX);
+        let part_len = to_usize(plan.part_len);
         for (number, start) in (1..).zip((0..head.len()).step_by(part_len)) {
             let end = head.len().min(start.saturating_add(part_len));
             if number >= self.first_part() {
@@ -349,7 +347,7 @@ impl WriteAt for UploadSink {
                 rest = &rest[done..];
             }
         }
-        usize::try_from(at - offset).map_err(|_| Error::Bug("a write beyond memory".to_owned()))
+        Ok(to_usize(at - offset))
     }
 
     fn finish_deferred_writes(&self, cancel: &dyn Cancel) -> Result<()> {
@@ -375,9 +373,8 @@ impl WriteAt for UploadSink {
             return Err(bug());
         }
         plan.head_len += len;
-        let start = usize::try_from(at).map_err(|_| bug())?.min(state.head.len());
-        let more = usize::try_from(len).map_err(|_| bug())?;
-        state.head.splice(start..start, std::iter::repeat_n(0, more));
+        let start = to_usize(at).min(state.head.len());
+        state.head.splice(start..start, std::iter::repeat_n(0, to_usize(len)));
         Ok(len)
     }
 

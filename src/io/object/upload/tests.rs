@@ -128,9 +128,12 @@ fn object(name: &str) -> RamObject {
     RamObject { name: format!("ram://{name}"), ..RamObject::default() }
 }
 
-/// Some bytes that are all different where parts may be exchanged.
+/// Some bytes, which differ where parts may be exchanged: their period divides no part.
 fn bytes(len: u64) -> Vec<u8> {
-    (0..len).map(|at| (at ^ (at >> 8) ^ (at >> 16) ^ (at >> 23)) as u8).collect()
+    let period: Vec<u8> = (0..4099u32).map(|at| (at ^ (at >> 8)) as u8).collect();
+    let mut bytes = period.repeat(len as usize / period.len() + 1);
+    bytes.truncate(len as usize);
+    bytes
 }
 
 /// Writes bytes after the head in pieces, on several threads, and the head last.
