@@ -73,19 +73,15 @@ impl Sink {
     fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyBytes>) -> Outcome<()> {
         let (data, sink) = (data.as_bytes(), self.shared()?);
         Ok(gil::without(py, || -> Result<_> {
-            let chunks: Vec<(usize, &[u8])> =
-                (0..).step_by(CHUNK_LEN).zip(data.chunks(CHUNK_LEN)).collect();
+            let chunks = data.chunks(CHUNK_LEN).enumerate();
             let threads = if chunks.len() < 2 { 0 } else { sink.facts().default_writers };
-            let queue = Mutex::new(chunks.into_iter());
-            workers::run(threads, &signals, |control| {
-                let next = || unpoisoned(queue.lock()).next();
-                while let Some((start, chunk)) = next().filter(|_| !control.stopped()) {
-                    let mut buffers = [std::io::IoSlice::new(chunk)];
-                    write_all_at(&sink, offset + start as u64, &mut buffers, control)?;
-                    sink.finish_deferred_writes(control)?;
-                }
-                Ok(())
-            })
+            let sent = workers::map(threads, chunks, &signals, |(number, chunk), control| {
+                let mut buffers = [std::io::IoSlice::new(chunk)];
+                let at = offset + (number * CHUNK_LEN) as u64;
+                write_all_at(&sink, at, &mut buffers, control)?;
+                sink.finish_deferred_writes(control)
+            });
+            sent.map(drop)
         })?)
     }
 

@@ -3,7 +3,7 @@
 //! compared with the one that was hashed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 
 use super::file::TensorFile;
 use super::verified_source::{CHUNK, ChunkHashes, ComparedFile, ComparedFiles, VerifiedSource};
@@ -18,6 +18,8 @@ use crate::fallible::try_resize;
 use crate::io::{Capabilities, HubChecksum, ReadAt, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
+use crate::sys::sync::unpoisoned;
+use crate::sys::to_usize;
 
 /// Maximum bytes of a reader's request. The reader holds them until all earlier bytes are hashed.
 const MAX_PIECE_LEN: u64 = 16 << 20;
@@ -109,22 +111,11 @@ impl TensorFile {
 
 /// Returns the checksum that is published of each file.
 fn request_checksums(sources: &[Arc<dyn ReadAt>], cancel: &dyn Cancel) -> Result<Vec<HubChecksum>> {
-    let checksums = Mutex::new(vec![HubChecksum::NoHub; sources.len()]);
-    let queue = Mutex::new(sources.iter().enumerate());
-    workers::run(MAX_CHECKSUM_REQUESTS.min(sources.len()), cancel, |control| {
-        while !control.stopped() {
-            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some((number, source)) = next else { break };
-            let request = source.facts().server.as_ref().and_then(|found| found.checksum.as_ref());
-            let checksum = request.map_or(Ok(HubChecksum::NoHub), |request| request(control))?;
-            let mut checksums = checksums.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(slot) = checksums.get_mut(number) {
-                *slot = checksum;
-            }
-        }
-        Ok(())
-    })?;
-    Ok(checksums.into_inner().unwrap_or_else(PoisonError::into_inner))
+    workers::map(MAX_CHECKSUM_REQUESTS, sources, cancel, |source, control| {
+        let server = source.facts().server.as_ref();
+        let request = server.and_then(|server| server.checksum.as_ref());
+        request.map_or(Ok(HubChecksum::NoHub), |request| request(control))
+    })
 }
 
 /// The first pieces of a file: their number, their hash, and the hashes of their chunks.
@@ -186,18 +177,18 @@ impl<'s> ChecksumComparison<'s> {
     /// Reads a piece, and hashes it once all pieces before it were hashed.
     fn piece(&self, number: u64, buffer: &mut Vec<u8>, control: &Control<'_>) -> Result<()> {
         let start = number * self.piece;
-        let len = usize::try_from(self.piece.min(self.len - start)).unwrap_or(0);
+        let len = to_usize(self.piece.min(self.len - start));
         try_resize(buffer, len, "a file that is hashed")?;
         let what = || "bytes that are hashed for its checksum".to_owned();
         Buffers::from_slice(buffer).with_observer(control, |buffers| {
             read_exact_at(self.source, start, buffers, &what, control)
         })?;
         let chunks = ChunkHashes::of(buffer)?;
-        let mut hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hashed = unpoisoned(self.hashed.lock());
         while hashed.count != number {
             control.check()?;
             let waited = self.turn.wait_timeout(hashed, POLL);
-            hashed = waited.unwrap_or_else(PoisonError::into_inner).0;
+            hashed = unpoisoned(waited).0;
         }
         hashed.sha.update(buffer);
         hashed.chunks.append(chunks)?;
@@ -207,7 +198,7 @@ impl<'s> ChecksumComparison<'s> {
     }
 
     fn finish(&self) -> Result<()> {
-        let hashed = self.hashed.lock().unwrap_or_else(PoisonError::into_inner);
+        let hashed = unpoisoned(self.hashed.lock());
         let found = hashed.sha.clone().finish();
         if found == self.expected {
             return Ok(());
@@ -226,7 +217,7 @@ impl<'s> ChecksumComparison<'s> {
 
     /// The hashes with which later reads of the file are compared.
     fn into_compared(self) -> ComparedFile {
-        let hashed = self.hashed.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let hashed = unpoisoned(self.hashed.into_inner());
         ComparedFile { len: self.len, checksum: hex(&self.expected), chunks: hashed.chunks }
     }
 }
@@ -256,7 +247,7 @@ fn compare(
             if piece >= rounds {
                 break;
             }
-            let file = usize::try_from(turn % count).ok().and_then(|at| files.get(at));
+            let file = files.get(to_usize(turn % count));
             if let Some(file) = file.filter(|file| piece < file.pieces()) {
                 file.piece(piece, &mut buffer, control)?;
             }
