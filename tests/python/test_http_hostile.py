@@ -85,24 +85,3 @@ def test_an_index_without_end(endless, tmp_path, count, said):
     error, grown = done.stdout.rsplit("\n", 2)[:2]
     assert re.search(said, error), error
     assert int(grown) < 100
-
-
-def test_an_answer_that_says_nothing_has_changed_needs_a_condition():
-    """A 304 has no bytes, and was not asked for."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            self.send_response(304)
-            self.send_header("ETag", '"x"')
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with (
-        serving(Handler) as address,
-        pytest.raises(OSError, match="answered 304 Not Modified to a request without"),
-    ):
-        tensorizer.load(address, "cpu")

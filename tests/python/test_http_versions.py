@@ -86,66 +86,6 @@ def check(loaded):
 MODIFIED = "Sat, 21 Nov 2026 10:00:00 GMT"
 
 
-@pytest.mark.parametrize(
-    ("fields", "sent"),
-    [
-        ({"ETag": '"strong"'}, '"strong"'),
-        ({"ETag": 'W/"weak"'}, None),
-        ({"Last-Modified": MODIFIED}, None),
-        ({}, None),
-    ],
-)
-def test_only_strong_tags_are_sent(data, fields, sent):
-    with Versions(data, lambda number: fields) as server:
-        check(load(server))
-    first, *others = server.requests
-    assert others
-    assert "if-match" not in first
-    assert all(request.get("if-match") == sent for request in others)
-    for name in ("if-unmodified-since", "if-range", "if-none-match"):
-        assert all(name not in request for request in server.requests)
-
-
-@pytest.mark.parametrize("heeds", [True, False])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({"ETag": '"one"'}, {"ETag": '"two"'}),
-        ({"ETag": 'W/"one"'}, {"ETag": 'W/"two"'}),
-        ({"Last-Modified": MODIFIED}, {"Last-Modified": MODIFIED.replace("10:", "11:")}),
-    ],
-)
-def test_a_change_is_an_error(data, before, after, heeds):
-    with Versions(data, lambda number: after if number else before, heeds) as server:
-        with pytest.raises(OSError, match="the file changed since it was opened"):
-            load(server)
-
-
-@pytest.mark.parametrize(
-    "after", [{"ETag": 'W/"one"'}, {"ETag": '"one"'}, {"Last-Modified": MODIFIED}]
-)
-def test_a_validator_that_the_first_answer_lacks_is_another_version(data, after):
-    with Versions(data, lambda number: after if number else {}) as server:
-        with pytest.raises(OSError, match="the file changed since it was opened: it had no"):
-            load(server)
-    # The same Last-Modified in both proves the version.
-    dated = {"Last-Modified": MODIFIED}
-    with Versions(data, lambda number: {**dated, **after} if number else dated) as server:
-        check(load(server))
-
-
-@pytest.mark.parametrize("field", ["ETag", "Last-Modified"])
-def test_an_answer_that_does_not_say_its_version_is_an_error(data, field):
-    known = {"ETag": 'W/"one"', "Last-Modified": MODIFIED}
-    less = {name: value for name, value in known.items() if name != field}
-    with Versions(data, lambda number: less if number else known) as server:
-        with pytest.raises(OSError, match=f"had the {field} .* a later one has none"):
-            load(server)
-    # One answer of several may come from a server that sends fewer validators.
-    with Versions(data, lambda number: less if number == 1 else known) as server:
-        check(load(server))
-
-
 def test_a_whole_file_instead_of_a_range_is_ended_at_its_headers(data):
     with Versions(data, lambda number: {}, endless=True) as server:
         with pytest.raises(OSError, match="without a range"):
@@ -171,51 +111,6 @@ def test_a_server_that_closes_the_connection_by_which_it_refuses(data):
             load(server)
     said = 'the file changed since it was opened: its ETag was "old", is "new"'
     assert str(caught.value).endswith(said)
-
-
-class Moved(Scripted):
-    """Redirects to an address that is good for so many requests, and then refuses."""
-
-    def __init__(self, data, uses):
-        self.data, self.uses, self.asked, self.given = data, uses, [], 0
-        self.left = {}
-        super().__init__()
-        self.url = f"http://127.0.0.1:{self.port}/first"
-
-    def answer(self, handler):
-        with self.lock:
-            self.asked.append(handler.path)
-            if handler.path == "/first":
-                self.given += 1
-                self.left[f"/signed/{self.given}"] = self.uses
-                status, field = 302, ("Location", f"/signed/{self.given}")
-            elif self.left.get(handler.path, 0) > 0:
-                self.left[handler.path] -= 1
-                status = 206
-            else:
-                status, field = 403, ("X-Why", "expired")
-        body = b""
-        if status == 206:
-            first, last = handler.headers["Range"].removeprefix("bytes=").split("-")
-            body = self.data[int(first) : int(last) + 1]
-            end = int(first) + len(body) - 1
-            field = ("Content-Range", f"bytes {first}-{end}/{len(self.data)}")
-        handler.send_response(status)
-        handler.send_header(*field)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        with contextlib.suppress(OSError):
-            handler.wfile.write(body)
-
-
-def test_an_address_that_has_expired_is_asked_for_again(data):
-    with Moved(data, uses=1) as server:
-        with open_stream(server.url) as stream:
-            found = b"".join(stream.read(500_000) for _ in range(len(data) // 500_000 + 1))
-        assert found == data
-        assert server.asked.count("/first") > 1
-    with Moved(data, uses=0) as server, pytest.raises(PermissionError, match="403"):
-        tensorizer.load(server.url)
 
 
 def test_https_to_http_redirect_is_refused(data, tmp_path):

@@ -407,3 +407,7 @@ impl ReadAt for HttpSource {
         Ok(to_usize(end - offset))
     }
 }
+
+#[cfg(test)]
+#[cfg(any(feature = "clouds", feature = "s3"))]
+mod tests;
