@@ -279,6 +279,7 @@ def test_each_row_of_the_security_page_names_existing_tests():
     tests = [
         path for folder in ("python", "rust") for path in (ROOT / "tests" / folder).glob("*.*")
     ]
+    tests += (ROOT / "src").rglob("tests.rs")
     there = set(re.findall(r"\b(?:def|fn) (\w+)\(", "".join(p.read_text() for p in tests)))
     for what, shown in rows:
         names = re.findall(r"`(\w+)`", shown)

@@ -6,13 +6,13 @@ use std::time::Duration;
 use super::*;
 use crate::cancel::Never;
 use crate::io::read_exact_at;
-use crate::io::transport::ram_server::{Fault, Fields, RamServer};
+use crate::io::transport::simulated::{Fault, Fields, RamServer};
 use crate::io::transport::timer;
 
 const LEN: usize = 100_000;
 /// Bytes of the first request.
 const FIRST: usize = 1000;
-/// Where the second request of a test begins.
+/// The beginning of the last request.
 const MIDDLE: usize = 60_000;
 const DATE: &str = "Sat, 21 Nov 2026 10:00:00 GMT";
 const LATER: &str = "Sat, 21 Nov 2026 11:00:00 GMT";

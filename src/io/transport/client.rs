@@ -227,7 +227,7 @@ impl Client {
     ) -> Result<Response, Failure> {
         #[cfg(test)]
         #[cfg(any(feature = "clouds", feature = "s3"))]
-        if let Some(server) = super::ram_server::RamServer::find(request.url()) {
+        if let Some(server) = super::simulated::RamServer::find(request.url()) {
             return Ok(server.respond(&request));
         }
         self.check(request.url())?;

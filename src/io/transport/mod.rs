@@ -7,9 +7,6 @@ mod aws_sdk;
 mod client;
 mod connections;
 mod options;
-#[cfg(test)]
-#[cfg(any(feature = "clouds", feature = "s3"))]
-pub(crate) mod ram_server;
 #[cfg(feature = "http")]
 mod redirects;
 pub(crate) mod retry;
