@@ -3,6 +3,7 @@
 use super::page_cache::DirectReads;
 use crate::error::{Error, Result};
 use crate::io::ReadAt;
+use crate::io::local::OwnHandle;
 
 /// The kind of file handles that a reader uses.
 #[derive(Clone, Copy)]
@@ -20,7 +21,7 @@ pub struct FileHandles<'r> {
     files: &'r [&'r dyn ReadAt],
     handle_kind: HandleKind<'r>,
     /// The file that was read last, and the reader's own handle to it, if there is one.
-    open: Option<(usize, Option<Box<dyn ReadAt>>)>,
+    open: Option<(usize, Option<Box<dyn ReadAt + 'r>>)>,
 }
 
 impl<'r> FileHandles<'r> {
@@ -34,10 +35,11 @@ impl<'r> FileHandles<'r> {
         let shared = self.files.get(file).copied();
         let shared = shared.ok_or_else(|| Error::Bug(format!("no file {file}")))?;
         if self.open.as_ref().is_none_or(|(open, _)| *open != file) {
+            let own = || OwnHandle::open(shared).map(|own| Box::new(own) as Box<dyn ReadAt>);
             let own = match self.handle_kind {
                 HandleKind::Shared => return Ok(shared),
-                HandleKind::Own => shared.own_handle(),
-                HandleKind::Direct(reads) => reads.open(shared).or_else(|| shared.own_handle()),
+                HandleKind::Own => own(),
+                HandleKind::Direct(reads) => reads.open(shared).or_else(own),
             };
             self.open = Some((file, own));
         }

@@ -248,11 +248,6 @@ pub trait ReadAt: Send + Sync {
     fn read_at(&self, offset: u64, buffers: &mut Buffers<'_>, cancel: &dyn Cancel)
     -> Result<usize>;
 
-    /// A file handle for one reader of neighbouring ranges, where that is faster than a shared one.
-    fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
-        None
-    }
-
     /// The open file, if the source is a local regular file that can be mapped. The descriptor of a
     /// shard may be closed when the returned value is dropped.
     fn file(&self) -> Option<Arc<std::fs::File>> {

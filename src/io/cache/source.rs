@@ -62,9 +62,7 @@ struct CacheOrigin {
 
 /// A source of a server with the cache before it.
 struct CachedSource {
-    /// A handle of this reader alone of the complete file in the cache.
-    own: Option<Box<dyn ReadAt>>,
-    facts: Arc<CachedFacts>,
+    facts: CachedFacts,
     state: Arc<CacheState>,
 }
 
@@ -141,7 +139,7 @@ impl CachedSource {
         let slot = Slot { entry, local: complete, disabled: why, ..Slot::default() };
         let (slot, owner) = (ForkSafeMutex::new(slot), OwnerProcess::current());
         let state = Arc::new(CacheState { origin, slot, fallback, owner });
-        CachedSource { own: None, facts: Arc::new(CachedFacts::new(&state)), state }
+        CachedSource { facts: CachedFacts::new(&state), state }
     }
 
     fn server(&self) -> &dyn ReadAt {
@@ -353,12 +351,8 @@ impl ReadAt for CachedSource {
         cancel: &dyn Cancel,
     ) -> Result<usize> {
         if let Some(local) = self.local() {
-            let read = match &self.own {
-                Some(own) => own.read_at(offset, buffers, cancel),
-                None => local.read_at(offset, buffers, cancel),
-            };
             // Bytes that the disk fails to read come from the server.
-            return match read {
+            return match local.read_at(offset, buffers, cancel) {
                 Err(Error::Io { .. }) | Ok(0) => self.server().read_at(offset, buffers, cancel),
                 read => read,
             };
@@ -374,12 +368,6 @@ impl ReadAt for CachedSource {
             slot.index_len = slot.index_len.saturating_add(read as u64);
         }
         Ok(read)
-    }
-
-    fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
-        let own = self.local()?.own_handle()?;
-        let (facts, state) = (Arc::clone(&self.facts), Arc::clone(&self.state));
-        Some(Box::new(CachedSource { own: Some(own), facts, state }))
     }
 
     fn file(&self) -> Option<Arc<File>> {

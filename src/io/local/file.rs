@@ -147,12 +147,47 @@ impl ReadAt for FileSource {
         }
     }
 
-    fn own_handle(&self) -> Option<Box<dyn ReadAt>> {
-        let file = crate::sys::reopen(&*self.open_file().ok()?)?;
-        Some(Box::new(FileSource::from_prefix(file, self.facts.uri.clone(), self.facts.len?)))
-    }
-
     fn file(&self) -> Option<Arc<File>> {
         self.open_file().ok()
+    }
+}
+
+/// A handle of one reader to the file of a source: of neighbouring ranges, the kernel then reads
+/// ahead for each reader. Bytes that it fails to read come from the source.
+pub struct OwnHandle<'s> {
+    own: FileSource,
+    shared: &'s dyn ReadAt,
+}
+
+impl<'s> OwnHandle<'s> {
+    /// Opens the file again; None if the source is no file that can be mapped.
+    pub fn open(shared: &'s dyn ReadAt) -> Option<Self> {
+        let (file, facts) = (crate::sys::reopen(&*shared.file()?)?, shared.facts());
+        Some(OwnHandle {
+            own: FileSource::from_prefix(file, facts.uri.clone(), facts.len?),
+            shared,
+        })
+    }
+}
+
+impl ReadAt for OwnHandle<'_> {
+    fn facts(&self) -> &Facts {
+        self.shared.facts()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.own.capabilities()
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        match self.own.read_at(offset, buffers, cancel) {
+            Err(Error::Io { .. }) | Ok(0) => self.shared.read_at(offset, buffers, cancel),
+            read => read,
+        }
     }
 }
