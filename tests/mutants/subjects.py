@@ -30,7 +30,7 @@ SUBJECTS = {
     "group/gathered_save": "save_dtensors dtensors group",
     "group/": "group group_plans dtensors",
     "file/slices": "slices iterate",
-    "file/(selection|load_spec|planned|loaded|collective|dtensor)": "reading slices "
+    "file/(selection|load_|parts|planned|request|loaded|collective|dtensor)": "reading slices "
     "state_dict_files shards dtensors iterate group device torch_files safetensors",
     "file/(unpickled|pickles)": "torch_files torch_files_pickles torch_files_hostile",
     "file/encryption": "encryption",
