@@ -5,8 +5,6 @@
 //! aligned memory and positions. If memory is aligned like the file, block for block, they go
 //! straight into it. Other bytes, such as headers and the ends of tensors, go through a buffer.
 #![allow(unsafe_code)]
-// A broken invariant ends the call by a panic that its boundary catches.
-#![allow(clippy::indexing_slicing)]
 
 use std::fs::File;
 use std::io;
@@ -95,12 +93,12 @@ impl DirectReader {
             for planned in plan {
                 let to = match planned.destination {
                     Some(at) => at.0,
-                    None => memory[..planned.len].as_mut_ptr(),
+                    None => part(memory, 0, planned.len)?.as_mut_ptr(),
                 };
                 // SAFETY: `planned.len` bytes are there, in our buffer or in memory of `into`, and
                 // no other code uses them now.
                 let read = unsafe { read_to(&self.file, to, planned.len, planned.position) }?;
-                let got = planned.record(&memory[..planned.len.min(memory.len())], read, into);
+                let got = planned.record(memory, read, into);
                 filled += got;
                 if got < planned.wanted {
                     break;
@@ -113,19 +111,20 @@ impl DirectReader {
             InFlightReads { ring, in_flight, begun: 0, submitted: 0, ended: 0, results };
         let mut done = 0;
         while done < plan.len() {
-            while reads.begun < plan.len()
+            while let Some(next) = plan.get(reads.begun)
                 && reads.begun - done < DEPTH
                 && in_flight.acquire(reads.begun == reads.ended)
             {
-                reads.begin(&self.file, memory, &plan[reads.begun])?;
+                reads.begin(&self.file, memory, next)?;
             }
             reads.wait()?;
-            while let Some(result) = reads.result(done) {
+            while let Some(result) = reads.result(done)
+                && let Some(planned) = plan.get(done)
+            {
                 let read = usize::try_from(result)
                     .map_err(|_| io::Error::from_raw_os_error(result.wrapping_neg()))?;
-                let planned = &plan[done];
-                let got =
-                    planned.record(&memory[done % DEPTH * READ_LEN..][..READ_LEN], read, into);
+                let block = part(memory, done % DEPTH * READ_LEN, READ_LEN)?;
+                let got = planned.record(block, read, into);
                 filled += got;
                 if got < planned.wanted {
                     // The end of the file, or a read that was cut short. A ring that is reused must
@@ -138,6 +137,13 @@ impl DirectReader {
         }
         Ok(filled)
     }
+}
+
+/// Returns a part of the memory of reads.
+fn part(memory: &mut [u8], start: usize, len: usize) -> io::Result<&mut [u8]> {
+    let rest = memory.get_mut(start..);
+    let found = rest.and_then(|rest| rest.get_mut(..len));
+    found.ok_or_else(|| io::Error::other(Error::Bug("a read beyond its memory".to_owned())))
 }
 
 /// Reads at a position of a file.
@@ -175,7 +181,7 @@ impl InFlightReads<'_> {
         self.begun += 1;
         let block = match planned.destination {
             Some(at) => at.0,
-            None => memory[number % DEPTH * READ_LEN..][..planned.len].as_mut_ptr(),
+            None => part(memory, number % DEPTH * READ_LEN, planned.len)?.as_mut_ptr(),
         };
         let len = u32::try_from(planned.len).map_err(io::Error::other)?;
         let read = opcode::Read::new(types::Fd(file.as_raw_fd()), block, len)

@@ -3,9 +3,6 @@
 //! The first part holds the prologue and the index, which are written last; it is retained until
 //! then. Any other part is sent by a thread that has just completed a write. The object is
 //! invisible until the server is told to combine the parts.
-// A broken invariant ends the call by a panic that its boundary catches.
-#![allow(clippy::indexing_slicing)]
-
 mod memory;
 mod plan;
 mod protocol;
@@ -199,7 +196,7 @@ impl MultipartUpload {
         let len = bytes.len().min(to_usize(head_len - at));
         let end = state.head.len().max(start + len);
         try_resize(&mut state.head, end, "the head of an upload")?;
-        state.head[start..start + len].copy_from_slice(&bytes[..len]);
+        copy(bytes.get(..len), &mut state.head, start)?;
         Ok(len)
     }
 
@@ -218,7 +215,7 @@ impl MultipartUpload {
             part.bytes = self.memory.take(part_len, &|| self.send_ready_parts(cancel))?;
         }
         let len = bytes.len().min(part_len - start);
-        part.bytes[start..start + len].copy_from_slice(&bytes[..len]);
+        copy(bytes.get(..len), &mut part.bytes, start)?;
         part.filled += len as u64;
         if part.filled < range.len {
             return Ok(len);
@@ -344,7 +341,7 @@ impl WriteAt for UploadSink {
                     self.0.write_part(at, rest, cancel)?
                 };
                 at += done as u64;
-                rest = &rest[done..];
+                rest = rest.get(done..).unwrap_or(&[]);
             }
         }
         Ok(to_usize(at - offset))
@@ -408,3 +405,12 @@ impl Drop for MultipartUpload {
 
 #[cfg(all(test, not(feature = "models")))]
 mod tests;
+
+/// Copies bytes to a position of memory that has room for them.
+fn copy(bytes: Option<&[u8]>, memory: &mut [u8], start: usize) -> Result<()> {
+    let bug = || Error::Bug("a write beyond memory".to_owned());
+    let bytes = bytes.ok_or_else(bug)?;
+    let room = memory.get_mut(start..).and_then(|rest| rest.get_mut(..bytes.len()));
+    room.ok_or_else(bug)?.copy_from_slice(bytes);
+    Ok(())
+}
