@@ -24,7 +24,7 @@ class PlannedParts(NamedTuple):
     Attributes:
         file: A view of the file whose tensors are the boxes of the parts; the file itself if all
             tensors are wanted as wholes.
-        cuts: What cuts each tensor of which only a part is wanted, by number: an index, a
+        cuts: The cut of each tensor of which only a part is wanted, by number: an index, a
             dimension, or a :class:`Part`.
         first: The first box of each tensor in the view; None without cuts.
         box_counts: The number of boxes of tensors that have not one.
@@ -73,7 +73,7 @@ def planned_parts(
 
 @dataclasses.dataclass(frozen=True)
 class _Planner:
-    """What cuts the tensors of a file, by number."""
+    """The cuts of the tensors of a file, by number."""
 
     file: TensorFile
     #: The names of the tensors that are sliced.

@@ -1,4 +1,4 @@
-"""What a call wants of a file: tensors, parts of them, and their devices or memory."""
+"""Requests: the tensors of a file that a call wants, parts of them, and their devices or memory."""
 
 from __future__ import annotations
 
