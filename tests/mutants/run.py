@@ -28,8 +28,8 @@ from pathlib import Path
 from place import SWITCH, VARIABLE, Mutant, locate, mutated, switched
 from subjects import test_files
 
-#: A hang, by which a mutant is found: no thread could run each time that one looked, every second
-#: for so long, or more CPU seconds than any tests need. Time on the clock depends on the machine.
+#: A hang, by which a mutant is found: nearly no thread could run when one looked, every second for
+#: so long, or more CPU seconds than any tests need. Time on the clock depends on the machine.
 IDLE, MOST = 200, 1500
 #: Exit status of pytest if there are no tests.
 NO_TESTS = 5
@@ -106,7 +106,7 @@ def watch(process: subprocess.Popen[str], ended: threading.Event, hangs: threadi
     idle = 0
     while not ended.wait(1):
         now, runs = cpu_seconds(process.pid)
-        idle = 0 if runs else idle + 1
+        idle = max(0, idle - 10) if runs else idle + 1
         if idle > IDLE or now > MOST:
             hangs.set()
             end(process)
