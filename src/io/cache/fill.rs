@@ -102,9 +102,9 @@ impl FillingEntry {
         self.update(&mut self.fill.lock())
     }
 
-    /// Takes over what other processes have fetched.
+    /// Takes over what other processes have fetched; none does while this one holds the lock.
     fn update(&self, fill: &mut Fill) -> u64 {
-        if fill.arrived < self.entry.version().len {
+        if fill.fetching == 0 && fill.arrived < self.entry.version().len {
             fill.arrived = fill.arrived.max(self.entry.arrived());
         }
         fill.arrived
