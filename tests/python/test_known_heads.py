@@ -63,7 +63,7 @@ def hand_on(heads):
 
 def load(reader):
     numbers = list(range(len(reader)))
-    options = {"readers": None, "map": False, "device": -1, "separate_memory": False}
+    options = {"readers": None, "map": False, "devices": [-1], "separate_memory": False}
     handle, _ = reader.load(numbers, verify="nothing", **options)
     return dict(zip(reader.names(numbers), take(handle), strict=True))
 
