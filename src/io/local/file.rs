@@ -191,3 +191,51 @@ impl ReadAt for OwnHandle<'_> {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::cancel::Never;
+    use crate::io::MemorySource;
+
+    /// A source in memory, with a copy on the disk.
+    struct CopiedSource(MemorySource<&'static [u8]>, Arc<File>);
+
+    impl ReadAt for CopiedSource {
+        fn facts(&self) -> &Facts {
+            self.0.facts()
+        }
+
+        fn capabilities(&self) -> Capabilities {
+            self.0.capabilities()
+        }
+
+        fn read_at(
+            &self,
+            offset: u64,
+            buffers: &mut Buffers<'_>,
+            cancel: &dyn Cancel,
+        ) -> Result<usize> {
+            self.0.read_at(offset, buffers, cancel)
+        }
+
+        fn file(&self) -> Option<Arc<File>> {
+            Some(Arc::clone(&self.1))
+        }
+    }
+
+    #[test]
+    fn source_gives_what_an_own_handle_cannot_read() {
+        let copy = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(copy.path(), b"01").unwrap();
+        let file = Arc::new(File::open(copy.path()).unwrap());
+        let source = CopiedSource(MemorySource::new(b"ABCD", "memory"), file);
+        let (own, mut found) = (OwnHandle::open(&source).unwrap(), [0; 2]);
+        for (offset, expected) in [(0, b"01"), (2, b"CD")] {
+            let read = own.read_at(offset, &mut Buffers::from_slice(&mut found), &Never);
+            assert_eq!((read.unwrap(), &found), (2, expected));
+        }
+        assert!(OwnHandle::open(&source.0).is_none());
+    }
+}
