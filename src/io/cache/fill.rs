@@ -5,11 +5,14 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex};
+use std::time::Duration;
 
 use super::entry::CacheEntry;
 use crate::mem::FilledPart;
 use crate::sys;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use crate::sys::sync::unpoisoned;
 
 /// Maximum number of bytes next to the wanted ones that one request fetches with them.
 const MAX_EXTRA: u64 = 4 << 20;
@@ -22,6 +25,9 @@ const WRITE_STEP: usize = 4 << 20;
 pub struct FillingEntry {
     pub entry: CacheEntry,
     fill: ForkSafeMutex<Fill>,
+    /// Notified when bytes of this process's threads have arrived, or when they end. Only these
+    /// threads lock it, so a forked child never waits for it.
+    arrival: (Mutex<()>, Condvar),
 }
 
 /// Its bytes that have arrived, and those that are being fetched.
@@ -94,7 +100,19 @@ pub struct Segment<'e> {
 
 impl FillingEntry {
     pub fn new(entry: CacheEntry) -> Self {
-        FillingEntry { entry, fill: ForkSafeMutex::default() }
+        FillingEntry { entry, fill: ForkSafeMutex::default(), arrival: Default::default() }
+    }
+
+    /// True if threads of this process are fetching all of these bytes that have not arrived.
+    pub fn is_fetching(&self, wanted: &Range<u64>) -> bool {
+        let fill = self.fill.lock();
+        fill.fetching > 0 && fill.next(self.entry.version().len).start >= wanted.end
+    }
+
+    /// Waits until a thread of this process has fetched more, at most for this time.
+    pub fn wait(&self, time: Duration) {
+        let (lock, arrival) = &self.arrival;
+        drop(unpoisoned(arrival.wait_timeout(unpoisoned(lock.lock()), time)));
     }
 
     /// The number of bytes that have arrived, from the first on.
@@ -157,6 +175,7 @@ impl Segment<'_> {
         let mut fill = self.entry.fill.lock();
         if fill.written(self.range.start, self.range.start + count as u64) {
             self.entry.entry.set_arrived(fill.arrived)?;
+            self.entry.arrival.1.notify_all();
         }
         Ok(())
     }
@@ -170,5 +189,7 @@ impl Drop for Segment<'_> {
         if fill.fetching == 0 {
             sys::unlock_fetch(self.entry.entry.file());
         }
+        drop(fill);
+        self.entry.arrival.1.notify_all();
     }
 }

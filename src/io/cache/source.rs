@@ -160,9 +160,10 @@ impl CacheState {
         cancel: &dyn Cancel,
     ) -> Result<usize> {
         let mut progress = (0, Instant::now());
-        while let Some(entry) = self.entry(cancel)? {
+        let is_owner = self.owner.is_current();
+        while let Some(entry) = self.entry(is_owner, cancel)? {
             let arrived = entry.arrived();
-            if arrived > wanted.start {
+            if arrived >= wanted.end || (arrived > wanted.start && !entry.is_fetching(wanted)) {
                 match read_cached(&entry.entry, &(wanted.start..wanted.end.min(arrived)), buffers) {
                     Ok(read) if read > 0 => return Ok(read),
                     Err(e) if e.kind() == ErrorKind::Interrupted => {}
@@ -170,7 +171,7 @@ impl CacheState {
                 }
                 continue;
             }
-            if !self.fills(&self.slot.lock()) {
+            if !(is_owner && self.slot.lock().is_wanted) {
                 break;
             }
             match entry.claim(wanted, buffers.remaining()) {
@@ -190,7 +191,12 @@ impl CacheState {
                         "the process that fetches it stands still for {limit:?}"
                     ));
                 }
-                Ok(Claim::OtherProcess | Claim::Wait) => {}
+                Ok(Claim::OtherProcess) => {}
+                Ok(Claim::Wait) => {
+                    cancel.check()?;
+                    entry.wait(POLL);
+                    continue;
+                }
                 Err(e) => self.disable(&e),
             }
             cancel::sleep(POLL, cancel)?;
@@ -200,10 +206,10 @@ impl CacheState {
     }
 
     /// The entry; None if bytes are read past it. Creates it if a call wants the file.
-    fn entry(&self, cancel: &dyn Cancel) -> Result<Option<Arc<FillingEntry>>> {
+    fn entry(&self, is_owner: bool, cancel: &dyn Cancel) -> Result<Option<Arc<FillingEntry>>> {
         let slot = self.slot.lock();
         let is_unused = slot.disabled.is_some() || slot.is_kept;
-        if is_unused || slot.entry.is_some() || !self.fills(&slot) {
+        if is_unused || slot.entry.is_some() || !(is_owner && slot.is_wanted) {
             return Ok(slot.entry.clone().filter(|_| !is_unused));
         }
         drop(slot);
@@ -219,10 +225,6 @@ impl CacheState {
                 Ok(None)
             }
         }
-    }
-
-    fn fills(&self, slot: &Slot) -> bool {
-        slot.is_wanted && self.owner.is_current()
     }
 
     /// Neither reads nor writes the entry any more.
