@@ -137,6 +137,7 @@ fn another_one_continues_where_a_fetch_has_ended() {
     let twin = Twin::new(32 * MB);
     let version = FileVersion::of(&*twin.server, "f").unwrap();
     let cache = Cache::at(twin.folder.path().join("cache")).unwrap();
+    cache.check_folder().unwrap();
     let opened = cache.open(&version, "http://server/f", &Never).unwrap();
     let entry = fill::FillingEntry::new(opened);
     let claim = |start: usize| {
