@@ -86,7 +86,7 @@ impl CachedFacts {
         let server = ServerFile {
             will_read: Some(Arc::new(move |bytes| announced.will_read(bytes))),
             fallback: Arc::clone(&state.fallback),
-            ..facts.server.unwrap_or_default()
+            ..facts.server.unwrap_or_else(ServerFile::default)
         };
         let past = Facts { server: Some(server.clone()), ..facts };
         let server = Some(ServerFile { local_copy: Some(copy), ..server });

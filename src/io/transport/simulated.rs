@@ -176,11 +176,14 @@ pub enum Fault {
 /// The fields of a response.
 pub type Fields = &'static [(&'static str, &'static str)];
 
+/// The fault of the response to the request of a number, to a path.
+pub type FaultOf = Box<dyn Fn(usize, &str) -> Fault + Send + Sync>;
+
 /// A server of one file.
 pub struct RamServer {
     pub bytes: Vec<u8>,
-    /// The fault of the response to the request of a number, to a path.
-    pub fault: Box<dyn Fn(usize, &str) -> Fault + Send + Sync>,
+    /// Its faults.
+    pub fault: FaultOf,
     /// The fields of the response to the request of a number.
     pub fields: Box<dyn Fn(usize) -> Fields + Send + Sync>,
     /// True if it sends ranges.
