@@ -103,7 +103,7 @@ fn read_directory(
     let tail = some(tail_at, size.min(TAIL_LEN))?;
     let found = torch_zip::find_directory(&tail, size, base).map_err(|e| e.in_file(uri))?;
     let in_tail = found.start.checked_sub(tail_at).and_then(|from| {
-        let (from, len) = (usize::try_from(from).ok()?, usize::try_from(found.len).ok()?);
+        let (from, len) = (to_usize(from), to_usize(found.len));
         tail.get(from..from.checked_add(len)?)
     });
     let records = match in_tail {

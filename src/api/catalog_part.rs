@@ -9,6 +9,7 @@ use crate::fallible::out_of_memory;
 use crate::format::catalog::{Entry, Format};
 use crate::io::{CachedHead, ReadAt, read_exact_at};
 use crate::mem::Buffers;
+use crate::sys::to_usize;
 
 /// Options for opening files.
 #[derive(Clone, Copy)]
@@ -81,7 +82,7 @@ pub fn read_growing(
 ) -> Result<()> {
     const STEP: usize = 1 << 20;
     let before = out.len();
-    let len = usize::try_from(len).unwrap_or(usize::MAX);
+    let len = to_usize(len);
     while out.len() < len {
         let done = out.len();
         let more = STEP.max(done).min(len - done);

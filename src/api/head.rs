@@ -19,6 +19,7 @@ use crate::format::tensors::prologue::{PROLOGUE_LEN, Prologue, looks_like};
 use crate::format::tensors::trailer::{self, IndexTrailer};
 use crate::format::torch_zip;
 use crate::io::{PrefixedSource, ReadAt};
+use crate::sys::to_usize;
 
 /// A source whose first bytes were read.
 pub struct FileHead {
@@ -82,7 +83,7 @@ impl FileHead {
     /// Returns the first `len` bytes of the file; reads those that are missing.
     fn read_first(&self, len: u64, what: &str, cancel: &dyn Cancel) -> Result<Vec<u8>> {
         let mut bytes = self.bytes.clone();
-        bytes.truncate(usize::try_from(len).unwrap_or(usize::MAX));
+        bytes.truncate(to_usize(len));
         let at = self.base.saturating_add(bytes.len() as u64);
         read_growing(&*self.source, at, len, &mut bytes, what, cancel)?;
         Ok(bytes)

@@ -1,12 +1,13 @@
 //! Unlocks encrypted files: takes the key, and checks the manifest (the seal) if there is one.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use super::file::TensorFile;
 use super::headers::visit_headers;
 use crate::cancel::Cancel;
 use crate::codec::crypt::{DecryptionOptions, HeaderTag, Manifest};
 use crate::error::{Error, Result};
+use crate::sys::sync::unpoisoned;
 
 impl TensorFile {
     /// Makes loads decrypt. Refuses a file that is not encrypted, and one without a manifest if
@@ -72,13 +73,13 @@ impl TensorFile {
         let digests = Mutex::new(vec![None; numbers.len()]);
         visit_headers(self, &numbers, cancel, &|number, header| {
             let digest = manifest.digest(header.raw);
-            let mut digests = digests.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut digests = unpoisoned(digests.lock());
             if let Some(slot) = digests.get_mut(number) {
                 *slot = Some(digest);
             }
             Ok(())
         })?;
-        let digests = digests.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let digests = unpoisoned(digests.into_inner());
         let missing = || Error::Bug("a header was not read".to_owned());
         let digests = digests.into_iter().map(|digest| digest.ok_or_else(missing));
         let digests: Vec<HeaderTag> = digests.collect::<Result<Vec<_>>>()?;

@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::fallible::try_zeroed;
 use crate::io::{Capabilities, Facts, ReadAt, read_exact_at};
 use crate::mem::{Buffers, FilledPart};
+use crate::sys::to_usize;
 
 /// Bytes of a chunk, which has a hash of its own.
 pub const CHUNK: u64 = 64 << 10;
@@ -25,7 +26,7 @@ impl ChunkHashes {
     /// The hashes of bytes that begin with a chunk.
     pub fn of(bytes: &[u8]) -> Result<Self> {
         let mut hashes = ChunkHashes::default();
-        for chunk in bytes.chunks(usize::try_from(CHUNK).unwrap_or(usize::MAX)) {
+        for chunk in bytes.chunks(to_usize(CHUNK)) {
             hashes.0.push(hash(&[IoSlice::new(chunk)]));
         }
         Ok(hashes)
@@ -90,8 +91,8 @@ impl VerifiedSource {
         while at < count {
             let end = count.min(at + CHUNK);
             let position = start + at;
-            let number = usize::try_from(position / CHUNK).ok()?;
-            let (from, to) = (usize::try_from(at).ok()?, usize::try_from(end).ok()?);
+            let number = to_usize(position / CHUNK);
+            let (from, to) = (to_usize(at), to_usize(end));
             if self.compared.chunks.0.get(number) != Some(&hash(&filled.bytes(from..to))) {
                 return Some(position);
             }
@@ -123,9 +124,7 @@ impl ReadAt for VerifiedSource {
             return Ok(0);
         }
         let (start, stop) = (offset - offset % CHUNK, end.next_multiple_of(CHUNK).min(len));
-        let zeroed = |bytes: u64| {
-            try_zeroed(usize::try_from(bytes).unwrap_or(usize::MAX), || "a chunk".to_owned())
-        };
+        let zeroed = |bytes: u64| try_zeroed(to_usize(bytes), || "a chunk".to_owned());
         let (mut before, mut after) = (zeroed(offset - start)?, zeroed(stop - end)?);
         let difference = AtomicU64::new(SAME);
         let compare = |filled: &FilledPart<'_>, last: bool| {
@@ -135,7 +134,7 @@ impl ReadAt for VerifiedSource {
                 difference.store(found, Ordering::Relaxed);
             }
         };
-        let wanted = usize::try_from(end - offset).unwrap_or(usize::MAX);
+        let wanted = to_usize(end - offset);
         let read = buffers.tee(wanted, (&mut before, &mut after), compare, |part| {
             let what = || "bytes that were compared with a checksum".to_owned();
             read_exact_at(&*self.source, start, part, &what, cancel)

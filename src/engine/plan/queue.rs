@@ -1,10 +1,10 @@
 //! The work queue of a load: work in file order, in one share per reader or in one for all.
 
 use std::collections::VecDeque;
-use std::sync::PoisonError;
 
 use crate::error::Result;
 use crate::sys::sync::Mutex;
+use crate::sys::sync::unpoisoned;
 
 /// Work in contiguous shares, so that each reader reads a contiguous part of the file. The kernel
 /// then reads ahead for each reader: with a cold cache, this was a third faster than one share for
@@ -36,7 +36,7 @@ impl<T> WorkQueue<T> {
     /// Takes the first work of a queue with one share, or returns [`Next::Later`] if `ready` is
     /// false for it. None if there is no more work.
     pub fn next_if(&self, ready: impl FnOnce(&T) -> Result<bool>) -> Result<Option<Next<T>>> {
-        let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shares = unpoisoned(self.shares.lock());
         let Some(share) = shares.first_mut() else { return Ok(None) };
         let Some(first) = share.front() else { return Ok(None) };
         let next = if ready(first)? { share.pop_front().map(Next::Work) } else { None };
@@ -46,7 +46,7 @@ impl<T> WorkQueue<T> {
     /// Takes the next work of a reader; readers are numbered from 0. With one share, it is the
     /// first work that is not deferred, or the first of all if every one is deferred.
     pub fn next(&self, reader: usize, mut put_off: impl FnMut(&T) -> bool) -> Option<T> {
-        let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shares = unpoisoned(self.shares.lock());
         // With one share, all readers take from it in turn.
         let own = if shares.len() == 1 { 0 } else { reader };
         if let [share] = shares.as_mut_slice() {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::copy_pool::PooledCopy;
+use crate::sys::to_usize;
 
 /// The fraction (1/2) of a batch that may wait to be hashed, for each thread. Threads with a longer
 /// backlog hash before they write more. Hashing and writing take about the same time.
@@ -51,7 +52,7 @@ impl HashBacklog {
     pub fn new(threads: usize, batch_len: u64, most: Option<u64>) -> Self {
         let two_batches = batch_len.saturating_mul(2);
         let usual = (batch_len / BACKLOG_DIVISOR).saturating_mul(threads as u64).max(two_batches);
-        let usual = usize::try_from(usual).unwrap_or(usize::MAX);
+        let usual = to_usize(usual);
         let most = most.and_then(|bytes| usize::try_from(bytes).ok());
         let limit = most.map_or(usual, |most| most.min(usual));
         HashBacklog { waiting: AtomicUsize::new(0), limit }

@@ -1,11 +1,12 @@
 //! Copies of the bytes that are written, so that exactly these bytes are hashed. The caller may
 //! change a tensor while it is saved, and a file whose hashes do not match its bytes is rejected.
 
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex};
 
 use crate::cancel::{Cancel, POLL};
 use crate::error::Result;
 use crate::fallible::try_extend;
+use crate::sys::sync::unpoisoned;
 
 /// The memory of shorter copies is not worth keeping.
 const SHORT: usize = 64 << 10;
@@ -34,9 +35,9 @@ impl CopySlots {
 
     /// Waits for permission to copy.
     pub fn acquire(&self, cancel: &dyn Cancel) -> Result<CopySlot<'_>> {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = unpoisoned(self.free.lock());
         while *free == 0 {
-            free = self.freed.wait_timeout(free, POLL).unwrap_or_else(PoisonError::into_inner).0;
+            free = unpoisoned(self.freed.wait_timeout(free, POLL)).0;
             cancel.check()?;
         }
         *free -= 1;
@@ -46,7 +47,7 @@ impl CopySlots {
 
 impl Drop for CopySlot<'_> {
     fn drop(&mut self) {
-        *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        *unpoisoned(self.0.free.lock()) += 1;
         self.0.freed.notify_one();
     }
 }
@@ -67,7 +68,7 @@ impl CopyPool {
     }
 
     fn free(&self) -> Vec<u8> {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let free = unpoisoned(self.free.lock()).pop();
         free.unwrap_or(Vec::new())
     }
 }
@@ -82,7 +83,7 @@ impl Drop for PooledCopy<'_> {
     fn drop(&mut self) {
         if self.bytes.len() >= SHORT {
             let bytes = std::mem::take(&mut self.bytes);
-            self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(bytes);
+            unpoisoned(self.pool.free.lock()).push(bytes);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One save: tensors with their locations in the file are written to a sink, on several threads.
 
+use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Mutex, PoisonError};
 
 use super::chunk::HashBacklog;
 use super::copy_pool::{CopyPool, CopySlots};
@@ -22,6 +22,8 @@ use crate::mem::device::StreamsByDevice;
 use crate::mem::pinned::{Pool, Share, buffer_len};
 use crate::memory_limit::{CONNECTION, MemoryLimit, SaveNeeds, SaveShares};
 use crate::stats::{Counters, PAGEABLE};
+use crate::sys::sync::unpoisoned;
+use crate::sys::to_usize;
 
 /// Saves of fewer bytes are written on the calling thread.
 const INLINE_LEN: u64 = 1 << 20;
@@ -59,7 +61,7 @@ pub fn write_tensors(
     let (wanted, shares) = thread_count(sink, items, options)?;
     let sha = options.hashes == Some(Hashes::All);
     let bounded = shares.parts < usize::MAX;
-    let share = bounded.then(|| Share::new(usize::try_from(shares.staging).unwrap_or(usize::MAX)));
+    let share = bounded.then(|| Share::new(to_usize(shares.staging)));
     let SinkFacts { max_positions, part_len, .. } = sink.facts();
     let interleaved = if sha { wanted.min(max_positions) } else { 1 };
     let sends = part_len > 0;
@@ -94,7 +96,7 @@ pub fn write_tensors(
     workers::run(threads, cancel, |control| {
         while !control.stopped() {
             task.hash_backlog(control)?;
-            let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let job = unpoisoned(queue.lock()).next();
             match job {
                 Some(job) => feeder.feed(job, control)?,
                 None if task.hash(&|| false, control)? => {}
@@ -105,7 +107,7 @@ pub fn write_tensors(
     })
     .map_err(|error| error.with_file("saving", sink.uri()))?;
     report(&task, &streams, threads);
-    Ok(std::mem::take(&mut task.digests.lock().unwrap_or_else(PoisonError::into_inner)))
+    Ok(std::mem::take(&mut *unpoisoned(task.digests.lock())))
 }
 
 /// The length of a batch. An upload copies it into a part, encrypted in whole pieces.
@@ -211,7 +213,7 @@ fn streams_of(items: &[WriteTensor<'_>]) -> Result<StreamsByDevice> {
 /// once. Further threads would have no part to send and no permission to copy.
 fn upload_threads(useful: usize, wanted: usize, parts: u64) -> (usize, usize) {
     let copying = wanted.div_ceil(SENDING_FOR_ONE_COPYING);
-    let parts = usize::try_from(parts).unwrap_or(usize::MAX);
+    let parts = to_usize(parts);
     (useful.min(parts.saturating_add(copying)), copying)
 }
 

@@ -2,8 +2,8 @@
 //! finished.
 
 use std::io::IoSlice;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use super::chunk::{HashBacklog, TensorChunk, UnhashedBytes};
 use super::write_tensor::WriteTensor;
@@ -17,6 +17,7 @@ use crate::error::{Error, Result};
 use crate::format::tensors::header::{Hashes, HeaderDraft};
 use crate::io::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
+use crate::sys::sync::unpoisoned;
 
 /// State that the threads of one save share.
 pub struct SaveTask<'p> {
@@ -206,7 +207,7 @@ impl<'p> SaveTask<'p> {
             None => self.needs_digests.then(|| sha256(&header)),
         };
         if let Some(digest) = digest {
-            let mut all = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut all = unpoisoned(self.digests.lock());
             if let Some(slot) = all.get_mut(tensor) {
                 *slot = digest;
             }
