@@ -40,6 +40,15 @@ impl HeaderCache {
     }
 }
 
+/// The hashes of a tensor: algorithm and value.
+pub type NamedHashes = Vec<(&'static str, String)>;
+
+/// Returns the hashes of tensors, as messages show them.
+pub fn hashes(file: &TensorFile, numbers: &[usize]) -> Result<Vec<NamedHashes>> {
+    let headers = read_headers(file, numbers, &signals)?;
+    Ok(headers.iter().map(|header| header.hashes().collect()).collect())
+}
+
 /// Compares the bytes, types and shapes of tensors with those of a file.
 pub fn matching(
     file: &TensorFile,

@@ -67,6 +67,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(unknown_variables, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::plan_parts, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::with_earlier, module)?)?;
+    module.add_function(wrap_pyfunction!(slicing::announce, module)?)?;
     module.add_function(wrap_pyfunction!(namespaces::dicts_with_value, module)?)?;
     module.add_function(wrap_pyfunction!(open::check_target, module)?)?;
     module.add_function(wrap_pyfunction!(open::check_tensors_name, module)?)?;
@@ -93,6 +94,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<iterator::TensorIterator>()?;
     module.add_class::<reader::Reader>()?;
     module.add_class::<shards::ShardIndex>()?;
+    module.add_class::<slicing::Announcement>()?;
     module.add_class::<crypt::Encryption>()?;
     module.add_class::<crypt::Decryption>()?;
     module.add_class::<sink::PathSink>()?;

@@ -4,7 +4,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
@@ -12,7 +12,7 @@ use tensorizer::TensorFile;
 use tensorizer::codec::CompactHeader;
 use tensorizer::error::Result;
 use tensorizer::format::catalog::{Entry, data_len};
-use tensorizer::{IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load, read_headers};
+use tensorizer::{IterateOptions, LoadOptions, MemoryLimit, Opening, Order, load};
 use tensorizer_torch::fill::load_into_tensors;
 use tensorizer_torch::handles::{borrow, offer};
 use tensorizer_torch::iterate::TorchTensors;
@@ -23,7 +23,7 @@ use crate::crypt::Decryption;
 use crate::errors::{Outcome, Raised};
 use crate::gil;
 use crate::handle::Handle;
-use crate::headers::{HeaderCache, matching};
+use crate::headers::{HeaderCache, NamedHashes, hashes, matching};
 use crate::iterator::TensorIterator;
 use crate::names::{described, name_from_python, name_to_python, plain_name, stored, top_level};
 use crate::pickled::{PickledTuple, pickled};
@@ -36,13 +36,20 @@ use crate::watch::LoadState;
 pub struct Reader {
     pub file: TensorFile,
     headers: HeaderCache,
+    /// See [`TensorFile::order`].
+    pub order: OnceLock<(Vec<usize>, Vec<usize>)>,
     /// The state that its loads share with those of its slices.
     loads: Arc<LoadState>,
 }
 
 impl Reader {
     pub fn new(file: TensorFile) -> Self {
-        Reader { file, headers: HeaderCache::default(), loads: Arc::default() }
+        Reader {
+            file,
+            headers: HeaderCache::default(),
+            order: OnceLock::new(),
+            loads: Arc::default(),
+        }
     }
 
     /// Returns a reader of the same file with other tensors.
@@ -116,8 +123,7 @@ impl Reader {
         self.loads.watch.set(callback);
     }
 
-    /// Limits the memory of its loads to `limit` bytes, of which `reserved` bytes are for
-    /// the caller.
+    /// Limits the memory of its loads; `reserved` bytes of the limit are for the caller.
     #[pyo3(signature = (limit, reserved = 0))]
     fn limit_memory(&self, limit: Option<u64>, reserved: u64) {
         self.loads.set_memory(MemoryLimit::of(limit).reserving(reserved));
@@ -165,13 +171,8 @@ impl Reader {
     }
 
     /// Returns the hashes of tensors in the file: algorithm and value, as messages show them.
-    fn hashes(
-        &self,
-        py: Python<'_>,
-        numbers: Vec<usize>,
-    ) -> Outcome<Vec<Vec<(&'static str, String)>>> {
-        let headers = gil::without(py, || read_headers(&self.file, &numbers, &signals))?;
-        Ok(headers.iter().map(|header| header.hashes().collect()).collect())
+    fn hashes(&self, py: Python<'_>, numbers: Vec<usize>) -> Outcome<Vec<NamedHashes>> {
+        Ok(gil::without(py, || hashes(&self.file, &numbers))?)
     }
 
     fn close(&self, py: Python<'_>) {
@@ -308,9 +309,10 @@ impl Reader {
         Ok(data_len(self.some(&numbers)?.into_iter()))
     }
 
-    /// Returns every tensor's number of bytes in memory.
-    fn memory_lens(&self) -> Vec<u64> {
-        self.file.entries().iter().map(|entry| entry.memory_len().unwrap_or(u64::MAX)).collect()
+    /// Returns the numbers of bytes of tensors in memory.
+    fn memory_lens(&self, numbers: Vec<usize>) -> Outcome<Vec<u64>> {
+        let some = self.some(&numbers)?.into_iter();
+        Ok(some.map(|entry| entry.memory_len().unwrap_or(u64::MAX)).collect())
     }
 
     /// Returns every tensor's number of bytes in the file: 0 for tensors of the `meta` device.

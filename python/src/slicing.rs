@@ -5,6 +5,7 @@ use std::ops::Range;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PySlice, PyTuple};
 use tensorizer::format::catalog::Entry;
+use tensorizer::io::WantedRead;
 
 use crate::errors::Outcome;
 use crate::reader::Reader;
@@ -101,11 +102,34 @@ pub fn plan_parts<'py>(
     Ok((reader.sliced(slices)?, remaining_indices, box_counts))
 }
 
-/// Returns tensors together with those that must be loaded with them: all before them, if the file
-/// can only be read front to back.
+/// Returns tensors together with those that must be loaded with them: if the file can only be read
+/// front to back, all before them, from the one after `passed` on.
 #[pyfunction]
-pub fn with_earlier(reader: &Reader, numbers: Vec<usize>) -> Outcome<Vec<usize>> {
-    Ok(reader.file.with_earlier(numbers)?)
+pub fn with_earlier(reader: &Reader, numbers: Vec<usize>, passed: Option<usize>) -> Vec<usize> {
+    if reader.file.is_seekable() {
+        return numbers;
+    }
+    let (order, places) = reader.order.get_or_init(|| reader.file.order());
+    let place = |number: usize| places.get(number).map_or(0, |place| place + 1);
+    let end = numbers.iter().map(|&number| place(number)).max().unwrap_or(0);
+    match order.get(passed.map_or(0, place)..end) {
+        Some(found) if !found.is_empty() => found.to_vec(),
+        // They were passed, which the read will say.
+        _ => numbers,
+    }
+}
+
+/// A call that reads tensors by several loads.
+#[pyclass(frozen, module = "tensorizer._C")]
+pub struct Announcement {
+    _wanted: Vec<WantedRead>,
+}
+
+/// Announces that several loads will together read these tensors, as long as the result lives. So
+/// a cache keeps the file if together they are at least half of it.
+#[pyfunction]
+pub fn announce(reader: &Reader, numbers: Vec<usize>) -> Outcome<Announcement> {
+    Ok(Announcement { _wanted: reader.file.announce(&numbers)? })
 }
 
 /// Returns the part that a rank has of a tensor cut in one dimension; None if it has no such

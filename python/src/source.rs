@@ -5,7 +5,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorizer::error::{Error, Result};
-use tensorizer::io::ReadAt;
+use tensorizer::io::{ReadAt, WantedRead};
 use tensorizer::mem::Buffers;
 use tensorizer::{ForkSafeMutex, to_usize};
 
@@ -23,16 +23,37 @@ pub struct Source {
     uri: String,
     /// Position of the file's first byte.
     base: u64,
+    front: ForkSafeMutex<Front>,
+}
+
+/// Reads from the front on.
+#[derive(Default)]
+struct Front {
+    /// The end of the last read.
+    end: u64,
+    /// The announcement that the rest follows, until a read begins elsewhere.
+    wanted: Option<WantedRead>,
 }
 
 impl Source {
     pub fn new(source: Arc<dyn ReadAt>, base: u64) -> Self {
-        Source { uri: source.uri().to_owned(), source: ForkSafeMutex::new(Some(source)), base }
+        let (uri, source) = (source.uri().to_owned(), ForkSafeMutex::new(Some(source)));
+        Source { uri, source, base, front: ForkSafeMutex::default() }
     }
 
     /// Position of the file's first byte.
     pub fn base(&self) -> u64 {
         self.base
+    }
+
+    /// Announces the whole file at a read of its first byte, as long as the next ones follow.
+    fn note_start(&self, source: &dyn ReadAt, offset: u64) {
+        let mut front = self.front.lock();
+        if offset == 0 {
+            front.wanted = source.facts().len.and_then(|len| source.facts().will_read(len));
+        } else if offset != front.end {
+            front.wanted = None;
+        }
     }
 
     /// The source, unless it was closed.
@@ -49,6 +70,7 @@ impl Source {
     /// Reads up to `len` bytes at a position; fewer only at the end.
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> Outcome<Bound<'py, PyBytes>> {
         let source = self.shared()?;
+        self.note_start(&*source, offset);
         let bytes = gil::without(py, || -> Result<_> {
             let available = source.facts().len.unwrap_or(u64::MAX).saturating_sub(offset);
             let len = len.min(to_usize(available));
@@ -76,10 +98,12 @@ impl Source {
             bytes.truncate(done);
             Ok(bytes)
         })?;
+        self.front.lock().end = offset.saturating_add(bytes.len() as u64);
         Ok(python_bytes(py, &bytes)?)
     }
 
     fn close(&self) {
+        *self.front.lock() = Front::default();
         let source = self.source.lock().take();
         drop(source);
     }

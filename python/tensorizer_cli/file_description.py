@@ -39,7 +39,7 @@ class FileDescription:
         self.reader = reader
         self.heads = list(heads)
         self.kinds: Sequence[int] = reader.kinds()
-        self.memory_lens: list[int] = reader.memory_lens()
+        self.memory_lens: list[int] = reader.memory_lens(range(len(reader)))
         self.data_lens: list[int] = reader.data_lens()
         self.total: int = sum(self.data_lens)
         #: The names of objects that are no tensors.

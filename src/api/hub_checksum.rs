@@ -15,7 +15,7 @@ use crate::engine::worker_range;
 use crate::engine::workers::{self, Control, WorkerRange};
 use crate::error::{Error, Result};
 use crate::fallible::try_resize;
-use crate::io::{Capabilities, HubChecksum, ReadAt, as_refs, read_exact_at};
+use crate::io::{Capabilities, HubChecksum, ReadAt, WantedRead, as_refs, read_exact_at};
 use crate::mem::Buffers;
 use crate::memory_limit::{LoadNeeds, MemoryLimit};
 use crate::sys::sync::unpoisoned;
@@ -137,6 +137,8 @@ struct ChecksumComparison<'s> {
     expected: [u8; 32],
     hashed: Mutex<HashedPieces>,
     turn: Condvar,
+    /// The announcement of the reads.
+    _wanted: Option<WantedRead>,
 }
 
 impl<'s> ChecksumComparison<'s> {
@@ -154,7 +156,7 @@ impl<'s> ChecksumComparison<'s> {
                 source.uri()
             ))
         })?;
-        source.facts().will_read(len);
+        let wanted = source.facts().will_read(len);
         let hashed = Mutex::default();
         // Each reader holds one piece, and its connection may hold as much again.
         let most = memory.window(MAX_PIECE_LEN);
@@ -167,6 +169,7 @@ impl<'s> ChecksumComparison<'s> {
             expected,
             hashed,
             turn: Condvar::new(),
+            _wanted: wanted,
         })
     }
 

@@ -22,7 +22,7 @@ use crate::engine::plan::{Extent, ExtentUse, ReadPlan, SliceRanges};
 use crate::engine::read::{ReadRequest, read};
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
-use crate::io::{ReadAt, as_refs};
+use crate::io::{ReadAt, WantedRead, as_refs};
 use crate::numbers::TensorNumber;
 use crate::stats::Counters;
 use crate::sys::to_usize;
@@ -74,6 +74,8 @@ pub fn drain<D: Destination>(
 pub struct Reads<'s> {
     /// The tensors.
     pub selection: &'s Selection<'s>,
+    /// The announcement of the reads.
+    _wanted: Vec<WantedRead>,
     slices: Vec<Option<SliceRanges>>,
     rules: RangeRules,
     verify: Verify,
@@ -110,7 +112,7 @@ impl<'t, D> To<'t, '_, D> {
 impl<'s> Reads<'s> {
     /// Prepares the reads of a selection, and announces them to the local copies of its files.
     pub fn new(selection: &'s Selection<'s>, options: &LoadOptions) -> Result<Self> {
-        selection.announce();
+        let wanted = selection.announce();
         let slices = if selection.is_sliced() {
             selection.entries.iter().map(|entry| ranges_of(entry)).collect::<Result<_>>()?
         } else {
@@ -118,6 +120,7 @@ impl<'s> Reads<'s> {
         };
         Ok(Reads {
             selection,
+            _wanted: wanted,
             slices,
             rules: RangeRules::of(selection, options)?,
             verify: options.verify,

@@ -5,22 +5,33 @@ use crate::codec::hash::Verify;
 use crate::engine::plan::Extent;
 use crate::error::{Error, Result};
 use crate::format::catalog::Entry;
+use crate::io::WantedRead;
 
 impl TensorFile {
-    /// Returns tensors, given by number, together with all that must be loaded with them: those
-    /// before them, if a file can only be read front to back.
+    /// Returns the numbers of all tensors in the order of the files, and the place of each in it.
     #[doc(hidden)]
-    pub fn with_earlier(&self, numbers: Vec<usize>) -> Result<Vec<usize>> {
-        if self.is_seekable() {
-            return Ok(numbers);
-        }
+    pub fn order(&self) -> (Vec<usize>, Vec<usize>) {
         let position = |entry: &Entry| (entry.file, entry.header_offset, entry.data_len);
-        let mut last = None;
-        for number in numbers {
-            last = last.max(Some(position(self.entry(number)?)));
+        let mut order: Vec<usize> = (0..self.entries().len()).collect();
+        order.sort_by_key(|&number| self.entry(number).ok().map(position));
+        let mut places = vec![0; order.len()];
+        for (place, &number) in order.iter().enumerate() {
+            if let Some(slot) = places.get_mut(number) {
+                *slot = place;
+            }
         }
-        let all = self.entries().iter().enumerate();
-        Ok(all.filter(|(_, entry)| Some(position(entry)) <= last).map(|(at, _)| at).collect())
+        (order, places)
+    }
+}
+
+impl TensorFile {
+    /// Announces that several calls will together read these tensors, as long as the result lives.
+    #[doc(hidden)]
+    pub fn announce(&self, numbers: &[usize]) -> Result<Vec<WantedRead>> {
+        // Strided tensors are parts of records that are loaded as wholes.
+        let plain = |number: &usize| self.entry(*number).is_ok_and(|entry| !entry.strided);
+        let numbers: Vec<usize> = numbers.iter().copied().filter(plain).collect();
+        Ok(Selection::new(self, &numbers)?.announce())
     }
 }
 
@@ -81,20 +92,21 @@ impl<'f> Selection<'f> {
         Ok(())
     }
 
-    /// Tells the local copy of each server's file how much of it the call will read.
-    pub fn announce(&self) {
+    /// Tells the cache of each server's file how much of it a call reads, as long as the result
+    /// lives.
+    pub fn announce(&self) -> Vec<WantedRead> {
         let sources = self.file.sources();
         // The entries are in the order of the files.
-        for entries in self.entries.chunk_by(|one, next| one.file == next.file) {
-            let source = entries.first().and_then(|entry| sources.get(entry.file));
+        let of_files = self.entries.chunk_by(|one, next| one.file == next.file);
+        let wanted = of_files.filter_map(|entries| {
+            let source = sources.get(entries.first()?.file)?;
             let lens = entries.iter().map(|entry| match entry.whole {
                 Some(_) => entry.loaded_len(),
                 None => entry.end().saturating_sub(entry.header_offset),
             });
-            if let Some(source) = source {
-                source.facts().will_read(lens.fold(0, u64::saturating_add));
-            }
-        }
+            source.facts().will_read(lens.fold(0, u64::saturating_add))
+        });
+        wanted.collect()
     }
 
     /// Returns the ranges of the tensors in their files.

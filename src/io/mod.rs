@@ -61,8 +61,8 @@ pub use options::{OpenOptions, S3Options};
 pub use prefixed::PrefixedSource;
 pub use read_at::{
     AnnounceRead, Capabilities, ConnectionLimit, DiscardCopy, Facts, Fallback, HubChecksum,
-    LocalCopy, OpenSibling, ReadAt, RequestChecksum, ServerFile, SourceIdentity, as_refs,
-    read_exact_at,
+    LocalCopy, OpenSibling, ReadAt, RequestChecksum, ServerFile, SourceIdentity, WantedRead,
+    as_refs, read_exact_at,
 };
 pub use stream::{Stream, StreamSource};
 pub use write_at::{Ending, Published, Reservation, SinkFacts, WriteAt, write_all_at};

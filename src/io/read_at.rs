@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::CachedHead;
 use crate::cancel::Cancel;
@@ -50,11 +50,10 @@ impl Facts {
     }
 
     /// Announces that a call will read this number of bytes. A cache keeps the file if that is at
-    /// least half of it.
-    pub fn will_read(&self, bytes: u64) {
-        if let Some(will_read) = self.server.as_ref().and_then(|server| server.will_read.as_ref()) {
-            will_read(bytes);
-        }
+    /// least half of it, as long as the result lives.
+    #[must_use]
+    pub fn will_read(&self, bytes: u64) -> Option<WantedRead> {
+        self.server.as_ref()?.will_read.as_ref()?(bytes)
     }
 
     /// The local copy that is read instead of the server, if there is one.
@@ -97,14 +96,31 @@ pub struct ServerFile {
     pub checksum: Option<RequestChecksum>,
     /// The local copy that is read instead of the server, if there is one.
     pub local_copy: Option<LocalCopy>,
-    /// Tells a cache before it how many of its bytes the next call reads.
+    /// Tells a cache before it how many of its bytes a call reads, beside the index.
     pub will_read: Option<AnnounceRead>,
     /// The reason why it is read in a slower way than the one that was asked for.
     pub fallback: Fallback,
 }
 
 /// See [`ServerFile::will_read`].
-pub type AnnounceRead = Arc<dyn Fn(u64) + Send + Sync>;
+pub type AnnounceRead = Arc<dyn Fn(u64) -> Option<WantedRead> + Send + Sync>;
+
+/// A call that reads so much of a file that a cache keeps it. Counted as long as this lives.
+pub struct WantedRead(Arc<AtomicUsize>);
+
+impl WantedRead {
+    /// Counts a call.
+    pub fn new(calls: &Arc<AtomicUsize>) -> Self {
+        calls.fetch_add(1, Ordering::Relaxed);
+        WantedRead(Arc::clone(calls))
+    }
+}
+
+impl Drop for WantedRead {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 /// See [`ServerFile::fallback`].
 pub type Fallback = Arc<ForkSafeMutex<Option<String>>>;

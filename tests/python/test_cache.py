@@ -19,6 +19,7 @@ import torch
 from conftest import COMMAND, ROOT, assert_same, run_python, start_python
 from tensorizer import TensorDeserializer, _native, load
 from tensorizer._C import forget_environment
+from tensorizer.file import tensor_file
 
 MB = 1 << 20
 #: The first request, which every opening makes.
@@ -644,3 +645,26 @@ def test_a_server_without_an_etag_is_warned_of_once(nginx, tmp_path):
         "file cannot be told from a cached one"
     )
     assert run_python(WARNED, tagless).stdout.strip() == ""
+
+
+def test_loads_in_batches_are_one_call(nginx, served, folder, monkeypatch):
+    name, size = served
+    monkeypatch.setattr(tensor_file, "_BATCH_BYTES", size // 8)
+    for _ in range(2):
+        load(f"{nginx.http}/{name}", cache_dir=folder, dtype="bfloat16")
+        assert tensorizer.stats()["fallbacks"] == []
+    assert size <= nginx.sent(name) < 1.2 * size
+
+
+def test_streams_that_are_read_from_the_front_are_kept(nginx, served, folder, monkeypatch):
+    name, size = served
+    monkeypatch.setenv("TENSORIZER_CACHE", str(folder))
+    uri = f"{nginx.http}/{name}"
+    with tensorizer.stream_io.open_stream(uri) as stream:
+        stream.seek(size // 2)
+        stream.read(10)
+    assert not entries(folder)
+    for _ in range(2):
+        with tensorizer.stream_io.open_stream(uri) as stream:
+            assert stream.read(1000) + stream.read() == (nginx.root / name).read_bytes()
+    assert nginx.sent(name) < 1.5 * size

@@ -4,7 +4,7 @@ import pytest
 import tensorizer
 import torch
 from tensorizer import Shard, TensorDeserializer
-from tensorizer.file import load_plan, open_file, parts, request, tensor_file
+from tensorizer.file import load_plan, loaded_tensors, open_file, parts, request, tensor_file
 from tensorizer.tensors import handles
 
 FEW, MANY = 3, 300
@@ -52,6 +52,7 @@ def calls(monkeypatch):
     )
     for module, name in (
         (parts, "plan_parts"),
+        (loaded_tensors, "with_earlier"),
         (handles, "_lend"),
     ):
         function = getattr(module, name)

@@ -116,6 +116,15 @@ def test_modules_are_filled_from_a_pipe(tmp_path):
         assert net[1].weight.data_ptr() == memory
 
 
+def test_arrays_of_a_pipe_are_kept_too(tmp_path):
+    tensors = {name: torch.full((3,), float(at)) for at, name in enumerate("abc")}
+    tensorizer.save(tensors, tmp_path / "f.tensors")
+    with pipe_of(tmp_path / "f.tensors") as pipe:
+        file = tensorizer.TensorDeserializer(pipe, "cpu", lazy_load=True)
+        assert [row[2] for row in file.read_numpy_arrays(num_tensors=2)] == ["a", "b"]
+        assert all(torch.equal(file[name], tensor) for name, tensor in tensors.items())
+
+
 LOAD_OF_2_GB = """
 import resource, sys, tensorizer
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -411,3 +411,9 @@ def test_different_slices_by_two_names_of_one_tensor_are_refused(tmp_path):
     both["w",] = (slice(1, 2),)
     with pytest.raises(ValueError, match="two slices of tensor 'w' are requested by two names"):
         tensorizer.load(tmp_path / "f", names=list(both), slices=both)
+
+
+def test_none_is_no_slice(tmp_path):
+    tensorizer.save({"a": torch.zeros(4, 3)}, tmp_path / "f.tensors")
+    with pytest.raises(TypeError, match="the slice of 'a': expected integers"):
+        tensorizer.load(tmp_path / "f.tensors", "cpu", slices={"a": None})

@@ -391,3 +391,12 @@ def test_shards_that_do_not_fit(tmp_path):
     refused(tensorizer.FormatError, "'1/data.pkl'", **{"1/data.pkl": first})
     tensorizer.save({"d": torch.ones(1)}, tmp_path / second, format="tensors")
     refused(tensorizer.FormatError, "not a shard")
+
+
+def test_whole_tensors_beside_slices_share_their_storage(tmp_path):
+    base = torch.arange(24.0).reshape(4, 6)
+    torch.save({"a": base, "b": base, "t": base.t(), "c": torch.ones(4, 2)}, tmp_path / "f.pt")
+    loaded = tensorizer.load(tmp_path / "f.pt", "cpu", slices={"c": (0, 1, 3)})
+    assert loaded["c"].shape == (2, 2)
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr() == loaded["t"].data_ptr()
+    assert torch.equal(loaded["t"], base.t())

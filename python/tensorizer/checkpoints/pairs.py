@@ -320,7 +320,7 @@ class StorageFileLoader(StorageProvider):
     def _read(
         self, file: TensorFile, numbers: list[int], device: Any
     ) -> list[torch.UntypedStorage]:
-        lens = file.reader.memory_lens()
+        lens = file.reader.memory_lens(range(len(file)))
         if self._nothing_to_read():
             out = []
             for index, number in enumerate(numbers):

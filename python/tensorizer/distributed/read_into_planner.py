@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from .._native import announce, with_earlier
 from ..file.tensor_file import TensorFile, in_batches
 from ..tensors import fake_mode
 from ..tensors.handles import dtype_of, is_fillable, refuse_short
@@ -59,15 +60,23 @@ def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPla
             others.setdefault(number, []).append(target)
     for number in _overlapping(direct):
         others.setdefault(number, []).append(direct.pop(number))
+    if len(with_earlier(file.reader, [*direct], None)) > len(direct):
+        # Filling these would pass others.
+        for number, target in direct.items():
+            others.setdefault(number, []).append(target)
+        direct.clear()
     if direct:
         file.fill([*direct.values()], [*direct])
     for number in direct.keys() & others.keys():
         for target in others.pop(number):
             target.copy_(direct[number])
-    for batch in in_batches(others, file.reader.memory_lens().__getitem__, _BATCH_BYTES):
+    announcement = announce(file.reader, [*others])
+    lens = dict(zip(others, file.reader.memory_lens([*others]), strict=True))
+    for batch in in_batches(sorted(others), lens.__getitem__, _BATCH_BYTES):
         for number, tensor, _ in file.load(batch, torch.device("cpu")):
             for target in others[number]:
                 target.copy_(tensor)
+    del announcement
     for (item, _), target in zip(wanted, targets, strict=True):
         planner.commit_tensor(item, target)
 

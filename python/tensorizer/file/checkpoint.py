@@ -327,24 +327,34 @@ class SlicedCheckpoint:
         shared: bool = True,
         **options: Any,
     ) -> tuple[list[torch.Tensor], int]:
-        """Return slices on a device, in memory of their own, and the number of bytes read."""
-        del shared
-        direct = [number for number in numbers if not self.strided(number)]
+        """Return tensors on a device, slices in memory of their own, and the number of bytes read.
+
+        Whole tensors that shared a storage share it again, as :meth:`Checkpoint.load` says.
+        """
+        wholes = [number for number in numbers if self._slices[number][1] is None]
+        of = [self._slices[number][0] for number in wholes]
+        tensors, read = self._whole.load(of, device, verify=verify, shared=shared, **options)
+        loaded = dict(zip(wholes, tensors, strict=True))
+        parts = [number for number in numbers if number not in loaded]
+        direct = [number for number in parts if not self.strided(number)]
         place = devices.number(device)
         handle, _ = self.reader.load(direct, verify=verify, devices=[place], **options)
-        loaded = dict(zip(direct, take(handle), strict=True))
-        size = sum(tensor.nbytes for tensor in loaded.values())
-        for number in numbers:
-            if number not in loaded:
-                of, _ = self._slices[number]
-                (tensor,), read = self._whole.load([of], device, verify=verify, **options)
-                loaded[number] = self._cut(number, tensor)
-                size += read
-        return [loaded[number] for number in numbers], size
+        cut = dict(zip(direct, take(handle), strict=True))
+        read += sum(tensor.nbytes for tensor in cut.values())
+        for number in parts:
+            if number not in cut:
+                whole = [self._slices[number][0]]
+                (tensor,), more = self._whole.load(whole, device, verify=verify, **options)
+                cut[number] = self._cut(number, tensor)
+                read += more
+        loaded |= cut
+        return [loaded[number] for number in numbers], read
 
     def _cut(self, number: int, whole: torch.Tensor) -> torch.Tensor:
         _, ranges = self._slices[number]
-        return copied(whole[tuple(slice(*ends) for ends in ranges or ())])
+        if ranges is None:
+            return whole
+        return copied(whole[tuple(slice(*ends) for ends in ranges)])
 
     def without_data(self, numbers: Sequence[int], device: torch.device) -> list[torch.Tensor]:
         """Return slices of ``FakeTensorMode``."""

@@ -284,7 +284,8 @@ def _fill_alone(wanted: LoadPlan, tensors: Mapping[int, torch.Tensor]) -> None:
         wanted.fill(tensors)
         return
     # Tensors to be cast are loaded a few at a time.
-    length = file.reader.memory_lens().__getitem__
+    lens = file.reader.memory_lens(wanted.numbers)
+    length = dict(zip(wanted.numbers, lens, strict=True)).__getitem__
     most = file.reserve_memory(_CAST_BYTES, wanted.numbers, length) // 2
     for numbers in in_batches(wanted.numbers, length, most):
         for number, tensor in wanted.subset(numbers).load_new().items():

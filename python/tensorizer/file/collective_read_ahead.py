@@ -89,7 +89,7 @@ class CollectiveReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         self._ended = False
         file.keeps_shared = False
         self._batches = in_batches(
-            range(len(file)), file.reader.memory_lens().__getitem__, buffer_bytes
+            range(len(file)), file.reader.memory_lens(range(len(file))).__getitem__, buffer_bytes
         )
         self._wanted = set(plan.numbers)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .._native import with_earlier
 from ..modules.state import TensorSlot
 from ..tensors import sharding
 from ..tensors.handles import dtype_of, is_fillable
@@ -62,8 +61,7 @@ def load_sharded(
         for number, tensor in there.items()
         if users[id(tensor)] == 1 and number not in loaded and _can_fill(file, tensor, number)
     }
-    if len(with_earlier(file.reader, [*fits])) > len(fits):
-        # Filling these would pass others.
+    if loaded.would_pass_others([*fits]):
         fits = {}
     if fits:
         LoadPlan(Request(numbers=[*fits], out=fits), file).load(verify)

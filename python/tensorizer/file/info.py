@@ -101,9 +101,8 @@ def info(
         files = tuple(reader.files())
         found = reader.hashes(every) if hashes else [None] * len(file)
         tensors: dict[Name, TensorInfo] = {}
-        rows = zip(
-            reader.names(every), reader.memory_lens(), reader.file_numbers(), found, strict=True
-        )
+        lens = reader.memory_lens(every)
+        rows = zip(reader.names(every), lens, reader.file_numbers(), found, strict=True)
         for number, (name, nbytes, place, of_tensor) in enumerate(rows):
             dtype, shape, _ = reader.describe(number)
             known = None if of_tensor is None else MappingProxyType(dict(of_tensor))
@@ -116,5 +115,5 @@ def info(
             files=files,
             tensors=MappingProxyType(tensors),
             metadata=MappingProxyType(_metadata(file)),
-            nbytes=sum(reader.memory_lens()),
+            nbytes=sum(lens),
         )

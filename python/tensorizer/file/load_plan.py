@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._native import announce
 from .._types import Name
 from ..modules import state
 from ..tensors import sharding
@@ -108,10 +109,9 @@ class LoadPlan:
         """Return the number of bytes that are read for all of them."""
         if self._first is None:
             return self.file.reader.data_len(self.numbers)
-        lens = self.read.reader.memory_lens()
         whole = [number for number in self.numbers if number not in self._cuts]
         boxes = self.subset(number for number in self.numbers if number in self._cuts).entries()
-        return self.file.reader.data_len(whole) + sum(map(lens.__getitem__, boxes))
+        return self.file.reader.data_len(whole) + sum(self.read.reader.memory_lens(boxes))
 
     def entries(self) -> list[int]:
         """Return the numbers in ``read`` of the boxes of all tensors."""
@@ -171,11 +171,14 @@ class LoadPlan:
         tensors = (one for _, one, _ in self.read.load(self.entries(), self._places(), verify))
         if not self._box_counts:
             return dict(zip(self.numbers, tensors, strict=True))
-        counts = self._box_counts
-        boxes = {n: [next(tensors) for _ in range(counts.get(n, 1))] for n in self.numbers}
-        return {number: self.joined(number, its_boxes) for number, its_boxes in boxes.items()}
+        loaded: dict[int, torch.Tensor] = {}
+        for number in self.numbers:
+            # Joined at once, so that no more than a batch is held twice.
+            boxes = [next(tensors) for _ in range(self._box_counts.get(number, 1))]
+            loaded[number] = self._joined(number, boxes)
+        return loaded
 
-    def joined(self, number: int, boxes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _joined(self, number: int, boxes: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the boxes of a tensor's part as one tensor."""
         if len(boxes) == 1:
             return boxes[0]
@@ -225,19 +228,18 @@ class LoadPlan:
                 raise
             return
         self.check_fits(tensors)
-        views = list(self._views(tensors))
-        copied = {at: view.nbytes for at, view in enumerate(views) if not view.is_contiguous()}
-        for batch in in_batches(range(len(views)), lambda at: copied.get(at, 0), _COPIED_BYTES):
-            memory = [
-                torch.empty_like(views[at], memory_format=torch.contiguous_format)
-                if at in copied
-                else views[at]
-                for at in batch
-            ]
-            self.read.fill(memory, [entries[at] for at in batch], verify)
-            for at, filled in zip(batch, memory, strict=True):
-                if at in copied:
-                    views[at].copy_(filled)
+        announcement = announce(self.read.reader, entries)
+        # The boxes of a tensor are read together, as a pipe is read only once.
+        copied = {n: tensors[n].nbytes for n, count in self._box_counts.items() if count > 1}
+        for numbers in in_batches(self.numbers, lambda n: copied.get(n, 0), _COPIED_BYTES):
+            some = self.subset(numbers)
+            views = list(some._views(tensors))
+            memory = [one if one.is_contiguous() else _contiguous(one) for one in views]
+            self.read.fill(memory, some.entries(), verify)
+            for view, filled in zip(views, memory, strict=True):
+                if filled is not view:
+                    view.copy_(filled)
+        del announcement
 
     def _views(self, tensors: Mapping[int, torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield the memory of each of the :meth:`entries`."""
@@ -295,6 +297,10 @@ class LoadPlan:
         if sharding.is_sharded(given):
             tensor = sharding.as_sharded(tensor, given)
         return tensor[rest] if rest else tensor
+
+
+def _contiguous(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _check_fits(tensor: torch.Tensor, file: TensorFile, number: int, part: Part) -> None:

@@ -37,6 +37,10 @@ class LoadedTensors:
         self._dtype_on_request = file.dtype if is_vllms else None
         self._selection = selection
         self._tensors: dict[int, torch.nn.Parameter] = {}
+        #: The tensors that may be requested, as a set; made when it is needed.
+        self._wanted: set[int] | None = None
+        #: The last tensor that was read of a file that can only be read front to back.
+        self._passed: int | None = None
         #: By number, casts of loaded tensors.
         self._casts: dict[int, torch.nn.Parameter] = {}
         #: By number, the hashes that were compared.
@@ -172,6 +176,10 @@ class LoadedTensors:
             self.modules[number] = module
             self._verified[number] = verify or self.file.verify
 
+    def would_pass_others(self, numbers: Sequence[int]) -> bool:
+        """Tell whether a read of tensors passes others, which can then be read no more."""
+        return len(with_earlier(self.file.reader, numbers, self._passed)) > len(numbers)
+
     def _needed(self, numbers: Sequence[int]) -> list[int]:
         """Return the tensors that are not loaded yet, and others that must be loaded with them.
 
@@ -179,10 +187,14 @@ class LoadedTensors:
         be requested later.
         """
         missing = [number for number in numbers if number not in self._tensors]
-        found = with_earlier(self.file.reader, missing)
+        found = with_earlier(self.file.reader, missing, self._passed)
+        if found:
+            self._passed = found[-1]
         if len(found) == len(missing):
             return missing
-        wanted = None if self._selection is None else set(self._selection)
+        if self._wanted is None and self._selection is not None:
+            self._wanted = set(self._selection)
+        wanted = self._wanted
         found = [n for n in found if n not in self._tensors and (wanted is None or n in wanted)]
         if len(found) > len(missing):
             self.file.reader.report_fallback(
@@ -220,8 +232,7 @@ class LoadedTensors:
                     fits.append((number, tensor))
             fits = state.without_overlaps(fits)
             chosen = [number for number, _ in fits]
-            if len(with_earlier(self.file.reader, chosen)) > len(chosen):
-                # Filling these would pass others.
+            if self.would_pass_others(chosen):
                 return set()
             if fits:
                 modules = self.file.fill([tensor for _, tensor in fits], chosen, verify)

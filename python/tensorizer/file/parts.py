@@ -58,7 +58,9 @@ def planned_parts(
     """
     names = list(request.slices)
     found = _found(file, keys, names) if names else []
-    indices: dict[int, Any] = dict(zip(found, request.slices.values(), strict=False))
+    # None is no index, and is refused as an item of one.
+    given_indices = [(None,) if index is None else index for index in request.slices.values()]
+    indices: dict[int, Any] = dict(zip(found, given_indices, strict=False))
     if len(indices) < len(found):
         _refuse_different(file, found, list(request.slices.values()))
     parts = {} if len(found) < len(names) else _parts_of(file, request, keys, given, indices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -32,13 +32,12 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         #: The file, or a view of it that has the parts as its tensors.
         self._read = plan.read
         read = plan.entries()
-        #: The number of the tensor of each box that is read; empty if all tensors are wholes.
+        #: The number of the tensor of each part that is read; empty if all tensors are wholes.
         self._of = (
             {}
             if plan.read is plan.file
             else dict(zip(read, plan.numbers_of_entries(), strict=True))
         )
-        self._counts = Counter(self._of.values())
         #: Tensors whose bytes are not in order in the file. They are read last, one by one.
         #: Tensors of ``FakeTensorMode`` are not read at all.
         fake = fake_mode.is_active()
@@ -46,8 +45,6 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         late = set(self._strided)
         direct = [number for number in read if number not in late] if late else read
         self._read.refuse_without_data(direct)
-        #: Boxes that have arrived, of parts with several boxes, each with its stream on CUDA.
-        self._boxes: dict[int, dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]]] = {}
         self._closed = False
         self._ready: list[tuple[int, torch.Tensor]] = []
         self._native: TensorIterator | None = self._read.iterate(
@@ -68,34 +65,16 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         if found is not None:
             handle, numbers = found
             tensors = self._read.placed(take(handle), numbers, self._device)
-            for number, tensor in zip(numbers, tensors, strict=True):
-                self._box_landed(number, tensor)
+            of = self._of
+            owners = [of.get(number, number) for number in numbers] if of else numbers
+            self._ready.extend(zip(owners, tensors, strict=True))
             return
         self._native = None
         if not self._strided:
             raise StopIteration
         number = self._strided.popleft()
         ((_, tensor, _),) = self._read.load([number], self._device)
-        self._box_landed(number, _own(tensor))
-
-    def _box_landed(self, read: int, tensor: torch.Tensor) -> None:
-        """Take a tensor or a box that has arrived; queue each tensor that is complete."""
-        number = self._of.get(read, read)
-        count = self._counts.get(number, 1)
-        if count == 1:
-            self._ready.append((number, tensor))
-            return
-        found = self._boxes.setdefault(number, {})
-        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        found[read] = tensor, stream
-        if len(found) == count:
-            del self._boxes[number]
-            in_order = [found[at] for at in sorted(found)]
-            for box, of_box in in_order:
-                if of_box is not None:
-                    use_on_current_stream(box, of_box)
-            whole = self._plan.joined(number, [box for box, _ in in_order])
-            self._ready.append((number, whole))
+        self._ready.append((self._of.get(number, number), _own(tensor)))
 
     def close(self) -> None:
         """End the load, and wait for its reads and copies. Closing again does nothing."""

@@ -58,7 +58,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             name such as ``"float16"`` is accepted too. Integers, booleans, and floating-point
             numbers of 8 bits or fewer, which have their scales elsewhere, keep their dtypes.
         lazy_load: Read tensors on first access, in any order. Otherwise all of them are
-            read at once and the file is closed. A pipe is read as a whole at the first access.
+            read at once and the file is closed. A pipe is read up to the tensor, and those before
+            it are kept.
         plaid_mode: Ignored.
         plaid_mode_buffers: Ignored.
         num_readers: The number of threads that read at once. None for as many as help.
@@ -434,6 +435,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                     f"{name!r} has the dtype torch.{dtype}, which numpy lacks: "
                     "allow_raw_data=True yields its bytes"
                 )
+            if self._file.dtype is None and not self._file.reader.seekable:
+                # It cannot be read again.
+                self._load([number], verify)
             with fake_mode.suspended():
                 if self._file.dtype is None and number in self._loaded:
                     self._loaded.check_hashes([number], verify)

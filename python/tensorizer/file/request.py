@@ -24,7 +24,7 @@ class Request:
         numbers: The numbers of the tensors instead, which are then the keys of ``out`` and
             ``like`` too.
         filter_func: Called with each tensor's name; a tensor is left out if it returns something
-            false.
+            false. Not for ``numbers``.
         slices: The parts of some tensors, by name, as :func:`tensorizer.load` takes them.
         shard: The rank whose parts are wanted.
         out: The tensors to fill, by name or number. Of a DTensor, its local part is filled.

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from .._native import TensorIterator, split_tensor_memory
+from .._native import TensorIterator, announce, split_tensor_memory
 from ..tensors import devices, fake_mode
 from ..tensors.handles import are_plain, cast_dtype, dtype_of, lend, take
 from .checkpoint import Checkpoint, SlicedCheckpoint
@@ -203,9 +203,12 @@ class TensorFile(OpenFile):
             if numbers:
                 yield numbers
             return
-        length = self.reader.memory_lens().__getitem__
+        lens = self.reader.memory_lens(numbers)
+        length = dict(zip(numbers, lens, strict=True)).__getitem__
         most = self.reserve_memory(_BATCH_BYTES, numbers, length, device)
+        announcement = announce(self.reader, numbers)
         yield from in_batches(numbers, length, most)
+        del announcement
 
     def reserve_memory(
         self,

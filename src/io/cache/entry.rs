@@ -131,7 +131,7 @@ impl CacheEntry {
         let entry = CacheEntry { file, path: path.to_owned(), version };
         if !synced && arrived == entry.version.len {
             // The process that fetched its last bytes was ended before it could do this.
-            entry.sync()?;
+            entry.sync();
         }
         Ok(Some(entry))
     }
@@ -158,10 +158,6 @@ impl CacheEntry {
 
     pub fn file(&self) -> &File {
         &self.file
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     pub fn version(&self) -> &FileVersion {
@@ -199,26 +195,31 @@ impl CacheEntry {
     /// Records the number of bytes that have arrived. After the last ones, the entry is synced.
     pub fn set_arrived(&self, arrived: u64) -> io::Result<()> {
         write_record(&self.file, &self.version, arrived, false)?;
-        if arrived == self.version.len { self.sync() } else { Ok(()) }
+        if arrived == self.version.len {
+            self.sync();
+        }
+        Ok(())
     }
 
     /// Syncs a complete entry on another thread, because a sync may take long. One that could not
     /// be synced is removed, because later readers would not notice the failure.
-    fn sync(&self) -> io::Result<()> {
-        let (file, path) = (self.file.try_clone()?, self.path.clone());
-        let version = self.version.clone();
-        let sync = move || {
-            let synced = file.sync_data().and_then(|()| {
-                let used = file.metadata()?.modified()?;
-                write_record(&file, &version, version.len, true)?;
-                // This was no use.
-                file.set_modified(used)
-            });
-            if synced.is_err() {
-                remove_if_same(&file, &path);
-            }
+    fn sync(&self) {
+        let Ok(file) = self.file.try_clone() else { return };
+        let (path, version) = (self.path.clone(), self.version.clone());
+        let record = |file: &File, version: &FileVersion| {
+            let used = file.metadata()?.modified()?;
+            write_record(file, version, version.len, true)?;
+            // This was no use.
+            file.set_modified(used)
         };
-        thread::Builder::new().name("tensorizer-cache".to_owned()).spawn(sync).map(drop)
+        let sync = move || match file.sync_data() {
+            Err(_) => remove_if_same(&file, &path),
+            // Without the record, which a file that is open for reading cannot get, the entry is
+            // not used after the next start of the machine.
+            Ok(()) => drop(record(&file, &version)),
+        };
+        // Without a thread, it stays unsynced too.
+        drop(thread::Builder::new().name("tensorizer-cache".to_owned()).spawn(sync));
     }
 
     /// Removes it, unless there is another one of its name. Its readers go on with the removed file.

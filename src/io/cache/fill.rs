@@ -6,27 +6,29 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::entry::CacheEntry;
 use crate::mem::FilledPart;
 use crate::sys;
-use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use crate::sys::sync::unpoisoned;
 
 /// Maximum number of bytes next to the wanted ones that one request fetches with them.
 const MAX_EXTRA: u64 = 4 << 20;
 /// Minimum length of a segment that is fetched because later bytes are wanted.
 const MIN_AHEAD: u64 = 1 << 20;
-/// Bytes that are written at once while others arrive.
+/// Bytes that are written at once while others arrive; fewer if they have taken this time: other
+/// processes wait only as long as bytes arrive.
 const WRITE_STEP: usize = 4 << 20;
+const WRITE_TIME: Duration = Duration::from_secs(1);
 
 /// An entry that this process may be filling.
 pub struct FillingEntry {
     pub entry: CacheEntry,
-    fill: ForkSafeMutex<Fill>,
-    /// Notified when bytes of this process's threads have arrived, or when they end. Only these
-    /// threads lock it, so a forked child never waits for it.
+    /// Locked by threads of the process that made it alone: a forked child may inherit it locked.
+    fill: Mutex<Fill>,
+    /// Notified when bytes of this process's threads have arrived, or when they end. Locked as
+    /// `fill`.
     arrival: (Mutex<()>, Condvar),
 }
 
@@ -96,16 +98,17 @@ pub struct Segment<'e> {
     entry: &'e FillingEntry,
     pub range: Range<u64>,
     written: AtomicUsize,
+    written_at: Mutex<Instant>,
 }
 
 impl FillingEntry {
     pub fn new(entry: CacheEntry) -> Self {
-        FillingEntry { entry, fill: ForkSafeMutex::default(), arrival: Default::default() }
+        FillingEntry { entry, fill: Mutex::default(), arrival: Default::default() }
     }
 
     /// True if threads of this process are fetching all of these bytes that have not arrived.
     pub fn is_fetching(&self, wanted: &Range<u64>) -> bool {
-        let fill = self.fill.lock();
+        let fill = unpoisoned(self.fill.lock());
         fill.fetching > 0 && fill.next(self.entry.version().len).start >= wanted.end
     }
 
@@ -117,7 +120,7 @@ impl FillingEntry {
 
     /// The number of bytes that have arrived, from the first on.
     pub fn arrived(&self) -> u64 {
-        self.update(&mut self.fill.lock())
+        self.update(&mut *unpoisoned(self.fill.lock()))
     }
 
     /// Takes over what other processes have fetched; none does while this one holds the lock.
@@ -130,7 +133,7 @@ impl FillingEntry {
 
     /// Claims the next segment for a thread that wants these bytes, and has memory for `room` bytes.
     pub fn claim(&self, wanted: &Range<u64>, room: usize) -> io::Result<Claim<'_>> {
-        let mut fill = self.fill.lock();
+        let mut fill = unpoisoned(self.fill.lock());
         if fill.fetching == 0 {
             if !sys::try_lock_fetch(self.entry.file())? {
                 return Ok(Claim::OtherProcess);
@@ -149,7 +152,12 @@ impl FillingEntry {
         let range = next.start..segment_end(&next, wanted, room as u64, self.entry.version().len);
         fill.segments.insert(range.start, (range.start, range.end));
         fill.fetching += 1;
-        Ok(Claim::Fetch(Segment { entry: self, range, written: AtomicUsize::new(0) }))
+        Ok(Claim::Fetch(Segment {
+            entry: self,
+            range,
+            written: AtomicUsize::new(0),
+            written_at: Mutex::new(Instant::now()),
+        }))
     }
 }
 
@@ -166,13 +174,16 @@ impl Segment<'_> {
     /// Writes the new bytes of those that have arrived, if they are many or the last ones.
     pub fn write(&self, filled: &FilledPart<'_>, is_last: bool) -> io::Result<()> {
         let (before, count) = (self.written.load(Ordering::Relaxed), filled.count());
-        let min_bytes = if is_last { 1 } else { WRITE_STEP };
+        let mut written_at = unpoisoned(self.written_at.lock());
+        let is_late = written_at.elapsed() >= WRITE_TIME;
+        let min_bytes = if is_last || is_late { 1 } else { WRITE_STEP };
         if count.saturating_sub(before) < min_bytes {
             return Ok(());
         }
+        *written_at = Instant::now();
         self.entry.entry.write(self.range.start + before as u64, filled.bytes(before..count))?;
         self.written.store(count, Ordering::Relaxed);
-        let mut fill = self.entry.fill.lock();
+        let mut fill = unpoisoned(self.entry.fill.lock());
         if fill.written(self.range.start, self.range.start + count as u64) {
             self.entry.entry.set_arrived(fill.arrived)?;
             self.entry.arrival.1.notify_all();
@@ -184,7 +195,7 @@ impl Segment<'_> {
 /// Ends the fetch. The last one of this process lets other processes fetch.
 impl Drop for Segment<'_> {
     fn drop(&mut self) {
-        let mut fill = self.entry.fill.lock();
+        let mut fill = unpoisoned(self.entry.fill.lock());
         fill.end(self.range.start);
         if fill.fetching == 0 {
             sys::unlock_fetch(self.entry.entry.file());

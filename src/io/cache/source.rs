@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::cached_file::{NOT_CACHED, not_cached};
@@ -13,7 +14,9 @@ use super::folder::{Cache, is_full};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::io::local::FileSource;
-use crate::io::{Capabilities, Facts, Fallback, LocalCopy, ReadAt, ServerFile, read_exact_at};
+use crate::io::{
+    Capabilities, Facts, Fallback, LocalCopy, ReadAt, ServerFile, WantedRead, read_exact_at,
+};
 use crate::mem::{Buffers, FilledPart};
 use crate::sys;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
@@ -102,6 +105,8 @@ struct CacheState {
     slot: ForkSafeMutex<Slot>,
     /// The reason why the cache does not keep the file.
     fallback: Fallback,
+    /// The number of calls under way that want so much of the file that the cache is to keep it.
+    wanting: Arc<AtomicUsize>,
     /// The process whose threads fetch; a forked child has none of them.
     owner: OwnerProcess,
 }
@@ -121,8 +126,6 @@ struct Slot {
     /// Bytes that were read before a call announced what it reads: the index of the file.
     index_len: u64,
     is_announced: bool,
-    /// True if the latest call wants so much of the file that the cache is to keep it.
-    is_wanted: bool,
 }
 
 impl CachedSource {
@@ -138,7 +141,8 @@ impl CachedSource {
         let fallback = Arc::new(ForkSafeMutex::new(why.clone()));
         let slot = Slot { entry, local: complete, disabled: why, ..Slot::default() };
         let (slot, owner) = (ForkSafeMutex::new(slot), OwnerProcess::current());
-        let state = Arc::new(CacheState { origin, slot, fallback, owner });
+        let wanting = Arc::default();
+        let state = Arc::new(CacheState { origin, slot, fallback, wanting, owner });
         CachedSource { facts: CachedFacts::new(&state), state }
     }
 
@@ -162,8 +166,10 @@ impl CacheState {
         let mut progress = (0, Instant::now());
         let is_owner = self.owner.is_current();
         while let Some(entry) = self.entry(is_owner, cancel)? {
-            let arrived = entry.arrived();
-            if arrived >= wanted.end || (arrived > wanted.start && !entry.is_fetching(wanted)) {
+            // A forked child has none of the threads that note what they fetch.
+            let arrived = if is_owner { entry.arrived() } else { entry.entry.arrived() };
+            let is_coming = is_owner && arrived < wanted.end && entry.is_fetching(wanted);
+            if arrived > wanted.start && !is_coming {
                 match read_cached(&entry.entry, &(wanted.start..wanted.end.min(arrived)), buffers) {
                     Ok(read) if read > 0 => return Ok(read),
                     Err(e) if e.kind() == ErrorKind::Interrupted => {}
@@ -171,7 +177,7 @@ impl CacheState {
                 }
                 continue;
             }
-            if !(is_owner && self.slot.lock().is_wanted) {
+            if !(is_owner && self.is_wanted()) {
                 break;
             }
             match entry.claim(wanted, buffers.remaining()) {
@@ -209,7 +215,7 @@ impl CacheState {
     fn entry(&self, is_owner: bool, cancel: &dyn Cancel) -> Result<Option<Arc<FillingEntry>>> {
         let slot = self.slot.lock();
         let is_unused = slot.disabled.is_some() || slot.is_kept;
-        if is_unused || slot.entry.is_some() || !(is_owner && slot.is_wanted) {
+        if is_unused || slot.entry.is_some() || !(is_owner && self.is_wanted()) {
             return Ok(slot.entry.clone().filter(|_| !is_unused));
         }
         drop(slot);
@@ -237,7 +243,7 @@ impl CacheState {
 
     /// Notes that bytes were read past the cache.
     fn note_passed(&self) {
-        if !self.slot.lock().is_wanted {
+        if !self.is_wanted() {
             self.fallback.lock().get_or_insert_with(|| {
                 format!(
                     "read past the cache, which keeps whole files: the call wants less than half \
@@ -265,13 +271,18 @@ impl CacheState {
         is_first
     }
 
+    fn is_wanted(&self) -> bool {
+        self.wanting.load(Ordering::Relaxed) > 0
+    }
+
     /// See [`ServerFile::will_read`].
-    fn will_read(&self, bytes: u64) {
+    fn will_read(&self, bytes: u64) -> Option<WantedRead> {
         let mut slot = self.slot.lock();
         let bytes = bytes.saturating_add(slot.index_len);
-        slot.is_wanted = bytes.saturating_mul(2) >= self.origin.version.len;
         slot.is_announced = true;
         *self.fallback.lock() = slot.disabled.clone();
+        let is_wanted = bytes.saturating_mul(2) >= self.origin.version.len;
+        is_wanted.then(|| WantedRead::new(&self.wanting))
     }
 
     /// Reads a segment from the server and writes it to the entry. Returns the number of wanted
@@ -337,8 +348,8 @@ impl ReadAt for CachedSource {
         let slot = self.state.slot.lock();
         match (&slot.local, &slot.entry) {
             (Some(_), _) => &self.facts.complete,
-            (None, Some(_)) => &self.facts.filling,
-            (None, None) => &self.facts.past,
+            (None, Some(_)) if slot.disabled.is_none() => &self.facts.filling,
+            (None, _) => &self.facts.past,
         }
     }
 

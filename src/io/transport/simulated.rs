@@ -18,6 +18,7 @@ use reqwest::{Request, Response, Url};
 
 use super::TransportOptions;
 use crate::sys::clock;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The beginning of the names of credentials.
 pub const NAME: &str = "simulated-";
@@ -146,7 +147,7 @@ pub fn options() -> TransportOptions {
 }
 
 /// The servers, which their hosts name by their number.
-static SERVERS: Mutex<Vec<Weak<RamServer>>> = Mutex::new(Vec::new());
+static SERVERS: ForkSafeMutex<Vec<Weak<RamServer>>> = ForkSafeMutex::new(Vec::new());
 
 /// Bytes of a body that come at once.
 const PIECE: usize = 10_000;
@@ -219,7 +220,7 @@ impl RamServer {
 
     /// Takes requests from now on; returns the address of the file, too.
     pub fn start(self) -> (Arc<Self>, String) {
-        let (server, mut servers) = (Arc::new(self), SERVERS.lock().unwrap());
+        let (server, mut servers) = (Arc::new(self), SERVERS.lock());
         servers.push(Arc::downgrade(&server));
         (server, format!("http://ram-{}.invalid/file", servers.len() - 1))
     }
@@ -227,7 +228,7 @@ impl RamServer {
     /// The server of a URL, if it is one in memory.
     pub fn find(url: &Url) -> Option<Arc<Self>> {
         let number = url.host_str()?.strip_prefix("ram-")?.strip_suffix(".invalid")?;
-        SERVERS.lock().unwrap().get(number.parse::<usize>().ok()?)?.upgrade()
+        SERVERS.lock().get(number.parse::<usize>().ok()?)?.upgrade()
     }
 
     /// The requests so far.
