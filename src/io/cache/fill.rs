@@ -120,7 +120,8 @@ impl FillingEntry {
 
     /// The number of bytes that have arrived, from the first on.
     pub fn arrived(&self) -> u64 {
-        self.update(&mut *unpoisoned(self.fill.lock()))
+        let mut fill = unpoisoned(self.fill.lock());
+        self.update(&mut fill)
     }
 
     /// Takes over what other processes have fetched; none does while this one holds the lock.
