@@ -31,8 +31,8 @@ from subjects import test_files
 #: A hang, by which a mutant is found: nearly no thread could run when one looked, every second for
 #: so long, or more CPU seconds than any tests need. Time on the clock depends on the machine.
 IDLE, MOST = 200, 1500
-#: Exit status of pytest if there are no tests.
-NO_TESTS = 5
+#: Exit statuses of pytest if a test has another name now, and if there are no tests.
+NO_TESTS = (4, 5)
 #: Mutants of each group of Rust that are tried, of those that compile.
 WANTED = 20
 #: Unit tests that exercise each group, and tests that take longest, which are tried last.
@@ -151,7 +151,7 @@ def by_python(tree: Path, tests: list[str], number: int) -> str | None:
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not extended"]
     command = [str(tree / ".venv/bin/python"), "-m", "pytest", *options, "--tb=no", *there]
     code, output = run(tree, command, number)
-    if code in (0, NO_TESTS):
+    if code in (0, *NO_TESTS):
         return None
     failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", output, re.MULTILINE)
     return failed[1] if failed else "a hang" if code is None else f"a crash ({code})"
