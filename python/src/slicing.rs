@@ -114,7 +114,7 @@ pub fn with_earlier(reader: &Reader, numbers: Vec<usize>, passed: Option<usize>)
     let end = numbers.iter().map(|&number| place(number)).max().unwrap_or(0);
     match order.get(passed.map_or(0, place)..end) {
         Some(found) if !found.is_empty() => found.to_vec(),
-        // They were passed, which the read will say.
+        // They were passed before: reading them is an error.
         _ => numbers,
     }
 }

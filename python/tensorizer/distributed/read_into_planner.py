@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from .._native import announce, with_earlier
-from ..file.tensor_file import TensorFile, in_batches
+from .._native import with_earlier
+from ..file.tensor_file import TensorFile
 from ..tensors import fake_mode
 from ..tensors.handles import dtype_of, is_fillable, refuse_short
 
@@ -70,13 +70,11 @@ def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPla
     for number in direct.keys() & others.keys():
         for target in others.pop(number):
             target.copy_(direct[number])
-    announcement = announce(file.reader, [*others])
-    lens = dict(zip(others, file.reader.memory_lens([*others]), strict=True))
-    for batch in in_batches(sorted(others), lens.__getitem__, _BATCH_BYTES):
+    rest = sorted(others)
+    for batch in file.in_batches(rest, file.length_of(rest), _BATCH_BYTES):
         for number, tensor, _ in file.load(batch, torch.device("cpu")):
             for target in others[number]:
                 target.copy_(tensor)
-    del announcement
     for (item, _), target in zip(wanted, targets, strict=True):
         planner.commit_tensor(item, target)
 

@@ -284,8 +284,7 @@ def _fill_alone(wanted: LoadPlan, tensors: Mapping[int, torch.Tensor]) -> None:
         wanted.fill(tensors)
         return
     # Tensors to be cast are loaded a few at a time.
-    lens = file.reader.memory_lens(wanted.numbers)
-    length = dict(zip(wanted.numbers, lens, strict=True)).__getitem__
+    length = file.length_of(wanted.numbers)
     most = file.reserve_memory(_CAST_BYTES, wanted.numbers, length) // 2
     for numbers in in_batches(wanted.numbers, length, most):
         for number, tensor in wanted.subset(numbers).load_new().items():

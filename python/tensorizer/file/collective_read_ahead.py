@@ -88,9 +88,7 @@ class CollectiveReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         self._members, self._plan, file = members, plan, plan.file
         self._ended = False
         file.keeps_shared = False
-        self._batches = in_batches(
-            range(len(file)), file.reader.memory_lens(range(len(file))).__getitem__, buffer_bytes
-        )
+        self._batches = in_batches(range(len(file)), file.length_of(range(len(file))), buffer_bytes)
         self._wanted = set(plan.numbers)
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .._native import announce
 from .._types import Name
 from ..modules import state
 from ..tensors import sharding
@@ -53,15 +52,8 @@ class LoadPlan:
         #: The tensors of ``out`` or ``like``, by number.
         self._given = self._given_tensors()
         self.numbers = sorted(set(self._keys.values()))
-        parts = planned_parts(file, request, self._keys, self._given)
-        self.read, self._cuts = parts.file, parts.cuts
-        #: The first of each tensor's boxes among the tensors of ``read``; None if these are the
-        #: tensors of the file.
-        self._first = parts.first
-        #: The number of boxes of tensors that have not one.
-        self._box_counts = parts.box_counts
-        #: The indices to apply to what is loaded.
-        self._rests = parts.rests
+        self._parts = planned_parts(file, request, self._keys, self._given)
+        self.read = self._parts.file
 
     def _given_tensors(self) -> dict[int, Any]:
         """Return the tensors of ``out`` or ``like``, by number.
@@ -93,38 +85,44 @@ class LoadPlan:
 
     def is_cut(self, number: int) -> bool:
         """Tell whether only a part of a tensor is wanted."""
-        return number in self._cuts
+        return number in self._parts.cuts
 
     def part(self, number: int) -> Part:
         """Return the wanted part of a tensor, which may be all of it."""
-        cut = self._cuts.get(number)
+        cut = self._parts.cuts.get(number)
         if isinstance(cut, Part):
             return cut
-        ranges = None if self._first is None else self.read.reader.ranges(self._first[number])
+        ranges = (
+            None
+            if self._parts.first is None
+            else self.read.reader.ranges(self._parts.first[number])
+        )
         if ranges is None:
             ranges = [(0, dim) for dim in self.file.reader.describe(number)[1]]
         return Part.of_ranges(ranges)
 
     def total(self) -> int:
         """Return the number of bytes that are read for all of them."""
-        if self._first is None:
+        if self._parts.first is None:
             return self.file.reader.data_len(self.numbers)
-        whole = [number for number in self.numbers if number not in self._cuts]
-        boxes = self.subset(number for number in self.numbers if number in self._cuts).entries()
+        whole = [number for number in self.numbers if number not in self._parts.cuts]
+        boxes = self.subset(
+            number for number in self.numbers if number in self._parts.cuts
+        ).entries()
         return self.file.reader.data_len(whole) + sum(self.read.reader.memory_lens(boxes))
 
     def entries(self) -> list[int]:
         """Return the numbers in ``read`` of the boxes of all tensors."""
-        if self._first is None:
+        if self._parts.first is None:
             return self.numbers
-        first, counts = self._first, self._box_counts
+        first, counts = self._parts.first, self._parts.box_counts
         if not counts:
             return [first[number] for number in self.numbers]
         return [first[n] + at for n in self.numbers for at in range(counts.get(n, 1))]
 
     def numbers_of_entries(self) -> list[int]:
         """Return the tensor of each of the :meth:`entries`."""
-        counts = self._box_counts
+        counts = self._parts.box_counts
         if not counts:
             return self.numbers
         return [n for n in self.numbers for _ in range(counts.get(n, 1))]
@@ -169,12 +167,12 @@ class LoadPlan:
     def load_new(self, verify: str | None = None) -> dict[int, torch.Tensor]:
         """Return new tensors, by number."""
         tensors = (one for _, one, _ in self.read.load(self.entries(), self._places(), verify))
-        if not self._box_counts:
+        if not self._parts.box_counts:
             return dict(zip(self.numbers, tensors, strict=True))
         loaded: dict[int, torch.Tensor] = {}
         for number in self.numbers:
             # Joined at once, so that no more than a batch is held twice.
-            boxes = [next(tensors) for _ in range(self._box_counts.get(number, 1))]
+            boxes = [next(tensors) for _ in range(self._parts.box_counts.get(number, 1))]
             loaded[number] = self._joined(number, boxes)
         return loaded
 
@@ -192,12 +190,12 @@ class LoadPlan:
 
     def _targets(self) -> dict[int, torch.Tensor]:
         """Return the memory of ``out``, by number, in the shapes of the parts to be loaded."""
-        if not self._rests and are_plain(self._given.values()):
+        if not self._parts.rests and are_plain(self._given.values()):
             return {number: self._given[number] for number in self.numbers}
         targets: dict[int, torch.Tensor] = {}
         for key, number in self._keys.items():
             local = sharding.local_of(self._given[number])
-            targets[number] = with_ones(local, self._rests.get(number, ()), key)
+            targets[number] = with_ones(local, self._parts.rests.get(number, ()), key)
         return targets
 
     def checked_targets(self) -> dict[int, torch.Tensor]:
@@ -217,7 +215,7 @@ class LoadPlan:
 
         """
         entries, targets = self.entries(), [tensors[number] for number in self.numbers]
-        plain = self.file.dtype is None and not self._box_counts and are_plain(targets)
+        plain = self.file.dtype is None and not self._parts.box_counts and are_plain(targets)
         if plain and not self.read.strided(entries):
             try:
                 self.read.fill(targets, entries, verify)
@@ -228,9 +226,8 @@ class LoadPlan:
                 raise
             return
         self.check_fits(tensors)
-        announcement = announce(self.read.reader, entries)
         # The boxes of a tensor are read together, as a pipe is read only once.
-        copied = {n: tensors[n].nbytes for n, count in self._box_counts.items() if count > 1}
+        copied = {n: tensors[n].nbytes for n, count in self._parts.box_counts.items() if count > 1}
         for numbers in in_batches(self.numbers, lambda n: copied.get(n, 0), _COPIED_BYTES):
             some = self.subset(numbers)
             views = list(some._views(tensors))
@@ -239,13 +236,12 @@ class LoadPlan:
             for view, filled in zip(views, memory, strict=True):
                 if filled is not view:
                     view.copy_(filled)
-        del announcement
 
     def _views(self, tensors: Mapping[int, torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield the memory of each of the :meth:`entries`."""
         for number in self.numbers:
             tensor = tensors[number].detach()
-            if self._box_counts.get(number, 1) == 1:
+            if self._parts.box_counts.get(number, 1) == 1:
                 yield tensor
             else:
                 yield from (box.of_part(tensor) for box in self.part(number).boxes)
@@ -271,7 +267,7 @@ class LoadPlan:
     @property
     def returns_as_loaded(self) -> bool:
         """True if tensors are returned as they are loaded."""
-        return not self._rests and not sharding.are_any_sharded(self._given.values())
+        return not self._parts.rests and not sharding.are_any_sharded(self._given.values())
 
     def by_key(self, tensors: Mapping[int, torch.Tensor]) -> dict[Any, torch.Tensor]:
         """Return tensors by key, in the requested form."""
@@ -293,7 +289,7 @@ class LoadPlan:
 
     def in_requested_form(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor in the requested form."""
-        given, rest = self._given.get(number), self._rests.get(number)
+        given, rest = self._given.get(number), self._parts.rests.get(number)
         if sharding.is_sharded(given):
             tensor = sharding.as_sharded(tensor, given)
         return tensor[rest] if rest else tensor

@@ -198,8 +198,8 @@ class LoadedTensors:
         found = [n for n in found if n not in self._tensors and (wanted is None or n in wanted)]
         if len(found) > len(missing):
             self.file.reader.report_fallback(
-                f"{len(found) - len(missing)} tensors before the wanted ones were loaded too, "
-                f"because {self.file.uri} can only be read front to back"
+                "tensors before the wanted ones were loaded too, because "
+                f"{self.file.uri} can only be read front to back"
             )
         return found
 

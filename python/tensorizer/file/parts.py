@@ -24,8 +24,8 @@ class PlannedParts(NamedTuple):
     Attributes:
         file: A view of the file whose tensors are the boxes of the parts; the file itself if all
             tensors are wanted as wholes.
-        cuts: The cut of each tensor of which only a part is wanted, by number: an index, a
-            dimension, or a :class:`Part`.
+        cuts: By number, for each tensor of which only a part is wanted: an index, a dimension, or
+            a :class:`Part`.
         first: The first box of each tensor in the view; None without cuts.
         box_counts: The number of boxes of tensors that have not one.
         rests: The indices to apply to what is loaded.
@@ -58,7 +58,7 @@ def planned_parts(
     """
     names = list(request.slices)
     found = _found(file, keys, names) if names else []
-    # None is no index, and is refused as an item of one.
+    # To the native call None means a whole tensor; as a slice it is an error, as `(None,)` is.
     given_indices = [(None,) if index is None else index for index in request.slices.values()]
     indices: dict[int, Any] = dict(zip(found, given_indices, strict=False))
     if len(indices) < len(found):

@@ -203,9 +203,19 @@ class TensorFile(OpenFile):
             if numbers:
                 yield numbers
             return
-        lens = self.reader.memory_lens(numbers)
-        length = dict(zip(numbers, lens, strict=True)).__getitem__
+        length = self.length_of(numbers)
         most = self.reserve_memory(_BATCH_BYTES, numbers, length, device)
+        yield from self.in_batches(numbers, length, most)
+
+    def length_of(self, numbers: Sequence[int]) -> Callable[[int], int]:
+        """Return a function of the bytes that each of some tensors has in memory."""
+        lens = self.reader.memory_lens(numbers)
+        return dict(zip(numbers, lens, strict=True)).__getitem__
+
+    def in_batches(
+        self, numbers: Sequence[int], length: Callable[[int], int], most: int
+    ) -> Iterator[list[int]]:
+        """Split tensors as :func:`in_batches` does, for loads that count as one call to a cache."""
         announcement = announce(self.reader, numbers)
         yield from in_batches(numbers, length, most)
         del announcement

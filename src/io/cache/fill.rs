@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -97,8 +96,8 @@ pub enum Claim<'e> {
 pub struct Segment<'e> {
     entry: &'e FillingEntry,
     pub range: Range<u64>,
-    written: AtomicUsize,
-    written_at: Mutex<Instant>,
+    /// The number of its bytes that were written, and the time of the last write.
+    written: Mutex<(usize, Instant)>,
 }
 
 impl FillingEntry {
@@ -153,12 +152,8 @@ impl FillingEntry {
         let range = next.start..segment_end(&next, wanted, room as u64, self.entry.version().len);
         fill.segments.insert(range.start, (range.start, range.end));
         fill.fetching += 1;
-        Ok(Claim::Fetch(Segment {
-            entry: self,
-            range,
-            written: AtomicUsize::new(0),
-            written_at: Mutex::new(Instant::now()),
-        }))
+        let written = Mutex::new((0, Instant::now()));
+        Ok(Claim::Fetch(Segment { entry: self, range, written }))
     }
 }
 
@@ -174,16 +169,14 @@ fn segment_end(next: &Range<u64>, wanted: &Range<u64>, room: u64, len: u64) -> u
 impl Segment<'_> {
     /// Writes the new bytes of those that have arrived, if they are many or the last ones.
     pub fn write(&self, filled: &FilledPart<'_>, is_last: bool) -> io::Result<()> {
-        let (before, count) = (self.written.load(Ordering::Relaxed), filled.count());
-        let mut written_at = unpoisoned(self.written_at.lock());
-        let is_late = written_at.elapsed() >= WRITE_TIME;
-        let min_bytes = if is_last || is_late { 1 } else { WRITE_STEP };
+        let (mut written, count) = (unpoisoned(self.written.lock()), filled.count());
+        let (before, at) = *written;
+        let min_bytes = if is_last || at.elapsed() >= WRITE_TIME { 1 } else { WRITE_STEP };
         if count.saturating_sub(before) < min_bytes {
             return Ok(());
         }
-        *written_at = Instant::now();
         self.entry.entry.write(self.range.start + before as u64, filled.bytes(before..count))?;
-        self.written.store(count, Ordering::Relaxed);
+        *written = (count, Instant::now());
         let mut fill = unpoisoned(self.entry.fill.lock());
         if fill.written(self.range.start, self.range.start + count as u64) {
             self.entry.entry.set_arrived(fill.arrived)?;
