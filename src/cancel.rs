@@ -74,7 +74,7 @@ pub fn lock_mutex<'m, T>(
     loop {
         match mutex.try_lock() {
             Ok(held) => return Ok(held),
-            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+            Err(TryLockError::Poisoned(poisoned)) => return Ok(unpoisoned(Err(poisoned))),
             Err(TryLockError::WouldBlock) => sleep(LOCK_POLL, cancel)?,
         }
     }

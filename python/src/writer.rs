@@ -133,7 +133,7 @@ impl Writer {
                 self.owner.check(&self.uri)?;
                 unpoisoned(self.inner.lock_py_attached(py))
             }
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::Poisoned(poisoned)) => unpoisoned(Err(poisoned)),
             Ok(inner) => inner,
         };
         let _mark = self.holder.mark();
