@@ -51,17 +51,13 @@ impl<S: Stream> StreamSource<S> {
 
     /// The same for a stream whose next byte is at another position.
     pub fn new_at(stream: S, uri: impl Into<String>, position: u64) -> Self {
-        let facts = Facts { uri: uri.into(), ..Facts::default() };
-        StreamSource {
-            stream: Mutex::new((stream, position)),
-            owner: OwnerProcess::current(),
-            facts,
-        }
+        Self::with_facts(stream, position, Facts { uri: uri.into(), ..Facts::default() })
     }
 
     /// The same for a stream with other facts.
-    pub(super) fn with_facts(stream: S, facts: Facts) -> Self {
-        StreamSource { facts, ..Self::new(stream, "") }
+    pub(super) fn with_facts(stream: S, position: u64, facts: Facts) -> Self {
+        let owner = OwnerProcess::current();
+        StreamSource { stream: Mutex::new((stream, position)), owner, facts }
     }
 
     /// Locks the stream. A forked child does not wait for a thread of its parent.

@@ -147,7 +147,7 @@ fn open_with_clients(
         let facts = Facts { identity: identity(first.validators.strong_tag()), ..facts };
         let (validators, address) = (first.validators, facts.uri.clone());
         let body = sequential::SequentialBody::new(url, clients, transport, validators, address);
-        return Ok(Arc::new(StreamSource::with_facts(body, facts)));
+        return Ok(Arc::new(StreamSource::with_facts(body, 0, facts)));
     }
     let sends_ahead = first.sends_ahead.unwrap_or(tls);
     let connection_limit = if sends_ahead { clients.limit() } else { Arc::default() };
