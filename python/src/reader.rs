@@ -160,6 +160,11 @@ impl Reader {
         Ok(self.of_same(self.file.with_slices(slices)?))
     }
 
+    /// Returns the same file with the bytes of each tensor as a tensor.
+    fn as_bytes(&self) -> Outcome<Reader> {
+        Ok(self.of_same(self.file.as_bytes()?))
+    }
+
     /// Returns the range of a slice in each dimension of the whole tensor; None for a whole tensor.
     fn ranges(&self, number: usize) -> Outcome<Option<Vec<(u64, u64)>>> {
         Ok(self

@@ -79,7 +79,8 @@ pub fn read_archive(
     Ok(CatalogPart { source, format, head: None, entries, metadata: None })
 }
 
-fn bytes_dtype() -> Result<DType> {
+/// Returns the dtype of bytes.
+pub(super) fn bytes_dtype() -> Result<DType> {
     DType::from_name("uint8").ok_or_else(|| Error::Bug("no type of bytes".to_owned()))
 }
 

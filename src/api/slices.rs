@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::archive::bytes_dtype;
 use super::file::TensorFile;
 use crate::engine::plan::SliceRanges;
 use crate::error::{Error, Result};
@@ -41,5 +42,15 @@ impl TensorFile {
             Ok(Entry { shape, whole, ..entry.clone() })
         });
         self.with_parts(entries.collect::<Result<_>>()?)
+    }
+
+    /// Returns the same file, each of whose tensors is its bytes in the file. Slices of them are
+    /// parts of tensors that are cut at any byte.
+    #[doc(hidden)]
+    pub fn as_bytes(&self) -> Result<Self> {
+        let dtype = bytes_dtype()?;
+        let bytes =
+            |entry: &Entry| Entry { dtype, shape: [entry.data_len].into(), ..entry.clone() };
+        self.with_parts(self.entries().iter().map(bytes).collect())
     }
 }

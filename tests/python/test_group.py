@@ -59,11 +59,11 @@ def test_more_ranks_make_no_more_collectives(ranks, tmp_path):
     few, many = (ranks.run("groups.collectives", size, tmp_path) for size in (2, 8))
     assert few == [few[0]] * 2 and many == [few[0]] * 8
     of_load, of_local, of_answers = few[0]
-    # One for the file that the first one has opened; three exchanges, up the tree and down, of what
-    # all have opened, want and have ready; one batch; and the results of all, up and down.
-    assert of_load == 1 + 3 * 2 + 1 + 2
-    assert of_local == 1 + 2 * 2
-    assert of_answers == [2, 3, 4]
+    # The file that the first one has opened, whether all have opened the same, what they want,
+    # whether they are ready; of the only block, whether all have read, and its bytes; the end.
+    assert of_load == 7
+    assert of_local == 3
+    assert of_answers == [1, 2, 2]
 
 
 def test_one_rank_compares_hashes(ranks, folder):
@@ -96,8 +96,8 @@ def test_48_ranks_take_few_descriptors(ranks, tmp_path):
 
 
 def test_connections_are_kept_from_load_to_load(ranks, folder):
-    # A new set after the load that failed, and beside that of an iterator that is not at its end.
-    assert ranks.run("groups.connections", 3, folder) == [[1, 1, 3]] * 3
+    # A load that fails at one rank keeps them; an iterator that is not at its end has its own.
+    assert ranks.run("groups.connections", 3, folder) == [[1, 1, 2]] * 3
 
 
 def test_other_collectives_of_the_group_go_on(ranks, folder):
@@ -227,7 +227,7 @@ def test_iterators_of_a_rank_that_is_killed_end_with_an_error(ranks, folder):
     for rank in (0, 2):
         kind, message, seconds = found[rank]["result"]
         assert kind == "GroupError"
-        assert f"rank {rank} of 3 lost the other members of its group" in message
+        assert message.startswith("rank 1 of the group is gone")
         # The time-out is 10 s.
         assert seconds < 8
 
@@ -262,7 +262,7 @@ def test_errors_during_an_exchange_are_raised_at_all_ranks(ranks, folder):
     for name, at in {"pair": 1, "parts": 1, "read": 1, "first": 1, "delivery": 3, "read columns": 2,
                      "pack": 2, "columns": 1}.items():  # fmt: skip
         said = [of_rank[name] for of_rank in found]
-        assert [one[:2] for one in said] == [told] * 4, name
+        assert [one and one[:2] for one in said] == [told] * 4, name
         if hasattr(BaseException, "add_note"):
             notes = [None if rank == at else [f"rank {at} of the group failed"]
                      for rank in range(4)]  # fmt: skip
@@ -281,7 +281,7 @@ def test_a_rank_that_is_killed(ranks, folder):
         for rank in (0, 1, 3):
             kind, message, seconds, trace = found[rank]["result"]
             assert kind == "GroupError", trace
-            assert f"rank {rank} of 4 lost the other members of its group" in message
+            assert message.startswith("rank 2 of the group is gone")
             # The time-out is 10 s.
             assert seconds < 8
 
@@ -324,7 +324,7 @@ def test_an_interrupt_while_connecting_ends_the_call_at_all_ranks(ranks, folder)
     assert found[0][0] == "KeyboardInterrupt"
     for kind, message, seconds in found[1:]:
         assert kind == "GroupError"
-        assert "lost the other members of its group" in message
+        assert message.startswith("rank 0 of the group was interrupted")
         assert seconds < 5
 
 

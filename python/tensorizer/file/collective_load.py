@@ -1,37 +1,42 @@
-"""Loads a file by the members of a process group: every byte is fetched by one of them."""
+"""Loads a file by the members of a process group: every byte is read by one of them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from .._native import effective_memory_limit
 from .._types import Head
-from ..group.exchange import MemoryBudget
 from ..group.members import Members
-from ..group.tensor_requests import (
-    MergedRequests,
-    RequestStructure,
+from ..group.wishes import (
+    MergedWishes,
     Table,
-    TensorRequest,
-    merge_requests,
+    Wish,
+    decoded_columns,
+    decoded_table,
+    encoded_table,
+    merged,
 )
 from ..streams.addresses import is_address
-from ..tensors.handles import cast_dtype, dtype_of
+from ..tensors.handles import dtype_of
 from ..tensors.sharding import Ranges
+from .exchange import Exchange
 from .load_plan import LoadPlan
 from .progress import ProgressReporter
+from .read_ahead import ReadAhead
 from .request import Request
-from .shared_batches import FillTask, SharedBatches
-from .tensor_file import TensorFile, in_batches
+from .tensor_file import TensorFile
 
-#: Bytes of tensors that are held twice while they are cast.
-_CAST_BYTES = 256 << 20
+#: The most bytes that a member holds beside the tensors of a load.
+_LOAD_BYTES = 1 << 30
+#: The kinds of hashes, the weakest first.
+_VERIFICATIONS = ("nothing", "crc32", "all")
 
 
 def open_collectively(
@@ -65,19 +70,9 @@ def open_collectively(
 
     try:
         heads = members.run_on_first(open_first)
-        file, found = members.run_on_all(open_with_heads, _summary)
-        versions: dict[tuple[str, ...], list[str | None]] = {}
-        for rank, one in enumerate(found):
-            if one.paths and versions.setdefault(one.paths, one.identities) != one.identities:
-                raise ValueError(
-                    f"rank {rank} of the group has opened another version of {one.uri} than a rank "
-                    "before it: the file or its folder was replaced meanwhile"
-                )
-            if one.digest != found[0].digest:
-                raise ValueError(
-                    f"rank {rank} of the group has opened another file than rank 0: {one.uri} has "
-                    f"other tensors than {found[0].uri}"
-                )
+        file, told = members.run_on_all(open_with_heads, lambda file: tuple(_summary(file)))
+        found = [_FileSummary(*one) for one in told]
+        _refuse_different(members, file.reader.uri, found)
     except BaseException:
         for file in files:
             file.close()
@@ -90,31 +85,62 @@ def open_collectively(
 class _FileSummary(NamedTuple):
     """A file that a member has opened, as the other members need to know it.
 
-    It has a digest of its tensors, its address, whether it can be read in any order, the machine
-    that it is local to, or None, what tells its files from others, and their paths with what
-    decides to which files these lead; nothing if it has no paths.
+    It has a digest of its tensors, whether it can be read in any order, and digests of the machine
+    that it is local to, or None, of its paths with what decides to which files these lead, or None,
+    and of what tells its files from others.
     """
 
-    digest: bytes
-    uri: str
+    tensors: bytes
     seekable: bool
-    machine: str | None
-    identities: list[str | None]
-    paths: tuple[str, ...]
+    machine: bytes | None
+    paths: bytes | None
+    identities: bytes
 
 
 def _summary(file: TensorFile) -> _FileSummary:
     reader = file.reader
     machine = _machine() if file.is_local else None
     files = reader.files()
-    paths: tuple[str, ...] = ()
+    paths = None
     namespace = Path("/proc/self/ns/mnt")
     if machine is not None and namespace.exists() and not any(map(is_address, files)):
         root = Path("/").stat()
         view = (machine, str(namespace.readlink()), f"{root.st_dev} {root.st_ino}")
-        paths = (*view, *map(os.path.abspath, files))
+        paths = _digest((*view, *map(os.path.abspath, files)))
     return _FileSummary(
-        _digest(file), reader.uri, reader.seekable, machine, reader.identities(), paths
+        _digest_of_tensors(file),
+        reader.seekable,
+        None if machine is None else _digest(machine),
+        paths,
+        _digest(reader.identities()),
+    )
+
+
+def _refuse_different(members: Members, uri: str, found: Sequence[_FileSummary]) -> None:
+    """Refuse different files of members.
+
+    Raises:
+        ValueError: A member has opened another file.
+
+    """
+    versions: dict[bytes, bytes] = {}
+    replaced = [
+        rank
+        for rank, one in enumerate(found)
+        if one.paths and versions.setdefault(one.paths, one.identities) != one.identities
+    ]
+    others = [rank for rank, one in enumerate(found) if one.tensors != found[0].tensors]
+    if not replaced and not others:
+        return
+    uris = members.agree(None, uri)
+    if replaced:
+        raise ValueError(
+            f"rank {replaced[0]} of the group has opened another version of {uris[replaced[0]]} "
+            "than a rank before it: the file or its folder was replaced meanwhile"
+        )
+    raise ValueError(
+        f"rank {others[0]} of the group has opened another file than rank 0: {uris[others[0]]} "
+        f"has other tensors than {uris[0]}"
     )
 
 
@@ -124,7 +150,11 @@ def _machine() -> str | None:
     return boot.read_text().strip() if boot.exists() else None
 
 
-def _digest(file: TensorFile) -> bytes:
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()[:16]
+
+
+def _digest_of_tensors(file: TensorFile) -> bytes:
     """Return a digest that tells the tensors of a file from those of others."""
     reader, every = file.reader, range(len(file))
     digest = hashlib.sha256(repr((reader.pair_id, reader.offsets())).encode())
@@ -137,7 +167,7 @@ def load_collectively(
     members: Members,
     opened: Callable[[Sequence[Head]], TensorFile],
     requested: Callable[[], Request],
-    progress: ProgressReporter,
+    reporter: ProgressReporter,
 ) -> dict[Any, torch.Tensor]:
     """Load the tensors that this member wants together with the other members of a group.
 
@@ -147,166 +177,158 @@ def load_collectively(
         members: The members.
         opened: See :func:`open_collectively`.
         requested: Makes the request; an error of it is the error of all.
-        progress: Reports the bytes that are loaded.
-
-    """
-    file, each_reads = open_collectively(members, opened)
-    plans: list[LoadPlan] = []
-
-    def planned() -> LoadPlan:
-        plans.append(plan := LoadPlan(requested(), file))
-        progress.total = plan.total()
-        return plan
-
-    def load() -> dict[Any, torch.Tensor]:
-        loaded = planned().load()
-        progress.finish()
-        return loaded
-
-    def prepare() -> FillTask:
-        plan = planned()
-        return FillTask(plan, plan.checked_targets() or allocate(plan))
-
-    with file:
-        if each_reads:
-            file.reader.share_cache()
-            return members.run_on_all(load)[0]
-        file.keeps_shared = False
-        filled = fill_collectively(members, prepare, progress.finish)
-        return plans[0].by_key(filled.tensors)
-
-
-def fill_collectively(
-    members: Members, prepare: Callable[[], FillTask], finish: Callable[[], None] | None = None
-) -> FillTask:
-    """Fill the tensors that this member wants; other members may want others.
-
-    Args:
-        members: All members that fill tensors of the same file.
-        prepare: Called once at each member; returns its wanted tensors and their memory.
-        finish: Called once at each member when all its tensors are filled.
+        reporter: Reports the bytes that are loaded.
 
     Raises:
         BaseException: The error of this member, or of another.
 
     """
-    numbers: list[int] = []
 
-    def prepare_request() -> tuple[FillTask, TensorRequest]:
-        found = prepare()
-        lens = found.wanted.file.reader.data_lens()
-        numbers.extend(number for number in found.wanted.numbers if lens[number])
-        return found, _request(found.wanted, numbers)
+    def planned() -> LoadPlan:
+        return _planned(requested, file, reporter)
 
-    def describe(found: tuple[FillTask, TensorRequest]) -> tuple[bytes, Table, bool, bool]:
-        (wanted, _), request = found
-        limited = effective_memory_limit(wanted.file.memory_limit) is not None
-        return request.structure.digest(), request.table, wanted.file.verify != "nothing", limited
+    def load_alone() -> dict[Any, torch.Tensor]:
+        loaded = planned().load()
+        reporter.finish()
+        return loaded
 
-    (task, request), of_all = members.run_on_all(prepare_request, describe)
-    any_limit = any(limited for *_, limited in of_all)
-    # Hashes cover whole tensors: if one member compares them, no member cuts tensors.
-    whole = any(verifies for *_, verifies, _ in of_all)
-    wanted, tensors = task
-    requests = [(digest, table) for digest, table, *_ in of_all]
-    found = _merged_requests(members, wanted.file, request, requests, whole=whole)
-    sharing = SharedBatches(members, task, found.shared, whole=whole)
-    read_alone = [n for n in numbers if n in found.alone or n in sharing.read_by_each]
-    alone = wanted.subset(read_alone)
-
-    def fill_alone() -> MemoryBudget:
-        empty = set(wanted.numbers).difference(numbers)
-        for number in empty:
-            tensors[number].detach().zero_()
-        # Compares a hash of the whole file now, before others wait for a batch of this member.
-        if wanted.file.verify != "nothing":
-            wanted.file.read([], torch.device("cpu"))
-        _fill_alone(alone, tensors)
-        if finish is not None and not found.exchanges:
-            finish()
-        budget = sharing.memory_budget()
-        if not any_limit:
-            sharing.prepare(budget)
-        return budget
-
-    budget, lens_of_all = members.run_on_all(fill_alone, lambda budget: budget.batch_bytes)
-    if found.exchanges:
-        if any_limit:
-            # Members may have different limits, and all must cut the same batches.
-            members.run_on_all(lambda: sharing.prepare(budget, min(lens_of_all)))
-        members.agree(sharing.exchange(finish))
-    return task
+    with members:
+        file, each_reads = open_collectively(members, opened)
+        with file:
+            if each_reads:
+                file.reader.share_cache()
+                loaded, _ = members.run_on_all(load_alone)
+                members.complete()
+                return loaded
+            plan, tensors = _begin(members, file, planned, _LOAD_BYTES, reporter.finish)
+            with contextlib.closing(tensors):
+                return plan.by_key(dict(itertools.chain.from_iterable(tensors)))
 
 
-def _request(wanted: LoadPlan, numbers: Sequence[int]) -> TensorRequest:
-    """Return the ranges of tensors that this member wants."""
-    shapes = (shape or [1] for _, shape in wanted.file.reader.describe_all(numbers))
+def open_iterator(
+    members: Members,
+    opened: Callable[[Sequence[Head]], TensorFile],
+    requested: Callable[[], Request],
+    reporter: ProgressReporter,
+    buffer_bytes: int,
+) -> tuple[TensorFile, LoadPlan, Exchange | ReadAhead]:
+    """Open a file at all members. Return it, the chosen tensors, and their iterator.
 
-    def ranges(number: int, shape: Sequence[int]) -> Ranges:
-        cut = wanted.is_cut(number)
-        return (cut and wanted.part(number).bounds()) or tuple((0, size) for size in shape)
+    See :func:`load_collectively`; ``buffer_bytes`` is the most that a member holds beside its
+    tensors.
+    """
 
-    return TensorRequest.of(
-        (n, ranges(n, shape), shape) for n, shape in zip(numbers, shapes, strict=True)
-    )
+    def planned() -> LoadPlan:
+        return _planned(requested, file, reporter)
+
+    with members:
+        file, each_reads = open_collectively(members, opened)
+        try:
+            if not each_reads:
+                return file, *_begin(members, file, planned, buffer_bytes)
+            file.reader.share_cache()
+            plan, _ = members.run_on_all(planned)
+            members.complete()
+            return file, plan, ReadAhead(plan, plan.device, buffer_bytes, ready=False)
+        except BaseException:
+            file.close()
+            raise
 
 
-def _merged_requests(
+def _planned(
+    requested: Callable[[], Request], file: TensorFile, reporter: ProgressReporter
+) -> LoadPlan:
+    plan = LoadPlan(requested(), file)
+    reporter.total = plan.total()
+    return plan
+
+
+def _begin(
     members: Members,
     file: TensorFile,
-    mine: TensorRequest,
-    of_members: Sequence[tuple[bytes, Table]],
+    planned: Callable[[], LoadPlan],
+    buffer_bytes: int,
+    finish: Callable[[], None] | None = None,
+) -> tuple[LoadPlan, Exchange]:
+    """Tell the others what this member wants, and begin to exchange."""
+    file.keeps_shared = False
+    (plan, wish, _), told = members.run_on_all(
+        lambda: _wished(planned(), buffer_bytes), lambda found: tuple(_described(*found))
+    )
+    answers = [_Answer(*one) for one in told]
+    # Hashes cover whole tensors: if one member compares them, no member cuts tensors.
+    verify = max((one.verify for one in answers), key=_VERIFICATIONS.index)
+    wishes = _merged(members, file, wish, answers, whole=verify != "nothing")
+    limit = min(one.most for one in answers)
+
+    def begin() -> Exchange:
+        # Compares a hash of the whole file now, before others wait for this member.
+        if verify != "nothing":
+            file.read([], torch.device("cpu"), verify)
+        return Exchange(members, plan, wishes, limit, verify=verify, finish=finish)
+
+    return plan, members.run_on_all(begin)[0]
+
+
+class _Answer(NamedTuple):
+    """What a member tells the others of its wish: digests, hashes, and memory."""
+
+    columns: bytes
+    table: bytes
+    verify: str
+    most: int
+
+
+def _wished(plan: LoadPlan, buffer_bytes: int) -> tuple[LoadPlan, Wish, int]:
+    """Return what this member wants, and the bytes that it may hold beside it."""
+    file = plan.file
+    lens = file.reader.data_lens()
+    numbers = [number for number in plan.numbers if lens[number]]
+
+    def boxes(number: int, shape: Sequence[int]) -> Sequence[Ranges]:
+        if plan.is_cut(number):
+            return [box.ranges or ((0, 1),) for box in plan.part(number).boxes]
+        return [tuple((0, size) for size in shape)]
+
+    described = zip(numbers, file.reader.describe_all(numbers), strict=True)
+    wish = Wish.of(
+        (n, boxes(n, shape or (1,)), shape or (1,), dtype_of(dtype).itemsize)
+        for n, (dtype, shape) in described
+    )
+    most = file.reserve_memory(buffer_bytes, numbers, file.length_of(numbers), plan.device)
+    return plan, wish, most
+
+
+def _described(plan: LoadPlan, wish: Wish, most: int) -> _Answer:
+    table = hashlib.sha256(encoded_table(wish.table)).digest()
+    return _Answer(wish.digest(), table, plan.file.verify, most)
+
+
+def _merged(
+    members: Members,
+    file: TensorFile,
+    mine: Wish,
+    answers: Sequence[_Answer],
     *,
     whole: bool,
-) -> MergedRequests:
-    """Return the merged requests of all members. Each different structure is sent once."""
-    tables: dict[bytes, list[tuple[int, Table]]] = {}
-    for rank, (digest, table) in enumerate(of_members):
-        tables.setdefault(digest, []).append((rank, table))
-    structures = [mine.structure]
-    if len(tables) > 1:
-        firsts = [of_structure[0][0] for of_structure in tables.values()]
-        sent = members.all_gather(mine.structure.encoded() if members.rank in firsts else b"")
-        structures = [RequestStructure.decoded(sent[rank]) for rank in firsts]
+) -> MergedWishes:
+    """Return the wishes of all members. Equal ones send nothing more, and others what differs."""
     every = range(len(file))
     in_one_piece = every if whole else file.strided(every)
-    requests = list(zip(structures, tables.values(), strict=True))
-    return merge_requests(requests, len(file), in_one_piece, (members.rank, members.size))
-
-
-def _fill_alone(wanted: LoadPlan, tensors: Mapping[int, torch.Tensor]) -> None:
-    """Fill the tensors that this member alone wants, without the others."""
-    file = wanted.file
-    file.reader.limit_memory(file.memory_limit)
-    if not wanted.numbers:
-        return
-    if file.dtype is None:
-        wanted.fill(tensors)
-        return
-    # Tensors to be cast are loaded a few at a time.
-    length = file.length_of(wanted.numbers)
-    most = file.reserve_memory(_CAST_BYTES, wanted.numbers, length) // 2
-    for numbers in in_batches(wanted.numbers, length, most):
-        for number, tensor in wanted.subset(numbers).load_new().items():
-            tensors[number].detach().copy_(tensor)
-
-
-def allocate(wanted: LoadPlan) -> dict[int, torch.Tensor]:
-    """Return new tensors to load the wanted ones into.
-
-    Raises:
-        MemoryError: There is not enough memory on the host.
-        torch.OutOfMemoryError: There is not enough memory on a device.
-
-    """
-    made = {}
-    for number in wanted.numbers:
-        dtype = cast_dtype(dtype_of(wanted.file.reader.describe(number)[0]), wanted.file.dtype)
-        shape, device = wanted.part(number).shape, wanted.device_of(number)
-        try:
-            made[number] = torch.empty(shape, dtype=dtype, device=device)
-        except RuntimeError as error:
-            if device.type != "cpu":
-                raise
-            raise MemoryError(f"tensor {wanted.file.reader.name(number)!r}: {error}") from error
-    return made
+    tables: list[Table] = [mine.table] * members.size
+    if len({one.table for one in answers}) > 1:
+        tables = [decoded_table(one) for one in members.all_gather(encoded_table(mine.table))]
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, one in enumerate(answers):
+        ranks_of.setdefault(one.columns, []).append(rank)
+    columns = [mine.columns]
+    if len(ranks_of) > 1:
+        # Each different list is sent once.
+        firsts = [ranks[0] for ranks in ranks_of.values()]
+        sent = members.all_gather(mine.encoded() if members.rank in firsts else b"")
+        columns = [decoded_columns(sent[rank]) for rank in firsts]
+    wishes = [
+        (one, [(rank, tables[rank]) for rank in ranks])
+        for one, ranks in zip(columns, ranks_of.values(), strict=True)
+    ]
+    return merged(wishes, len(file), members.size, in_one_piece)

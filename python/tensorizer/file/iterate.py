@@ -131,11 +131,15 @@ def iterate(
 
     # Under FakeTensorMode each member makes its tensors alone.
     if group is not None and not fake_mode.is_active():
-        from .collective_read_ahead import open_read_ahead  # torch.distributed is slow to import
+        from ..group.members import Members  # torch.distributed is slow to import
 
-        return _LoadIterator(
-            reporter, *open_read_ahead(group, opened, request, reporter, buffer_bytes)
-        )
+        members = Members.of(group)
+        if members.size > 1:
+            from .collective_load import open_iterator  # as above
+
+            return _LoadIterator(
+                reporter, *open_iterator(members, opened, lambda: request, reporter, buffer_bytes)
+            )
     file = opened(None, request.wanted_names())
     try:
         plan = LoadPlan(request, file)

@@ -159,10 +159,8 @@ def load(
             return plan.load()
     from .collective_load import load_collectively  # as above
 
-    with reporter, members:
-        loaded = load_collectively(members, opened, requested, reporter)
-        members.complete()
-        return loaded
+    with reporter:
+        return load_collectively(members, opened, requested, reporter)
 
 
 def save(

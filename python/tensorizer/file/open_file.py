@@ -255,6 +255,13 @@ class OpenFile:
         part._checkpoint = checkpoint
         return part
 
+    def of_bytes(self: _File) -> _File:
+        """Return the same file with the bytes of each tensor as a tensor of ``uint8``."""
+        part = self._with(self.reader.as_bytes())
+        part._checkpoint, part.dtype = None, None
+        self._adopted_readers += {part.reader}
+        return part
+
     def with_parts(self: _File, reader: Reader, numbers: Sequence[int]) -> _File:
         """Return the same file with parts of some tensors as its only tensors.
 

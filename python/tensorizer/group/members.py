@@ -1,40 +1,44 @@
-"""The members of a process group, which exchange values and fail together."""
+"""The members of a process group, which exchange values and tensors, and fail together."""
 
 from __future__ import annotations
 
-import atexit
-import copy
 import datetime
-import functools
+import os
 import pickle
-import threading
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from .._errors import GroupError
-from . import inherited_group, leave_notice, rendezvous
-from .call_sequence import CALL_SEQUENCES, CallSequence, Connections
-from .communicator import Communicator
+from . import inherited_group
+from .connections import CallSequence, Connections, on_thread, timeout_of
 
 _T = TypeVar("_T")
 
 #: Bytes of each member's value that are sent first, and of the length in front of it.
-_FIRST_BYTES, _LENGTH = 512, 8
-#: The most connections of parts that are kept between calls: each takes descriptors and threads.
-_MAX_KEPT_SUBGROUPS = 32
+_FIRST_BYTES, _LENGTH = 128, 8
+#: Longer values of fewer members than this share are sent one by one; more are padded to the
+#: longest.
+_FEW = 1 / 4
+#: Seconds that a member waits beyond the group's time-out, which is to end the wait first.
+_GRACE_SECONDS = 10.0
 
 
-class Members(Communicator):
+class Members:
     """The processes that make one call together.
+
+    Messages go over connections of their own (gloo, and NCCL between CUDA devices), which are kept
+    for the next call. So other collectives of the group may run at the same time.
 
     Args:
         ranks: Their ranks in the default group, the same at all of them.
         like: A group whose backend and time-out are used.
+        is_free: True if no other thread uses ``like`` during the call. Tensors of devices are then
+            sent on it, and it may have any backend.
 
     Raises:
         ValueError: This process is not one of them.
@@ -43,11 +47,13 @@ class Members(Communicator):
     Attributes:
         rank: The number of this process among them.
         size: The number of members.
-        on_device: True if they exchange tensors of CUDA devices without the CPU.
+        on_device: True if they exchange tensors of devices without the CPU.
 
     """
 
-    def __init__(self, ranks: Sequence[int], like: dist.ProcessGroup) -> None:
+    def __init__(
+        self, ranks: Sequence[int], like: dist.ProcessGroup, *, is_free: bool = False
+    ) -> None:
         if dist.get_rank() not in ranks:
             raise ValueError("this process is not a member of the process group of this call")
         if dist.group.WORLD is inherited_group.inherited_default_group():
@@ -55,23 +61,25 @@ class Members(Communicator):
                 "torch.distributed was initialised by the parent process, before fork(): "
                 "initialise it in this process"
             )
-        on_device = "nccl" in dist.get_backend(like)
-        super().__init__(
-            ranks.index(dist.get_rank()),
-            len(ranks),
-            on_device=on_device,
-            timeout=_timeout(like, on_device),
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        backend = dist.get_backend(like)
+        self.on_device = "nccl" in backend or (is_free and backend not in ("gloo", "mpi"))
+        self._engine = like if is_free else None
+        self._timeout = timeout_of(like, self.on_device)
+        self._process = os.getpid()
+        self._calls = CallSequence.of(
+            f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}", self.size
         )
+        self._connections: Connections | None = None
+        self._interrupt: BaseException | None = None
         self._failure_agreed = False
-        self._name = f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}"
-        self._connected_at = 0
 
     @staticmethod
-    def of(group: dist.ProcessGroup) -> Members:
+    def of(group: dist.ProcessGroup, *, is_free: bool = False) -> Members:
         """Return the members of a group."""
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the process group of this call")
-        return Members(sorted(dist.get_process_group_ranks(group)), group)
+        return Members(sorted(dist.get_process_group_ranks(group)), group, is_free=is_free)
 
     def __enter__(self) -> Members:
         self.join()
@@ -85,7 +93,7 @@ class Members(Communicator):
     ) -> None:
         """End the call; leave it if it fails here and the other members do not know that."""
         if error is not None and not self._failure_agreed:
-            self.leave()
+            self.leave(f"has failed: {type(error).__name__}: {error}")
 
     def join(self) -> None:
         """Meet the other members, and connect to them.
@@ -94,91 +102,31 @@ class Members(Communicator):
             GroupError: A member was lost, or did not come.
 
         """
-        self.check_process()
-        interruption = None
-        self._have_left = False
-        with self.leave_on_error():
-            calls = CallSequence.of(self._name, self.size)
-            calls.count += 1
-            self._store = distributed_c10d.PrefixStore(f"{self._name}/{calls.count}", calls.store)
-            connect = functools.partial(self._connect, calls)
-            interruption, failure = rendezvous.run_uninterrupted(connect)
-            try:
-                if failure is not None and interruption is None:
-                    raise failure
-            finally:
-                # Its traceback holds this call, and all objects of it.
-                del failure
+        self._check_process()
+        seconds = self._timeout.total_seconds() + _GRACE_SECONDS
         try:
-            if interruption is not None:
-                self.leave()
-                raise interruption
-        finally:
-            del interruption
-
-    def _connect(self, calls: CallSequence, leaves: threading.Event) -> None:
-        """Meet the other members, unless this one leaves before all arrive, and connect to them.
-
-        If all have the connections of the same earlier call, they use these again.
-        """
-        connected_at = calls.connected_at if calls.connections.hosts is not None else 0
-        same = rendezvous.rendezvous(
-            self._store, self.size, self._timeout, leaves, str(connected_at)
-        )
-        calls.connected_at = 0
-        if connected_at and same:
-            self._connected_at = connected_at
-        else:
-            calls.connections, self._connected_at = Connections(), calls.count
-            self.connect_hosts(calls.connections, self._store)
-        self._connections = calls.connections
-        if self._have_left:
-            # This member has left without waiting for this thread.
-            self.leave()
-
-    def subgroup(self, ranks: Sequence[int]) -> Members:
-        """Return some of the members, this one among them; all of them make this call.
-
-        They have connections of their own, which are kept with those of all members.
-
-        Raises:
-            GroupError: A member was lost.
-
-        """
-        subgroup = copy.copy(self)
-        subgroup.rank, subgroup.size = ranks.index(self.rank), len(ranks)
-        subgroup._subgroup_key = "/" + "-".join(map(str, ranks))
-        known = self._connections.subgroups.setdefault(tuple(ranks), Connections())
-        subgroup._connections = known
-        if known.hosts is None:
-            store = distributed_c10d.PrefixStore(f"part{subgroup._subgroup_key}", self._store)
-            with self.leave_on_error():
-                interruption, failure = rendezvous.run_uninterrupted(
-                    lambda _: subgroup.connect_hosts(known, store)
-                )
-                try:
-                    if failure is not None:
-                        raise failure
-                    # As during an exchange, the other members are told at its end.
-                    subgroup._interrupt = interruption
-                finally:
-                    del failure, interruption
-            if subgroup.on_device:
-                # Connections between devices are made without a watch for members that leave: wait
-                # until all have arrived.
-                subgroup.all_gather_bytes(b"", 1)
-        return subgroup
+            self._connections = on_thread(
+                lambda leaving: self._calls.connect(self.rank, self._timeout, leaving), seconds
+            )
+        except (RuntimeError, TimeoutError, dist.DistError) as error:
+            raise GroupError(
+                f"rank {self.rank} of {self.size} did not meet the other members of its group "
+                f"within {self._timeout}: {error}"
+            ) from error
 
     def complete(self) -> None:
         """End a call that succeeded at all members: the next one uses its connections again."""
-        calls = CallSequence.of(self._name, self.size)
-        few_subgroups = len(self._connections.subgroups) <= _MAX_KEPT_SUBGROUPS
-        if (
-            calls.connections is self._connections
-            and calls.connections.hosts is not None
-            and few_subgroups
-        ):
-            calls.connected_at = self._connected_at
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            self._calls.keep(connections)
+
+    def leave(self, why: str = "has left the call") -> None:
+        """Give the connections up, so that others do not wait for this process."""
+        connections, self._connections = self._connections, None
+        if connections is not None and self._process == os.getpid():
+            connections.leave(self.rank, why)
+
+    # Values
 
     def run_on_all(
         self, work: Callable[[], _T], describe: Callable[[_T], Any] | None = None
@@ -197,6 +145,17 @@ class Members(Communicator):
             raise
         return result, self.agree(None, value)
 
+    def run_on_first(self, work: Callable[[], _T]) -> _T:
+        """Run ``work`` at the first member, and return its result at all of them.
+
+        Raises:
+            BaseException: See :meth:`agree`.
+
+        """
+        _, values = self.run_on_all(lambda: work() if self.rank == 0 else None, lambda made: made)
+        first: _T = values[0]
+        return first
+
     def agree(self, error: BaseException | None, value: Any = None) -> list[Any]:
         """Return the values of all members, or raise if one of them has failed.
 
@@ -208,106 +167,157 @@ class Members(Communicator):
         try:
             if isinstance(error, GroupError):
                 raise error
-            values = self.all_gather((value, None if error is None else _sendable(error)))
-            self._failure_agreed = any(failure is not None for _, failure in values)
+            error = error or self._interruption()
+            failure = None if error is None else _sendable(error)
+            nothing = value is None and failure is None
+            sent = self.all_gather(b"" if nothing else pickle.dumps((value, failure)))
+            answers = [pickle.loads(one) if one else (None, None) for one in sent]
+            self._failure_agreed = any(failure is not None for _, failure in answers)
+            if self._failure_agreed:
+                # Nothing is under way: the next call can use the connections.
+                self.complete()
             if error is not None:
                 raise error
-            for rank, (_, failure) in enumerate(values):
+            for rank, (_, failure) in enumerate(answers):
                 if failure is not None:
                     raise _received(failure, rank)
-            return [value for value, _ in values]
+            error = self._interruption()
+            if error is not None:
+                # The other members go on, and would wait for this one.
+                self.leave("was interrupted")
+                raise error
+            return [value for value, _ in answers]
         finally:
             # Its traceback holds this call, and all objects of it.
             del error
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all members.
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all members.
 
-        They go up a tree to the first member, and from there to all, in a time that grows with the
-        logarithm of the number of members. The length of each value and its first bytes, as a rule
-        all of it, are sent first. If one value is longer, its member sends the rest; if several
-        are, the tree is used once more, with all padded to the longest.
+        The length of each and its first bytes, as a rule all of it, are sent first.
         """
-        data = pickle.dumps(value)
-        first_parts = self.all_gather_bytes(_with_length(data), _FIRST_BYTES)
-        lengths = [int.from_bytes(one[:_LENGTH], "little") for one in first_parts]
-        first_parts = [one[_LENGTH:] for one in first_parts]
+        start = (len(data).to_bytes(_LENGTH, "little") + data)[:_FIRST_BYTES]
+        found, lens = [], []
+        for one in self._gather_bytes(start, _FIRST_BYTES):
+            lens.append(int.from_bytes(one[:_LENGTH], "little"))
+            found.append(one[_LENGTH : _LENGTH + lens[-1]])
         room = _FIRST_BYTES - _LENGTH
-        longer = [rank for rank, length in enumerate(lengths) if length > room]
-        rest = [b""] * self.size
-        if len(longer) > 1:
-            rest = self.all_gather_bytes(data[room:], max(lengths) - room)
-        for rank in longer if len(longer) == 1 else ():
-            rest[rank] = self.broadcast_bytes(data[room:], rank, lengths[rank] - room)
-        values = [
-            value if rank == self.rank else pickle.loads((first + more)[:length])
-            for rank, (first, more, length) in enumerate(
-                zip(first_parts, rest, lengths, strict=True)
-            )
-        ]
-        self._raise_interrupt()
-        return values
+        longer = [rank for rank, length in enumerate(lens) if length > room]
+        if len(longer) > _FEW * self.size:
+            rest = self._gather_bytes(data[room:], max(lens) - room)
+            return [(found[rank] + rest[rank])[: lens[rank]] for rank in range(self.size)]
+        for rank in longer:
+            more = bytearray(data[room:] if rank == self.rank else lens[rank] - room)
+            self.broadcast(torch.frombuffer(more, dtype=torch.uint8), rank)
+            found[rank] += more
+        return found
 
-    def run_on_first(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` at the first member, and return its result at all of them.
+    def _gather_bytes(self, data: bytes, length: int) -> list[bytes]:
+        """Return ``length`` bytes of every member; shorter ones are padded with zeros."""
+        every = torch.zeros(self.size, length, dtype=torch.uint8, device="cpu")
+        every[self.rank] = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+        self.gather(every.view(-1), every[self.rank])
+        return [one.tobytes() for one in every.numpy()]
+
+    # Tensors
+
+    def gather(self, block: torch.Tensor, mine: torch.Tensor) -> None:
+        """Exchange a block of equal parts, one of each member, in place; ``mine`` is one of them.
 
         Raises:
-            BaseException: The error of the first member: see :meth:`agree`.
+            GroupError: A member was lost.
 
         """
-        outcome: tuple[Any, Any] = None, None
-        error: BaseException | None = None
+        self._run(block, lambda group: group._allgather_base(block, mine))
+
+    def broadcast(self, data: torch.Tensor, rank: int) -> None:
+        """Send a tensor from one member to all.
+
+        Raises:
+            GroupError: A member was lost.
+
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        self._run(data, lambda group: group.broadcast([data], options))
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_lens: list[int],
+        sent_lens: list[int],
+    ) -> None:
+        """Send each member bytes of its own; the lengths are by rank.
+
+        Raises:
+            GroupError: A member was lost.
+
+        """
+        self._run(
+            received,
+            lambda group: group.alltoall_base(received, sent, received_lens, sent_lens),
+        )
+
+    def _run(self, data: torch.Tensor, begin: Callable[[Any], Any]) -> None:
+        """Run a collective to its end, even if this process is interrupted meanwhile."""
+        self._check_process()
+        if self._connections is None:
+            raise GroupError("the connections of the group are closed")
+        until = time.monotonic() + self._timeout.total_seconds() + _GRACE_SECONDS
+        pause, work = 1e-4, None
         try:
-            if self.rank == 0:
-                try:
-                    outcome = work(), None
-                except BaseException as raised:
-                    outcome, error = (None, _sendable(raised)), raised
-            data = pickle.dumps(outcome)
-            received = self.broadcast_bytes(_with_length(data)[:_FIRST_BYTES], 0, _FIRST_BYTES)
-            rest = int.from_bytes(received[:_LENGTH], "little") - len(received) + _LENGTH
-            if rest > 0:
-                received += self.broadcast_bytes(data[len(received) - _LENGTH :], 0, rest)
-            result: Any
-            result, failure = outcome if self.rank == 0 else pickle.loads(received[_LENGTH:])
-            self._failure_agreed = failure is not None
-            if error is not None:
-                raise error
-            if failure is not None:
-                raise _received(failure, 0)
-            self._raise_interrupt()
-            found: _T = result
-            return found
+            if data.is_cpu or not self.on_device:
+                group = self._connections.hosts
+            else:
+                group = self._engine or self._connections.between_devices(
+                    self._timeout + datetime.timedelta(seconds=6 * _GRACE_SECONDS)
+                )
+            work = begin(group)
+            # No frame of a traceback may hold the group.
+            del group
+            while not work.is_completed():
+                if time.monotonic() > until:
+                    raise RuntimeError("timed out")
+                self._pause(pause)
+                pause = min(pause * 1.5, 5e-3)
+            work.wait()
+        except (RuntimeError, dist.DistError) as error:
+            del work
+            self._raise_lost(error)
         finally:
-            # Its traceback holds this call, and all objects of it.
-            del error
+            work = None
 
-    def _raise_interrupt(self) -> None:
-        """Leave, and raise the interruption, if this process was interrupted in an exchange."""
-        interrupt = self.interrupted()
-        if interrupt is not None:
-            # The other members go on, and would wait for this one.
-            self.leave()
-            try:
-                raise interrupt
-            finally:
-                # Its traceback holds this frame.
-                del interrupt
+    def _raise_lost(self, error: BaseException) -> NoReturn:
+        """Leave after a collective that failed; say which member has left, or is gone."""
+        connections, self._connections = self._connections, None
+        assert connections is not None
+        found = connections.find_lost(self.rank, self.size)
+        raise GroupError(
+            f"{found or 'another member was lost'} (at rank {self.rank} of {self.size}: {error})"
+        ) from error
 
+    def _pause(self, seconds: float) -> None:
+        """Sleep, and store an interruption; a second one ends the call at once."""
+        try:
+            time.sleep(seconds)
+        except BaseException as interrupt:
+            if self._interrupt is not None:
+                self.leave("was interrupted")
+                raise
+            # The frames of its traceback hold the exchange.
+            self._interrupt = interrupt.with_traceback(None)
 
-def _timeout(group: dist.ProcessGroup, on_device: bool) -> datetime.timedelta:
-    """Return the time that members of a group wait for each other."""
-    device = torch.device("cuda" if on_device else "cpu")
-    try:
-        timeout = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        timeout = None
-    default: datetime.timedelta = dist.default_pg_timeout
-    return timeout if isinstance(timeout, datetime.timedelta) else default
+    def _interruption(self) -> BaseException | None:
+        """Return the interruption of this process during an exchange, and forget it."""
+        interrupt, self._interrupt = self._interrupt, None
+        return interrupt
 
-
-def _with_length(data: bytes) -> bytes:
-    return len(data).to_bytes(_LENGTH, "little") + data
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "these connections were made by the parent process, before fork(): this is a child"
+            )
 
 
 def _sendable(error: BaseException) -> tuple[bytes | None, str]:
@@ -333,9 +343,3 @@ def _received(failure: tuple[bytes | None, str], rank: int) -> BaseException:
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(where)
     return error
-
-
-@atexit.register
-def _close_last() -> None:
-    CALL_SEQUENCES.clear()
-    leave_notice.join_threads()

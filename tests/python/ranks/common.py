@@ -8,7 +8,8 @@ import tensorizer
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # before ranks are forked
-from tensorizer.file import collective_load, shared_batches
+from tensorizer.file import collective_load
+from tensorizer.group import blocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -39,7 +40,7 @@ def fetch_together(batch_bytes=None):
     """Have local files fetched together too, as if ranks were on machines of their own."""
     collective_load._machine = lambda: None
     if batch_bytes is not None:
-        shared_batches.BATCH_BYTES = shared_batches._ENCRYPTED_BATCH_BYTES = batch_bytes
+        blocks._MOST_BYTES = batch_bytes
 
 
 def mesh_of(kind, device="cpu"):

@@ -21,11 +21,11 @@ from ranks.common import (
 from ranks.dtensors import of_format
 from tensorizer.file.collective_load import open_collectively
 from tensorizer.file.tensor_file import TensorFile
-from tensorizer.group import members, plan
+from tensorizer.group import members, wishes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-#: Bytes of a batch at most. Those of small files have an eighth of it, so that there are many.
+#: Bytes of a block at most, so that there are many.
 BATCH = 1 << 17
 
 
@@ -413,16 +413,13 @@ def connections(folder):
 def collectives(folder):
     """Count the collectives of a load of tiny tensors, and of answers of some lengths."""
     counts = []
+    run = members.Members._run
 
-    def counted(begin):
-        def counting(*args):
-            counts.append(args)
-            return begin(*args)
+    def counting(*args):
+        counts.append(args)
+        return run(*args)
 
-        return counting
-
-    for name in ("broadcast", "all_gather_bytes"):
-        setattr(members.Members, name, counted(getattr(members.Members, name)))
+    members.Members._run = counting
     with group() as (_, size):
         tensorizer.load(f"{folder}/tiny.tensors", group=dist.group.WORLD)
         of_local = len(counts)
@@ -435,7 +432,7 @@ def collectives(folder):
             found = []
             for value in ("x", "x" * 5000 * (dist.get_rank() == 0), "x" * (1000 + dist.get_rank())):
                 before = len(counts)
-                told = some.all_gather((dist.get_rank(), value))
+                told = some.agree(None, (dist.get_rank(), value))
                 assert [rank for rank, _ in told] == list(range(size))
                 assert told[dist.get_rank()][1] == value and len(told[0][1]) >= 1
                 found.append(len(counts) - before)
@@ -462,18 +459,24 @@ def received(folder):
     with columns of its own: of tensors that are cut, of those in one piece, and of long rows.
     """
     counts = []
-    begin, begin_scatter = members.Members.broadcast, members.Members.scatter
+    gather, broadcast = members.Members.gather, members.Members.broadcast
+    all_to_all = members.Members.all_to_all
 
-    def counted(self, data, rank):
+    def counted_gather(self, block, mine):
         # Members tell each other some hundred bytes.
+        counts.append((block.nbytes - mine.nbytes) * (block.nbytes > 4096))
+        return gather(self, block, mine)
+
+    def counted_broadcast(self, data, rank):
         counts.append(data.nbytes * (rank != self.rank and data.nbytes > 4096))
-        return begin(self, data, rank)
+        return broadcast(self, data, rank)
 
-    def counted_scatter(self, data, slots, rank):
-        counts.append(data.nbytes * (rank != self.rank))
-        return begin_scatter(self, data, slots, rank)
+    def counted_all_to_all(self, received, *args):
+        counts.append(received.nbytes)
+        return all_to_all(self, received, *args)
 
-    members.Members.broadcast, members.Members.scatter = counted, counted_scatter
+    members.Members.gather, members.Members.broadcast = counted_gather, counted_broadcast
+    members.Members.all_to_all = counted_all_to_all
     fetch_together(BATCH)
     found = []
     with group() as (rank, world):
@@ -493,7 +496,7 @@ def received(folder):
         ]
         for options, expected in calls:
             counts.clear()
-            plan._MIN_LONG_RUN = 5000 if expected == ["words"] else 1 << 20
+            wishes._MIN_LONG_RUN = 5000 if expected == ["words"] else 1 << 20
             loaded = tensorizer.load(uri, group=dist.group.WORLD, **options)
             assert list(loaded) == expected
             shard = options.get("shard")

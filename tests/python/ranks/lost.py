@@ -18,8 +18,8 @@ from ranks.common import (
     torch,
 )
 from ranks.groups import large
-from tensorizer.file import shared_batches
-from tensorizer.group import members, rendezvous
+from tensorizer.file.exchange import Exchange
+from tensorizer.group import blocks, connections
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -33,14 +33,14 @@ WAIT = 10
 
 def on_the_way(function, number, act):
     """Do something before the ``number``-th batch that a function of this rank gets."""
-    own, count = getattr(shared_batches.SharedBatches, function), iter(range(1 << 30))
+    own, count = getattr(Exchange, function), iter(range(1 << 30))
 
     def changed(*args):
         if next(count) == number:
             act()
-        own(*args)
+        return own(*args)
 
-    setattr(shared_batches.SharedBatches, function, changed)
+    setattr(Exchange, function, changed)
 
 
 def load(uri, **options):
@@ -55,7 +55,7 @@ def columns():
 
 def works(uri):
     """Check that the next call works, with a batch of each rank."""
-    before = shared_batches.BATCH_BYTES
+    before = blocks._MOST_BYTES
     fetch_together(1 << 19)
     found, made = load(uri, names=["rows", "t0"]), large()
     fetch_together(before)
@@ -143,7 +143,7 @@ def errors_on_the_way(folder):
     found = {}
 
     def say(name, function, at, act, **options):
-        own = getattr(shared_batches.SharedBatches, function)
+        own = getattr(Exchange, function)
         if dist.get_rank() == at:
             on_the_way(function, *act)
         try:
@@ -151,23 +151,23 @@ def errors_on_the_way(folder):
             found[name] = None
         except BaseException as error:
             found[name] = [type(error).__name__, str(error), getattr(error, "__notes__", None)]
-        setattr(shared_batches.SharedBatches, function, own)
+        setattr(Exchange, function, own)
         works(uri)
 
     with group() as (rank, world):
         # Each pair of ranks exchanges by itself.
         pairs = {"shard": tensorizer.Shard(0, rank // 2, world // 2)}
-        say("pair", "_fetch", 1, (0, fail), names=["rows", "words"], **pairs)
+        say("pair", "_read", 1, (0, fail), names=["rows", "words"], **pairs)
         # Ranks with different parts, which share one member: it tells the others.
         names = [["rows", "cube"], ["rows"], ["cube"], []][rank]
-        say("parts", "_fetch", 1, (0, fail), names=names)
-        say("read", "_fetch", 1, (3, fail))
-        say("first", "_fetch", 1, (0, fail))
-        say("odd", "_fetch", 1, (3, fail_oddly))
-        say("delivery", "_deliver", 3, (5, fail))
-        say("read columns", "_fetch", 2, (1, fail), names=["rows", "cube"], **columns())
-        say("pack", "_pack", 2, (1, fail), names=["rows", "cube"], **columns())
-        say("columns", "_deliver", 1, (3, fail), names=["rows", "cube"], **columns())
+        say("parts", "_read", 1, (0, fail), names=names)
+        say("read", "_read", 1, (3, fail))
+        say("first", "_read", 1, (0, fail))
+        say("odd", "_read", 1, (3, fail_oddly))
+        say("delivery", "_handed_out", 3, (3, fail))
+        say("read columns", "_read", 2, (1, fail), names=["rows", "cube"], **columns())
+        say("pack", "_packed", 2, (1, fail), names=["rows", "cube"], **columns())
+        say("columns", "_handed_out", 1, (1, fail), names=["rows", "cube"], **columns())
     return found
 
 
@@ -179,7 +179,7 @@ def killed(folder, how, wait=WAIT, by_columns=False):
     rank = dist.get_rank()
     works(uri)
     if rank == 2:
-        on_the_way("_fetch", 4, lambda: os.kill(os.getpid(), getattr(signal, how)))
+        on_the_way("_read", 4, lambda: os.kill(os.getpid(), getattr(signal, how)))
     begun = time.monotonic()
     try:
         load(uri, **(columns() if by_columns else {}))
@@ -207,7 +207,7 @@ def interrupted(folder, turns):
     fetch_together(SHORT_BATCH)
     uri = f"{folder}/g.tensors"
     found = []
-    meet = rendezvous.rendezvous
+    meet = connections.CallSequence._meet
     with group(WAIT) as (rank, world):
         store = dist.distributed_c10d._get_default_store()
         for turn in range(turns):
@@ -220,7 +220,7 @@ def interrupted(folder, turns):
 
             mine = rank == turn % world
             # The others cannot know of what happens before.
-            rendezvous.rendezvous = begin if mine else meet
+            connections.CallSequence._meet = begin if mine else meet
             begun = time.monotonic()
             try:
                 try:
@@ -237,7 +237,7 @@ def interrupted(folder, turns):
             except KeyboardInterrupt:
                 outcome, took = "interrupted", time.monotonic() - begun
             found.append((outcome, took > 0.9 * WAIT))
-            rendezvous.rendezvous = meet
+            connections.CallSequence._meet = meet
             # Waits for all ranks, however their calls have ended.
             store.set(f"turn {turn} {rank}", "here")
             ended = [f"turn {turn} {other}" for other in range(world)]
@@ -253,8 +253,8 @@ def connecting(folder):
     with group() as (rank, _):
         works(uri)
         # Connections that are kept would not be made.
-        for calls in members.CALL_SEQUENCES[dist.group.WORLD].values():
-            calls.connected_at = 0
+        for calls in connections._SEQUENCES[dist.group.WORLD].values():
+            calls.kept = None
         connect = dist.ProcessGroupGloo
 
         def begin(*args):

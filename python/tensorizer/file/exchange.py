@@ -1,0 +1,478 @@
+"""Loads tensors by the members of a process group, each byte being read by one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..group.blocks import Block, BlockPlan, ByteRange, Layout, Piece, common, sized
+from ..group.members import Members
+from ..group.wishes import MergedWishes, with_all_dims
+from ..tensors.handles import cast_dtype, dtype_of
+from ..tensors.sharding import Ranges
+from .load_plan import LoadPlan
+from .tensor_file import TensorFile
+
+#: Blocks that a member holds at once: two that are being read, one that is being exchanged, and
+#: one whose tensors are being taken.
+_BLOCKS_HELD, _READS = 4, 2
+#: Seconds between two looks at a read.
+_PAUSE = 1e-3
+
+
+class BlockReader(Protocol):
+    """What a member reads its shares from."""
+
+    def read_bytes(self, ranges: Sequence[ByteRange], memory: Sequence[torch.Tensor]) -> None:
+        """Fill memory, given as ``uint8``, with ranges of bytes of tensors."""
+
+    def read_boxes(self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> None:
+        """Fill memory, given as tensors of the boxes' shapes, with boxes of tensors."""
+
+    def stop(self) -> None:
+        """End reads that are under way on other threads."""
+
+
+class FileReader:
+    """Reads shares from an open file."""
+
+    def __init__(self, file: TensorFile, verify: str) -> None:
+        self._file, self._verify = file, verify
+        self._bytes = file.of_bytes()
+        self._lens = file.reader.data_lens()
+
+    def read_bytes(self, ranges: Sequence[ByteRange], memory: Sequence[torch.Tensor]) -> None:
+        """See :class:`BlockReader`. Hashes of tensors that are read as a whole are compared."""
+        both = list(zip(ranges, memory, strict=True))
+        whole = [one for one in both if one[0].stop - one[0].start == self._lens[one[0].number]]
+        cut = [one for one in both if one[0].stop - one[0].start < self._lens[one[0].number]]
+        if whole:
+            described = self._file.reader.describe_all([one.number for one, _ in whole])
+            typed = [
+                data.view(dtype_of(dtype)).view(shape)
+                for (_, data), (dtype, shape) in zip(whole, described, strict=True)
+            ]
+            self._file.fill(typed, [one.number for one, _ in whole], self._verify)
+        if cut:
+            some = self._bytes.sliced([(one.number, ((one.start, one.stop),)) for one, _ in cut])
+            some.fill([data for _, data in cut], range(len(cut)))
+
+    def read_boxes(self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> None:
+        """See :class:`BlockReader`. Hashes of tensors that are read as a whole are compared."""
+        shapes = [shape for _, shape in self._file.reader.describe_all([p.number for p in pieces])]
+        slices = [
+            (piece.number, None if piece.ranges == _everything(shape or (1,)) else piece.ranges)
+            for piece, shape in zip(pieces, shapes, strict=True)
+        ]
+        some = self._file.sliced(slices)
+        some.fill(
+            [
+                data.view(shape) if ranges is None else data
+                for (_, ranges), data, shape in zip(slices, memory, shapes, strict=True)
+            ],
+            range(len(slices)),
+            self._verify,
+        )
+
+    def stop(self) -> None:
+        """See :class:`BlockReader`."""
+        self._file.stop()
+
+
+@dataclass
+class _BlockInFlight:
+    """A block that is being read, exchanged, or handed out.
+
+    Attributes:
+        block: The block.
+        memory: The bytes that all members want.
+        pieces: What this member reads for some members, by the ranks of these.
+        staged: The memory of these pieces.
+        tensors: The memory of tensors that are not handed out as views of ``memory``.
+        read: The reading of this member's share.
+
+    """
+
+    block: Block
+    memory: torch.Tensor
+    pieces: dict[tuple[int, ...], list[Piece]]
+    staged: list[torch.Tensor]
+    tensors: dict[int, torch.Tensor]
+    read: Future[None] = field(default_factory=Future)
+
+
+class _Messages(NamedTuple):
+    """Messages to and from all members.
+
+    Attributes:
+        tensors: What is received, and what is sent.
+        lens: The bytes of each, by rank.
+        boxes: The tensors and boxes that are received, one after another.
+
+    """
+
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    lens: tuple[list[int], list[int]]
+    boxes: list[tuple[int, Ranges]]
+
+
+class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
+    """Yields the numbers and tensors that a member wants, a block at a time at all members.
+
+    Tensors that all members want are views of the memory of a block, which lives as long as one of
+    them. All members must take the same number of blocks: the iteration is one collective call,
+    which ends with the last block.
+
+    Args:
+        members: The members, which have the same file.
+        plan: The tensors that this member wants, and the memory to load them into, if it has any.
+        wishes: What all members want.
+        limit: The most bytes that are held beside the tensors, the same at all members.
+        verify: The hashes that any member compares. If these are some, tensors are read as wholes.
+        finish: Called when all tensors are loaded; an error of it is that of all.
+
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        plan: LoadPlan,
+        wishes: MergedWishes,
+        limit: int,
+        *,
+        verify: str,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._members, self._plan, self._file = members, plan, plan.file
+        self._rank, self._size = members.rank, members.size
+        self._finish = finish
+        self._reader: BlockReader = FileReader(self._file, verify)
+        every = range(len(self._file))
+        described = self._file.reader.describe_all(every)
+        self._dtypes = [dtype_of(dtype) for dtype, _ in described]
+        self._shapes = [tuple(shape) for _, shape in described]
+        self._in_one_piece = set(every if verify != "nothing" else self._file.strided(every))
+        self._blocks_plan = BlockPlan(
+            wishes, self._layout, self._size, encrypted=self._file.reader.encrypted
+        )
+        most = self._blocks_plan.block_bytes(limit // _BLOCKS_HELD)
+        self._blocks = self._blocks_plan.blocks(most)
+        self._targets = plan.checked_targets()
+        self._limit = limit
+        self._is_wanted = set(plan.numbers)
+        lens = self._file.reader.data_lens()
+        #: Tensors that no block has, as the file has no data of them.
+        self._empty = deque(
+            (number, self._memory_of(number).zero_()) for number in plan.numbers if not lens[number]
+        )
+        self._next: Block | None = next(self._blocks, None)
+        self._in_flight: deque[_BlockInFlight] = deque()
+        self._pool = ThreadPoolExecutor(_READS, "tensorizer-read")
+        self._device = self._device_of_blocks()
+        self._pinned = self._device.type == "cpu" and any(
+            plan.device_of(number).type == "cuda" for number in plan.numbers[:1]
+        )
+        self._ended = False
+
+    def __next__(self) -> list[tuple[int, torch.Tensor]]:
+        if self._ended:
+            raise StopIteration
+        failed: BaseException | None = None
+        one = messages = None
+        try:
+            self._start_reads()
+            if self._in_flight:
+                one = self._in_flight.popleft()
+                _wait_for(one.read)
+                messages = self._packed(one)
+            elif self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            failed = error
+        try:
+            self._members.agree(failed)
+            if one is None:
+                return self._last()
+            self._exchange_gathered(one)
+            if messages is not None:
+                self._members.all_to_all(*messages.tensors, *messages.lens)
+            return self._delivered(one, messages)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            # Its traceback holds this call, and all objects of it.
+            del failed
+
+    def _layout(self, number: int) -> Layout:
+        shape, itemsize = self._shapes[number] or (1,), self._dtypes[number].itemsize
+        return Layout(shape, itemsize, number in self._in_one_piece)
+
+    def _device_of_blocks(self) -> torch.device:
+        """Return the device on which blocks are exchanged."""
+        if not self._members.on_device:
+            return torch.device("cpu")
+        found = [self._plan.device_of(number) for number in self._plan.numbers[:1]]
+        if found and found[0].type != "cpu":
+            return found[0]
+        return torch.device("cuda", torch.cuda.current_device())
+
+    # Reading
+
+    def _start_reads(self) -> None:
+        """Begin to read the next blocks, as far as there is memory for them."""
+        while self._next is not None and len(self._in_flight) < _BLOCKS_HELD - 1:
+            held = sum(map(self._held_bytes, (one.block for one in self._in_flight)))
+            if self._in_flight and held + self._held_bytes(self._next) > self._limit:
+                break
+            one = self._prepared(self._next)
+            one.read = self._pool.submit(self._read, one)
+            self._in_flight.append(one)
+            self._next = next(self._blocks, None)
+
+    def _held_bytes(self, block: Block) -> int:
+        return sum(map(self._blocks_plan.cost, block.numbers))
+
+    def _prepared(self, block: Block) -> _BlockInFlight:
+        """Allocate the memory of a block, on the calling thread."""
+        pieces = {
+            ranks: self._blocks_plan.pieces(block, ranks)[ranks.index(self._rank)]
+            for ranks in block.shared
+            if self._rank in ranks
+        }
+        gathered = {placed.number for placed in block.gathered}
+        tensors = {
+            number: self._memory_of(number)
+            for number in block.numbers
+            if number in self._is_wanted and number not in gathered
+        }
+        memory = torch.empty(
+            block.nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned
+        )
+        staged = [
+            torch.empty(
+                [stop - start for start, stop in piece.ranges],
+                dtype=self._dtypes[piece.number],
+                device=self._device,
+            )
+            for of_ranks in pieces.values()
+            for piece in of_ranks
+        ]
+        if self._device.type == "cuda":
+            # The memory may still be in use on this stream, and is filled on others.
+            torch.cuda.current_stream(self._device).synchronize()
+        return _BlockInFlight(block, memory, pieces, staged, tensors)
+
+    def _memory_of(self, number: int) -> torch.Tensor:
+        """Return the memory to load a tensor of this member into."""
+        target = self._targets.get(number)
+        if target is not None:
+            return target.detach()
+        dtype = cast_dtype(self._dtypes[number], self._file.dtype)
+        shape, device = self._plan.part(number).shape, self._plan.device_of(number)
+        try:
+            return torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            if device.type != "cpu":
+                raise
+            raise MemoryError(f"tensor {self._file.reader.name(number)!r}: {error}") from error
+
+    def _read(self, one: _BlockInFlight) -> None:
+        """Read this member's share of a block, and what it alone wants of it."""
+        device = self._device
+        # Each thread has a current device of its own.
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            ranges = one.block.share(self._rank)
+            memory = [one.memory.narrow(0, r.position, r.stop - r.start) for r in ranges]
+            if ranges:
+                self._reader.read_bytes(ranges, memory)
+            pieces = list(itertools.chain.from_iterable(one.pieces.values()))
+            if pieces:
+                self._reader.read_boxes(pieces, one.staged)
+            case = self._blocks_plan.case
+            alone = [number for number in one.tensors if not case(number).shared]
+            if alone and self._file.dtype is None:
+                self._plan.subset(alone).fill(one.tensors)
+            elif alone:
+                for number, tensor in self._plan.subset(alone).load_new().items():
+                    one.tensors[number].copy_(tensor)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+    # Exchanging
+
+    def _exchange_gathered(self, one: _BlockInFlight) -> None:
+        """Give the bytes that all members want to all."""
+        block, memory = one.block, one.memory
+        if not block.nbytes:
+            return
+        starts = (0, *block.ends[:-1])
+        if block.is_even:
+            start, stop = starts[self._rank], block.ends[self._rank]
+            self._members.gather(memory, memory[start:stop])
+            return
+        for rank, (start, stop) in enumerate(zip(starts, block.ends, strict=True)):
+            if start < stop:
+                self._members.broadcast(memory[start:stop], rank)
+
+    def _packed(self, one: _BlockInFlight) -> _Messages | None:
+        """Return what this member sends and receives of the rows that only some members want.
+
+        What it wants of those that it has read is copied to its place.
+        """
+        plan, rank = self._blocks_plan, self._rank
+        if not one.block.shared:
+            return None
+        sent: list[list[torch.Tensor]] = [[] for _ in range(self._size)]
+        received: list[list[tuple[int, Ranges]]] = [[] for _ in range(self._size)]
+        staged = iter(one.staged)
+        for ranks, mine in one.pieces.items():
+            for piece, data in zip(mine, staged, strict=False):
+                for other in ranks:
+                    for box in plan.overlaps(piece, other):
+                        part = _sliced(data, _within(box, piece.ranges))
+                        if other == rank:
+                            self._place(one, piece.number, box, part)
+                        else:
+                            sent[other].append(part)
+            for owner, pieces in zip(ranks, plan.pieces(one.block, ranks), strict=True):
+                for piece in pieces if owner != rank else ():
+                    received[owner] += [(piece.number, box) for box in plan.overlaps(piece, rank)]
+        sent_lens = [sum(sized(_everything(p.shape), p.itemsize) for p in to) for to in sent]
+        received_lens = [
+            sum(sized(box, self._dtypes[number].itemsize) for number, box in of) for of in received
+        ]
+        outgoing, incoming = (
+            torch.empty(sum(lens), dtype=torch.uint8, device=self._device)
+            for lens in (sent_lens, received_lens)
+        )
+        position = 0
+        for part in itertools.chain.from_iterable(sent):
+            _view(outgoing, position, part.dtype, part.shape).copy_(part)
+            position += sized(_everything(part.shape), part.itemsize)
+        boxes = list(itertools.chain.from_iterable(received))
+        return _Messages((incoming, outgoing), (received_lens, sent_lens), boxes)
+
+    def _unpack(self, one: _BlockInFlight, messages: _Messages) -> None:
+        """Copy what this member has received to its place."""
+        position = 0
+        for number, box in messages.boxes:
+            shape = [stop - start for start, stop in box]
+            dtype = self._dtypes[number]
+            data = _view(messages.tensors[0], position, dtype, shape)
+            self._place(one, number, box, data)
+            position += sized(box, dtype.itemsize)
+
+    def _place(self, one: _BlockInFlight, number: int, box: Ranges, data: torch.Tensor) -> None:
+        """Copy a box of a tensor to its place in this member's part of it."""
+        tensor, shape = one.tensors[number], self._layout(number).shape
+        if not self._shapes[number]:
+            tensor.copy_(data.view(()))
+            return
+        for own in self._plan.part(number).boxes:
+            both = common(box, with_all_dims(own.ranges, shape))
+            if both is not None:
+                place = own.of_part(tensor)
+                _sliced(place, _within(both, own.ranges)).copy_(_sliced(data, _within(both, box)))
+
+    # Handing out
+
+    def _delivered(
+        self, one: _BlockInFlight, messages: _Messages | None
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Return the tensors of a block that this member wants; an error is that of all."""
+        try:
+            if messages is not None:
+                self._unpack(one, messages)
+            return list(self._handed_out(one))
+        except BaseException as error:
+            self._members.agree(error)
+            raise
+
+    def _handed_out(self, one: _BlockInFlight) -> Iterator[tuple[int, torch.Tensor]]:
+        gathered = {placed.number: placed for placed in one.block.gathered}
+        for number in one.block.numbers:
+            if number not in self._is_wanted:
+                continue
+            while self._empty and self._empty[0][0] < number:
+                yield self._empty.popleft()
+            placed = gathered.get(number)
+            if placed is None:
+                yield number, one.tensors[number]
+                continue
+            first, stop = placed.rows
+            shape = (stop - first, *self._shapes[number][1:]) if self._shapes[number] else ()
+            view = _view(one.memory, placed.start, self._dtypes[number], shape)
+            yield number, self._in_wanted_memory(number, view)
+
+    def _in_wanted_memory(self, number: int, view: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a block in the memory that it is wanted in."""
+        target = self._targets.get(number)
+        if target is not None:
+            target.detach().copy_(view)
+            return target
+        dtype = cast_dtype(view.dtype, self._file.dtype)
+        return view.to(self._plan.device_of(number), dtype)
+
+    def _last(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the tensors without data that come last, and end the call."""
+        self._ended = True
+        self._pool.shutdown(wait=False)
+        self._members.complete()
+        if not self._empty:
+            raise StopIteration
+        return list(self._empty)
+
+    def _stop(self) -> None:
+        """End the reads that are under way."""
+        if not self._ended:
+            self._ended = True
+            self._reader.stop()
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._in_flight.clear()
+
+    def close(self) -> None:
+        """End the iteration, and tell members that continue. Closing again does nothing."""
+        ended = self._ended
+        self._stop()
+        if not ended:
+            self._members.leave("has closed its iterator before its end")
+
+
+def _wait_for(read: Future[None]) -> None:
+    # A sleep is ended by every kind of interruption.
+    while not read.done():
+        time.sleep(_PAUSE)
+    read.result()
+
+
+def _everything(shape: Sequence[int]) -> Ranges:
+    return tuple((0, size) for size in shape)
+
+
+def _within(box: Ranges, around: Ranges) -> Ranges:
+    """Return the ranges of a box relative to one that contains it."""
+    ends = zip(box, around, strict=True)
+    return tuple((low - first, high - first) for (low, high), (first, _) in ends)
+
+
+def _sliced(tensor: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    return tensor[tuple(slice(*ends) for ends in ranges)]
+
+
+def _view(
+    memory: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """Return a tensor whose bytes begin at a position of the memory."""
+    return memory.narrow(0, start, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

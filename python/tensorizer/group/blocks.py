@@ -1,0 +1,239 @@
+"""The plan of a group's load: blocks of tensors, and the share of each member in reading them."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..tensors.sharding import Ranges
+from .wishes import Case, MergedWishes, Rows, with_all_dims
+
+#: The alignment of tensors in a block, in bytes: the longest element of torch has 16.
+_ALIGNMENT = 64
+#: The most bytes of a block, and the fewest of a member's share, unless the file is small.
+_MOST_BYTES, _MIN_SHARE = 256 << 20, 8 << 20
+#: The number of blocks of a load at least, if shares are long enough: nothing is exchanged until
+#: the first one has been read.
+_MIN_BLOCKS = 32
+#: Encrypted pieces have this length, and are read as a whole.
+_ENCRYPTED_BYTES = 2 << 20
+
+
+class Layout(NamedTuple):
+    """A tensor of the file: its shape, bytes of an element, and whether it is read in one piece."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    in_one_piece: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first dimension."""
+        return math.prod(self.shape[1:]) * self.itemsize
+
+
+class Placed(NamedTuple):
+    """Rows of a tensor that all members want, and the position of their bytes in a block."""
+
+    number: int
+    rows: tuple[int, int]
+    start: int
+    nbytes: int
+
+
+class ByteRange(NamedTuple):
+    """Bytes of a tensor that a member reads, and their position in a block."""
+
+    number: int
+    start: int
+    stop: int
+    position: int
+
+
+class Piece(NamedTuple):
+    """A box of a tensor that one member reads for others."""
+
+    number: int
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tensors that are read and exchanged together.
+
+    Attributes:
+        numbers: The tensors, in the order of the file.
+        gathered: Those that all members want, which have a place in the memory of the block.
+        nbytes: The length of this memory.
+        ends: Where each member's share of it ends. Equal shares are exchanged by one collective.
+        shared: By the ranks that want them: rows that some members want.
+
+    """
+
+    numbers: tuple[int, ...]
+    gathered: tuple[Placed, ...]
+    nbytes: int
+    ends: tuple[int, ...]
+    shared: Mapping[tuple[int, ...], list[tuple[int, Rows]]]
+
+    @property
+    def is_even(self) -> bool:
+        """True if all members have equal shares."""
+        return self.nbytes == len(self.ends) * self.ends[0]
+
+    def share(self, rank: int) -> list[ByteRange]:
+        """Return what a member reads for all, in the order of the file."""
+        low, high = self.ends[rank - 1] if rank else 0, self.ends[rank]
+        found = []
+        first = bisect.bisect_right(self.gathered, low, key=lambda one: one.start + one.nbytes)
+        for one in itertools.islice(self.gathered, first, None):
+            if one.start >= high:
+                break
+            start, stop = max(low - one.start, 0), min(high - one.start, one.nbytes)
+            found.append(ByteRange(one.number, start, stop, one.start + start))
+        return found
+
+
+class BlockPlan:
+    """The blocks of a load, the same at all members.
+
+    Args:
+        wishes: What the members want.
+        layout: Returns the layout of a tensor.
+        size: The number of members.
+        encrypted: True if the file is encrypted.
+
+    """
+
+    def __init__(
+        self, wishes: MergedWishes, layout: Callable[[int], Layout], size: int, *, encrypted: bool
+    ) -> None:
+        self._cases = wishes.cases
+        self._layout, self._size, self._encrypted = layout, size, encrypted
+        self._case_of: list[int] = wishes.case_of.tolist()
+
+    def case(self, number: int) -> Case:
+        """Return what the members want of a tensor that some of them want."""
+        return self._cases[self._case_of[number]]
+
+    def cost(self, number: int) -> int:
+        """Return the bytes of a tensor that the member holds which wants most of it."""
+        shape, itemsize, _ = self._layout(number)
+        return math.ceil(self.case(number).cost * math.prod(shape) * itemsize)
+
+    def numbers(self) -> Iterator[int]:
+        """Yield the tensors that any member wants."""
+        return (number for number, case in enumerate(self._case_of) if case >= 0)
+
+    def block_bytes(self, most: int) -> int:
+        """Return the bytes of a block, of which ``most`` are allowed."""
+        total = sum(map(self.cost, self.numbers()))
+        usual = max(self._size * _MIN_SHARE, total // _MIN_BLOCKS)
+        return max(1, min(most, usual, _MOST_BYTES))
+
+    def blocks(self, most: int) -> Iterator[Block]:
+        """Yield blocks of ``most`` bytes at most, or of one longer tensor."""
+        numbers: list[int] = []
+        nbytes = 0
+        for number in self.numbers():
+            cost = _aligned(self.cost(number))
+            if numbers and nbytes + cost > most:
+                yield self._block(numbers)
+                numbers, nbytes = [], 0
+            numbers.append(number)
+            nbytes += cost
+        if numbers:
+            yield self._block(numbers)
+
+    def _block(self, numbers: Sequence[int]) -> Block:
+        gathered: list[Placed] = []
+        shared: dict[tuple[int, ...], list[tuple[int, Rows]]] = {}
+        position, cuttable = 0, True
+        for number in numbers:
+            case, layout = self.case(number), self._layout(number)
+            if case.of_all is not None:
+                start, stop = case.of_all
+                nbytes = (stop - start) * layout.row_bytes
+                gathered.append(Placed(number, case.of_all, position, nbytes))
+                position += _aligned(nbytes)
+                cuttable &= not layout.in_one_piece
+            for rows in case.shared:
+                shared.setdefault(rows.ranks, []).append((number, rows))
+        nbytes, ends = self._ends(gathered, position, cuttable=cuttable)
+        return Block(tuple(numbers), tuple(gathered), nbytes, ends, shared)
+
+    def _ends(
+        self, gathered: Sequence[Placed], nbytes: int, *, cuttable: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        """Return the length of a block's memory, and where the share of each member ends."""
+        size = self._size
+        if cuttable and not self._encrypted:
+            each = _aligned(-(-nbytes // size))
+            return size * each, tuple((share + 1) * each for share in range(size))
+        cuts = [0, *(one.start for one in gathered), nbytes]
+        if cuttable:
+            for one in gathered:
+                cuts += range(one.start, one.start + one.nbytes, _ENCRYPTED_BYTES)
+            cuts.sort()
+        ends = [0]
+        for share in range(1, size):
+            wanted = share * nbytes // size
+            at = bisect.bisect_left(cuts, wanted)
+            below, above = cuts[max(at - 1, 0)], cuts[at]
+            ends.append(max(ends[-1], below if wanted - below < above - wanted else above))
+        return nbytes, (*ends[1:], nbytes)
+
+    # Rows that some members want
+
+    def pieces(self, block: Block, ranks: tuple[int, ...]) -> list[list[Piece]]:
+        """Return what each of the members that want the same rows reads of them, by their order."""
+        shared = block.shared[ranks]
+        sizes = [
+            (rows.stop - rows.start) * max(self._layout(number).row_bytes, 1)
+            for number, rows in shared
+        ]
+        total, count = sum(sizes), len(ranks)
+        ends = [total * share // count for share in range(1, count + 1)]
+        found: list[list[Piece]] = [[] for _ in ranks]
+        position = 0
+        for (number, rows), nbytes in zip(shared, sizes, strict=True):
+            layout = self._layout(number)
+            row_bytes, first = max(layout.row_bytes, 1), rows.start
+            share = bisect.bisect_right(ends, position)
+            while first < rows.stop and share < count:
+                last = rows.start + -(-(ends[share] - position) // row_bytes)
+                stop = rows.stop if layout.in_one_piece else min(rows.stop, last)
+                if first < stop:
+                    ranges = ((first, stop), *self.case(number).around)
+                    found[share].append(Piece(number, with_all_dims(ranges, layout.shape)))
+                first, share = max(first, stop), share + 1
+            position += nbytes
+        return found
+
+    def overlaps(self, piece: Piece, rank: int) -> Iterator[Ranges]:
+        """Yield the boxes of a piece that a member wants."""
+        shape = self._layout(piece.number).shape
+        for box in self.case(piece.number).boxes.get(rank, ()):
+            both = common(piece.ranges, with_all_dims(box, shape))
+            if both is not None:
+                yield both
+
+
+def common(one: Ranges, other: Ranges) -> Ranges | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    ends = zip(one, other, strict=True)
+    both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in ends)
+    return both if all(low < high for low, high in both) else None
+
+
+def sized(box: Ranges, itemsize: int) -> int:
+    """Return the bytes that a box of a tensor takes in a message, where it is aligned."""
+    return _aligned(math.prod(stop - start for start, stop in box) * itemsize)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,277 @@
+"""What the members of a group want of a file: encoded in few bytes, and compared."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import pickle
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..tensors.sharding import Ranges
+
+#: Bytes of a contiguous run in a file from which on its only member reads it by itself.
+_MIN_LONG_RUN = 1 << 20
+#: The most boxes of members that are compared one by one: about a second of CPU time.
+_MAX_COMPARED_BOXES = 1_000_000
+
+
+class Kind(NamedTuple):
+    """A way to cut tensors: tensors of one kind are cut alike.
+
+    Attributes:
+        boxes: The boxes of a tensor that a member wants, without the dimensions at the end that it
+            wants as a whole.
+        shape: The lengths of these dimensions.
+        unit: Bytes of one index in all of them; 0 if boxes have one dimension, as it need not be
+            known then.
+
+    """
+
+    boxes: tuple[Ranges, ...]
+    shape: tuple[int, ...]
+    unit: int
+
+
+#: The kinds of a member's tensors, by number.
+Table: TypeAlias = tuple[Kind, ...]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The tensors that a member wants.
+
+    Attributes:
+        columns: The numbers of the tensors in rising order, and the number of the kind of each.
+            Members that cut the same tensors alike have the same columns, with other boxes in their
+            tables.
+        table: The kinds.
+
+    """
+
+    columns: torch.Tensor
+    table: Table
+
+    @staticmethod
+    def of(wanted: Iterable[tuple[int, Sequence[Ranges], Sequence[int], int]]) -> Wish:
+        """Return the wish for tensors, given in rising order.
+
+        Each is given as number, boxes, shape, and bytes of an element. Tensors of which nothing is
+        wanted are left out.
+        """
+        kinds: dict[Kind, int] = {}
+        numbers, kind_of = [], []
+        for number, boxes, shape, itemsize in wanted:
+            some = [box for box in boxes if all(start < stop for start, stop in box)]
+            if some:
+                dims = max(len(shape), 1)
+                whole = [(0, size) for size in shape]
+                while dims > 1 and all(box[dims - 1] == whole[dims - 1] for box in some):
+                    dims -= 1
+                unit = math.prod(shape[dims:]) * itemsize if dims > 1 else 0
+                kind = Kind(tuple(box[:dims] for box in some), tuple(shape[:dims]), unit)
+                numbers.append(number)
+                kind_of.append(kinds.setdefault(kind, len(kinds)))
+        columns = torch.tensor([numbers, kind_of], dtype=torch.int64, device="cpu")
+        return Wish(columns, tuple(kinds))
+
+    def digest(self) -> bytes:
+        """Return a digest of the columns, which tells them from others."""
+        return hashlib.sha256(self.columns.numpy().tobytes()).digest()
+
+    def encoded(self) -> bytes:
+        """Return the columns as bytes.
+
+        Models repeat their layers: differences from number to number, and kinds, compress to a
+        percent or less.
+        """
+        numbers, kinds = self.columns
+        steps = torch.diff(numbers, prepend=numbers.new_zeros(1))
+        return zlib.compress(torch.stack([steps, kinds]).numpy().tobytes())
+
+
+def decoded_columns(data: bytes) -> torch.Tensor:
+    """Return the columns of the bytes that :meth:`Wish.encoded` has made."""
+    raw = bytearray(zlib.decompress(data))
+    if not raw:
+        return Wish.of([]).columns
+    steps, kinds = torch.frombuffer(raw, dtype=torch.int64).view(2, -1)
+    return torch.stack([steps.cumsum(0), kinds])
+
+
+def encoded_table(table: Table) -> bytes:
+    """Return a table as bytes."""
+    plain = [tuple(kind) for kind in table]
+    return zlib.compress(pickle.dumps(plain))
+
+
+def decoded_table(data: bytes) -> Table:
+    """Return the table of the bytes that :func:`encoded_table` has made."""
+    return tuple(Kind(*kind) for kind in pickle.loads(zlib.decompress(data)))
+
+
+class Rows(NamedTuple):
+    """Indices of the first dimension of a tensor, and the ranks of the members that want some."""
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all members want of tensors that they cut alike.
+
+    Attributes:
+        of_all: The rows that all members want, all of them with all columns; None if they want
+            different parts.
+        shared: Rows of which several members want something. Empty if each member reads its own
+            part.
+        around: The range of each further dimension that encloses what is wanted of these rows.
+        boxes: The boxes that each member wants, by rank.
+        cost: The largest part that a member wants, as a share of the tensor.
+
+    """
+
+    of_all: tuple[int, int] | None
+    shared: tuple[Rows, ...]
+    around: Ranges
+    boxes: Mapping[int, tuple[Ranges, ...]]
+    cost: float
+
+
+@dataclass(frozen=True)
+class MergedWishes:
+    """The wishes of all members.
+
+    Attributes:
+        cases: The different cases.
+        case_of: The number of the case of each tensor of the file; -1 if no member wants it.
+
+    """
+
+    cases: list[Case]
+    case_of: torch.Tensor
+
+    @property
+    def exchanges(self) -> bool:
+        """True if members give each other anything."""
+        return any(case.of_all is not None or case.shared for case in self.cases)
+
+
+def merged(
+    wishes: Sequence[tuple[torch.Tensor, Sequence[tuple[int, Table]]]],
+    count: int,
+    size: int,
+    in_one_piece: Sequence[int],
+) -> MergedWishes:
+    """Merge the wishes of all members.
+
+    As a rule, all members want the same of many tensors, or the same parts. So each different case
+    is compared once.
+
+    Args:
+        wishes: The different columns, each with the ranks and tables of all members that have them.
+        count: The number of tensors of the file.
+        size: The number of members.
+        in_one_piece: Tensors that are read as a whole if several members want parts of them.
+
+    """
+    marks = torch.zeros(count, dtype=torch.int64, device="cpu")
+    wanted = torch.zeros(count, dtype=torch.bool)
+    for seed, (columns, tables) in enumerate(wishes):
+        numbers, kinds = columns
+        wanted[numbers] = True
+        # Sums of random numbers are equal for the same kinds, and (almost surely) for no others.
+        seeded = torch.Generator(device="cpu").manual_seed(seed)
+        ends = (len(tables[0][1]),)
+        random = torch.randint(-(2**63), 2**63 - 1, ends, generator=seeded, device="cpu")
+        marks[numbers] += random[kinds]
+    marks[torch.tensor(in_one_piece, dtype=torch.int64, device="cpu")] += 1
+    some = torch.nonzero(wanted).flatten()
+    found, which = torch.unique(marks[some], return_inverse=True)
+    case_of = torch.full((count,), -1, dtype=torch.int64)
+    case_of[some] = which
+    examples = some.new_zeros(len(found)).scatter_(0, which, some)
+    whole = set(in_one_piece)
+    many = len(found) * size > _MAX_COMPARED_BOXES
+    kinds_of = _kinds_of(wishes, examples)
+    cases = [
+        _case(kinds, size, in_one_piece=example in whole, many=many)
+        for kinds, example in zip(kinds_of, examples.tolist(), strict=True)
+    ]
+    return MergedWishes(cases, case_of)
+
+
+def _kinds_of(
+    wishes: Sequence[tuple[torch.Tensor, Sequence[tuple[int, Table]]]], examples: torch.Tensor
+) -> list[dict[int, Kind]]:
+    """Return what members want of some tensors, by rank."""
+    found: list[dict[int, Kind]] = [{} for _ in range(len(examples))]
+    for (numbers, kinds), tables in wishes:
+        at = torch.searchsorted(numbers, examples).clamp(max=max(len(numbers) - 1, 0))
+        here = torch.nonzero(numbers[at] == examples).flatten() if len(numbers) else at[:0]
+        for case, kind in zip(here.tolist(), kinds[at[here]].tolist(), strict=True):
+            found[case].update((rank, table[kind]) for rank, table in tables)
+    return found
+
+
+def _case(kinds: Mapping[int, Kind], size: int, *, in_one_piece: bool, many: bool) -> Case:
+    """Compare what members want of a tensor."""
+    boxes = {rank: kinds[rank].boxes for rank in sorted(kinds)}
+    cost = max(map(_share, kinds.values()))
+    shape = max((kind.shape for kind in kinds.values()), key=len)
+    every = [with_all_dims(box, shape) for of_rank in boxes.values() for box in of_rank]
+    rows, *around = (
+        (min(start for start, _ in ends), max(stop for _, stop in ends))
+        for ends in zip(*every, strict=True)
+    )
+    same = len(set(boxes.values())) == 1
+    if len(boxes) == size and same and len(around) == 0 and len(every) == size:
+        return Case(rows, (), (), boxes, cost)
+    if len(boxes) == 1 or not (in_one_piece or same or many or not _are_apart(kinds, every)):
+        return Case(None, (), (), boxes, cost)
+    if in_one_piece:
+        return Case(None, (Rows(0, shape[0], tuple(boxes)),), (), boxes, cost)
+    if same or many:
+        return Case(None, (Rows(*rows, tuple(boxes)),), tuple(around), boxes, cost)
+    cuts = sorted({end for box in every for end in box[0]})
+    shared = []
+    for start, stop in itertools.pairwise(cuts):
+        ranks = tuple(
+            rank
+            for rank, of_rank in boxes.items()
+            if any(box[0][0] < stop and start < box[0][1] for box in of_rank)
+        )
+        if ranks:
+            shared.append(Rows(start, stop, ranks))
+    return Case(None, tuple(shared), tuple(around), boxes, cost)
+
+
+def _share(kind: Kind) -> float:
+    """Return what share of a tensor a member wants."""
+    sizes = (math.prod(stop - start for start, stop in box) for box in kind.boxes)
+    return sum(sizes) / math.prod(kind.shape)
+
+
+def _are_apart(kinds: Mapping[int, Kind], boxes: Sequence[Ranges]) -> bool:
+    """Tell whether no two boxes overlap, and each member has what it wants in long runs."""
+    for kind in kinds.values():
+        for box in kind.boxes:
+            if len(box) > 1 and (box[-1][1] - box[-1][0]) * kind.unit < _MIN_LONG_RUN:
+                return False
+    # As a rule, boxes differ in one dimension. Where they differ in more, the members share them.
+    different = [ends for ends in zip(*boxes, strict=True) if len(set(ends)) > 1]
+    if len(different) != 1:
+        return False
+    return all(one[1] <= other[0] for one, other in itertools.pairwise(sorted(different[0])))
+
+
+def with_all_dims(box: Ranges, shape: Sequence[int]) -> Ranges:
+    """Return a box with a range for every dimension."""
+    return (*box, *((0, size) for size in shape[len(box) :]))
