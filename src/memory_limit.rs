@@ -28,10 +28,8 @@ const MAX_COPY: u64 = 6 << 20;
 /// Minimum bytes for copies that wait for their hash.
 const MIN_UNHASHED: u64 = 2 << 20;
 /// Bytes to reserve for reads, at most half of the limit. Tensors get more than the largest one
-/// needs, and a second batch is fetched concurrently, only beyond these bytes.
+/// needs only beyond these bytes.
 const READ_RESERVE: u64 = 16 << 20;
-/// Minimum bytes of a batch that a member of a group fetches.
-const MIN_BATCH: u64 = 1 << 20;
 
 /// The limit of the memory that a call may have in flight beside its tensors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -145,17 +143,6 @@ pub struct SaveShares {
     pub parts: usize,
     /// Number of staging buffers.
     pub staging: u64,
-}
-
-/// The memory that each member of a group may take.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GroupShares {
-    /// Bytes per batch.
-    pub batch: u64,
-    /// Number of batches that are fetched at once.
-    pub at_once: u64,
-    /// The limit of each of these fetches.
-    pub load: MemoryLimit,
 }
 
 impl MemoryLimit {
@@ -287,42 +274,6 @@ impl MemoryLimit {
         })?;
         let tensors = wanted.min(bytes - reads).min(bytes - reader).max(largest);
         Ok((tensors, self.reserving(tensors)))
-    }
-
-    /// Divides the limit between batches that a member of a group fetches for all members and
-    /// reading.
-    ///
-    /// `most`: maximum bytes of a batch. `reads`: maximum number of batches that are fetched at
-    /// once. `others`: number of batches that are being sent or wait. `whole`: bytes of a batch
-    /// that cannot be shorter. `reader`: minimum bytes for reading one batch.
-    pub fn group(
-        self,
-        most: u64,
-        reads: u64,
-        others: u64,
-        whole: u64,
-        reader: u64,
-    ) -> Result<GroupShares> {
-        let Some(bytes) = self.bytes else {
-            return Ok(GroupShares { batch: most, at_once: reads, load: self });
-        };
-        let minimum = MIN_BATCH.max(whole);
-        // Reading gets a quarter. If that is little, one batch is read at a time.
-        let for_batches = share(bytes);
-        let at_once = ((bytes - for_batches) / READ_RESERVE.max(reader))
-            .min(
-                bytes.saturating_sub(minimum.saturating_mul(others))
-                    / minimum.saturating_add(reader),
-            )
-            .clamp(1, reads.max(1));
-        let (count, for_readers) = (at_once + others, reader.saturating_mul(at_once));
-        self.require(minimum.saturating_mul(count).saturating_add(for_readers), || {
-            format!("{count} batches of {minimum} bytes are in flight, and a reader needs {reader}")
-        })?;
-        let fitting = for_batches.min(bytes - for_readers) / count;
-        let batch = fitting.clamp(minimum, most.max(minimum));
-        let each = (bytes - batch * count) / at_once;
-        Ok(GroupShares { batch, at_once, load: self.reserving(bytes - each) })
     }
 }
 

@@ -25,32 +25,6 @@ pub fn split_tensor_memory(
     Ok((tensors, rest.reserved()))
 }
 
-/// Divides a limit for a member of a group. `max_batch`: maximum bytes of a batch; `reads`: number
-/// of batches that are fetched concurrently; `others`: number of batches that are being sent or
-/// wait; `min_batch`: minimum bytes of a batch; `reader`: minimum bytes for fetching a batch.
-/// Returns the bytes of a batch, the number of batches that are fetched concurrently, and the bytes
-/// of the limit that are not for fetching one of them.
-#[pyfunction]
-pub fn split_group_memory(
-    limit: Option<u64>,
-    max_batch: u64,
-    reads: u64,
-    others: u64,
-    min_batch: u64,
-    reader: u64,
-) -> Outcome<(u64, u64, u64)> {
-    let shares = MemoryLimit::of(limit)
-        .or_environment()?
-        .group(max_batch, reads, others, min_batch, reader)?;
-    Ok((shares.batch, shares.at_once, shares.load.reserved()))
-}
-
-/// Returns the bytes of a limit, or of that of the environment; None for no limit.
-#[pyfunction]
-pub fn effective_memory_limit(limit: Option<u64>) -> Outcome<Option<u64>> {
-    Ok(MemoryLimit::of(limit).or_environment()?.bytes())
-}
-
 /// Returns the minimum memory of a save that writes tensors from host memory and hashes them.
 #[pyfunction]
 pub fn minimum_save_memory(uploads: bool, encrypted: bool) -> u64 {

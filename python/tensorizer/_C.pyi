@@ -30,7 +30,6 @@ __all__ = [
     "cpu_count",
     "create",
     "dicts_with_value",
-    "effective_memory_limit",
     "forget_environment",
     "local_path",
     "minimum_save_memory",
@@ -42,7 +41,6 @@ __all__ = [
     "scheme",
     "set_pinned_limit",
     "snapshot",
-    "split_group_memory",
     "split_tensor_memory",
     "stats",
     "stats_since",
@@ -90,14 +88,10 @@ def stats_since(call: int) -> list[dict[str, Any]]: ...
 def time_first_touch(timed: bool) -> None: ...
 def set_pinned_limit(bytes: int) -> None: ...
 def release_pinned() -> int: ...
-def effective_memory_limit(limit: int | None) -> int | None: ...
 def minimum_save_memory(uploads: bool, encrypted: bool) -> int: ...
 def split_tensor_memory(
     limit: int | None, wanted: int, largest: int, reader: int, reserved: int = 0
 ) -> tuple[int, int]: ...
-def split_group_memory(
-    limit: int | None, max_batch: int, reads: int, others: int, min_batch: int, reader: int
-) -> tuple[int, int, int]: ...
 
 _Name = str | tuple[str | int, ...]
 #: Address, bytes of the file, ETag, Last-Modified, what the server sent along, first bytes.

@@ -11,8 +11,7 @@ import torch
 from conftest import assert_same as same_tensor, run_python
 from scripted import FaultServer, Scripted
 from servers import Moto, Nginx, Redis
-from tensorizer._native import split_group_memory, split_tensor_memory
-from tensorizer.group.exchange import MemoryBudget
+from tensorizer._native import split_tensor_memory
 from tensorizer_cli.main import main
 
 MIB = 1 << 20
@@ -250,19 +249,6 @@ def test_an_upload_without_room_for_its_parts(moto, monkeypatch):
 # Groups, Redis and the command
 
 
-@pytest.mark.parametrize("limit", [16 * MIB, 64 * MIB, 1 << 30])
-@pytest.mark.parametrize("scattered", [False, True])
-def test_batches_of_a_group(limit, scattered):
-    budget = MemoryBudget.of(limit, 32 * MIB, 1, 2 * MIB, scattered=scattered)
-    taken = limit - budget.other_bytes
-    # A batch to be scattered is packed into one more.
-    batches = budget.concurrent_reads + 4 + scattered
-    assert batches * budget.batch_bytes + budget.concurrent_reads * taken <= limit
-    assert budget.batch_bytes >= min(limit // 20, 32 * MIB)
-    unlimited = MemoryBudget.of(None, 32 * MIB, 1, 2 * MIB, scattered=scattered)
-    assert unlimited == MemoryBudget(32 * MIB, 3, 0)
-
-
 def test_a_group_without_room(ranks, small):
     path, _ = small
     for found in ranks.start("groups.limited", 2, path, 64 * MIB):
@@ -283,8 +269,6 @@ def test_shares_of_tensors():
     assert split_tensor_memory(None, 100, 1000, MIB) == (100, 0)
     tensors, beside = split_tensor_memory(64 * MIB, 1 << 30, 1, MIB)
     assert tensors == beside == 48 * MIB
-    with pytest.raises(ValueError, match="at least"):
-        split_group_memory(MIB, MIB, 3, 4, 1, MIB)
 
 
 def test_values_of_redis(small, tmp_path):
