@@ -86,6 +86,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::set_pinned_limit, module)?)?;
     module.add_function(wrap_pyfunction!(device::release_pinned, module)?)?;
     module.add_function(wrap_pyfunction!(memory::split_tensor_memory, module)?)?;
+    module.add_function(wrap_pyfunction!(memory::effective_memory_limit, module)?)?;
     module.add_function(wrap_pyfunction!(memory::minimum_save_memory, module)?)?;
     module.add_function(wrap_pyfunction!(memory::time_first_touch, module)?)?;
     module.add_class::<handle::Handle>()?;

@@ -25,6 +25,12 @@ pub fn split_tensor_memory(
     Ok((tensors, rest.reserved()))
 }
 
+/// Returns the bytes of a limit, or of that of the environment; None for no limit.
+#[pyfunction]
+pub fn effective_memory_limit(limit: Option<u64>) -> Outcome<Option<u64>> {
+    Ok(MemoryLimit::of(limit).or_environment()?.bytes())
+}
+
 /// Returns the minimum memory of a save that writes tensors from host memory and hashes them.
 #[pyfunction]
 pub fn minimum_save_memory(uploads: bool, encrypted: bool) -> u64 {

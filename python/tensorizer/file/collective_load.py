@@ -183,6 +183,21 @@ def load_collectively(
         BaseException: The error of this member, or of another.
 
     """
+    with members:
+        file, each_reads = open_collectively(members, opened)
+        with file:
+            return load_opened(members, file, requested, reporter, each_reads=each_reads)
+
+
+def load_opened(
+    members: Members,
+    file: TensorFile,
+    requested: Callable[[], Request],
+    reporter: ProgressReporter,
+    *,
+    each_reads: bool,
+) -> dict[Any, torch.Tensor]:
+    """Load from a file that all members have opened; see :func:`load_collectively`."""
 
     def planned() -> LoadPlan:
         return _planned(requested, file, reporter)
@@ -192,17 +207,14 @@ def load_collectively(
         reporter.finish()
         return loaded
 
-    with members:
-        file, each_reads = open_collectively(members, opened)
-        with file:
-            if each_reads:
-                file.reader.share_cache()
-                loaded, _ = members.run_on_all(load_alone)
-                members.complete()
-                return loaded
-            plan, tensors = _begin(members, file, planned, _LOAD_BYTES, reporter.finish)
-            with contextlib.closing(tensors):
-                return plan.by_key(dict(itertools.chain.from_iterable(tensors)))
+    if each_reads:
+        file.reader.share_cache()
+        loaded, _ = members.run_on_all(load_alone)
+        members.complete()
+        return loaded
+    plan, tensors = _begin(members, file, planned, _LOAD_BYTES, reporter.finish)
+    with contextlib.closing(tensors):
+        return plan.by_key(dict(itertools.chain.from_iterable(tensors)))
 
 
 def open_iterator(

@@ -8,7 +8,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,16 @@ _FEW = 1 / 4
 _GRACE_SECONDS = 10.0
 
 
+class FreeGroup(NamedTuple):
+    """A process group that nothing else uses during a call.
+
+    Tensors of devices are then sent on it, whatever its backend, and no connections between
+    devices are made.
+    """
+
+    group: dist.ProcessGroup
+
+
 class Members:
     """The processes that make one call together.
 
@@ -37,8 +47,7 @@ class Members:
     Args:
         ranks: Their ranks in the default group, the same at all of them.
         like: A group whose backend and time-out are used.
-        is_free: True if no other thread uses ``like`` during the call. Tensors of devices are then
-            sent on it, and it may have any backend.
+        is_free: True if nothing else uses ``like`` during the call: see :class:`FreeGroup`.
 
     Raises:
         ValueError: This process is not one of them.
@@ -75,8 +84,10 @@ class Members:
         self._failure_agreed = False
 
     @staticmethod
-    def of(group: dist.ProcessGroup, *, is_free: bool = False) -> Members:
+    def of(given: dist.ProcessGroup | FreeGroup) -> Members:
         """Return the members of a group."""
+        is_free = isinstance(given, FreeGroup)
+        group = given.group if isinstance(given, FreeGroup) else given
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the process group of this call")
         return Members(sorted(dist.get_process_group_ranks(group)), group, is_free=is_free)

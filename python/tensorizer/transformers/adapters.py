@@ -97,7 +97,7 @@ def load_adapter(
     config.inference_mode = not is_trainable
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), None)
-    with open_weights(folder, "peft", None, options.open) as file:
+    with options.open(lambda one: open_weights(folder, "peft", None, one)) as file:
         weights = dict(Weights(file, options, device))
     adapted = _adapted(peft, model, config, adapter_name, kwargs)
     if is_trainable and adapted is model and hasattr(model, "set_requires_grad"):

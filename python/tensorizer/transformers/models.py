@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from .libraries import is_of, library
 from .model_spec import GENERATION_CONFIG, ModelSpec
 from .remote_code import entry, fetch_code
 from .weights import TensorFileOptions, open_weights
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("tensorizer")
 
@@ -40,6 +43,7 @@ def from_pretrained(
     encryption: DecryptionParams | None = None,
     cache_dir: str | os.PathLike[Any] | None = None,
     memory_limit: int | None = None,
+    group: ProcessGroup | None = None,
     progress: ProgressType = False,
     **kwargs: Any,
 ) -> Any:
@@ -64,13 +68,15 @@ def from_pretrained(
         variant: The infix of the names of the weights, as in ``model.fp16.safetensors``.
         trust_remote_code: Run Python files of the folder, for models whose code is not part of the
             library.
-        num_readers: See :func:`tensorizer.load` for this and the next six arguments.
+        num_readers: See :func:`tensorizer.load` for this and the next seven arguments.
         mmap: Use the weights in place in a mapping of a local file. On the CPU, weights are then
             read when they are first used.
         verify_hash: Compare tensors with their hashes.
         encryption: The key or passphrase of an encrypted file.
         cache_dir: A folder that caches weights from a server.
         memory_limit: The most bytes that the load has in flight in addition to the tensors.
+        group: A process group whose members all make this call: they read the weights once, and
+            give them to each other.
         progress: Called with the bytes that are loaded, or True for a bar.
         kwargs: Further arguments of ``from_pretrained`` of the class, such as
             ``attn_implementation`` and ``device_map``; with diffusers, changes to the
@@ -88,6 +94,7 @@ def from_pretrained(
         RuntimeError: torch's default device is ``meta``, or weights do not fit the model. Missing
             and unknown names only warn with transformers; a missing name raises with diffusers.
         FormatError: A configuration is larger than 10 MiB.
+        GroupError: Another member of the group was lost or has failed.
         OSError, ValueError, HashMismatchError, CryptographyError: See
             :class:`tensorizer.TensorDeserializer`; or the library refuses the configuration.
 
@@ -98,6 +105,7 @@ def from_pretrained(
     folder = ModelFolder(address)
     options = TensorFileOptions(
         progress,
+        group,
         num_readers=num_readers,
         mmap=mmap,
         verify_hash=verify_hash,
@@ -105,7 +113,7 @@ def from_pretrained(
         cache_dir=cache_dir,
         memory_limit=memory_limit,
     )
-    with fetched_files(folder) as files:
+    with fetched_files(folder) as files, options.members:
         files.fetch([CONFIG, GENERATION_CONFIG] if config is None else [GENERATION_CONFIG])
         config_json = read_config(folder, files) if config is None else None
         if trust_remote_code:
@@ -126,7 +134,7 @@ def from_pretrained(
         is_diffusers = kind == "diffusers"
         explicit = None if is_diffusers else entry(spec.configuration, "transformers_weights")
         build = diffusers_models.build if is_diffusers else transformers_models.build
-        file = open_weights(folder, kind, variant, options.open, explicit)
+        file = options.open(lambda one: open_weights(folder, kind, variant, one, explicit))
         if not is_diffusers:
             _warn_of_adapter(folder)
         try:

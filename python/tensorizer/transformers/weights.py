@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._native import model_files
+from .._types import Head
 from ..file.arguments import resolve_device
 from ..file.load_plan import LoadPlan
 from ..file.progress import ProgressReporter, ProgressType
@@ -18,6 +19,11 @@ from ..file.request import Request
 from ..file.tensor_file import TensorFile
 from ..tensors.handles import dtype_of
 from .folders import ModelFolder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..group.members import Members
 
 #: The beginnings of the names of weights, by the kind of folder.
 _STEMS = {
@@ -127,15 +133,55 @@ def _is_missing_shard(error: FileNotFoundError, name: str) -> bool:
 
 
 class TensorFileOptions:
-    """The options of a load, for :class:`TensorFile`."""
+    """The options of a load, for :class:`TensorFile`.
 
-    def __init__(self, progress: ProgressType, **options: Any) -> None:
+    Attributes:
+        progress: Reports the bytes that are loaded.
+        members: The processes that load together, or a context that does nothing.
+
+    """
+
+    def __init__(
+        self, progress: ProgressType, group: ProcessGroup | None = None, **options: Any
+    ) -> None:
         self.progress = ProgressReporter(progress)
         self._options = options
+        self._each_reads = True
+        self.members: Members | contextlib.nullcontext[None] = contextlib.nullcontext()
+        if group is not None:
+            from ..group.members import Members  # torch.distributed is slow to import
 
-    def open(self, uri: str | os.PathLike[Any]) -> TensorFile:
-        """Open a file with these options."""
-        return TensorFile(uri, progress=self.progress, **self._options)
+            members = Members.of(group)
+            if members.size > 1:
+                self.members = members
+
+    def open(self, found: Callable[[Callable[[str], TensorFile]], TensorFile]) -> TensorFile:
+        """Return the file of weights, which ``found`` opens with the given function."""
+
+        def opened(heads: Sequence[Head] | None) -> TensorFile:
+            return found(
+                lambda uri: TensorFile(uri, progress=self.progress, heads=heads, **self._options)
+            )
+
+        if isinstance(self.members, contextlib.nullcontext):
+            return opened(None)
+        from ..file.collective_load import open_collectively  # as above
+
+        file, self._each_reads = open_collectively(self.members, opened)
+        return file
+
+    def load(self, file: TensorFile, device: torch.device) -> dict[Any, torch.Tensor]:
+        """Return all tensors of a file that these options have opened, and close it."""
+        request = Request(device=device)
+        with self.progress, file:
+            if isinstance(self.members, contextlib.nullcontext):
+                plan = LoadPlan(request, file)
+                self.progress.total = plan.total()
+                return plan.load()
+            from ..file.collective_load import load_opened  # torch.distributed is slow to import
+
+            each = self._each_reads
+            return load_opened(self.members, file, lambda: request, self.progress, each_reads=each)
 
 
 class Weights(Mapping[str, Any]):
@@ -161,7 +207,7 @@ class Weights(Mapping[str, Any]):
         device: torch.device | str | None,
         single_use: bool = False,
     ) -> None:
-        self._file, self._reporter, self._single_use = file, options.progress, single_use
+        self._file, self._options, self._single_use = file, options, single_use
         self.device = resolve_device(torch.get_default_device() if device is None else device)
         names = file.reader.names(range(len(file)))
         nested = [name for name in names if not isinstance(name, str)]
@@ -190,10 +236,7 @@ class Weights(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self._tensors is None:
-            with self._reporter, self._file as file:
-                plan = LoadPlan(Request(device=self.device), file)
-                self._reporter.total = plan.total()
-                loaded = plan.load()
+            loaded = self._options.load(self._file, self.device)
             self._tensors = {
                 str(name).removeprefix("."): SingleUseTensor(tensor) if self._single_use else tensor
                 for name, tensor in loaded.items()
