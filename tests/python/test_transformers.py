@@ -71,6 +71,26 @@ def asked(nginx, since=0):
     return [line.split()[6] for line in nginx.requests()[since:]]
 
 
+def test_ranks_load_a_model_together(ranks, nginx):
+    """Three ranks fetch the weights once, and have the same model as one that loads alone."""
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(**SMALL | {"hidden_size": 512, "intermediate_size": 2048})
+    folder = nginx.root / "together"
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="8MB")
+    alone = from_pretrained(f"{nginx.http}/together")
+    weights = list(folder.glob("*.safetensors"))
+
+    def sent():
+        return sum(nginx.sent(f"together/{path.name}") for path in weights)
+
+    before = sent()
+    found = ranks.run("groups.pretrained", 3, f"{nginx.http}/together")
+    size = sum(path.stat().st_size for path in weights)
+    # The first rank reads half a megabyte of each file with its index.
+    assert len(weights) > 1 and size <= sent() - before <= 1.01 * size + len(weights) * 530_000
+    assert found == [[int(one.view(torch.int32).sum()) for one in alone.state_dict().values()]] * 3
+
+
 def test_the_library_is_imported_by_the_calls_only():
     code = """
 import sys, tensorizer

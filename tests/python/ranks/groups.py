@@ -190,6 +190,14 @@ def traffic(uri, count, streams):
             assert_equal(tensor, torch.full_like(tensor, number), (rank, name))
 
 
+def pretrained(uri):
+    """Load a model of transformers together; return the sums of its weights."""
+    with group():
+        model = tensorizer.transformers.from_pretrained(uri, group=dist.group.WORLD)
+        assert not any(one.is_meta for one in model.state_dict().values())
+        return [int(one.view(torch.int32).sum()) for one in model.state_dict().values()]
+
+
 def traffic_alone(uri):
     """Do so with each rank by itself."""
     with group():
