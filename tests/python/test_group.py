@@ -273,26 +273,37 @@ def test_errors_during_an_exchange_are_raised_at_all_ranks(ranks, folder):
     assert odd == [other, ["Odd", "one and two"], other, other]
 
 
-def test_a_rank_that_is_killed(ranks, folder):
-    # A race decides whether the others notice by closed connections: several turns meet both cases.
-    for turn in range(8):
-        found = ranks.start("lost.killed", 4, folder, "SIGKILL", 10, bool(turn % 2))
-        assert found[2] == {"signal": 9, "late": False, "stopped": False}
-        for rank in (0, 1, 3):
-            kind, message, seconds, trace = found[rank]["result"]
-            assert kind == "GroupError", trace
-            assert message.startswith("rank 2 of the group is gone")
+def lost(ranks, folder, world, how, turn, wait=10):
+    """Lose a rank at a place that changes from turn to turn; return what the others say."""
+    place = ("_read", "_packed", "inside")[turn % 3]
+    # The first rank hosts the store of the group.
+    victim = (turn // 3) % world
+    where = (place, (turn // 6) % 3, turn % 2 and place != "inside")
+    found = ranks.start("lost.killed", world, folder, how, victim, where, wait)
+    assert found[victim] == {"signal": 9, "late": False, "stopped": how == "SIGSTOP"}
+    others = [one["result"] for rank, one in enumerate(found) if rank != victim]
+    for kind, message, _, trace in others:
+        assert kind == "GroupError", trace
+        gone = f"rank {victim} of the group is gone", "the process that hosts the store"
+        assert message.startswith(gone[victim == 0]), (turn, trace)
+    return others
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_is_killed(ranks, folder, world):
+    for turn in range(20):
+        for _, _, seconds, _ in lost(ranks, folder, world, "SIGKILL", turn):
             # The time-out is 10 s.
             assert seconds < 8
 
 
-def test_a_stopped_rank_ends_the_call_at_all_others(ranks, folder):
-    found = ranks.start("lost.killed", 4, folder, "SIGSTOP", 6)
-    assert found[2] == {"signal": 9, "late": False, "stopped": True}
-    for rank in (0, 1, 3):
-        kind, _, seconds, trace = found[rank]["result"]
-        assert kind == "GroupError", trace
-        assert seconds < 25
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("turns", [2, pytest.param(20, marks=pytest.mark.extended)])
+def test_a_stopped_rank_ends_the_call_at_all_others(ranks, folder, world, turns):
+    for turn in range(turns):
+        # The others would wait for the store of one that is stopped.
+        for _, _, seconds, _ in lost(ranks, folder, world, "SIGSTOP", turn, 3):
+            assert seconds < 25
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])

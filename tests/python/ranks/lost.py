@@ -20,6 +20,7 @@ from ranks.common import (
 from ranks.groups import large
 from tensorizer.file.exchange import Exchange
 from tensorizer.group import blocks, connections
+from tensorizer.group.members import Members
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -171,15 +172,36 @@ def errors_on_the_way(folder):
     return found
 
 
-def killed(folder, how, wait=WAIT, by_columns=False):
-    """Lose rank 2 in the middle of a load."""
+def inside(number, act):
+    """Do something while tensors are exchanged for the ``number``-th time."""
+    run, pause, count = Members._run, Members._pause, iter(range(1 << 30))
+    exchanging = []
+
+    def running(self, data, begin):
+        exchanging[:] = [data.nbytes > 4096 and next(count) == number]
+        run(self, data, begin)
+
+    def pausing(self, seconds):
+        if exchanging[0]:
+            act()
+        pause(self, seconds)
+
+    Members._run, Members._pause = running, pausing
+
+
+def killed(folder, how, victim, where, wait=WAIT):
+    """Lose a rank in a load: before or while a block is read, between two, or inside one."""
     fetch_together(BATCH)
     uri = f"{folder}/g.tensors"
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=wait))
-    rank = dist.get_rank()
     works(uri)
-    if rank == 2:
-        on_the_way("_read", 4, lambda: os.kill(os.getpid(), getattr(signal, how)))
+    place, number, by_columns = where
+    if dist.get_rank() == victim:
+
+        def act():
+            os.kill(os.getpid(), getattr(signal, how))
+
+        inside(number, act) if place == "inside" else on_the_way(place, number, act)
     begun = time.monotonic()
     try:
         load(uri, **(columns() if by_columns else {}))
