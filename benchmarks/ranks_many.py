@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import os
-import pickle
 import socket
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from machine import commit, version
 from run import HERE
 from serve import server
-from tensorizer.group.tensor_requests import TensorRequest, merge_requests
+from tensorizer.group.wishes import Wish, encoded_table, merged
 
 #: Tensors of the file, of 4 kB each.
 COUNT = 100
@@ -85,26 +84,26 @@ def planned(kind: str) -> tuple[float, float]:
     world, count = PLANNED
     shapes = [8192, 1024, 1024, 8192, 28672, 28672, 8192, 8192, 8192, 8192]
 
-    def request(number: int) -> TensorRequest:
+    def wish(number: int) -> Wish:
         parts = 1 if kind == "all" else world
         place = 0 if kind == "all" else number
         each = [(place * -(-n // parts), (place + 1) * -(-n // parts)) for n in shapes]
         wide = kind == "columns of its own"
-        ranges = [((0, 4096), ends) if wide else (ends,) for ends in each]
+        boxes = [((0, 4096), ends) if wide else (ends,) for ends in each]
         of = [(4096, n) if wide else (n,) for n in shapes]
-        return TensorRequest.of((n, ranges[n % 10], of[n % 10]) for n in range(count))
+        return Wish.of((n, [boxes[n % 10]], of[n % 10], 2) for n in range(count))
 
     begun = time.process_time()
-    mine = request(0)
-    mine.structure.digest()
+    mine = wish(0)
+    mine.digest()
     own = time.process_time() - begun
-    # All ranks have the same structure, of which a rank sends the digest only.
-    tables = [request(number).table for number in range(0, world, 64)]
-    told = len(pickle.dumps((mine.structure.digest(), max(tables, key=lambda one: len(str(one))))))
+    # All ranks have the same tensors; each sends a digest, and its table if the digests differ.
+    tables = [wish(number).table for number in range(0, world, 64)]
+    told = 128 if kind == "all" else 128 + max(len(encoded_table(one)) for one in tables)
     begun = time.process_time()
     of_all = [(n, tables[n % len(tables)]) for n in range(world)]
-    merge_requests([(mine.structure, of_all)], count, [], (0, world))
-    return own + time.process_time() - begun, world * max(512, told) / 1e6
+    merged([(mine.columns, of_all)], count, world, [])
+    return own + time.process_time() - begun, world * told / 1e6
 
 
 def main() -> None:

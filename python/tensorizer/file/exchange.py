@@ -233,16 +233,13 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
     def _start_reads(self) -> None:
         """Begin to read the next blocks, as far as there is memory for them."""
         while self._next is not None and len(self._in_flight) < _BLOCKS_HELD - 1:
-            held = sum(map(self._held_bytes, (one.block for one in self._in_flight)))
-            if self._in_flight and held + self._held_bytes(self._next) > self._limit:
+            held = sum(self._blocks_plan.cost(one.block) for one in self._in_flight)
+            if self._in_flight and held + self._blocks_plan.cost(self._next) > self._limit:
                 break
             one = self._prepared(self._next)
             one.read = self._pool.submit(self._read, one)
             self._in_flight.append(one)
             self._next = next(self._blocks, None)
-
-    def _held_bytes(self, block: Block) -> int:
-        return sum(map(self._blocks_plan.cost, block.numbers))
 
     def _prepared(self, block: Block) -> _BlockInFlight:
         """Allocate the memory of a block, on the calling thread."""

@@ -115,23 +115,26 @@ class BlockPlan:
         self._cases = wishes.cases
         self._layout, self._size, self._encrypted = layout, size, encrypted
         self._case_of: list[int] = wishes.case_of.tolist()
+        #: Of each tensor that any member wants, the bytes that the member holds which wants most.
+        self._costs = {
+            number: self._cost(number) for number, case in enumerate(self._case_of) if case >= 0
+        }
 
     def case(self, number: int) -> Case:
         """Return what the members want of a tensor that some of them want."""
         return self._cases[self._case_of[number]]
 
-    def cost(self, number: int) -> int:
-        """Return the bytes of a tensor that the member holds which wants most of it."""
+    def _cost(self, number: int) -> int:
         shape, itemsize, _ = self._layout(number)
         return math.ceil(self.case(number).cost * math.prod(shape) * itemsize)
 
-    def numbers(self) -> Iterator[int]:
-        """Yield the tensors that any member wants."""
-        return (number for number, case in enumerate(self._case_of) if case >= 0)
+    def cost(self, block: Block) -> int:
+        """Return the bytes of a block's tensors that the member holds which wants most of them."""
+        return sum(self._costs[number] for number in block.numbers)
 
     def block_bytes(self, most: int) -> int:
         """Return the bytes of a block, of which ``most`` are allowed."""
-        total = sum(map(self.cost, self.numbers()))
+        total = sum(self._costs.values())
         usual = max(self._size * _MIN_SHARE, total // _MIN_BLOCKS)
         return max(1, min(most, usual, _MOST_BYTES))
 
@@ -139,8 +142,8 @@ class BlockPlan:
         """Yield blocks of ``most`` bytes at most, or of one longer tensor."""
         numbers: list[int] = []
         nbytes = 0
-        for number in self.numbers():
-            cost = _aligned(self.cost(number))
+        for number, exact in self._costs.items():
+            cost = _aligned(exact)
             if numbers and nbytes + cost > most:
                 yield self._block(numbers)
                 numbers, nbytes = [], 0

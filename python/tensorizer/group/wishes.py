@@ -9,7 +9,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -65,18 +65,18 @@ class Wish:
         wanted are left out.
         """
         kinds: dict[Kind, int] = {}
+        # As a rule, many tensors are wanted alike.
+        known: dict[tuple[Any, ...], int | None] = {}
         numbers, kind_of = [], []
         for number, boxes, shape, itemsize in wanted:
-            some = [box for box in boxes if all(start < stop for start, stop in box)]
-            if some:
-                dims = max(len(shape), 1)
-                whole = [(0, size) for size in shape]
-                while dims > 1 and all(box[dims - 1] == whole[dims - 1] for box in some):
-                    dims -= 1
-                unit = math.prod(shape[dims:]) * itemsize if dims > 1 else 0
-                kind = Kind(tuple(box[:dims] for box in some), tuple(shape[:dims]), unit)
+            key = tuple(boxes), tuple(shape), itemsize
+            if key not in known:
+                kind = _kind(*key)
+                known[key] = None if kind is None else kinds.setdefault(kind, len(kinds))
+            found = known[key]
+            if found is not None:
                 numbers.append(number)
-                kind_of.append(kinds.setdefault(kind, len(kinds)))
+                kind_of.append(found)
         columns = torch.tensor([numbers, kind_of], dtype=torch.int64, device="cpu")
         return Wish(columns, tuple(kinds))
 
@@ -93,6 +93,16 @@ class Wish:
         numbers, kinds = self.columns
         steps = torch.diff(numbers, prepend=numbers.new_zeros(1))
         return zlib.compress(torch.stack([steps, kinds]).numpy().tobytes())
+
+
+def _kind(boxes: Sequence[Ranges], shape: Sequence[int], itemsize: int) -> Kind | None:
+    """Return the kind of a tensor; None if nothing is wanted of it."""
+    some = [box for box in boxes if all(start < stop for start, stop in box)]
+    dims = max(len(shape), 1)
+    while dims > 1 and all(box[dims - 1] == (0, shape[dims - 1]) for box in some):
+        dims -= 1
+    unit = math.prod(shape[dims:]) * itemsize if dims > 1 else 0
+    return Kind(tuple(box[:dims] for box in some), tuple(shape[:dims]), unit) if some else None
 
 
 def decoded_columns(data: bytes) -> torch.Tensor:
