@@ -149,6 +149,15 @@ def test_iterators_fetch_every_byte_once(ranks, nginx):
     assert 16 << 22 <= nginx.sent(path.name) <= 1.02 * path.stat().st_size
 
 
+@pytest.mark.parametrize("columns", [False, True])
+def test_iterators_hold_their_buffer_and_no_more(ranks, nginx, columns):
+    path = nginx.root / "held.tensors"
+    tensorizer.save({f"w{n}": torch.full((1024, 2048), float(n)) for n in range(48)}, path)
+    found = ranks.run("one_by_one.memory", 2, f"{nginx.http}/held.tensors", 64 << 20, columns)
+    # A tensor that is handed out belongs to its holder; the readers have buffers too.
+    assert max(found) <= (64 + 8 + 24) << 20, [one >> 20 for one in found]
+
+
 def test_every_byte_is_fetched_once_from_s3(ranks, moto, tmp_path):
     traffic = {f"w{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
     path = tmp_path / "traffic.tensors"
@@ -273,8 +282,9 @@ def test_errors_during_an_exchange_are_raised_at_all_ranks(ranks, folder):
     assert odd == [other, ["Odd", "one and two"], other, other]
 
 
-def lost(ranks, folder, world, how, turn, wait=10):
+def lost(run, world, how, turn, wait=10):
     """Lose a rank at a place that changes from turn to turn; return what the others say."""
+    ranks, folder = run
     place = ("_read", "_packed", "inside")[turn % 3]
     # The first rank hosts the store of the group.
     victim = (turn // 3) % world
@@ -292,7 +302,7 @@ def lost(ranks, folder, world, how, turn, wait=10):
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_that_is_killed(ranks, folder, world):
     for turn in range(20):
-        for _, _, seconds, _ in lost(ranks, folder, world, "SIGKILL", turn):
+        for _, _, seconds, _ in lost((ranks, folder), world, "SIGKILL", turn):
             # The time-out is 10 s.
             assert seconds < 8
 
@@ -302,7 +312,7 @@ def test_a_rank_that_is_killed(ranks, folder, world):
 def test_a_stopped_rank_ends_the_call_at_all_others(ranks, folder, world, turns):
     for turn in range(turns):
         # The others would wait for the store of one that is stopped.
-        for _, _, seconds, _ in lost(ranks, folder, world, "SIGSTOP", turn, 3):
+        for _, _, seconds, _ in lost((ranks, folder), world, "SIGSTOP", turn, 3):
             assert seconds < 25
 
 

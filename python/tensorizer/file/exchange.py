@@ -202,7 +202,8 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             self._members.agree(failed)
             if one is None:
                 return self._last()
-            self._exchange_gathered(one)
+            if one.block.nbytes:
+                self._members.exchange(one.memory, one.block.ends)
             if messages is not None:
                 self._members.all_to_all(*messages.tensors, *messages.lens)
             return self._delivered(one, messages)
@@ -308,20 +309,6 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
                 torch.cuda.current_stream(device).synchronize()
 
     # Exchanging
-
-    def _exchange_gathered(self, one: _BlockInFlight) -> None:
-        """Give the bytes that all members want to all."""
-        block, memory = one.block, one.memory
-        if not block.nbytes:
-            return
-        starts = (0, *block.ends[:-1])
-        if block.is_even:
-            start, stop = starts[self._rank], block.ends[self._rank]
-            self._members.gather(memory, memory[start:stop])
-            return
-        for rank, (start, stop) in enumerate(zip(starts, block.ends, strict=True)):
-            if start < stop:
-                self._members.broadcast(memory[start:stop], rank)
 
     def _packed(self, one: _BlockInFlight) -> _Messages | None:
         """Return what this member sends and receives of the rows that only some members want.

@@ -69,7 +69,7 @@ class Block:
         numbers: The tensors, in the order of the file.
         gathered: Those that all members want, which have a place in the memory of the block.
         nbytes: The length of this memory.
-        ends: Where each member's share of it ends. Equal shares are exchanged by one collective.
+        ends: Where each member's share of it ends.
         shared: By the ranks that want them: rows that some members want.
 
     """
@@ -79,11 +79,6 @@ class Block:
     nbytes: int
     ends: tuple[int, ...]
     shared: Mapping[tuple[int, ...], list[tuple[int, Rows]]]
-
-    @property
-    def is_even(self) -> bool:
-        """True if all members have equal shares."""
-        return self.nbytes == len(self.ends) * self.ends[0]
 
     def share(self, rank: int) -> list[ByteRange]:
         """Return what a member reads for all, in the order of the file."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -227,19 +228,37 @@ class Members:
         """Return ``length`` bytes of every member; shorter ones are padded with zeros."""
         every = torch.zeros(self.size, length, dtype=torch.uint8, device="cpu")
         every[self.rank] = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
-        self.gather(every.view(-1), every[self.rank])
+        self._run(every, [lambda group: group._allgather_base(every.view(-1), every[self.rank])])
         return [one.tobytes() for one in every.numpy()]
 
     # Tensors
 
-    def gather(self, block: torch.Tensor, mine: torch.Tensor) -> None:
-        """Exchange a block of equal parts, one of each member, in place; ``mine`` is one of them.
+    def exchange(self, block: torch.Tensor, ends: Sequence[int]) -> None:
+        """Give all members the shares of a block that each of them has, in place.
+
+        Args:
+            block: The block, of which this member has its share.
+            ends: Where the share of each member ends.
 
         Raises:
             GroupError: A member was lost.
 
         """
-        self._run(block, lambda group: group._allgather_base(block, mine))
+        starts = (0, *ends[:-1])
+        is_even = len({end - start for start, end in zip(starts, ends, strict=True)}) == 1
+        if is_even and self.on_device and not block.is_cpu:
+            mine = block[starts[self.rank] : ends[self.rank]]
+            self._run(block, [lambda group: group._allgather_base(block, mine)])
+            return
+        # Gloo's all-gather is not in place: it takes a second block and twice the CPU time.
+        self._run(
+            block,
+            [
+                functools.partial(_broadcast, block[start:end], rank)
+                for rank, (start, end) in enumerate(zip(starts, ends, strict=True))
+                if start < end
+            ],
+        )
 
     def broadcast(self, data: torch.Tensor, rank: int) -> None:
         """Send a tensor from one member to all.
@@ -248,9 +267,7 @@ class Members:
             GroupError: A member was lost.
 
         """
-        options = dist.BroadcastOptions()
-        options.rootRank = rank
-        self._run(data, lambda group: group.broadcast([data], options))
+        self._run(data, [functools.partial(_broadcast, data, rank)])
 
     def all_to_all(
         self,
@@ -267,16 +284,15 @@ class Members:
         """
         self._run(
             received,
-            lambda group: group.alltoall_base(received, sent, received_lens, sent_lens),
+            [lambda group: group.alltoall_base(received, sent, received_lens, sent_lens)],
         )
 
-    def _run(self, data: torch.Tensor, begin: Callable[[Any], Any]) -> None:
-        """Run a collective to its end, even if this process is interrupted meanwhile."""
+    def _run(self, data: torch.Tensor, begins: Iterable[Callable[[Any], Any]]) -> None:
+        """Run collectives to their end, even if this process is interrupted meanwhile."""
         self._check_process()
         if self._connections is None:
             raise GroupError("the connections of the group are closed")
-        until = time.monotonic() + self._timeout.total_seconds() + _GRACE_SECONDS
-        pause, work = 1e-4, None
+        group = work = None
         try:
             if data.is_cpu or not self.on_device:
                 group = self._connections.hosts
@@ -284,20 +300,30 @@ class Members:
                 group = self._engine or self._connections.between_devices(
                     self._timeout + datetime.timedelta(seconds=6 * _GRACE_SECONDS)
                 )
-            work = begin(group)
+            # One after another: connections on which another one waits could not be closed.
+            for begin in begins:
+                work = begin(group)
+                self._wait(work)
+        except (RuntimeError, dist.DistError) as error:
             # No frame of a traceback may hold the group.
-            del group
+            group = work = None
+            self._raise_lost(error)
+        finally:
+            group = work = None
+
+    def _wait(self, work: Any) -> None:
+        until = time.monotonic() + self._timeout.total_seconds() + _GRACE_SECONDS
+        pause = 1e-4
+        try:
             while not work.is_completed():
                 if time.monotonic() > until:
                     raise RuntimeError("timed out")
                 self._pause(pause)
                 pause = min(pause * 1.5, 5e-3)
             work.wait()
-        except (RuntimeError, dist.DistError) as error:
-            del work
-            self._raise_lost(error)
         finally:
-            work = None
+            # It keeps the connections open, and a traceback keeps this frame.
+            del work
 
     def _raise_lost(self, error: BaseException) -> NoReturn:
         """Leave after a collective that failed; say which member has left, or is gone."""
@@ -329,6 +355,13 @@ class Members:
             raise RuntimeError(
                 "these connections were made by the parent process, before fork(): this is a child"
             )
+
+
+def _broadcast(data: torch.Tensor, rank: int, group: Any) -> Any:
+    """Begin to send a tensor from one member to all."""
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return group.broadcast([data], options)
 
 
 def _sendable(error: BaseException) -> tuple[bytes | None, str]:

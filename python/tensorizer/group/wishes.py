@@ -144,7 +144,8 @@ class Case:
             part.
         around: The range of each further dimension that encloses what is wanted of these rows.
         boxes: The boxes that each member wants, by rank.
-        cost: The largest part that a member wants, as a share of the tensor.
+        cost: The most that a member holds of the tensor, as a share of it: what it wants, and as
+            much again for what it reads for others.
 
     """
 
@@ -246,8 +247,9 @@ def _case(kinds: Mapping[int, Kind], size: int, *, in_one_piece: bool, many: boo
         return Case(rows, (), (), boxes, cost)
     if len(boxes) == 1 or not (in_one_piece or same or many or not _are_apart(kinds, every)):
         return Case(None, (), (), boxes, cost)
+    cost *= 2
     if in_one_piece:
-        return Case(None, (Rows(0, shape[0], tuple(boxes)),), (), boxes, cost)
+        return Case(None, (Rows(0, shape[0], tuple(boxes)),), (), boxes, max(cost, 1))
     if same or many:
         return Case(None, (Rows(*rows, tuple(boxes)),), tuple(around), boxes, cost)
     cuts = sorted({end for box in every for end in box[0]})

@@ -467,24 +467,17 @@ def received(folder):
     with columns of its own: of tensors that are cut, of those in one piece, and of long rows.
     """
     counts = []
-    gather, broadcast = members.Members.gather, members.Members.broadcast
-    all_to_all = members.Members.all_to_all
+    exchange, all_to_all = members.Members.exchange, members.Members.all_to_all
 
-    def counted_gather(self, block, mine):
-        # Members tell each other some hundred bytes.
-        counts.append((block.nbytes - mine.nbytes) * (block.nbytes > 4096))
-        return gather(self, block, mine)
-
-    def counted_broadcast(self, data, rank):
-        counts.append(data.nbytes * (rank != self.rank and data.nbytes > 4096))
-        return broadcast(self, data, rank)
+    def counted_exchange(self, block, ends):
+        counts.append(block.nbytes - (ends[self.rank] - (0, *ends)[self.rank]))
+        return exchange(self, block, ends)
 
     def counted_all_to_all(self, received, *args):
         counts.append(received.nbytes)
         return all_to_all(self, received, *args)
 
-    members.Members.gather, members.Members.broadcast = counted_gather, counted_broadcast
-    members.Members.all_to_all = counted_all_to_all
+    members.Members.exchange, members.Members.all_to_all = counted_exchange, counted_all_to_all
     fetch_together(BATCH)
     found = []
     with group() as (rank, world):

@@ -177,9 +177,9 @@ def inside(number, act):
     run, pause, count = Members._run, Members._pause, iter(range(1 << 30))
     exchanging = []
 
-    def running(self, data, begin):
+    def running(self, data, begins):
         exchanging[:] = [data.nbytes > 4096 and next(count) == number]
-        run(self, data, begin)
+        run(self, data, begins)
 
     def pausing(self, seconds):
         if exchanging[0]:

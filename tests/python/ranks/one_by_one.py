@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import os
+import resource
 import signal
 import time
 
@@ -124,6 +125,24 @@ def traffic(uri, count):
             assert_equal(tensor, torch.full_like(tensor, int(name.removeprefix("w"))))
             taken += 1
         assert taken == count
+
+
+def memory(uri, buffer_bytes, columns):
+    """Return by how much taking tensors that are dropped raises the most memory of this rank."""
+
+    def most():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+    with group() as (rank, world):
+        shard = tensorizer.Shard(1, rank, world) if columns else None
+        # Code and connections take memory once.
+        next(tensors := iterate(uri, buffer_bytes=1 << 20, shard=shard))
+        tensors.close()
+        before = most()
+        for name, tensor in iterate(uri, buffer_bytes=buffer_bytes, shard=shard):
+            assert (tensor == int(name.removeprefix("w"))).all()
+            del tensor
+        return most() - before
 
 
 def local_files(folder):
