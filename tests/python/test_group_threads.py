@@ -28,10 +28,24 @@ def test_work_is_told_of_an_interruption_and_ends(how):
 
     timer = threading.Timer(0.2, how)
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        on_thread(work, 30)
+    result, interruption = on_thread(work, 30)
     timer.join()
+    assert result is None and isinstance(interruption, KeyboardInterrupt)
     assert done == [True, "all of it"]
+
+
+def test_a_second_interruption_is_raised_at_once():
+    end = threading.Event()
+    timers = [threading.Timer(after, HOW["a signal"]) for after in (0.2, 0.5)]
+    for timer in timers:
+        timer.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        on_thread(lambda _: end.wait(60), 60)
+    assert time.monotonic() - begun < 10
+    end.set()
+    for timer in timers:
+        timer.join()
 
 
 def test_work_that_does_not_end_is_not_waited_for():
@@ -68,4 +82,4 @@ def test_work_runs_on_the_caller_if_no_thread_can_start(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert on_thread(lambda _: threading.current_thread(), 30) is threading.main_thread()
+    assert on_thread(lambda _: threading.current_thread(), 30)[0] is threading.main_thread()

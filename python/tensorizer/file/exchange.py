@@ -199,13 +199,10 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         except BaseException as error:
             failed = error
         try:
-            self._members.agree(failed)
+            then = None if one is None else self._collectives(one, messages)
+            self._members.agree(failed, then=then)
             if one is None:
                 return self._last()
-            if one.block.nbytes:
-                self._members.exchange(one.memory, one.block.ends)
-            if messages is not None:
-                self._members.all_to_all(*messages.tensors, *messages.lens)
             return self._delivered(one, messages)
         except StopIteration:
             raise
@@ -347,6 +344,21 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             position += sized(_everything(part.shape), part.itemsize)
         boxes = list(itertools.chain.from_iterable(received))
         return _Messages((incoming, outgoing), (received_lens, sent_lens), boxes)
+
+    def _collectives(self, one: _BlockInFlight, messages: _Messages | None) -> Callable[[], None]:
+        """Return a function that exchanges a block, from another thread."""
+        stream = None
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+
+        def exchange() -> None:
+            with torch.cuda.stream(stream):
+                if one.block.nbytes:
+                    self._members.exchange(one.memory, one.block.ends)
+                if messages is not None:
+                    self._members.all_to_all(*messages.tensors, *messages.lens)
+
+        return exchange
 
     def _unpack(self, one: _BlockInFlight, messages: _Messages) -> None:
         """Copy what this member has received to its place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import os
 import threading
 import time
@@ -81,9 +82,8 @@ class Connections:
         """Close the connections after an error of them; return which member was lost, and why."""
         self.close()
         with contextlib.suppress(RuntimeError, dist.DistError, TimeoutError):
-            return on_thread(
-                lambda leaving: self._search(rank, size, leaving), _SEARCH_SECONDS + _STORE_SECONDS
-            )
+            seconds = _SEARCH_SECONDS + _STORE_SECONDS
+            return on_thread(lambda leaving: self._search(rank, size, leaving), seconds)[0]
         return "the process that hosts the store of the group (as a rule rank 0) does not answer"
 
     def _say(self, rank: int, why: str) -> None:
@@ -176,7 +176,9 @@ class CallSequence:
                 kept.close()
             made = Connections(store, _gloo(store, rank, self.size, timeout), self.count)
             # Those that leave before they are connected would not be missed before the time-out.
-            made.hosts.barrier().wait()
+            every = torch.zeros(self.size, 1, dtype=torch.uint8, device="cpu")
+            for begin in gathering(every, rank):
+                begin(made.hosts).wait()
         if leaving.is_set():
             # The others have met this member, and find out when these end.
             made.leave(rank, "was interrupted")
@@ -225,6 +227,30 @@ def _gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
+def gathering(every: torch.Tensor, rank: int) -> list[Callable[[Any], Any]]:
+    """Return the collectives that give all members a row of each; each has filled its own.
+
+    The rows go to the first member, and from there to all. Gloo's all-gather is a ring, which takes
+    as many steps as there are members.
+    """
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    rows = [list(every)] if rank == 0 else []
+    # The first member's row is in its place already.
+    mine = every[rank].clone()
+    return [
+        lambda group: group.gather(rows, [mine], options),
+        functools.partial(broadcasting, every, 0),
+    ]
+
+
+def broadcasting(data: torch.Tensor, rank: int, group: Any) -> Any:
+    """Begin to send a tensor from one member to all."""
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return group.broadcast([data], options)
+
+
 def timeout_of(group: dist.ProcessGroup, on_device: bool) -> datetime.timedelta:
     """Return the time that members of a group wait for each other."""
     device = torch.device("cuda" if on_device else "cpu")
@@ -236,16 +262,22 @@ def timeout_of(group: dist.ProcessGroup, on_device: bool) -> datetime.timedelta:
     return timeout if isinstance(timeout, datetime.timedelta) else default
 
 
-def on_thread(work: Callable[[threading.Event], _T], seconds: float) -> _T:
-    """Run some work on a thread, which signals do not interrupt; return its result.
+def on_thread(
+    work: Callable[[threading.Event], _T], seconds: float
+) -> tuple[_T, BaseException | None]:
+    """Run some work on a thread, which signals do not interrupt.
 
     Args:
         work: Called with an event that is set when the calling thread is interrupted, or waits no
             longer.
         seconds: The time to wait for it.
 
+    Returns:
+        The result, and the interruption of this thread meanwhile, or None.
+
     Raises:
-        BaseException: The error of the work, or the interruption of this thread.
+        BaseException: The error of the work, or the interruption of this thread, if there are both;
+            a second interruption at once.
         TimeoutError: The work takes longer.
 
     """
@@ -257,25 +289,33 @@ def on_thread(work: Callable[[threading.Event], _T], seconds: float) -> _T:
         try:
             results.append(work(leaving))
         except BaseException as error:
-            errors.append(error.with_traceback(None))
+            errors.append(error)
         finally:
             ended.set()
 
     _start(run)
     until = time.monotonic() + seconds
+    interruption: BaseException | None = None
     try:
-        # A sleep is ended by every kind of interruption.
         while not ended.is_set():
-            if time.monotonic() > until:
-                raise TimeoutError(f"no answer within {seconds:.0f} s")
-            time.sleep(_PAUSE)
-    except BaseException:
-        leaving.set()
-        ended.wait(_STORE_SECONDS)
-        raise
-    if errors:
-        raise errors.pop()
-    return results.pop()
+            try:
+                # A signal ends the wait at once, ``_thread.interrupt_main`` when it is over.
+                while not ended.wait(20 * _PAUSE):
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"no answer within {seconds:.0f} s")
+            except BaseException as error:
+                leaving.set()
+                if interruption is not None or isinstance(error, TimeoutError):
+                    raise
+                # The frames of its traceback hold objects of the work.
+                interruption = error.with_traceback(None)
+        if errors:
+            raise interruption or errors[0]
+        return results[0], interruption
+    finally:
+        # Tracebacks hold this frame.
+        errors.clear()
+        del interruption
 
 
 def _start(work: Callable[[], object]) -> None:

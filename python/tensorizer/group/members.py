@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -16,7 +17,14 @@ import torch.distributed as dist
 
 from .._errors import GroupError
 from . import inherited_group
-from .connections import CallSequence, Connections, on_thread, timeout_of
+from .connections import (
+    CallSequence,
+    Connections,
+    broadcasting,
+    gathering,
+    on_thread,
+    timeout_of,
+)
 
 _T = TypeVar("_T")
 
@@ -77,9 +85,8 @@ class Members:
         self._engine = like if is_free else None
         self._timeout = timeout_of(like, self.on_device)
         self._process = os.getpid()
-        self._calls = CallSequence.of(
-            f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}", self.size
-        )
+        self._name = f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}"
+        self._calls: CallSequence | None = None
         self._connections: Connections | None = None
         self._interrupt: BaseException | None = None
         self._failure_agreed = False
@@ -116,10 +123,14 @@ class Members:
         """
         self._check_process()
         seconds = self._timeout.total_seconds() + _GRACE_SECONDS
+        calls = self._calls = CallSequence.of(self._name, self.size)
         try:
-            self._connections = on_thread(
-                lambda leaving: self._calls.connect(self.rank, self._timeout, leaving), seconds
+            made, interruption = on_thread(
+                lambda leaving: calls.connect(self.rank, self._timeout, leaving), seconds
             )
+            if interruption is not None:
+                raise interruption
+            self._connections = made
         except (RuntimeError, TimeoutError, dist.DistError) as error:
             raise GroupError(
                 f"rank {self.rank} of {self.size} did not meet the other members of its group "
@@ -128,8 +139,14 @@ class Members:
 
     def complete(self) -> None:
         """End a call that succeeded at all members: the next one uses its connections again."""
+        self._keep()
+        interruption = self._interruption()
+        if interruption is not None:
+            raise interruption
+
+    def _keep(self) -> None:
         connections, self._connections = self._connections, None
-        if connections is not None:
+        if connections is not None and self._calls is not None:
             self._calls.keep(connections)
 
     def leave(self, why: str = "has left the call") -> None:
@@ -168,8 +185,19 @@ class Members:
         first: _T = values[0]
         return first
 
-    def agree(self, error: BaseException | None, value: Any = None) -> list[Any]:
+    def agree(
+        self,
+        error: BaseException | None,
+        value: Any = None,
+        then: Callable[[], None] | None = None,
+    ) -> list[Any]:
         """Return the values of all members, or raise if one of them has failed.
+
+        Args:
+            error: The error of this member, or None.
+            value: Its value.
+            then: Collectives that follow at once if none has failed. An interruption of this
+                process waits for their end, and is the error of the next call.
 
         Raises:
             BaseException: The error of this member. Else the error of the first other member that
@@ -182,26 +210,38 @@ class Members:
             error = error or self._interruption()
             failure = None if error is None else _sendable(error)
             nothing = value is None and failure is None
-            sent = self.all_gather(b"" if nothing else pickle.dumps((value, failure)))
-            answers = [pickle.loads(one) if one else (None, None) for one in sent]
+            data = b"" if nothing else pickle.dumps((value, failure))
+            answers = self._uninterrupted(lambda: self._answers(data, then))
             self._failure_agreed = any(failure is not None for _, failure in answers)
             if self._failure_agreed:
                 # Nothing is under way: the next call can use the connections.
-                self.complete()
+                self._keep()
             if error is not None:
                 raise error
             for rank, (_, failure) in enumerate(answers):
                 if failure is not None:
                     raise _received(failure, rank)
-            error = self._interruption()
-            if error is not None:
-                # The other members go on, and would wait for this one.
-                self.leave("was interrupted")
-                raise error
             return [value for value, _ in answers]
         finally:
             # Its traceback holds this call, and all objects of it.
             del error
+
+    def _answers(self, data: bytes, then: Callable[[], None] | None) -> list[Any]:
+        answers = [pickle.loads(one) if one else (None, None) for one in self.all_gather(data)]
+        if then is not None and all(failure is None for _, failure in answers):
+            then()
+        return answers
+
+    def _uninterrupted(self, work: Callable[[], _T]) -> _T:
+        """Run collectives on a thread, so that this process takes part in them to their end."""
+        try:
+            result, self._interrupt = on_thread(lambda _: work(), threading.TIMEOUT_MAX)
+            return result
+        except GroupError:
+            raise
+        except BaseException:
+            self.leave("was interrupted")
+            raise
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return the bytes of all members.
@@ -228,7 +268,7 @@ class Members:
         """Return ``length`` bytes of every member; shorter ones are padded with zeros."""
         every = torch.zeros(self.size, length, dtype=torch.uint8, device="cpu")
         every[self.rank] = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
-        self._run(every, [lambda group: group._allgather_base(every.view(-1), every[self.rank])])
+        self._run(every, gathering(every, self.rank))
         return [one.tobytes() for one in every.numpy()]
 
     # Tensors
@@ -254,7 +294,7 @@ class Members:
         self._run(
             block,
             [
-                functools.partial(_broadcast, block[start:end], rank)
+                functools.partial(broadcasting, block[start:end], rank)
                 for rank, (start, end) in enumerate(zip(starts, ends, strict=True))
                 if start < end
             ],
@@ -267,7 +307,7 @@ class Members:
             GroupError: A member was lost.
 
         """
-        self._run(data, [functools.partial(_broadcast, data, rank)])
+        self._run(data, [functools.partial(broadcasting, data, rank)])
 
     def all_to_all(
         self,
@@ -288,7 +328,7 @@ class Members:
         )
 
     def _run(self, data: torch.Tensor, begins: Iterable[Callable[[Any], Any]]) -> None:
-        """Run collectives to their end, even if this process is interrupted meanwhile."""
+        """Run collectives one after another, to their end."""
         self._check_process()
         if self._connections is None:
             raise GroupError("the connections of the group are closed")
@@ -318,7 +358,7 @@ class Members:
             while not work.is_completed():
                 if time.monotonic() > until:
                     raise RuntimeError("timed out")
-                self._pause(pause)
+                time.sleep(pause)
                 pause = min(pause * 1.5, 5e-3)
             work.wait()
         finally:
@@ -334,17 +374,6 @@ class Members:
             f"{found or 'another member was lost'} (at rank {self.rank} of {self.size}: {error})"
         ) from error
 
-    def _pause(self, seconds: float) -> None:
-        """Sleep, and store an interruption; a second one ends the call at once."""
-        try:
-            time.sleep(seconds)
-        except BaseException as interrupt:
-            if self._interrupt is not None:
-                self.leave("was interrupted")
-                raise
-            # The frames of its traceback hold the exchange.
-            self._interrupt = interrupt.with_traceback(None)
-
     def _interruption(self) -> BaseException | None:
         """Return the interruption of this process during an exchange, and forget it."""
         interrupt, self._interrupt = self._interrupt, None
@@ -355,13 +384,6 @@ class Members:
             raise RuntimeError(
                 "these connections were made by the parent process, before fork(): this is a child"
             )
-
-
-def _broadcast(data: torch.Tensor, rank: int, group: Any) -> Any:
-    """Begin to send a tensor from one member to all."""
-    options = dist.BroadcastOptions()
-    options.rootRank = rank
-    return group.broadcast([data], options)
 
 
 def _sendable(error: BaseException) -> tuple[bytes | None, str]:

@@ -1,5 +1,6 @@
 """Tensors one by one for groups."""
 
+import ctypes
 import datetime
 import itertools
 import os
@@ -133,6 +134,8 @@ def memory(uri, buffer_bytes, columns):
     def most():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
+    # M_MMAP_THRESHOLD: what is freed goes back to the system.
+    assert ctypes.CDLL(None).mallopt(-3, 1 << 20)
     with group() as (rank, world):
         shard = tensorizer.Shard(1, rank, world) if columns else None
         # Code and connections take memory once.
