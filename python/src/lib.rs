@@ -65,6 +65,7 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(text::convert_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(forget_environment, module)?)?;
     module.add_function(wrap_pyfunction!(unknown_variables, module)?)?;
+    module.add_function(wrap_pyfunction!(slicing::as_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::plan_parts, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::with_earlier, module)?)?;
     module.add_function(wrap_pyfunction!(slicing::announce, module)?)?;

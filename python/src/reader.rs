@@ -53,7 +53,7 @@ impl Reader {
     }
 
     /// Returns a reader of the same file with other tensors.
-    fn of_same(&self, file: TensorFile) -> Self {
+    pub fn of_same(&self, file: TensorFile) -> Self {
         Reader { loads: Arc::clone(&self.loads), ..Self::new(file) }
     }
 
@@ -158,11 +158,6 @@ impl Reader {
             (number, ranges.map(Iterator::collect))
         });
         Ok(self.of_same(self.file.with_slices(slices)?))
-    }
-
-    /// Returns the same file with the bytes of each tensor as a tensor.
-    fn as_bytes(&self) -> Outcome<Reader> {
-        Ok(self.of_same(self.file.as_bytes()?))
     }
 
     /// Returns the range of a slice in each dimension of the whole tensor; None for a whole tensor.

@@ -102,6 +102,12 @@ pub fn plan_parts<'py>(
     Ok((reader.sliced(slices)?, remaining_indices, box_counts))
 }
 
+/// Returns the same file with the bytes of each tensor as a tensor.
+#[pyfunction]
+pub fn as_bytes(reader: &Reader) -> Outcome<Reader> {
+    Ok(reader.of_same(reader.file.as_bytes()?))
+}
+
 /// Returns tensors together with those that must be loaded with them: if the file can only be read
 /// front to back, all before them, from the one after `passed` on.
 #[pyfunction]

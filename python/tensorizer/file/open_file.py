@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._errors import CryptographyError
-from .._native import Reader, ShardIndex, Source, open as native_open
+from .._native import Reader, ShardIndex, Source, as_bytes, open as native_open
 from .._types import Head, Name, OpenOptions, Slice, VerifyHash
 from ..streams.addresses import is_address
 from ..streams.endpoints import assigned_endpoint
@@ -257,7 +257,7 @@ class OpenFile:
 
     def of_bytes(self: _File) -> _File:
         """Return the same file with the bytes of each tensor as a tensor of ``uint8``."""
-        part = self._with(self.reader.as_bytes())
+        part = self._with(as_bytes(self.reader))
         part._checkpoint, part.dtype = None, None
         self._adopted_readers += {part.reader}
         return part
