@@ -9,6 +9,7 @@ import torch
 from tensorizer import DecryptionParams
 from tensorizer._types import VerifyHash
 from tensorizer.file.arguments import check_num_readers, checked_verification, named_device
+from tensorizer.file.encryption import key_of
 from tensorizer.stream_io import open_stream
 
 
@@ -22,7 +23,7 @@ class LoaderOptions:
         num_readers: Threads that read at once; None for as many as help.
         verify_hash: Compare every tensor with the hashes in the file: a bool, or ``"crc32"``.
         device: The device of the tensors; None for the model's.
-        encryption_keyfile: A file or address with the 32 bytes of the key.
+        encryption_keyfile: A file or address with the key: 32 bytes, or 64 hexadecimal digits.
 
     """
 
@@ -73,13 +74,14 @@ class LoaderOptions:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It does not have 32 bytes.
+            ValueError: It has neither 32 bytes nor 64 hexadecimal digits.
 
         """
         if self.encryption_keyfile is None:
             return None
         with open_stream(self.encryption_keyfile) as stream:
-            return DecryptionParams.from_key(stream.read())
+            key = key_of(stream.read(), f"encryption_keyfile {stream.name}")
+        return DecryptionParams.from_key(key)
 
     def device_for(self, model: torch.nn.Module) -> torch.device:
         """Return the device for the tensors of a model: CUDA if the model is there, else the CPU.

@@ -307,8 +307,11 @@ def test_encrypted(stub, tmp_path, weights):
     assert_loaded(model, weights)
     with pytest.raises(tensorizer.CryptographyError, match="decryption was not requested"):
         load(stub, tmp_path)
+    (tmp_path / "key").write_text(params.key.hex() + "\n")
+    assert_loaded(load(stub, tmp_path, encryption_keyfile=str(tmp_path / "key")), weights)
     (tmp_path / "key").write_bytes(b"short")
-    with pytest.raises(ValueError, match="32"):
+    said = f"encryption_keyfile {tmp_path}/key: expected 32 bytes or 64 hexadecimal digits, found 5"
+    with pytest.raises(ValueError, match=said):
         load(stub, tmp_path, encryption_keyfile=str(tmp_path / "key"))
 
 
