@@ -5,6 +5,7 @@ vLLM itself is not among the packages that the tests install: test_vllm_engine.p
 
 import json
 import logging
+import re
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,6 +16,7 @@ import tensorizer
 import torch
 import vllm_stub
 from conftest import run_python
+from packaging.version import Version
 from scripted import FaultServer
 from vllm_stub import Model
 
@@ -92,6 +94,33 @@ def assert_loaded(model, weights):
     assert sorted(model.names) == sorted(weights)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name])
+
+
+# Releases
+
+#: The torch that releases of vLLM require, by the metadata of the package index in November 2026:
+#: the first and the last with each.
+REQUIRED = {
+    "0.16.0": "2.9.1",
+    **dict.fromkeys(("0.17.0", "0.18.1", "0.19.1"), "2.10.0"),
+    **dict.fromkeys(("0.20.0", "0.24.0", "0.26.0"), "2.11.0"),
+    **dict.fromkeys(("0.27.0", "0.30.0", "0.32.0"), "2.13.0"),
+    "0.33.0": "2.14.0",
+}
+
+
+def test_the_page_names_releases_that_can_have_this_package():
+    page = (Path(__file__).resolve().parents[2] / "docs/how-to/vllm.md").read_text()
+    rows = re.findall(r"^\| (up to )?([\d.]+)(?: to ([\d.]+))? \| ([\d.]+)(.*) \|$", page, re.M)
+    found = {}
+    for up_to, first, last, needs, wheel in rows:
+        assert bool(up_to) is (Version(needs) < Version("2.10"))
+        assert bool(up_to) or f"`tensorizer-*+torch{needs.rpartition('.')[0]}-*.whl`" in wheel
+        among = [v for v in REQUIRED if Version(first) <= Version(v) <= Version(last or first)]
+        found |= dict.fromkeys(among, needs)
+    assert found == REQUIRED
+    oldest = min((v for v in REQUIRED if Version(REQUIRED[v]) >= Version("2.10")), key=Version)
+    assert set(re.findall(r"vLLM ([\d.]+) or newer", page)) == {oldest}
 
 
 # The entry point
