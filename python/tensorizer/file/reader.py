@@ -18,7 +18,7 @@ from ..tensors import fake_mode
 from ..tensors.arrays import opaque_array
 from ..tensors.handles import lend, refuse_short
 from ..tensors.usage import convert_bytes
-from . import hints
+from . import hints, unchanged
 from .arguments import checked_verification, named_device, resolve_device
 from .dtensors import load_sharded, sharded_slots
 from .encryption import DecryptionParams
@@ -474,6 +474,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         verify_hash: VerifyHash | None = None,
         *,
         strict: bool = False,
+        only_changed: bool = False,
     ) -> int:
         """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
 
@@ -514,6 +515,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             verify_hash: Overrides the constructor's. Tensors that are loaded already are hashed.
             strict: Raise if file and module do not have the same tensors, apart from buffers
                 that are not persistent and not on the ``meta`` device.
+            only_changed: Load only tensors whose SHA-256 in this file is not that of the file
+                which was loaded into ``m`` before by this method. With ``lazy_load=True`` only
+                their bytes are read. Tensors that were replaced since, or changed in place, are
+                loaded too, but torch does not count changes through ``.data``. Without hashes in
+                both files all are loaded, and ``tensorizer.stats()["fallbacks"]`` says so.
 
         Returns:
             The number of tensors loaded.
@@ -568,9 +574,31 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         refuse_short(zip(names, tensors, strict=True))
         self._loaded.check_hashes(chosen, verify)
         state.warn_of_dtypes(m, found, [str(name) for name in names], dtypes)
-        sharded = sharded_slots(slots, tensors, chosen)
-        cut = {number for _, number in sharded}
+        reader, unchanged_ones = self._file.reader, set[int]()
+        if only_changed:
+            named = list(zip(names, chosen, tensors, strict=True))
+            unchanged_ones = unchanged.find_unchanged(m, reader, named, dtypes, self._device)
+        unchanged.forget(m, names)
         rows = list(zip(slots, tensors, chosen, strict=True))
+        rows = [row for row in rows if row[2] not in unchanged_ones] if unchanged_ones else rows
+        self._fill(m, rows, verify)
+        for slot in removed:
+            setattr(slot.module, slot.attribute, None)
+        if not fake_mode.is_active():
+            unchanged.remember(m, reader, names, chosen, [slot.current() for slot in slots])
+        held_elsewhere.take_over(m)
+        self.close()
+        return len(rows)
+
+    def _fill(
+        self,
+        m: torch.nn.Module,
+        rows: list[tuple[state.TensorSlot, torch.Tensor | None, int]],
+        verify: str,
+    ) -> None:
+        """Load tensors into their slots; rows have the tensors that are there, and the numbers."""
+        sharded = sharded_slots(*zip(*rows, strict=True)) if rows else []
+        cut = {number for _, number in sharded}
         rows = [row for row in rows if row[2] not in cut] if cut else rows
         here = self._loaded.fill(rows, self._device, verify)
         rest = [row for row in rows if row[2] not in here]
@@ -584,11 +612,6 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
                 loaded.append((slot, tensor))
         loaded += load_sharded(self._loaded, sharded, verify) if sharded else []
         state.assign(m, loaded, fill=not self._file.maps)
-        for slot in removed:
-            setattr(slot.module, slot.attribute, None)
-        held_elsewhere.take_over(m)
-        self.close()
-        return len(chosen)
 
     def _chosen_for(
         self, m: torch.nn.Module, filter_func: FilterFuncType | None
