@@ -354,7 +354,8 @@ def test_encrypted(stub, tmp_path, weights):
             {"url": "x", "threads": 3},
             ValueError,
             "model_loader_extra_config has threads, url, which tensorizer does not know: expected "
-            "any of uri, buffer_bytes, num_readers, verify_hash, device, encryption_keyfile",
+            "any of uri, buffer_bytes, num_readers, verify_hash, device, encryption_keyfile, "
+            "cache_dir, memory_limit",
         ),
         ({"uri": ""}, ValueError, "uri must be a string that is not empty, not ''"),
         ({"uri": 3}, ValueError, "uri must be a string that is not empty, not 3"),
@@ -363,6 +364,8 @@ def test_encrypted(stub, tmp_path, weights):
         ({"num_readers": "2"}, TypeError, "num_readers must be an int or None, not '2'"),
         ({"verify_hash": "md5"}, ValueError, "verify_hash must be a bool or 'crc32', not 'md5'"),
         ({"device": "quantum"}, RuntimeError, "quantum"),
+        ({"cache_dir": 3}, ValueError, "cache_dir must be a string that is not empty, not 3"),
+        ({"memory_limit": "1G"}, TypeError, "memory_limit must be an int or None, not '1G'"),
     ],
 )
 def test_options_that_do_not_fit(stub, options, error, said):
