@@ -344,6 +344,16 @@ def test_encrypted(stub, tmp_path, weights):
         load(stub, tmp_path, encryption_keyfile=str(tmp_path / "key"))
 
 
+def test_a_cache_and_a_limit_of_memory(stub, tmp_path, weights, nginx):
+    tensorizer.save(weights, nginx.root / "cached.tensors")
+    options = {"uri": f"{nginx.http}/cached.tensors", "cache_dir": str(tmp_path / "cache")}
+    for _ in range(2):
+        assert_loaded(load(stub, tmp_path, **options), weights)
+    assert [request.split()[8] for request in nginx.requests()][-1] == "304"
+    with pytest.raises(ValueError, match="a memory limit of 1000 bytes is too small"):
+        load(stub, tmp_path, **options, memory_limit=1000)
+
+
 # Errors
 
 
