@@ -1,5 +1,7 @@
 """What a cache costs the first load, and what it gives the second: from HTTP, with and without.
 
+And a new version of a model whose older one a module holds, of which 1 % of the bytes have changed.
+
 The server is nginx, limited to a number of bytes a second or not at all. Each load is made in a
 process of its own, and verified.
 """
@@ -45,15 +47,34 @@ seconds = time.perf_counter() - begun
 sums = [int(t.view(torch.int64).sum()) for t in found.values()]
 print(json.dumps([seconds, sums]))
 """
+RELOAD = """
+import json, sys, time, torch, tensorizer
+module = torch.nn.Module()
+for name, tensor in tensorizer.load(sys.argv[2]).items():
+    module.register_buffer(name, torch.empty_like(tensor))
+def load(uri):
+    with tensorizer.TensorDeserializer(uri, "cpu", lazy_load=True) as file:
+        file.load_into_module(module, only_changed=True)
+load(sys.argv[2])
+begun = time.perf_counter()
+load(sys.argv[1])
+seconds = time.perf_counter() - begun
+print(json.dumps([seconds, [int(t.sum()) for t in module.buffers()]]))
+"""
 
 
-def loaded(uri: str, small: Path, expected: list[int], cache: Path | None) -> float:
-    """Return the seconds of a load in a process of its own, after comparing what it has loaded."""
+def loaded(
+    uri: str, before: Path, expected: list[int], cache: Path | None, code: str = LOAD
+) -> float:
+    """Return the seconds of a load in a process of its own, after comparing what it has loaded.
+
+    The process loads the file ``before`` first.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TENSORIZER_CACHE"}
     environment["TENSORIZER_CONNECTIONS"] = str(CONNECTIONS)
     if cache is not None:
         environment |= {"TENSORIZER_CACHE": str(cache), "TENSORIZER_CACHE_GB": "100"}
-    command = [sys.executable, "-c", LOAD, uri, str(small)]
+    command = [sys.executable, "-c", code, uri, str(before)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     seconds, sums = json.loads(done.stdout)
     assert sums == expected, "other bytes were loaded"
@@ -70,6 +91,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
     expected = [int(tensor.sum()) for tensor in tensors.values()]
     tensorizer.save(tensors, root / "f.tensors")
     tensorizer.save({"a": torch.ones(8)}, folder / "small.tensors")
+    length = max(1, int(options.gb * 1e9) // 800)
+    versions = {f"t{n}": torch.randint(2**32, (length,)) for n in range(100)}
+    tensorizer.save(versions, folder / "older.tensors")
+    versions["t50"] += 1
+    tensorizer.save(versions, root / "newer.tensors")
+    newer = [int(tensor.sum()) for tensor in versions.values()]
     port = free_port()
     # Workers run as root too: another user could not read the folder.
     user = "user root; " if os.getuid() == 0 else ""
@@ -92,6 +119,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
                 for way, (address, kept) in ways.items():
                     seconds = loaded(address, folder / "small.tensors", expected, kept)
                     found.setdefault(f"{place or 'loopback/'}{way}", []).append(seconds)
+                new = f"http://127.0.0.1:{port}/{place}newer.tensors"
+                seconds = loaded(new, folder / "older.tensors", newer, None, RELOAD)
+                found.setdefault(f"{place or 'loopback/'}1 % changed", []).append(seconds)
                 shutil.rmtree(cache)
                 time.sleep(1)
     finally:

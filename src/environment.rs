@@ -284,9 +284,10 @@ variables! {
         "whether loads to CUDA try GPUDirect Storage for local files: 1 or 0";
 }
 
-/// Variables of the build, the tests and the benchmarks.
+/// Variables of the build, the tests and the benchmarks, and of a name that 2.x had.
 const OTHERS: &[&str] = &[
     "TENSORIZER_CLOUDS",
+    "TENSORIZER_ENABLE_PERF_STATS",
     "TENSORIZER_OLD_PYTHON",
     "TENSORIZER_TEST_COSTS",
     "TENSORIZER_TORCH",
@@ -366,9 +367,9 @@ mod tests {
     #[test]
     fn a_misspelt_variable_is_named_with_the_nearest_known_one() {
         let warn = |names: &[&str]| warning_of_unknown(names.iter().copied());
-        let said = warn(&["HOME", "TENSORIZER_READER", "TENSORIZER_ENABLE_PERF_STATS"]).unwrap();
+        let said = warn(&["HOME", "TENSORIZER_READER", "TENSORIZER_BUFFERED_LOADS"]).unwrap();
         assert!(said.contains("TENSORIZER_READER (the nearest known name is TENSORIZER_READERS)"));
-        assert!(said.contains("TENSORIZER_ENABLE_PERF_STATS,"), "{said}");
+        assert!(said.contains("TENSORIZER_BUFFERED_LOADS,"), "{said}");
         let known = ["TENSORIZER_READERS", "TENSORIZER_CACHE", "TENSORIZER_TORCH", "tensorizer_x"];
         assert_eq!(warn(&known), None);
         let service = ["TENSORIZER_SERVICE_HOST", "TENSORIZER_PORT", "TENSORIZER_X_PORT_80_TCP"];

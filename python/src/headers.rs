@@ -26,6 +26,15 @@ impl HeaderCache {
         numbers.iter().copied().filter(missing).collect()
     }
 
+    /// Reads and keeps those of some headers that were not read.
+    fn complete(&self, file: &TensorFile, numbers: &[usize]) -> Result<()> {
+        let missing = self.missing(numbers);
+        if !missing.is_empty() {
+            self.insert(&missing, read_headers(file, &missing, &signals)?);
+        }
+        Ok(())
+    }
+
     /// Keeps the headers of some tensors.
     pub fn insert(&self, numbers: &[usize], headers: Vec<CompactHeader>) {
         let mut headers_by_number = self.0.lock();
@@ -44,9 +53,14 @@ impl HeaderCache {
 pub type NamedHashes = Vec<(&'static str, String)>;
 
 /// Returns the hashes of tensors, as messages show them.
-pub fn hashes(file: &TensorFile, numbers: &[usize]) -> Result<Vec<NamedHashes>> {
-    let headers = read_headers(file, numbers, &signals)?;
-    Ok(headers.iter().map(|header| header.hashes().collect()).collect())
+pub fn hashes(
+    file: &TensorFile,
+    headers: &HeaderCache,
+    numbers: &[usize],
+) -> Result<Vec<NamedHashes>> {
+    headers.complete(file, numbers)?;
+    let found = numbers.iter().map(|&number| headers.get(number));
+    Ok(found.map(|header| header.iter().flat_map(|header| header.hashes()).collect()).collect())
 }
 
 /// Compares the bytes, types and shapes of tensors with those of a file.
@@ -57,8 +71,7 @@ pub fn matching(
     numbers: &[usize],
 ) -> Result<Vec<bool>> {
     file.check_hashes()?;
-    let missing = headers.missing(numbers);
-    headers.insert(&missing, read_headers(file, &missing, &signals)?);
+    headers.complete(file, numbers)?;
     let (tensors, mut devices) = (lent.list()?, LentDevices::default());
     let mut out = Vec::with_capacity(numbers.len());
     for (at, &number) in numbers.iter().enumerate() {

@@ -172,7 +172,7 @@ impl Reader {
 
     /// Returns the hashes of tensors in the file: algorithm and value, as messages show them.
     fn hashes(&self, py: Python<'_>, numbers: Vec<usize>) -> Outcome<Vec<NamedHashes>> {
-        Ok(gil::without(py, || hashes(&self.file, &numbers))?)
+        Ok(gil::without(py, || hashes(&self.file, &self.headers, &numbers))?)
     }
 
     fn close(&self, py: Python<'_>) {

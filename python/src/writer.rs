@@ -234,6 +234,11 @@ impl Writer {
         self.with(py, |writer| writer.set_identity(source))
     }
 
+    /// Adds metadata before the first write, also to an encrypted file.
+    fn add_metadata(&self, py: Python<'_>, name: String, value: String) -> Outcome<()> {
+        self.with(py, |writer| writer.add_metadata(name, value))
+    }
+
     /// The file's identity, of the tensors written so far.
     #[getter]
     fn pair_id(&self, py: Python<'_>) -> Outcome<Option<Cow<'static, [u8]>>> {

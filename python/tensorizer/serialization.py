@@ -22,8 +22,10 @@ from .file.legacy import (
     TENSORIZER_VERSION as TENSORIZER_VERSION,
     TensorEntry as TensorEntry,
     TensorHash as TensorHash,
+    _enable_perf_stats as _enable_perf_stats,
     _FileFeatureFlags as _FileFeatureFlags,
     _FileHeader as _FileHeader,
+    _get_perf_stats as _get_perf_stats,
 )
 from .file.reader import TensorDeserializer
 from .file.writer import TensorSerializer

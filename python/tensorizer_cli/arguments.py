@@ -241,6 +241,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="split a safetensors file beyond so many bytes of tensors, as in 5GB",
     )
+    cp.add_argument(
+        "--no-weights",
+        action="store_true",
+        help="copy the configuration and the tokenizer of a model's folder instead, into a folder",
+    )
     _decrypts(cp, "the key, if it is encrypted, one of")
     _encrypts(copies("encrypt", "Copy a file, encrypted."), "", "the key, one of")
     _decrypts(copies("decrypt", "Copy an encrypted file as plain data."), "the key, one of")

@@ -34,7 +34,11 @@ _SHOWN = 4
 
 
 def cp(options: argparse.Namespace) -> int:
-    """Copy a file."""
+    """Copy a file, or what a model has beside its weights."""
+    if options.no_weights:
+        from . import without_weights
+
+        return without_weights.copy(options)
     return _run(options, keys.decryption(options), None, "copied")
 
 

@@ -42,6 +42,7 @@ examples:
   tensorizer cp model-folder/ model.tensors
   tensorizer cp model.tensors model.safetensors --max-shard-size 5GB
   tensorizer cp hf://Qwen/Qwen2-0.5B s3://bucket/models/
+  tensorizer cp --no-weights s3://bucket/llama llama    # config.json, the tokenizer and so on
   tensorizer cp model.tensors - | ssh host 'cat > model.tensors'""",
     "encrypt": """\
 examples:

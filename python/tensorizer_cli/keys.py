@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from tensorizer import DecryptionParams, EncryptionParams
+from tensorizer.file.encryption import key_of
 
 from .arguments import SECRETS
 
@@ -45,7 +46,7 @@ def _secret(options: argparse.Namespace, prefix: str) -> tuple[bool, bytes] | No
             )
     if what.startswith("passphrase"):
         return False, data.rstrip(b"\r\n")
-    return True, _key(data, f"--{prefix}{what} {place}")
+    return True, key_of(data, f"--{prefix}{what} {place}")
 
 
 def _names(prefix: str, whats: tuple[str, ...] | list[str]) -> str:
@@ -57,17 +58,6 @@ def _asked(label: str) -> bytes:
         return getpass.getpass(label).encode()
     except EOFError:
         raise ValueError("no passphrase was given at the prompt") from None
-
-
-def _key(data: bytes, where: str) -> bytes:
-    if len(data) != 32:
-        try:
-            data = bytes.fromhex(data.decode().strip())
-        except ValueError:
-            data = b""
-    if len(data) != 32:
-        raise ValueError(f"{where}: expected 32 bytes or 64 hexadecimal digits")
-    return data
 
 
 def decryption(options: argparse.Namespace, prefix: str = "") -> DecryptionParams | None:

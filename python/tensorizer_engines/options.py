@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from tensorizer import DecryptionParams
 from tensorizer._types import VerifyHash
-from tensorizer.file.arguments import check_num_readers, checked_verification, named_device
+from tensorizer.file.arguments import (
+    check_num_readers,
+    checked_memory_limit,
+    checked_verification,
+    named_device,
+)
+from tensorizer.file.encryption import key_of
 from tensorizer.stream_io import open_stream
 
 
@@ -22,7 +28,9 @@ class LoaderOptions:
         num_readers: Threads that read at once; None for as many as help.
         verify_hash: Compare every tensor with the hashes in the file: a bool, or ``"crc32"``.
         device: The device of the tensors; None for the model's.
-        encryption_keyfile: A file or address with the 32 bytes of the key.
+        encryption_keyfile: A file or address with the key: 32 bytes, or 64 hexadecimal digits.
+        cache_dir: A folder that caches data from servers; None for ``TENSORIZER_CACHE``.
+        memory_limit: The most bytes in flight; None for ``TENSORIZER_MEMORY_MB``.
 
     """
 
@@ -32,9 +40,11 @@ class LoaderOptions:
     verify_hash: VerifyHash = False
     device: str | None = None
     encryption_keyfile: str | None = None
+    cache_dir: str | None = None
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("uri", "device", "encryption_keyfile"):
+        for name in ("uri", "device", "encryption_keyfile", "cache_dir"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"{name} must be a string that is not empty, not {value!r}")
@@ -42,6 +52,7 @@ class LoaderOptions:
             raise ValueError(f"buffer_bytes must be a positive int, not {self.buffer_bytes!r}")
         check_num_readers(self.num_readers)
         checked_verification(self.verify_hash)
+        checked_memory_limit(self.memory_limit)
         if self.device is not None:
             named_device(self.device)
 
@@ -73,13 +84,14 @@ class LoaderOptions:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It does not have 32 bytes.
+            ValueError: It has neither 32 bytes nor 64 hexadecimal digits.
 
         """
         if self.encryption_keyfile is None:
             return None
         with open_stream(self.encryption_keyfile) as stream:
-            return DecryptionParams.from_key(stream.read())
+            key = key_of(stream.read(), f"encryption_keyfile {stream.name}")
+        return DecryptionParams.from_key(key)
 
     def device_for(self, model: torch.nn.Module) -> torch.device:
         """Return the device for the tensors of a model: CUDA if the model is there, else the CPU.

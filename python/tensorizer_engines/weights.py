@@ -11,6 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from .options import LoaderOptions
+    from .reloading import Reload
 
 #: A parameter that vLLM's own tensorizer format adds to its files.
 _MARKER = ".vllm_tensorized_marker"
@@ -22,6 +23,8 @@ def weights(
     device: torch.device,
     prefix: str = "",
     is_wanted: Callable[[str], bool] | None = None,
+    *,
+    reload: Reload | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of files one after another, while the next ones are read.
 
@@ -31,6 +34,7 @@ def weights(
         device: The device of the tensors.
         prefix: A text before each name.
         is_wanted: Called with each name in the file; weights for which it is false are not read.
+        reload: Leaves out weights that the model holds already.
 
     Raises:
         ValueError: A file does not hold the weights of a model as they were published.
@@ -39,6 +43,10 @@ def weights(
     from tensorizer import iterate
 
     for file in files:
+        # A part of the model may be in several files.
+        has_changed = None
+        if reload is not None and len(files) == 1:
+            has_changed = reload.filter_for(file, prefix)
         found: Any = iterate(
             file,
             device,
@@ -46,16 +54,20 @@ def weights(
             num_readers=options.num_readers,
             verify_hash=options.verify_hash,
             encryption=options.decryption(),
-            filter_func=functools.partial(_is_wanted, file, is_wanted),
+            filter_func=functools.partial(_is_wanted, file, (is_wanted, has_changed)),
+            cache_dir=options.cache_dir,
+            memory_limit=options.memory_limit,
         )
         with contextlib.closing(found):
+            if reload is not None:
+                reload.opened(file, prefix, found)
             for name, tensor in found:
                 yield prefix + name, tensor
                 # Freed before the next one is waited for.
                 del tensor
 
 
-def _is_wanted(file: str, is_wanted: Callable[[str], bool] | None, name: Any) -> bool:
+def _is_wanted(file: str, filters: Sequence[Callable[[str], bool] | None], name: Any) -> bool:
     if not isinstance(name, str):
         raise ValueError(f"{file}: expected names of weights, found {name!r} of a nested state")
     if name == _MARKER:
@@ -63,4 +75,4 @@ def _is_wanted(file: str, is_wanted: Callable[[str], bool] | None, name: Any) ->
             f"{file} was written by vLLM from a model of its own: load it with "
             "--load-format tensorizer"
         )
-    return is_wanted is None or is_wanted(name)
+    return all(wants is None or wants(name) for wants in filters)

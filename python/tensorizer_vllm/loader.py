@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensorizer_engines.reloading import Reload, loaded_weights
 from tensorizer_engines.weights import weights
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -44,6 +46,7 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
         super().__init__(plain)
         self._device = torch.device("cpu")
         self._uri: str | None = None
+        self._reload: Reload | None = None
 
     def download_model(self, model_config: Any) -> None:
         """Download a model that is known by name only; addresses are read during the load."""
@@ -56,11 +59,28 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of a model, and the secondary weights that it requests."""
+        """Return the weights of a model, and the secondary weights that it requests.
+
+        A second call for a model is a reload: it reads the path that vLLM was given, if that is not
+        the first one, and only weights that have changed.
+        """
+        # Determined now: a reload moves the parameters to the meta device before it takes weights.
         self._device = self._options.device_for(model)
+        return self._all_weights(model_config, model)
+
+    def _all_weights(
+        self, model_config: Any, model: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        path = str(model_config.model)
+        loaded = loaded_weights(model, path)
         # The first source that is requested is the model's own weights.
-        self._uri = self._options.uri if _is_served(model_config) else None
+        follows_uri = loaded.path == path and _is_served(model_config)
+        self._uri = self._options.uri if follows_uri else None
+        # A model that sleeps may lose its weights.
+        sleeps = bool(getattr(model_config, "enable_sleep_mode", False))
+        self._reload = Reload(loaded, self._options, _part_function(), reads_all=sleeps)
         yield from super().get_all_weights(model_config, model)
+        self._reload.end()
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         uri, self._uri = self._uri, None
@@ -69,7 +89,8 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
         if not getattr(self, "counter_before_loading_weights", 0.0):
             self.counter_before_loading_weights = time.perf_counter()
         is_wanted = functools.partial(_is_wanted, source, getattr(self, "local_expert_ids", None))
-        return weights(files, self._options, self._device, source.prefix, is_wanted)
+        prefix, reload = source.prefix, self._reload
+        return weights(files, self._options, self._device, prefix, is_wanted, reload=reload)
 
     def _files(self, source: Any) -> list[str]:
         """Return the files of a source; vLLM chooses those of a folder, or downloads them."""
@@ -84,6 +105,31 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
         asked = inspect.signature(self._prepare_weights).parameters
         given = {name: getattr(source, name) for name in asked if hasattr(source, name)}
         return index_of_shards(self._prepare_weights(model, **given)[1])
+
+
+def _part_function() -> Callable[[str], str]:
+    """Return the function that tells which part of a model is reloaded as a whole, by a name."""
+    try:
+        importlib.import_module("vllm.model_executor.model_loader.reload")
+    except ImportError:
+        # This vLLM fills parameters in place, one by one.
+        return str
+    return _block_of
+
+
+def _block_of(name: str) -> str:
+    """Return the block of a model to which a weight belongs, by its name, such as a layer.
+
+    vLLM makes a module of several in a file, such as ``q_proj``, ``k_proj`` and ``v_proj``, or all
+    experts. It reloads each of its modules as a whole, and those of different blocks separately.
+    """
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        if part == "experts":
+            return ".".join(parts[:at])
+        if part.isdigit():
+            return ".".join(parts[: at + 1])
+    return ".".join(parts[:-2])
 
 
 def _is_wanted(source: Any, experts: set[int] | None, name: str) -> bool:

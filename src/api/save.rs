@@ -137,10 +137,26 @@ impl Writer {
 
     /// Gives the file an identity. Nothing may have been written yet.
     pub fn set_identity(&mut self, identity: IdentitySource) -> Result<()> {
+        self.check_no_tensors()?;
+        self.options.identity = Some(identity);
+        Ok(())
+    }
+
+    /// Adds metadata that tell no more than the index, which is not encrypted either. Nothing may
+    /// have been written yet.
+    pub fn add_metadata(&mut self, name: String, value: String) -> Result<()> {
+        self.check_no_tensors()?;
+        let mut pairs = self.options.metadata.clone().unwrap_or_default();
+        pairs.push((name, value));
+        self.metadata = metadata::encode(&pairs, &self.uri)?;
+        self.options.metadata = Some(pairs);
+        Ok(())
+    }
+
+    fn check_no_tensors(&self) -> Result<()> {
         if self.index_len > 0 {
             return Err(Error::InvalidArgument(format!("`{}` has tensors already", self.uri)));
         }
-        self.options.identity = Some(identity);
         Ok(())
     }
 

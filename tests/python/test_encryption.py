@@ -135,6 +135,9 @@ def test_arguments_of_params():
             EncryptionParams(wrong)
         with pytest.raises(error, match="key"):
             DecryptionParams.from_key(wrong)
+    for given in (KEY.hex().encode(), bytearray(KEY.hex().upper().encode() + b"\n")):
+        assert EncryptionParams(given) == EncryptionParams(KEY)
+        assert DecryptionParams.from_key(given) == DecryptionParams(given) == DecryptionParams(KEY)
     for wrong, error in (("", ValueError), (b"", ValueError), (5, TypeError)):
         with pytest.raises(error, match="source"):
             EncryptionParams.from_string(wrong)

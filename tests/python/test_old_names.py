@@ -16,6 +16,7 @@ import pytest
 import redis
 import tensorizer
 import torch
+from conftest import run_python
 from scripted import FaultServer
 from servers import Redis
 from tensorizer import serialization, stream_io
@@ -186,6 +187,26 @@ def test_headers_of_files(tmp_path):
         (tmp_path / "g").write_bytes(text)
         with open(tmp_path / "g", "rb") as file, pytest.raises(ValueError, match=said):
             header.from_io(file, range(1, 6))
+
+
+def test_performance_statistics_need_their_variable(tmp_path, monkeypatch):
+    assert serialization._enable_perf_stats is False
+    with pytest.raises(RuntimeError, match="Performance stats are not enabled"):
+        serialization._get_perf_stats()
+    code = """
+import sys, tensorizer, torch
+from tensorizer import serialization
+tensorizer.save({"a": torch.ones(1000)}, sys.argv[1])
+tensorizer.load(sys.argv[1], "cpu")
+found = serialization._get_perf_stats()
+assert found.pop("file_readinto_secs") > 0
+assert serialization._enable_perf_stats is True
+print(found)
+"""
+    monkeypatch.setenv("TENSORIZER_ENABLE_PERF_STATS", "1")
+    done = run_python(code, tmp_path / "f", fresh=True)
+    zeros = {"tensor_to_device_secs": 0, "tensor_to_device_bytes": 0}
+    assert done.stdout == f"{zeros | {'file_readinto_bytes': 4000}}\n", done.stderr
 
 
 def test_errors_and_entries():

@@ -157,6 +157,17 @@ def test_a_server(tmp_path, weights):
         assert_loaded(load(server.url), weights)
 
 
+@pytest.mark.usefixtures("stub")
+def test_a_cache_and_a_limit_of_memory(tmp_path, weights, nginx):
+    tensorizer.save(weights, nginx.root / "for_sglang.tensors")
+    options = {"uri": f"{nginx.http}/for_sglang.tensors", "cache_dir": str(tmp_path / "cache")}
+    for _ in range(2):
+        assert_loaded(load(tmp_path, **options), weights)
+    assert [request.split()[8] for request in nginx.requests()][-1] == "304"
+    with pytest.raises(ValueError, match="a memory limit of 1000 bytes is too small"):
+        load(tmp_path, **options, memory_limit=1000)
+
+
 def test_a_model_that_sglang_downloads(stub, tmp_path, weights):
     write("safetensors shards", weights, tmp_path / "cache")
     made = stub.get_model_loader(configured(download_dir=tmp_path / "cache"))

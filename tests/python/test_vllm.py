@@ -5,6 +5,7 @@ vLLM itself is not among the packages that the tests install: test_vllm_engine.p
 
 import json
 import logging
+import re
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,6 +16,7 @@ import tensorizer
 import torch
 import vllm_stub
 from conftest import run_python
+from packaging.version import Version
 from scripted import FaultServer
 from vllm_stub import Model
 
@@ -92,6 +94,33 @@ def assert_loaded(model, weights):
     assert sorted(model.names) == sorted(weights)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name])
+
+
+# Releases
+
+#: The torch that releases of vLLM require, by the metadata of the package index in November 2026:
+#: the first and the last with each.
+REQUIRED = {
+    "0.16.0": "2.9.1",
+    **dict.fromkeys(("0.17.0", "0.18.1", "0.19.1"), "2.10.0"),
+    **dict.fromkeys(("0.20.0", "0.24.0", "0.26.0"), "2.11.0"),
+    **dict.fromkeys(("0.27.0", "0.30.0", "0.32.0"), "2.13.0"),
+    "0.33.0": "2.14.0",
+}
+
+
+def test_the_page_names_releases_that_can_have_this_package():
+    page = (Path(__file__).resolve().parents[2] / "docs/how-to/vllm.md").read_text()
+    rows = re.findall(r"^\| (up to )?([\d.]+)(?: to ([\d.]+))? \| ([\d.]+)(.*) \|$", page, re.M)
+    found = {}
+    for up_to, first, last, needs, wheel in rows:
+        assert bool(up_to) is (Version(needs) < Version("2.10"))
+        assert bool(up_to) or f"`tensorizer-*+torch{needs.rpartition('.')[0]}-*.whl`" in wheel
+        among = [v for v in REQUIRED if Version(first) <= Version(v) <= Version(last or first)]
+        found |= dict.fromkeys(among, needs)
+    assert found == REQUIRED
+    oldest = min((v for v in REQUIRED if Version(REQUIRED[v]) >= Version("2.10")), key=Version)
+    assert set(re.findall(r"vLLM ([\d.]+) or newer", page)) == {oldest}
 
 
 # The entry point
@@ -307,9 +336,22 @@ def test_encrypted(stub, tmp_path, weights):
     assert_loaded(model, weights)
     with pytest.raises(tensorizer.CryptographyError, match="decryption was not requested"):
         load(stub, tmp_path)
+    (tmp_path / "key").write_text(params.key.hex() + "\n")
+    assert_loaded(load(stub, tmp_path, encryption_keyfile=str(tmp_path / "key")), weights)
     (tmp_path / "key").write_bytes(b"short")
-    with pytest.raises(ValueError, match="32"):
+    said = f"encryption_keyfile {tmp_path}/key: expected 32 bytes or 64 hexadecimal digits, found 5"
+    with pytest.raises(ValueError, match=said):
         load(stub, tmp_path, encryption_keyfile=str(tmp_path / "key"))
+
+
+def test_a_cache_and_a_limit_of_memory(stub, tmp_path, weights, nginx):
+    tensorizer.save(weights, nginx.root / "cached.tensors")
+    options = {"uri": f"{nginx.http}/cached.tensors", "cache_dir": str(tmp_path / "cache")}
+    for _ in range(2):
+        assert_loaded(load(stub, tmp_path, **options), weights)
+    assert [request.split()[8] for request in nginx.requests()][-1] == "304"
+    with pytest.raises(ValueError, match="a memory limit of 1000 bytes is too small"):
+        load(stub, tmp_path, **options, memory_limit=1000)
 
 
 # Errors
@@ -322,7 +364,8 @@ def test_encrypted(stub, tmp_path, weights):
             {"url": "x", "threads": 3},
             ValueError,
             "model_loader_extra_config has threads, url, which tensorizer does not know: expected "
-            "any of uri, buffer_bytes, num_readers, verify_hash, device, encryption_keyfile",
+            "any of uri, buffer_bytes, num_readers, verify_hash, device, encryption_keyfile, "
+            "cache_dir, memory_limit",
         ),
         ({"uri": ""}, ValueError, "uri must be a string that is not empty, not ''"),
         ({"uri": 3}, ValueError, "uri must be a string that is not empty, not 3"),
@@ -331,6 +374,8 @@ def test_encrypted(stub, tmp_path, weights):
         ({"num_readers": "2"}, TypeError, "num_readers must be an int or None, not '2'"),
         ({"verify_hash": "md5"}, ValueError, "verify_hash must be a bool or 'crc32', not 'md5'"),
         ({"device": "quantum"}, RuntimeError, "quantum"),
+        ({"cache_dir": 3}, ValueError, "cache_dir must be a string that is not empty, not 3"),
+        ({"memory_limit": "1G"}, TypeError, "memory_limit must be an int or None, not '1G'"),
     ],
 )
 def test_options_that_do_not_fit(stub, options, error, said):

@@ -84,6 +84,7 @@ def expected(config_of, published, tmp_path_factory):
 
 
 def model_folder(folder, published):
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_bytes((published / "config.json").read_bytes())
     return folder
 
@@ -171,6 +172,46 @@ def test_weights_are_loaded_again(config_of, published, expected, tmp_path):
     with set_current_vllm_config(config):
         model.load_weights(loader.get_all_weights(config.model_config, model))
     assert_same_state(model, expected)
+
+
+def test_new_weights_are_loaded_in_place(config_of, published, tmp_path):
+    """As an engine's reload_weights does with a path: only blocks that have changed are read."""
+    reload = pytest.importorskip("vllm.model_executor.model_loader.reload")
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+
+    folder = model_folder(tmp_path, published[0])
+    tensorizer.save(published[1], folder / "model.tensors")
+    config = config_of(folder, "tensorizer_stream", uri=str(folder / "model.tensors"))
+    model = load(config)
+    objects = dict(model.named_parameters())
+    addresses = {name: tensor.data_ptr() for name, tensor in objects.items()}
+    weights = dict(published[1])
+    parts = {
+        "model.layers.1.self_attn.k_proj.weight": "model.layers.1.",
+        "model.norm.weight": "model.norm.",
+        "model.layers.0.mlp.up_proj.weight": "model.layers.0.",
+    }
+    for number, (changed, part) in enumerate(parts.items()):
+        weights[changed] = weights[changed] + 1
+        path = tmp_path / f"{number}.tensors"
+        tensorizer.save(weights, path)
+        config.model_config.model = str(path)
+        loader = get_model_loader(config.load_config)
+        with set_current_vllm_config(config):
+            given = loader.get_all_weights(config.model_config, model)
+            reload.initialize_layerwise_reload(model)
+            names = []
+            model.load_weights((names.append(name), (name, tensor))[1] for name, tensor in given)
+            reload.finalize_layerwise_reload(model, config.model_config)
+        assert changed in names and len(names) < len(weights) / 2
+        assert part == "model.norm." or all(name.startswith(part) for name in names)
+        fresh = model_folder(tmp_path / f"fresh{number}", published[0])
+        tensorizer.save(weights, fresh / "model.tensors")
+        for name, expected in load(config_of(fresh, "tensorizer_stream")).named_parameters():
+            parameter = model.get_parameter(name)
+            assert parameter is objects[name] and parameter.data_ptr() == addresses[name]
+            assert torch.equal(parameter, expected) and parameter.stride() == expected.stride()
 
 
 def test_experts_of_other_ranks(config_of, published, tmp_path):

@@ -22,12 +22,16 @@ fn metadata_round_trip_in_order() {
     let data: Vec<Vec<u8>> = (0..5).map(|n| vec![n; 100]).collect();
     let options = SaveOptions { metadata: Some(metadata.clone()), ..SaveOptions::default() };
     let mut writer = Writer::new(Box::new(FileSink::create(&path).unwrap()), 0, options).unwrap();
+    writer.add_metadata("c".to_owned(), "added".to_owned()).unwrap();
+    writer.add_metadata("a".to_owned(), "twice".to_owned()).unwrap_err();
     for (number, data) in data.iter().enumerate() {
         let tensor = SaveTensor::new(&format!("t{number}"), &[100], data.as_slice()).unwrap();
         writer.write(vec![tensor], &Never).unwrap();
+        writer.add_metadata("d".to_owned(), "late".to_owned()).unwrap_err();
     }
     writer.finish(&Never).unwrap();
     let file = TensorFile::open(&path).unwrap();
+    let metadata = [metadata, strings(&[("c", "added")])].concat();
     assert_eq!(file.metadata().unwrap(), Some(&metadata[..]));
     // The head of some of the tensors has them too.
     let mut bytes = std::fs::read(&path).unwrap();

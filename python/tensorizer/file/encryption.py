@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from typing import Any
 
@@ -42,12 +43,26 @@ def _encoded(source: str | bytes, encoding: str) -> bytes:
     return bytes(source)
 
 
-def _key(key: Any) -> bytes:
-    if not isinstance(key, (bytes, bytearray, memoryview)):
-        raise TypeError(f"key must be bytes, not {type(key).__name__}")
+def key_of(given: Any, source: str = "key") -> bytes:
+    """Return the 32 bytes of a key, which may also be given as 64 hexadecimal digits.
+
+    Raises:
+        TypeError: The key is not bytes.
+        ValueError: It is neither; the message begins with ``source``.
+
+    """
+    if not isinstance(given, (bytes, bytearray, memoryview)):
+        raise TypeError(f"key must be bytes, not {type(given).__name__}")
+    key = bytes(given)
     if len(key) != _KEY_LENGTH:
-        raise ValueError(f"key must have {_KEY_LENGTH} bytes, found {len(key)}")
-    return bytes(key)
+        with contextlib.suppress(ValueError):
+            key = bytes.fromhex(key.decode().strip())
+    if len(key) != _KEY_LENGTH:
+        raise ValueError(
+            f"{source}: expected {_KEY_LENGTH} bytes or {2 * _KEY_LENGTH} hexadecimal digits, "
+            f"found {len(given)} bytes"
+        )
+    return key
 
 
 def _limit(value: int | None, kind: type[enum.IntEnum], name: str, bounds: tuple[int, int]) -> int:
@@ -66,14 +81,14 @@ class EncryptionParams:
     """A key for :class:`tensorizer.TensorSerializer`; pickles contain it, and ``repr()`` does not.
 
     Args:
-        key: 32 bytes.
+        key: 32 bytes, or 64 hexadecimal digits as bytes.
         manifest: Also authenticate (seal) the names, shapes and order of tensors, their hashes and
             tags, which the format's own encryption does not. Old readers ignore the seal;
             ``DecryptionParams(require_manifest=True)`` demands it.
 
     Raises:
         TypeError: The key is not bytes.
-        ValueError: It does not have 32 bytes.
+        ValueError: It has neither 32 bytes nor 64 hexadecimal digits.
 
     """
 
@@ -81,7 +96,7 @@ class EncryptionParams:
     MemLimit = _MemLimit
 
     def __init__(self, key: bytes, *, manifest: bool = False) -> None:
-        self._native = Encryption.from_key(_key(key), bool(manifest))
+        self._native = Encryption.from_key(key_of(key), bool(manifest))
 
     @classmethod
     def _of(cls, native: Encryption) -> EncryptionParams:
@@ -174,7 +189,7 @@ class DecryptionParams:
     Pickles of it contain the key or passphrase; ``repr()`` does not.
 
     Args:
-        key: 32 bytes.
+        key: 32 bytes, or 64 hexadecimal digits as bytes.
         source: A passphrase, as bytes.
         require_manifest: Refuse files whose names, shapes and order are not sealed; see
             :class:`EncryptionParams`. A seal that a file has is checked in any case.
@@ -192,14 +207,14 @@ class DecryptionParams:
         max_opslimit: int | None = None,
         max_memlimit: int | None = None,
     ) -> None:
-        self.key = key
+        self.key = None if key is None else key_of(key)
         self.source = source
         self.require_manifest = bool(require_manifest)
         self._max = max_opslimit, max_memlimit
         self._native: Decryption | None = None
         if key is not None or source is not None:
             self._native = Decryption(
-                key=None if key is None else _key(key),
+                key=self.key,
                 source=None if source is None else _encoded(source, "utf-8"),
                 require_manifest=self.require_manifest,
                 max_opslimit=max_opslimit,
@@ -226,10 +241,10 @@ class DecryptionParams:
 
         Raises:
             TypeError: The key is not bytes.
-            ValueError: It does not have 32 bytes.
+            ValueError: It has neither 32 bytes nor 64 hexadecimal digits.
 
         """
-        return cls(_key(key), **options)
+        return cls(key_of(key), **options)
 
     @classmethod
     def from_string(

@@ -129,6 +129,10 @@ class FileWriter:
         """The file's identity; one of its content depends on the tensors written so far."""
         return self._native.pair_id
 
+    def add_metadata(self, name: str, value: str) -> None:
+        """Add metadata before the first write, also to an encrypted file."""
+        self._native.add_metadata(name, value)
+
     def write(
         self,
         names: Sequence[Name],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO, ClassVar
 from .._errors import InvalidVersionError
 from .._types import HashType, TensorType
 from ..tensors.arrays import stored_dtype
+from ..tensors.devices import stats
 
 #: The first bytes of every file.
 TENSORIZER_MAGIC = b"|TZR|"
@@ -24,6 +26,29 @@ META_TENSOR_TENSORIZER_VERSION = 4
 LONG_TENSOR_TENSORIZER_VERSION = 5
 #: Separates the numpy from the torch part of a stored dtype.
 OPAQUE_DTYPE_SEP = "\0"
+#: True if ``_get_perf_stats`` may be called.
+_enable_perf_stats = bool(os.environ.get("TENSORIZER_ENABLE_PERF_STATS"))
+
+
+def _get_perf_stats() -> dict[str, float]:
+    """Return the sums over the loads that :func:`tensorizer.stats` keeps.
+
+    Raises:
+        RuntimeError: ``TENSORIZER_ENABLE_PERF_STATS`` was not set at the import.
+
+    """
+    if not _enable_perf_stats:
+        raise RuntimeError(
+            "Performance stats are not enabled: use tensorizer.stats(), which needs no variable"
+        )
+    loads = [call for call in stats(0) if call["what"] == "load"]
+    copied = [call for call in loads if call["device"] != "cpu"]
+    return {
+        "tensor_to_device_secs": sum(call["stages"]["copy"] for call in copied),
+        "tensor_to_device_bytes": sum(call["bytes"] for call in copied),
+        "file_readinto_secs": sum(call["stages"]["read"] for call in loads),
+        "file_readinto_bytes": sum(call["bytes"] for call in loads),
+    }
 
 
 @dataclass(order=True, slots=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from .._errors import HashMismatchError
 from .._locks import ForkSafeLock
 from .._native import with_earlier
-from ..modules import state
+from ..modules import state, vllm_files
 from ..tensors import fake_mode
 from ..tensors.handles import cast_dtype, dtype_of, lend
 from .tensor_file import TensorFile
@@ -32,9 +34,9 @@ class LoadedTensors:
     """
 
     def __init__(self, file: TensorFile, selection: Sequence[int] | None) -> None:
-        is_vllms = file.dtype is not None and file.is_whole and _has_marker(file)
-        self.file = file.uncast() if is_vllms else file
-        self._dtype_on_request = file.dtype if is_vllms else None
+        casts_later = file.dtype is not None and file.is_whole and _has_marker(file)
+        self.file = file.uncast() if casts_later else file
+        self._dtype_on_request = file.dtype if casts_later else None
         self._selection = selection
         self._tensors: dict[int, torch.nn.Parameter] = {}
         #: The tensors that may be requested, as a set; made when it is needed.
@@ -66,10 +68,33 @@ class LoadedTensors:
             self._casts.setdefault(number, _parameter(tensor.detach().to(wanted)))
         return self._casts[number]
 
+    @property
+    def is_vllms(self) -> bool:
+        """True if vLLM wrote the file from a model of its own."""
+        return _has_marker(self.file)
+
+    @functools.cached_property
+    def _strides(self) -> dict[int, Any]:
+        """The strides that a file of vLLM states, by number."""
+        metadata = self.file.reader.metadata if self.is_vllms else None
+        stored = vllm_files.stored_strides(metadata or ())
+        found = zip(stored.values(), self.file.reader.find_all(list(stored)), strict=True)
+        return {number: strides for strides, number in found if number is not None}
+
+    def has_other_strides(self, number: int, there: torch.Tensor | None) -> bool:
+        """Tell whether a tensor with memory has other strides than a file of vLLM states."""
+        if there is None or there.is_meta or number not in self._strides:
+            return False
+        return bool(list(there.stride()) != self._strides[number])
+
     def for_slot(self, number: int, there: torch.Tensor | None) -> torch.nn.Parameter:
         """Return a loaded tensor for a slot of a module, which holds ``there``."""
+        if number in self._strides:
+            strided = vllm_files.with_strides(self._tensors[number], self._strides[number])
+            # In the place of the other one, whose memory is freed.
+            self._tensors[number] = _parameter(strided)
         loaded = self._tensors[number]
-        return loaded if there is not None and there.dtype is loaded.dtype else self[number]
+        return loaded if _is_as_saved(loaded.dtype, loaded.shape, there) else self[number]
 
     def cast_for(self, part: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
         """Return a loaded part of a tensor in the dtype for a slot, which holds ``there``."""
@@ -80,14 +105,14 @@ class LoadedTensors:
         self, numbers: Sequence[int], there: Sequence[torch.Tensor | None]
     ) -> list[torch.dtype]:
         """Return the dtypes that tensors have in the slots of a module, which hold ``there``."""
-        names = [name for name, _ in self.file.reader.describe_all(numbers)]
-        known = {name: dtype_of(name) for name in set(names)}
+        described = self.file.reader.describe_all(numbers)
+        known = {name: dtype_of(name) for name in {name for name, _ in described}}
         wanted, vllms = self.file.dtype, self._dtype_on_request
         return [
             cast_dtype(known[name], wanted)
-            if vllms is None or (tensor is not None and tensor.dtype is known[name])
+            if vllms is None or _is_as_saved(known[name], shape, tensor)
             else cast_dtype(known[name], vllms)
-            for name, tensor in zip(names, there, strict=True)
+            for (name, shape), tensor in zip(described, there, strict=True)
         ]
 
     def check_hashes(self, numbers: Sequence[int], verify: str) -> None:
@@ -228,6 +253,7 @@ class LoadedTensors:
                     and dtype is not None
                     and number not in self._tensors
                     and slot.can_fill(tensor, device, dtype, shape)
+                    and not self.has_other_strides(number, tensor)
                 ):
                     fits.append((number, tensor))
             fits = state.without_overlaps(fits)
@@ -248,6 +274,14 @@ class LoadedTensors:
         dtypes = {name: dtype_of(name) for name in names}
         wanted = self.file.dtype
         return {name: d for name, d in dtypes.items() if cast_dtype(d, wanted) is d}
+
+
+def _is_as_saved(dtype: torch.dtype, shape: Sequence[int], there: torch.Tensor | None) -> bool:
+    """Tell whether a tensor of vLLM's file is not cast for a slot, which holds ``there``.
+
+    vLLM had made or changed it for its kernels, or the slot has its dtype.
+    """
+    return there is None or there.dtype is dtype or tuple(there.shape) != tuple(shape)
 
 
 def _has_marker(file: TensorFile) -> bool:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from .._types import FilterFuncType, Name, TensorType, VerifyHash
-from ..modules import held_elsewhere, state
+from ..modules import held_elsewhere, state, vllm_files
 from ..modules.wrappers import Submodules
 from ..tensors import fake_mode
 from ..tensors.arrays import opaque_array
 from ..tensors.handles import lend, refuse_short
 from ..tensors.usage import convert_bytes
-from . import hints
+from . import hints, unchanged
 from .arguments import checked_verification, named_device, resolve_device
 from .dtensors import load_sharded, sharded_slots
 from .encryption import DecryptionParams
@@ -474,6 +474,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         verify_hash: VerifyHash | None = None,
         *,
         strict: bool = False,
+        only_changed: bool = False,
     ) -> int:
         """Load the tensors that :meth:`TensorSerializer.write_module` wrote into a module.
 
@@ -514,6 +515,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             verify_hash: Overrides the constructor's. Tensors that are loaded already are hashed.
             strict: Raise if file and module do not have the same tensors, apart from buffers
                 that are not persistent and not on the ``meta`` device.
+            only_changed: Load only tensors whose SHA-256 in this file is not that of the file
+                which was loaded into ``m`` before by this method. With ``lazy_load=True`` only
+                their bytes are read. Tensors that were replaced since, or changed in place, are
+                loaded too, but torch does not count changes through ``.data``. Without hashes in
+                both files all are loaded, and ``tensorizer.stats()["fallbacks"]`` says so.
 
         Returns:
             The number of tensors loaded.
@@ -541,56 +547,97 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             )
         held_elsewhere.put_in_place(m, to_load=True)
         verify = self._verification(verify_hash)
-        name_of = self._file.reader.name
+        chosen, names, submodules = self._chosen_for(m, filter_func)
+        try:
+            slots = self._slots(chosen, names, submodules)
+        except KeyError as error:
+            raise KeyError(f"{error.args[0]}{hints.of_prefixes(names, m)}") from None
+        tensors = [slot.current() for slot in slots]
+        found = list(zip(slots, tensors, strict=True))
+        everything = None
+        if strict and len(chosen) < len(self._file.reader):
+            every = map(self._file.reader.name, range(len(self._file.reader)))
+            everything = [submodules.tensor(state.with_dot(str(name))) for name in every]
+        elif strict or (filter_func is None and self._filter is None):
+            everything = tensors
+        dtypes = self._loaded.dtypes_for_slots(chosen, tensors)
+        shapes: Sequence[Sequence[int]] = [
+            shape for _, shape in self._file.reader.describe_all(chosen)
+        ]
+        removed: list[state.TensorSlot] = []
+        if self._loaded.is_vllms:
+            shapes = vllm_files.accepted_shapes(shapes, tensors, dtypes)
+            removed = vllm_files.removed_parameters(m, found) if everything is tensors else []
+            everything = everything and [*everything, *(slot.current() for slot in removed)]
+        state.check(m, found, [str(name) for name in names], shapes, everything, strict=strict)
+        fake_mode.refuse_mixture(tensors)
+        refuse_short(zip(names, tensors, strict=True))
+        self._loaded.check_hashes(chosen, verify)
+        state.warn_of_dtypes(m, found, [str(name) for name in names], dtypes)
+        reader, unchanged_ones = self._file.reader, set[int]()
+        if only_changed:
+            named = list(zip(names, chosen, tensors, strict=True))
+            unchanged_ones = unchanged.find_unchanged(m, reader, named, dtypes, self._device)
+        unchanged.forget(m, names)
+        rows = list(zip(slots, tensors, chosen, strict=True))
+        rows = [row for row in rows if row[2] not in unchanged_ones] if unchanged_ones else rows
+        self._fill(m, rows, verify)
+        for slot in removed:
+            setattr(slot.module, slot.attribute, None)
+        if not fake_mode.is_active():
+            unchanged.remember(m, reader, names, chosen, [slot.current() for slot in slots])
+        held_elsewhere.take_over(m)
+        self.close()
+        return len(rows)
+
+    def _fill(
+        self,
+        m: torch.nn.Module,
+        rows: list[tuple[state.TensorSlot, torch.Tensor | None, int]],
+        verify: str,
+    ) -> None:
+        """Load tensors into their slots; rows have the tensors that are there, and the numbers."""
+        sharded = sharded_slots(*zip(*rows, strict=True)) if rows else []
+        cut = {number for _, number in sharded}
+        rows = [row for row in rows if row[2] not in cut] if cut else rows
+        here = self._loaded.fill(rows, self._device, verify)
+        rest = [row for row in rows if row[2] not in here]
+        self._load([number for _, _, number in rest], verify)
+        loaded: list[tuple[state.TensorSlot, torch.Tensor]] = []
+        for slot, there, number in rest:
+            tensor = self._loaded.for_slot(number, there)
+            if there is not None and self._loaded.has_other_strides(number, there):
+                there.data = tensor.detach()
+            else:
+                loaded.append((slot, tensor))
+        loaded += load_sharded(self._loaded, sharded, verify) if sharded else []
+        state.assign(m, loaded, fill=not self._file.maps)
+
+    def _chosen_for(
+        self, m: torch.nn.Module, filter_func: FilterFuncType | None
+    ) -> tuple[list[int], list[Name], Submodules]:
+        """Return the numbers and names of the tensors for a module, and its submodules."""
         chosen = list(self._selection)
         names = self._file.reader.names(chosen)
         if filter_func is not None:
             chosen = [n for n, name in zip(chosen, names, strict=True) if filter_func(name)]
             names = self._file.reader.names(chosen)
-        kinds = list(map(_KINDS.__getitem__, self._file.reader.kinds()))
-        kept = state.without_extra_state(chosen, names, [kinds[n] for n in chosen])
+        kinds = self._file.reader.kinds()
+        kept = state.without_extra_state(chosen, names, [_KINDS[kinds[n]] for n in chosen])
         if len(kept) < len(chosen):
             chosen, names = kept, self._file.reader.names(kept)
-        submodules = Submodules(
-            m, [state.with_dot(name) for name in names if isinstance(name, str)]
-        )
-        try:
-            slots = [
-                state.TensorSlot.find(submodules, name, kinds[n])
-                for name, n in zip(names, chosen, strict=True)
-            ]
-        except KeyError as error:
-            raise KeyError(f"{error.args[0]}{hints.of_prefixes(names, m)}") from None
-        tensors = [slot.current() for slot in slots]
-        shapes = [shape for _, shape in self._file.reader.describe_all(chosen)]
-        everything = None
-        if strict and len(chosen) < len(self._file.reader):
-            every = map(name_of, range(len(self._file.reader)))
-            everything = [submodules.tensor(state.with_dot(str(name))) for name in every]
-        elif strict or (filter_func is None and self._filter is None):
-            everything = tensors
-        found = list(zip(slots, tensors, strict=True))
-        state.check(m, found, [str(name) for name in names], shapes, everything, strict=strict)
-        fake_mode.refuse_mixture(tensors)
-        refuse_short(zip(names, tensors, strict=True))
-        self._loaded.check_hashes(chosen, verify)
-        dtypes = self._loaded.dtypes_for_slots(chosen, tensors)
-        state.warn_of_dtypes(m, found, [str(name) for name in names], dtypes)
-        sharded = sharded_slots(slots, tensors, chosen)
-        cut = {number for _, number in sharded}
-        rows = list(zip(slots, tensors, chosen, strict=True))
-        rows = [row for row in rows if row[2] not in cut] if cut else rows
-        here = self._loaded.fill(rows, self._device, verify)
-        rest = [row for row in rows if row[2] not in here]
-        self._load([number for _, _, number in rest], verify)
-        loaded: list[tuple[state.TensorSlot, torch.Tensor]] = [
-            (slot, self._loaded.for_slot(n, there)) for slot, there, n in rest
+        paths = [state.with_dot(name) for name in names if isinstance(name, str)]
+        return chosen, names, Submodules(m, paths)
+
+    def _slots(
+        self, numbers: Sequence[int], names: Sequence[Name], submodules: Submodules
+    ) -> list[state.TensorSlot]:
+        """Return the slots of tensors in a module."""
+        kinds = self._file.reader.kinds()
+        return [
+            state.TensorSlot.find(submodules, name, _KINDS[kinds[n]])
+            for name, n in zip(names, numbers, strict=True)
         ]
-        loaded += load_sharded(self._loaded, sharded, verify) if sharded else []
-        state.assign(m, loaded, fill=not self._file.maps)
-        held_elsewhere.take_over(m)
-        self.close()
-        return len(chosen)
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
         """Copy the chosen tensors to a Redis server.

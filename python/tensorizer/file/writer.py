@@ -11,7 +11,7 @@ import torch
 
 from .._native import check_tensors_name, cpu_count
 from .._types import Hashes, Name, TensorType
-from ..modules import held_elsewhere, state
+from ..modules import held_elsewhere, state, vllm_files
 from ..tensors import sharding, subclasses, without_data
 from .encryption import EncryptionParams
 from .file_writer import FileWriter
@@ -198,6 +198,9 @@ class TensorSerializer:
                 raise NotImplementedError(f"{name!r} is a {why}")
         names, tensors = [item[1] for item in found], [item[4] for item in found]
         _warn_of_meta(names, tensors)
+        strides = vllm_files.strides_to_store(names, tensors)
+        if strides is not None and not self.total_tensor_bytes:
+            self._file.add_metadata(*strides)
         self._file.write(
             names,
             [kind for _, _, kind, _, _ in found],

@@ -229,7 +229,8 @@ def check(
             "them before you use the module; strict=True makes this an error",
             stacklevel=3,
         )
-    if unexpected:
+    # vLLM had made others for its kernels, if its marker is one of them.
+    if unexpected and len(unexpected) == len(unknown):
         warnings.warn(
             f"{type(root).__name__} has new tensors, which only the file had: "
             + ", ".join(unexpected),
@@ -282,7 +283,7 @@ def without_extra_state(
     for number, name, kind in zip(numbers, names, kinds, strict=True):
         extra = isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
         if extra and kind is TensorType.STATE_DICT:
-            warnings.warn(f"{name} is not loaded: pass it to set_extra_state()", stacklevel=3)
+            warnings.warn(f"{name} is not loaded: pass it to set_extra_state()", stacklevel=4)
         else:
             kept.append(number)
     return kept
@@ -351,7 +352,8 @@ def _put(slot: TensorSlot, old: torch.Tensor, tensor: torch.Tensor, fill: bool) 
     frozen = old.is_inference() and not torch.is_inference_mode_enabled()
     if sharding.is_sharded(old):
         return _put_part(slot, old, new, frozen)
-    fits = fill and not frozen and (old.dtype, old.device) == (new.dtype, new.device)
+    fits = fill and not frozen and old.shape == new.shape
+    fits = fits and (old.dtype, old.device) == (new.dtype, new.device)
     if _keeps_memory(slot, old) or (fits and elements_spanned(old) is not None):
         copy_into(old, new)
         return old

@@ -32,6 +32,11 @@ _PROCESSOR = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("audio_tokenizer_config.json", "chat_template.json"),
 )
+#: Further files beside the weights that inference engines read.
+_OF_ENGINES = (
+    *("generation_config.json", "params.json", "hf_quant_config.json"),
+    *("quantize_config.json", "quant_config.json"),
+)
 #: Arguments by which the libraries select files on their hub.
 _OF_THE_HUB = frozenset(
     {
@@ -135,6 +140,19 @@ def load_processor(
     with fetched_files(folder) as files:
         kwargs |= {_TRUST: trust_remote_code}
         return _from_auto_class(folder, files, "AutoProcessor", _PROCESSOR, kwargs)
+
+
+def fetch_without_weights(folder: ModelFolder, files: FetchedFiles) -> list[str]:
+    """Fetch all files that a model has beside its weights; return their names.
+
+    Raises:
+        OSError, ValueError: See :func:`load_config` and :func:`fetch_code`.
+
+    """
+    files.fetch([*_TOKENIZER, *_PROCESSOR, *_VOCABULARIES, *_OF_ENGINES])
+    read_config(folder, files)
+    fetch_code(files, [*_PROCESSOR[:3], TOKENIZER_CONFIG, CONFIG])
+    return files.found()
 
 
 def _from_auto_class(

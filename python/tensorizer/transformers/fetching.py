@@ -128,6 +128,10 @@ class FetchedFiles:
         """Tell whether a file is there."""
         return (self.path / name).is_file()
 
+    def found(self) -> list[str]:
+        """Return the names of the files that were asked for, and that there are."""
+        return sorted(filter(self.has, self._requested))
+
 
 @contextlib.contextmanager
 def fetched_files(folder: ModelFolder) -> Iterator[FetchedFiles]:

@@ -1,0 +1,146 @@
+"""Reloads of new weights into a model: which of them have changed since the load before."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from tensorizer.file.tensor_file import TensorFile
+
+    from .options import LoaderOptions
+
+_log = logging.getLogger("tensorizer.engines")
+
+
+class LoadedWeights:
+    """The weights that a model holds.
+
+    Attributes:
+        path: The path of the model at its first load.
+        files: The files that were loaded, the prefixes of their names, and their identities.
+        hashes: The SHA-256 of the weights; None if no headers were read for them yet.
+
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.files: list[tuple[str, str, list[str | None]]] = []
+        self.hashes: dict[str, str] | None = None
+
+
+_loaded: weakref.WeakKeyDictionary[torch.nn.Module, LoadedWeights] = weakref.WeakKeyDictionary()
+
+
+def loaded_weights(model: torch.nn.Module, path: str) -> LoadedWeights:
+    """Return what a model holds; if it is new, its path is remembered."""
+    return _loaded.setdefault(model, LoadedWeights(path))
+
+
+class Reload:
+    """One load of a model. If it is not the first, only weights that have changed are read.
+
+    Until it has ended, the model counts as one whose weights are unknown.
+
+    Args:
+        loaded: The weights that the model holds.
+        options: The options of the load.
+        part_of: Returns the part of the model to which a weight belongs, by its name. A part is
+            loaded as a whole or not at all.
+        reads_all: True if all weights are read.
+
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedWeights,
+        options: LoaderOptions,
+        part_of: Callable[[str], str],
+        *,
+        reads_all: bool = False,
+    ) -> None:
+        self._loaded, self._options, self._part_of = loaded, options, part_of
+        self._files_before, self._before = loaded.files, loaded.hashes
+        self._reads_all = reads_all or not loaded.files
+        self._files: list[tuple[str, str, list[str | None]]] = []
+        self._hashes: dict[str, str] = {}
+        #: The identities of the file whose hashes were compared last.
+        self._compared: list[str | None] | None = None
+        loaded.files, loaded.hashes = [], None
+
+    def end(self) -> None:
+        """Remember the weights, all of which were loaded."""
+        self._loaded.files = self._files
+        self._loaded.hashes = None if self._reads_all else self._hashes
+
+    def opened(self, file: str, prefix: str, iterator: Any) -> None:
+        """Remember a file that is being loaded.
+
+        Raises:
+            OSError: It is another one than that whose hashes were compared.
+
+        """
+        identities = iterator._file.reader.identities()
+        compared, self._compared = self._compared, None
+        if compared is not None and compared != identities:
+            raise OSError(
+                f"{file} was replaced while its hashes were compared: reload the weights once more"
+            )
+        self._files.append((file, prefix, identities))
+
+    def filter_for(self, file: str, prefix: str) -> Callable[[str], bool] | None:
+        """Return a function that tells which weights of a file are loaded; None for all."""
+        self._compared = None
+        if self._reads_all:
+            return None
+        before = self._hashes_before()
+        with self._open(file) as opened:
+            identities = opened.reader.identities()
+            is_same_file = (
+                None not in identities and (file, prefix, identities) in self._files_before
+            )
+            now = {} if is_same_file else _hashes_of(opened, prefix)
+        self._hashes |= now
+        changed = {self._part_of(name) for name, sha in now.items() if before.get(name) != sha}
+        is_same_path = any(file == old for old, _, _ in self._files_before)
+        if is_same_file or (now and before and is_same_path and not changed):
+            # The same weights are wanted again, because those in memory are lost.
+            self._reads_all = True
+            return None
+        if not now or not before:
+            which = "the file that was loaded before" if now else file
+            _log.warning("all weights are read again, as the hashes of %s are not known", which)
+            return None
+        self._compared = identities
+        return lambda name: (
+            f"{prefix}{name}" not in now or self._part_of(f"{prefix}{name}") in changed
+        )
+
+    def _hashes_before(self) -> dict[str, str]:
+        """Return the SHA-256 of the weights that the model holds, as far as they are known."""
+        if self._before is None:
+            self._before = {}
+            for file, prefix, identities in self._files_before:
+                # The file may be gone, or another one by now.
+                with contextlib.suppress(OSError), self._open(file) as opened:
+                    if None not in identities and opened.reader.identities() == identities:
+                        self._before |= _hashes_of(opened, prefix)
+        return self._before
+
+    def _open(self, file: str) -> TensorFile:
+        from tensorizer.file.tensor_file import TensorFile
+
+        return TensorFile(file, key_needed=False, cache_dir=self._options.cache_dir)
+
+
+def _hashes_of(file: TensorFile, prefix: str) -> dict[str, str]:
+    from tensorizer.file.unchanged import sha256_of
+
+    numbers = range(len(file))
+    rows = zip(file.reader.names(numbers), sha256_of(file.reader, numbers), strict=True)
+    return {f"{prefix}{name}": sha for name, sha in rows if sha is not None}

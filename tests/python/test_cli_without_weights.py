@@ -1,0 +1,79 @@
+"""``tensorizer cp --no-weights``: what a model has beside its weights."""
+
+import json
+
+import pytest
+from tensorizer_cli.main import main
+
+FILES = {
+    "config.json": json.dumps({"model_type": "x", "auto_map": {"AutoConfig": "own.Config"}}),
+    "tokenizer.json": "{}",
+    "tokenizer_config.json": "{}",
+    "vocab.json": "{}",
+    "generation_config.json": '{"do_sample": true}',
+    "own.py": "from .beside import a",
+    "beside.py": "a = 1",
+}
+
+
+@pytest.fixture
+def model(nginx):
+    folder = nginx.root / "llama"
+    folder.mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    for name in ("model.tensors", "model-00001-of-00002.safetensors", "README.md"):
+        (folder / name).write_bytes(bytes(100))
+    return folder
+
+
+def content(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "address", "address of weights"])
+def test_small_files_are_copied_into_a_folder(nginx, model, tmp_path, kind, capsys):
+    source = f"{nginx.http}/llama" if kind.startswith("address") else str(model)
+    source += "" if kind in ("folder", "address") else "/model.tensors"
+    target = tmp_path / "new/llama"
+    assert main(["cp", "--no-weights", source, str(target)]) == 0
+    assert content(target) == FILES
+    assert "copied: 7 files" in capsys.readouterr().err
+    # Again, over them.
+    (target / "config.json").write_text("old")
+    assert main(["cp", "--no-weights", "--json", source, f"{target}/"]) == 0
+    assert content(target) == FILES
+    report = json.loads(capsys.readouterr().out)
+    assert report["files"] == sorted(FILES)
+    assert report["bytes"] == sum(map(len, FILES.values()))
+    assert not any(line for line in nginx.requests() if "00001" in line)
+
+
+def test_from_a_bucket_to_a_folder_and_to_a_bucket(moto, model, tmp_path, monkeypatch):
+    for name, value in moto.settings().items():
+        monkeypatch.setenv(name, value)
+    client = moto.client()
+    for path in model.iterdir():
+        client.put_object(Bucket="bucket", Key=f"llama/{path.name}", Body=path.read_bytes())
+    assert main(["cp", "--no-weights", "s3://bucket/llama", str(tmp_path / "llama")]) == 0
+    assert content(tmp_path / "llama") == FILES
+    assert main(["cp", "--no-weights", "s3://bucket/llama/", "s3://bucket/copy"]) == 0
+    found = client.list_objects_v2(Bucket="bucket", Prefix="copy/")["Contents"]
+    assert {one["Key"].removeprefix("copy/") for one in found} == FILES.keys()
+
+
+def test_mistakes(model, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for arguments, said in [
+        ((str(tmp_path / "empty"), str(tmp_path / "x")), "no config.json at"),
+        ((str(tmp_path / "none"), str(tmp_path / "x")), "No such file or directory"),
+        ((str(model), "-"), "expected a folder to copy to, found '-'"),
+        ((str(model), str(tmp_path / "x"), "--verify"), "--no-weights and --verify exclude"),
+        (
+            (str(model), str(tmp_path / "x"), "--max-shard-size", "5GiB"),
+            "--no-weights and --max-shard-size exclude each other",
+        ),
+    ]:
+        assert main(["cp", "--no-weights", *arguments]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "x").exists()
