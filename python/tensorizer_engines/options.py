@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensorizer import DecryptionParams
@@ -16,6 +16,10 @@ from tensorizer.file.arguments import (
 )
 from tensorizer.file.encryption import key_of
 from tensorizer.stream_io import open_stream
+
+if TYPE_CHECKING:
+    from tensorizer.group.members import FreeGroup
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class LoaderOptions:
         encryption_keyfile: A file or address with the key: 32 bytes, or 64 hexadecimal digits.
         cache_dir: A folder that caches data from servers; None for ``TENSORIZER_CACHE``.
         memory_limit: The most bytes in flight; None for ``TENSORIZER_MEMORY_MB``.
+        distributed: True if ranks read the weights once and give them to each other, False if each
+            reads all. ``"auto"``: True, except for local files that are loaded to the CPU.
 
     """
 
@@ -42,6 +48,7 @@ class LoaderOptions:
     encryption_keyfile: str | None = None
     cache_dir: str | None = None
     memory_limit: int | None = None
+    distributed: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("uri", "device", "encryption_keyfile", "cache_dir"):
@@ -55,6 +62,8 @@ class LoaderOptions:
         checked_memory_limit(self.memory_limit)
         if self.device is not None:
             named_device(self.device)
+        if self.distributed != "auto" and not isinstance(self.distributed, bool):
+            raise ValueError(f'distributed must be true, false or "auto", not {self.distributed!r}')
 
     @classmethod
     def of(cls, given: Any) -> LoaderOptions:
@@ -92,6 +101,20 @@ class LoaderOptions:
         with open_stream(self.encryption_keyfile) as stream:
             key = key_of(stream.read(), f"encryption_keyfile {stream.name}")
         return DecryptionParams.from_key(key)
+
+    def group_for(self, group: ProcessGroup | None, device: torch.device) -> FreeGroup | None:
+        """Return the group whose ranks load together to a device; None if each loads by itself.
+
+        Args:
+            group: The ranks that load the same model; nothing else uses their group meanwhile.
+            device: The device of the weights.
+
+        """
+        if group is None or self.distributed is False or group.size() == 1:
+            return None
+        from tensorizer.group.members import FreeGroup
+
+        return FreeGroup(group, self.distributed is True or device.type != "cpu")
 
     def device_for(self, model: torch.nn.Module) -> torch.device:
         """Return the device for the tensors of a model: CUDA if the model is there, else the CPU.

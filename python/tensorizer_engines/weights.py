@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from .options import LoaderOptions
     from .reloading import Reload
 
@@ -25,6 +28,7 @@ def weights(
     is_wanted: Callable[[str], bool] | None = None,
     *,
     reload: Reload | None = None,
+    group: ProcessGroup | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of files one after another, while the next ones are read.
 
@@ -35,6 +39,8 @@ def weights(
         prefix: A text before each name.
         is_wanted: Called with each name in the file; weights for which it is false are not read.
         reload: Leaves out weights that the model holds already.
+        group: The ranks that load the same weights, or other ones of the same files, at the same
+            time; None for a rank that loads by itself. Nothing else uses the group meanwhile.
 
     Raises:
         ValueError: A file does not hold the weights of a model as they were published.
@@ -47,6 +53,8 @@ def weights(
         has_changed = None
         if reload is not None and len(files) == 1:
             has_changed = reload.filter_for(file, prefix)
+        # A group that nothing else uses is marked as such.
+        together: Any = options.group_for(group, device)
         found: Any = iterate(
             file,
             device,
@@ -57,6 +65,7 @@ def weights(
             filter_func=functools.partial(_is_wanted, file, (is_wanted, has_changed)),
             cache_dir=options.cache_dir,
             memory_limit=options.memory_limit,
+            group=together,
         )
         with contextlib.closing(found):
             if reload is not None:
@@ -65,6 +74,24 @@ def weights(
                 yield prefix + name, tensor
                 # Freed before the next one is waited for.
                 del tensor
+
+
+def tensor_parallel_group(parallel_state: str) -> Any:
+    """Return the process group of the ranks that load the same weights.
+
+    None if there is none, or the engine has an unknown interface for it.
+
+    Args:
+        parallel_state: The name of the engine's module of groups.
+
+    """
+    try:
+        groups = importlib.import_module(parallel_state)
+        return (
+            groups.get_tp_group().device_group if groups.model_parallel_is_initialized() else None
+        )
+    except (ImportError, AttributeError):
+        return None
 
 
 def _is_wanted(file: str, filters: Sequence[Callable[[str], bool] | None], name: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from tensorizer_engines import LOAD_FORMAT
-from tensorizer_engines.weights import weights
+from tensorizer_engines.weights import tensor_parallel_group, weights
 
 if TYPE_CHECKING:
     from tensorizer_engines.options import LoaderOptions
@@ -74,6 +74,7 @@ class SglangStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is
         self._options = options
         self._device = torch.device("cpu")
         self._uri: str | None = None
+        self._group: Any = None
 
     def download_model(self, model_config: Any) -> None:
         """Download a model that is known by name only; addresses are read during the load."""
@@ -88,7 +89,12 @@ class SglangStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self._device = self._options.device_for(model)
         # The first source that is requested is the model's own weights.
-        self._uri = self._options.uri if _is_served(model_config) else None
+        is_served = _is_served(model_config)
+        self._uri = self._options.uri if is_served else None
+        # A model that drafts is not loaded by all ranks.
+        self._group = None
+        if is_served:
+            self._group = tensor_parallel_group("sglang.srt.distributed.parallel_state")
         yield from super()._get_all_weights(model_config, model)
 
     def _get_weights_iterator(
@@ -108,9 +114,9 @@ class SglangStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is
             self.counter_before_loading_weights: float = time.perf_counter()
         number = getattr(self.load_config, "draft_model_idx", None)
         if number is None:
-            return weights(files, self._options, self._device, source.prefix)
+            return weights(files, self._options, self._device, source.prefix, group=self._group)
         found: Iterator[tuple[str, torch.Tensor]] = self._filter_mtp_weights(
-            weights(files, self._options, self._device), source.prefix, number
+            weights(files, self._options, self._device, group=self._group), source.prefix, number
         )
         return found
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from tensorizer_engines.reloading import Reload, loaded_weights
-from tensorizer_engines.weights import weights
+from tensorizer_engines.weights import tensor_parallel_group, weights
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 for _name in ("_prepare_weights", "_get_weights_iterator", "get_all_weights", "download_model"):
@@ -47,6 +47,9 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
         self._device = torch.device("cpu")
         self._uri: str | None = None
         self._reload: Reload | None = None
+        self._group: Any = None
+        #: The beginnings of the names of what other stages of a pipeline have.
+        self._elsewhere: tuple[str, ...] = ()
 
     def download_model(self, model_config: Any) -> None:
         """Download a model that is known by name only; addresses are read during the load."""
@@ -71,6 +74,11 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
     def _all_weights(
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        # A model that drafts is not loaded by all ranks.
+        self._group = None
+        if _is_served(model_config):
+            self._group = tensor_parallel_group("vllm.distributed.parallel_state")
+        self._elsewhere = _missing_layers(model)
         path = str(model_config.model)
         loaded = loaded_weights(model, path)
         # The first source that is requested is the model's own weights.
@@ -88,9 +96,16 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
         # vLLM reports the time of loading from here on.
         if not getattr(self, "counter_before_loading_weights", 0.0):
             self.counter_before_loading_weights = time.perf_counter()
-        is_wanted = functools.partial(_is_wanted, source, getattr(self, "local_expert_ids", None))
-        prefix, reload = source.prefix, self._reload
-        return weights(files, self._options, self._device, prefix, is_wanted, reload=reload)
+        experts = getattr(self, "local_expert_ids", None)
+        return weights(
+            files,
+            self._options,
+            self._device,
+            source.prefix,
+            functools.partial(_is_wanted, source, experts, self._elsewhere),
+            reload=self._reload,
+            group=self._group,
+        )
 
     def _files(self, source: Any) -> list[str]:
         """Return the files of a source; vLLM chooses those of a folder, or downloads them."""
@@ -132,8 +147,20 @@ def _block_of(name: str) -> str:
     return ".".join(parts[:-2])
 
 
-def _is_wanted(source: Any, experts: set[int] | None, name: str) -> bool:
+def _missing_layers(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return the beginnings of the names of layers that other stages of a pipeline have."""
+    from vllm.model_executor.models.utils import get_pp_missing_layer_names
+
+    return tuple(get_pp_missing_layer_names(model))
+
+
+def _is_wanted(
+    source: Any, experts: set[int] | None, elsewhere: tuple[str, ...], name: str
+) -> bool:
     """Tell whether a rank needs a tensor."""
+    # As vLLM's models do, which leave out weights with these names.
+    if elsewhere and f"{source.prefix}{name}".startswith(elsewhere):
+        return False
     is_unused = getattr(source, "is_unused_weight", None)
     if is_unused is not None and is_unused(name):
         return False

@@ -5,6 +5,7 @@ those of release 0.5.23.
 """
 
 import stubs
+import vllm_stub
 
 FILES = {
     "sglang/__init__.py": "",
@@ -14,6 +15,10 @@ FILES = {
 LOAD_FORMAT_CHOICES = ["auto", "safetensors"]
 add_load_format_choices = LOAD_FORMAT_CHOICES.extend
 """,
+    "sglang/srt/distributed/__init__.py": "",
+    "sglang/srt/distributed/parallel_state.py": vllm_stub.FILES[
+        "vllm/distributed/parallel_state.py"
+    ],
     "sglang/srt/configs/__init__.py": "",
     "sglang/srt/configs/load_config.py": """
 import enum, json

@@ -14,7 +14,26 @@ current = None
 def get_current_vllm_config():
     return current
 """,
+    "vllm/distributed/__init__.py": "",
+    "vllm/distributed/parallel_state.py": """
+group = None
+class Coordinator:
+    @property
+    def device_group(self):
+        return group
+
+def model_parallel_is_initialized():
+    return group is not None
+
+def get_tp_group():
+    return Coordinator()
+""",
     "vllm/model_executor/__init__.py": "",
+    "vllm/model_executor/models/__init__.py": "",
+    "vllm/model_executor/models/utils.py": """
+def get_pp_missing_layer_names(model):
+    return getattr(model, "missing", [])
+""",
     "vllm/model_executor/model_loader/__init__.py": """
 from .default_loader import DefaultModelLoader
 

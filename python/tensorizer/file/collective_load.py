@@ -78,8 +78,8 @@ def open_collectively(
             file.close()
         raise
     machines = {one.machine for one in found}
-    one_machine = len(machines) == 1 and machines != {None}
-    return file, one_machine or not all(one.seekable for one in found)
+    alone = len(machines) == 1 and machines != {None} and not members.shares_local_files
+    return file, alone or not all(one.seekable for one in found)
 
 
 class _FileSummary(NamedTuple):

@@ -42,9 +42,16 @@ class FreeGroup(NamedTuple):
 
     Tensors of devices are then sent on it, whatever its backend, and no connections between
     devices are made.
+
+    Attributes:
+        group: The group.
+        shares_local_files: True if its members read local files together, too, though they share
+            the page cache of a machine.
+
     """
 
     group: dist.ProcessGroup
+    shares_local_files: bool = False
 
 
 class Members:
@@ -56,7 +63,7 @@ class Members:
     Args:
         ranks: Their ranks in the default group, the same at all of them.
         like: A group whose backend and time-out are used.
-        is_free: True if nothing else uses ``like`` during the call: see :class:`FreeGroup`.
+        free: Set if nothing else uses ``like`` during the call.
 
     Raises:
         ValueError: This process is not one of them.
@@ -66,11 +73,12 @@ class Members:
         rank: The number of this process among them.
         size: The number of members.
         on_device: True if they exchange tensors of devices without the CPU.
+        shares_local_files: See :class:`FreeGroup`.
 
     """
 
     def __init__(
-        self, ranks: Sequence[int], like: dist.ProcessGroup, *, is_free: bool = False
+        self, ranks: Sequence[int], like: dist.ProcessGroup, *, free: FreeGroup | None = None
     ) -> None:
         if dist.get_rank() not in ranks:
             raise ValueError("this process is not a member of the process group of this call")
@@ -81,8 +89,9 @@ class Members:
             )
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         backend = dist.get_backend(like)
-        self.on_device = "nccl" in backend or (is_free and backend not in ("gloo", "mpi"))
-        self._engine = like if is_free else None
+        self.on_device = "nccl" in backend or (free is not None and backend not in ("gloo", "mpi"))
+        self.shares_local_files = free is not None and free.shares_local_files
+        self._free = None if free is None else free.group
         self._timeout = timeout_of(like, self.on_device)
         self._process = os.getpid()
         self._name = f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}"
@@ -94,11 +103,11 @@ class Members:
     @staticmethod
     def of(given: dist.ProcessGroup | FreeGroup) -> Members:
         """Return the members of a group."""
-        is_free = isinstance(given, FreeGroup)
+        free = given if isinstance(given, FreeGroup) else None
         group = given.group if isinstance(given, FreeGroup) else given
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a member of the process group of this call")
-        return Members(sorted(dist.get_process_group_ranks(group)), group, is_free=is_free)
+        return Members(sorted(dist.get_process_group_ranks(group)), group, free=free)
 
     def __enter__(self) -> Members:
         self.join()
@@ -337,7 +346,7 @@ class Members:
             if data.is_cpu or not self.on_device:
                 group = self._connections.hosts
             else:
-                group = self._engine or self._connections.between_devices(
+                group = self._free or self._connections.between_devices(
                     self._timeout + datetime.timedelta(seconds=6 * _GRACE_SECONDS)
                 )
             # One after another: connections on which another one waits could not be closed.

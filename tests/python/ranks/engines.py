@@ -1,0 +1,87 @@
+"""Ranks of serving engines, which load a model by the plugins: stubs of vLLM and of SGLang."""
+
+import sys
+from types import SimpleNamespace
+
+from ranks.common import dist, group, torch
+
+#: Tensors of 4 MiB each; some of them are of experts.
+NAMES = [*(f"model.layers.{n}.weight" for n in range(8)),
+         *(f"model.layers.8.experts.{n}.weight" for n in range(8))]  # fmt: skip
+
+
+def value(name):
+    """Return the value of all elements of a weight."""
+    return float(NAMES.index(name) + 1)
+
+
+class Model(torch.nn.Module):
+    """Takes weights as engines' models do; some take them one by one, some list them first."""
+
+    def __init__(self, lists, missing=()):
+        super().__init__()
+        self.lists, self.missing, self.found = lists, missing, {}
+
+    def named_parameters(self, *args, **options):
+        return iter(())
+
+    def load_weights(self, weights):
+        if self.lists:
+            weights = list(weights)
+        for name, tensor in weights:
+            self.found[name] = tensor if self.lists else tensor.clone()
+        return set(self.found)
+
+
+def checked(model):
+    """Return the names of the weights that a model has got, all of which are right."""
+    for name, tensor in model.found.items():
+        assert tensor.shape == (1024, 1024) and (tensor == value(name)).all(), name
+    return sorted(model.found)
+
+
+def vllm(stub, model_path, options, kind):
+    """Load by the plugin for vLLM."""
+    sys.path.insert(0, stub)
+    with group() as (rank, world):
+        import tensorizer_vllm
+        from vllm.distributed import parallel_state
+
+        tensorizer_vllm.register()
+        from vllm.model_executor import model_loader
+
+        stage = rank * 2 // world if kind == "stages" else 0
+        groups = [dist.new_group([n, n + 1]) for n in range(0, world - 1, 2)]
+        parallel_state.group = groups[stage] if kind == "stages" else dist.group.WORLD
+        missing = [f"model.layers.{n}." for n in range(9) if n // 5 != stage]
+        experts = {n for n in range(8) if n % world == rank} if kind == "experts" else None
+        config = SimpleNamespace(
+            model=model_path,
+            revision=None,
+            experts=experts,
+            runner_type="generate",
+            build=lambda: Model(kind == "lists", missing if kind == "stages" else ()),
+        )
+        load = SimpleNamespace(
+            load_format="tensorizer_stream", model_loader_extra_config=options, download_dir=None
+        )
+        return checked(model_loader.get_model_loader(load).load_model(None, config))
+
+
+def sglang(stub, model_path, options):
+    """Load by the plugin for SGLang."""
+    sys.path.insert(0, stub)
+    with group():
+        from sglang.srt import plugins
+        from sglang.srt.distributed import parallel_state
+
+        plugins.load_plugins()
+        parallel_state.group = dist.group.WORLD
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.model_loader import get_model_loader
+
+        extra = LoadConfig(load_format="tensorizer_stream", model_loader_extra_config=options)
+        config = SimpleNamespace(
+            model_path=model_path, hf_config=None, build=lambda: Model(lists=False)
+        )
+        return checked(get_model_loader(extra).load_model(model_config=config, device_config=None))

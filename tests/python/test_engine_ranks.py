@@ -1,0 +1,89 @@
+"""Ranks of vLLM and SGLang read the weights once: the plugins, by stubs of the engines."""
+
+import pytest
+import sglang_stub
+import tensorizer
+import torch
+import vllm_stub
+from ranks.engines import NAMES, value
+
+
+@pytest.fixture(scope="module")
+def served(nginx):
+    """A checkpoint at a server: its address, and the bytes that were sent of it since the last."""
+    folder = nginx.root / "engines"
+    folder.mkdir()
+    tensors = {name: torch.full((1024, 1024), value(name)) for name in NAMES}
+    tensorizer.save(tensors, folder / "model.safetensors", max_shard_size=24 << 20)
+    files = [path.name for path in folder.iterdir()]
+
+    def sent():
+        return sum(nginx.sent(f"engines/{name}") for name in files)
+
+    return f"{nginx.http}/engines/model.safetensors.index.json", sent
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stubs")
+    vllm_stub.write(folder)
+    sglang_stub.write(folder)
+    return str(folder)
+
+
+#: Bytes of all weights, and what is read of each of the three shards to find its tensors.
+ALL, HEADS = 16 << 22, 3 * 530_000
+
+
+@pytest.mark.parametrize("kind", ["dense", "lists", "experts"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_of_vllm_read_once(ranks, stub, served, world, kind):
+    uri, sent = served
+    before = sent()
+    found = ranks.run("engines.vllm", world, stub, uri, {}, kind)
+    for rank, names in enumerate(found):
+        skipped = {
+            f"model.layers.8.experts.{n}.weight"
+            for n in range(8)
+            if kind == "experts" and n % world != rank
+        }
+        assert names == sorted(set(NAMES) - skipped)
+    assert ALL <= sent() - before <= 1.01 * ALL + HEADS
+
+
+def test_stages_of_a_pipeline_read_their_own_layers(ranks, stub, served):
+    uri, sent = served
+    before = sent()
+    found = ranks.run("engines.vllm", 4, stub, uri, {}, "stages")
+    for rank, names in enumerate(found):
+        layers = range(5) if rank < 2 else range(5, 9)
+        assert names == sorted(n for n in NAMES if int(n.split(".")[2]) in layers)
+    # Both read the gap in the shard that they share.
+    assert ALL <= sent() - before <= 1.02 * ALL + 2 * HEADS
+
+
+def test_ranks_read_by_themselves_if_they_are_told_to(ranks, stub, served):
+    uri, sent = served
+    before = sent()
+    assert (
+        ranks.run("engines.vllm", 2, stub, uri, {"distributed": False}, "dense")
+        == [sorted(NAMES)] * 2
+    )
+    assert sent() - before >= 2 * ALL
+
+
+@pytest.mark.parametrize("distributed", ["auto", True])
+def test_local_files(ranks, stub, tmp_path, distributed):
+    tensors = {name: torch.full((1024, 1024), value(name)) for name in NAMES}
+    tensorizer.save(tensors, tmp_path / "model.tensors")
+    options = {"distributed": distributed}
+    found = ranks.run("engines.vllm", 2, stub, str(tmp_path), options, "dense")
+    assert found == [sorted(NAMES)] * 2
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_of_sglang_read_once(ranks, stub, served, world):
+    uri, sent = served
+    before = sent()
+    assert ranks.run("engines.sglang", world, stub, uri, {}) == [sorted(NAMES)] * world
+    assert ALL <= sent() - before <= 1.01 * ALL + HEADS
