@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,7 +37,8 @@ class LoaderOptions:
         cache_dir: A folder that caches data from servers; None for ``TENSORIZER_CACHE``.
         memory_limit: The most bytes in flight; None for ``TENSORIZER_MEMORY_MB``.
         distributed: True if ranks read the weights once and give them to each other, False if each
-            reads all. ``"auto"``: True, except for local files that are loaded to the CPU.
+            reads all. ``"auto"``: True, except for local files that are loaded to the CPU, and with
+            a cache, which the processes of a machine fill together.
 
     """
 
@@ -110,7 +112,9 @@ class LoaderOptions:
             device: The device of the weights.
 
         """
-        if group is None or self.distributed is False or group.size() == 1:
+        has_cache = bool(self.cache_dir or os.environ.get("TENSORIZER_CACHE"))
+        together = not has_cache if self.distributed == "auto" else self.distributed
+        if group is None or group.size() == 1 or not together:
             return None
         from tensorizer.group.members import FreeGroup
 

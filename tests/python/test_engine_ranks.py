@@ -72,6 +72,15 @@ def test_ranks_read_by_themselves_if_they_are_told_to(ranks, stub, served):
     assert sent() - before >= 2 * ALL
 
 
+def test_a_cache_is_filled_by_the_ranks_of_a_machine(ranks, stub, served, tmp_path):
+    uri, sent = served
+    before, options = sent(), {"cache_dir": str(tmp_path)}
+    for _ in range(2):
+        found = ranks.run("engines.vllm", 2, stub, uri, options, "dense")
+        assert found == [sorted(NAMES)] * 2
+    assert ALL <= sent() - before <= ALL + 2 * HEADS
+
+
 @pytest.mark.parametrize("distributed", ["auto", True])
 def test_local_files(ranks, stub, tmp_path, distributed):
     tensors = {name: torch.full((1024, 1024), value(name)) for name in NAMES}
