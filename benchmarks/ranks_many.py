@@ -102,7 +102,7 @@ def planned(kind: str) -> tuple[float, float]:
     told = 128 if kind == "all" else 128 + max(len(encoded_table(one)) for one in tables)
     begun = time.process_time()
     of_all = [(n, tables[n % len(tables)]) for n in range(world)]
-    merged([(mine.columns, of_all)], count, world, [])
+    merged([(mine.columns, of_all)], count, world, [], encrypted=False)
     return own + time.process_time() - begun, world * told / 1e6
 
 

@@ -31,7 +31,9 @@ def plan_of(shapes, of_ranks, in_one_piece=(), encrypted=False):
     for rank, wish in enumerate(told):
         _, tables = by_columns.setdefault(wish.digest(), (wish.columns, []))
         tables.append((rank, wish.table))
-    found = merged(list(by_columns.values()), len(shapes), len(of_ranks), in_one_piece)
+    found = merged(
+        list(by_columns.values()), len(shapes), len(of_ranks), in_one_piece, encrypted=encrypted
+    )
 
     def layout(number):
         return Layout(shapes[number], ITEMSIZE, number in in_one_piece)
@@ -56,10 +58,10 @@ def carried_out(plan, shapes, size, most):
         places = {one.number: one for one in block.gathered}
         for rank in range(size):
             for one in block.share(rank):
-                placed = places[one.number]
-                assert one.position == placed.start + one.start
+                placed, ((start, stop),) = places[one.number], one.ranges
                 first = placed.rows[0] * math.prod(shapes[one.number][1:])
-                read[one.number][rank][first + one.start : first + one.stop] += 1
+                assert one.position == placed.start + start - first
+                read[one.number][rank][start:stop] += 1
             for one in block.gathered:
                 got[rank][one.number][at((one.rows,))] += 1
         for ranks in block.shared:
@@ -117,6 +119,10 @@ def test_ranks_get_what_they_want_and_each_byte_is_read_once(seed):
         of_ranks.append({n: boxes for n, boxes in wanted.items() if rng.random() < 0.9})
     if seed % 5 == 0:
         of_ranks = [{n: [everything(shape)] for n, shape in enumerate(shapes)}] * size
+    elif seed % 5 == 1:
+        # All want the same rows.
+        of_ranks = [{n: [((s[0] // 3, s[0]), *everything(s[1:]))] for n, s in enumerate(shapes)}]
+        of_ranks *= size
     in_one_piece = [n for n in range(len(shapes)) if rng.random() < 0.2]
     plan = plan_of(shapes, of_ranks, in_one_piece, encrypted=rng.random() < 0.3)
     read, got = carried_out(plan, shapes, size, rng.choice([1, 10, 100, 10**6]))
@@ -133,9 +139,11 @@ def test_ranks_get_what_they_want_and_each_byte_is_read_once(seed):
         # More than is wanted is read only between columns, and of tensors in one piece.
         if len(shape) == 1 and number not in in_one_piece:
             assert (times[~union] == 0).all()
-        if number in in_one_piece and sum(number in wanted for wanted in of_ranks) > 1:
-            readers = {rank for rank in range(size) if read[number][rank].any()}
-            assert len(readers) <= 1
+        several = sum(got[rank][number].any() for rank in range(size)) > 1
+        if number in in_one_piece and several:
+            # One rank reads it as a whole.
+            readers = [rank for rank in range(size) if read[number][rank].any()]
+            assert len(readers) == 1 and (read[number][readers[0]] == 1).all()
 
 
 def test_ranks_that_want_all_have_equal_shares():
@@ -145,16 +153,18 @@ def test_ranks_that_want_all_have_equal_shares():
     assert block.ends == tuple((rank + 1) * block.ends[0] for rank in range(4))
     assert block.nbytes == block.ends[-1] and not block.shared
     assert [one.number for one in block.gathered] == [0, 1, 2, 3]
-    lens = [sum(one.stop - one.start for one in block.share(rank)) for rank in range(4)]
+    lens = [sum(blocks.sized(one.ranges) for one in block.share(rank)) for rank in range(4)]
     assert sum(lens) == sum(map(math.prod, shapes)) and max(lens) - lens[-1] <= 512
 
 
-def test_encrypted_tensors_are_cut_between_their_pieces():
-    mib = 1 << 20
-    plan = plan_of([(9 * mib,), (mib,)], [{0: [((0, 9 * mib),)], 1: [((0, mib),)]}] * 3,
-                   encrypted=True)  # fmt: skip
+def test_encrypted_tensors_are_not_cut():
+    wholes = {n: [((0, size),)] for n, size in enumerate((640, 64, 320, 128))}
+    plan = plan_of([(640,), (64,), (320,), (128,)], [wholes] * 3, encrypted=True)
     (block,) = plan.blocks(1 << 30)
-    assert block.ends == (4 * mib, 6 * mib, 10 * mib)
+    assert block.ends == (640, 704, 1152)
+    # All want the same rows: they are read as boxes.
+    plan = plan_of([(640,)], [{0: [((9, 640),)]}] * 3, encrypted=True)
+    assert plan.case(0).of_all is None and plan.case(0).shared == ((9, 640, (0, 1, 2)),)
 
 
 def test_blocks_are_small_enough_to_begin_early_and_long_enough_for_a_server(monkeypatch):
@@ -243,7 +253,9 @@ def test_replicas_of_half_a_thousand_ranks():
         parts = [((rank % 8 * n, rank % 8 * n + n),) for n in range(1, 11)]
         return tuple(wishes.Kind((box,), (8 * (n + 1),), 0) for n, box in enumerate(parts))
 
-    found = merged([(columns, [(rank, table(rank)) for rank in range(512)])], 100_000, 512, [])
+    found = merged(
+        [(columns, [(rank, table(rank)) for rank in range(512)])], 100_000, 512, [], encrypted=False
+    )
     assert len(found.cases) == 10 and found.exchanges
     for case in found.cases:
         assert [rows.ranks for rows in case.shared] == [tuple(range(n, 512, 8)) for n in range(8)]
@@ -277,4 +289,4 @@ def test_shares_follow_each_other():
         for rank in range(3):
             low, high = block.ends[rank - 1] if rank else 0, block.ends[rank]
             for one in block.share(rank):
-                assert low <= one.position and one.position + one.stop - one.start <= high
+                assert low <= one.position <= one.position + blocks.sized(one.ranges) <= high

@@ -343,4 +343,5 @@ def _merged(
         (one, [(rank, tables[rank]) for rank in ranks])
         for one, ranks in zip(columns, ranks_of.values(), strict=True)
     ]
-    return merged(wishes, len(file), members.size, in_one_piece)
+    encrypted = file.reader.encrypted
+    return merged(wishes, len(file), members.size, in_one_piece, encrypted=encrypted)

@@ -10,82 +10,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from ..group.blocks import Block, BlockPlan, ByteRange, Layout, Piece, common, sized
+from ..group.blocks import Block, BlockPlan, Layout, Piece, aligned, common, sized
 from ..group.members import Members
 from ..group.wishes import MergedWishes, with_all_dims
 from ..tensors.handles import cast_dtype, dtype_of
 from ..tensors.sharding import Ranges
+from .block_reader import BlockReader, FileReader
 from .load_plan import LoadPlan
-from .tensor_file import TensorFile
 
 #: Blocks that a member holds at once: two that are being read, one that is being exchanged, and
 #: one whose tensors are being taken.
 _BLOCKS_HELD, _READS = 4, 2
 #: Seconds between two looks at a read.
 _PAUSE = 1e-3
-
-
-class BlockReader(Protocol):
-    """What a member reads its shares from."""
-
-    def read_bytes(self, ranges: Sequence[ByteRange], memory: Sequence[torch.Tensor]) -> None:
-        """Fill memory, given as ``uint8``, with ranges of bytes of tensors."""
-
-    def read_boxes(self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> None:
-        """Fill memory, given as tensors of the boxes' shapes, with boxes of tensors."""
-
-    def stop(self) -> None:
-        """End reads that are under way on other threads."""
-
-
-class FileReader:
-    """Reads shares from an open file."""
-
-    def __init__(self, file: TensorFile, verify: str) -> None:
-        self._file, self._verify = file, verify
-        self._bytes = file.of_bytes()
-        self._lens = file.reader.data_lens()
-
-    def read_bytes(self, ranges: Sequence[ByteRange], memory: Sequence[torch.Tensor]) -> None:
-        """See :class:`BlockReader`. Hashes of tensors that are read as a whole are compared."""
-        both = list(zip(ranges, memory, strict=True))
-        whole = [one for one in both if one[0].stop - one[0].start == self._lens[one[0].number]]
-        cut = [one for one in both if one[0].stop - one[0].start < self._lens[one[0].number]]
-        if whole:
-            described = self._file.reader.describe_all([one.number for one, _ in whole])
-            typed = [
-                data.view(dtype_of(dtype)).view(shape)
-                for (_, data), (dtype, shape) in zip(whole, described, strict=True)
-            ]
-            self._file.fill(typed, [one.number for one, _ in whole], self._verify)
-        if cut:
-            some = self._bytes.sliced([(one.number, ((one.start, one.stop),)) for one, _ in cut])
-            some.fill([data for _, data in cut], range(len(cut)))
-
-    def read_boxes(self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> None:
-        """See :class:`BlockReader`. Hashes of tensors that are read as a whole are compared."""
-        shapes = [shape for _, shape in self._file.reader.describe_all([p.number for p in pieces])]
-        slices = [
-            (piece.number, None if piece.ranges == _everything(shape or (1,)) else piece.ranges)
-            for piece, shape in zip(pieces, shapes, strict=True)
-        ]
-        some = self._file.sliced(slices)
-        some.fill(
-            [
-                data.view(shape) if ranges is None else data
-                for (_, ranges), data, shape in zip(slices, memory, shapes, strict=True)
-            ],
-            range(len(slices)),
-            self._verify,
-        )
-
-    def stop(self) -> None:
-        """See :class:`BlockReader`."""
-        self._file.stop()
 
 
 @dataclass
@@ -288,13 +229,11 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         device = self._device
         # Each thread has a current device of its own.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            ranges = one.block.share(self._rank)
-            memory = [one.memory.narrow(0, r.position, r.stop - r.start) for r in ranges]
-            if ranges:
-                self._reader.read_bytes(ranges, memory)
+            share = one.block.share(self._rank)
+            memory = [one.memory.narrow(0, of.position, sized(of.ranges)) for of in share]
+            self._reader.read(share, memory, as_bytes=True)
             pieces = list(itertools.chain.from_iterable(one.pieces.values()))
-            if pieces:
-                self._reader.read_boxes(pieces, one.staged)
+            self._reader.read(pieces, one.staged, as_bytes=False)
             case = self._blocks_plan.case
             alone = [number for number in one.tensors if not case(number).shared]
             if alone and self._file.dtype is None:
@@ -330,9 +269,10 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             for owner, pieces in zip(ranks, plan.pieces(one.block, ranks), strict=True):
                 for piece in pieces if owner != rank else ():
                     received[owner] += [(piece.number, box) for box in plan.overlaps(piece, rank)]
-        sent_lens = [sum(sized(_everything(p.shape), p.itemsize) for p in to) for to in sent]
+        sent_lens = [sum(aligned(p.nbytes) for p in to) for to in sent]
         received_lens = [
-            sum(sized(box, self._dtypes[number].itemsize) for number, box in of) for of in received
+            sum(aligned(sized(box) * self._dtypes[number].itemsize) for number, box in of)
+            for of in received
         ]
         outgoing, incoming = (
             torch.empty(sum(lens), dtype=torch.uint8, device=self._device)
@@ -341,7 +281,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         position = 0
         for part in itertools.chain.from_iterable(sent):
             _view(outgoing, position, part.dtype, part.shape).copy_(part)
-            position += sized(_everything(part.shape), part.itemsize)
+            position += aligned(part.nbytes)
         boxes = list(itertools.chain.from_iterable(received))
         return _Messages((incoming, outgoing), (received_lens, sent_lens), boxes)
 
@@ -368,7 +308,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             dtype = self._dtypes[number]
             data = _view(messages.tensors[0], position, dtype, shape)
             self._place(one, number, box, data)
-            position += sized(box, dtype.itemsize)
+            position += aligned(data.nbytes)
 
     def _place(self, one: _BlockInFlight, number: int, box: Ranges, data: torch.Tensor) -> None:
         """Copy a box of a tensor to its place in this member's part of it."""
@@ -451,10 +391,6 @@ def _wait_for(read: Future[None]) -> None:
     while not read.done():
         time.sleep(_PAUSE)
     read.result()
-
-
-def _everything(shape: Sequence[int]) -> Ranges:
-    return tuple((0, size) for size in shape)
 
 
 def _within(box: Ranges, around: Ranges) -> Ranges:

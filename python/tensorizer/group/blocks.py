@@ -19,8 +19,6 @@ _MOST_BYTES, _MIN_SHARE = 256 << 20, 8 << 20
 #: The number of blocks of a load at least, if shares are long enough: nothing is exchanged until
 #: the first one has been read.
 _MIN_BLOCKS = 32
-#: Encrypted pieces have this length, and are read as a whole.
-_ENCRYPTED_BYTES = 2 << 20
 
 
 class Layout(NamedTuple):
@@ -37,28 +35,31 @@ class Layout(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Rows of a tensor that all members want, and the position of their bytes in a block."""
+    """Rows of a tensor that all members want, and the position of their bytes in a block.
+
+    ``first`` is the position of these bytes in the tensor.
+    """
 
     number: int
     rows: tuple[int, int]
+    first: int
     start: int
     nbytes: int
 
 
-class ByteRange(NamedTuple):
-    """Bytes of a tensor that a member reads, and their position in a block."""
-
-    number: int
-    start: int
-    stop: int
-    position: int
-
-
 class Piece(NamedTuple):
-    """A box of a tensor that one member reads for others."""
+    """A part of a tensor that one member reads for others.
+
+    Attributes:
+        number: The number of the tensor.
+        ranges: A box of it, or a range of its bytes.
+        position: The position of these bytes in the memory of a block.
+
+    """
 
     number: int
     ranges: Ranges
+    position: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,17 @@ class Block:
     ends: tuple[int, ...]
     shared: Mapping[tuple[int, ...], list[tuple[int, Rows]]]
 
-    def share(self, rank: int) -> list[ByteRange]:
-        """Return what a member reads for all, in the order of the file."""
+    def share(self, rank: int) -> list[Piece]:
+        """Return the bytes of tensors that a member reads for all, in the order of the file."""
         low, high = self.ends[rank - 1] if rank else 0, self.ends[rank]
         found = []
         first = bisect.bisect_right(self.gathered, low, key=lambda one: one.start + one.nbytes)
         for one in itertools.islice(self.gathered, first, None):
             if one.start >= high:
                 break
-            start, stop = max(low - one.start, 0), min(high - one.start, one.nbytes)
-            found.append(ByteRange(one.number, start, stop, one.start + start))
+            start, stop = max(low, one.start), min(high, one.start + one.nbytes)
+            before = one.first - one.start
+            found.append(Piece(one.number, ((start + before, stop + before),), start))
         return found
 
 
@@ -100,7 +102,8 @@ class BlockPlan:
         wishes: What the members want.
         layout: Returns the layout of a tensor.
         size: The number of members.
-        encrypted: True if the file is encrypted.
+        encrypted: True if the file is encrypted. Shares are then whole tensors, as the bytes of one
+            are decrypted together.
 
     """
 
@@ -138,7 +141,7 @@ class BlockPlan:
         numbers: list[int] = []
         nbytes = 0
         for number, exact in self._costs.items():
-            cost = _aligned(exact)
+            cost = aligned(exact)
             if numbers and nbytes + cost > most:
                 yield self._block(numbers)
                 numbers, nbytes = [], 0
@@ -154,10 +157,10 @@ class BlockPlan:
         for number in numbers:
             case, layout = self.case(number), self._layout(number)
             if case.of_all is not None:
-                start, stop = case.of_all
-                nbytes = (stop - start) * layout.row_bytes
-                gathered.append(Placed(number, case.of_all, position, nbytes))
-                position += _aligned(nbytes)
+                first, last = (row * layout.row_bytes for row in case.of_all)
+                nbytes = last - first
+                gathered.append(Placed(number, case.of_all, first, position, nbytes))
+                position += aligned(nbytes)
                 cuttable &= not layout.in_one_piece
             for rows in case.shared:
                 shared.setdefault(rows.ranks, []).append((number, rows))
@@ -170,13 +173,9 @@ class BlockPlan:
         """Return the length of a block's memory, and where the share of each member ends."""
         size = self._size
         if cuttable and not self._encrypted:
-            each = _aligned(-(-nbytes // size))
+            each = aligned(-(-nbytes // size))
             return size * each, tuple((share + 1) * each for share in range(size))
         cuts = [0, *(one.start for one in gathered), nbytes]
-        if cuttable:
-            for one in gathered:
-                cuts += range(one.start, one.start + one.nbytes, _ENCRYPTED_BYTES)
-            cuts.sort()
         ends = [0]
         for share in range(1, size):
             wanted = share * nbytes // size
@@ -228,10 +227,11 @@ def common(one: Ranges, other: Ranges) -> Ranges | None:
     return both if all(low < high for low, high in both) else None
 
 
-def sized(box: Ranges, itemsize: int) -> int:
-    """Return the bytes that a box of a tensor takes in a message, where it is aligned."""
-    return _aligned(math.prod(stop - start for start, stop in box) * itemsize)
+def sized(box: Ranges) -> int:
+    """Return the number of elements of a box."""
+    return math.prod(stop - start for start, stop in box)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return a number of bytes, after which the next tensor may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -180,6 +180,8 @@ def merged(
     count: int,
     size: int,
     in_one_piece: Sequence[int],
+    *,
+    encrypted: bool,
 ) -> MergedWishes:
     """Merge the wishes of all members.
 
@@ -191,6 +193,7 @@ def merged(
         count: The number of tensors of the file.
         size: The number of members.
         in_one_piece: Tensors that are read as a whole if several members want parts of them.
+        encrypted: True if the file is encrypted.
 
     """
     marks = torch.zeros(count, dtype=torch.int64, device="cpu")
@@ -213,7 +216,7 @@ def merged(
     many = len(found) * size > _MAX_COMPARED_BOXES
     kinds_of = _kinds_of(wishes, examples)
     cases = [
-        _case(kinds, size, in_one_piece=example in whole, many=many)
+        _case(kinds, size, (example in whole, encrypted), many=many)
         for kinds, example in zip(kinds_of, examples.tolist(), strict=True)
     ]
     return MergedWishes(cases, case_of)
@@ -232,8 +235,9 @@ def _kinds_of(
     return found
 
 
-def _case(kinds: Mapping[int, Kind], size: int, *, in_one_piece: bool, many: bool) -> Case:
-    """Compare what members want of a tensor."""
+def _case(kinds: Mapping[int, Kind], size: int, whole: tuple[bool, bool], *, many: bool) -> Case:
+    """Compare what members want of a tensor, which is read in one piece, or encrypted, or not."""
+    in_one_piece, _ = whole
     boxes = {rank: kinds[rank].boxes for rank in sorted(kinds)}
     cost = max(map(_share, kinds.values()))
     shape = max((kind.shape for kind in kinds.values()), key=len)
@@ -243,7 +247,8 @@ def _case(kinds: Mapping[int, Kind], size: int, *, in_one_piece: bool, many: boo
         for ends in zip(*every, strict=True)
     )
     same = len(set(boxes.values())) == 1
-    if len(boxes) == size and same and len(around) == 0 and len(every) == size:
+    of_all = len(boxes) == len(every) == size and same and not around
+    if of_all and (rows == (0, shape[0]) or not any(whole)):
         return Case(rows, (), (), boxes, cost)
     if len(boxes) == 1 or not (in_one_piece or same or many or not _are_apart(kinds, every)):
         return Case(None, (), (), boxes, cost)

@@ -117,6 +117,9 @@ def other_wants(folder, kind="tensors"):
         index = {0: slice(20, 290), 1: (slice(None), slice(3, 4)), 2: slices, 3: slices}[rank % 4]
         found = load(names=["rows", "t0"], slices={"rows": slices})
         same(found, {"rows": made["rows"][index], "t0": made["t0"]})
+        # The same rows at all ranks, which are not the first ones.
+        found = load(names=["rows", "cube"], slices={"rows": (0, 100, 290), "cube": (0, 1, 3)})
+        same(found, {"rows": made["rows"][100:290], "cube": made["cube"][1:3]})
         # Shards, of another dimension at each rank.
         dim = rank % 2
         shard = tensorizer.Shard(dim, rank, world)

@@ -1,0 +1,64 @@
+"""Where a member of a group reads its shares of blocks from: an open file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..group.blocks import Piece
+from ..tensors.handles import dtype_of
+from .tensor_file import TensorFile
+
+
+class BlockReader(Protocol):
+    """What a member reads its shares from."""
+
+    def read(
+        self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor], *, as_bytes: bool
+    ) -> None:
+        """Fill memory with pieces of tensors: with boxes, or with ranges of their bytes."""
+
+    def stop(self) -> None:
+        """End reads that are under way on other threads."""
+
+
+class FileReader:
+    """Reads shares from an open file.
+
+    Args:
+        file: The file.
+        verify: The hashes of tensors that are compared, if they are read as wholes.
+
+    """
+
+    def __init__(self, file: TensorFile, verify: str) -> None:
+        self._file, self._verify = file, verify
+        self._bytes = file.of_bytes()
+        self._lens = file.reader.data_lens()
+
+    def read(
+        self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor], *, as_bytes: bool
+    ) -> None:
+        """See :class:`BlockReader`."""
+        described = self._file.reader.describe_all([piece.number for piece in pieces])
+        wholes: list[tuple[torch.Tensor, int]] = []
+        cuts: list[tuple[torch.Tensor, Piece]] = []
+        for piece, data, (dtype, shape) in zip(pieces, memory, described, strict=True):
+            sizes = [self._lens[piece.number]] if as_bytes else shape or [1]
+            if piece.ranges == tuple((0, size) for size in sizes):
+                wholes.append((data.view(dtype_of(dtype)).view(shape), piece.number))
+            else:
+                cuts.append((data, piece))
+        if wholes:
+            tensors, numbers = zip(*wholes, strict=True)
+            self._file.fill(tensors, numbers, self._verify)
+        if cuts:
+            cut = self._bytes if as_bytes else self._file
+            some = cut.sliced([(piece.number, piece.ranges) for _, piece in cuts])
+            some.fill([data for data, _ in cuts], range(len(cuts)))
+
+    def stop(self) -> None:
+        """See :class:`BlockReader`."""
+        self._file.stop()
