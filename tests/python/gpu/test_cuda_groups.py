@@ -35,6 +35,17 @@ def test_over_gloo(ranks, folder):
 
 
 @pytest.mark.skipif(
+    "cuda" not in os.environ.get("LD_PRELOAD", ""), reason="the emulated CUDA counts bytes"
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_bus_carries_what_its_rank_wants(ranks, folder, world):
+    """Over gloo, a rank reads its share of the file; the others' come by way of the host."""
+    for wanted, read, sent in ranks.run("devices.over_the_bus", world, folder):
+        assert read == pytest.approx(wanted / world, rel=0.01)
+        assert sent <= 1.01 * wanted
+
+
+@pytest.mark.skipif(
     "cuda" in os.environ.get("LD_PRELOAD", ""), reason="the emulated CUDA has no kernels of NCCL"
 )
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")

@@ -1,5 +1,6 @@
 """Loads by groups of which the ranks have CUDA devices."""
 
+import ctypes
 import datetime
 
 from ranks.common import (
@@ -14,6 +15,7 @@ from ranks.common import (
     torch,
 )
 from ranks.groups import BATCH, large, of_kind
+from tensorizer.file import tensor_file
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -54,3 +56,36 @@ def load(folder, backend):
     assert_equal(found["words"], made["words"])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def over_the_bus(folder):
+    """Load a file to the emulated device of each rank; return the bytes that each rank wants, has
+    read, and has sent over the bus.
+    """
+    fetch_together()
+    copied = ctypes.CDLL(None).fake_cuda_stat
+    copied.restype, copied.argtypes = ctypes.c_uint64, [ctypes.c_char_p]
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    rank, uri, wanted = dist.get_rank(), f"{folder}/bus.tensors", 48 << 20
+    if rank == 0:
+        tensorizer.save({f"w{n}": torch.full((1 << 20,), float(n)) for n in range(12)}, uri)
+    dist.barrier()
+    torch.cuda.init()
+    counts = []
+    read = tensor_file.TensorFile.fill
+
+    def counting(self, tensors, *args):
+        counts.append(sum(tensor.nbytes for tensor in tensors))
+        return read(self, tensors, *args)
+
+    tensor_file.TensorFile.fill = counting
+    before = copied(b"bytes copied")
+    found = tensorizer.load(uri, "cuda", group=dist.group.WORLD)
+    torch.cuda.synchronize()
+    sent = copied(b"bytes copied") - before
+    for name, tensor in found.items():
+        assert tensor.is_cuda
+        assert_equal(tensor, torch.full((1 << 20,), float(name.removeprefix("w"))), name)
+    dist.barrier()
+    dist.destroy_process_group()
+    return wanted, sum(counts), sent
