@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from .load_plan import LoadPlan
 #: one whose tensors are being taken.
 _BLOCKS_HELD, _READS = 4, 2
 #: Seconds between two looks at a read.
-_PAUSE = 1e-3
+_PAUSE = 2e-2
 
 
 @dataclass
@@ -36,8 +35,8 @@ class _BlockInFlight:
     Attributes:
         block: The block.
         memory: The bytes that all members want.
-        pieces: What this member reads for some members, by the ranks of these.
-        staged: The memory of these pieces.
+        pieces: What each of some members reads for the others, by the ranks of these.
+        staged: The memory of the pieces that this member reads.
         tensors: The memory of tensors that are not handed out as views of ``memory``.
         read: The reading of this member's share.
 
@@ -45,10 +44,21 @@ class _BlockInFlight:
 
     block: Block
     memory: torch.Tensor
-    pieces: dict[tuple[int, ...], list[Piece]]
+    pieces: dict[tuple[int, ...], list[list[Piece]]]
     staged: list[torch.Tensor]
     tensors: dict[int, torch.Tensor]
     read: Future[None] = field(default_factory=Future)
+
+    def mine(self, rank: int) -> list[Piece]:
+        """Return the pieces that a member reads for others."""
+        every = (of_ranks[ranks.index(rank)] for ranks, of_ranks in self.pieces.items())
+        return list(itertools.chain.from_iterable(every))
+
+    def synchronize(self) -> None:
+        """Wait for what is under way on the current streams of the devices of its memory."""
+        every = [self.memory, *self.staged, *self.tensors.values()]
+        for device in {one.device for one in every if one.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
 
 class _Messages(NamedTuple):
@@ -147,8 +157,9 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             return self._delivered(one, messages)
         except StopIteration:
             raise
-        except BaseException:
+        except BaseException as error:
             self._stop()
+            self._members.leave_after(error)
             raise
         finally:
             # Its traceback holds this call, and all objects of it.
@@ -183,7 +194,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
     def _prepared(self, block: Block) -> _BlockInFlight:
         """Allocate the memory of a block, on the calling thread."""
         pieces = {
-            ranks: self._blocks_plan.pieces(block, ranks)[ranks.index(self._rank)]
+            ranks: self._blocks_plan.pieces(block, ranks)
             for ranks in block.shared
             if self._rank in ranks
         }
@@ -196,19 +207,14 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         memory = torch.empty(
             block.nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned
         )
-        staged = [
-            torch.empty(
-                [stop - start for start, stop in piece.ranges],
-                dtype=self._dtypes[piece.number],
-                device=self._device,
-            )
-            for of_ranks in pieces.values()
-            for piece in of_ranks
-        ]
-        if self._device.type == "cuda":
-            # The memory may still be in use on this stream, and is filled on others.
-            torch.cuda.current_stream(self._device).synchronize()
-        return _BlockInFlight(block, memory, pieces, staged, tensors)
+        one = _BlockInFlight(block, memory, pieces, [], tensors)
+        for piece in one.mine(self._rank):
+            shape = [stop - start for start, stop in piece.ranges]
+            dtype = self._dtypes[piece.number]
+            one.staged.append(torch.empty(shape, dtype=dtype, device=self._device))
+        # The memory may still be in use on this stream, and is filled on others.
+        one.synchronize()
+        return one
 
     def _memory_of(self, number: int) -> torch.Tensor:
         """Return the memory to load a tensor of this member into."""
@@ -232,8 +238,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             share = one.block.share(self._rank)
             memory = [one.memory.narrow(0, of.position, sized(of.ranges)) for of in share]
             self._reader.read(share, memory, as_bytes=True)
-            pieces = list(itertools.chain.from_iterable(one.pieces.values()))
-            self._reader.read(pieces, one.staged, as_bytes=False)
+            self._reader.read(one.mine(self._rank), one.staged, as_bytes=False)
             case = self._blocks_plan.case
             alone = [number for number in one.tensors if not case(number).shared]
             if alone and self._file.dtype is None:
@@ -241,8 +246,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             elif alone:
                 for number, tensor in self._plan.subset(alone).load_new().items():
                     one.tensors[number].copy_(tensor)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+            one.synchronize()
 
     # Exchanging
 
@@ -257,8 +261,12 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         sent: list[list[torch.Tensor]] = [[] for _ in range(self._size)]
         received: list[list[tuple[int, Ranges]]] = [[] for _ in range(self._size)]
         staged = iter(one.staged)
-        for ranks, mine in one.pieces.items():
-            for piece, data in zip(mine, staged, strict=False):
+        for ranks, of_ranks in one.pieces.items():
+            for owner, pieces in zip(ranks, of_ranks, strict=True):
+                for piece in pieces if owner != rank else ():
+                    received[owner] += [(piece.number, box) for box in plan.overlaps(piece, rank)]
+            for piece in of_ranks[ranks.index(rank)]:
+                data = next(staged)
                 for other in ranks:
                     for box in plan.overlaps(piece, other):
                         part = _sliced(data, _within(box, piece.ranges))
@@ -266,9 +274,6 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
                             self._place(one, piece.number, box, part)
                         else:
                             sent[other].append(part)
-            for owner, pieces in zip(ranks, plan.pieces(one.block, ranks), strict=True):
-                for piece in pieces if owner != rank else ():
-                    received[owner] += [(piece.number, box) for box in plan.overlaps(piece, rank)]
         sent_lens = [sum(aligned(p.nbytes) for p in to) for to in sent]
         received_lens = [
             sum(aligned(sized(box) * self._dtypes[number].itemsize) for number, box in of)
@@ -387,9 +392,9 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
 
 
 def _wait_for(read: Future[None]) -> None:
-    # A sleep is ended by every kind of interruption.
-    while not read.done():
-        time.sleep(_PAUSE)
+    # Waits with a time-out are ended by every kind of interruption.
+    while not wait([read], _PAUSE).done:
+        pass
     read.result()
 
 

@@ -119,8 +119,12 @@ class Members:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the call; leave it if it fails here and the other members do not know that."""
-        if error is not None and not self._failure_agreed:
+        if error is not None:
+            self.leave_after(error)
+
+    def leave_after(self, error: BaseException) -> None:
+        """Leave the call after an error, unless the other members know it."""
+        if not self._failure_agreed:
             self.leave(f"has failed: {type(error).__name__}: {error}")
 
     def join(self) -> None:
