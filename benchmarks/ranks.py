@@ -2,10 +2,10 @@
 
     python benchmarks/ranks.py [--quick] [--rounds N] [--ranks N] [--record]
 
-nginx serves the file; all connections to it go through one relay, which lets 200 MB/s pass in
-total, however many they are. Ranks are processes of gloo on this machine. All bytes are compared.
-The figure is the time from the moment when all ranks are there to the moment when the last one has
-its tensors; ``--record`` keeps the figures under ``benchmarks/records``.
+nginx serves the shards; all connections to it go through one relay, which lets 200 MB/s pass in
+total, however many they are, and counts the bytes. Ranks are processes of gloo on this machine. All
+bytes are compared. The figure is the time from the moment when all ranks are there to the moment
+when the last one has its tensors; ``--record`` keeps the figures under ``benchmarks/records``.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Bucket:
         time.sleep(max(0.0, until - time.monotonic()))
 
 
-def relay(listener: socket.socket, port: int) -> None:
-    """Pass connections on to a server, and its answers back at a limited rate."""
+def relay(listener: socket.socket, port: int, served: Any) -> None:
+    """Pass connections on to a server, and its answers back at a limited rate; count these."""
     bucket = Bucket(RATE)
 
     def forward(source: socket.socket, target: socket.socket, limited: bool) -> None:
@@ -56,6 +56,8 @@ def relay(listener: socket.socket, port: int) -> None:
             while data := source.recv(PIECE):
                 if limited:
                     bucket.wait(len(data))
+                    with served.get_lock():
+                        served.value += len(data)
                 target.sendall(data)
         for end in (source, target):
             with contextlib.suppress(OSError):
@@ -77,19 +79,20 @@ def rank(number: int, world: int, port: int, what: tuple[str, bool], answers: An
 
     dist.init_process_group("gloo", rank=number, world_size=world)
     dist.barrier()
-    begun = time.perf_counter()
+    begun, cpu = time.perf_counter(), time.process_time()
     found = tensorizer.load(url, "cpu", group=dist.group.WORLD if together else None)
+    cpu = time.process_time() - cpu
     dist.barrier()
     took = time.perf_counter() - begun
     right = all(bool((tensor == int(name)).all()) for name, tensor in found.items())
-    answers.put((took, right, sum(tensor.nbytes for tensor in found.values())))
+    answers.put((took, cpu, right, sum(tensor.nbytes for tensor in found.values())))
     answers.close()
     answers.join_thread()
     os._exit(0)
 
 
-def measure(world: int, url: str, together: bool, size: int) -> float:
-    """Return the seconds of one load by all ranks."""
+def measure(world: int, url: str, together: bool, size: int) -> tuple[float, float]:
+    """Return the seconds of one load by all ranks, and the CPU seconds of each for a GB."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -104,42 +107,50 @@ def measure(world: int, url: str, together: bool, size: int) -> float:
     found = [answers.get(timeout=120) for _ in started]
     for process in started:
         process.join(20)
-    if any(not right or nbytes != size for _, right, nbytes in found):
+    if any(not right or nbytes != size for _, _, right, nbytes in found):
         raise RuntimeError("other bytes were loaded than were written")
-    return max(took for took, _, _ in found)
+    return max(one[0] for one in found), sum(one[1] for one in found) / world / (size / 1e9)
 
 
-def table(world: int, size: int, found: dict[bool, list[float]]) -> str:
+def table(world: int, size: int, found: dict[bool, list[tuple[float, float, float]]]) -> str:
     """Return the figures as a page."""
-    together, alone = (statistics.median(found[which]) for which in (True, False))
-    each = ["  ".join(f"{one:.2f}" for one in found[which]) for which in (True, False)]
+    rows = []
+    for together, what in (
+        (True, "`load(url, group=)`"),
+        (False, "`load(url)` at each rank at once"),
+    ):
+        seconds, cpu, served = (
+            statistics.median(column) for column in zip(*found[together], strict=True)
+        )
+        each = "  ".join(f"{one[0]:.2f}" for one in found[together])
+        of_rate = seconds / (size / RATE)
+        rows.append(
+            f"| {what} | {seconds:.2f} | {each} | {of_rate:.2f} | {served:.3f} | {cpu:.2f} |"
+        )
     rounds = len(found[True])
     return f"""# One download for {world} ranks
 
 {os.cpu_count()} cores, torch {version("torch")}, commit {commit()}.
-{size / 1e9:.3g} GB of tensors at nginx, behind a relay that lets {RATE // 10**6} MB/s pass over all
-connections together; {world} ranks of gloo on the same machine, in turns, {rounds} rounds, medians.
-All bytes were compared.
+{size / 1e9:.3g} GB of tensors in shards at nginx, behind a relay that lets {RATE // 10**6} MB/s pass
+over all connections together; {world} ranks of gloo on the same machine, in turns, {rounds} rounds, medians.
+All bytes were compared. One copy of the file at that rate takes {size / RATE:.2f} s.
 
-    python benchmarks/ranks.py --rounds {rounds}
+    python benchmarks/ranks.py --rounds {rounds} --ranks {world}
 
-| | seconds | each |
-|---|---|---|
-| `load(url, group=)` | {together:.2f} | {each[0]} |
-| `load(url)` at each rank at once | {alone:.2f} | {each[1]} |
-
-Ratio {together / alone:.2f}; one copy of the file at that rate takes {size / RATE:.2f} s.
+| | seconds | each | of one copy | bytes served, of the file | CPU s/GB/rank |
+|---|---|---|---|---|---|
+{chr(10).join(rows)}
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="32 MB, one round")
+    parser.add_argument("--quick", action="store_true", help="64 MB, one round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--record", action="store_true", help="keep the figures")
     chosen = parser.parse_args()
-    count = 8 if chosen.quick else 250
+    count = 16 if chosen.quick else 500
     rounds = 1 if chosen.quick else chosen.rounds
     import tensorizer
     import torch
@@ -148,19 +159,22 @@ def main() -> None:
         if host is None:
             raise SystemExit("nginx is not installed")
         made = {str(n): torch.full((1000, 1000), float(n)) for n in range(count)}
-        tensorizer.save(made, Path(name) / "model.tensors", hashes="crc32")
+        tensorizer.save(made, Path(name) / "model.safetensors", max_shard_size=count * 10**6)
         size = sum(tensor.nbytes for tensor in made.values())
         del made
         listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         context = multiprocessing.get_context("fork")
-        between = context.Process(target=relay, args=(listener, int(host.split(":")[1])))
+        served = context.Value("q", 0)
+        between = context.Process(target=relay, args=(listener, int(host.split(":")[1]), served))
         between.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/model.tensors"
-        found: dict[bool, list[float]] = {True: [], False: []}
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/model.safetensors.index.json"
+        found: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
         try:
             for _ in range(rounds):
                 for together in (True, False):
-                    found[together].append(measure(chosen.ranks, url, together, size))
+                    before = served.value
+                    figures = measure(chosen.ranks, url, together, size)
+                    found[together].append((*figures, (served.value - before) / size))
         finally:
             between.terminate()
             between.join()
@@ -169,7 +183,7 @@ def main() -> None:
     if chosen.record:
         folder = HERE / "records" / f"{os.cpu_count()}-core-{os.uname().machine}"
         day = datetime.datetime.now(datetime.timezone.utc).date()
-        (folder / f"ranks-{day}.md").write_text(page)
+        (folder / f"ranks-{chosen.ranks}-{day}.md").write_text(page)
 
 
 if __name__ == "__main__":
