@@ -282,6 +282,12 @@ def test_errors_during_an_exchange_are_raised_at_all_ranks(ranks, folder):
     assert odd == [other, ["Odd", "one and two"], other, other]
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_cannot_read(ranks, folder, world):
+    said = ["OSError", "[Errno 5] Input/output error: 'somewhere'"]
+    assert ranks.run("lost.failing_reads", world, folder, 20) == [[said] * 20] * world
+
+
 def lost(run, world, how, turn, wait=10):
     """Lose a rank at a place that changes from turn to turn; return what the others say."""
     ranks, folder = run
@@ -325,16 +331,17 @@ def test_a_missing_rank_ends_the_call_at_all_others(ranks, folder, how):
         assert 2 < seconds < 10
 
 
-def test_interrupts_of_one_rank_end_all(ranks, folder):
-    found = list(zip(*ranks.run("lost.interrupted", 4, folder, 24), strict=True))
+@pytest.mark.parametrize("world", [2, 4])
+def test_interrupts_of_one_rank_end_all(ranks, folder, world):
+    found = list(zip(*ranks.run("lost.interrupted", world, folder, 24), strict=True))
     turns = [[outcome for outcome, _ in turn] for turn in found]
     for number, turn in enumerate(turns):
-        others = [one for rank, one in enumerate(turn) if rank != number % 4]
+        others = [one for rank, one in enumerate(turn) if rank != number % world]
         # At the very end of a call some ranks have all that they need.
         assert set(others) <= {"done", "told"}, turn
-        assert turn[number % 4] in ("done", "interrupted"), turn
+        assert turn[number % world] in ("done", "interrupted"), turn
     assert sum("interrupted" in turn for turn in turns) > 5
-    assert sum(turn.count("told") == 3 for turn in turns) > 5
+    assert sum(turn.count("told") == world - 1 for turn in turns) > 5
     # None waits for the time-out, unless this comes before the first line of the call.
     assert sum(late for turn in found for _, late in turn) <= 3
 

@@ -172,6 +172,21 @@ def errors_on_the_way(folder):
     return found
 
 
+def failing_reads(folder, turns):
+    """Fail to read at one rank after another, another block each time; return what each says."""
+    fetch_together(BATCH)
+    found = []
+    with group() as (rank, world):
+        for turn in range(turns):
+            own = Exchange._read
+            if rank == turn % world:
+                on_the_way("_read", turn // world % 4, fail)
+            found.append(caught(lambda: load(f"{folder}/g.tensors")))
+            Exchange._read = own
+        works(f"{folder}/g.tensors")
+    return found
+
+
 def inside(number, act):
     """Do something while tensors are exchanged for the ``number``-th time."""
     run, count = Members._run, iter(range(1 << 30))
