@@ -3,6 +3,7 @@
 import pytest
 import tensorizer
 import torch
+from conftest import run_python
 from tensorizer import TensorDeserializer, TensorSerializer
 
 
@@ -96,7 +97,8 @@ def test_tensors_that_the_module_changed_are_read(files):
         module[0].weight.add_(1)
     module[2].weight = torch.nn.Parameter(torch.zeros(64, 64))
     module[3].weight.data = torch.zeros(64, 64)
-    assert load(module, second) == (4 * 64 * 64 * 4 + 64 * 4, [])
+    module[4].bias.grad = torch.zeros(64)
+    assert load(module, second) == (4 * 64 * 64 * 4 + 2 * 64 * 4, [])
     assert_same(module, source)
     module.double()
     with pytest.warns(UserWarning, match="dtypes"):
@@ -134,6 +136,34 @@ def test_tied_tensors_are_read_together(tmp_path):
     read, _ = load(module, write(source, tmp_path / "second"))
     assert read == 2 * 64 * 64 * 4
     assert_same(module, source)
+
+
+def test_parts_of_sharded_tensors(tmp_path):
+    code = """
+import sys, torch, tensorizer
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+mesh = init_device_mesh("cpu", (1,))
+source, module = (torch.nn.Sequential(*(torch.nn.Linear(8, 8, False) for _ in "ab")) for _ in "ab")
+for layer in module:
+    layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+for number in range(3):
+    with tensorizer.TensorSerializer(sys.argv[1]) as serializer:
+        serializer.write_module(source)
+    with tensorizer.TensorDeserializer(sys.argv[1], "cpu", lazy_load=True) as file:
+        file.load_into_module(module, only_changed=True)
+        print(file.total_bytes_read)
+    for here, there in zip(module, source):
+        assert torch.equal(here.weight.full_tensor(), there.weight)
+    with torch.no_grad():
+        (source, module, source)[number][number % 2].weight.mul_(2)
+dist.destroy_process_group()
+"""
+    done = run_python(code, tmp_path / "f")
+    assert done.stdout.split() == ["512", "256", "256"] and not done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("which", [0, 1])

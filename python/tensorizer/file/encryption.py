@@ -43,7 +43,7 @@ def _encoded(source: str | bytes, encoding: str) -> bytes:
     return bytes(source)
 
 
-def key_of(given: Any, source: str = "key") -> bytes:
+def key_of(key: Any, source: str = "key") -> bytes:
     """Return the 32 bytes of a key, which may also be given as 64 hexadecimal digits.
 
     Raises:
@@ -51,18 +51,18 @@ def key_of(given: Any, source: str = "key") -> bytes:
         ValueError: It is neither; the message begins with ``source``.
 
     """
-    if not isinstance(given, (bytes, bytearray, memoryview)):
-        raise TypeError(f"key must be bytes, not {type(given).__name__}")
-    key = bytes(given)
-    if len(key) != _KEY_LENGTH:
+    if not isinstance(key, (bytes, bytearray, memoryview)):
+        raise TypeError(f"key must be bytes, not {type(key).__name__}")
+    found = bytes(key)
+    if len(found) != _KEY_LENGTH:
         with contextlib.suppress(ValueError):
-            key = bytes.fromhex(key.decode().strip())
-    if len(key) != _KEY_LENGTH:
+            found = bytes.fromhex(found.decode().strip())
+    if len(found) != _KEY_LENGTH:
         raise ValueError(
             f"{source}: expected {_KEY_LENGTH} bytes or {2 * _KEY_LENGTH} hexadecimal digits, "
-            f"found {len(given)} bytes"
+            f"found {len(key)} bytes"
         )
-    return key
+    return found
 
 
 def _limit(value: int | None, kind: type[enum.IntEnum], name: str, bounds: tuple[int, int]) -> int:

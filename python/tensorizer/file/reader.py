@@ -518,8 +518,9 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             only_changed: Load only tensors whose SHA-256 in this file is not that of the file
                 which was loaded into ``m`` before by this method. With ``lazy_load=True`` only
                 their bytes are read. Tensors that were replaced since, or changed in place, are
-                loaded too, but torch does not count changes through ``.data``. Without hashes in
-                both files all are loaded, and ``tensorizer.stats()["fallbacks"]`` says so.
+                loaded too. Torch does not count changes through ``.data``, and by fused
+                optimizers: load everything into a module that is trained. Without hashes in both
+                files all are loaded, and ``tensorizer.stats()["fallbacks"]`` says so.
 
         Returns:
             The number of tensors loaded.

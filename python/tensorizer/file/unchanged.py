@@ -33,10 +33,14 @@ class _Held(NamedTuple):
     version: int
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is another one, or was changed since."""
+        """Tell whether a tensor is another one, or was changed since.
+
+        One that has a gradient is being trained, and fused optimizers are not counted.
+        """
         local = sharding.local_of(tensor)
-        known = self.tensor() is tensor and not local.is_inference()
-        return not known or (self.address, self.version) != (local.data_ptr(), local._version)
+        if self.tensor() is not tensor or local.is_inference() or tensor.grad is not None:
+            return True
+        return (self.address, self.version) != (local.data_ptr(), _version(tensor, local))
 
     def sha256(self) -> str | None:
         """Return the hash that its file had; None if its header was not read, or has none."""
@@ -119,4 +123,10 @@ def remember(
             if tensor is not None:
                 local = tensor if plain else sharding.local_of(tensor)
                 ref = weakref.ref(tensor)
-                held[name] = _Held(reader, number, ref, local.data_ptr(), local._version)
+                address, version = local.data_ptr(), _version(tensor, local)
+                held[name] = _Held(reader, number, ref, address, version)
+
+
+def _version(tensor: torch.Tensor, local: torch.Tensor) -> int:
+    """Return a number that grows with changes in place, of a DTensor or of its local part."""
+    return tensor._version + local._version
