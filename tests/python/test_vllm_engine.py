@@ -5,12 +5,16 @@ has none for the CPU, so that models are built and filled, but not run.
 """
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tensorizer
 import torch
 from scripted import FaultServer
+from servers import free_port
 
 platforms = pytest.importorskip("vllm.platforms", reason="vLLM is not installed: make test-vllm")
 transformers = pytest.importorskip("transformers")
@@ -333,3 +337,61 @@ def test_its_adapters(tmp_path, monkeypatch, vllm_tensorizer):
     (layer,) = model.loras.values()
     assert torch.equal(layer.lora_a, weights[name.format("A")])
     assert torch.equal(layer.lora_b, weights[name.format("B")])
+
+
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def models(nginx):
+    """Return a dense model and one of experts, by kind, published at a server as shards."""
+    torch.manual_seed(9)
+    small = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    for kind, config in {
+        "dense": transformers.LlamaConfig(**small, architectures=["LlamaForCausalLM"]),
+        "experts": transformers.MixtralConfig(
+            **small, num_local_experts=4, architectures=["MixtralForCausalLM"]
+        ),
+    }.items():
+        model = getattr(transformers, config.architectures[0])(config).to(torch.float32)
+        model.save_pretrained(nginx.root / kind, max_shard_size="4MB")
+    return nginx
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "stages"),
+    [("dense", 2, 1), ("dense", 4, 1), ("dense", 4, 2), ("experts", 2, 1)],
+)
+def test_ranks(models, kind, world, stages):
+    """Each rank has what the default loader gives it, and the server sends the weights once."""
+    folder = models.root / kind
+    weights = list(folder.glob("*.safetensors"))
+    index = f"{models.http}/{kind}/model.safetensors.index.json"
+    before = sum(models.sent(f"{kind}/{path.name}") for path in weights)
+    port = str(free_port())
+    program = str(Path(__file__).with_name("vllm_rank.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, str(rank), str(world), str(stages), port, folder, index],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output[-3000:]
+    assert all("weights are those of the default loader" in output for output in outputs)
+    sent = sum(models.sent(f"{kind}/{path.name}") for path in weights) - before
+    size = sum(path.stat().st_size for path in weights)
+    # The first rank of a group reads half a megabyte of each shard with its index; of files as
+    # small as these, gaps count too.
+    assert size <= sent <= 1.1 * size + stages * len(weights) * 530_000
