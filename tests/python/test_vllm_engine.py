@@ -394,4 +394,4 @@ def test_ranks(models, kind, world, stages):
     size = sum(path.stat().st_size for path in weights)
     # The first rank of a group reads half a megabyte of each shard with its index; of files as
     # small as these, gaps count too.
-    assert size <= sent <= 1.1 * size + stages * len(weights) * 530_000
+    assert size <= sent <= 1.2 * size + stages * len(weights) * 530_000
