@@ -4,7 +4,7 @@ LIST is `rust.json` or `python.json`; each result is written there as soon as it
 
 - `found`, by the test that is named
 - `not found` by any test of `subjects.py`, nor, for Rust, by those of the core
-- `not found by Rust's tests`: not by those of its folder and its group; no other was tried
+- `not found by Rust's tests`: those of Python were not tried
 - `unclear`: the test fails without the mutant too
 - `gone`: its lines are not in this tree
 - `does not compile`, `not in a function` or `surplus`: not tried
@@ -104,9 +104,12 @@ def run(tree: Path, command: list[str], number: int = 0) -> tuple[int | None, st
 
 def watch(process: subprocess.Popen[str], ended: threading.Event, hangs: threading.Event) -> None:
     """End a process that hangs."""
-    used: list[float] = []
+    used, before = [0.0], 0.0
     while not ended.wait(1):
-        used.append(cpu_seconds(process.pid))
+        now = cpu_seconds(process.pid)
+        # Processes that have ended may take their seconds with them.
+        used.append(used[-1] + max(0.0, now - before))
+        before = now
         idle = len(used) > IDLE and used[-1] - used[-IDLE] < HARDLY_ANY
         if idle or used[-1] > MOST:
             hangs.set()
