@@ -56,21 +56,22 @@ impl HostMemory {
         let blocks = layout.blocks.iter().map(|block| Arena::new(to_usize(block.len)));
         let blocks = blocks.collect::<Result<_>>()?;
         let mut locations = layout.locations.iter().zip(&own);
-        let tensors = entries.map(|(entry, in_place)| {
+        let mut tensors = Vec::with_capacity(in_place.len());
+        for (entry, in_place) in entries {
             if *in_place {
-                return Ok(TensorLocation::Mapped {
+                tensors.push(TensorLocation::Mapped {
                     file: entry.file,
                     header: to_usize(entry.header_offset),
                     at: to_usize(entry.data_offset),
                     len: to_usize(entry.data_len),
                 });
+                continue;
             }
             let (location, (_, len)) =
                 locations.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
             let (at, len) = (to_usize(location.offset), to_usize(*len));
-            Ok(TensorLocation::Block { block: location.block, at, len })
-        });
-        let tensors = tensors.collect::<Result<_>>()?;
+            tensors.push(TensorLocation::Block { block: location.block, at, len });
+        }
         let mappings = map_tensors(file, &selection.entries, &in_place)?;
         Ok(HostMemory { blocks, layout, mappings, tensors })
     }
@@ -102,7 +103,8 @@ impl HostMemory {
             blocks.push(None);
         }
         images.sort_unstable_by_key(|image| (image.file, image.position));
-        let tensors = self.tensors.iter().map(|location| {
+        let mut tensors = Vec::with_capacity(self.tensors.len());
+        for location in &self.tensors {
             let bytes = match *location {
                 TensorLocation::Block { block, at, len } => {
                     let rest = blocks.get_mut(block).and_then(Option::as_mut);
@@ -110,9 +112,8 @@ impl HostMemory {
                 }
                 TensorLocation::Mapped { .. } => &mut [],
             };
-            Ok(SliceRemainder::new(as_uninit(bytes)))
-        });
-        let tensors = tensors.collect::<Result<_>>()?;
+            tensors.push(SliceRemainder::new(as_uninit(bytes)));
+        }
         Ok(HostDestination::new(TensorMemory::Lent(tensors), images))
     }
 
@@ -139,7 +140,8 @@ impl HostMemory {
             Ok((file, mapping.freeze(ranges)?.into_iter()))
         });
         let mut mappings = mappings.collect::<Result<BTreeMap<_, _>>>()?;
-        let buffers = self.tensors.iter().map(|location| {
+        let mut buffers = Vec::with_capacity(self.tensors.len());
+        for location in &self.tensors {
             let buffer = match location {
                 TensorLocation::Mapped { file, .. } => {
                     mappings.get_mut(file).and_then(Iterator::next)
@@ -148,9 +150,10 @@ impl HostMemory {
                     blocks.get_mut(*block).and_then(Iterator::next)
                 }
             };
-            buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))
-        });
-        buffers.collect()
+            let buffer = buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))?;
+            buffers.push(buffer);
+        }
+        Ok(buffers)
     }
 }
 

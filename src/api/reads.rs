@@ -113,11 +113,11 @@ impl<'s> Reads<'s> {
     /// Prepares the reads of a selection, and announces them to the local copies of its files.
     pub fn new(selection: &'s Selection<'s>, options: &LoadOptions) -> Result<Self> {
         let wanted = selection.announce();
-        let slices = if selection.is_sliced() {
-            selection.entries.iter().map(|entry| ranges_of(entry)).collect::<Result<_>>()?
-        } else {
-            Vec::new()
-        };
+        let sliced = if selection.is_sliced() { &*selection.entries } else { &[] };
+        let mut slices = Vec::with_capacity(sliced.len());
+        for entry in sliced {
+            slices.push(ranges_of(entry)?);
+        }
         Ok(Reads {
             selection,
             _wanted: wanted,

@@ -25,9 +25,14 @@ impl TensorFile {
         &self,
         slices: impl IntoIterator<Item = (usize, Option<Slice>)>,
     ) -> Result<Self> {
-        let entries = slices.into_iter().map(|(number, slice)| {
+        let slices = slices.into_iter();
+        let mut entries = Vec::with_capacity(slices.size_hint().0);
+        for (number, slice) in slices {
             let entry = self.entry(number)?;
-            let Some(slice) = slice else { return Ok(entry.clone()) };
+            let Some(slice) = slice else {
+                entries.push(entry.clone());
+                continue;
+            };
             let shape: Box<[u64]> =
                 slice.iter().map(|range| range.end.saturating_sub(range.start)).collect();
             if SliceRanges::new(entry.dtype.size(), &entry.shape, &slice).is_none()
@@ -39,9 +44,9 @@ impl TensorFile {
                 )));
             }
             let whole = Some(Arc::new(WholeTensor { shape: entry.shape.clone(), slice }));
-            Ok(Entry { shape, whole, ..entry.clone() })
-        });
-        self.with_parts(entries.collect::<Result<_>>()?)
+            entries.push(Entry { shape, whole, ..entry.clone() });
+        }
+        self.with_parts(entries)
     }
 
     /// Returns the same file, each of whose tensors is its bytes in the file. Slices of them are

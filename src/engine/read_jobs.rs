@@ -30,12 +30,13 @@ pub fn plan_jobs<D: Destination>(
         let largest = batch.segments.iter().filter_map(Segment::extent).map(data_len).max();
         let first = largest.filter(|&len| large_first && len >= LARGE);
         let steps = if step == u64::MAX { vec![batch] } else { batch.steps(step, max_uncut) };
-        let steps = steps.into_iter().map(|mut batch| {
+        let mut job = Vec::with_capacity(steps.len());
+        for mut batch in steps {
             plan.place_all(&mut batch)?;
             let planned = to.plan(&batch)?;
-            Ok((batch, planned))
-        });
-        jobs.push((first, steps.collect::<Result<Vec<_>>>()?));
+            job.push((batch, planned));
+        }
+        jobs.push((first, job));
     }
     // Destinations plan batches in file order, so the jobs are sorted only afterwards.
     jobs.sort_by_key(|(first, _)| Reverse(*first));

@@ -19,7 +19,7 @@ pub use std::time::Instant;
 
 /// The guard of a lock, or the value in it, even if a thread has panicked while it held the lock:
 /// that panic is reported where it happened.
-#[allow(clippy::disallowed_methods)] // This is the place for it.
+#[allow(clippy::disallowed_methods)] // clippy.toml names this function to all others.
 pub fn unpoisoned<T>(locked: LockResult<T>) -> T {
     locked.unwrap_or_else(PoisonError::into_inner)
 }

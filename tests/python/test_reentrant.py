@@ -31,10 +31,11 @@ ITERATE = """
 import io, signal, sys, torch, tensorizer
 
 class Alarming(io.BytesIO):
-    reads = 0
+    reads = None
     def read(self, size=-1):
-        self.reads += 1
-        if self.reads == 12:
+        if self.reads is not None:
+            self.reads += 1
+        if self.reads == 2:
             signal.raise_signal(signal.SIGALRM)
         return super().read(size)
 
@@ -43,6 +44,7 @@ signal.signal(signal.SIGALRM, lambda *_: done.append(iterator.close()))
 tensorizer.save({f"t{n}": torch.ones(400_000) for n in range(20)}, sys.argv[1])
 file = Alarming(open(sys.argv[1], "rb").read())
 iterator = tensorizer.iterate(file, "cpu", buffer_bytes=4_000_000)
+file.reads = 0
 try:
     print(len(list(iterator)))
 except (ValueError, RuntimeError) as error:

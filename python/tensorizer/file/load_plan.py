@@ -89,14 +89,10 @@ class LoadPlan:
 
     def part(self, number: int) -> Part:
         """Return the wanted part of a tensor, which may be all of it."""
-        cut = self._parts.cuts.get(number)
+        cut, first = self._parts.cuts.get(number), self._parts.first
         if isinstance(cut, Part):
             return cut
-        ranges = (
-            None
-            if self._parts.first is None
-            else self.read.reader.ranges(self._parts.first[number])
-        )
+        ranges = None if first is None else self.read.reader.ranges(first[number])
         if ranges is None:
             ranges = [(0, dim) for dim in self.file.reader.describe(number)[1]]
         return Part.of_ranges(ranges)
@@ -105,10 +101,8 @@ class LoadPlan:
         """Return the number of bytes that are read for all of them."""
         if self._parts.first is None:
             return self.file.reader.data_len(self.numbers)
-        whole = [number for number in self.numbers if number not in self._parts.cuts]
-        boxes = self.subset(
-            number for number in self.numbers if number in self._parts.cuts
-        ).entries()
+        whole = [number for number in self.numbers if not self.is_cut(number)]
+        boxes = self.subset(filter(self.is_cut, self.numbers)).entries()
         return self.file.reader.data_len(whole) + sum(self.read.reader.memory_lens(boxes))
 
     def entries(self) -> list[int]:

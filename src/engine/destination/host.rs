@@ -143,8 +143,9 @@ impl<'a> HostDestination<'a> {
         let rounds = read.total.div_ceil(number.saturating_mul(request_len)).max(1);
         let even = read.total.div_ceil(number.saturating_mul(rounds));
         // A batch ends where a tensor does, if that is near, and may so be shorter. A slightly
-        // larger length keeps the number of batches.
+        // larger length, of whole units, keeps the number of batches.
         let even = even.saturating_add(even / 32).max(MIN_BATCH);
+        let even = even.checked_next_multiple_of(read.unit).unwrap_or(even);
         let len = if stays { even } else { request_len };
         BatchLimits { tapers: !stays, ..batch_limits(len, read, overhead) }
     }

@@ -267,7 +267,8 @@ impl Partitioner {
     }
 
     fn close(&mut self) {
-        if let Some(OpenBatch { batch, end, .. }) = self.open_batch.take() {
+        if let Some(OpenBatch { mut batch, end, .. }) = self.open_batch.take() {
+            batch.segments.shrink_to_fit();
             self.remaining = self.remaining.saturating_sub(end - batch.offset);
             self.batches.push(batch);
             self.taper();
