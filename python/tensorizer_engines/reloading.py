@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from tensorizer.file.tensor_file import TensorFile
+    from tensorizer.group.members import FreeGroup
 
     from .options import LoaderOptions
 
@@ -31,7 +32,7 @@ class LoadedWeights:
     def __init__(self, path: str) -> None:
         self.path = path
         self.files: list[tuple[str, str, list[str | None]]] = []
-        self.hashes: dict[str, str] | None = None
+        self.hashes: dict[str, str | None] | None = None
 
 
 _loaded: weakref.WeakKeyDictionary[torch.nn.Module, LoadedWeights] = weakref.WeakKeyDictionary()
@@ -68,7 +69,7 @@ class Reload:
         self._files_before, self._before = loaded.files, loaded.hashes
         self._reads_all = reads_all or not loaded.files
         self._files: list[tuple[str, str, list[str | None]]] = []
-        self._hashes: dict[str, str] = {}
+        self._hashes: dict[str, str | None] = {}
         #: The identities of the file whose hashes were compared last.
         self._compared: list[str | None] | None = None
         loaded.files, loaded.hashes = [], None
@@ -93,9 +94,36 @@ class Reload:
             )
         self._files.append((file, prefix, identities))
 
-    def filter_for(self, file: str, prefix: str) -> Callable[[str], bool] | None:
-        """Return a function that tells which weights of a file are loaded; None for all."""
+    def filter_for(
+        self, file: str, prefix: str, group: FreeGroup | None
+    ) -> Callable[[str], bool] | None:
+        """Return a function that tells which weights of a file are loaded; None for all.
+
+        The first rank of a group compares the hashes, for all of them. If one rank does not know
+        what it holds, all ranks load all weights.
+        """
         self._compared = None
+        if group is None:
+            same = self._unchanged(file, prefix)
+        else:
+            from tensorizer.group.members import Members
+
+            with Members.of(group) as members:
+                _, told = members.run_on_all(
+                    lambda: (
+                        self._reads_all,
+                        self._unchanged(file, prefix) if members.rank == 0 else None,
+                    ),
+                    lambda found: found,
+                )
+                members.complete()
+            same = None if any(reads_all for reads_all, _ in told) else told[0][1]
+        if same is None:
+            return None
+        return lambda name: self._part_of(f"{prefix}{name}") not in same
+
+    def _unchanged(self, file: str, prefix: str) -> set[str] | None:
+        """Return the parts of the model that a file does not change; None if that is not known."""
         if self._reads_all:
             return None
         before = self._hashes_before()
@@ -106,22 +134,25 @@ class Reload:
             )
             now = {} if is_same_file else _hashes_of(opened, prefix)
         self._hashes |= now
-        changed = {self._part_of(name) for name, sha in now.items() if before.get(name) != sha}
+        are_known = any(now.values()), any(before.values())
+        changed = {
+            self._part_of(name)
+            for name, sha in now.items()
+            if sha is None or before.get(name) != sha
+        }
         is_same_path = any(file == old for old, _, _ in self._files_before)
-        if is_same_file or (now and before and is_same_path and not changed):
+        if is_same_file or (all(are_known) and is_same_path and not changed):
             # The same weights are wanted again, because those in memory are lost.
             self._reads_all = True
             return None
-        if not now or not before:
-            which = "the file that was loaded before" if now else file
+        if not all(are_known):
+            which = "the file that was loaded before" if are_known[0] else file
             _log.warning("all weights are read again, as the hashes of %s are not known", which)
             return None
         self._compared = identities
-        return lambda name: (
-            f"{prefix}{name}" not in now or self._part_of(f"{prefix}{name}") in changed
-        )
+        return set(map(self._part_of, now)) - changed
 
-    def _hashes_before(self) -> dict[str, str]:
+    def _hashes_before(self) -> dict[str, str | None]:
         """Return the SHA-256 of the weights that the model holds, as far as they are known."""
         if self._before is None:
             self._before = {}
@@ -138,9 +169,10 @@ class Reload:
         return TensorFile(file, key_needed=False, cache_dir=self._options.cache_dir)
 
 
-def _hashes_of(file: TensorFile, prefix: str) -> dict[str, str]:
+def _hashes_of(file: TensorFile, prefix: str) -> dict[str, str | None]:
+    """Return the SHA-256 of each weight of a file; None for one that has none."""
     from tensorizer.file.unchanged import sha256_of
 
     numbers = range(len(file))
     rows = zip(file.reader.names(numbers), sha256_of(file.reader, numbers), strict=True)
-    return {f"{prefix}{name}": sha for name, sha in rows if sha is not None}
+    return {f"{prefix}{name}": sha for name, sha in rows}

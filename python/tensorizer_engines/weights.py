@@ -49,12 +49,12 @@ def weights(
     from tensorizer import iterate
 
     for file in files:
+        # A group that nothing else uses is marked as such.
+        together: Any = options.group_for(group, device)
         # A part of the model may be in several files.
         has_changed = None
         if reload is not None and len(files) == 1:
-            has_changed = reload.filter_for(file, prefix)
-        # A group that nothing else uses is marked as such.
-        together: Any = options.group_for(group, device)
+            has_changed = reload.filter_for(file, prefix, together)
         found: Any = iterate(
             file,
             device,

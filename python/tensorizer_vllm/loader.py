@@ -20,6 +20,8 @@ from tensorizer_engines.reloading import Reload, loaded_weights
 from tensorizer_engines.weights import tensor_parallel_group, weights
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from .sharded_state import ShardedStreamLoader, in_folder
+
 for _name in ("_prepare_weights", "_get_weights_iterator", "get_all_weights", "download_model"):
     if not hasattr(DefaultModelLoader, _name):
         raise ImportError(f"vLLM's DefaultModelLoader has no {_name}")
@@ -58,6 +60,14 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
         model = model_config.model
         if self._options.uri is None and not is_weights_path(model) and not Path(model).exists():
             super().download_model(model_config)
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Load the weights of a model: as they were published, or as ranks of vLLM saved them."""
+        sharded = in_folder(model_config, self._options.uri)
+        if sharded is None:
+            super().load_weights(model, model_config)
+        else:
+            ShardedStreamLoader(self.load_config, self._options).load_weights(model, sharded)
 
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module

@@ -81,6 +81,23 @@ def test_a_cache_is_filled_by_the_ranks_of_a_machine(ranks, stub, served, tmp_pa
     assert ALL <= sent() - before <= ALL + 2 * HEADS
 
 
+@pytest.mark.parametrize(("world", "forgetful"), [(2, []), (4, []), (4, [2])])
+def test_ranks_reload_what_has_changed(ranks, stub, nginx, world, forgetful):
+    """The first rank compares the hashes. A rank that has lost its weights gets them all."""
+    old = {name: torch.full((1024, 1024), value(name)) for name in NAMES}
+    new = old | {NAMES[3]: torch.full((1024, 1024), 50.0)}
+    for name, tensors in (("old", old), ("new", new)):
+        tensorizer.save(tensors, nginx.root / f"{name}.tensors")
+    before = nginx.sent("new.tensors")
+    paths = [f"{nginx.http}/{name}.tensors" for name in ("old", "new")]
+    found = ranks.run("engines.vllm_reload", world, stub, paths, forgetful)
+    values = {name: value(name) for name in NAMES} | {NAMES[3]: 50.0}
+    read = NAMES if forgetful else NAMES[3:4]
+    assert found == [{name: values[name] for name in read}] * world
+    # The first rank opens the file twice, each time with its first MiB.
+    assert nginx.sent("new.tensors") - before < len(read) * (4 << 20) + 2.5 * (1 << 20)
+
+
 @pytest.mark.parametrize("distributed", ["auto", True])
 def test_local_files(ranks, stub, tmp_path, distributed):
     tensors = {name: torch.full((1024, 1024), value(name)) for name in NAMES}
@@ -88,6 +105,18 @@ def test_local_files(ranks, stub, tmp_path, distributed):
     options = {"distributed": distributed}
     found = ranks.run("engines.vllm", 2, stub, str(tmp_path), options, "dense")
     assert found == [sorted(NAMES)] * 2
+
+
+@pytest.mark.parametrize("by_uri", [False, True])
+def test_ranks_load_what_each_of_them_has_saved(ranks, stub, tmp_path, by_uri):
+    """The folders of vLLM's save_sharded_state."""
+    for rank in range(2):
+        for part, name in enumerate("ab"):
+            weights = {f"{name}.weight": torch.full((4, 8), 10.0 * rank + part)}
+            tensorizer.save(weights, tmp_path / f"model-rank-{rank}-part-{part}.safetensors")
+    folder, options = (".", {"uri": str(tmp_path)}) if by_uri else (str(tmp_path), {})
+    found = ranks.run("engines.sharded_state", 2, stub, folder, options)
+    assert found == [[[0.0], [1.0]], [[10.0], [11.0]]]
 
 
 @pytest.mark.parametrize("world", [2, 4])

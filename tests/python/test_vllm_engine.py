@@ -344,7 +344,7 @@ def test_its_adapters(tmp_path, monkeypatch, vllm_tensorizer):
 
 @pytest.fixture(scope="module")
 def models(nginx):
-    """Return a dense model and one of experts, by kind, published at a server as shards."""
+    """Return models of several kinds, published at a server as shards."""
     torch.manual_seed(9)
     small = {
         "vocab_size": 512,
@@ -359,6 +359,10 @@ def models(nginx):
         "experts": transformers.MixtralConfig(
             **small, num_local_experts=4, architectures=["MixtralForCausalLM"]
         ),
+        # Makes a list of its weights before it takes one.
+        "lists": transformers.RobertaConfig(
+            **small, max_position_embeddings=66, architectures=["RobertaModel"]
+        ),
     }.items():
         model = getattr(transformers, config.architectures[0])(config).to(torch.float32)
         model.save_pretrained(nginx.root / kind, max_shard_size="4MB")
@@ -367,7 +371,14 @@ def models(nginx):
 
 @pytest.mark.parametrize(
     ("kind", "world", "stages"),
-    [("dense", 2, 1), ("dense", 4, 1), ("dense", 4, 2), ("experts", 2, 1)],
+    [
+        ("dense", 2, 1),
+        ("dense", 4, 1),
+        ("dense", 4, 2),
+        ("experts", 2, 1),
+        ("lists", 2, 1),
+        ("lists", 4, 1),
+    ],
 )
 def test_ranks(models, kind, world, stages):
     """Each rank has what the default loader gives it, and the server sends the weights once."""

@@ -20,6 +20,9 @@ from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
+from vllm.model_executor.model_loader.sharded_state_loader import (  # noqa: E402
+    ShardedStateLoader,
+)
 
 
 def config_of(load_format, **extra):
@@ -53,6 +56,15 @@ found = load(config_of("tensorizer_stream", uri=address, buffer_bytes=1 << 20))
 assert list(found) == list(expected)
 for name, tensor in found.items():
     assert torch.equal(tensor, expected[name]), name
+if stages == 1:
+    saved = f"{folder}/sharded"
+    os.makedirs(saved, exist_ok=True)
+    config = config_of("auto")
+    with set_current_vllm_config(config):
+        ShardedStateLoader.save_model(get_model(vllm_config=config), saved)
+    torch.distributed.barrier()
+    again = load(config_of("tensorizer_stream", uri=saved))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
 print(len(found), "weights are those of the default loader")
 torch.distributed.barrier()
 sys.stdout.flush()

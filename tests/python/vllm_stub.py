@@ -14,7 +14,11 @@ current = None
 def get_current_vllm_config():
     return current
 """,
-    "vllm/distributed/__init__.py": "",
+    "vllm/distributed/__init__.py": """
+import torch.distributed as dist
+def get_tensor_model_parallel_rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+""",
     "vllm/distributed/parallel_state.py": """
 group = None
 class Coordinator:
@@ -64,6 +68,24 @@ class BaseModelLoader:
 def should_skip_weight(name, local):
     expert = name.partition(".experts.")[2].partition(".")[0]
     return local is not None and expert.isdigit() and int(expert) not in local
+""",
+    "vllm/model_executor/model_loader/sharded_state_loader.py": """
+import glob, os
+from .base_loader import BaseModelLoader
+
+class ShardedStateLoader(BaseModelLoader):
+    DEFAULT_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+
+    def load_weights(self, model, model_config):
+        from vllm.distributed import get_tensor_model_parallel_rank
+        name = self.DEFAULT_PATTERN.format(rank=get_tensor_model_parallel_rank(), part="*")
+        state = model.state_dict()
+        for key, tensor in self.iterate_over_files(glob.glob(os.path.join(model_config.model, name))):
+            state.pop(key).copy_(tensor)
+        assert not state
+
+    def iterate_over_files(self, paths):
+        raise AssertionError("vLLM's own weights were asked for")
 """,
     "vllm/model_executor/model_loader/default_loader.py": """
 import dataclasses, glob, os

@@ -68,6 +68,59 @@ def vllm(stub, model_path, options, kind):
         return checked(model_loader.get_model_loader(load).load_model(None, config))
 
 
+def vllm_reload(stub, paths, forgetful):
+    """Load by the plugin for vLLM, and reload; return the names and values that were read."""
+    sys.path.insert(0, stub)
+    with group() as (rank, _):
+        import tensorizer_vllm
+        from tensorizer_engines.reloading import loaded_weights
+        from vllm.distributed import parallel_state
+
+        tensorizer_vllm.register()
+        from vllm.model_executor import model_loader
+
+        parallel_state.group = dist.group.WORLD
+        config = SimpleNamespace(
+            model=paths[0],
+            revision=None,
+            experts=None,
+            runner_type="generate",
+            build=lambda: Model(lists=False),
+        )
+        load = SimpleNamespace(
+            load_format="tensorizer_stream", model_loader_extra_config={}, download_dir=None
+        )
+        model = model_loader.get_model_loader(load).load_model(None, config)
+        if rank in forgetful:
+            loaded_weights(model, paths[0]).files = []
+        config.model, model.found = paths[1], {}
+        model.load_weights(model_loader.get_model_loader(load).get_all_weights(config, model))
+        return {name: tensor.mean().item() for name, tensor in model.found.items()}
+
+
+def sharded_state(stub, folder, options):
+    """Load by the plugin for vLLM what this rank has saved; return the values of its weight."""
+    sys.path.insert(0, stub)
+    with group():
+        import tensorizer_vllm
+        from vllm.distributed import parallel_state
+
+        tensorizer_vllm.register()
+        from vllm.model_executor import model_loader
+
+        parallel_state.group = dist.group.WORLD
+        config = SimpleNamespace(
+            model=folder,
+            runner_type="generate",
+            build=lambda: torch.nn.ModuleDict(
+                {name: torch.nn.Linear(8, 4, bias=False) for name in ("a", "b")}
+            ).requires_grad_(False),
+        )
+        load = SimpleNamespace(load_format="tensorizer_stream", model_loader_extra_config=options)
+        model = model_loader.get_model_loader(load).load_model(None, config)
+        return [module.weight.unique().tolist() for module in model.values()]
+
+
 def sglang(stub, model_path, options):
     """Load by the plugin for SGLang."""
     sys.path.insert(0, stub)
