@@ -38,7 +38,8 @@ ROWS = {
 }
 #: Reports of other programs, which stand beside the records under these names and a date.
 REPORTS = (
-    "formats", "dcp", "ranks", "cache", "hf", "clouds", "h100", "host-share", "emulated", "disk",
+    "formats", "dcp", "ranks-2", "ranks-4", "ranks-device-2", "cache", "hf", "clouds", "h100",
+    "host-share", "emulated", "disk",
 )  # fmt: skip
 
 

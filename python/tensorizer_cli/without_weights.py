@@ -11,12 +11,16 @@ from tensorizer.transformers.configs import fetch_without_weights
 from tensorizer.transformers.fetching import fetched_files
 from tensorizer.transformers.folders import ModelFolder
 
+from .arguments import SECRETS
 from .file_description import size
 from .output import Report, plural, without_password
 from .targets import STREAM
 
 #: Options that concern the weights.
-_OF_WEIGHTS = ("alignment", "verify", "max_shard_size", "drop_metadata")
+_OF_WEIGHTS = (
+    *("alignment", "verify", "max_shard_size", "drop_metadata", "skip_objects"),
+    *(name.replace("-", "_") for name in SECRETS),
+)
 
 
 def copy(options: argparse.Namespace) -> int:

@@ -37,8 +37,8 @@ class LoaderOptions:
         cache_dir: A folder that caches data from servers; None for ``TENSORIZER_CACHE``.
         memory_limit: The most bytes in flight; None for ``TENSORIZER_MEMORY_MB``.
         distributed: True if ranks read the weights once and give them to each other, False if each
-            reads all. ``"auto"``: True, except for local files that are loaded to the CPU, and with
-            a cache, which the processes of a machine fill together.
+            reads all. ``"auto"``: True, except for local files that are loaded to the CPU, and for
+            servers if the first rank has a cache, which the processes of a machine fill together.
 
     """
 
@@ -112,13 +112,16 @@ class LoaderOptions:
             device: The device of the weights.
 
         """
-        has_cache = bool(self.cache_dir or os.environ.get("TENSORIZER_CACHE"))
-        together = not has_cache if self.distributed == "auto" else self.distributed
-        if group is None or group.size() == 1 or not together:
+        if group is None or group.size() == 1 or self.distributed is False:
             return None
         from tensorizer.group.members import FreeGroup
 
-        return FreeGroup(group, self.distributed is True or device.type != "cpu")
+        has_cache = bool(self.cache_dir or os.environ.get("TENSORIZER_CACHE"))
+        return FreeGroup(
+            group,
+            shares_local_files=self.distributed is True or device.type != "cpu",
+            prefers_cache=self.distributed == "auto" and has_cache,
+        )
 
     def device_for(self, model: torch.nn.Module) -> torch.device:
         """Return the device for the tensors of a model: CUDA if the model is there, else the CPU.

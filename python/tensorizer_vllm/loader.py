@@ -20,7 +20,7 @@ from tensorizer_engines.reloading import Reload, loaded_weights
 from tensorizer_engines.weights import tensor_parallel_group, weights
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from .sharded_state import ShardedStreamLoader, in_folder
+from .sharded_state import ShardedStreamLoader, has_sharded_state
 
 for _name in ("_prepare_weights", "_get_weights_iterator", "get_all_weights", "download_model"):
     if not hasattr(DefaultModelLoader, _name):
@@ -63,11 +63,15 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load the weights of a model: as they were published, or as ranks of vLLM saved them."""
-        sharded = in_folder(model_config, self._options.uri)
-        if sharded is None:
+        loaded_weights(model, str(model_config.model))
+        uri = self._options.uri if _is_served(model_config) else None
+        folder = uri or getattr(model_config, "model_weights", "") or str(model_config.model)
+        if not has_sharded_state(folder):
             super().load_weights(model, model_config)
-        else:
-            ShardedStreamLoader(self.load_config, self._options).load_weights(model, sharded)
+            return
+        config = copy.copy(model_config)
+        config.model, config.model_weights = folder, ""
+        ShardedStreamLoader(self.load_config, self._options).load_weights(model, config)
 
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
@@ -102,6 +106,12 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         uri, self._uri = self._uri, None
+        where = uri or str(source.model_or_path)
+        if has_sharded_state(where):
+            raise ValueError(
+                f"{where} holds what ranks of vLLM have saved, which reload_weights does not take: "
+                "expected weights as they were published"
+            )
         files = self._files(source) if uri is None else [uri]
         # vLLM reports the time of loading from here on.
         if not getattr(self, "counter_before_loading_weights", 0.0):
@@ -159,8 +169,10 @@ def _block_of(name: str) -> str:
 
 def _missing_layers(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the beginnings of the names of layers that other stages of a pipeline have."""
-    from vllm.model_executor.models.utils import get_pp_missing_layer_names
-
+    try:
+        from vllm.model_executor.models.utils import get_pp_missing_layer_names
+    except ImportError:
+        return ()
     return tuple(get_pp_missing_layer_names(model))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,15 +32,7 @@ class ShardedStreamLoader(ShardedStateLoader):  # type: ignore[misc]  # vLLM is 
         return weights(sorted(paths), self._options, self._device)
 
 
-def in_folder(model_config: Any, uri: str | None) -> Any:
-    """Return a model's configuration with the folder that holds its sharded state.
-
-    None if the model has no such folder on this machine.
-    """
-    folder = uri or getattr(model_config, "model_weights", "") or str(model_config.model)
+def has_sharded_state(path: str) -> bool:
+    """Tell whether a path is a local folder of these files."""
     pattern = ShardedStateLoader.DEFAULT_PATTERN.format(rank=0, part="*")
-    if not Path(folder).is_dir() or not any(Path(folder).glob(pattern)):
-        return None
-    found = copy.copy(model_config)
-    found.model, found.model_weights = folder, ""
-    return found
+    return Path(path).is_dir() and any(Path(path).glob(pattern))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensorizer.group import blocks, wishes
 from tensorizer.group.blocks import BlockPlan, Layout
-from tensorizer.group.wishes import Wish, decoded_columns, decoded_table, encoded_table, merged
+from tensorizer.group.wishes import Wish, decoded_columns, decoded_table, merged
 
 #: Bytes of an element; positions of bytes are then those of elements.
 ITEMSIZE = 1
@@ -38,7 +38,7 @@ def plan_of(shapes, of_ranks, in_one_piece=(), encrypted=False):
     def layout(number):
         return Layout(shapes[number], ITEMSIZE, number in in_one_piece)
 
-    return BlockPlan(found, layout, len(of_ranks), encrypted=encrypted)
+    return BlockPlan(found, layout, len(of_ranks))
 
 
 def at(box):
@@ -218,7 +218,7 @@ def test_wishes_survive_encoding(seed):
     shapes = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(rng.randint(0, 30))]
     wanted = {n: some_boxes(rng, s) for n, s in enumerate(shapes) if rng.random() < 0.7}
     wish = wish_of(shapes, wanted)
-    again = Wish(decoded_columns(wish.encoded()), decoded_table(encoded_table(wish.table)))
+    again = Wish(decoded_columns(wish.encoded()), decoded_table(wish.encoded_table()))
     assert torch.equal(again.columns, wish.columns) and again.table == wish.table
     assert again.digest() == wish.digest()
 
@@ -241,7 +241,7 @@ def test_ranks_that_cut_a_model_tell_each_other_little(world):
     # Ranks without a row of the short tensors have other columns.
     assert len({one.digest() for one in told.values()}) <= 3
     for one in told.values():
-        assert len(one.encoded()) < 3000 and len(encoded_table(one.table)) < 200
+        assert len(one.encoded()) < 3000 and len(one.encoded_table()) < 200
 
 
 def test_replicas_of_half_a_thousand_ranks():

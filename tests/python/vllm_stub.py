@@ -80,7 +80,8 @@ class ShardedStateLoader(BaseModelLoader):
         from vllm.distributed import get_tensor_model_parallel_rank
         name = self.DEFAULT_PATTERN.format(rank=get_tensor_model_parallel_rank(), part="*")
         state = model.state_dict()
-        for key, tensor in self.iterate_over_files(glob.glob(os.path.join(model_config.model, name))):
+        paths = glob.glob(os.path.join(model_config.model, name))
+        for key, tensor in self.iterate_over_files(paths):
             state.pop(key).copy_(tensor)
         assert not state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import os
@@ -20,7 +21,6 @@ from ..group.wishes import (
     Wish,
     decoded_columns,
     decoded_table,
-    encoded_table,
     merged,
 )
 from ..streams.addresses import is_address
@@ -50,8 +50,8 @@ def open_collectively(
 
     Returns:
         The file, and True if each member reads it by itself. They do if it is local to the one
-        machine of all members, where they share the page cache; and also if one of them can read it
-        from front to back only.
+        machine of all members, where they share the page cache, or if the first member reads it
+        from a cache; and also if one of them can read it from front to back only.
 
     Raises:
         ValueError: Members have opened different files.
@@ -69,8 +69,13 @@ def open_collectively(
         return files[0]
 
     try:
-        heads = members.run_on_first(open_first)
-        file, told = members.run_on_all(open_with_heads, lambda file: tuple(_summary(file)))
+        _, from_all = members.run_on_all(
+            lambda: open_first() if members.rank == 0 else [], lambda found: found
+        )
+        heads = from_all[0]
+        file, told = members.run_on_all(
+            open_with_heads, lambda file: tuple(_summary(file, members.prefers_cache))
+        )
         found = [_FileSummary(*one) for one in told]
         _refuse_different(members, file.reader.uri, found)
     except BaseException:
@@ -79,25 +84,26 @@ def open_collectively(
         raise
     machines = {one.machine for one in found}
     alone = len(machines) == 1 and machines != {None} and not members.shares_local_files
-    return file, alone or not all(one.seekable for one in found)
+    return file, alone or found[0].from_cache or not all(one.seekable for one in found)
 
 
 class _FileSummary(NamedTuple):
     """A file that a member has opened, as the other members need to know it.
 
-    It has a digest of its tensors, whether it can be read in any order, and digests of the machine
-    that it is local to, or None, of its paths with what decides to which files these lead, or None,
-    and of what tells its files from others.
+    It has a digest of its tensors, whether it can be read in any order, whether it is read from a
+    cache, and digests of the machine that it is local to, or None, of its paths with what decides
+    to which files these lead, or None, and of what tells its files from others.
     """
 
     tensors: bytes
     seekable: bool
+    from_cache: bool
     machine: bytes | None
     paths: bytes | None
     identities: bytes
 
 
-def _summary(file: TensorFile) -> _FileSummary:
+def _summary(file: TensorFile, prefers_cache: bool) -> _FileSummary:
     reader = file.reader
     machine = _machine() if file.is_local else None
     files = reader.files()
@@ -110,6 +116,7 @@ def _summary(file: TensorFile) -> _FileSummary:
     return _FileSummary(
         _digest_of_tensors(file),
         reader.seekable,
+        prefers_cache and machine is None,
         None if machine is None else _digest(machine),
         paths,
         _digest(reader.identities()),
@@ -198,9 +205,7 @@ def load_opened(
     each_reads: bool,
 ) -> dict[Any, torch.Tensor]:
     """Load from a file that all members have opened; see :func:`load_collectively`."""
-
-    def planned() -> LoadPlan:
-        return _planned(requested, file, reporter)
+    planned = functools.partial(_planned, requested, file, reporter)
 
     def load_alone() -> dict[Any, torch.Tensor]:
         loaded = planned().load()
@@ -212,7 +217,7 @@ def load_opened(
         loaded, _ = members.run_on_all(load_alone)
         members.complete()
         return loaded
-    plan, tensors = _begin(members, file, planned, _LOAD_BYTES, reporter.finish)
+    plan, tensors = _begin(members, file, planned, _LOAD_BYTES, reporter, finishes=True)
     with contextlib.closing(tensors):
         return plan.by_key(dict(itertools.chain.from_iterable(tensors)))
 
@@ -229,15 +234,12 @@ def open_iterator(
     See :func:`load_collectively`; ``buffer_bytes`` is the most that a member holds beside its
     tensors.
     """
-
-    def planned() -> LoadPlan:
-        return _planned(requested, file, reporter)
-
     with members:
         file, each_reads = open_collectively(members, opened)
+        planned = functools.partial(_planned, requested, file, reporter)
         try:
             if not each_reads:
-                return file, *_begin(members, file, planned, buffer_bytes)
+                return file, *_begin(members, file, planned, buffer_bytes, reporter)
             file.reader.share_cache()
             plan, _ = members.run_on_all(planned)
             members.complete()
@@ -260,12 +262,17 @@ def _begin(
     file: TensorFile,
     planned: Callable[[], LoadPlan],
     buffer_bytes: int,
-    finish: Callable[[], None] | None = None,
+    reporter: ProgressReporter,
+    *,
+    finishes: bool = False,
 ) -> tuple[LoadPlan, Exchange]:
-    """Tell the others what this member wants, and begin to exchange."""
+    """Tell the others what this member wants, and begin to exchange.
+
+    If the exchange ``finishes``, it reports at its end that everything is done.
+    """
     file.keeps_shared = False
     (plan, wish, _), told = members.run_on_all(
-        lambda: _wished(planned(), buffer_bytes), lambda found: tuple(_described(*found))
+        lambda: _wished(planned(), buffer_bytes), lambda found: tuple(found[2])
     )
     answers = [_Answer(*one) for one in told]
     # Hashes cover whole tensors: if one member compares them, no member cuts tensors.
@@ -277,7 +284,9 @@ def _begin(
         # Compares a hash of the whole file now, before others wait for this member.
         if verify != "nothing":
             file.read([], torch.device("cpu"), verify)
-        return Exchange(members, plan, wishes, limit, verify=verify, finish=finish)
+        return Exchange(
+            members, plan, wishes, limit, verify, reporter=reporter, finishes=finishes
+        )
 
     return plan, members.run_on_all(begin)[0]
 
@@ -291,8 +300,8 @@ class _Answer(NamedTuple):
     most: int
 
 
-def _wished(plan: LoadPlan, buffer_bytes: int) -> tuple[LoadPlan, Wish, int]:
-    """Return what this member wants, and the bytes that it may hold beside it."""
+def _wished(plan: LoadPlan, buffer_bytes: int) -> tuple[LoadPlan, Wish, _Answer]:
+    """Return what this member wants, and what it tells the others of it."""
     file = plan.file
     lens = file.reader.data_lens()
     numbers = [number for number in plan.numbers if lens[number]]
@@ -308,12 +317,8 @@ def _wished(plan: LoadPlan, buffer_bytes: int) -> tuple[LoadPlan, Wish, int]:
         for n, (dtype, shape) in described
     )
     most = file.reserve_memory(buffer_bytes, numbers, file.length_of(numbers), plan.device)
-    return plan, wish, most
-
-
-def _described(plan: LoadPlan, wish: Wish, most: int) -> _Answer:
-    table = hashlib.sha256(encoded_table(wish.table)).digest()
-    return _Answer(wish.digest(), table, plan.file.verify, most)
+    table = hashlib.sha256(wish.encoded_table()).digest()
+    return plan, wish, _Answer(wish.digest(), table, file.verify, most)
 
 
 def _merged(
@@ -329,7 +334,7 @@ def _merged(
     in_one_piece = every if whole else file.strided(every)
     tables: list[Table] = [mine.table] * members.size
     if len({one.table for one in answers}) > 1:
-        tables = [decoded_table(one) for one in members.all_gather(encoded_table(mine.table))]
+        tables = [decoded_table(one) for one in members.all_gather(mine.encoded_table())]
     ranks_of: dict[bytes, list[int]] = {}
     for rank, one in enumerate(answers):
         ranks_of.setdefault(one.columns, []).append(rank)

@@ -20,6 +20,7 @@ from ..tensors.handles import cast_dtype, dtype_of
 from ..tensors.sharding import Ranges
 from .block_reader import BlockReader, FileReader
 from .load_plan import LoadPlan
+from .progress import ProgressReporter
 
 #: Blocks that a member holds at once: two that are being read, one that is being exchanged, and
 #: one whose tensors are being taken.
@@ -62,17 +63,12 @@ class _BlockInFlight:
 
 
 class _Messages(NamedTuple):
-    """Messages to and from all members.
+    """Messages from and to all members, with the bytes of each by rank, and the received boxes."""
 
-    Attributes:
-        tensors: What is received, and what is sent.
-        lens: The bytes of each, by rank.
-        boxes: The tensors and boxes that are received, one after another.
-
-    """
-
-    tensors: tuple[torch.Tensor, torch.Tensor]
-    lens: tuple[list[int], list[int]]
+    received: torch.Tensor
+    sent: torch.Tensor
+    received_lens: list[int]
+    sent_lens: list[int]
     boxes: list[tuple[int, Ranges]]
 
 
@@ -89,7 +85,9 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         wishes: What all members want.
         limit: The most bytes that are held beside the tensors, the same at all members.
         verify: The hashes that any member compares. If these are some, tensors are read as wholes.
-        finish: Called when all tensors are loaded; an error of it is that of all.
+        reporter: Reports the bytes that are loaded, on the thread that waits for tensors. An error
+            of it is that of all.
+        finishes: True if it reports at the end that everything is done.
 
     """
 
@@ -99,31 +97,31 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         plan: LoadPlan,
         wishes: MergedWishes,
         limit: int,
-        *,
         verify: str,
-        finish: Callable[[], None] | None = None,
+        *,
+        reporter: ProgressReporter,
+        finishes: bool,
     ) -> None:
         self._members, self._plan, self._file = members, plan, plan.file
         self._rank, self._size = members.rank, members.size
-        self._finish = finish
+        self._reporter, self._finishes = reporter, finishes
+        reporter.waits_for_flush = True
         self._reader: BlockReader = FileReader(self._file, verify)
-        every = range(len(self._file))
-        described = self._file.reader.describe_all(every)
+        self._file.refuse_without_data(plan.numbers)
+        described = self._file.reader.describe_all(range(len(self._file)))
         self._dtypes = [dtype_of(dtype) for dtype, _ in described]
         self._shapes = [tuple(shape) for _, shape in described]
-        self._in_one_piece = set(every if verify != "nothing" else self._file.strided(every))
-        self._blocks_plan = BlockPlan(
-            wishes, self._layout, self._size, encrypted=self._file.reader.encrypted
-        )
+        self._blocks_plan = BlockPlan(wishes, self._layout, self._size)
         most = self._blocks_plan.block_bytes(limit // _BLOCKS_HELD)
         self._blocks = self._blocks_plan.blocks(most)
         self._targets = plan.checked_targets()
         self._limit = limit
         self._is_wanted = set(plan.numbers)
-        lens = self._file.reader.data_lens()
-        #: Tensors that no block has, as the file has no data of them.
+        #: Tensors that no block has, as no member wants any byte of them.
         self._empty = deque(
-            (number, self._memory_of(number).zero_()) for number in plan.numbers if not lens[number]
+            (number, self._memory_of(number))
+            for number in plan.numbers
+            if wishes.case_of[number] < 0
         )
         self._next: Block | None = next(self._blocks, None)
         self._in_flight: deque[_BlockInFlight] = deque()
@@ -143,31 +141,29 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             self._start_reads()
             if self._in_flight:
                 one = self._in_flight.popleft()
-                _wait_for(one.read)
+                self._wait_for(one.read)
                 messages = self._packed(one)
-            elif self._finish is not None:
-                self._finish()
+            elif self._finishes:
+                self._reporter.finish()
         except BaseException as error:
             failed = error
         try:
             then = None if one is None else self._collectives(one, messages)
             self._members.agree(failed, then=then)
-            if one is None:
-                return self._last()
-            return self._delivered(one, messages)
-        except StopIteration:
-            raise
+            ready = None if one is None else self._delivered(one, messages)
         except BaseException as error:
             self._stop()
             self._members.leave_after(error)
+            if isinstance(error, StopIteration):
+                raise RuntimeError("a function of the caller raised StopIteration") from error
             raise
         finally:
             # Its traceback holds this call, and all objects of it.
             del failed
+        return self._last() if ready is None else ready
 
     def _layout(self, number: int) -> Layout:
-        shape, itemsize = self._shapes[number] or (1,), self._dtypes[number].itemsize
-        return Layout(shape, itemsize, number in self._in_one_piece)
+        return Layout(self._shapes[number] or (1,), self._dtypes[number].itemsize)
 
     def _device_of_blocks(self) -> torch.device:
         """Return the device on which blocks are exchanged."""
@@ -190,6 +186,13 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             one.read = self._pool.submit(self._read, one)
             self._in_flight.append(one)
             self._next = next(self._blocks, None)
+
+    def _wait_for(self, read: Future[None]) -> None:
+        # Waits with a time-out are ended by every kind of interruption.
+        while not wait([read], _PAUSE).done:
+            self._reporter.flush()
+        read.result()
+        self._reporter.flush()
 
     def _prepared(self, block: Block) -> _BlockInFlight:
         """Allocate the memory of a block, on the calling thread."""
@@ -288,7 +291,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
             _view(outgoing, position, part.dtype, part.shape).copy_(part)
             position += aligned(part.nbytes)
         boxes = list(itertools.chain.from_iterable(received))
-        return _Messages((incoming, outgoing), (received_lens, sent_lens), boxes)
+        return _Messages(incoming, outgoing, received_lens, sent_lens, boxes)
 
     def _collectives(self, one: _BlockInFlight, messages: _Messages | None) -> Callable[[], None]:
         """Return a function that exchanges a block, from another thread."""
@@ -301,7 +304,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
                 if one.block.nbytes:
                     self._members.exchange(one.memory, one.block.ends)
                 if messages is not None:
-                    self._members.all_to_all(*messages.tensors, *messages.lens)
+                    self._members.all_to_all(*messages[:4])
 
         return exchange
 
@@ -311,7 +314,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         for number, box in messages.boxes:
             shape = [stop - start for start, stop in box]
             dtype = self._dtypes[number]
-            data = _view(messages.tensors[0], position, dtype, shape)
+            data = _view(messages.received, position, dtype, shape)
             self._place(one, number, box, data)
             position += aligned(data.nbytes)
 
@@ -336,6 +339,10 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         try:
             if messages is not None:
                 self._unpack(one, messages)
+            for memory in (one.memory, *one.tensors.values()):
+                if memory.is_cuda:
+                    # It may have been allocated on another stream.
+                    memory.record_stream(torch.cuda.current_stream(memory.device))
             return list(self._handed_out(one))
         except BaseException as error:
             self._members.agree(error)
@@ -363,8 +370,10 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         if target is not None:
             target.detach().copy_(view)
             return target
-        dtype = cast_dtype(view.dtype, self._file.dtype)
-        return view.to(self._plan.device_of(number), dtype)
+        wanted = self._file.dtype
+        device, dtype = self._plan.device_of(number), cast_dtype(view.dtype, wanted)
+        # If others are cast, one that is not must not keep the memory of all.
+        return view.to(device, dtype, copy=wanted is not None)
 
     def _last(self) -> list[tuple[int, torch.Tensor]]:
         """Return the tensors without data that come last, and end the call."""
@@ -389,13 +398,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         self._stop()
         if not ended:
             self._members.leave("has closed its iterator before its end")
-
-
-def _wait_for(read: Future[None]) -> None:
-    # Waits with a time-out are ended by every kind of interruption.
-    while not wait([read], _PAUSE).done:
-        pass
-    read.result()
+            self._members.raise_interruption()
 
 
 def _within(box: Ranges, around: Ranges) -> Ranges:

@@ -51,9 +51,10 @@ def iterate(
 
     The next tensors are read while the caller uses this one, across all shards of a checkpoint. At
     most ``buffer_bytes`` bytes of tensors are loaded or being read that the caller has not taken,
-    or one tensor that is larger. Each tensor has memory that it shares with no other, and the
-    iterator keeps no reference to it. (In a checkpoint of ``torch.save``, a tensor that is not
-    contiguous needs its whole storage to be loaded; such tensors come last.)
+    or one tensor that is larger. Each tensor has memory that it shares with no other (with
+    ``group=``, with those of its block), and the iterator keeps no reference to it. (In a
+    checkpoint of ``torch.save``, a tensor that is not contiguous needs its whole storage to be
+    loaded; such tensors come last.)
 
     The file is opened at the call, and closed with the iterator: at its end, by its ``close()``, or
     when it is garbage-collected. Closing ends the load, and waits for reads and copies under way.

@@ -226,15 +226,21 @@ class OpenFile:
         """Bytes of tensor data read so far."""
         return self._read[0]
 
-    def is_strided(self, number: int) -> bool:
-        """Tell whether the bytes of a tensor are not in order in the file."""
-        return self._checkpoint is not None and self._checkpoint.strided(number)
-
     def strided(self, numbers: Iterable[int]) -> list[int]:
         """Return those tensors whose bytes are not in order in the file."""
         if self._checkpoint is None:
             return []
         return [number for number in numbers if self._checkpoint.strided(number)]
+
+    def refuse_without_data(self, numbers: Sequence[int]) -> None:
+        """Refuse tensors of a checkpoint that were saved without data.
+
+        Raises:
+            NotImplementedError: A tensor was saved on the ``meta`` device.
+
+        """
+        if self._checkpoint is not None:
+            self._checkpoint.refuse_without_data(numbers)
 
     def decrypt(self, encryption: DecryptionParams) -> None:
         """Decrypt the data that is loaded from now on."""

@@ -37,6 +37,10 @@ class ProgressReporter:
         progress: The caller's argument.
         total: The number of all bytes, if it is known yet.
 
+    Attributes:
+        waits_for_flush: True if only :meth:`flush` calls the caller's function, and not the threads
+            that read.
+
     Raises:
         TypeError: It is neither a bool nor callable.
 
@@ -51,6 +55,7 @@ class ProgressReporter:
         elif progress and sys.stderr is not None and sys.stderr.isatty():
             self._callback = TerminalBar().show
         self.total = total
+        self.waits_for_flush = False
         self._done = -1
         self._parts: list[int] = []
 
@@ -63,9 +68,14 @@ class ProgressReporter:
 
         def report(moved: int) -> None:
             self._parts[number] = moved
-            self._report(sum(self._parts))
+            if not self.waits_for_flush:
+                self.flush()
 
         return report
+
+    def flush(self) -> None:
+        """Report the bytes that are done."""
+        self._report(sum(self._parts))
 
     def finish(self) -> None:
         """Report that everything is done."""

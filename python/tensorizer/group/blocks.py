@@ -22,11 +22,15 @@ _MIN_BLOCKS = 32
 
 
 class Layout(NamedTuple):
-    """A tensor of the file: its shape, bytes of an element, and whether it is read in one piece."""
+    """A tensor of the file: its shape, and the bytes of an element."""
 
     shape: tuple[int, ...]
     itemsize: int
-    in_one_piece: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def row_bytes(self) -> int:
@@ -102,29 +106,25 @@ class BlockPlan:
         wishes: What the members want.
         layout: Returns the layout of a tensor.
         size: The number of members.
-        encrypted: True if the file is encrypted. Shares are then whole tensors, as the bytes of one
-            are decrypted together.
 
     """
 
-    def __init__(
-        self, wishes: MergedWishes, layout: Callable[[int], Layout], size: int, *, encrypted: bool
-    ) -> None:
-        self._cases = wishes.cases
-        self._layout, self._size, self._encrypted = layout, size, encrypted
-        self._case_of: list[int] = wishes.case_of.tolist()
+    def __init__(self, wishes: MergedWishes, layout: Callable[[int], Layout], size: int) -> None:
+        self._wishes, self._layout, self._size = wishes, layout, size
         #: Of each tensor that any member wants, the bytes that the member holds which wants most.
         self._costs = {
-            number: self._cost(number) for number, case in enumerate(self._case_of) if case >= 0
+            number: math.ceil(wishes.cases[case].cost * layout(number).nbytes)
+            for number, case in enumerate(wishes.case_of)
+            if case >= 0
         }
 
     def case(self, number: int) -> Case:
         """Return what the members want of a tensor that some of them want."""
-        return self._cases[self._case_of[number]]
+        return self._wishes.cases[self._wishes.case_of[number]]
 
-    def _cost(self, number: int) -> int:
-        shape, itemsize, _ = self._layout(number)
-        return math.ceil(self.case(number).cost * math.prod(shape) * itemsize)
+    def _is_whole(self, number: int) -> bool:
+        """Tell whether one member reads all of what several want of a tensor."""
+        return self._wishes.encrypted or number in self._wishes.in_one_piece
 
     def cost(self, block: Block) -> int:
         """Return the bytes of a block's tensors that the member holds which wants most of them."""
@@ -161,7 +161,7 @@ class BlockPlan:
                 nbytes = last - first
                 gathered.append(Placed(number, case.of_all, first, position, nbytes))
                 position += aligned(nbytes)
-                cuttable &= not layout.in_one_piece
+                cuttable &= not self._is_whole(number)
             for rows in case.shared:
                 shared.setdefault(rows.ranks, []).append((number, rows))
         nbytes, ends = self._ends(gathered, position, cuttable=cuttable)
@@ -172,7 +172,7 @@ class BlockPlan:
     ) -> tuple[int, tuple[int, ...]]:
         """Return the length of a block's memory, and where the share of each member ends."""
         size = self._size
-        if cuttable and not self._encrypted:
+        if cuttable:
             each = aligned(-(-nbytes // size))
             return size * each, tuple((share + 1) * each for share in range(size))
         cuts = [0, *(one.start for one in gathered), nbytes]
@@ -189,21 +189,18 @@ class BlockPlan:
     def pieces(self, block: Block, ranks: tuple[int, ...]) -> list[list[Piece]]:
         """Return what each of the members that want the same rows reads of them, by their order."""
         shared = block.shared[ranks]
-        sizes = [
-            (rows.stop - rows.start) * max(self._layout(number).row_bytes, 1)
-            for number, rows in shared
-        ]
+        sizes = [(rows.stop - rows.start) * self._layout(one).row_bytes for one, rows in shared]
         total, count = sum(sizes), len(ranks)
         ends = [total * share // count for share in range(1, count + 1)]
         found: list[list[Piece]] = [[] for _ in ranks]
         position = 0
         for (number, rows), nbytes in zip(shared, sizes, strict=True):
             layout = self._layout(number)
-            row_bytes, first = max(layout.row_bytes, 1), rows.start
+            row_bytes, first = layout.row_bytes, rows.start
             share = bisect.bisect_right(ends, position)
             while first < rows.stop and share < count:
                 last = rows.start + -(-(ends[share] - position) // row_bytes)
-                stop = rows.stop if layout.in_one_piece else min(rows.stop, last)
+                stop = rows.stop if self._is_whole(number) else min(rows.stop, last)
                 if first < stop:
                     ranges = ((first, stop), *self.case(number).around)
                     found[share].append(Piece(number, with_all_dims(ranges, layout.shape)))

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -108,8 +108,13 @@ class Connections:
                 time.sleep(20 * _PAUSE)
         if reasons:
             return f"rank {reasons[0][0]} of the group {reasons[0][1]}"
-        which = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {gone}"
-        return f"{which} of the group is gone, or did not answer" if gone else None
+        are = "is" if len(gone) == 1 else "are"
+        return f"{_ranks(gone)} of the group {are} gone, or did not answer" if gone else None
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """Return some ranks as text: ``"rank 3"``, ``"ranks 1, 3"``."""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 @dataclass
@@ -133,10 +138,9 @@ class CallSequence:
     kept: Connections | None = None
 
     @staticmethod
-    def of(name: str, size: int) -> CallSequence:
-        """Return the calls of the processes that have this name."""
-        assert dist.group.WORLD is not None
-        known = _SEQUENCES.setdefault(dist.group.WORLD, {})
+    def of(group: dist.ProcessGroup, name: str, size: int) -> CallSequence:
+        """Return the calls of the processes that have this name, by a group that they are in."""
+        known = _SEQUENCES.setdefault(group, {})
         if name not in known:
             store: Any = distributed_c10d._get_default_store()
             store = store.clone()
@@ -167,7 +171,7 @@ class CallSequence:
         self.count += 1
         store = distributed_c10d.PrefixStore(f"{self.name}/{self.count}", self.store)
         kept, self.kept = self.kept, None
-        again = self._meet(store, timeout, leaving, 0 if kept is None else kept.number)
+        again = self._meet(store, (rank, timeout), leaving, 0 if kept is None else kept.number)
         if kept is not None and again:
             kept.store = store
             made = kept
@@ -175,31 +179,33 @@ class CallSequence:
             if kept is not None:
                 kept.close()
             made = Connections(store, _gloo(store, rank, self.size, timeout), self.count)
-            # Those that leave before they are connected would not be missed before the time-out.
-            every = torch.zeros(self.size, 1, dtype=torch.uint8, device="cpu")
-            for begin in gathering(every, rank):
-                begin(made.hosts).wait()
-        if leaving.is_set():
-            # The others have met this member, and find out when these end.
-            made.leave(rank, "was interrupted")
         return made
 
     def _meet(
-        self, store: Any, timeout: datetime.timedelta, leaving: threading.Event, kept: int
+        self,
+        store: Any,
+        member: tuple[int, datetime.timedelta],
+        leaving: threading.Event,
+        kept: int,
     ) -> bool:
         """Wait until all members arrive; return True if all have kept the same connections.
 
         A member makes a few requests to the store, however many members there are.
         """
+        rank, timeout = member
         deadline = time.monotonic() + timeout.total_seconds()
         pause, longest = _PAUSE, max(_LONGEST_PAUSE, self.size * _PAUSE_FOR_EACH)
         store.add(f"kept/{kept}", 1)
+        store.set(f"here/{rank}", "")
         if store.add("here", 1) == self.size:
             all_kept = kept > 0 and store.add(f"kept/{kept}", 0) == self.size
             store.compare_set("met", "", "again" if all_kept else "anew")
         while not store.check(["met"]):
             if leaving.is_set() or time.monotonic() > deadline:
-                why = "another member left" if leaving.is_set() else "timed out"
+                why = f"rank {rank} was interrupted"
+                if not leaving.is_set():
+                    missing = [one for one in range(self.size) if not store.check([f"here/{one}"])]
+                    why = f"{_ranks(missing)} did not come within {timeout}"
                 store.compare_set("met", "", why)
                 break
             time.sleep(pause)
@@ -336,7 +342,7 @@ def _start(work: Callable[[], object]) -> None:
 
 
 _running: set[threading.Thread] = set()
-#: The calls of each default group, by the name of the processes that make them.
+#: The calls of each group, by the name of the processes that make them.
 _SEQUENCES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, CallSequence]] = (
     weakref.WeakKeyDictionary()
 )

@@ -47,11 +47,14 @@ class FreeGroup(NamedTuple):
         group: The group.
         shares_local_files: True if its members read local files together, too, though they share
             the page cache of a machine.
+        prefers_cache: True if each member reads files of servers by itself, from a cache. That of
+            the first member decides.
 
     """
 
     group: dist.ProcessGroup
     shares_local_files: bool = False
+    prefers_cache: bool = False
 
 
 class Members:
@@ -73,7 +76,7 @@ class Members:
         rank: The number of this process among them.
         size: The number of members.
         on_device: True if they exchange tensors of devices without the CPU.
-        shares_local_files: See :class:`FreeGroup`.
+        shares_local_files, prefers_cache: See :class:`FreeGroup`.
 
     """
 
@@ -89,9 +92,13 @@ class Members:
             )
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         backend = dist.get_backend(like)
-        self.on_device = "nccl" in backend or (free is not None and backend not in ("gloo", "mpi"))
+        # Other backends of CUDA than NCCL have no kept connections of ours.
+        self.on_device = "nccl" in backend or (
+            free is not None and backend not in ("gloo", "mpi") and torch.cuda.is_available()
+        )
         self.shares_local_files = free is not None and free.shares_local_files
-        self._free = None if free is None else free.group
+        self.prefers_cache = free is not None and free.prefers_cache
+        self._like, self._free = like, None if free is None else free.group
         self._timeout = timeout_of(like, self.on_device)
         self._process = os.getpid()
         self._name = f"tensorizer/{like.group_name}/{','.join(map(str, ranks))}"
@@ -136,23 +143,31 @@ class Members:
         """
         self._check_process()
         seconds = self._timeout.total_seconds() + _GRACE_SECONDS
-        calls = self._calls = CallSequence.of(self._name, self.size)
+        calls = self._calls = CallSequence.of(self._like, self._name, self.size)
         try:
-            made, interruption = on_thread(
+            self._connections, interruption = on_thread(
                 lambda leaving: calls.connect(self.rank, self._timeout, leaving), seconds
             )
-            if interruption is not None:
-                raise interruption
-            self._connections = made
         except (RuntimeError, TimeoutError, dist.DistError) as error:
             raise GroupError(
-                f"rank {self.rank} of {self.size} did not meet the other members of its group "
-                f"within {self._timeout}: {error}"
+                f"rank {self.rank} of {self.size} did not meet the other members of its group: "
+                f"{error}"
             ) from error
+        if interruption is not None:
+            # The others have met this member.
+            self.leave("was interrupted")
+            raise interruption
+        if self._connections.number == calls.count:
+            # Those that leave before they are connected would not be missed before the time-out.
+            self.agree(None)
 
     def complete(self) -> None:
         """End a call that succeeded at all members: the next one uses its connections again."""
         self._keep()
+        self.raise_interruption()
+
+    def raise_interruption(self) -> None:
+        """Raise the interruption of this process that came during an exchange, if one did."""
         interruption = self._interruption()
         if interruption is not None:
             raise interruption
@@ -186,17 +201,6 @@ class Members:
             self.agree(error)
             raise
         return result, self.agree(None, value)
-
-    def run_on_first(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` at the first member, and return its result at all of them.
-
-        Raises:
-            BaseException: See :meth:`agree`.
-
-        """
-        _, values = self.run_on_all(lambda: work() if self.rank == 0 else None, lambda made: made)
-        first: _T = values[0]
-        return first
 
     def agree(
         self,
@@ -381,7 +385,9 @@ class Members:
     def _raise_lost(self, error: BaseException) -> NoReturn:
         """Leave after a collective that failed; say which member has left, or is gone."""
         connections, self._connections = self._connections, None
-        assert connections is not None
+        if connections is None:
+            # Another thread has left the call.
+            raise GroupError("the connections of the group are closed") from error
         found = connections.find_lost(self.rank, self.size)
         raise GroupError(
             f"{found or 'another member was lost'} (at rank {self.rank} of {self.size}: {error})"
@@ -418,7 +424,10 @@ def _received(failure: tuple[bytes | None, str], rank: int) -> BaseException:
     where = f"rank {rank} of the group failed"
     if data is None:
         return GroupError(f"{where}: {text}")
-    error: BaseException = pickle.loads(data)
+    try:
+        error: BaseException = pickle.loads(data)
+    except Exception:  # a class that is not here
+        return GroupError(f"{where}: {text}")
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(where)
     return error

@@ -1,7 +1,8 @@
-"""What the members of a group want of a file: encoded in few bytes, and compared."""
+"""The wishes of the members of a group: encoded in few bytes, and compared."""
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import math
@@ -84,6 +85,10 @@ class Wish:
         """Return a digest of the columns, which tells them from others."""
         return hashlib.sha256(self.columns.numpy().tobytes()).digest()
 
+    def encoded_table(self) -> bytes:
+        """Return the table as bytes."""
+        return zlib.compress(pickle.dumps(self.table))
+
     def encoded(self) -> bytes:
         """Return the columns as bytes.
 
@@ -105,6 +110,12 @@ def _kind(boxes: Sequence[Ranges], shape: Sequence[int], itemsize: int) -> Kind 
     return Kind(tuple(box[:dims] for box in some), tuple(shape[:dims]), unit) if some else None
 
 
+def decoded_table(data: bytes) -> Table:
+    """Return the table of the bytes that :meth:`Wish.encoded_table` has made."""
+    table: Table = pickle.loads(zlib.decompress(data))
+    return table
+
+
 def decoded_columns(data: bytes) -> torch.Tensor:
     """Return the columns of the bytes that :meth:`Wish.encoded` has made."""
     raw = bytearray(zlib.decompress(data))
@@ -112,17 +123,6 @@ def decoded_columns(data: bytes) -> torch.Tensor:
         return Wish.of([]).columns
     steps, kinds = torch.frombuffer(raw, dtype=torch.int64).view(2, -1)
     return torch.stack([steps.cumsum(0), kinds])
-
-
-def encoded_table(table: Table) -> bytes:
-    """Return a table as bytes."""
-    plain = [tuple(kind) for kind in table]
-    return zlib.compress(pickle.dumps(plain))
-
-
-def decoded_table(data: bytes) -> Table:
-    """Return the table of the bytes that :func:`encoded_table` has made."""
-    return tuple(Kind(*kind) for kind in pickle.loads(zlib.decompress(data)))
 
 
 class Rows(NamedTuple):
@@ -144,8 +144,8 @@ class Case:
             part.
         around: The range of each further dimension that encloses what is wanted of these rows.
         boxes: The boxes that each member wants, by rank.
-        cost: The most that a member holds of the tensor, as a share of it: what it wants, and as
-            much again for what it reads for others.
+        cost: The most that a member holds of the tensor, as a share of it: what it wants, and what
+            it reads for others and sends them.
 
     """
 
@@ -162,24 +162,23 @@ class MergedWishes:
 
     Attributes:
         cases: The different cases.
-        case_of: The number of the case of each tensor of the file; -1 if no member wants it.
+        case_of: The number of the case of each tensor of the file; -1 if no member wants any of it.
+        in_one_piece: Tensors that are read as a whole if several members want parts of them.
+        encrypted: True if the file is encrypted. Then the bytes of a tensor are decrypted together.
 
     """
 
     cases: list[Case]
-    case_of: torch.Tensor
-
-    @property
-    def exchanges(self) -> bool:
-        """True if members give each other anything."""
-        return any(case.of_all is not None or case.shared for case in self.cases)
+    case_of: list[int]
+    in_one_piece: frozenset[int]
+    encrypted: bool
 
 
 def merged(
     wishes: Sequence[tuple[torch.Tensor, Sequence[tuple[int, Table]]]],
     count: int,
     size: int,
-    in_one_piece: Sequence[int],
+    in_one_piece: Iterable[int],
     *,
     encrypted: bool,
 ) -> MergedWishes:
@@ -192,8 +191,8 @@ def merged(
         wishes: The different columns, each with the ranks and tables of all members that have them.
         count: The number of tensors of the file.
         size: The number of members.
-        in_one_piece: Tensors that are read as a whole if several members want parts of them.
-        encrypted: True if the file is encrypted.
+        in_one_piece: See :class:`MergedWishes`.
+        encrypted: The same.
 
     """
     marks = torch.zeros(count, dtype=torch.int64, device="cpu")
@@ -206,20 +205,20 @@ def merged(
         ends = (len(tables[0][1]),)
         random = torch.randint(-(2**63), 2**63 - 1, ends, generator=seeded, device="cpu")
         marks[numbers] += random[kinds]
-    marks[torch.tensor(in_one_piece, dtype=torch.int64, device="cpu")] += 1
+    whole = frozenset(in_one_piece)
+    marks[torch.tensor(sorted(whole), dtype=torch.int64, device="cpu")] += 1
     some = torch.nonzero(wanted).flatten()
     found, which = torch.unique(marks[some], return_inverse=True)
     case_of = torch.full((count,), -1, dtype=torch.int64)
     case_of[some] = which
     examples = some.new_zeros(len(found)).scatter_(0, which, some)
-    whole = set(in_one_piece)
     many = len(found) * size > _MAX_COMPARED_BOXES
     kinds_of = _kinds_of(wishes, examples)
     cases = [
-        _case(kinds, size, (example in whole, encrypted), many=many)
+        _case(kinds, size, in_one_piece=example in whole, encrypted=encrypted, many=many)
         for kinds, example in zip(kinds_of, examples.tolist(), strict=True)
     ]
-    return MergedWishes(cases, case_of)
+    return MergedWishes(cases, case_of.tolist(), whole, encrypted)
 
 
 def _kinds_of(
@@ -235,9 +234,10 @@ def _kinds_of(
     return found
 
 
-def _case(kinds: Mapping[int, Kind], size: int, whole: tuple[bool, bool], *, many: bool) -> Case:
-    """Compare what members want of a tensor, which is read in one piece, or encrypted, or not."""
-    in_one_piece, _ = whole
+def _case(
+    kinds: Mapping[int, Kind], size: int, *, in_one_piece: bool, encrypted: bool, many: bool
+) -> Case:
+    """Compare what members want of a tensor."""
     boxes = {rank: kinds[rank].boxes for rank in sorted(kinds)}
     cost = max(map(_share, kinds.values()))
     shape = max((kind.shape for kind in kinds.values()), key=len)
@@ -248,25 +248,29 @@ def _case(kinds: Mapping[int, Kind], size: int, whole: tuple[bool, bool], *, man
     )
     same = len(set(boxes.values())) == 1
     of_all = len(boxes) == len(every) == size and same and not around
-    if of_all and (rows == (0, shape[0]) or not any(whole)):
+    if of_all and (rows == (0, shape[0]) or not (in_one_piece or encrypted)):
         return Case(rows, (), (), boxes, cost)
     if len(boxes) == 1 or not (in_one_piece or same or many or not _are_apart(kinds, every)):
         return Case(None, (), (), boxes, cost)
-    cost *= 2
     if in_one_piece:
-        return Case(None, (Rows(0, shape[0], tuple(boxes)),), (), boxes, max(cost, 1))
+        # One member holds it, and what each of the others wants of it.
+        cost = 1 + sum(map(_share, kinds.values()))
+        return Case(None, (Rows(0, shape[0], tuple(boxes)),), (), boxes, cost)
+    # It reads as much for others as it wants, or less.
+    cost *= 2
     if same or many:
         return Case(None, (Rows(*rows, tuple(boxes)),), tuple(around), boxes, cost)
     cuts = sorted({end for box in every for end in box[0]})
-    shared = []
-    for start, stop in itertools.pairwise(cuts):
-        ranks = tuple(
-            rank
-            for rank, of_rank in boxes.items()
-            if any(box[0][0] < stop and start < box[0][1] for box in of_rank)
-        )
-        if ranks:
-            shared.append(Rows(start, stop, ranks))
+    ranks_of: list[dict[int, None]] = [{} for _ in cuts]
+    for rank, of_rank in boxes.items():
+        for (start, stop), *_ in of_rank:
+            for at in range(bisect.bisect_left(cuts, start), bisect.bisect_left(cuts, stop)):
+                ranks_of[at][rank] = None
+    shared = [
+        Rows(start, stop, tuple(ranks))
+        for (start, stop), ranks in zip(itertools.pairwise(cuts), ranks_of[:-1], strict=True)
+        if ranks
+    ]
     return Case(None, tuple(shared), tuple(around), boxes, cost)
 
 

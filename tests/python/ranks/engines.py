@@ -111,13 +111,21 @@ def sharded_state(stub, folder, options):
         parallel_state.group = dist.group.WORLD
         config = SimpleNamespace(
             model=folder,
+            revision=None,
             runner_type="generate",
             build=lambda: torch.nn.ModuleDict(
                 {name: torch.nn.Linear(8, 4, bias=False) for name in ("a", "b")}
             ).requires_grad_(False),
         )
         load = SimpleNamespace(load_format="tensorizer_stream", model_loader_extra_config=options)
-        model = model_loader.get_model_loader(load).load_model(None, config)
+        loader = model_loader.get_model_loader(load)
+        model = loader.load_model(None, config)
+        try:
+            next(loader.get_all_weights(config, model))
+        except ValueError as error:
+            assert "what ranks of vLLM have saved" in str(error)
+        else:
+            raise AssertionError("saved weights were reloaded as published ones")
         return [module.weight.unique().tolist() for module in model.values()]
 
 
