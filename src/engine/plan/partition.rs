@@ -267,8 +267,7 @@ impl Partitioner {
     }
 
     fn close(&mut self) {
-        if let Some(OpenBatch { mut batch, end, .. }) = self.open_batch.take() {
-            batch.segments.shrink_to_fit();
+        if let Some(OpenBatch { batch, end, .. }) = self.open_batch.take() {
             self.remaining = self.remaining.saturating_sub(end - batch.offset);
             self.batches.push(batch);
             self.taper();
@@ -307,7 +306,8 @@ struct OpenBatch {
 
 impl OpenBatch {
     fn at(file: usize, offset: u64, class: usize) -> Self {
-        let batch = Batch { file, offset, segments: Vec::new() };
+        // A tensor alone has a header and data.
+        let batch = Batch { file, offset, segments: Vec::with_capacity(2) };
         OpenBatch { batch, class, end: offset, overhead: 0 }
     }
 

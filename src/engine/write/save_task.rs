@@ -154,7 +154,7 @@ impl<'p> SaveTask<'p> {
     /// Returns the finished headers of the small tensors, in order. Their data must be encrypted
     /// already.
     fn headers_of_small(&self, chunks: &[TensorChunk<'p>]) -> Result<Vec<Vec<u8>>> {
-        let mut drafts = Vec::new();
+        let mut drafts = Vec::with_capacity(chunks.len());
         for chunk in chunks {
             if !self.item(chunk.tensor)?.is_large() {
                 drafts.push((chunk, self.draft(chunk.tensor)?));
@@ -164,11 +164,11 @@ impl<'p> SaveTask<'p> {
             drafts.iter().map(|(chunk, draft)| (draft.bytes.as_slice(), chunk.bytes.as_ref()));
         let inputs = inputs.collect::<Vec<_>>();
         let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()));
-        let drafts = drafts.into_iter().zip(digests);
-        let finish = |((chunk, draft), digests): ((&TensorChunk<'p>, _), _)| {
-            self.finish_header(chunk.tensor, draft, &digests)
-        };
-        drafts.map(finish).collect::<Result<Vec<_>>>()
+        let mut headers = Vec::with_capacity(drafts.len());
+        for ((chunk, draft), digests) in drafts.into_iter().zip(digests) {
+            headers.push(self.finish_header(chunk.tensor, draft, &digests)?);
+        }
+        Ok(headers)
     }
 
     fn encryptor(&self, tensor: usize) -> Result<Option<&Encryptor<'p>>> {
