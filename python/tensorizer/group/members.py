@@ -145,7 +145,7 @@ class Members:
         seconds = self._timeout.total_seconds() + _GRACE_SECONDS
         calls = self._calls = CallSequence.of(self._like, self._name, self.size)
         try:
-            self._connections, interruption = on_thread(
+            made, interruption = on_thread(
                 lambda leaving: calls.connect(self.rank, self._timeout, leaving), seconds
             )
         except (RuntimeError, TimeoutError, dist.DistError) as error:
@@ -153,11 +153,14 @@ class Members:
                 f"rank {self.rank} of {self.size} did not meet the other members of its group: "
                 f"{error}"
             ) from error
+        self._connections, is_new = made, made.number == calls.count
+        # No frame of a traceback may hold it.
+        del made
         if interruption is not None:
             # The others have met this member.
             self.leave("was interrupted")
             raise interruption
-        if self._connections.number == calls.count:
+        if is_new:
             # Those that leave before they are connected would not be missed before the time-out.
             self.agree(None)
 
