@@ -354,7 +354,7 @@ def test_an_interrupt_while_connecting_ends_the_call_at_all_ranks(ranks, folder)
     assert found[0][0] == "KeyboardInterrupt"
     for kind, message, seconds in found[1:]:
         assert kind == "GroupError"
-        assert message.startswith("rank 0 of the group was interrupted")
+        assert message.startswith("rank 0 of the group failed: KeyboardInterrupt")
         assert seconds < 5
 
 

@@ -156,13 +156,9 @@ class Members:
         self._connections, is_new = made, made.number == calls.count
         # No frame of a traceback may hold it.
         del made
-        if interruption is not None:
-            # The others have met this member.
-            self.leave("was interrupted")
-            raise interruption
-        if is_new:
-            # Those that leave before they are connected would not be missed before the time-out.
-            self.agree(None)
+        if is_new or interruption is not None:
+            # One that left before all are connected would not be missed before the time-out.
+            self.agree(interruption)
 
     def complete(self) -> None:
         """End a call that succeeded at all members: the next one uses its connections again."""
