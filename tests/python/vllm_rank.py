@@ -7,6 +7,7 @@ reloaded new weights in place.
 """
 
 import os
+import re
 import sys
 
 import tensorizer
@@ -27,6 +28,8 @@ from vllm.model_executor.model_loader import get_model, get_model_loader, reload
 from vllm.model_executor.model_loader.sharded_state_loader import (  # noqa: E402
     ShardedStateLoader,
 )
+
+SECOND_LAYER = re.compile(r"layers?\.1\.")
 
 
 def config_of(load_format, **extra):
@@ -81,9 +84,9 @@ def load_saved():
 def reload_in_place():
     old, new = f"{folder}/old.tensors", f"{folder}/new.tensors"
     if rank == 0:
-        weights = tensorizer.load(address, "cpu")
+        weights = tensorizer.load(f"{folder}/model.safetensors.index.json", "cpu")
         tensorizer.save(weights, old)
-        changed = next(name for name in weights if ".layers.1." in name)
+        changed = next(filter(SECOND_LAYER.search, weights))
         weights[changed] += 1
         tensorizer.save(weights, new)
     torch.distributed.barrier()
@@ -98,7 +101,7 @@ def reload_in_place():
         names = []
         model.load_weights((names.append(name), (name, tensor))[1] for name, tensor in given)
         reload.finalize_layerwise_reload(model, config.model_config)
-    assert all(".layers.1." in name for name in names)
+    assert all(map(SECOND_LAYER.search, names)), names
     fresh = load(config_of("tensorizer_stream", uri=new))
     for name, parameter in model.named_parameters():
         assert parameter.data_ptr() == addresses[name]
