@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tensorizer
 import torch
+from ranks.engines import NAMES, value
 from safetensors.torch import save_file
 from sglang.srt import plugins
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
@@ -107,3 +108,19 @@ def test_weights_are_updated_from_a_folder(tmp_path, weights):
 def test_unsupported_options_are_errors():
     with pytest.raises(ValueError, match="has url, which tensorizer does not know"):
         configured(url="x")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_read_once(ranks, nginx, world):
+    """Each rank has what SGLang's default loader gives it, and the server sends the weights once."""
+    folder = nginx.root / f"of{world}"
+    folder.mkdir()
+    tensors = {name: torch.full((1024, 1024), value(name)) for name in NAMES}
+    tensorizer.save(tensors, folder / "model.safetensors", max_shard_size=24 << 20)
+    uri = f"{nginx.http}/of{world}/model.safetensors.index.json"
+    found = ranks.run("engines.sglang_itself", world, uri, str(folder))
+    assert found == [sorted(NAMES)] * world
+    sent = sum(nginx.sent(f"of{world}/{path.name}") for path in folder.iterdir())
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    # The first rank reads half a megabyte of each of the three shards with its index.
+    assert size <= sent <= 1.01 * size + 3 * 530_000

@@ -1,5 +1,6 @@
 """Ranks of serving engines, which load a model by the plugins: stubs of vLLM and of SGLang."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -146,3 +147,55 @@ def sglang(stub, model_path, options):
             model_path=model_path, hf_config=None, build=lambda: Model(lists=False)
         )
         return checked(get_model_loader(extra).load_model(model_config=config, device_config=None))
+
+
+def sglang_itself(uri, folder):
+    """Load by SGLang's own loader, from an address by the plugin and from a folder without it."""
+    with group() as (rank, world):
+        from sglang.srt import plugins
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.model_loader import loader as loaders
+        from sglang.srt.runtime_context import get_parallel
+
+        plugins.load_plugins()
+        # SGLang asks its server for its settings; there is none.
+        loaders.get_server_args = lambda: None
+        loaders.get_model = lambda: SimpleNamespace(
+            weight_loader_disable_mmap=False,
+            weight_loader_prefetch_checkpoints=False,
+            weight_loader_prefetch_num_threads=1,
+            weight_loader_drop_cache_after_load=False,
+            model_checksum=None,
+        )
+        parallel_state.init_distributed_environment(world, rank, local_rank=rank, backend="gloo")
+        # Without the communicators of GPUs.
+        tensor_parallel = parallel_state.GroupCoordinator(
+            [list(range(world))],
+            rank,
+            "gloo",
+            use_pynccl=False,
+            use_mscclpp=False,
+            use_custom_allreduce=False,
+            use_torch_symm_mem_all_reduce=False,
+            use_hpu_communicator=False,
+            use_xpu_communicator=False,
+        )
+        parallel_state._TP = parallel_state._PP = tensor_parallel
+        config = SimpleNamespace(model_path=folder, revision=None, hf_config=None)
+
+        def load(**options):
+            made = loaders.get_model_loader(LoadConfig(**options), None)
+            model = Model(lists=False)
+            found = made._get_all_weights(config, model)
+            made.load_weights_and_postprocess(model, found, torch.device("cpu"))
+            return model.found
+
+        with get_parallel().override(tp_group=tensor_parallel):
+            expected = load()
+            found = load(
+                load_format="tensorizer_stream", model_loader_extra_config=json.dumps({"uri": uri})
+            )
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        return sorted(found)
