@@ -26,11 +26,11 @@ SUBJECTS = {
     "checkpoints/": "torch_compat pairs two_savers replacing lightning state_dict_files",
     "distributed/(other|remote)": "dcp_foreign dcp_metadata dcp_items sources dcp",
     "distributed/": "dcp_items dcp_metadata dcp_hostile dcp_foreign dcp_jobs dcp",
-    "group/(plan|tensor_requests)": "group_plans group dtensors",
+    "group/(blocks|wishes)": "group_plans group dtensors",
     "group/gathered_save": "save_dtensors dtensors group",
     "group/": "group group_plans dtensors",
     "file/slices": "slices iterate",
-    "file/(selection|load_|parts|planned|request|loaded|collective|dtensor)": "reading slices "
+    "file/(selection|load_|parts|planned|request|loaded|collective|exchange|block_reader)": "reading slices "
     "state_dict_files shards dtensors iterate group device torch_files safetensors",
     "file/(unpickled|pickles)": "torch_files torch_files_pickles torch_files_hostile",
     "file/encryption": "encryption",

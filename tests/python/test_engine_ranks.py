@@ -98,13 +98,18 @@ def test_ranks_reload_what_has_changed(ranks, stub, nginx, world, forgetful):
     assert nginx.sent("new.tensors") - before < len(read) * (4 << 20) + 2.5 * (1 << 20)
 
 
-@pytest.mark.parametrize("distributed", ["auto", True])
-def test_local_files(ranks, stub, tmp_path, distributed):
+@pytest.mark.parametrize(("distributed", "share"), [("auto", 0), (True, ALL // 2)])
+def test_local_files(ranks, stub, tmp_path, distributed, share):
+    """Each rank reads a local file by itself, unless it is told otherwise."""
     tensors = {name: torch.full((1024, 1024), value(name)) for name in NAMES}
     tensorizer.save(tensors, tmp_path / "model.tensors")
     options = {"distributed": distributed}
-    found = ranks.run("engines.vllm", 2, stub, str(tmp_path), options, "dense")
-    assert found == [sorted(NAMES)] * 2
+    assert ranks.run("engines.shares", 2, stub, str(tmp_path), options) == [share] * 2
+
+
+def test_a_model_that_drafts_is_loaded_by_one_rank_alone(ranks, stub, served):
+    uri, _ = served
+    assert ranks.run("engines.vllm", 2, stub, uri, {}, "draft") == [sorted(NAMES), []]
 
 
 @pytest.mark.parametrize("by_uri", [False, True])

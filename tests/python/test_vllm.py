@@ -365,7 +365,7 @@ def test_a_cache_and_a_limit_of_memory(stub, tmp_path, weights, nginx):
             ValueError,
             "model_loader_extra_config has threads, url, which tensorizer does not know: expected "
             "any of uri, buffer_bytes, num_readers, verify_hash, device, encryption_keyfile, "
-            "cache_dir, memory_limit",
+            "cache_dir, memory_limit, distributed",
         ),
         ({"uri": ""}, ValueError, "uri must be a string that is not empty, not ''"),
         ({"uri": 3}, ValueError, "uri must be a string that is not empty, not 3"),
@@ -376,6 +376,7 @@ def test_a_cache_and_a_limit_of_memory(stub, tmp_path, weights, nginx):
         ({"device": "quantum"}, RuntimeError, "quantum"),
         ({"cache_dir": 3}, ValueError, "cache_dir must be a string that is not empty, not 3"),
         ({"memory_limit": "1G"}, TypeError, "memory_limit must be an int or None, not '1G'"),
+        ({"distributed": 1}, ValueError, 'distributed must be true, false or "auto", not 1'),
     ],
 )
 def test_options_that_do_not_fit(stub, options, error, said):

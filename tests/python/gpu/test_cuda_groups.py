@@ -40,7 +40,7 @@ def test_over_gloo(ranks, folder):
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_bus_carries_what_its_rank_wants(ranks, folder, world):
     """Over gloo, a rank reads its share of the file; the others' come by way of the host."""
-    for wanted, read, sent in ranks.run("devices.over_the_bus", world, folder):
+    for wanted, read, sent in ranks.run("devices.over_the_bus", world, folder, "gloo"):
         assert read == pytest.approx(wanted / world, rel=0.01)
         assert sent <= 1.01 * wanted
 
@@ -50,4 +50,8 @@ def test_each_bus_carries_what_its_rank_wants(ranks, folder, world):
 )
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")
 def test_over_nccl(ranks, folder):
-    ranks.run("devices.load", min(torch.cuda.device_count(), 4), folder, "nccl")
+    """Each bus carries the share of its rank, and nothing else."""
+    world = min(torch.cuda.device_count(), 4)
+    ranks.run("devices.load", world, folder, "nccl")
+    for wanted, read, _ in ranks.run("devices.over_the_bus", world, folder, "nccl"):
+        assert read == pytest.approx(wanted / world, rel=0.01)

@@ -8,7 +8,7 @@ import tensorizer
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # before ranks are forked
-from tensorizer.file import collective_load
+from tensorizer.file import collective_load, tensor_file
 from tensorizer.group import blocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -41,6 +41,18 @@ def fetch_together(batch_bytes=None):
     collective_load._machine = lambda: None
     if batch_bytes is not None:
         blocks._MOST_BYTES = batch_bytes
+
+
+def counting_shares():
+    """Return a list to which the bytes are added that this rank reads for a group from now on."""
+    counts, fill = [], tensor_file.TensorFile.fill
+
+    def counting(self, tensors, *args):
+        counts.append(sum(tensor.nbytes for tensor in tensors))
+        return fill(self, tensors, *args)
+
+    tensor_file.TensorFile.fill = counting
+    return counts
 
 
 def mesh_of(kind, device="cpu"):

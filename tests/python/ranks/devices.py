@@ -6,6 +6,7 @@ import datetime
 from ranks.common import (
     Shard,
     assert_equal,
+    counting_shares,
     cut,
     dist,
     fetch_together,
@@ -15,7 +16,6 @@ from ranks.common import (
     torch,
 )
 from ranks.groups import BATCH, large, of_kind
-from tensorizer.file import tensor_file
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -58,28 +58,20 @@ def load(folder, backend):
     dist.destroy_process_group()
 
 
-def over_the_bus(folder):
-    """Load a file to the emulated device of each rank; return the bytes that each rank wants, has
-    read, and has sent over the bus.
+def over_the_bus(folder, backend):
+    """Load a file to the device of each rank; return the bytes that each rank wants, has read, and
+    has sent over the bus, which only the emulated CUDA counts.
     """
     fetch_together()
-    copied = ctypes.CDLL(None).fake_cuda_stat
+    copied = getattr(ctypes.CDLL(None), "fake_cuda_stat", lambda _: 0)
     copied.restype, copied.argtypes = ctypes.c_uint64, [ctypes.c_char_p]
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-    rank, uri, wanted = dist.get_rank(), f"{folder}/bus.tensors", 48 << 20
+    rank, uri, wanted = int(os.environ["RANK"]), f"{folder}/bus.tensors", 48 << 20
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
     if rank == 0:
         tensorizer.save({f"w{n}": torch.full((1 << 20,), float(n)) for n in range(12)}, uri)
     dist.barrier()
-    torch.cuda.init()
-    counts = []
-    read = tensor_file.TensorFile.fill
-
-    def counting(self, tensors, *args):
-        counts.append(sum(tensor.nbytes for tensor in tensors))
-        return read(self, tensors, *args)
-
-    tensor_file.TensorFile.fill = counting
-    before = copied(b"bytes copied")
+    read, before = counting_shares(), copied(b"bytes copied")
     found = tensorizer.load(uri, "cuda", group=dist.group.WORLD)
     torch.cuda.synchronize()
     sent = copied(b"bytes copied") - before
@@ -88,4 +80,4 @@ def over_the_bus(folder):
         assert_equal(tensor, torch.full((1 << 20,), float(name.removeprefix("w"))), name)
     dist.barrier()
     dist.destroy_process_group()
-    return wanted, sum(counts), sent
+    return wanted, sum(read), sent

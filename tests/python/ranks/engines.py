@@ -4,7 +4,7 @@ import json
 import sys
 from types import SimpleNamespace
 
-from ranks.common import dist, group, torch
+from ranks.common import counting_shares, dist, group, torch
 
 #: Tensors of 4 MiB each; some of them are of experts.
 NAMES = [*(f"model.layers.{n}.weight" for n in range(8)),
@@ -60,13 +60,22 @@ def vllm(stub, model_path, options, kind):
             model=model_path,
             revision=None,
             experts=experts,
-            runner_type="generate",
+            runner_type="draft" if kind == "draft" else "generate",
             build=lambda: Model(kind == "lists", missing if kind == "stages" else ()),
         )
+        if kind == "draft" and rank:
+            return []
         load = SimpleNamespace(
             load_format="tensorizer_stream", model_loader_extra_config=options, download_dir=None
         )
         return checked(model_loader.get_model_loader(load).load_model(None, config))
+
+
+def shares(stub, model_path, options):
+    """Load by the plugin for vLLM; return the bytes of shares that this rank has read."""
+    read = counting_shares()
+    vllm(stub, model_path, options, "dense")
+    return sum(read)
 
 
 def vllm_reload(stub, paths, forgetful):
