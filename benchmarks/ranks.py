@@ -155,9 +155,7 @@ def copied_to_devices() -> int | None:
 
 def bytes_read() -> int:
     """Return the bytes that this process has read by calls."""
-    (line,) = [
-        line for line in Path("/proc/self/io").read_text().splitlines() if "rchar" in line
-    ]
+    (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if "rchar" in line]
     return int(line.split()[1])
 
 
@@ -267,9 +265,7 @@ def measured(
     for _ in range(chosen.rounds):
         for name, figures in found.items():
             load, before = LOADS[name], served.value
-            took, cpu, read, bus = measure(
-                chosen.ranks, (load.loader, *places[load.source]), size
-            )
+            took, cpu, read, bus = measure(chosen.ranks, (load.loader, *places[load.source]), size)
             sent = None if load.source == "local" else (served.value - before) / size
             figures.append(Figures(took, cpu, sent, read, bus))
     return found

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from machine import commit, version
 from run import HERE
 from serve import server
-from tensorizer.group.wishes import Wish, encoded_table, merged
+from tensorizer.group.wishes import Wish, merged
 
 #: Tensors of the file, of 4 kB each.
 COUNT = 100
@@ -98,8 +98,9 @@ def planned(kind: str) -> tuple[float, float]:
     mine.digest()
     own = time.process_time() - begun
     # All ranks have the same tensors; each sends a digest, and its table if the digests differ.
-    tables = [wish(number).table for number in range(0, world, 64)]
-    told = 128 if kind == "all" else 128 + max(len(encoded_table(one)) for one in tables)
+    wishes = [wish(number) for number in range(0, world, 64)]
+    tables = [one.table for one in wishes]
+    told = 128 if kind == "all" else 128 + max(len(one.encoded_table()) for one in wishes)
     begun = time.process_time()
     of_all = [(n, tables[n % len(tables)]) for n in range(world)]
     merged([(mine.columns, of_all)], count, world, [], encrypted=False)

@@ -30,7 +30,8 @@ SUBJECTS = {
     "group/gathered_save": "save_dtensors dtensors group",
     "group/": "group group_plans dtensors",
     "file/slices": "slices iterate",
-    "file/(selection|load_|parts|planned|request|loaded|collective|exchange|block_reader)": "reading slices "
+    "file/(exchange|block_reader)": "group device iterate",
+    "file/(selection|load_|parts|planned|request|loaded|collective)": "reading slices "
     "state_dict_files shards dtensors iterate group device torch_files safetensors",
     "file/(unpickled|pickles)": "torch_files torch_files_pickles torch_files_hostile",
     "file/encryption": "encryption",

@@ -146,7 +146,8 @@ def test_ranks_get_what_they_want_and_each_byte_is_read_once(seed):
             assert len(readers) == 1 and (read[number][readers[0]] == 1).all()
 
 
-def test_ranks_that_want_all_have_equal_shares():
+def test_ranks_that_want_all_have_equal_shares(monkeypatch):
+    monkeypatch.setattr(blocks, "_SMALLEST_SHARE", 64)
     shapes = [(1000, 70), (3,), (999,), (5, 5, 5)]
     plan = plan_of(shapes, [{n: [everything(s)] for n, s in enumerate(shapes)}] * 4)
     (block,) = plan.blocks(10**6)
@@ -155,6 +156,10 @@ def test_ranks_that_want_all_have_equal_shares():
     assert [one.number for one in block.gathered] == [0, 1, 2, 3]
     lens = [sum(blocks.sized(one.ranges) for one in block.share(rank)) for rank in range(4)]
     assert sum(lens) == sum(map(math.prod, shapes)) and max(lens) - lens[-1] <= 512
+    # Of few bytes, one rank reads all.
+    monkeypatch.undo()
+    (block,) = plan.blocks(10**6)
+    assert set(block.ends) == {block.nbytes} and block.nbytes < 4 * lens[0] + 512
 
 
 def test_encrypted_tensors_are_not_cut():

@@ -284,9 +284,7 @@ def _begin(
         # Compares a hash of the whole file now, before others wait for this member.
         if verify != "nothing":
             file.read([], torch.device("cpu"), verify)
-        return Exchange(
-            members, plan, wishes, limit, verify, reporter=reporter, finishes=finishes
-        )
+        return Exchange(members, plan, wishes, limit, verify, reporter=reporter, finishes=finishes)
 
     return plan, members.run_on_all(begin)[0]
 

@@ -16,6 +16,8 @@ from .wishes import Case, MergedWishes, Rows, with_all_dims
 _ALIGNMENT = 64
 #: The most bytes of a block, and the fewest of a member's share, unless the file is small.
 _MOST_BYTES, _MIN_SHARE = 256 << 20, 8 << 20
+#: The fewest bytes of a share: each costs a read and a message to all.
+_SMALLEST_SHARE = 1 << 20
 #: The number of blocks of a load at least, if shares are long enough: nothing is exchanged until
 #: the first one has been read.
 _MIN_BLOCKS = 32
@@ -174,7 +176,12 @@ class BlockPlan:
         size = self._size
         if cuttable:
             each = aligned(-(-nbytes // size))
-            return size * each, tuple((share + 1) * each for share in range(size))
+            if each >= _SMALLEST_SHARE:
+                nbytes = size * each
+            else:
+                # Of few bytes, not all members read some.
+                each = _SMALLEST_SHARE
+            return nbytes, tuple(min((share + 1) * each, nbytes) for share in range(size))
         cuts = [0, *(one.start for one in gathered), nbytes]
         ends = [0]
         for share in range(1, size):

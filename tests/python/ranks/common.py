@@ -40,7 +40,7 @@ def fetch_together(batch_bytes=None):
     """Have local files fetched together too, as if ranks were on machines of their own."""
     collective_load._machine = lambda: None
     if batch_bytes is not None:
-        blocks._MOST_BYTES = batch_bytes
+        blocks._MOST_BYTES, blocks._SMALLEST_SHARE = batch_bytes, 1
 
 
 def counting_shares():
