@@ -92,7 +92,7 @@ class Members:
             )
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         backend = dist.get_backend(like)
-        # Other backends of CUDA than NCCL have no kept connections of ours.
+        # Connections of its own are NCCL's; any other backend of CUDA is used on a free group.
         self.on_device = "nccl" in backend or (
             free is not None and backend not in ("gloo", "mpi") and torch.cuda.is_available()
         )
