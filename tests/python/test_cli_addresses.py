@@ -16,6 +16,7 @@ from conftest import COMMAND, ROOT, start_python
 from safetensors.torch import save_file
 from servers import Redis
 from tensorizer import DecryptionParams
+from tensorizer.stream_io import open_stream
 from tensorizer_cli.main import main
 
 TENSORS = {"big": torch.randn(300, 1000), "empty": torch.empty(0, 7), "scalar": torch.tensor(5)}
@@ -81,6 +82,8 @@ def test_the_commands_of_the_documents(document, server, path, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL_KEY", bytes(32).hex())
     monkeypatch.setenv("WORDS", "some words-hu5hw0rd")
+    with open_stream("s3://bucket/llama/config.json", "wb") as stream:
+        stream.write(b'{"model_type": "llama"}')
     for line in lines:
         try:
             assert main(shlex.split(line, comments=True)) == 0, line

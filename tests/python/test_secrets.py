@@ -18,6 +18,7 @@ IN_ADDRESSES = re.compile(r"://[^/\s\"'{}]*:(?!\*\*\*@)[^/@\s\"'{}]+@")
 OTHERS = {
     "token_type", "unk_token", "special_tokens_map_file",
     "HF_HUB_DISABLE_IMPLICIT_TOKEN", "HF_TOKEN_PATH",
+    "tokenizer.json", "tokenizer_config.json",
     # The passphrase of an example, which is public.
     "correct horse battery staple",
 }  # fmt: skip

@@ -196,7 +196,7 @@ def merged(
 
     """
     marks = torch.zeros(count, dtype=torch.int64, device="cpu")
-    wanted = torch.zeros(count, dtype=torch.bool)
+    wanted = torch.zeros(count, dtype=torch.bool, device="cpu")
     for seed, (columns, tables) in enumerate(wishes):
         numbers, kinds = columns
         wanted[numbers] = True
@@ -209,7 +209,7 @@ def merged(
     marks[torch.tensor(sorted(whole), dtype=torch.int64, device="cpu")] += 1
     some = torch.nonzero(wanted).flatten()
     found, which = torch.unique(marks[some], return_inverse=True)
-    case_of = torch.full((count,), -1, dtype=torch.int64)
+    case_of = torch.full((count,), -1, dtype=torch.int64, device="cpu")
     case_of[some] = which
     examples = some.new_zeros(len(found)).scatter_(0, which, some)
     many = len(found) * size > _MAX_COMPARED_BOXES
