@@ -95,7 +95,7 @@ LOADS = {
 
 
 class Figures(NamedTuple):
-    """What one load took.
+    """The time and the bytes of one load.
 
     Attributes:
         seconds: Until all ranks had their tensors.

@@ -146,7 +146,7 @@ impl Writer {
     /// have been written yet.
     pub fn add_metadata(&mut self, name: String, value: String) -> Result<()> {
         self.check_no_tensors()?;
-        let mut pairs = self.options.metadata.clone().unwrap_or_default();
+        let mut pairs = self.options.metadata.clone().unwrap_or(Vec::new());
         pairs.push((name, value));
         self.metadata = metadata::encode(&pairs, &self.uri)?;
         self.options.metadata = Some(pairs);

@@ -1,4 +1,4 @@
-"""Where a member of a group reads its shares of blocks from: an open file."""
+"""The sources from which a member of a group reads its shares of blocks: an open file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tensor_file import TensorFile
 
 
 class BlockReader(Protocol):
-    """What a member reads its shares from."""
+    """A source of a member's shares."""
 
     def read(
         self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor], *, as_bytes: bool

@@ -290,7 +290,7 @@ def _begin(
 
 
 class _Answer(NamedTuple):
-    """What a member tells the others of its wish: digests, hashes, and memory."""
+    """The part of its wish that a member tells the others: digests, hashes, and memory."""
 
     columns: bytes
     table: bytes

@@ -36,7 +36,7 @@ class _BlockInFlight:
     Attributes:
         block: The block.
         memory: The bytes that all members want.
-        pieces: What each of some members reads for the others, by the ranks of these.
+        pieces: The pieces that each of some members reads for the others, by the ranks of these.
         staged: The memory of the pieces that this member reads.
         tensors: The memory of tensors that are not handed out as views of ``memory``.
         read: The reading of this member's share.
@@ -82,7 +82,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
     Args:
         members: The members, which have the same file.
         plan: The tensors that this member wants, and the memory to load them into, if it has any.
-        wishes: What all members want.
+        wishes: The wishes of all members.
         limit: The most bytes that are held beside the tensors, the same at all members.
         verify: The hashes that any member compares. If these are some, tensors are read as wholes.
         reporter: Reports the bytes that are loaded, on the thread that waits for tensors. An error

@@ -76,7 +76,7 @@ class Block:
         numbers: The tensors, in the order of the file.
         gathered: Those that all members want, which have a place in the memory of the block.
         nbytes: The length of this memory.
-        ends: Where each member's share of it ends.
+        ends: The position at which each member's share of it ends.
         shared: By the ranks that want them: rows that some members want.
 
     """
@@ -105,7 +105,7 @@ class BlockPlan:
     """The blocks of a load, the same at all members.
 
     Args:
-        wishes: What the members want.
+        wishes: The wishes of the members.
         layout: Returns the layout of a tensor.
         size: The number of members.
 

@@ -294,7 +294,7 @@ class Members:
 
         Args:
             block: The block, of which this member has its share.
-            ends: Where the share of each member ends.
+            ends: The position at which the share of each member ends.
 
         Raises:
             GroupError: A member was lost.

@@ -135,7 +135,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What all members want of tensors that they cut alike.
+    """The parts that all members want of tensors that they cut alike.
 
     Attributes:
         of_all: The rows that all members want, all of them with all columns; None if they want
