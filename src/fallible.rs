@@ -42,6 +42,16 @@ pub fn try_reserve<T>(out: &mut Vec<T>, more: usize, what: &str) -> Result<()> {
     out.try_reserve(more).map_err(|_| out_of_memory(bytes, what))
 }
 
+/// Collects items, unless one is an error. Memory for all of them is reserved at once, whereas
+/// `collect` lets a list of results grow.
+pub fn collect_all<T>(items: impl Iterator<Item = Result<T>>) -> Result<Vec<T>> {
+    let mut out = Vec::with_capacity(items.size_hint().0);
+    for item in items {
+        out.push(item?);
+    }
+    Ok(out)
+}
+
 /// Resizes a vector to `len` bytes; new bytes are zero.
 pub fn try_resize(out: &mut Vec<u8>, len: usize, what: &str) -> Result<()> {
     try_reserve(out, len.saturating_sub(out.len()), what)?;

@@ -8,7 +8,7 @@ use crate::engine::destination::host::{FileImage, HostDestination, ImageMemory, 
 use crate::engine::load_options::LoadOptions;
 use crate::engine::plan::{Extent, LargeTensors, MemoryLayout};
 use crate::error::{Error, Result};
-use crate::fallible::out_of_memory;
+use crate::fallible::{collect_all, out_of_memory};
 use crate::format::catalog::{Entry, Format};
 use crate::mem::{Arena, HostBuffer, SliceRemainder, as_uninit};
 use crate::sys::to_usize;
@@ -56,22 +56,21 @@ impl HostMemory {
         let blocks = layout.blocks.iter().map(|block| Arena::new(to_usize(block.len)));
         let blocks = blocks.collect::<Result<_>>()?;
         let mut locations = layout.locations.iter().zip(&own);
-        let mut tensors = Vec::with_capacity(in_place.len());
-        for (entry, in_place) in entries {
+        let tensors = entries.map(|(entry, in_place)| {
             if *in_place {
-                tensors.push(TensorLocation::Mapped {
+                return Ok(TensorLocation::Mapped {
                     file: entry.file,
                     header: to_usize(entry.header_offset),
                     at: to_usize(entry.data_offset),
                     len: to_usize(entry.data_len),
                 });
-                continue;
             }
             let (location, (_, len)) =
                 locations.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
             let (at, len) = (to_usize(location.offset), to_usize(*len));
-            tensors.push(TensorLocation::Block { block: location.block, at, len });
-        }
+            Ok(TensorLocation::Block { block: location.block, at, len })
+        });
+        let tensors = collect_all(tensors)?;
         let mappings = map_tensors(file, &selection.entries, &in_place)?;
         Ok(HostMemory { blocks, layout, mappings, tensors })
     }
@@ -103,8 +102,7 @@ impl HostMemory {
             blocks.push(None);
         }
         images.sort_unstable_by_key(|image| (image.file, image.position));
-        let mut tensors = Vec::with_capacity(self.tensors.len());
-        for location in &self.tensors {
+        let tensors = self.tensors.iter().map(|location| {
             let bytes = match *location {
                 TensorLocation::Block { block, at, len } => {
                     let rest = blocks.get_mut(block).and_then(Option::as_mut);
@@ -112,8 +110,9 @@ impl HostMemory {
                 }
                 TensorLocation::Mapped { .. } => &mut [],
             };
-            tensors.push(SliceRemainder::new(as_uninit(bytes)));
-        }
+            Ok(SliceRemainder::new(as_uninit(bytes)))
+        });
+        let tensors = collect_all(tensors)?;
         Ok(HostDestination::new(TensorMemory::Lent(tensors), images))
     }
 
@@ -140,8 +139,7 @@ impl HostMemory {
             Ok((file, mapping.freeze(ranges)?.into_iter()))
         });
         let mut mappings = mappings.collect::<Result<BTreeMap<_, _>>>()?;
-        let mut buffers = Vec::with_capacity(self.tensors.len());
-        for location in &self.tensors {
+        let buffers = self.tensors.iter().map(|location| {
             let buffer = match location {
                 TensorLocation::Mapped { file, .. } => {
                     mappings.get_mut(file).and_then(Iterator::next)
@@ -150,10 +148,9 @@ impl HostMemory {
                     blocks.get_mut(*block).and_then(Iterator::next)
                 }
             };
-            let buffer = buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))?;
-            buffers.push(buffer);
-        }
-        Ok(buffers)
+            buffer.ok_or_else(|| Error::Bug("a tensor without memory".to_owned()))
+        });
+        collect_all(buffers)
     }
 }
 

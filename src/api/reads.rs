@@ -21,6 +21,7 @@ use crate::engine::load_options::LoadOptions;
 use crate::engine::plan::{Extent, ExtentUse, ReadPlan, SliceRanges};
 use crate::engine::read::{ReadRequest, read};
 use crate::error::{Error, Result};
+use crate::fallible::collect_all;
 use crate::format::catalog::Entry;
 use crate::io::{ReadAt, WantedRead, as_refs};
 use crate::numbers::TensorNumber;
@@ -113,11 +114,11 @@ impl<'s> Reads<'s> {
     /// Prepares the reads of a selection, and announces them to the local copies of its files.
     pub fn new(selection: &'s Selection<'s>, options: &LoadOptions) -> Result<Self> {
         let wanted = selection.announce();
-        let sliced = if selection.is_sliced() { &*selection.entries } else { &[] };
-        let mut slices = Vec::with_capacity(sliced.len());
-        for entry in sliced {
-            slices.push(ranges_of(entry)?);
-        }
+        let slices = if selection.is_sliced() {
+            collect_all(selection.entries.iter().map(|entry| ranges_of(entry)))?
+        } else {
+            Vec::new()
+        };
         Ok(Reads {
             selection,
             _wanted: wanted,

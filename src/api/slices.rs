@@ -7,6 +7,7 @@ use super::archive::bytes_dtype;
 use super::file::TensorFile;
 use crate::engine::plan::SliceRanges;
 use crate::error::{Error, Result};
+use crate::fallible::collect_all;
 use crate::format::catalog::{Entry, WholeTensor};
 
 /// A slice: a range of indices for each dimension.
@@ -25,14 +26,9 @@ impl TensorFile {
         &self,
         slices: impl IntoIterator<Item = (usize, Option<Slice>)>,
     ) -> Result<Self> {
-        let slices = slices.into_iter();
-        let mut entries = Vec::with_capacity(slices.size_hint().0);
-        for (number, slice) in slices {
+        let entries = slices.into_iter().map(|(number, slice)| {
             let entry = self.entry(number)?;
-            let Some(slice) = slice else {
-                entries.push(entry.clone());
-                continue;
-            };
+            let Some(slice) = slice else { return Ok(entry.clone()) };
             let shape: Box<[u64]> =
                 slice.iter().map(|range| range.end.saturating_sub(range.start)).collect();
             if SliceRanges::new(entry.dtype.size(), &entry.shape, &slice).is_none()
@@ -44,9 +40,9 @@ impl TensorFile {
                 )));
             }
             let whole = Some(Arc::new(WholeTensor { shape: entry.shape.clone(), slice }));
-            entries.push(Entry { shape, whole, ..entry.clone() });
-        }
-        self.with_parts(entries)
+            Ok(Entry { shape, whole, ..entry.clone() })
+        });
+        self.with_parts(collect_all(entries)?)
     }
 
     /// Returns the same file, each of whose tensors is its bytes in the file. Slices of them are

@@ -192,9 +192,9 @@ fn step(request: &ReadRequest<'_>, sources: &Sources) -> u64 {
         // Long requests are not cut, as each request costs a round trip. Nor are direct reads:
         // those of one batch run at the same time.
         _ if sources.capabilities.has_long_requests() || sources.direct => u64::MAX,
-        (true, _) if request.plan.slices.is_empty() => PIECE_LEN,
-        // Steps make more calls of the same bytes, and of slices they save no CPU time.
-        (true, _) => u64::MAX,
+        // Of slices, which have fewer bytes, steps save no CPU time for their calls.
+        (true, _) if !request.plan.slices.is_empty() => u64::MAX,
+        (true, _) => PIECE_LEN,
         (false, Verify::Nothing) => u64::MAX,
         (false, _) => STEP,
     }

@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 use super::destination::Destination;
 use super::plan::{Batch, ReadPlan, Segment};
 use crate::error::Result;
+use crate::fallible::collect_all;
 use crate::numbers::ExtentNumber;
 
 /// When SHA-256 is verified, tensors of at least this size are read before smaller ones. The hash
@@ -30,13 +31,12 @@ pub fn plan_jobs<D: Destination>(
         let largest = batch.segments.iter().filter_map(Segment::extent).map(data_len).max();
         let first = largest.filter(|&len| large_first && len >= LARGE);
         let steps = if step == u64::MAX { vec![batch] } else { batch.steps(step, max_uncut) };
-        let mut job = Vec::with_capacity(steps.len());
-        for mut batch in steps {
+        let steps = steps.into_iter().map(|mut batch| {
             plan.place_all(&mut batch)?;
             let planned = to.plan(&batch)?;
-            job.push((batch, planned));
-        }
-        jobs.push((first, job));
+            Ok((batch, planned))
+        });
+        jobs.push((first, collect_all(steps)?));
     }
     // Destinations plan batches in file order, so the jobs are sorted only afterwards.
     jobs.sort_by_key(|(first, _)| Reverse(*first));

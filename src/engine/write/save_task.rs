@@ -14,6 +14,7 @@ use crate::codec::hash::{Digests, digest_all, sha256};
 use crate::codec::{HashBatch, HashPool};
 use crate::engine::workers::Control;
 use crate::error::{Error, Result};
+use crate::fallible::collect_all;
 use crate::format::tensors::header::{Hashes, HeaderDraft};
 use crate::io::{WriteAt, write_all_at};
 use crate::stats::{Counters, Stage};
@@ -164,11 +165,11 @@ impl<'p> SaveTask<'p> {
             drafts.iter().map(|(chunk, draft)| (draft.bytes.as_slice(), chunk.bytes.as_ref()));
         let inputs = inputs.collect::<Vec<_>>();
         let digests = self.counters.time(Stage::Hash, || digest_all(&inputs, self.has_sha()));
-        let mut headers = Vec::with_capacity(drafts.len());
-        for ((chunk, draft), digests) in drafts.into_iter().zip(digests) {
-            headers.push(self.finish_header(chunk.tensor, draft, &digests)?);
-        }
-        Ok(headers)
+        let drafts = drafts.into_iter().zip(digests);
+        let finish = |((chunk, draft), digests): ((&TensorChunk<'p>, _), _)| {
+            self.finish_header(chunk.tensor, draft, &digests)
+        };
+        collect_all(drafts.map(finish))
     }
 
     fn encryptor(&self, tensor: usize) -> Result<Option<&Encryptor<'p>>> {
