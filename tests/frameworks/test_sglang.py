@@ -112,7 +112,7 @@ def test_unsupported_options_are_errors():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_read_once(ranks, nginx, world):
-    """Each rank has what SGLang's default loader gives it, and the server sends the weights once."""
+    """Each rank has what SGLang's default loader gives it; the server sends the weights once."""
     folder = nginx.root / f"of{world}"
     folder.mkdir()
     tensors = {name: torch.full((1024, 1024), value(name)) for name in NAMES}
