@@ -192,7 +192,7 @@ fn step(request: &ReadRequest<'_>, sources: &Sources) -> u64 {
         // Long requests are not cut, as each request costs a round trip. Nor are direct reads:
         // those of one batch run at the same time.
         _ if sources.capabilities.has_long_requests() || sources.direct => u64::MAX,
-        // Of slices, which have fewer bytes, steps save no CPU time for their calls.
+        // Slices have few bytes: to read them in steps takes more calls, and saves no CPU time.
         (true, _) if !request.plan.slices.is_empty() => u64::MAX,
         (true, _) => PIECE_LEN,
         (false, Verify::Nothing) => u64::MAX,

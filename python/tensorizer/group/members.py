@@ -92,7 +92,7 @@ class Members:
             )
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         backend = dist.get_backend(like)
-        # Connections of its own are NCCL's; any other backend of CUDA is used on a free group.
+        # For other groups this makes connections of NCCL; a free one is used whatever its backend.
         self.on_device = "nccl" in backend or (
             free is not None and backend not in ("gloo", "mpi") and torch.cuda.is_available()
         )
