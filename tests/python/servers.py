@@ -75,6 +75,7 @@ http {{
     ssl_certificate_key {folder}/server.key;
     root {folder}/root;
     location /slow/ {{ alias {folder}/root/; limit_rate 16m; }}
+    location /slower/ {{ alias {folder}/root/; limit_rate 4m; }}
     location /tagless/ {{ alias {folder}/root/; etag off; }}
     location /whole/ {{ alias {folder}/root/; max_ranges 0; }}
     location /auth/moved {{
