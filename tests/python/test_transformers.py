@@ -84,8 +84,7 @@ def test_ranks_load_a_model_together(ranks, nginx):
         return sum(nginx.sent(f"together/{path.name}") for path in weights)
 
     before = sent()
-    # Each rank imports transformers first.
-    found = ranks.run("groups.pretrained", 3, f"{nginx.http}/together", timeout=300)
+    found = ranks.run("groups.pretrained", 3, f"{nginx.http}/together")
     size = sum(path.stat().st_size for path in weights)
     # The first rank reads half a megabyte of each file with its index.
     assert len(weights) > 1 and size <= sent() - before <= 1.01 * size + len(weights) * 530_000
