@@ -92,7 +92,7 @@ class Members:
             )
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         backend = dist.get_backend(like)
-        # Connections that are made here are NCCL's. A free group may have another backend of devices.
+        # Connections made here are NCCL's. A free group may have another backend of devices.
         self.on_device = "nccl" in backend or (
             free is not None and backend not in ("gloo", "mpi") and torch.cuda.is_available()
         )
