@@ -78,6 +78,15 @@ class Connections:
         # The last reference waits for messages that are under way.
         _start(groups.clear)
 
+    def is_left(self) -> bool:
+        """Return True if a member has said that it leaves.
+
+        Raises:
+            TimeoutError: The store does not answer.
+
+        """
+        return on_thread(lambda _: bool(self.store.check([_LEFT_KEY])), _STORE_SECONDS)[0]
+
     def find_lost(self, rank: int, size: int) -> str | None:
         """Close the connections after an error of them; return which member was lost, and why."""
         self.close()
@@ -104,7 +113,9 @@ class Connections:
         # The process that hosts the store may end when it knows.
         with contextlib.suppress(RuntimeError, dist.DistError):
             self.store.add("found", 1)
-            while self.store.add("found", 0) < len(told) and time.monotonic() < until:
+            # Those that have left do not look for others.
+            others = size - len(reasons) if reasons else len(told)
+            while self.store.add("found", 0) < others and time.monotonic() < until:
                 time.sleep(20 * _PAUSE)
         if reasons:
             return f"rank {reasons[0][0]} of the group {reasons[0][1]}"
@@ -290,8 +301,12 @@ def on_thread(
     leaving, ended = threading.Event(), threading.Event()
     results: list[_T] = []
     errors: list[BaseException] = []
+    claim = threading.Lock()
 
     def run() -> None:
+        # An interruption may hide whether the thread was started: it is then started again.
+        if not claim.acquire(blocking=False):
+            return
         try:
             results.append(work(leaving))
         except BaseException as error:
@@ -299,12 +314,15 @@ def on_thread(
         finally:
             ended.set()
 
-    _start(run)
-    until = time.monotonic() + seconds
+    started = False
     interruption: BaseException | None = None
     try:
+        until = time.monotonic() + seconds
         while not ended.is_set():
             try:
+                if not started:
+                    _start(run)
+                    started = True
                 # A signal ends the wait at once, ``_thread.interrupt_main`` when it is over.
                 while not ended.wait(20 * _PAUSE):
                     if time.monotonic() > until:
@@ -353,4 +371,5 @@ def _close_last() -> None:
     _SEQUENCES.clear()
     until = time.monotonic() + _STORE_SECONDS
     for thread in list(_running):
-        thread.join(max(0.0, until - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # it was never started
+            thread.join(max(0.0, until - time.monotonic()))

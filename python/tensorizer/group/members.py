@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 import os
 import pickle
 import threading
@@ -35,6 +36,8 @@ _FIRST_BYTES, _LENGTH = 128, 8
 _FEW = 1 / 4
 #: Seconds that a member waits beyond the group's time-out, which is to end the wait first.
 _GRACE_SECONDS = 10.0
+#: Seconds of a wait for others after which a member looks whether one of them has left.
+_LOOK_SECONDS = 0.5
 
 
 class FreeGroup(NamedTuple):
@@ -144,21 +147,29 @@ class Members:
         self._check_process()
         seconds = self._timeout.total_seconds() + _GRACE_SECONDS
         calls = self._calls = CallSequence.of(self._like, self._name, self.size)
+
+        def connect(leaving: threading.Event) -> None:
+            # Known at once: an interruption at any later place must be told to the others.
+            self._connections = calls.connect(self.rank, self._timeout, leaving)
+
         try:
-            made, interruption = on_thread(
-                lambda leaving: calls.connect(self.rank, self._timeout, leaving), seconds
-            )
-        except (RuntimeError, TimeoutError, dist.DistError) as error:
-            raise GroupError(
-                f"rank {self.rank} of {self.size} did not meet the other members of its group: "
-                f"{error}"
-            ) from error
-        self._connections, is_new = made, made.number == calls.count
-        # No frame of a traceback may hold it.
-        del made
-        if is_new or interruption is not None:
-            # One that left before all are connected would not be missed before the time-out.
-            self.agree(interruption)
+            try:
+                _, interruption = on_thread(connect, seconds)
+            except (RuntimeError, TimeoutError, dist.DistError) as error:
+                raise GroupError(
+                    f"rank {self.rank} of {self.size} did not meet the other members of its group: "
+                    f"{error}"
+                ) from error
+            made = self._connections
+            if interruption is not None or (made is not None and made.number == calls.count):
+                # One that left before all are connected would not be missed before the time-out.
+                self.agree(interruption)
+        except BaseException as error:
+            self.leave_after(error)
+            raise
+        finally:
+            # No frame of a traceback may hold it.
+            made = None
 
     def complete(self) -> None:
         """End a call that succeeded at all members: the next one uses its connections again."""
@@ -368,18 +379,34 @@ class Members:
             group = work = None
 
     def _wait(self, work: Any) -> None:
-        until = time.monotonic() + self._timeout.total_seconds() + _GRACE_SECONDS
+        now = time.monotonic()
+        until, look = now + self._timeout.total_seconds() + _GRACE_SECONDS, now + _LOOK_SECONDS
         pause = 1e-4
         try:
             while not work.is_completed():
                 if time.monotonic() > until:
                     raise RuntimeError("timed out")
+                if time.monotonic() > look:
+                    look = self._next_look()
                 time.sleep(pause)
                 pause = min(pause * 1.5, 5e-3)
             work.wait()
         finally:
             # It keeps the connections open, and a traceback keeps this frame.
             del work
+
+    def _next_look(self) -> float:
+        """Raise if a member has left: one that is not connected yet would not be missed.
+
+        Return the time of the next look. There is none if the store does not answer.
+        """
+        connections = self._connections
+        try:
+            if connections is None or connections.is_left():
+                raise RuntimeError("a member has left")
+        except TimeoutError:
+            return math.inf
+        return time.monotonic() + _LOOK_SECONDS
 
     def _raise_lost(self, error: BaseException) -> NoReturn:
         """Leave after a collective that failed; say which member has left, or is gone."""

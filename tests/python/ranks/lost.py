@@ -1,8 +1,10 @@
 """Loads and saves by groups that fail at one rank, or lose it."""
 
 import datetime
+import itertools
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -19,7 +21,7 @@ from ranks.common import (
 )
 from ranks.groups import large
 from tensorizer.file.exchange import Exchange
-from tensorizer.group import blocks, connections
+from tensorizer.group import blocks, connections, members
 from tensorizer.group.members import Members
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -52,6 +54,12 @@ def columns():
     """Return the option by which each rank wants columns of its own of two tensors."""
     dim = {"rows": 1, "cube": 1}.get
     return {"shard": tensorizer.Shard(dim, dist.get_rank(), dist.get_world_size())}
+
+
+def drop_connections():
+    """Forget the connections that are kept, so that the next call makes new ones."""
+    for calls in connections._SEQUENCES[dist.group.WORLD].values():
+        calls.kept = None
 
 
 def works(uri):
@@ -277,15 +285,80 @@ def interrupted(folder, turns):
     return found
 
 
+def interrupted_at_lines(folder, step):
+    """Ctrl-C at one line after another that the main thread runs of a group's code.
+
+    Return the outcome and seconds of each. The end of the start of a thread is such a line. The
+    others cannot know of what happens before the call has begun. Every second call makes new
+    connections, which are opened when they are first used.
+    """
+    fetch_together(BATCH)
+    uri = f"{folder}/g.tensors"
+    files = {connections.__file__, members.__file__}
+    begun = threading.Event()
+    connect = connections.CallSequence.connect
+
+    def connecting(*args):
+        begun.set()
+        return connect(*args)
+
+    def interrupting(number):
+        lines = iter(range(1 << 30))
+        where = []
+
+        def trace(frame, event, _):
+            code = frame.f_code
+            starts = code is threading.Thread.start.__code__
+            if not starts and code.co_filename not in files:
+                return None
+            is_place = event == ("return" if starts else "line")
+            if is_place and begun.is_set() and not where and next(lines) == number:
+                where.append(frame.f_lineno)
+                raise KeyboardInterrupt
+            return trace
+
+        return trace, where
+
+    found = []
+    with group(WAIT) as (rank, world):
+        store = dist.distributed_c10d._get_default_store()
+        works(uri)
+        for number in itertools.count(0, step):
+            trace, where = interrupting(number)
+            if number % 2:
+                drop_connections()
+            begun.clear()
+            connections.CallSequence.connect = connecting
+            if rank == (number // step) % world:
+                sys.settrace(trace)
+            since = time.monotonic()
+            try:
+                load(uri, names=["rows", "cube"], **(columns() if number % 4 > 1 else {}))
+                outcome = "done"
+            except tensorizer.GroupError:
+                outcome = "told"
+            except KeyboardInterrupt:
+                outcome = "interrupted"
+            finally:
+                sys.settrace(None)
+            connections.CallSequence.connect = connect
+            found.append((outcome, time.monotonic() - since))
+            store.set(f"line {number} {rank}", "x" * len(where))
+            others = [f"line {number} {other}" for other in range(world)]
+            store.wait(others, datetime.timedelta(seconds=60))
+            if not any(store.get(other) for other in others):
+                return found
+            works(uri)
+    return found
+
+
 def connecting(folder):
     """Ctrl-C at a rank when all have met and it has not begun to connect."""
     fetch_together(BATCH)
     uri = f"{folder}/g.tensors"
     with group() as (rank, _):
         works(uri)
-        # Connections that are kept would not be made.
-        for calls in connections._SEQUENCES[dist.group.WORLD].values():
-            calls.kept = None
+        drop_connections()
         connect = dist.ProcessGroupGloo
 
         def begin(*args):
