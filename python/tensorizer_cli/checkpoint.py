@@ -10,7 +10,7 @@ import torch
 from tensorizer import DecryptionParams, TensorType
 from tensorizer._native import Reader, local_path
 from tensorizer._types import Head, VerifyHash
-from tensorizer.file.tensor_file import TensorFile
+from tensorizer.file.open_file import OpenFile
 from tensorizer.streams.addresses import is_address, is_there
 
 from .compare import DAMAGES
@@ -80,7 +80,7 @@ class _CheckpointFile(BatchedFile):
         self.unreached = []
         self.memory_limit = None
         self.heads = []
-        self._first: TensorFile | None = None
+        self._first: OpenFile | None = None
 
     def _open(self, *, verify_hash: VerifyHash = False, names_only: bool = False) -> WholeTensors:
         from tensorizer.distributed.whole_tensors import WholeTensors  # see above
@@ -91,7 +91,7 @@ class _CheckpointFile(BatchedFile):
     def first(self) -> Reader | None:
         """The reader of the first of its files."""
         if self._first is None and self._whole.files:
-            self._first = TensorFile(self._whole.files[0], key_needed=False)
+            self._first = OpenFile(self._whole.files[0], key_needed=False)
         return None if self._first is None else self._first.reader
 
     def __exit__(self, *_: object) -> None:

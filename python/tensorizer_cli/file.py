@@ -8,7 +8,8 @@ import torch
 from tensorizer import CryptographyError, DecryptionParams
 from tensorizer._native import effective_memory_limit
 from tensorizer._types import Head
-from tensorizer.file.tensor_file import TensorFile, in_batches
+from tensorizer.file.open_file import OpenFile
+from tensorizer.file.placement import in_batches
 
 from .file_description import FileDescription
 
@@ -40,7 +41,7 @@ class BatchedFile(FileDescription):
         memory_limit: int | None = None,
     ) -> None:
         self._has_key = params is not None
-        self._file = TensorFile(
+        self._file = OpenFile(
             file,
             encryption=params,
             num_readers=readers,

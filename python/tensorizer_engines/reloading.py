@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from tensorizer.file.tensor_file import TensorFile
+    from tensorizer.file.open_file import OpenFile
     from tensorizer.group.members import FreeGroup
 
     from .options import LoaderOptions
@@ -163,13 +163,13 @@ class Reload:
                         self._before |= _hashes_of(opened, prefix)
         return self._before
 
-    def _open(self, file: str) -> TensorFile:
-        from tensorizer.file.tensor_file import TensorFile
+    def _open(self, file: str) -> OpenFile:
+        from tensorizer.file.open_file import OpenFile
 
-        return TensorFile(file, key_needed=False, cache_dir=self._options.cache_dir)
+        return OpenFile(file, key_needed=False, cache_dir=self._options.cache_dir)
 
 
-def _hashes_of(file: TensorFile, prefix: str) -> dict[str, str | None]:
+def _hashes_of(file: OpenFile, prefix: str) -> dict[str, str | None]:
     """Return the SHA-256 of each weight of a file; None for one that has none."""
     from tensorizer.file.unchanged import sha256_of
 

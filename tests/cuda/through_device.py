@@ -6,12 +6,12 @@ are copied to the device before.
 """
 
 import torch
-from tensorizer.file.tensor_file import TensorFile
+from tensorizer.file.open_file import OpenFile
 from tensorizer.tensors import devices, fake_mode, handles, subclasses
 
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 _number, _is_native = devices.number, devices.is_native
-_lend, _take, _fill = handles._lend, handles._take, TensorFile.fill
+_lend, _take, _fill = handles._lend, handles._take, OpenFile.fill
 
 
 def number(device):
@@ -70,4 +70,4 @@ def fill(self, tensors, *args, **kwargs):
 
 
 devices.number, devices.is_native = number, is_native
-handles._lend, handles._take, TensorFile.fill = lend, take, fill
+handles._lend, handles._take, OpenFile.fill = lend, take, fill

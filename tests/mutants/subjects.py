@@ -38,7 +38,7 @@ SUBJECTS = {
     "file/to_redis": "redis",
     "file/progress": "progress",
     "file/(nesting|name_tree)": "state_dict_files metadata name_bombs large_headers",
-    "file/(opening|legacy|reader|open_file|tensor_file)": "reading reading_objects "
+    "file/(opening|legacy|reader|open_file|placement|options)": "reading reading_objects "
     "interop old_names modules module_state shards sources metadata mapping safetensors encryption",
     "file/": "reading writing iterate metadata",
     "modules/": "module_state modules meta_tensors wrapped_modules",

@@ -19,7 +19,7 @@ import torch
 from conftest import COMMAND, ROOT, assert_same, run_python, start_python
 from tensorizer import TensorDeserializer, _native, load
 from tensorizer._C import forget_environment
-from tensorizer.file import tensor_file
+from tensorizer.file import open_file
 
 MB = 1 << 20
 #: The first request, which every opening makes.
@@ -650,7 +650,7 @@ def test_a_server_without_an_etag_is_warned_of_once(nginx, tmp_path):
 
 def test_loads_in_batches_are_one_call(nginx, served, folder, monkeypatch):
     name, size = served
-    monkeypatch.setattr(tensor_file, "_BATCH_BYTES", size // 8)
+    monkeypatch.setattr(open_file, "_BATCH_BYTES", size // 8)
     for _ in range(2):
         load(f"{nginx.http}/{name}", cache_dir=folder, dtype="bfloat16")
         assert tensorizer.stats()["fallbacks"] == []

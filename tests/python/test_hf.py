@@ -21,7 +21,7 @@ from tensorizer import (
     TensorSerializer,
     load,
 )
-from tensorizer.file.tensor_file import TensorFile
+from tensorizer.file.open_file import OpenFile
 from tensorizer.stream_io import open_stream
 from tensorizer_cli.main import main
 from test_cache import entries
@@ -145,18 +145,18 @@ def test_another_process_opens_the_same_commit(hub):
     """It gets the heads of the first process, and sends no request for them."""
     old = tensors(1, 1000)
     repo = hub.repo("org/repo", shards(old))
-    with TensorFile("hf://org/repo", heads=[]) as first:
+    with OpenFile("hf://org/repo", heads=[]) as first:
         heads = first.heads
     repo.commit(shards(tensors(2, 1000)))
     hub.asked()
     hub.files.requests.clear()
-    with TensorFile("hf://org/repo", heads=heads) as file:
+    with OpenFile("hf://org/repo", heads=heads) as file:
         assert hub.asked() == hub.files.requests == []
         loaded = [tensor for _, tensor, _ in file.load(range(3), torch.device("cpu"))]
         assert_all({file.reader.name(n): tensor for n, tensor in enumerate(loaded)}, old)
     download("model.safetensors.index.json", revision=next(iter(repo.commits)))
     hub.asked()
-    with TensorFile("hf://org/repo", heads=heads) as file:
+    with OpenFile("hf://org/repo", heads=heads) as file:
         assert hub.asked() == []
 
 
@@ -522,7 +522,7 @@ def test_verified_after_the_file_was_closed(hub, tmp_path):
 def test_threads_verify_once(hub):
     found = tensors(size=3_000_000)
     hub.repo("org/repo", {"model.safetensors": save(found)})
-    with TensorFile("hf://org/repo", verify_hash=True) as file, ThreadPoolExecutor(3) as threads:
+    with OpenFile("hf://org/repo", verify_hash=True) as file, ThreadPoolExecutor(3) as threads:
         loads = [threads.submit(file.read, [n], torch.device("cpu")) for n in range(3)]
         for number, done in enumerate(loads):
             ((tensor,), _) = done.result()
@@ -546,11 +546,11 @@ def test_a_group_verifies_before_it_exchanges(hub, ranks, tmp_path):
 def test_files_of_the_hubs_own_client_are_local(hub):
     """Ranks of one machine are given the names of the files, and each rank reads them itself."""
     repo = hub.repo("org/repo", shards(tensors(1, 1000)))
-    with TensorFile("hf://org/repo", heads=[]) as file:
+    with OpenFile("hf://org/repo", heads=[]) as file:
         assert not file.is_local
         assert all(first for *_, first in file.heads)
     download(*repo.commits[repo.refs["main"]])
-    with TensorFile("hf://org/repo", heads=[]) as file:
+    with OpenFile("hf://org/repo", heads=[]) as file:
         assert file.is_local
         assert len(file.heads) == 4
         assert not any(first for *_, first in file.heads)

@@ -10,7 +10,7 @@ import torch
 from conftest import TENSORS, assert_same
 from tensorizer import DecryptionParams, EncryptionParams, FormatError, TensorSerializer, TensorType
 from tensorizer.file.file_writer import FileWriter
-from tensorizer.file.tensor_file import TensorFile
+from tensorizer.file.open_file import OpenFile
 
 METADATA = {"zeta": "ü\n\0", "": "", "alpha": "x" * 1000}
 KEY = bytes(range(32))
@@ -142,7 +142,7 @@ def test_an_identity_and_a_manifest_are_beside_them(path):
                     writer.set_pair_id(identity)
                 writer.write_leaves(list(TENSORS), list(TENSORS.values()))
             sealed = DecryptionParams.from_key(KEY, require_manifest=True) if encryption else None
-            with TensorFile(path, encryption=sealed) as file:
+            with OpenFile(path, encryption=sealed) as file:
                 assert dict(file.reader.metadata) == METADATA
                 assert file.reader.pair_id == identity
 
@@ -220,7 +220,7 @@ def test_damage_is_told_with_its_place_and_tensors_are_loaded(path):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
         with pytest.warns(UserWarning, match=f"without its metadata: .*{text}.*at byte {where}\\)"):
             assert read(path) == {}
-        with TensorFile(path) as file, pytest.raises(FormatError, match=f"at byte {where}\\)"):
+        with OpenFile(path) as file, pytest.raises(FormatError, match=f"at byte {where}\\)"):
             file.reader.metadata
         loaded = tensorizer.load(path, "cpu", verify_hash=True)
         assert_same(loaded["weight"], TENSORS["weight"])

@@ -4,7 +4,7 @@ import pytest
 import tensorizer
 import torch
 from tensorizer import Shard, TensorDeserializer
-from tensorizer.file import load_plan, loaded_tensors, open_file, parts, request, tensor_file
+from tensorizer.file import load_plan, loaded_tensors, open_file, parts, request
 from tensorizer.tensors import handles
 
 FEW, MANY = 3, 300
@@ -132,7 +132,7 @@ def test_the_first_wrong_slice_is_named(tmp_path, slices, error, text):
 
 def test_a_part_is_described_when_it_is_asked_for(tmp_path):
     tensorizer.save({"a": torch.zeros(4, 3), "b": torch.zeros(2)}, tmp_path / "f.tensors")
-    with tensor_file.TensorFile(tmp_path / "f.tensors") as file:
+    with open_file.OpenFile(tmp_path / "f.tensors") as file:
         plan = load_plan.LoadPlan(request.Request(slices={"a": (0, 1, 3)}), file)
         assert plan.is_cut(0) and not plan.is_cut(1)
         assert plan.part(0).shape == (2, 3) and plan.part(1).shape == (2,)

@@ -17,8 +17,8 @@ import torch
 from conftest import assert_same, run_python
 from safetensors_library import FILES, assert_like, make, result_of, theirs
 from tensorizer import safetensors as ours
+from tensorizer.file.open_file import OpenFile
 from tensorizer.file.opening import FileBytes
-from tensorizer.file.tensor_file import TensorFile
 
 
 @pytest.fixture(scope="module", params=FILES)
@@ -114,7 +114,7 @@ def test_load(path, tensors):
 
 def test_bytes_are_read_in_place_by_several_readers(path):
     data = path.read_bytes()
-    with TensorFile(FileBytes(data, "<bytes>")) as file:
+    with OpenFile(FileBytes(data, "<bytes>")) as file:
         assert file.reader.parallel
         before = sys.getrefcount(data)
     # The file has let them go.

@@ -11,7 +11,7 @@ import torch
 from conftest import run_python
 from servers import Nginx
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
-from tensorizer.file.tensor_file import TensorFile
+from tensorizer.file.open_file import OpenFile
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -129,7 +129,7 @@ SEVERAL = [
 @pytest.mark.device
 def test_several_slices_of_one_tensor(files, how):
     name, options = OPEN[how]
-    with TensorFile(files / name, **options) as file:
+    with OpenFile(files / name, **options) as file:
         part = file.sliced([(file.find(name), ranges) for name, *ranges in SEVERAL])
         for numbers in (range(len(SEVERAL)), [8, 1, 0, 5]):
             loaded, _ = part.read(list(numbers), torch.device("cpu"))

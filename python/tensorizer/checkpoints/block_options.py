@@ -11,7 +11,7 @@ import torch
 
 from ..file import file_writer, hints
 from ..file.arguments import parsed_device
-from ..file.open_file import check_options
+from ..file.options import check_reading
 from ..file.progress import ProgressReporter
 from ..file.reader import TensorDeserializer
 from ..file.writer import TensorSerializer
@@ -57,7 +57,7 @@ def check_loading(options: Mapping[str, Any], *, for_function: bool) -> None:
                 "returns"
             )
     _check_names("tensorizer_loading", options, TensorDeserializer)
-    check_options(**{name: options[name] for name in _CHECKED if name in options})
+    check_reading(**{name: options[name] for name in _CHECKED if name in options})
     if options.get("device") is not None:
         parsed_device(options["device"])
     ProgressReporter(options.get("progress", False))

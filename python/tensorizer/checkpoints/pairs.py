@@ -18,8 +18,8 @@ from torch.serialization import default_restore_location
 from .._errors import CryptographyError, FormatError, PairMismatchError
 from .._native import Reader
 from ..file.arguments import resolve_device
+from ..file.open_file import OpenFile
 from ..file.progress import ProgressReporter
-from ..file.tensor_file import TensorFile
 from ..streams.atomic import AtomicWriter
 from .pickling import PairRecord, StorageCollector, StorageProvider, saving_module
 from .save_lock import SaveLock
@@ -243,7 +243,7 @@ class StorageFileLoader(StorageProvider):
             reporter.total = opened.reader.data_len(range(len(opened)))
             return self._read(opened, self._numbers(opened), device)
 
-    def _open(self, file: Any, options: dict[str, Any]) -> TensorFile:
+    def _open(self, file: Any, options: dict[str, Any]) -> OpenFile:
         """Open the storage file, or the previous one that a killed or running save has kept."""
         expected = None if self.record is None else self.record.pair
         error: Exception | None = None
@@ -278,8 +278,8 @@ class StorageFileLoader(StorageProvider):
             stacklevel=3,
         )
 
-    def _opened(self, file: Any, options: dict[str, Any], expected: str | None) -> TensorFile:
-        opened = TensorFile(file, closes_stream=True, **options)
+    def _opened(self, file: Any, options: dict[str, Any], expected: str | None) -> OpenFile:
+        opened = OpenFile(file, closes_stream=True, **options)
         try:
             self._check_identity(opened.reader, expected)
         except BaseException:
@@ -297,7 +297,7 @@ class StorageFileLoader(StorageProvider):
                 f"found {found or 'one without a name (of an older release, or another kind)'}"
             )
 
-    def _numbers(self, file: TensorFile) -> list[int]:
+    def _numbers(self, file: OpenFile) -> list[int]:
         """Return the number of the tensor in the file for each storage, in their order."""
         reader = file.reader
         count = len(reader)
@@ -317,9 +317,7 @@ class StorageFileLoader(StorageProvider):
                 )
         return known
 
-    def _read(
-        self, file: TensorFile, numbers: list[int], device: Any
-    ) -> list[torch.UntypedStorage]:
+    def _read(self, file: OpenFile, numbers: list[int], device: Any) -> list[torch.UntypedStorage]:
         lens = file.reader.memory_lens(range(len(file)))
         if self._nothing_to_read():
             out = []

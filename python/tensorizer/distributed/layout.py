@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from .._errors import FormatError
 from .._native import local_path
-from ..file.tensor_file import TensorFile
+from ..file.open_file import OpenFile
 from ..streams.addresses import is_address
 from ..streams.open import open_stream
 from ..tensors.handles import dtype_of
@@ -229,7 +229,7 @@ def is_there(folder: str) -> bool:
         return False
 
 
-def find(file: TensorFile, location: ItemLocation) -> int:
+def find(file: OpenFile, location: ItemLocation) -> int:
     """Return the number that a tensor of a checkpoint has in its file.
 
     Raises:

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from .._native import with_earlier
-from ..file.tensor_file import TensorFile
+from ..file.open_file import OpenFile
 from ..tensors import fake_mode
 from ..tensors.handles import dtype_of, is_fillable, refuse_short
 
@@ -14,9 +14,7 @@ from ..tensors.handles import dtype_of, is_fillable, refuse_short
 _BATCH_BYTES = 256 << 20
 
 
-def read_tensors(
-    file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
-) -> None:
+def read_tensors(file: OpenFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner) -> None:
     """Read tensors and parts of tensors into the tensors of a planner.
 
     The hashes of tensors that are read as a whole are compared without a copy.
@@ -39,7 +37,7 @@ def read_tensors(
         _fill(file.sliced(slices), parts, planner)
 
 
-def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner) -> None:
+def _fill(file: OpenFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner) -> None:
     """Read tensors into those of a planner."""
     targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
     refuse_short((item.dest_index.fqn, t) for (item, _), t in zip(wanted, targets, strict=True))

@@ -16,8 +16,8 @@ from torch.futures import Future
 
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
-from ..file.open_file import check_options
-from ..file.tensor_file import TensorFile
+from ..file.open_file import OpenFile
+from ..file.options import check_reading
 from ..tensors import fake_mode
 from . import layout, other_formats
 from .items import ItemLocation, ItemLocations
@@ -81,7 +81,7 @@ class Reader(StorageReader):
         weights_only: bool = True,
     ) -> None:
         super().__init__()
-        check_options(verify_hash=verify_hash, encryption=encryption, num_readers=num_readers)
+        check_reading(verify_hash=verify_hash, encryption=encryption, num_readers=num_readers)
         self._options: dict[str, Any] = {
             "verify_hash": verify_hash,
             "encryption": encryption,
@@ -198,7 +198,7 @@ class Reader(StorageReader):
             location = self._locations[item.storage_index]
             by_file.setdefault(location.file, []).append((item, location))
         for name, items in by_file.items():
-            with TensorFile(layout.join(self.checkpoint_id, name), **self._options) as file:
+            with OpenFile(layout.join(self.checkpoint_id, name), **self._options) as file:
                 found = [(item, layout.find(file, location)) for item, location in items]
                 self._read_objects(file, [one for one in found if _is_object(one[0])], planner)
                 read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
@@ -207,7 +207,7 @@ class Reader(StorageReader):
         return done
 
     def _read_objects(
-        self, file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
+        self, file: OpenFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
     ) -> None:
         numbers = dict.fromkeys(number for _, number in wanted)
         with fake_mode.suspended():

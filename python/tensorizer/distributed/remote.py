@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from .._errors import FormatError
-from ..file.tensor_file import TensorFile
+from ..file.open_file import OpenFile
 from ..streams.addresses import is_there
 from ..streams.open import open_stream
 from ..tensors.handles import dtype_of
@@ -93,7 +93,7 @@ class ShardsReader(StorageReader):
 
     Args:
         folder: The address of the folder that has the file, or the index of the shards.
-        options: The arguments of :class:`TensorFile`.
+        options: The arguments of :class:`OpenFile`.
 
     """
 
@@ -116,7 +116,7 @@ class ShardsReader(StorageReader):
 
     def _read_metadata(self) -> dcp.Metadata:
         found: dict[str, Any] = {}
-        with TensorFile(self._uri, **self._options) as file:
+        with OpenFile(self._uri, **self._options) as file:
             for number in range(len(file)):
                 dtype, shape, _ = file.reader.describe(number)
                 size = torch.Size(shape)
@@ -139,7 +139,7 @@ class ShardsReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the tensors of a rank, or its parts of them."""
-        with TensorFile(self._uri, **self._options) as file:
+        with OpenFile(self._uri, **self._options) as file:
             items = [(item, file.find(item.storage_index.fqn)) for item in plan.items]
             read_tensors(file, items, planner)
         done: Future[None] = Future()

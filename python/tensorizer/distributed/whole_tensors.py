@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
-from ..file.tensor_file import TensorFile
+from ..file.open_file import OpenFile
 from ..tensors.sharding import Box
 from . import layout
 from .items import ItemLocation, ItemLocations
@@ -61,7 +61,7 @@ class WholeTensors:
         self.files = [layout.join(self._folder, file) for file in files]
         self._options: dict[str, Any] = {"encryption": encryption, "verify_hash": verify_hash}
         #: In the order of their last use; the most recently used is the last.
-        self._open: dict[str, TensorFile] = {}
+        self._open: dict[str, OpenFile] = {}
         try:
             # Open files early: one that is missing, or needs a key, fails before output is written.
             for file in files[: 0 if names_only else _MOST_OPEN]:
@@ -77,13 +77,13 @@ class WholeTensors:
         while self._open:
             self._open.popitem()[1].close()
 
-    def _file(self, name: str) -> TensorFile:
+    def _file(self, name: str) -> OpenFile:
         """Return an open file; the least recently used one is closed if too many are open."""
         file = self._open.pop(name, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
-            file = TensorFile(layout.join(self._folder, name), **self._options)
+            file = OpenFile(layout.join(self._folder, name), **self._options)
         self._open[name] = file
         return file
 
@@ -134,7 +134,7 @@ class WholeTensors:
         """Tell whether its files are encrypted, without their key."""
         if not self.files:
             return False
-        with TensorFile(self.files[0], key_needed=False) as file:
+        with OpenFile(self.files[0], key_needed=False) as file:
             return file.reader.encrypted
 
     def _load(self, location: ItemLocation, view: torch.Tensor) -> None:

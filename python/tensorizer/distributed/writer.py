@@ -21,7 +21,7 @@ from .._types import Hashes, TensorType
 from ..file import file_writer
 from ..file.encryption import EncryptionParams
 from ..file.file_writer import FileWriter
-from ..file.tensor_file import in_batches
+from ..file.placement import in_batches
 from ..streams import targets
 from ..streams.addresses import is_address
 from ..streams.held_folder import HeldPath

@@ -9,7 +9,7 @@ import torch
 
 from ..group.blocks import Piece
 from ..tensors.handles import dtype_of
-from .tensor_file import TensorFile
+from .open_file import OpenFile
 
 
 class BlockReader(Protocol):
@@ -33,7 +33,7 @@ class FileReader:
 
     """
 
-    def __init__(self, file: TensorFile, verify: str) -> None:
+    def __init__(self, file: OpenFile, verify: str) -> None:
         self._file, self._verify = file, verify
         self._bytes = file.of_bytes()
         self._lens = file.reader.data_lens()

@@ -28,10 +28,10 @@ from ..tensors.handles import dtype_of
 from ..tensors.sharding import Ranges
 from .exchange import Exchange
 from .load_plan import LoadPlan
+from .open_file import OpenFile
 from .progress import ProgressReporter
 from .read_ahead import ReadAhead
 from .request import Request
-from .tensor_file import TensorFile
 
 #: The most bytes that a member holds beside the tensors of a load.
 _LOAD_BYTES = 1 << 30
@@ -40,8 +40,8 @@ _VERIFICATIONS = ("nothing", "crc32", "all")
 
 
 def open_collectively(
-    members: Members, opened: Callable[[Sequence[Head]], TensorFile]
-) -> tuple[TensorFile, bool]:
+    members: Members, opened: Callable[[Sequence[Head]], OpenFile]
+) -> tuple[OpenFile, bool]:
     """Open a file at all members; the first one reads its index, for all of them.
 
     Args:
@@ -57,13 +57,13 @@ def open_collectively(
         ValueError: Members have opened different files.
 
     """
-    files: list[TensorFile] = []
+    files: list[OpenFile] = []
 
     def open_first() -> Sequence[Head]:
         files.append(opened([]))
         return files[0].heads
 
-    def open_with_heads() -> TensorFile:
+    def open_with_heads() -> OpenFile:
         if not files:
             files.append(opened(heads))
         return files[0]
@@ -103,7 +103,7 @@ class _FileSummary(NamedTuple):
     identities: bytes
 
 
-def _summary(file: TensorFile, prefers_cache: bool) -> _FileSummary:
+def _summary(file: OpenFile, prefers_cache: bool) -> _FileSummary:
     reader = file.reader
     machine = _machine() if file.is_local else None
     files = reader.files()
@@ -161,7 +161,7 @@ def _digest(value: object) -> bytes:
     return hashlib.sha256(repr(value).encode()).digest()[:16]
 
 
-def _digest_of_tensors(file: TensorFile) -> bytes:
+def _digest_of_tensors(file: OpenFile) -> bytes:
     """Return a digest that tells the tensors of a file from those of others."""
     reader, every = file.reader, range(len(file))
     digest = hashlib.sha256(repr((reader.pair_id, reader.offsets())).encode())
@@ -172,7 +172,7 @@ def _digest_of_tensors(file: TensorFile) -> bytes:
 
 def load_collectively(
     members: Members,
-    opened: Callable[[Sequence[Head]], TensorFile],
+    opened: Callable[[Sequence[Head]], OpenFile],
     requested: Callable[[], Request],
     reporter: ProgressReporter,
 ) -> dict[Any, torch.Tensor]:
@@ -198,7 +198,7 @@ def load_collectively(
 
 def load_opened(
     members: Members,
-    file: TensorFile,
+    file: OpenFile,
     requested: Callable[[], Request],
     reporter: ProgressReporter,
     *,
@@ -224,11 +224,11 @@ def load_opened(
 
 def open_iterator(
     members: Members,
-    opened: Callable[[Sequence[Head]], TensorFile],
+    opened: Callable[[Sequence[Head]], OpenFile],
     requested: Callable[[], Request],
     reporter: ProgressReporter,
     buffer_bytes: int,
-) -> tuple[TensorFile, LoadPlan, Exchange | ReadAhead]:
+) -> tuple[OpenFile, LoadPlan, Exchange | ReadAhead]:
     """Open a file at all members. Return it, the chosen tensors, and their iterator.
 
     See :func:`load_collectively`; ``buffer_bytes`` is the most that a member holds beside its
@@ -250,7 +250,7 @@ def open_iterator(
 
 
 def _planned(
-    requested: Callable[[], Request], file: TensorFile, reporter: ProgressReporter
+    requested: Callable[[], Request], file: OpenFile, reporter: ProgressReporter
 ) -> LoadPlan:
     plan = LoadPlan(requested(), file)
     reporter.total = plan.total()
@@ -259,7 +259,7 @@ def _planned(
 
 def _begin(
     members: Members,
-    file: TensorFile,
+    file: OpenFile,
     planned: Callable[[], LoadPlan],
     buffer_bytes: int,
     reporter: ProgressReporter,
@@ -321,7 +321,7 @@ def _wished(plan: LoadPlan, buffer_bytes: int) -> tuple[LoadPlan, Wish, _Answer]
 
 def _merged(
     members: Members,
-    file: TensorFile,
+    file: OpenFile,
     mine: Wish,
     answers: Sequence[_Answer],
     *,

@@ -14,8 +14,8 @@ from ..tensors.handles import dtype_of, is_fillable
 from .arguments import resolve_device
 from .load_plan import LoadPlan
 from .loaded_tensors import LoadedTensors
+from .open_file import OpenFile
 from .request import Request
-from .tensor_file import TensorFile
 
 
 def sharded_slots(
@@ -79,7 +79,7 @@ def load_sharded(
     return made
 
 
-def _can_fill(file: TensorFile, tensor: Any, number: int) -> bool:
+def _can_fill(file: OpenFile, tensor: Any, number: int) -> bool:
     local = sharding.local_of(tensor)
     return (
         file.dtype is None

@@ -14,7 +14,7 @@ import torch
 from .._errors import FormatError
 from .._types import Name
 from .encryption import DecryptionParams
-from .tensor_file import TensorFile
+from .open_file import OpenFile
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FileInfo:
     nbytes: int
 
 
-def _metadata(file: TensorFile) -> dict[str, str]:
+def _metadata(file: OpenFile) -> dict[str, str]:
     try:
         return dict(file.reader.metadata or ())
     except FormatError as error:
@@ -95,7 +95,7 @@ def info(
         OSError, ValueError, CryptographyError: See :class:`tensorizer.TensorDeserializer`.
 
     """
-    with TensorFile(uri, encryption=encryption, key_needed=False) as file:
+    with OpenFile(uri, encryption=encryption, key_needed=False) as file:
         reader = file.reader
         every = range(len(file))
         files = tuple(reader.files())

@@ -18,11 +18,11 @@ from .arguments import device_or_function, names_of
 from .encryption import DecryptionParams
 from .exit_hooks import close_at_exit
 from .load_plan import LoadPlan
+from .open_file import OpenFile
 from .progress import ProgressReporter, ProgressType
 from .read_ahead import ReadAhead, use_on_current_stream
 from .request import Request
 from .slices import Index
-from .tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,8 +114,8 @@ def iterate(
     reporter = ProgressReporter(progress)
     request = Request(names_of(names), None, filter_func, slices or {}, shard=shard, device=device)
 
-    def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> TensorFile:
-        return TensorFile(
+    def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> OpenFile:
+        return OpenFile(
             uri,
             dtype=dtype,
             num_readers=num_readers,
@@ -168,7 +168,7 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
     def __init__(
         self,
         reporter: ProgressReporter,
-        file: TensorFile,
+        file: OpenFile,
         plan: LoadPlan,
         batches: TensorBatches,
     ) -> None:

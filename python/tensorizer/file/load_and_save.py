@@ -18,10 +18,10 @@ from .encryption import DecryptionParams, EncryptionParams
 from .file_writer import FileWriter
 from .load_plan import LoadPlan
 from .nesting import named_leaves
+from .open_file import OpenFile
 from .progress import ProgressReporter, ProgressType, data_bytes
 from .request import Request
 from .slices import Index
-from .tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -128,8 +128,8 @@ def load(
 
         members = Members.of(group)
 
-    def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> TensorFile:
-        return TensorFile(
+    def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> OpenFile:
+        return OpenFile(
             uri,
             dtype=dtype,
             num_readers=num_readers,

@@ -14,10 +14,11 @@ from ..tensors import sharding
 from ..tensors.handles import are_plain, cast_dtype, dtype_of, is_fillable, refuse_short
 from ..tensors.sharding import Part
 from .arguments import device_or_function, resolve_device
+from .open_file import OpenFile
 from .parts import planned_parts
+from .placement import Places, in_batches
 from .request import Request
 from .slices import with_ones
-from .tensor_file import Places, TensorFile, in_batches
 
 #: Bytes of boxes that are read into other memory at a time, because theirs is not contiguous.
 _COPIED_BYTES = 256 << 20
@@ -41,7 +42,7 @@ class LoadPlan:
 
     """
 
-    def __init__(self, request: Request, file: TensorFile) -> None:
+    def __init__(self, request: Request, file: OpenFile) -> None:
         self._request, self.file = request, file
         self._device, self._device_of = device_or_function(request.device)
         default = torch.get_default_device() if self._device is None else self._device
@@ -293,7 +294,7 @@ def _contiguous(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-def _check_fits(tensor: torch.Tensor, file: TensorFile, number: int, part: Part) -> None:
+def _check_fits(tensor: torch.Tensor, file: OpenFile, number: int, part: Part) -> None:
     """Raise unless a tensor can be filled with a part."""
     name = file.reader.name(number)
     kind, _, _ = file.reader.describe(number)

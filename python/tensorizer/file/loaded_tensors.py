@@ -14,7 +14,7 @@ from .._native import with_earlier
 from ..modules import state, vllm_files
 from ..tensors import fake_mode
 from ..tensors.handles import cast_dtype, dtype_of, lend
-from .tensor_file import TensorFile
+from .open_file import OpenFile
 
 #: torch's function that makes parameters of plain tensors.
 _made = torch.Tensor._make_subclass
@@ -33,7 +33,7 @@ class LoadedTensors:
 
     """
 
-    def __init__(self, file: TensorFile, selection: Sequence[int] | None) -> None:
+    def __init__(self, file: OpenFile, selection: Sequence[int] | None) -> None:
         casts_later = file.dtype is not None and file.is_whole and _has_marker(file)
         self.file = file.uncast() if casts_later else file
         self._dtype_on_request = file.dtype if casts_later else None
@@ -284,7 +284,7 @@ def _is_as_saved(dtype: torch.dtype, shape: Sequence[int], there: torch.Tensor |
     return there is None or there.dtype is dtype or tuple(there.shape) != tuple(shape)
 
 
-def _has_marker(file: TensorFile) -> bool:
+def _has_marker(file: OpenFile) -> bool:
     """Tell whether vLLM wrote a file from a model of its own."""
     return any(file.reader.find(f".{name}") is not None for name in state.MARKERS)
 

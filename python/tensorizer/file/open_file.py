@@ -1,36 +1,47 @@
-"""An open file of tensors: how it is opened and closed, and the numbers of its tensors."""
+"""An open file of tensors, for all functions that load."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from .._errors import CryptographyError
-from .._native import Reader, ShardIndex, Source, as_bytes, open as native_open
+from .._native import (
+    Reader,
+    ShardIndex,
+    Source,
+    TensorIterator,
+    announce,
+    as_bytes,
+    open as native_open,
+    split_tensor_memory,
+)
 from .._types import Head, Name, OpenOptions, Slice, VerifyHash
 from ..streams.addresses import is_address
 from ..streams.endpoints import assigned_endpoint
+from ..tensors import devices, fake_mode
+from ..tensors.handles import are_plain, cast_dtype, dtype_of, lend, take
 from . import hints, opening
-from .arguments import (
-    check_num_readers,
-    checked_dtype,
-    checked_memory_limit,
-    checked_verification,
-)
+from .arguments import checked_dtype, checked_verification
 from .checkpoint import Checkpoint, SlicedCheckpoint
 from .encryption import DecryptionParams, native_decryption
 from .lazy_shards import LazyShards
+from .options import check_reading
+from .placement import Places, all_of, by_device, in_batches, native_numbers, zeros
 from .progress import ProgressReporter
 
-_File = TypeVar("_File", bound="OpenFile")
+#: Bytes loaded at a time if torch then casts each tensor, or copies it to another device.
+_BATCH_BYTES = 256 << 20
+_CPU = torch.device("cpu")
 
 
 class OpenFile:
@@ -39,17 +50,12 @@ class OpenFile:
     Args:
         file_obj: The file, as for :class:`tensorizer.TensorDeserializer`.
         dtype: Cast floating-point tensors.
-        num_readers: Threads that read at once; None for as many as help.
-        verify_hash: The hashes that are compared unless a call overrides it.
-        encryption: The key or passphrase of an encrypted file.
-        mmap: Use tensors in place in a mapping of the file.
-        clone: On CUDA, give each tensor a storage of its own.
+        num_readers, verify_hash, encryption, mmap, clone, cache_dir, memory_limit: See
+            :class:`LoadOptions`. A call may override ``verify_hash``.
         key_needed: Refuse an encrypted file without ``encryption``. Names and shapes need no key.
         heads: Cached headers from another process that opened the same address; an empty sequence
             to collect them here.
         progress: Reports the bytes that are loaded, of slices too.
-        cache_dir: A folder that caches data from an address.
-        memory_limit: The most bytes that a load has in flight beside the tensors.
         wanted: The names of the tensors that will be requested. Of a checkpoint in several files,
             only the files are opened that hold them according to its index. None for all.
         lazily: Open the files of such a checkpoint when they are needed; see :meth:`part`.
@@ -89,7 +95,7 @@ class OpenFile:
         lazily: bool = False,
         closes_stream: bool = False,
     ) -> None:
-        check_options(num_readers=num_readers, memory_limit=memory_limit, cache_dir=cache_dir)
+        check_reading(num_readers=num_readers, memory_limit=memory_limit, cache_dir=cache_dir)
         self.memory_limit = memory_limit
         by_address = is_address(file_obj)
         is_stream = not isinstance(file_obj, (str, bytes, os.PathLike, int))
@@ -206,7 +212,7 @@ class OpenFile:
         """False until all shards of a checkpoint that is opened lazily are open."""
         return self._reader is not None
 
-    def part(self: _File, name: str) -> _File | None:
+    def part(self, name: str) -> OpenFile | None:
         """Return the shard that has a tensor, as a file that need not be closed.
 
         None if all shards are open, or are needed to find the tensor.
@@ -248,7 +254,7 @@ class OpenFile:
         if decryption is not None:
             self.reader.decrypt(decryption)
 
-    def sliced(self: _File, slices: Sequence[Slice]) -> _File:
+    def sliced(self, slices: Sequence[Slice]) -> OpenFile:
         """Return the same file with slices of some of its tensors as its only tensors.
 
         ``slices`` has a tensor's number, and the first index and the end in each dimension, or None
@@ -261,14 +267,14 @@ class OpenFile:
         part._checkpoint = checkpoint
         return part
 
-    def of_bytes(self: _File) -> _File:
+    def of_bytes(self) -> OpenFile:
         """Return the same file with the bytes of each tensor as a tensor of ``uint8``."""
         part = self._with(as_bytes(self.reader))
         part._checkpoint, part.dtype = None, None
         self._adopted_readers += {part.reader}
         return part
 
-    def with_parts(self: _File, reader: Reader, numbers: Sequence[int]) -> _File:
+    def with_parts(self, reader: Reader, numbers: Sequence[int]) -> OpenFile:
         """Return the same file with parts of some tensors as its only tensors.
 
         ``reader`` was made of these parts of the tensors ``numbers``, and is closed with this file.
@@ -281,13 +287,13 @@ class OpenFile:
         self._adopted_readers += {reader, part.reader}
         return part
 
-    def uncast(self: _File) -> _File:
+    def uncast(self) -> OpenFile:
         """Return the same file, whose tensors are loaded in the dtypes of the file."""
         part = self._with(self.reader)
         part.dtype = None
         return part
 
-    def _with(self: _File, reader: Reader) -> _File:
+    def _with(self, reader: Reader) -> OpenFile:
         part = copy.copy(self)
         part.reader = reader
         part._stream = None
@@ -349,7 +355,7 @@ class OpenFile:
         if stream is not None and hasattr(stream, "close"):
             stream.close()
 
-    def __enter__(self: _File) -> _File:
+    def __enter__(self) -> OpenFile:
         return self
 
     def __exit__(
@@ -397,24 +403,241 @@ class OpenFile:
         hint = hints.of_name(name, reader.names(range(len(reader))))
         return KeyError(f"Tensor {name!r} not found in {reader.uri}{hint}")
 
+    # Loading
 
-def check_options(
-    *,
-    num_readers: int | None = None,
-    verify_hash: VerifyHash | None = False,
-    encryption: DecryptionParams | None = None,
-    memory_limit: int | None = None,
-    cache_dir: str | os.PathLike[Any] | None = None,
-) -> None:
-    """Refuse options with which no file could be read.
+    def load(
+        self, numbers: Sequence[int], device: Places, verify: str | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """Yield ``(number, tensor, module index)`` of tensors, in their final dtype.
 
-    Raises:
-        TypeError, ValueError: See :class:`OpenFile`.
+        All are on one device, or each on its own. The dtype is ``dtype`` for floating-point tensors
+        if that was given, and else the file's.
+        """
+        start = 0
+        for batch in self._batches(numbers, device):
+            end = start + len(batch)
+            of_batch = device if isinstance(device, torch.device) else device[start:end]
+            tensors, modules = self.read(batch, of_batch, verify)
+            yield from zip(batch, self.placed(tensors, batch, of_batch), modules, strict=True)
+            start = end
 
-    """
-    check_num_readers(num_readers)
-    checked_verification(verify_hash)
-    native_decryption(encryption)
-    checked_memory_limit(memory_limit)
-    if cache_dir is not None and not isinstance(cache_dir, (str, bytes, os.PathLike)):
-        raise TypeError(f"cache_dir must be the path of a folder or None, not {cache_dir!r}")
+    def load_one(self, number: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        """Return a tensor, in the form in which :meth:`load` yields it, and its module index."""
+        if self._checkpoint is not None or not self._unchanged(device) or fake_mode.is_active():
+            ((_, tensor, module),) = self.load([number], device)
+            return tensor, module
+        reader, one = self.reader, [number]
+        handle, (module,) = reader.load(
+            one,
+            verify=self.verify,
+            readers=self._num_readers,
+            map=self.maps,
+            devices=[devices.number(device)],
+            separate_memory=self._clone,
+        )
+        (tensor,) = take(handle)
+        self._read[0] += min(tensor.nbytes, reader.data_len(one))
+        return tensor, module
+
+    def read(
+        self, numbers: Sequence[int], device: Places, verify: str | None = None
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Return tensors in the file's dtype, and their module indices.
+
+        They are on their devices if the native code supports these, and else on the CPU.
+        """
+        if self._checkpoint is not None or (numbers and fake_mode.is_active()):
+            found = {
+                number: tensor
+                for one, some in by_device(numbers, device).items()
+                for number, tensor in zip(some, self._read_on(some, one, verify), strict=True)
+            }
+            return [found[number] for number in numbers], [0] * len(numbers)
+        handle, modules = self.reader.load(
+            numbers,
+            verify=verify or self.verify,
+            readers=self._num_readers,
+            map=self.maps,
+            devices=native_numbers(device),
+            separate_memory=self._clone,
+        )
+        tensors = take(handle)
+        # In the file, a sliced tensor has more bytes, and a tensor of the meta device fewer.
+        size = sum(tensor.nbytes for tensor in tensors)
+        self._read[0] += min(size, self.reader.data_len(numbers))
+        return tensors, modules
+
+    def _read_on(
+        self, numbers: Sequence[int], device: torch.device, verify: str | None
+    ) -> list[torch.Tensor]:
+        """Return tensors of a checkpoint, or of ``FakeTensorMode``, for which nothing is read."""
+        if self._checkpoint is not None and numbers and fake_mode.is_active():
+            return self._checkpoint.without_data(numbers, device)
+        if self._checkpoint is not None:
+            tensors, read = self._checkpoint.load(
+                numbers,
+                device,
+                verify=verify or self.verify,
+                readers=self._num_readers,
+                map=self.maps,
+                separate_memory=self._clone,
+                shared=self.keeps_shared,
+            )
+            self._read[0] += read
+            return tensors
+        described = self.reader.describe_all(list(numbers))
+        return [
+            torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in described
+        ]
+
+    def iterate(
+        self,
+        numbers: Sequence[int],
+        device: torch.device,
+        *,
+        buffer_bytes: int,
+        ready: bool,
+        complete: bool = False,
+        readers: int | None = None,
+    ) -> TensorIterator:
+        """Begin to load tensors one by one, in the file's dtype, each in memory of its own.
+
+        They go to the device if the native code supports it. At most ``buffer_bytes`` bytes of them
+        are held. They come in the order of their data in the file, or as they are ``ready``. They
+        can be used on the stream that is current then; if they are to be ``complete``, on all
+        streams of the device, because their copies have ended. ``readers`` overrides the number of
+        readers of the file.
+        """
+        return self.reader.iterate(
+            numbers,
+            verify=self.verify,
+            readers=readers or self._num_readers,
+            device=devices.number(device),
+            buffer_bytes=buffer_bytes,
+            ready=ready,
+            complete=complete,
+        )
+
+    def fill(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str | None = None
+    ) -> list[int]:
+        """Fill existing tensors in place; return their module indices.
+
+        Tensors of ``FakeTensorMode`` have nothing to fill.
+        """
+        if any(map(fake_mode.is_fake, tensors)):
+            return [0] * len(numbers)
+        direct = list(zip(tensors, numbers, strict=True))
+        if self._checkpoint is not None:
+            direct = self._fill_strided(direct, self._checkpoint, verify)
+        plain = [tensor for tensor, _ in direct]
+        chosen = [number for _, number in direct]
+        handle = lend(plain if are_plain(plain) else [tensor.detach() for tensor in plain])
+        modules = self.reader.load_into(
+            handle, chosen, verify=verify or self.verify, readers=self._num_readers
+        )
+        self._read[0] += sum(tensor.nbytes for tensor in plain)
+        return modules if len(direct) == len(numbers) else [0] * len(numbers)
+
+    def _fill_strided(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, int]],
+        checkpoint: Checkpoint | SlicedCheckpoint,
+        verify: str | None,
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Fill the tensors whose bytes are not in order in the file; return the other pairs."""
+        for tensor, number in pairs:
+            if checkpoint.strided(number):
+                (loaded,), _ = self.read([number], tensor.device, verify)
+                tensor.detach().copy_(loaded)
+        return [pair for pair in pairs if not checkpoint.strided(pair[1])]
+
+    def can_fill_on(self, device: torch.device) -> bool:
+        """Tell whether tensors on a device can be filled in place."""
+        direct = device.type == "cpu" or devices.is_native(device)
+        return direct and not self.maps
+
+    def _unchanged(self, device: Places) -> bool:
+        """Tell whether loaded tensors are used on their devices without a further copy."""
+        return self.dtype is None and all(
+            one.type == "cpu" or devices.is_native(one) for one in all_of(device)
+        )
+
+    def _batches(self, numbers: Sequence[int], device: Places) -> Iterator[Sequence[int]]:
+        """Split a load whose tensors are copied once more, to bound the bytes held twice."""
+        if self._unchanged(device):
+            if numbers:
+                yield numbers
+            return
+        length = self.length_of(numbers)
+        most = self.reserve_memory(_BATCH_BYTES, numbers, length, device)
+        yield from self.in_batches(numbers, length, most)
+
+    def length_of(self, numbers: Sequence[int]) -> Callable[[int], int]:
+        """Return a function of the bytes that each of some tensors has in memory."""
+        lens = self.reader.memory_lens(numbers)
+        return dict(zip(numbers, lens, strict=True)).__getitem__
+
+    def in_batches(
+        self, numbers: Sequence[int], length: Callable[[int], int], most: int
+    ) -> Iterator[list[int]]:
+        """Split tensors as :func:`in_batches` does, for loads that count as one call to a cache."""
+        announcement = announce(self.reader, numbers)
+        yield from in_batches(numbers, length, most)
+        del announcement
+
+    def reserve_memory(
+        self,
+        wanted: int,
+        numbers: Iterable[int],
+        length: Callable[[int], int],
+        device: Places = _CPU,
+        *,
+        min_memory: int = 0,
+        reserved: int = 0,
+    ) -> int:
+        """Reserve a part of the memory limit for tensors that are held, and return its bytes.
+
+        Args:
+            wanted: The most bytes of tensors.
+            numbers: The tensors.
+            length: A function that returns the bytes of one.
+            device: The device that they are loaded to, or that of each.
+            min_memory: The fewest bytes to leave beside them.
+            reserved: Bytes of the limit that are reserved for something else.
+
+        Raises:
+            ValueError: The limit is too small for the largest of them.
+
+        """
+        largest = max(map(length, numbers), default=0)
+        reader = max(min_memory, self.min_memory(device))
+        most, not_readers = split_tensor_memory(
+            self.memory_limit, wanted, largest, reader, reserved
+        )
+        self.reader.limit_memory(self.memory_limit, not_readers)
+        return most
+
+    def min_memory(self, device: Places = _CPU, *, parts: bool = False) -> int:
+        """Return the smallest memory limit with which tensors, or parts of them, can be read."""
+        return self.reader.minimum_memory(parts, any(map(devices.is_native, all_of(device))))
+
+    def placed(
+        self, tensors: list[torch.Tensor], numbers: Sequence[int], device: Places
+    ) -> Iterable[torch.Tensor]:
+        """Return tensors on the requested devices and in the requested dtype, one by one."""
+        if self._unchanged(device):
+            return tensors
+        of_each = itertools.repeat(device) if isinstance(device, torch.device) else device
+        return map(self._cast, tensors, numbers, of_each)
+
+    def _cast(self, tensor: torch.Tensor, number: int, device: torch.device) -> torch.Tensor:
+        wanted = cast_dtype(tensor.dtype, self.dtype)
+        there = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+        if there and wanted is tensor.dtype:
+            # It may share its storage with others; ``to()`` copies it if the device has no index.
+            return tensor
+        unchanged = wanted is tensor.dtype or device.type != "cpu" or fake_mode.is_fake(tensor)
+        if unchanged or tensor.numel() == 0 or self.reader.data_len([number]) > 0:
+            return tensor.to(device, wanted)
+        return zeros(tensor.shape, wanted)

@@ -51,7 +51,7 @@ class PythonFile:
 
 @dataclass
 class FileBytes:
-    """The bytes of a file, accepted by :class:`TensorFile` alone."""
+    """The bytes of a file, accepted by :class:`OpenFile` alone."""
 
     data: bytes
     uri: str

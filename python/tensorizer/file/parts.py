@@ -13,9 +13,9 @@ from .._native import plan_parts
 from .._types import Name
 from ..tensors import sharding
 from ..tensors.sharding import Part, Shard
+from .open_file import OpenFile
 from .request import Request
 from .slices import index_of, ranges_of
-from .tensor_file import TensorFile
 
 
 class PlannedParts(NamedTuple):
@@ -32,7 +32,7 @@ class PlannedParts(NamedTuple):
 
     """
 
-    file: TensorFile
+    file: OpenFile
     cuts: Mapping[int, Any]
     first: Mapping[int, int] | None
     box_counts: Mapping[int, int]
@@ -40,7 +40,7 @@ class PlannedParts(NamedTuple):
 
 
 def planned_parts(
-    file: TensorFile, request: Request, keys: Mapping[Any, int], given: Mapping[int, Any]
+    file: OpenFile, request: Request, keys: Mapping[Any, int], given: Mapping[int, Any]
 ) -> PlannedParts:
     """Plan the parts of tensors.
 
@@ -77,7 +77,7 @@ def planned_parts(
 class _Planner:
     """The cuts of the tensors of a file, by number."""
 
-    file: TensorFile
+    file: OpenFile
     #: The names of the tensors that are sliced.
     names: Mapping[int, Name]
     indices: Mapping[int, Any]
@@ -126,7 +126,7 @@ class _Planner:
         return [ranges], rest
 
 
-def _found(file: TensorFile, keys: Mapping[Any, int], names: Iterable[Name]) -> list[int]:
+def _found(file: OpenFile, keys: Mapping[Any, int], names: Iterable[Name]) -> list[int]:
     """Return the numbers of the names, up to the first that is not among the tensors."""
     known = [keys.get(name) for name in names]
     among = set(keys.values()) if None in known else set()
@@ -142,7 +142,7 @@ def _found(file: TensorFile, keys: Mapping[Any, int], names: Iterable[Name]) -> 
     return found
 
 
-def _refuse_different(file: TensorFile, numbers: Sequence[int], indices: Sequence[Any]) -> None:
+def _refuse_different(file: OpenFile, numbers: Sequence[int], indices: Sequence[Any]) -> None:
     """Refuse different indices of one tensor, which its names may have.
 
     Raises:
@@ -184,7 +184,7 @@ def _dims_of(
 
 
 def _parts_of(
-    file: TensorFile,
+    file: OpenFile,
     request: Request,
     keys: Mapping[Any, int],
     given: Mapping[int, Any],

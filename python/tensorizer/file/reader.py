@@ -24,9 +24,9 @@ from .dtensors import load_sharded, sharded_slots
 from .encryption import DecryptionParams
 from .loaded_tensors import LoadedTensors
 from .name_tree import LEFT_OUT, converted, list_or_dict_with_gaps, nested, path_of, plain
+from .open_file import OpenFile
 from .progress import ProgressReporter, ProgressType
 from .slices import TensorSlice
-from .tensor_file import TensorFile
 from .to_redis import copy_to_redis
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         memory_limit: int | None = None,
     ) -> None:
         reporter = ProgressReporter(progress)
-        self._file = TensorFile(
+        self._file = OpenFile(
             file_obj,
             dtype=dtype,
             num_readers=num_readers,
@@ -204,7 +204,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
     def close(self) -> None:
         """Close the file. Loaded tensors stay valid. Closing again has no effect."""
-        file: TensorFile | None = getattr(self, "_file", None)
+        file: OpenFile | None = getattr(self, "_file", None)
         if file is not None:
             file.close()
 

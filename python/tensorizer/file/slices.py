@@ -11,7 +11,7 @@ import torch
 
 from .._types import Name
 from ..tensors.handles import dtype_of
-from .tensor_file import TensorFile
+from .open_file import OpenFile
 
 #: An index as in brackets, which selects a part of each dimension.
 Index: TypeAlias = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -35,7 +35,7 @@ class TensorSlice:
     """
 
     def __init__(
-        self, file: TensorFile, number: int, device: Callable[[], torch.device], verify: str
+        self, file: OpenFile, number: int, device: Callable[[], torch.device], verify: str
     ) -> None:
         self._file, self._number, self._device, self._verify = file, number, device, verify
         dtype, shape, _ = file.reader.describe(number)

@@ -18,8 +18,8 @@ from ..streams.held_folder import HeldFolder, HeldPath
 from ..streams.open import open_stream
 from ..tensors import sharding, subclasses, without_data
 from .file_writer import FileWriter
+from .placement import in_batches
 from .progress import ProgressReporter, data_bytes
-from .tensor_file import in_batches
 
 if TYPE_CHECKING:
     from ..group.gathered_save import GatheredSave

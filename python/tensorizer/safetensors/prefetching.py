@@ -12,8 +12,8 @@ import torch
 from .._errors import ClosedError
 from .._native import TensorIterator
 from ..file.exit_hooks import close_at_exit
+from ..file.open_file import OpenFile
 from ..file.read_ahead import use_on_current_stream
-from ..file.tensor_file import TensorFile
 from ..tensors import devices, fake_mode
 from ..tensors.handles import take
 from .errors import SafetensorError, as_safetensor_errors
@@ -74,7 +74,7 @@ class PrefetchLoader:
         if len(planned) < len(parts) or any(tensor.ranges for tensor in planned):
             parts = parts.sliced([(tensor.number, tensor.ranges) for tensor in planned])
         #: The file with these parts as its tensors; None once the loader is closed.
-        self._file: TensorFile | None = parts
+        self._file: OpenFile | None = parts
         self._native: TensorIterator = parts.iterate(
             range(0 if self._fake else len(planned)),
             device,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .._locks import ForkSafeLock
+from ..file.open_file import OpenFile
 from ..file.slices import ranges_of
-from ..file.tensor_file import TensorFile
 from ..streams.addresses import is_address
 from ..tensors import fake_mode
 from .errors import SafetensorError, as_safetensor_errors
@@ -78,9 +78,7 @@ class SafetensorsFile:
         with as_safetensor_errors("deserializing header"):
             try:
                 # On CUDA each tensor has a storage of its own, because callers compare storages.
-                self._file = TensorFile(
-                    file, mmap=maps, clone=True, key_needed=False, lazily=remote
-                )
+                self._file = OpenFile(file, mmap=maps, clone=True, key_needed=False, lazily=remote)
             except FileNotFoundError as error:
                 if remote:
                     raise
@@ -117,7 +115,7 @@ class SafetensorsFile:
         return self._numbers
 
     def __del__(self) -> None:
-        file: TensorFile | None = getattr(self, "_file", None)
+        file: OpenFile | None = getattr(self, "_file", None)
         if file is not None:
             file.close()
 
@@ -127,7 +125,7 @@ class SafetensorsFile:
         return self._device
 
     @property
-    def file(self) -> TensorFile:
+    def file(self) -> OpenFile:
         """The open file."""
         return self._file
 
@@ -271,7 +269,7 @@ class SafetensorsFile:
         _check_dtype(self._file, number)
 
 
-def _check_dtype(file: TensorFile, number: int) -> None:
+def _check_dtype(file: OpenFile, number: int) -> None:
     dtype = file.reader.describe(number)[0]
     if not hasattr(torch, dtype):
         raise SafetensorError(f"Dtype not understood: {DTYPES[dtype][0]}")

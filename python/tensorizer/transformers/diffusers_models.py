@@ -12,7 +12,7 @@ import torch
 
 from .._locks import ForkSafeLock
 from ..file.arguments import checked_dtype
-from ..file.tensor_file import TensorFile
+from ..file.open_file import OpenFile
 from ..modules.uninitialised import no_init_or_tensor
 from ..tensors.handles import cast_dtype
 from .libraries import library
@@ -34,7 +34,7 @@ _UNSUPPORTED = frozenset(
 _IMPLIED = ("low_cpu_mem_usage", "disable_mmap")
 
 
-def build(spec: ModelSpec, file: TensorFile, options: TensorFileOptions) -> Any:
+def build(spec: ModelSpec, file: OpenFile, options: TensorFileOptions) -> Any:
     """Return the model of :func:`from_pretrained`, with the tensors of an open file.
 
     Raises:

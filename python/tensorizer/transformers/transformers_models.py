@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..file.tensor_file import TensorFile
+from ..file.open_file import OpenFile
 from .libraries import library
 from .model_spec import GENERATION_CONFIG, ModelSpec
 from .remote_code import entry
@@ -17,7 +17,7 @@ from .weights import TensorFileOptions, Weights
 _REUSE_TENSORS = ("quantization_config", "tp_plan", "tp_size", "distributed_config", "device_mesh")
 
 
-def build(spec: ModelSpec, file: TensorFile, options: TensorFileOptions) -> Any:
+def build(spec: ModelSpec, file: OpenFile, options: TensorFileOptions) -> Any:
     """Return the model of :func:`from_pretrained`, with the tensors of an open file.
 
     The library gets no folder, and reads none: the generation configuration is passed to it.

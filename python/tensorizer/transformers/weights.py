@@ -14,9 +14,9 @@ from .._native import model_files
 from .._types import Head
 from ..file.arguments import resolve_device
 from ..file.load_plan import LoadPlan
+from ..file.open_file import OpenFile
 from ..file.progress import ProgressReporter, ProgressType
 from ..file.request import Request
-from ..file.tensor_file import TensorFile
 from ..tensors.handles import dtype_of
 from .folders import ModelFolder
 
@@ -66,9 +66,9 @@ def open_weights(
     folder: ModelFolder,
     kind: str,
     variant: str | None,
-    opened: Callable[[str], TensorFile],
+    opened: Callable[[str], OpenFile],
     explicit: Any = None,
-) -> TensorFile:
+) -> OpenFile:
     """Open the file of a folder that holds its weights, or the index that lists the files.
 
     Args:
@@ -133,7 +133,7 @@ def _is_missing_shard(error: FileNotFoundError, name: str) -> bool:
 
 
 class TensorFileOptions:
-    """The options of a load, for :class:`TensorFile`.
+    """The options of a load, for :class:`OpenFile`.
 
     Attributes:
         progress: Reports the bytes that are loaded.
@@ -155,12 +155,12 @@ class TensorFileOptions:
             if members.size > 1:
                 self.members = members
 
-    def open(self, found: Callable[[Callable[[str], TensorFile]], TensorFile]) -> TensorFile:
+    def open(self, found: Callable[[Callable[[str], OpenFile]], OpenFile]) -> OpenFile:
         """Return the file of weights, which ``found`` opens with the given function."""
 
-        def opened(heads: Sequence[Head] | None) -> TensorFile:
+        def opened(heads: Sequence[Head] | None) -> OpenFile:
             return found(
-                lambda uri: TensorFile(uri, progress=self.progress, heads=heads, **self._options)
+                lambda uri: OpenFile(uri, progress=self.progress, heads=heads, **self._options)
             )
 
         if isinstance(self.members, contextlib.nullcontext):
@@ -170,7 +170,7 @@ class TensorFileOptions:
         file, self._each_reads = open_collectively(self.members, opened)
         return file
 
-    def load(self, file: TensorFile, device: torch.device) -> dict[Any, torch.Tensor]:
+    def load(self, file: OpenFile, device: torch.device) -> dict[Any, torch.Tensor]:
         """Return all tensors of a file that these options have opened, and close it."""
         request = Request(device=device)
         with self.progress, file:
@@ -202,7 +202,7 @@ class Weights(Mapping[str, Any]):
 
     def __init__(
         self,
-        file: TensorFile,
+        file: OpenFile,
         options: TensorFileOptions,
         device: torch.device | str | None,
         single_use: bool = False,

@@ -8,7 +8,7 @@ import tensorizer
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # before ranks are forked
-from tensorizer.file import collective_load, tensor_file
+from tensorizer.file import collective_load, open_file
 from tensorizer.group import blocks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,13 +45,13 @@ def fetch_together(batch_bytes=None):
 
 def counting_shares():
     """Return a list to which the bytes are added that this rank reads for a group from now on."""
-    counts, fill = [], tensor_file.TensorFile.fill
+    counts, fill = [], open_file.OpenFile.fill
 
     def counting(self, tensors, *args):
         counts.append(sum(tensor.nbytes for tensor in tensors))
         return fill(self, tensors, *args)
 
-    tensor_file.TensorFile.fill = counting
+    open_file.OpenFile.fill = counting
     return counts
 
 

@@ -20,7 +20,7 @@ from ranks.common import (
 )
 from ranks.dtensors import of_format
 from tensorizer.file.collective_load import open_collectively
-from tensorizer.file.tensor_file import TensorFile
+from tensorizer.file.open_file import OpenFile
 from tensorizer.group import members, wishes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -547,7 +547,7 @@ def two_versions(folder):
         if dist.get_rank() == 1:
             (path / "v1").rename(path / "old")
             (path / "v2").rename(path / "v1")
-        return TensorFile(path / "v1", heads=heads)
+        return OpenFile(path / "v1", heads=heads)
 
     with group():
         if dist.get_rank() == 0:

@@ -1,0 +1,151 @@
+"""The options that several functions share: each is named, described and checked once."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict, TypeVar
+
+from .._types import Hashes, VerifyHash
+from .arguments import check_num_readers, checked_memory_limit, checked_verification
+from .encryption import DecryptionParams, EncryptionParams, native_decryption
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class ReadOptions(TypedDict, total=False):
+    """Options of all calls that read a file.
+
+    Attributes:
+        encryption: The key or passphrase of an encrypted file.
+        verify_hash: Compare every tensor with the hashes in the file. A tensor without hashes
+            raises an error, and so does a file of a format without hashes. ``"crc32"`` compares the
+            CRC-32 only, which finds accidental damage and costs little. With True, the bytes of
+            files of a hub (``hf://``) are first compared with the SHA-256 that it publishes. They
+            are then read twice: the tensors come from a second transfer, which is not hashed again.
+        num_readers: The number of threads that read at once. None for as many as help.
+        memory_limit: The most bytes that the load has in flight in addition to the tensors: buffers
+            of connections, staging memory, batches of a group, gaps between tensors that are read
+            along. As many connections and batches are used as fit. :func:`iterate` counts its
+            tensors that are loaded or being read, too. None for the value of
+            ``TENSORIZER_MEMORY_MB``.
+        cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
+            file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
+            ``OSError``. See ``docs/how-to/cache.md``.
+
+    """
+
+    encryption: DecryptionParams | None
+    verify_hash: VerifyHash | None
+    num_readers: int | None
+    memory_limit: int | None
+    cache_dir: str | os.PathLike[Any] | None
+
+
+class LoadOptions(ReadOptions, total=False):
+    """Options of all calls that load a file as a whole: those of :class:`ReadOptions`, and two.
+
+    Attributes:
+        mmap: True to use tensors in place in a private mapping of their file instead of reading
+            them into memory of their own. Opening then takes no time, and bytes come into memory
+            when they are first touched. Changes to such a tensor are private to it. The file
+            must not be changed while the tensors live: opening it for writing (``open(path,
+            "wb+")`` to save over it), copying over it or truncating it destroys the tensors, and
+            touching them may end the process (SIGBUS). A serializer refuses to write to such a file
+            of this process that was opened without truncating it. Replacing the file by a rename,
+            as serializers do with paths, is safe. Tensors whose data are not aligned (files of
+            older writers) are always read.
+        clone: On CUDA, give each tensor its own storage. Otherwise tensors below 1 MiB are views of
+            shared storages of at most 64 MiB, which is faster. Such a storage is freed with its
+            last tensor, and ``torch.save`` of one tensor writes the whole storage. On the CPU each
+            tensor has its own storage in any case; tensors below 1 MiB share blocks of memory, each
+            of which is freed with its last tensor.
+
+    """
+
+    mmap: bool
+    clone: bool
+
+
+class SaveOptions(TypedDict, total=False):
+    """Options of all calls that save a file.
+
+    Attributes:
+        encryption: A key to encrypt the tensors' data with; the tensors stay as they are.
+        alignment: Each tensor's data begin at a multiple of this many bytes in the file, a power
+            of two. 64 lets tensors be used in place from a mapping; 1 gives the same bytes as
+            version 2.12.1 of the package.
+        hashes: The hashes of each tensor to store: ``"all"`` (CRC-32 and SHA-256) or ``"crc32"``,
+            which finds accidental damage and costs little. Readers verify those that a file has.
+        metadata: Strings by name, up to 100,000,000 bytes of them, which
+            :func:`tensorizer.info` returns and old releases do not see. They are authenticated only
+            in an encrypted file with a manifest.
+        clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
+        memory_limit: The most bytes that a write has in flight in addition to the tensors: copies
+            that are encrypted and hashed, staging memory, parts of an upload, and the beginning of
+            its object. As many threads and connections are used as fit. None for the value of
+            ``TENSORIZER_MEMORY_MB``.
+
+    """
+
+    encryption: EncryptionParams | None
+    alignment: int
+    hashes: Hashes
+    metadata: Mapping[str, str] | None
+    clear_metadata: bool
+    memory_limit: int | None
+
+
+#: The defaults that are not None.
+_DEFAULTS: dict[str, Any] = {
+    "verify_hash": False,
+    "mmap": False,
+    "clone": False,
+    "alignment": 64,
+    "hashes": "all",
+    "clear_metadata": False,
+}
+
+
+def takes(options: type) -> Callable[[_Function], _Function]:
+    """Show each of the ``options``, which a function takes as ``**options``, in its signature."""
+    shown = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_DEFAULTS.get(name),
+            annotation=getattr(annotation, "__forward_arg__", annotation),
+        )
+        for name, annotation in options.__annotations__.items()
+    ]
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [one for one in signature.parameters.values() if one.kind != one.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def check_reading(
+    *,
+    num_readers: int | None = None,
+    verify_hash: VerifyHash | None = False,
+    encryption: DecryptionParams | None = None,
+    memory_limit: int | None = None,
+    cache_dir: str | os.PathLike[Any] | None = None,
+) -> None:
+    """Refuse options with which no file could be read.
+
+    Raises:
+        TypeError, ValueError: See :class:`ReadOptions`.
+
+    """
+    check_num_readers(num_readers)
+    checked_verification(verify_hash)
+    native_decryption(encryption)
+    checked_memory_limit(memory_limit)
+    if cache_dir is not None and not isinstance(cache_dir, (str, bytes, os.PathLike)):
+        raise TypeError(f"cache_dir must be the path of a folder or None, not {cache_dir!r}")
