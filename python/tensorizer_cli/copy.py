@@ -274,8 +274,8 @@ def _to_safetensors(
         written = save_safetensors(
             dict(zip(names, tensors, strict=True)),
             target,
-            source.metadata or None,
             options.max_shard_size,
+            metadata=source.metadata or None,
             memory_limit=rest,
         )
         progress.add(source.total)

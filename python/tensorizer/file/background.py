@@ -12,18 +12,21 @@ import threading
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _native
-from .._types import FileFormat, Hashes
+from .._types import FileFormat
 from ..tensors import devices, fake_mode, subclasses, without_data
 from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
-from .encryption import EncryptionParams
 from .file_writer import FileWriter
 from .nesting import flatten, named_leaves
+from .options import SaveOptions, takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("tensorizer.serialization")
 
@@ -196,18 +199,14 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+@takes(SaveOptions)
 def save_async(
     tensors: Mapping[str, Any] | Sequence[Any],
     uri: str | os.PathLike[Any] | Any,
     *,
-    alignment: int = 64,
-    encryption: EncryptionParams | None = None,
-    hashes: Hashes = "all",
     format: FileFormat | None = None,
-    metadata: Mapping[str, str] | None = None,
-    clear_metadata: bool = False,
-    memory_limit: int | None = None,
     allow_meta: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> SaveFuture:
     """Save a copy of the tensors in the background, so that the caller may change them meanwhile.
 
@@ -220,15 +219,9 @@ def save_async(
     Args:
         tensors: The tensors, as for :func:`tensorizer.save`.
         uri: The target, as for :func:`tensorizer.save`.
-        alignment: See :class:`TensorSerializer`.
-        encryption: A key to encrypt the tensors' data with.
-        hashes: See :class:`TensorSerializer`.
         format: See :func:`tensorizer.save`. A safetensors file is written in one piece.
-        metadata: Strings by name; see :class:`TensorSerializer`.
-        clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
-        memory_limit: The most bytes that the save has in flight in addition to the copies of the
-            tensors; see :class:`TensorSerializer`.
         allow_meta: See :func:`tensorizer.save`.
+        options: How the file is written: see :class:`SaveOptions`.
 
     Raises:
         OSError, TypeError, ValueError, NotImplementedError: At once, if the file cannot be begun or
@@ -237,7 +230,7 @@ def save_async(
     """
     safetensors = to_safetensors.is_safetensors_target(uri, format)
     if safetensors:
-        to_safetensors.refuse_options(alignment, encryption, hashes, allow_meta=allow_meta)
+        to_safetensors.refuse_options(options, allow_meta=allow_meta)
         tensors = to_safetensors.checked(tensors)
     # Raises at once for values that cannot be saved.
     names, values = named_leaves(tensors)
@@ -249,17 +242,7 @@ def save_async(
     size = sum(t.numel() * t.element_size() for _, t in leaves if not t.is_meta)
     with fake_mode.suspended():
         copies = _copied(tensors)
-    file = FileWriter(
-        uri,
-        alignment=alignment,
-        encryption=encryption,
-        hashes=hashes,
-        metadata=metadata,
-        clear_metadata=clear_metadata,
-        memory_limit=memory_limit,
-        allow_meta=allow_meta,
-        closes_stream=False,
-    )
+    file = FileWriter(uri, allow_meta=allow_meta, closes_stream=False, **options)
     future = SaveFuture(file, size)
     boxed = [copies]
     del copies

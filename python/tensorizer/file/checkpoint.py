@@ -140,7 +140,7 @@ class Checkpoint:
                     raise NotImplementedError(f"{uri} has only {unnamed}; torch.load it")
                 self.left_out.append(str(unnamed))
                 warnings.warn(
-                    f"{uri} is loaded without {unnamed}; torch.load returns them", stacklevel=5
+                    f"{uri} is loaded without {unnamed}; torch.load returns them", stacklevel=6
                 )
             for name, like in named:
                 if isinstance(name, str):

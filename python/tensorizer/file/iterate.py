@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from .._numbers import check_number
-from .._types import FilterFuncType, Head, Name, NameT, VerifyHash
+from .._types import FilterFuncType, Head, Name, NameT
 from ..tensors import fake_mode
 from ..tensors.sharding import Shard
 from .arguments import device_or_function, names_of
-from .encryption import DecryptionParams
 from .exit_hooks import close_at_exit
 from .load_plan import LoadPlan
 from .open_file import OpenFile
+from .options import ReadOptions, takes
 from .progress import ProgressReporter, ProgressType
 from .read_ahead import ReadAhead, use_on_current_stream
 from .request import Request
@@ -26,8 +26,10 @@ from .slices import Index
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
 
 
+@takes(ReadOptions)
 def iterate(
     uri: str | os.PathLike[Any] | Any,
     device: torch.device | str | None = None,
@@ -36,16 +38,12 @@ def iterate(
     buffer_bytes: int = 1 << 30,
     order: Literal["file", "ready"] = "file",
     dtype: torch.dtype | str | None = None,
-    verify_hash: VerifyHash = False,
-    num_readers: int | None = None,
-    encryption: DecryptionParams | None = None,
     filter_func: FilterFuncType | None = None,
     slices: Mapping[NameT, tuple[int, int, int] | Index] | None = None,
     shard: Shard | None = None,
     group: ProcessGroup | None = None,
     progress: ProgressType = False,
-    cache_dir: str | os.PathLike[Any] | None = None,
-    memory_limit: int | None = None,
+    **options: Unpack[ReadOptions],
 ) -> Iterator[tuple[NameT, torch.Tensor]]:
     """Yield the names and tensors of a file one by one, each as soon as it is loaded.
 
@@ -69,9 +67,6 @@ def iterate(
         order: ``"file"``: in the order of their data in the file, the shards of a checkpoint one
             after another. ``"ready"``: in the order in which they are loaded.
         dtype: Cast floating-point tensors, as :func:`tensorizer.load` does.
-        verify_hash: Compare every tensor with the hashes in the file before it is handed out.
-        num_readers: The number of threads that read at once; None for as many as help.
-        encryption: The key or passphrase of an encrypted file.
         filter_func: Called with each tensor's name; a tensor is left out if it returns something
             false.
         slices: Load only a part of some tensors, by name; only its bytes are read. See
@@ -84,12 +79,9 @@ def iterate(
             and with their total number, on the thread that waits for the next tensor. It cannot use
             the iterator (``RuntimeError``). The iterator raises an exception from it. True shows a
             bar if stderr is a terminal.
-        cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
-            file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
-            ``OSError``. See ``docs/how-to/cache.md``.
-        memory_limit: The most bytes in flight. Tensors that are loaded or being read count, so that
-            it bounds ``buffer_bytes``; the buffers of reads take the rest. None for the value of
-            ``TENSORIZER_MEMORY_MB``.
+        options: How the file is read: see :class:`ReadOptions`. Tensors are compared with their
+            hashes before they are handed out. ``memory_limit`` bounds ``buffer_bytes``; the buffers
+            of reads take the rest.
 
     Raises:
         KeyError: The file has no tensor of one of the names.
@@ -118,16 +110,12 @@ def iterate(
         return OpenFile(
             uri,
             dtype=dtype,
-            num_readers=num_readers,
-            verify_hash=verify_hash,
-            encryption=encryption,
             clone=True,
             heads=heads,
             progress=reporter,
-            cache_dir=cache_dir,
-            memory_limit=memory_limit,
             wanted=wanted,
             closes_stream=True,
+            **options,
         )
 
     # Under FakeTensorMode each member makes its tensors alone.

@@ -8,25 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._types import FileFormat, FilterFuncType, Hashes, Head, Name, NameT, VerifyHash
+from .._types import FileFormat, FilterFuncType, Head, Name, NameT
 from ..group import inherited_group  # noqa: F401  # looks at each fork
 from ..tensors import fake_mode, sharding
 from ..tensors.sharding import Shard
 from . import to_safetensors
 from .arguments import DeviceOf, DeviceType, names_of
-from .encryption import DecryptionParams, EncryptionParams
 from .file_writer import FileWriter
 from .load_plan import LoadPlan
 from .nesting import named_leaves
 from .open_file import OpenFile
+from .options import LoadOptions, SaveOptions, takes
 from .progress import ProgressReporter, ProgressType, data_bytes
 from .request import Request
 from .slices import Index
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
 
 
+@takes(LoadOptions)
 def load(
     uri: str | os.PathLike[Any] | Any,
     device: DeviceType | DeviceOf = None,
@@ -39,20 +41,14 @@ def load(
     out: Mapping[NameT, torch.Tensor] | None = None,
     like: Mapping[NameT, Any] | None = None,
     dtype: torch.dtype | str | None = None,
-    clone: bool = False,
-    mmap: bool = False,
-    encryption: DecryptionParams | None = None,
-    verify_hash: VerifyHash = False,
-    num_readers: int | None = None,
-    memory_limit: int | None = None,
-    cache_dir: str | os.PathLike[Any] | None = None,
     progress: ProgressType = False,
+    **options: Unpack[LoadOptions],
 ) -> dict[NameT, torch.Tensor]:
     """Load the tensors of a file, each straight into the memory where it stays.
 
     ``names``, ``filter_func``, ``slices``, ``shard`` and ``group`` choose the tensors and parts.
-    ``device``, ``out``, ``like``, ``dtype``, ``clone`` and ``mmap`` choose their memory and dtype.
-    The other arguments control the reading of the file.
+    ``device``, ``out``, ``like`` and ``dtype`` choose their memory and dtype. The options control
+    the reading of the file.
 
     Args:
         uri: The file, as for :class:`TensorDeserializer`. A file object stays open.
@@ -86,25 +82,11 @@ def load(
             are skipped.
         dtype: Cast floating-point tensors, except those of 8 bits or fewer, which have their scales
             elsewhere.
-        clone: On CUDA, give each tensor its own storage. Otherwise small tensors share storages,
-            and ``torch.save`` of one tensor writes the whole storage. See
-            :class:`TensorDeserializer`.
-        mmap: True to map a file instead of reading it; see :class:`TensorDeserializer`.
-        encryption: The key or passphrase of an encrypted file.
-        verify_hash: Compare every tensor with the hashes in the file; with ``"crc32"`` only with
-            the CRC-32. For files of a hub see :class:`TensorDeserializer`.
-        num_readers: The number of threads that read at once; None for as many as help.
-        memory_limit: The most bytes that the load has in flight in addition to the tensors: buffers
-            of connections, staging memory, batches of a group, gaps between tensors that are read
-            along. As many connections and batches are used as fit. None for the value of
-            ``TENSORIZER_MEMORY_MB``.
-        cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
-            file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
-            ``OSError``. See ``docs/how-to/cache.md``.
         progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded
             and with their total number, at least at the end, on the calling thread, which waits for
             it. An exception from it ends the load. True shows a bar if stderr is a terminal. With a
             group, the bytes that this process reads count at once, and the other bytes at the end.
+        options: How the file is read: see :class:`LoadOptions`.
 
     Returns:
         Plain tensors (not parameters) by name, in the order of the file. Names of nested
@@ -129,20 +111,7 @@ def load(
         members = Members.of(group)
 
     def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> OpenFile:
-        return OpenFile(
-            uri,
-            dtype=dtype,
-            num_readers=num_readers,
-            verify_hash=verify_hash,
-            encryption=encryption,
-            mmap=mmap,
-            clone=clone,
-            heads=heads,
-            progress=reporter,
-            cache_dir=cache_dir,
-            memory_limit=memory_limit,
-            wanted=wanted,
-        )
+        return OpenFile(uri, dtype=dtype, heads=heads, progress=reporter, wanted=wanted, **options)
 
     chosen = names_of(names)
 
@@ -163,20 +132,16 @@ def load(
         return load_collectively(members, opened, requested, reporter)
 
 
+@takes(SaveOptions)
 def save(
     tensors: Mapping[Any, Any],
     uri: str | os.PathLike[Any] | Any,
     *,
-    alignment: int = 64,
-    encryption: EncryptionParams | None = None,
-    hashes: Hashes = "all",
     format: FileFormat | None = None,
-    metadata: Mapping[str, str] | None = None,
-    clear_metadata: bool = False,
     max_shard_size: int | str | None = None,
     progress: ProgressType = False,
-    memory_limit: int | None = None,
     allow_meta: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> None:
     """Save tensors to a file, atomically if it is a path.
 
@@ -190,18 +155,12 @@ def save(
             a result of :func:`load`.
         uri: The target, as for :class:`TensorSerializer`. A file object stays open, at the end of
             what was saved; a stream of :func:`tensorizer.stream_io.open_stream` is completed.
-        alignment: Each tensor's data begin at a multiple of this many bytes in the file.
-        encryption: A key to encrypt the tensors' data with.
-        hashes: The hashes of each tensor to store; see :class:`TensorSerializer`.
         format: ``"tensors"`` or ``"safetensors"``. None for ``"safetensors"`` if ``uri`` is a path
             or an address that ends with ``.safetensors`` in any case, otherwise for ``"tensors"``.
             Safetensors files hold tensors by name that share no memory, and support neither hashes
             nor encryption. With None, names that end like those of other formats are refused,
             because their programs could not read such files: ``.pt``, ``.pth``, ``.bin``,
             ``.ckpt``, ``.safetensor``, ``.gguf``, ``.npz``, ``.h5`` and ``.onnx``.
-        metadata: Strings by name, which :func:`tensorizer.info` returns; see
-            :class:`TensorSerializer`.
-        clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
         max_shard_size: Split a safetensors file that would have more bytes of tensors, such as
             ``5_000_000_000``, ``"5GB"`` or ``"4GiB"``: ``model.safetensors`` becomes
             ``model-00001-of-00002.safetensors`` and so on, with ``model.safetensors.index.json``,
@@ -210,10 +169,9 @@ def save(
             and with their total number, at least at the end, on the calling thread, which waits for
             it. An exception from it ends the call, and the file is abandoned. True shows a bar if
             stderr is a terminal.
-        memory_limit: The most bytes that the save has in flight in addition to the tensors: see
-            :class:`TensorSerializer`.
         allow_meta: True to record names, dtypes and shapes of tensors on the ``meta`` device, which
             a load returns as zeros; otherwise they are refused. Only for ``.tensors`` files.
+        options: How the file is written: see :class:`SaveOptions`.
 
     Raises:
         FileExistsError: The shards would replace other shards, or an existing file would be
@@ -224,10 +182,10 @@ def save(
 
     """
     if to_safetensors.is_safetensors_target(uri, format):
-        to_safetensors.refuse_options(alignment, encryption, hashes, allow_meta=allow_meta)
+        to_safetensors.refuse_options(options, allow_meta=allow_meta)
         with ProgressReporter(progress) as reporter:
             to_safetensors.save_safetensors(
-                tensors, uri, metadata, max_shard_size, reporter, memory_limit=memory_limit
+                tensors, uri, max_shard_size, progress=reporter, **options
             )
         return
     if max_shard_size is not None:
@@ -237,16 +195,7 @@ def save(
 
     def opened() -> FileWriter:
         return FileWriter(
-            uri,
-            alignment=alignment,
-            encryption=encryption,
-            hashes=hashes,
-            metadata=metadata,
-            clear_metadata=clear_metadata,
-            progress=reporter,
-            memory_limit=memory_limit,
-            allow_meta=allow_meta,
-            closes_stream=False,
+            uri, progress=reporter, allow_meta=allow_meta, closes_stream=False, **options
         )
 
     if any(map(sharding.is_sharded, leaves[1])):

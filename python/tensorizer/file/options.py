@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
 
 from .._types import Hashes, VerifyHash
+from . import hints
 from .arguments import check_num_readers, checked_memory_limit, checked_verification
 from .encryption import DecryptionParams, EncryptionParams, native_decryption
 
@@ -109,7 +111,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def takes(options: type) -> Callable[[_Function], _Function]:
-    """Show each of the ``options``, which a function takes as ``**options``, in its signature."""
+    """Show the ``options`` of a function, its ``**options``, in its signature; refuse others."""
     shown = [
         inspect.Parameter(
             name,
@@ -123,8 +125,20 @@ def takes(options: type) -> Callable[[_Function], _Function]:
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
         own = [one for one in signature.parameters.values() if one.kind != one.VAR_KEYWORD]
-        function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
-        return function
+        known = {one.name for one in (*own, *shown)}
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name not in known:
+                    raise TypeError(
+                        f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+                        f"{hints.of_option(name, known)}"
+                    )
+            return function(*args, **kwargs)
+
+        checked.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
 
     return decorate
 

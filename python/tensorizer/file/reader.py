@@ -21,16 +21,17 @@ from ..tensors.usage import convert_bytes
 from . import hints, unchanged
 from .arguments import checked_verification, named_device, resolve_device
 from .dtensors import load_sharded, sharded_slots
-from .encryption import DecryptionParams
 from .loaded_tensors import LoadedTensors
 from .name_tree import LEFT_OUT, converted, list_or_dict_with_gaps, nested, path_of, plain
 from .open_file import OpenFile
+from .options import LoadOptions, takes
 from .progress import ProgressReporter, ProgressType
 from .slices import TensorSlice
 from .to_redis import copy_to_redis
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    from typing_extensions import Unpack
 
 #: The types of tensors, by their numbers.
 _KINDS = {int(kind): kind for kind in TensorType}
@@ -62,37 +63,11 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             it are kept.
         plaid_mode: Ignored.
         plaid_mode_buffers: Ignored.
-        num_readers: The number of threads that read at once. None for as many as help.
-        verify_hash: Compare every tensor with the hashes in the file. A tensor without hashes
-            raises an error, and so does a file of a format without hashes. ``"crc32"`` compares the
-            CRC-32 only, which finds accidental damage and costs little. With True, the bytes of
-            files of a hub (``hf://``) are first compared with the SHA-256 that it publishes. They
-            are then read twice: the tensors come from a second transfer, which is not hashed again.
-        encryption: The key or passphrase of an encrypted file.
-        mmap: True to use tensors in place in a private mapping of their file instead of reading
-            them into memory of their own. Opening then takes no time, and bytes come into memory
-            when they are first touched. Changes to such a tensor are private to it. The file
-            must not be changed while the tensors live: opening it for writing (``open(path,
-            "wb+")`` to save over it), copying over it or truncating it destroys the tensors, and
-            touching them may end the process (SIGBUS). A serializer refuses to write to such a file
-            of this process that was opened without truncating it. Replacing the file by a rename,
-            as serializers do with paths, is safe. Tensors whose data are not aligned (files of
-            older writers) are always read.
-        clone: On CUDA, give each tensor its own storage. Otherwise tensors below 1 MiB are views of
-            shared storages of at most 64 MiB, which is faster. Such a storage is freed with its
-            last tensor, and ``torch.save`` of one tensor writes the whole storage. On the CPU each
-            tensor has its own storage in any case; tensors below 1 MiB share blocks of memory, each
-            of which is freed with its last tensor.
         progress: Called as ``progress(done, total)`` with the bytes of tensor data that are loaded,
             and with the number of bytes of the chosen tensors, on the thread that loads, which
             waits for it. An exception from it ends the load. True shows a bar if stderr is a
             terminal.
-        cache_dir: A folder that caches data from an HTTP server or S3 for the next load of the same
-            file; None for the folder in ``TENSORIZER_CACHE``. A folder that cannot be used is an
-            ``OSError``. See ``docs/how-to/cache.md``.
-        memory_limit: The most bytes that the load has in flight in addition to the tensors: buffers
-            of connections, staging memory, gaps between tensors that are read along. As many
-            connections are used as fit. None for the value of ``TENSORIZER_MEMORY_MB``.
+        options: How the file is read: see :class:`LoadOptions`.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -112,6 +87,7 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
 
     """
 
+    @takes(LoadOptions)
     def __init__(
         self,
         file_obj: str | bytes | os.PathLike[Any] | int | BinaryIO | Any,
@@ -122,29 +98,20 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
         lazy_load: bool = False,
         plaid_mode: bool | None = None,
         plaid_mode_buffers: int | None = None,
-        num_readers: int | None = None,
-        verify_hash: VerifyHash | None = False,
-        encryption: DecryptionParams | None = None,
-        mmap: bool = False,
-        clone: bool = False,
         progress: ProgressType = False,
-        cache_dir: str | os.PathLike[Any] | None = None,
-        memory_limit: int | None = None,
+        **options: Unpack[LoadOptions],
     ) -> None:
         reporter = ProgressReporter(progress)
         self._file = OpenFile(
             file_obj,
             dtype=dtype,
-            num_readers=num_readers,
-            verify_hash=verify_hash,
-            encryption=encryption,
-            mmap=mmap,
-            clone=clone,
             progress=reporter if progress else None,
-            cache_dir=cache_dir,
-            memory_limit=memory_limit,
-            lazily=lazy_load and filter_func is None and not progress and not verify_hash,
+            lazily=lazy_load
+            and filter_func is None
+            and not progress
+            and not options.get("verify_hash"),
             closes_stream=True,
+            **options,
         )
         self._keys: dict[Any, int | list[int]] | None = None
         self._cursor = 0

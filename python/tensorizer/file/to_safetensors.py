@@ -18,11 +18,19 @@ from ..streams.held_folder import HeldFolder, HeldPath
 from ..streams.open import open_stream
 from ..tensors import sharding, subclasses, without_data
 from .file_writer import FileWriter
+from .options import SaveOptions
 from .placement import in_batches
 from .progress import ProgressReporter, data_bytes
 
 if TYPE_CHECKING:
-    from ..group.gathered_save import GatheredSave
+    from typing_extensions import Unpack
+
+
+class _FileOptions(SaveOptions, total=False):
+    """How a file is written, and what reports the bytes that are written."""
+
+    progress: ProgressReporter | None
+
 
 EXTENSION = ".safetensors"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -31,11 +39,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 def save_safetensors(
     tensors: Mapping[Any, Any],
     uri: str | os.PathLike[Any] | Any,
-    metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
-    progress: ProgressReporter | None = None,
-    *,
-    memory_limit: int | None = None,
+    **options: Unpack[_FileOptions],
 ) -> Any:
     """Save tensors as a safetensors file, or as several with an index; return what has them all.
 
@@ -51,42 +56,33 @@ def save_safetensors(
     """
     sharded = isinstance(tensors, Mapping) and any(map(sharding.is_sharded, tensors.values()))
     if not sharded:
-        return _save(checked(tensors), uri, metadata, max_shard_size, (progress, memory_limit))
+        return _save(checked(tensors), uri, max_shard_size, options)
     from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
 
     gathering = GatheredSave(list(tensors.values()), uri)
     with gathering.members:
-        options = metadata, max_shard_size, (progress, memory_limit)
-        _save_gathered(gathering, tensors, uri, options)
+        # All learn of an error: of tied tensors, some processes may have no elements.
+        named, _ = gathering.members.run_on_all(lambda: checked(tensors))
+        names, whole = list(named), dict[str, torch.Tensor]()
+
+        def collect(selected: slice, tensors: list[torch.Tensor]) -> None:
+            whole.update(zip(names[selected], (tensor.cpu() for tensor in tensors), strict=True))
+
+        gathering.write(names, list(named.values()), collect)
+        gathering.members.run_on_all(
+            lambda: _save(whole, uri, max_shard_size, options) if gathering.writes else None
+        )
     return uri
-
-
-def _save_gathered(
-    gathering: GatheredSave,
-    tensors: Mapping[Any, Any],
-    uri: str | os.PathLike[Any] | Any,
-    options: tuple[Any, ...],
-) -> None:
-    # All learn of an error: of tied tensors, some processes may have no elements.
-    named, _ = gathering.members.run_on_all(lambda: checked(tensors))
-    names, whole = list(named), dict[str, torch.Tensor]()
-
-    def collect(selected: slice, tensors: list[torch.Tensor]) -> None:
-        whole.update(zip(names[selected], (tensor.cpu() for tensor in tensors), strict=True))
-
-    gathering.write(names, list(named.values()), collect)
-    gathering.members.run_on_all(lambda: _save(whole, uri, *options) if gathering.writes else None)
 
 
 def _save(
     named: Mapping[str, torch.Tensor],
     uri: str | os.PathLike[Any] | Any,
-    metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
-    progress_and_limit: tuple[ProgressReporter | None, int | None],
+    options: _FileOptions,
 ) -> Any:
     """Save tensors that this process has as a whole; return the file, or the index of several."""
-    progress, memory_limit = progress_and_limit
+    progress = options.get("progress")
     if progress is not None:
         progress.total = data_bytes(named.values())
     shards = [list(named)]
@@ -94,10 +90,9 @@ def _save(
         sizes = {name: tensor.nbytes for name, tensor in named.items()}
         shards = list(in_batches(named, sizes.__getitem__, _bytes(max_shard_size)))
     if len(shards) < 2:
-        write_one(uri, named, metadata, progress, memory_limit)
+        write_one(uri, named, **options)
         return uri
     stem, folder = _stem(uri)
-    options = metadata, progress, memory_limit
     if is_address(stem):
         return _save_shards(folder.__add__, stem[len(folder) :], named, shards, options)
     with HeldFolder(local_path(folder) or folder) as held:
@@ -109,10 +104,9 @@ def _save_shards(
     stem: str,
     named: Mapping[str, torch.Tensor],
     shards: list[list[str]],
-    options: tuple[Mapping[str, str] | None, ProgressReporter | None, int | None],
+    options: _FileOptions,
 ) -> str:
     """Save shards and then their index, all of them in one folder; return the index."""
-    metadata, progress, memory_limit = options
     index = path_of(f"{stem}{EXTENSION}.index.json")
     files = [
         f"{stem}-{number:05}-of-{len(shards):05}{EXTENSION}" for number in range(1, len(shards) + 1)
@@ -125,12 +119,12 @@ def _save_shards(
             )
     weight_map = {}
     for shard, names in zip(files, shards, strict=True):
-        some = {name: named[name] for name in names}
-        write_one(path_of(shard), some, metadata, progress, memory_limit)
+        write_one(path_of(shard), {name: named[name] for name in names}, **options)
         weight_map.update(dict.fromkeys(names, shard))
     total = sum(tensor.nbytes for tensor in named.values())
+    metadata = options.get("metadata") or {}
     text = json.dumps(
-        {"metadata": {**(metadata or {}), "total_size": total}, "weight_map": weight_map},
+        {"metadata": {**metadata, "total_size": total}, "weight_map": weight_map},
         indent=2,
         sort_keys=True,
     )
@@ -140,11 +134,7 @@ def _save_shards(
 
 
 def write_one(
-    uri: Any,
-    tensors: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, str] | None,
-    progress: ProgressReporter | None = None,
-    memory_limit: int | None = None,
+    uri: Any, tensors: Mapping[str, torch.Tensor], **options: Unpack[_FileOptions]
 ) -> None:
     """Write one file, without checking whether the tensors share memory.
 
@@ -153,29 +143,22 @@ def write_one(
         OSError, ValueError, NotImplementedError: See :func:`save_safetensors`.
 
     """
-    with FileWriter(
-        uri,
-        metadata=metadata,
-        progress=progress,
-        memory_limit=memory_limit,
-        closes_stream=False,
-    ) as file:
+    with FileWriter(uri, closes_stream=False, **options) as file:
         file.write_safetensors(list(tensors), list(tensors.values()))
 
 
-def refuse_options(
-    alignment: int, encryption: object, hashes: str, *, allow_meta: bool = False
-) -> None:
+def refuse_options(options: SaveOptions, *, allow_meta: bool = False) -> None:
     """Refuse options that only ``.tensors`` files have.
 
     Raises:
         ValueError: Such an option is given.
 
     """
-    if encryption is not None or hashes != "all":
+    if options.get("encryption") is not None or options.get("hashes", "all") != "all":
         raise ValueError("safetensors files have neither encryption nor hashes")
     if allow_meta:
         raise ValueError("safetensors files cannot record tensors without data: allow_meta=True")
+    alignment = options.get("alignment", 64)
     if alignment != 64:
         raise ValueError(
             f"safetensors files have a fixed layout: alignment={alignment} is not supported"

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 
 from .._native import check_tensors_name, cpu_count
-from .._types import Hashes, Name, TensorType
+from .._types import Name, TensorType
 from ..modules import held_elsewhere, state, vllm_files
 from ..tensors import sharding, subclasses, without_data
-from .encryption import EncryptionParams
 from .file_writer import FileWriter
 from .nesting import named_leaves
+from .options import SaveOptions, takes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    from typing_extensions import Unpack
 
 #: Module indices take 16 bits in the file; modules beyond share the last one.
 _LAST_MODULE_INDEX = 0xFFFF
@@ -46,22 +47,9 @@ class TensorSerializer:
             and sought in; the file begins at its position, and it is closed with this object. A
             stream of :func:`tensorizer.stream_io.open_stream` is written by the native code.
         compress_tensors: Has no effect.
-        encryption: A key to encrypt the tensors' data with; the tensors stay as they are.
         limit_cpu_concurrency: The number of threads that hash and write at once; None for one per
             core.
-        alignment: Each tensor's data begin at a multiple of this many bytes in the file, a power
-            of two. 64 lets tensors be used in place from a mapping; 1 gives the same bytes as
-            version 2.12.1 of the package.
-        hashes: The hashes of each tensor to store: ``"all"`` (CRC-32 and SHA-256) or ``"crc32"``,
-            which finds accidental damage and costs little. Readers verify those that a file has.
-        metadata: Strings by name, up to 100,000,000 bytes of them, which
-            :func:`tensorizer.info` returns and old releases do not see. They are authenticated only
-            in an encrypted file with a manifest.
-        clear_metadata: True if an encrypted file may have metadata, which is not encrypted.
-        memory_limit: The most bytes that a write has in flight in addition to the tensors: copies
-            that are encrypted and hashed, staging memory, parts of an upload, and the beginning of
-            its object. As many threads and connections are used as fit. None for the value of
-            ``TENSORIZER_MEMORY_MB``.
+        options: How the file is written: see :class:`SaveOptions`.
 
     Raises:
         OSError: The file cannot be created, written or, because of its folder, replaced.
@@ -72,36 +60,24 @@ class TensorSerializer:
 
     """
 
+    @takes(SaveOptions)
     def __init__(
         self,
         file_obj: str | bytes | os.PathLike[Any] | int | BinaryIO | Any,
         compress_tensors: bool = False,
         *,
-        encryption: EncryptionParams | None = None,
         limit_cpu_concurrency: int | None = None,
-        alignment: int = 64,
-        hashes: Hashes = "all",
-        metadata: Mapping[str, str] | None = None,
-        clear_metadata: bool = False,
-        memory_limit: int | None = None,
+        **options: Unpack[SaveOptions],
     ) -> None:
         if compress_tensors:
-            warnings.warn("compress_tensors has no effect", stacklevel=2)
+            warnings.warn("compress_tensors has no effect", stacklevel=3)
         if isinstance(file_obj, (str, bytes, os.PathLike)):
             check_tensors_name(os.fsdecode(file_obj), allows_torch=True)
         self.compress_tensors = bool(compress_tensors)
         self.total_compressed_tensor_bytes = 0
         self.lz4_frame = None
         self._file = FileWriter(
-            file_obj,
-            encryption=encryption,
-            limit_cpu_concurrency=limit_cpu_concurrency,
-            alignment=alignment,
-            hashes=hashes,
-            metadata=metadata,
-            clear_metadata=clear_metadata,
-            memory_limit=memory_limit,
-            allow_meta=True,
+            file_obj, limit_cpu_concurrency=limit_cpu_concurrency, allow_meta=True, **options
         )
         self.cpu_limit: int = limit_cpu_concurrency or cpu_count
 

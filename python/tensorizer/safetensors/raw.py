@@ -111,7 +111,7 @@ def serialize(
     """
     memory = io.BytesIO()
     with as_safetensor_errors("serializing", ValueError):
-        write_one(memory, _tensors(tensor_dict), _dict(metadata))
+        write_one(memory, _tensors(tensor_dict), metadata=_dict(metadata))
     return memory.getvalue()
 
 
@@ -127,7 +127,7 @@ def serialize_file(
     written.
     """
     with as_safetensor_errors("serializing", ValueError, OSError):
-        write_one(filename, _tensors(tensor_dict), _dict(metadata))
+        write_one(filename, _tensors(tensor_dict), metadata=_dict(metadata))
 
 
 def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:

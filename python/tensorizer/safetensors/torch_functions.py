@@ -80,14 +80,14 @@ def save_file(
         )
     _check(tensors)
     with as_safetensor_errors("serializing", OSError):
-        write_one(filename, tensors, metadata)
+        write_one(filename, tensors, metadata=metadata)
 
 
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """Return the bytes of a safetensors file. Arguments and errors: see :func:`save_file`."""
     _check(tensors)
     memory = io.BytesIO()
-    write_one(memory, tensors, metadata)
+    write_one(memory, tensors, metadata=metadata)
     return memory.getvalue()
 
 
