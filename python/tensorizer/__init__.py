@@ -14,12 +14,11 @@ from . import _installation_check  # isort: skip  # before what may have been re
 
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
-from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING, Any as _Any
 
 from ._native import __version__
 
 from .torch_hooks import operators  # isort: skip  # defines what torch must know before anything is compiled
-from . import safetensors, serialization, stream_io, torch_compat, utils
 from ._errors import (
     ClosedError,
     CryptographyError,
@@ -33,21 +32,21 @@ from ._errors import (
     PairMismatchError,
     TruncatedError,
 )
-from .file.background import SaveFuture, save_async
-from .file.info import FileInfo, TensorInfo, info
+from ._types import FilterFuncType, TensorType
+from .file.encryption import DecryptionParams, EncryptionParams
 from .file.iterate import iterate
 from .file.load_and_save import load, save
+from .file.options import LoadOptions, ReadOptions, SaveOptions
+from .file.reader import TensorDeserializer
 from .file.slices import TensorSlice
-from .serialization import (
-    DecryptionParams,
-    EncryptionParams,
-    FilterFuncType,
-    TensorDeserializer,
-    TensorSerializer,
-    TensorType,
-)
+from .file.writer import TensorSerializer
 from .tensors.devices import release_pinned, set_pinned_limit, stats
 from .tensors.sharding import Shard
+
+if _TYPE_CHECKING:
+    from . import safetensors, serialization, stream_io, torch_compat, utils
+    from .file.background import SaveFuture, save_async
+    from .file.info import FileInfo, TensorInfo, info
 
 __all__ = [
     "ClosedError",
@@ -63,8 +62,11 @@ __all__ = [
     "GroupError",
     "HashMismatchError",
     "InvalidVersionError",
+    "LoadOptions",
     "PairMismatchError",
+    "ReadOptions",
     "SaveFuture",
+    "SaveOptions",
     "Shard",
     "TensorDeserializer",
     "TensorInfo",
@@ -89,17 +91,30 @@ __all__ = [
     "utils",
 ]
 
+#: Modules that are imported on first access, and those of names that few programs use.
+_MODULES = ("distributed", "lightning", "safetensors", "serialization", "stream_io")
+_MODULES = (*_MODULES, "torch_compat", "transformers", "utils")
+_MODULE_OF = {
+    **dict.fromkeys(("SaveFuture", "save_async"), "file.background"),
+    **dict.fromkeys(("FileInfo", "TensorInfo", "info"), "file.info"),
+}
 
-def __getattr__(name: str) -> _ModuleType:
-    """Import slow modules that few programs use on first access."""
-    if name in ("distributed", "lightning", "transformers"):
+
+def __getattr__(name: str) -> _Any:
+    """Import what few programs use on first access."""
+    if name in _MODULES:
         return _import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    found.__module__ = __name__
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
     """Return the public names, including modules that are imported on first access."""
-    return sorted([*__all__, "distributed", "lightning", "transformers"])
+    return sorted({*__all__, *_MODULES})
 
 
 #: The folder with this package's CMake configuration, like ``torch.utils.cmake_prefix_path``: pass
@@ -108,17 +123,10 @@ cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 
 for _public in (
     *(ClosedError, CryptographyError, DamagedFileError, DeviceError, DeviceMemoryError),
-    *(
-        FormatError,
-        GroupError,
-        HashMismatchError,
-        InvalidVersionError,
-        PairMismatchError,
-        TruncatedError,
-    ),
-    *(DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer, TensorType),
-    *(FileInfo, Shard, TensorInfo, TensorSlice, info, iterate),
-    *(SaveFuture, load, save, save_async, release_pinned, set_pinned_limit, stats),
+    *(FormatError, GroupError, HashMismatchError, InvalidVersionError, PairMismatchError),
+    *(TruncatedError, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer),
+    *(TensorType, LoadOptions, ReadOptions, SaveOptions, Shard, TensorSlice, iterate, load, save),
+    *(release_pinned, set_pinned_limit, stats),
 ):
     # So that tracebacks, reprs and pickles show the public names, such as ``tensorizer.load``.
     _public.__module__ = __name__
