@@ -92,8 +92,10 @@ __all__ = [
 ]
 
 #: Modules that are imported on first access, and those of names that few programs use.
-_MODULES = ("distributed", "lightning", "safetensors", "serialization", "stream_io")
-_MODULES = (*_MODULES, "torch_compat", "transformers", "utils")
+_MODULES = {
+    *("distributed", "lightning", "safetensors", "serialization", "stream_io"),
+    *("torch_compat", "transformers", "utils"),
+}
 _MODULE_OF = {
     **dict.fromkeys(("SaveFuture", "save_async"), "file.background"),
     **dict.fromkeys(("FileInfo", "TensorInfo", "info"), "file.info"),
