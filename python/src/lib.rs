@@ -100,6 +100,6 @@ fn extension(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<sink::PathSink>()?;
     module.add_class::<sink::Sink>()?;
     module.add_class::<source::Source>()?;
-    module.add_class::<writer::Writer>()?;
+    module.add_class::<writer::TensorWriter>()?;
     Ok(())
 }

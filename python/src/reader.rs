@@ -29,7 +29,8 @@ use crate::names::{described, name_from_python, name_to_python, plain_name, stor
 use crate::pickled::{PickledTuple, pickled};
 use crate::signals;
 use crate::source::{Source, python_bytes};
-use crate::watch::LoadState;
+use crate::verification::verification;
+use crate::watch::{LoadState, ReadOptions};
 
 /// An open file. All methods may be called from several threads.
 #[pyclass(frozen, module = "tensorizer._C")]
@@ -121,6 +122,19 @@ impl Reader {
     /// Sets a callable that gets the bytes of tensor data that all loads have moved.
     fn watch(&self, callback: Py<PyAny>) {
         self.loads.watch.set(callback);
+    }
+
+    /// Sets how its loads, and those of its slices and parts, read.
+    #[pyo3(signature = (*, verify, readers, map, separate_memory))]
+    fn set_options(
+        &self,
+        verify: &str,
+        readers: Option<usize>,
+        map: bool,
+        separate_memory: bool,
+    ) {
+        let verify = verification(verify);
+        self.loads.set_reading(ReadOptions { verify, readers, map, separate_memory });
     }
 
     /// Limits the memory of its loads; `reserved` bytes of the limit are for the caller.
@@ -370,22 +384,18 @@ impl Reader {
     }
 
     /// Loads tensors to one device, or each to its own of `devices`: -1 for the CPU, the index for
-    /// CUDA. With `separate_memory`, each tensor there has memory of its own. Returns the handle
-    /// with which `_take` fetches them, and their module indices.
-    #[pyo3(signature = (numbers, *, verify, readers, map, devices, separate_memory))]
-    #[allow(clippy::too_many_arguments)]
+    /// CUDA. Returns the handle with which `_take` fetches them, and their module indices.
+    #[pyo3(signature = (numbers, *, devices, verify = None))]
     fn load(
         &self,
         py: Python<'_>,
         numbers: Vec<usize>,
-        verify: &str,
-        readers: Option<usize>,
-        map: bool,
         devices: Vec<i16>,
-        separate_memory: bool,
+        verify: Option<&str>,
     ) -> Outcome<(Handle, Vec<u16>)> {
         let (loaded, headers) = self.loads.run(py, self.file.uri(), |counters, go_on| {
-            let options = self.loads.options(readers, verify, map);
+            let options = self.loads.options(verify, None, true);
+            let separate_memory = self.loads.separate_memory();
             let destination = LoadDestination { devices: &devices, separate_memory };
             load_tensors(&self.file, &numbers, destination, &options, counters, go_on)
         })?;
@@ -396,21 +406,20 @@ impl Reader {
     /// `buffer_bytes` bytes of tensors are in memory before they are handed out. They are handed
     /// out for the device's current stream or, with `complete`, after their copies, for all its
     /// streams.
-    #[pyo3(signature = (numbers, *, verify, readers, device, buffer_bytes, ready, complete))]
+    #[pyo3(signature = (numbers, *, device, buffer_bytes, ready, complete, readers = None))]
     #[allow(clippy::too_many_arguments)]
     fn iterate(
         &self,
         py: Python<'_>,
         numbers: Vec<usize>,
-        verify: &str,
-        readers: Option<usize>,
         device: i16,
         buffer_bytes: u64,
         ready: bool,
         complete: bool,
+        readers: Option<usize>,
     ) -> Outcome<TensorIterator> {
         let order = if ready { Order::Ready } else { Order::File };
-        let load = self.loads.options(readers, verify, false);
+        let load = self.loads.options(None, readers, false);
         let options = IterateOptions { load, buffer_bytes, order, complete };
         let tensors =
             gil::without(py, || TorchTensors::new(&self.file, &numbers, device, &options))?;
@@ -418,17 +427,16 @@ impl Reader {
     }
 
     /// Fills lent tensors, which must have the dtypes and shapes of these. Returns module indices.
-    #[pyo3(signature = (handle, numbers, *, verify, readers))]
+    #[pyo3(signature = (handle, numbers, *, verify = None))]
     fn load_into(
         &self,
         py: Python<'_>,
         handle: &Handle,
         numbers: Vec<usize>,
-        verify: &str,
-        readers: Option<usize>,
+        verify: Option<&str>,
     ) -> Outcome<Vec<u16>> {
         let headers = self.loads.run(py, self.file.uri(), |counters, go_on| {
-            let (options, lent) = (self.loads.options(readers, verify, false), borrow(&handle.0)?);
+            let (options, lent) = (self.loads.options(verify, None, false), borrow(&handle.0)?);
             // SAFETY: the Python caller owns the tensors, and does not use them during the call.
             let headers = unsafe {
                 load_into_tensors(&self.file, &numbers, lent.list()?, &options, counters, go_on)

@@ -11,7 +11,7 @@ use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
 use tensorizer::io::cache::NOT_CACHED;
 use tensorizer::stats::{Counters, Report, take_thread_report};
-use tensorizer::{ForkSafeMutex, LoadOptions, MemoryLimit};
+use tensorizer::{ForkSafeMutex, LoadOptions, MemoryLimit, Verify};
 
 use crate::errors::Outcome;
 use crate::verification::verification;
@@ -52,9 +52,29 @@ impl Watch {
     }
 }
 
+/// How the loads of a file read, unless a call says otherwise.
+#[derive(Clone, Copy)]
+pub struct ReadOptions {
+    pub verify: Verify,
+    /// Threads; None for as many as help.
+    pub readers: Option<usize>,
+    /// True to use tensors in place in a mapping of the file.
+    pub map: bool,
+    /// True if each tensor on a device gets memory of its own.
+    pub separate_memory: bool,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        let verify = Verify::Nothing;
+        ReadOptions { verify, readers: None, map: false, separate_memory: false }
+    }
+}
+
 /// The state that all loads of a file share.
 #[derive(Default)]
 pub struct LoadState {
+    reading: ForkSafeMutex<ReadOptions>,
     stopped: AtomicBool,
     pub watch: Watch,
     memory: ForkSafeMutex<MemoryLimit>,
@@ -69,11 +89,32 @@ impl LoadState {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the options of a load.
-    pub fn options(&self, readers: Option<usize>, verify: &str, map: bool) -> LoadOptions {
-        let memory = *self.memory.lock();
-        let shares_cache = self.shares_cache.load(Ordering::Relaxed);
-        LoadOptions { readers, verify: verification(verify), map, memory, shares_cache }
+    /// Sets how later loads read.
+    pub fn set_reading(&self, options: ReadOptions) {
+        *self.reading.lock() = options;
+    }
+
+    /// True if each tensor on a device gets memory of its own.
+    pub fn separate_memory(&self) -> bool {
+        self.reading.lock().separate_memory
+    }
+
+    /// Returns the options of a load that may use mappings or not. `verify` and `readers` override
+    /// what was set.
+    pub fn options(
+        &self,
+        verify: Option<&str>,
+        readers: Option<usize>,
+        maps: bool,
+    ) -> LoadOptions {
+        let set = *self.reading.lock();
+        LoadOptions {
+            verify: verify.map_or(set.verify, verification),
+            readers: readers.or(set.readers),
+            map: maps && set.map,
+            memory: *self.memory.lock(),
+            shares_cache: self.shares_cache.load(Ordering::Relaxed),
+        }
     }
 
     /// Makes later loads read files through the page cache even if they are not in it, because

@@ -1,4 +1,4 @@
-//! `tensorizer._C.Writer`: a file under construction for `TensorSerializer`.
+//! `tensorizer._C.TensorWriter`: a file under construction for `TensorSerializer`.
 
 use std::borrow::Cow;
 use std::ffi::{OsString, c_int};
@@ -34,7 +34,7 @@ use crate::watch::{Watch, log};
 
 /// A file under construction. Calls run one at a time.
 #[pyclass(frozen, module = "tensorizer._C")]
-pub struct Writer {
+pub struct TensorWriter {
     inner: Mutex<tensorizer::Writer>,
     holder: LockHolder,
     owner: OwnerProcess,
@@ -90,7 +90,7 @@ impl WriterArguments {
     }
 }
 
-impl Drop for Writer {
+impl Drop for TensorWriter {
     fn drop(&mut self) {
         let inner = unpoisoned(self.inner.get_mut());
         // Abandoning a file may wait for threads that need the GIL.
@@ -103,11 +103,11 @@ impl Drop for Writer {
     }
 }
 
-impl Writer {
+impl TensorWriter {
     fn new(sink: Result<Box<dyn WriteAt>>, base: u64, arguments: WriterArguments) -> Outcome<Self> {
         let options = arguments.options()?;
         let inner = tensorizer::Writer::new(sink?, base, options)?;
-        Ok(Writer {
+        Ok(TensorWriter {
             progress: inner.progress(),
             owner: OwnerProcess::current(),
             uri: inner.uri().to_owned(),
@@ -161,7 +161,7 @@ impl Writer {
 }
 
 #[pymethods]
-impl Writer {
+impl TensorWriter {
     /// Messages show the second path, if there is one.
     #[staticmethod]
     #[pyo3(signature = (path, arguments, shown = None))]

@@ -19,7 +19,7 @@ __all__ = [
     "Sink",
     "Source",
     "TensorIterator",
-    "Writer",
+    "TensorWriter",
     "__version__",
     "announce",
     "as_bytes",
@@ -163,6 +163,9 @@ class Reader:
     def headers(self) -> list[tuple[str, str]]: ...
     def decrypt(self, decryption: Decryption) -> None: ...
     def watch(self, callback: Callable[[int], object]) -> None: ...
+    def set_options(
+        self, *, verify: str, readers: int | None, map: bool, separate_memory: bool
+    ) -> None: ...
     def limit_memory(self, limit: int | None, reserved: int = 0) -> None: ...
     def share_cache(self) -> None: ...
     def minimum_memory(self, parts: bool, staged: bool) -> int: ...
@@ -174,12 +177,11 @@ class Reader:
         self,
         numbers: Sequence[int],
         *,
-        verify: str,
-        readers: int | None,
         device: int,
         buffer_bytes: int,
         ready: bool,
         complete: bool,
+        readers: int | None = None,
     ) -> TensorIterator: ...
     def hashes(self, numbers: Sequence[int]) -> list[list[tuple[str, str]]]: ...
     def files(self) -> list[str]: ...
@@ -229,17 +231,10 @@ class Reader:
     def describe(self, number: int) -> tuple[str, list[int], bool]: ...
     def describe_all(self, numbers: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]: ...
     def load(
-        self,
-        numbers: Sequence[int],
-        *,
-        verify: str,
-        readers: int | None,
-        map: bool,
-        devices: Sequence[int],
-        separate_memory: bool,
+        self, numbers: Sequence[int], *, devices: Sequence[int], verify: str | None = None
     ) -> tuple[Handle, list[int]]: ...
     def load_into(
-        self, handle: Handle, numbers: Sequence[int], *, verify: str, readers: int | None
+        self, handle: Handle, numbers: Sequence[int], *, verify: str | None = None
     ) -> list[int]: ...
     def matches(self, handle: Handle, numbers: Sequence[int]) -> list[bool]: ...
 
@@ -281,33 +276,33 @@ class Sink:
     def uri(self) -> str: ...
 
 @final
-class Writer:
+class TensorWriter:
     @staticmethod
     def to_path(
         path: str,
         arguments: Mapping[str, Any],
         shown: str | None = None,
-    ) -> Writer: ...
+    ) -> TensorWriter: ...
     @staticmethod
     def to_fd(
         descriptor: int,
         uri: str,
         base: int,
         arguments: Mapping[str, Any],
-    ) -> Writer: ...
+    ) -> TensorWriter: ...
     @staticmethod
     def to_sink(
         sink: Sink,
         base: int,
         arguments: Mapping[str, Any],
-    ) -> Writer: ...
+    ) -> TensorWriter: ...
     @staticmethod
     def to_object(
         object: Any,
         uri: str,
         base: int,
         arguments: Mapping[str, Any],
-    ) -> Writer: ...
+    ) -> TensorWriter: ...
     @property
     def uri(self) -> str: ...
     def watch(self, callback: Callable[[int], object]) -> None: ...

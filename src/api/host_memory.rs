@@ -28,11 +28,11 @@ pub struct HostMemory {
     layout: MemoryLayout,
     /// Mappings of the beginnings of files in which tensors are used in place, by file number.
     mappings: BTreeMap<usize, Arena>,
-    tensors: Vec<TensorLocation>,
+    tensors: Vec<HostLocation>,
 }
 
 /// The location of a tensor's bytes.
-enum TensorLocation {
+enum HostLocation {
     /// In a block.
     Block { block: usize, at: usize, len: usize },
     /// In the mapping of its file, which also has its header.
@@ -58,7 +58,7 @@ impl HostMemory {
         let mut locations = layout.locations.iter().zip(&own);
         let tensors = entries.map(|(entry, in_place)| {
             if *in_place {
-                return Ok(TensorLocation::Mapped {
+                return Ok(HostLocation::Mapped {
                     file: entry.file,
                     header: to_usize(entry.header_offset),
                     at: to_usize(entry.data_offset),
@@ -68,7 +68,7 @@ impl HostMemory {
             let (location, (_, len)) =
                 locations.next().ok_or_else(|| Error::Bug("no place".to_owned()))?;
             let (at, len) = (to_usize(location.offset), to_usize(*len));
-            Ok(TensorLocation::Block { block: location.block, at, len })
+            Ok(HostLocation::Block { block: location.block, at, len })
         });
         let tensors = collect_all(tensors)?;
         let mappings = map_tensors(file, &selection.entries, &in_place)?;
@@ -82,7 +82,7 @@ impl HostMemory {
         for (&number, mapping) in &mut self.mappings {
             let mut rest = SliceRemainder::new(mapping.bytes_mut());
             for location in &self.tensors {
-                let TensorLocation::Mapped { file, header, at, len } = *location else { continue };
+                let HostLocation::Mapped { file, header, at, len } = *location else { continue };
                 if file == number {
                     let memory = ImageMemory::Mapped(rest.cut(header, at + len - header)?);
                     images.push(FileImage { file, position: header as u64, memory });
@@ -104,11 +104,11 @@ impl HostMemory {
         images.sort_unstable_by_key(|image| (image.file, image.position));
         let tensors = self.tensors.iter().map(|location| {
             let bytes = match *location {
-                TensorLocation::Block { block, at, len } => {
+                HostLocation::Block { block, at, len } => {
                     let rest = blocks.get_mut(block).and_then(Option::as_mut);
                     rest.map_or(Ok(&mut [][..]), |rest| rest.cut(at, len))?
                 }
-                TensorLocation::Mapped { .. } => &mut [],
+                HostLocation::Mapped { .. } => &mut [],
             };
             Ok(SliceRemainder::new(as_uninit(bytes)))
         });
@@ -122,10 +122,10 @@ impl HostMemory {
         let mut mapped: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for location in &self.tensors {
             match *location {
-                TensorLocation::Mapped { file, at, len, .. } => {
+                HostLocation::Mapped { file, at, len, .. } => {
                     mapped.entry(file).or_default().push((at, len));
                 }
-                TensorLocation::Block { block, at, len } => {
+                HostLocation::Block { block, at, len } => {
                     let ranges = ranges.get_mut(block);
                     ranges.ok_or_else(|| Error::Bug("no block".to_owned()))?.push((at, len));
                 }
@@ -141,10 +141,10 @@ impl HostMemory {
         let mut mappings = mappings.collect::<Result<BTreeMap<_, _>>>()?;
         let buffers = self.tensors.iter().map(|location| {
             let buffer = match location {
-                TensorLocation::Mapped { file, .. } => {
+                HostLocation::Mapped { file, .. } => {
                     mappings.get_mut(file).and_then(Iterator::next)
                 }
-                TensorLocation::Block { block, .. } => {
+                HostLocation::Block { block, .. } => {
                     blocks.get_mut(*block).and_then(Iterator::next)
                 }
             };

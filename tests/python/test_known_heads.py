@@ -63,8 +63,7 @@ def hand_on(heads):
 
 def load(reader):
     numbers = list(range(len(reader)))
-    options = {"readers": None, "map": False, "devices": [-1], "separate_memory": False}
-    handle, _ = reader.load(numbers, verify="nothing", **options)
+    handle, _ = reader.load(numbers, devices=[-1])
     return dict(zip(reader.names(numbers), take(handle), strict=True))
 
 

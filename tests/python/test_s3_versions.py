@@ -96,8 +96,7 @@ def test_heads_tell_versions_apart(versioned):
     for place, number in ((address, 2), (one, 1), (two, 2)):
         reader = open_reader(place, known)
         assert reader.heads() == []
-        options = {"readers": None, "map": False, "devices": [-1], "separate_memory": False}
-        handle, _ = reader.load([0], verify="nothing", **options)
+        handle, _ = reader.load([0], devices=[-1])
         assert take(handle)[0][0] == number
 
 

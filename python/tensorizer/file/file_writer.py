@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._errors import GroupError
-from .._native import Handle, Writer
+from .._native import Handle, TensorWriter
 from .._numbers import check_number
 from .._types import Hashes, Name, TensorType
 from ..streams.addresses import open_address
@@ -78,7 +78,7 @@ class FileWriter:
     ) -> None:
         self._target = file_obj
         self._stream: Any = None
-        self._writer: Writer | None = None
+        self._writer: TensorWriter | None = None
         self._process = os.getpid()
         #: The processes that hold parts of the tensors, and write this file together.
         self._gathering: GatheredSave | None = None
@@ -169,7 +169,7 @@ class FileWriter:
         self,
         names: Sequence[Name],
         tensors: Sequence[torch.Tensor],
-        write: Callable[[Writer, Handle], None],
+        write: Callable[[TensorWriter, Handle], None],
     ) -> None:
         if self._writer is None:
             raise ValueError("I/O operation on closed file")
@@ -344,14 +344,14 @@ def _metadata_pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]
     return list(metadata.items())
 
 
-def _open(file_obj: Any, options: dict[str, Any]) -> Writer:
+def _open(file_obj: Any, options: dict[str, Any]) -> TensorWriter:
     if isinstance(file_obj, UploadFile):
         return file_obj.hand_over(options)
     target = opening.classify(file_obj)
     if isinstance(target, opening.RemoteSource):
         raise ValueError(f"expected a writable file: {target.uri}")
     if isinstance(target, opening.LocalPath):
-        return Writer.to_path(target.path, options, getattr(file_obj, "shown", None))
+        return TensorWriter.to_path(target.path, options, getattr(file_obj, "shown", None))
     if not isinstance(file_obj, int):
         for ability in ("readable", "writable", "seekable"):
             check = getattr(file_obj, ability, None)
@@ -360,5 +360,5 @@ def _open(file_obj: Any, options: dict[str, Any]) -> Writer:
         if not hasattr(file_obj, "seek"):
             raise ValueError(f"expected a seekable file: {target.uri}")
     if isinstance(target, opening.Descriptor):
-        return Writer.to_fd(target.number, target.uri, target.base, options)
-    return Writer.to_object(target.file, target.uri, target.base, options)
+        return TensorWriter.to_fd(target.number, target.uri, target.base, options)
+    return TensorWriter.to_object(target.file, target.uri, target.base, options)

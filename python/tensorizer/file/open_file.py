@@ -112,13 +112,17 @@ class OpenFile:
         self._read = [0]
         self.maps = bool(mmap)
         self.keeps_shared = True
-        self._clone = clone
         self._reader: Reader | None = None
         self._shards: LazyShards | None = None
         try:
             self.dtype = checked_dtype(dtype)
             self.verify = checked_verification(verify_hash)
-            self._num_readers = num_readers
+            self._reading = {
+                "verify": self.verify,
+                "readers": num_readers,
+                "map": self.maps,
+                "separate_memory": clone,
+            }
             keep_heads = by_address and heads is not None and not heads
             opened = self._opener(file_obj, heads, cache_dir)
             plain = encryption is None and num_readers is None and progress is None
@@ -135,7 +139,7 @@ class OpenFile:
             else:
                 self._reader = opening.open_reader(file_obj)
             self._identities = self._reader.identities()
-            self._reader.limit_memory(self.memory_limit)
+            self._set_options(self._reader)
             self.heads = self.reader.heads() if keep_heads else []
             self.is_local = opening.is_local(file_obj) or self.reader.local
             report = None if progress is None else progress.part()
@@ -178,6 +182,11 @@ class OpenFile:
             return functools.partial(native_open, target.path, {"path": True})
         return None
 
+    def _set_options(self, reader: Reader) -> None:
+        """Make loads of a reader, and of its slices and parts, read as this file does."""
+        reader.set_options(**self._reading)
+        reader.limit_memory(self.memory_limit)
+
     def _unpickled(self, reader: Reader) -> Reader:
         """Return the reader of a file's tensors, which the pickle names in files of torch."""
         if reader.format != "torch":
@@ -192,7 +201,7 @@ class OpenFile:
             if self._shards is None:
                 raise AttributeError("reader")
             reader = self._shards.all_shards()
-            reader.limit_memory(self.memory_limit)
+            self._set_options(reader)
             self._reader = self._unpickled(reader)
         return self._reader
 
@@ -222,7 +231,7 @@ class OpenFile:
         reader = self._shards.part(name)
         if reader is None:
             return None
-        reader.limit_memory(self.memory_limit)
+        self._set_options(reader)
         part = copy.copy(self)
         part._reader, part._shards, part._stream = reader, None, None
         return part
@@ -427,14 +436,7 @@ class OpenFile:
             ((_, tensor, module),) = self.load([number], device)
             return tensor, module
         reader, one = self.reader, [number]
-        handle, (module,) = reader.load(
-            one,
-            verify=self.verify,
-            readers=self._num_readers,
-            map=self.maps,
-            devices=[devices.number(device)],
-            separate_memory=self._clone,
-        )
+        handle, (module,) = reader.load(one, devices=[devices.number(device)])
         (tensor,) = take(handle)
         self._read[0] += min(tensor.nbytes, reader.data_len(one))
         return tensor, module
@@ -453,14 +455,7 @@ class OpenFile:
                 for number, tensor in zip(some, self._read_on(some, one, verify), strict=True)
             }
             return [found[number] for number in numbers], [0] * len(numbers)
-        handle, modules = self.reader.load(
-            numbers,
-            verify=verify or self.verify,
-            readers=self._num_readers,
-            map=self.maps,
-            devices=native_numbers(device),
-            separate_memory=self._clone,
-        )
+        handle, modules = self.reader.load(numbers, devices=native_numbers(device), verify=verify)
         tensors = take(handle)
         # In the file, a sliced tensor has more bytes, and a tensor of the meta device fewer.
         size = sum(tensor.nbytes for tensor in tensors)
@@ -474,15 +469,7 @@ class OpenFile:
         if self._checkpoint is not None and numbers and fake_mode.is_active():
             return self._checkpoint.without_data(numbers, device)
         if self._checkpoint is not None:
-            tensors, read = self._checkpoint.load(
-                numbers,
-                device,
-                verify=verify or self.verify,
-                readers=self._num_readers,
-                map=self.maps,
-                separate_memory=self._clone,
-                shared=self.keeps_shared,
-            )
+            tensors, read = self._checkpoint.load(numbers, device, verify, shared=self.keeps_shared)
             self._read[0] += read
             return tensors
         described = self.reader.describe_all(list(numbers))
@@ -510,8 +497,7 @@ class OpenFile:
         """
         return self.reader.iterate(
             numbers,
-            verify=self.verify,
-            readers=readers or self._num_readers,
+            readers=readers,
             device=devices.number(device),
             buffer_bytes=buffer_bytes,
             ready=ready,
@@ -533,9 +519,7 @@ class OpenFile:
         plain = [tensor for tensor, _ in direct]
         chosen = [number for _, number in direct]
         handle = lend(plain if are_plain(plain) else [tensor.detach() for tensor in plain])
-        modules = self.reader.load_into(
-            handle, chosen, verify=verify or self.verify, readers=self._num_readers
-        )
+        modules = self.reader.load_into(handle, chosen, verify=verify)
         self._read[0] += sum(tensor.nbytes for tensor in plain)
         return modules if len(direct) == len(numbers) else [0] * len(numbers)
 

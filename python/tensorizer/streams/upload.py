@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any
 
-from .._native import Sink, Writer
+from .._native import Sink, TensorWriter
 from .atomic import warn_of_overtaking
 
 logger = logging.getLogger("tensorizer.stream_io")
@@ -32,18 +32,18 @@ class UploadFile(io.BufferedIOBase):
         self._process = os.getpid()
         self._buffer = bytearray()
         self._sent = 0
-        self._writer: Writer | None = None
+        self._writer: TensorWriter | None = None
 
     @property
     def name(self) -> str:
         """The address."""
         return self._sink.uri
 
-    def hand_over(self, options: dict[str, Any]) -> Writer:
+    def hand_over(self, options: dict[str, Any]) -> TensorWriter:
         """Let the native code write all that follows: a file of tensors. This only ends it."""
         self._check_open()
         self._send()
-        self._writer = Writer.to_sink(self._sink, self._sent, options)
+        self._writer = TensorWriter.to_sink(self._sink, self._sent, options)
         return self._writer
 
     def writable(self) -> bool:

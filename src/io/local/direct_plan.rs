@@ -37,7 +37,7 @@ impl PlannedRead {
     ) -> Vec<PlannedRead> {
         // The position of the offset within its block of the file.
         let phase = to_usize(offset % DISK_BLOCK as u64);
-        let mut plan = ReadPlan { offset, phase, max_len, reads: Vec::new() };
+        let mut plan = DirectReads { offset, phase, max_len, reads: Vec::new() };
         // Positions relative to the offset: the start of the bytes that go through the buffer next,
         // and the start of the range.
         let (mut from, mut at) = (0, 0);
@@ -80,7 +80,7 @@ impl PlannedRead {
 }
 
 /// A plan under construction. Its positions are relative to the offset.
-struct ReadPlan {
+struct DirectReads {
     offset: u64,
     /// The position of the offset within its block.
     phase: usize,
@@ -88,7 +88,7 @@ struct ReadPlan {
     reads: Vec<PlannedRead>,
 }
 
-impl ReadPlan {
+impl DirectReads {
     fn add_direct(&mut self, at: usize, len: usize, to: *mut u8) {
         for start in (0..len).step_by(self.max_len) {
             let wanted = self.max_len.min(len - start);
