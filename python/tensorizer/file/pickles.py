@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -160,11 +160,13 @@ class MetaStorages:
             )
         return record
 
-    def unused(self, used: Container[int]) -> list[str]:
-        """Return the records of the storages that have data and are not among the used ones.
-
-        ``used`` has the addresses of storages.
-        """
+    def unused(self, tensors: Iterable[torch.Tensor]) -> list[str]:
+        """Return the records of the storages that have data, and that none of the tensors uses."""
+        used = {
+            tensor.untyped_storage()._cdata
+            for tensor in tensors
+            if tensor.layout == torch.strided and not tensor.is_nested
+        }
         storages = {key: typed._untyped_storage for key, typed in self._by_key.items()}
         return [
             f"data/{key} ({storage.nbytes():,} bytes)"
