@@ -12,13 +12,13 @@ import copy
 import dataclasses
 import gc
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._errors import FormatError
 from .._native import Reader
@@ -109,7 +109,9 @@ class Checkpoint:
         self.left_out: list[str] = []
         #: For each record and device: a weak reference to the storage, and where its bytes begin in
         #: it.
-        self._storages: dict[tuple[int, torch.device], tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[
+            tuple[int, torch.device], tuple[weakref.ref[torch.UntypedStorage], int]
+        ] = {}
         with _without_garbage_collection(), fake_mode.suspended():
             described = []
             users: Counter[int | None] = Counter()
@@ -279,14 +281,12 @@ class Checkpoint:
     def _live_storage(self, record: int, device: torch.device) -> torch.Tensor | None:
         """Return the bytes of a storage that is still in use; None if it is not."""
         reference, start = self._storages.get((record, device), (None, 0))
-        if reference is None:
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        storage = None if reference is None else reference()
         # Code that uses the storage may have resized it.
         if storage is None or storage.nbytes() < start + self._lens[record]:
-            del self._storages[record, device]
             return None
-        return _bytes_of(storage, start, self._lens[record])
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return empty.set_(storage, start, (self._lens[record],), (1,))
 
     def _remember_storage(
         self, record: int, loaded: torch.Tensor, device: torch.device
@@ -296,9 +296,8 @@ class Checkpoint:
             loaded = loaded.to(device)
         if loaded.storage_offset() % _ALIGNMENT or loaded.data_ptr() % _ALIGNMENT:
             loaded = loaded.clone()
-        storage = loaded.untyped_storage()
-        start = int(loaded.storage_offset())
-        self._storages[record, device] = StorageWeakRef(storage), start
+        reference = weakref.ref(loaded.untyped_storage())
+        self._storages[record, device] = reference, int(loaded.storage_offset())
         return loaded
 
     def strided(self, number: int) -> bool:
@@ -332,11 +331,6 @@ def _check_versions(records: dict[str, bytes], file: int, uri: str) -> None:
             )
         if found.strip() not in known:
             raise FormatError(f"record {word!r} says {found!r}, which is unknown ({uri})")
-
-
-def _bytes_of(storage: torch.UntypedStorage, start: int, length: int) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, start, (length,), (1,))
 
 
 def _is_all_of(like: torch.Tensor, length: int) -> bool:
