@@ -25,7 +25,7 @@ _UNSUPPORTED_KINDS = {
     "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that torch saves as another",
 }
 #: The tag of storages' ids in pickles of :func:`tensorizer.torch_compat.tensorizer_saving`.
-_PAIR_TAG = b"TensorizerPickler"
+PAIR_TAG = "TensorizerPickler"
 
 
 def unpickled(
@@ -47,7 +47,7 @@ def unpickled(
     try:
         return unpickler.load()
     except pickle.UnpicklingError as error:
-        if _PAIR_TAG in data:
+        if PAIR_TAG.encode() in data:
             raise FormatError(
                 f"{uri} is one half of an object whose storages are in another file: torch.load it "
                 "inside tensorizer_loading()"

@@ -34,7 +34,7 @@ from ..checkpoints.pairs import (
     save_pair,
     storage_file_for,
 )
-from ..checkpoints.pickling import loading_module, restricted_unpickler
+from ..checkpoints.pickling import loading_module, unpickler_class
 from ..checkpoints.storage_file import FileIdentity, is_path
 from ..streams.addresses import is_address
 
@@ -166,7 +166,7 @@ def _load_from(
     """Call ``torch.load`` such that it takes the storages from ``storages``."""
     outer = _restricted.get()
     if only_weights:
-        _restricted.set(restricted_unpickler(storages))
+        _restricted.set(unpickler_class(restricted.Unpickler, storages))
     else:
         call.arguments["pickle_module"] = loading_module(storages)
     try:
