@@ -27,7 +27,6 @@ from .storage_file import (
     FileIdentity,
     StorageFile,
     is_path,
-    leftover_files,
     local_file,
     path_of,
     remove_leftovers,
@@ -110,8 +109,7 @@ def save_pair(
     with contextlib.ExitStack() as locks:
         try:
             torch_save(pickled, saving_module(collector, finish))
-            needs_lock = storage_files or leftover_files(target, file)
-            lock = locks.enter_context(SaveLock(local_file(file) if needs_lock else None))
+            lock = locks.enter_context(SaveLock(local_file(file)))
             pickle_identity = FileIdentity.of_argument(target)
             _publish(target, pickled.getbuffer(), storage_files)
         except BaseException:
