@@ -13,7 +13,8 @@ from .._native import dicts_with_value
 from .._patching import Patch
 from . import torch_functions
 from .prefetching import PrefetchLoader
-from .reading import PySafeSlice, TensorMeta, safe_open
+from .reading import PySafeSlice, safe_open
+from .safetensors_file import TensorMeta
 
 _FUNCTIONS = ("load", "load_file", "load_model", "save", "save_file", "save_model")
 

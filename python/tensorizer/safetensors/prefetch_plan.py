@@ -10,7 +10,7 @@ import torch
 
 from ..file.slices import ranges_of
 from .errors import SafetensorError
-from .safetensors_file import SafetensorsFile
+from .safetensors_file import SafetensorsFile, check_dtype
 
 
 class PlannedTensor(NamedTuple):
@@ -53,7 +53,7 @@ def plan_tensors(opened: SafetensorsFile, plan: Mapping[str, Any] | None) -> lis
         if not chosen:
             raise SafetensorError("prefetch plan selects no tensors")
     for tensor in chosen:
-        opened.check_dtype(tensor.number)
+        check_dtype(opened.file, tensor.number)
     return chosen
 
 
@@ -63,7 +63,7 @@ def _plan_tensor(opened: SafetensorsFile, name: Any, part: Any) -> PlannedTensor
     number = opened.find(name)
     if part is None:
         return PlannedTensor(name, number)
-    _, shape, _ = opened.describe(number)
+    _, shape, _ = opened.file.reader.describe(number)
     if isinstance(part, slice):
         _check_rows(name, part, shape)
     elif not isinstance(part, tuple):

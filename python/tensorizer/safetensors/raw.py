@@ -147,14 +147,13 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
         raise TypeError(f"argument 'bytes': expected bytes, found {type(given).__name__}")
     opened = SafetensorsFile(FileBytes(given, "<bytes>"), torch.device("cpu"), maps=False)
     reader = opened.file.reader
-    places = list(zip(reader.offsets(), reader.data_lens(), strict=True))
+    offsets = reader.offsets()
     found = []
     for name, number in opened.numbers.items():
-        (_, start), size = places[number]
-        dtype, _, _ = opened.describe(number)
-        data = bytearray(given[start : start + size])
-        row = {"shape": opened.shape_in_file(number), "dtype": dtype, "data": data}
-        found.append((name, row))
+        meta, (_, start) = opened.meta(number), offsets[number]
+        begin, end = meta.data_offsets
+        data = bytearray(given[start : start + end - begin])
+        found.append((name, {"shape": meta.shape, "dtype": meta.dtype, "data": data}))
     return found
 
 
