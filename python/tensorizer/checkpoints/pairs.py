@@ -128,23 +128,11 @@ def save_pair(
             remove_leftovers(target, file)
 
 
-def _sync(descriptor: int, path: str) -> None:
-    """Sync a file to disk, and raise if that fails: the system reports such a failure only once."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Pipes and devices cannot be synced.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-            raise OSError(error.errno, os.strerror(error.errno or 0), path) from None
-
-
 def _publish(target: Any, pickled: memoryview, storage_files: list[StorageFile]) -> None:
     if is_path(target):
-        path = os.fsdecode(target)
-        with AtomicWriter(path, io.DEFAULT_BUFFER_SIZE) as out:
+        with AtomicWriter(os.fsdecode(target), io.DEFAULT_BUFFER_SIZE) as out:
             out.write(pickled)
             out.flush()
-            _sync(out.fileno(), path)
             for storage_file in storage_files:
                 storage_file.publish()
         return
