@@ -215,14 +215,19 @@ def unpickler_class(base: Any, storages: StorageProvider) -> type:
     """
 
     class StorageUnpickler(base):  # type: ignore[misc]
+        persistent_load: Any
+
         def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
             storages.record = PairRecord.read(file)
             super().__init__(file, **kwargs)
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "persistent_load":
-                value = functools.partial(_persistent_load, storages, value)
-            super().__setattr__(name, value)
+        def load(self) -> Any:
+            # torch has set a function that resolves its own ids.
+            torch_persistent_load = self.persistent_load
+            self.persistent_load = functools.partial(
+                _persistent_load, storages, torch_persistent_load
+            )
+            return super().load()
 
         def pop_mark(self) -> list[Any]:
             # In the restricted unpickler, all tuples of more than three elements pass here, our

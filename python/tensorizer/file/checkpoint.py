@@ -335,11 +335,8 @@ def _check_versions(records: dict[str, bytes], file: int, uri: str) -> None:
 
 def _is_all_of(like: torch.Tensor, length: int) -> bool:
     """Tell whether a contiguous tensor with usual strides is all of a storage of that length."""
-    usual = 1
-    for size, stride in zip(reversed(like.shape), reversed(like.stride()), strict=True):
-        if stride != usual:
-            return False
-        usual *= max(size, 1)
+    if like.stride() != torch.empty(like.shape, device="meta").stride():
+        return False
     return like.storage_offset() == 0 and like.numel() * like.element_size() == length
 
 
