@@ -16,7 +16,6 @@ import torch
 from torch.serialization import default_restore_location
 
 from .._errors import CryptographyError, FormatError, PairMismatchError
-from .._native import Reader
 from ..file.arguments import resolve_device
 from ..file.open_file import OpenFile
 from ..file.progress import ProgressReporter
@@ -46,33 +45,27 @@ SaveFunc = Callable[[Any, list[torch.Tensor], dict[str, Any]], Any]
 LoadFunc = Callable[[Any, dict[str, Any]], Any]
 
 
-def name_of(file: Any) -> str:
-    """Return the name of the file that torch reads or writes.
-
-    Raises:
-        TypeError: It has no name from which the storage file's name could be derived.
-
-    """
-    name = path_of(file)
-    if name is None:
-        raise TypeError(
-            f"{file!r} has no name, so that no name for the file of its storages can be derived: "
-            "pass that file as file_obj, or a function that returns it"
-        )
-    return name
-
-
 def storage_file_for(file_obj: Any, target: Any) -> Any:
     """Return the storage file for what torch reads or writes; None for a ``BytesIO`` without one.
 
     ``file_obj`` is the argument of the block: None, a file, or a function of ``target`` that
     returns one.
+
+    Raises:
+        TypeError: ``target`` has no name from which that of the storage file could be derived.
+
     """
     if file_obj is None:
         if isinstance(target, io.BytesIO):
             logger.warning("a BytesIO has no name: its storages stay in it, in torch's own format")
             return None
-        return name_of(target) + ".tensors"
+        name = path_of(target)
+        if name is None:
+            raise TypeError(
+                f"{target!r} has no name, so that no name for the file of its storages can be "
+                "derived: pass that file as file_obj, or a function that returns it"
+            )
+        return f"{name}.tensors"
     if callable(file_obj) and not isinstance(file_obj, (str, bytes, os.PathLike)):
         file_obj = file_obj(target)
     return os.fsdecode(file_obj) if isinstance(file_obj, (bytes, os.PathLike)) else file_obj
@@ -209,10 +202,7 @@ class StorageFileLoader:
         self._loaded = None
 
     def _name(self) -> str:
-        try:
-            return repr(name_of(self._target))
-        except TypeError:
-            return repr(self._target)
+        return repr(path_of(self._target) or self._target)
 
     def _load(self) -> list[torch.UntypedStorage]:
         file = storage_file_for(self._file_obj, self._target)
@@ -274,21 +264,20 @@ class StorageFileLoader:
     def _opened(self, file: Any, options: dict[str, Any], expected: str | None) -> OpenFile:
         opened = OpenFile(file, closes_stream=True, **options)
         try:
-            self._check_identity(opened.reader, expected)
+            pair = opened.reader.pair_id
+            found = None if pair is None else pair.hex()
+            by_load_func = self.record is not None and expected is None
+            if expected != found and not by_load_func:
+                raise PairMismatchError(
+                    f"{opened.uri!r} is not the file of storages that was saved with "
+                    f"{self._name()}: expected pair "
+                    f"{expected or 'without a name (of an older release)'}, found "
+                    f"{found or 'one without a name (of an older release, or another kind)'}"
+                )
         except BaseException:
             opened.close()
             raise
         return opened
-
-    def _check_identity(self, reader: Reader, expected: str | None) -> None:
-        found = None if reader.pair_id is None else reader.pair_id.hex()
-        by_load_func = self.record is not None and expected is None
-        if expected != found and not by_load_func:
-            raise PairMismatchError(
-                f"{reader.uri!r} is not the file of storages that was saved with {self._name()}: "
-                f"expected pair {expected or 'without a name (of an older release)'}, "
-                f"found {found or 'one without a name (of an older release, or another kind)'}"
-            )
 
     def _numbers(self, file: OpenFile) -> list[int]:
         """Return the number of the tensor in the file for each storage, in their order."""
