@@ -64,8 +64,8 @@ class _PickledTensor:
         strided = not like.is_contiguous() or like.is_conj() or like.is_neg()
         return _PickledTensor(like, record, strided)
 
-    def place(self) -> tuple[int, int] | None:
-        """Return its record, and the position of its first element there; None without one."""
+    def location(self) -> tuple[int, int] | None:
+        """Return its record, and the position of its first element there; None if it has none."""
         if self.record is None:
             return None
         start = int(self.like.storage_offset()) * self.like.element_size()
@@ -117,7 +117,9 @@ class Checkpoint:
             users: Counter[int | None] = Counter()
             for name, tensor in self._named_in_files():
                 dtype = str(tensor.like.dtype).removeprefix("torch.")
-                described.append((name, dtype, tensor.like.shape, tensor.place(), tensor.strided))
+                described.append(
+                    (name, dtype, tensor.like.shape, tensor.location(), tensor.strided)
+                )
                 self._tensors.append(tensor)
                 users[tensor.record] += 1
             for tensor in self._tensors:

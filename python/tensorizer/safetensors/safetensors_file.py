@@ -186,7 +186,9 @@ class SafetensorsFile:
     def load(self, number: int) -> torch.Tensor:
         """Return a tensor. Tensors in one mapping share their memory, and so all changes."""
         mapped = self._mapping().get(number)
-        return self._read(self.file, number) if mapped is None else self._part(number, mapped, ...)
+        if mapped is None:
+            return self._read(self.file, number)
+        return self._read_ahead(number, mapped, mapped.detach())
 
     def load_all(self) -> dict[str, torch.Tensor]:
         """Return all tensors, in the order of the file."""
@@ -205,7 +207,7 @@ class SafetensorsFile:
         """Return the part of a tensor that torch's indexing gives; read no more than it needs."""
         mapped = self._mapping().get(number)
         if mapped is not None:
-            return self._part(number, mapped, index)
+            return self._read_ahead(number, mapped, mapped.detach()[index])
         _, shape, _ = self.file.reader.describe(number)
         try:
             ranges, rest = ranges_of(torch.Size(shape), index)
@@ -244,9 +246,8 @@ class SafetensorsFile:
         dtype = getattr(torch, self.file.reader.describe(number)[0], None)
         return isinstance(dtype, torch.dtype) and offset % dtype.itemsize == 0
 
-    def _part(self, number: int, mapped: torch.Tensor, index: Any) -> torch.Tensor:
-        """Return a part of a mapped tensor, after the kernel was told to read its bytes."""
-        part = mapped.detach()[index]
+    def _read_ahead(self, number: int, mapped: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Let the kernel begin to read a part of a mapped tensor, and return the part."""
         start = part.data_ptr() - mapped.data_ptr()
         # Copies, by masks for instance, are not in the mapping.
         if part.is_contiguous() and 0 <= start <= mapped.nbytes - part.nbytes:
