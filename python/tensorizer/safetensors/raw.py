@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..file.opening import FileBytes
 from ..file.to_safetensors import write_one
 from .errors import SafetensorError, as_safetensor_errors
 from .safetensors_file import DTYPES, SafetensorsFile
@@ -125,23 +124,15 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
         TypeError: The argument is not ``bytes``.
 
     """
-    given = bytes
-    if not isinstance(given, _BYTES):
-        raise TypeError(f"argument 'bytes': expected bytes, found {type(given).__name__}")
-    opened = SafetensorsFile(FileBytes(given, "<bytes>"), torch.device("cpu"), maps=False)
-    reader = opened.file.reader
-    offsets = reader.offsets()
+    opened = SafetensorsFile.of_bytes(bytes)
+    offsets = opened.file.reader.offsets()
     found = []
     for name, number in opened.numbers.items():
         meta, (_, start) = opened.meta(number), offsets[number]
         begin, end = meta.data_offsets
-        data = bytearray(given[start : start + end - begin])
+        data = bytearray(bytes[start : start + end - begin])
         found.append((name, {"shape": meta.shape, "dtype": meta.dtype, "data": data}))
     return found
-
-
-#: The type ``bytes``, which an argument of that name hides.
-_BYTES = bytes
 
 
 def _dict(metadata: Mapping[str, str] | None) -> dict[str, str] | None:

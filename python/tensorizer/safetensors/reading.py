@@ -13,7 +13,7 @@ from .._numbers import check_number
 from .errors import SafetensorError
 from .prefetch_plan import plan_tensors
 from .prefetching import PrefetchLoader
-from .safetensors_file import SafetensorsFile, TensorMeta, resolve_device
+from .safetensors_file import SafetensorsFile, TensorMeta, check_filename, resolve_device
 
 try:
     from safetensors import safe_open as _library_safe_open
@@ -115,11 +115,7 @@ class safe_open:
         *,
         backend: str = "mmap",
     ) -> None:
-        if not isinstance(filename, (str, os.PathLike)):
-            raise TypeError(
-                "argument 'filename': expected a str or os.PathLike object, not "
-                f"{type(filename).__name__}"
-            )
+        check_filename(filename)
         if backend not in _BACKENDS:
             raise SafetensorError(
                 f'backend "{backend}" is invalid (expected one of: "mmap", "pread")'

@@ -12,6 +12,7 @@ import torch
 
 from .._locks import ForkSafeLock
 from ..file.open_file import OpenFile
+from ..file.opening import FileBytes
 from ..file.slices import ranges_of
 from ..streams.addresses import is_address
 from ..tensors import fake_mode
@@ -43,6 +44,20 @@ DTYPES: dict[str, tuple[str, int]] = {
     "float6_e2m3fn_x4": ("F6_E2M3", 4),
     "float6_e3m2fn_x4": ("F6_E3M2", 4),
 }
+
+
+def check_filename(filename: object) -> None:
+    """Refuse the name of a file that is neither a ``str`` nor an ``os.PathLike``.
+
+    Raises:
+        TypeError: It is neither.
+
+    """
+    if not isinstance(filename, (str, os.PathLike)):
+        raise TypeError(
+            "argument 'filename': expected a str or os.PathLike object, not "
+            f"{type(filename).__name__}"
+        )
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -114,6 +129,18 @@ class SafetensorsFile:
         self._lock = ForkSafeLock()
         self._numbers: dict[str, int] | None = None
         self._mapped: Mapping[int, torch.Tensor] | None = None
+
+    @staticmethod
+    def of_bytes(data: bytes) -> SafetensorsFile:
+        """Open a file in memory, whose tensors are copied to the CPU.
+
+        Raises:
+            TypeError, SafetensorError: It is not ``bytes``, or not a safetensors file.
+
+        """
+        if not isinstance(data, bytes):
+            raise TypeError(f"argument 'bytes': expected bytes, found {type(data).__name__}")
+        return SafetensorsFile(FileBytes(data, "<bytes>"), torch.device("cpu"), maps=False)
 
     def _check_format(self) -> None:
         with as_safetensor_errors("deserializing header"):
