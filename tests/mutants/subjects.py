@@ -37,7 +37,7 @@ SUBJECTS = {
     "file/encryption": "encryption",
     "file/to_redis": "redis",
     "file/progress": "progress",
-    "file/(nesting|name_tree)": "state_dict_files metadata name_bombs large_headers",
+    "file/(nesting|name_tree)": "state_dict_files torch_files metadata name_bombs large_headers",
     "file/(opening|legacy|reader|open_file|placement|options)": "reading reading_objects "
     "interop old_names modules module_state shards sources metadata mapping safetensors encryption",
     "file/": "reading writing iterate metadata",

@@ -211,7 +211,7 @@ from tensorizer.torch_compat import tensorizer_loading
 from tensorizer.torch_hooks import save_and_load
 from tensorizer.utils import no_init_or_tensor
 
-locks = [uninitialised._lock, patching._patch._lock, save_and_load._patch._lock]
+locks = [uninitialised._patch._lock, patching._patch._lock, save_and_load._patch._lock]
 assert {type(lock).__name__ for lock in locks} == {"ForkSafeLock"}
 held, end = threading.Event(), threading.Event()
 def hold():

@@ -34,6 +34,7 @@ FOLDERS = [
         "_locks",
         "_native",
         "_numbers",
+        "_patching",
         "_types",
     },
     {"group", "tensors", "modules", "streams"},

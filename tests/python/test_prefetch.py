@@ -211,12 +211,14 @@ def test_threads_share_a_loader(path, tensors):
 
 def test_a_tensor_that_another_thread_takes_meanwhile_is_no_error(path, tensors):
     loader = safe_open(path, "pt").prefetch()
-    for name in loader.names():
-        while not loader._is_settled(name):
-            loader._let_land(name)
-    taken = loader.take("half")
-    # A call that has not seen this yet: all have landed, and nothing more will.
-    loader._let_land("half")
+    while len(loader._ready) < len(loader):
+        loader._wait()
+    taken, others = loader.take("half"), []
+    # Another call for it: all have landed, and nothing more will.
+    thread = threading.Thread(target=lambda: others.append(loader._take("half")))
+    thread.start()
+    thread.join()
+    assert others == [None]
     assert_all({"half": taken, **dict(loader)}, tensors)
 
 

@@ -16,18 +16,16 @@ import torch
 from torch.serialization import default_restore_location
 
 from .._errors import CryptographyError, FormatError, PairMismatchError
-from .._native import Reader
 from ..file.arguments import resolve_device
 from ..file.open_file import OpenFile
 from ..file.progress import ProgressReporter
 from ..streams.atomic import AtomicWriter
-from .pickling import PairRecord, StorageCollector, StorageProvider, saving_module
+from .pickling import PairRecord, StorageCollector, saving_module
 from .save_lock import SaveLock
 from .storage_file import (
     FileIdentity,
     StorageFile,
     is_path,
-    leftover_files,
     local_file,
     path_of,
     remove_leftovers,
@@ -47,33 +45,27 @@ SaveFunc = Callable[[Any, list[torch.Tensor], dict[str, Any]], Any]
 LoadFunc = Callable[[Any, dict[str, Any]], Any]
 
 
-def name_of(file: Any) -> str:
-    """Return the name of the file that torch reads or writes.
-
-    Raises:
-        TypeError: It has no name from which the storage file's name could be derived.
-
-    """
-    name = path_of(file)
-    if name is None:
-        raise TypeError(
-            f"{file!r} has no name, so that no name for the file of its storages can be derived: "
-            "pass that file as file_obj, or a function that returns it"
-        )
-    return name
-
-
 def storage_file_for(file_obj: Any, target: Any) -> Any:
     """Return the storage file for what torch reads or writes; None for a ``BytesIO`` without one.
 
     ``file_obj`` is the argument of the block: None, a file, or a function of ``target`` that
     returns one.
+
+    Raises:
+        TypeError: ``target`` has no name from which that of the storage file could be derived.
+
     """
     if file_obj is None:
         if isinstance(target, io.BytesIO):
             logger.warning("a BytesIO has no name: its storages stay in it, in torch's own format")
             return None
-        return name_of(target) + ".tensors"
+        name = path_of(target)
+        if name is None:
+            raise TypeError(
+                f"{target!r} has no name, so that no name for the file of its storages can be "
+                "derived: pass that file as file_obj, or a function that returns it"
+            )
+        return f"{name}.tensors"
     if callable(file_obj) and not isinstance(file_obj, (str, bytes, os.PathLike)):
         file_obj = file_obj(target)
     return os.fsdecode(file_obj) if isinstance(file_obj, (bytes, os.PathLike)) else file_obj
@@ -110,8 +102,7 @@ def save_pair(
     with contextlib.ExitStack() as locks:
         try:
             torch_save(pickled, saving_module(collector, finish))
-            needs_lock = storage_files or leftover_files(target, file)
-            lock = locks.enter_context(SaveLock(local_file(file) if needs_lock else None))
+            lock = locks.enter_context(SaveLock(local_file(file)))
             pickle_identity = FileIdentity.of_argument(target)
             _publish(target, pickled.getbuffer(), storage_files)
         except BaseException:
@@ -130,23 +121,11 @@ def save_pair(
             remove_leftovers(target, file)
 
 
-def _sync(descriptor: int, path: str) -> None:
-    """Sync a file to disk, and raise if that fails: the system reports such a failure only once."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Pipes and devices cannot be synced.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-            raise OSError(error.errno, os.strerror(error.errno or 0), path) from None
-
-
 def _publish(target: Any, pickled: memoryview, storage_files: list[StorageFile]) -> None:
     if is_path(target):
-        path = os.fsdecode(target)
-        with AtomicWriter(path, io.DEFAULT_BUFFER_SIZE) as out:
+        with AtomicWriter(os.fsdecode(target), io.DEFAULT_BUFFER_SIZE) as out:
             out.write(pickled)
             out.flush()
-            _sync(out.fileno(), path)
             for storage_file in storage_files:
                 storage_file.publish()
         return
@@ -169,7 +148,7 @@ def _publish(target: Any, pickled: memoryview, storage_files: list[StorageFile])
         raise
 
 
-class StorageFileLoader(StorageProvider):
+class StorageFileLoader:
     """The storages for one call of ``torch.load``; the first request reads all of them.
 
     Args:
@@ -196,11 +175,17 @@ class StorageFileLoader(StorageProvider):
         self._options = dict(options)
         self._map_location = map_location
         self._mmap = mmap
+        self.record: PairRecord | None = None
         self._loaded: list[torch.UntypedStorage] | None = None
         self._saved_locations: list[str] = []
 
     def get(self, index: int) -> torch.UntypedStorage:
-        """Return a storage."""
+        """Return a storage.
+
+        Raises:
+            FormatError: There is no storage of this index.
+
+        """
         if self._loaded is None:
             self._loaded = self._load()
         if not 0 <= index < len(self._loaded):
@@ -210,14 +195,14 @@ class StorageFileLoader(StorageProvider):
         return self._loaded[index]
 
     def forget(self) -> None:
-        """Release the storages."""
+        """Release the storages.
+
+        The unpickler's class refers to this object until the garbage collector frees the class.
+        """
         self._loaded = None
 
     def _name(self) -> str:
-        try:
-            return repr(name_of(self._target))
-        except TypeError:
-            return repr(self._target)
+        return repr(path_of(self._target) or self._target)
 
     def _load(self) -> list[torch.UntypedStorage]:
         file = storage_file_for(self._file_obj, self._target)
@@ -229,9 +214,7 @@ class StorageFileLoader(StorageProvider):
             tensors = self._load_func(file, dict(self._options))
             loaded = [tensor.untyped_storage() for tensor in tensors]
             self._check_count(len(loaded), "the list that load_func returned")
-            if self._map_location is None:
-                return loaded
-            return [self._restored(storage, index) for index, storage in enumerate(loaded)]
+            return loaded if self._map_location is None else self._restored(loaded)
         options = {name: v for name, v in self._options.items() if name not in _WITHOUT_EFFECT}
         device = options.pop("device", None)
         # As in torch: storages that are not mapped are copies, independent of the file.
@@ -281,81 +264,68 @@ class StorageFileLoader(StorageProvider):
     def _opened(self, file: Any, options: dict[str, Any], expected: str | None) -> OpenFile:
         opened = OpenFile(file, closes_stream=True, **options)
         try:
-            self._check_identity(opened.reader, expected)
+            pair = opened.reader.pair_id
+            found = None if pair is None else pair.hex()
+            by_load_func = self.record is not None and expected is None
+            if expected != found and not by_load_func:
+                raise PairMismatchError(
+                    f"{opened.uri!r} is not the file of storages that was saved with "
+                    f"{self._name()}: expected pair "
+                    f"{expected or 'without a name (of an older release)'}, found "
+                    f"{found or 'one without a name (of an older release, or another kind)'}"
+                )
         except BaseException:
             opened.close()
             raise
         return opened
-
-    def _check_identity(self, reader: Reader, expected: str | None) -> None:
-        found = None if reader.pair_id is None else reader.pair_id.hex()
-        by_load_func = self.record is not None and expected is None
-        if expected != found and not by_load_func:
-            raise PairMismatchError(
-                f"{reader.uri!r} is not the file of storages that was saved with {self._name()}: "
-                f"expected pair {expected or 'without a name (of an older release)'}, "
-                f"found {found or 'one without a name (of an older release, or another kind)'}"
-            )
 
     def _numbers(self, file: OpenFile) -> list[int]:
         """Return the number of the tensor in the file for each storage, in their order."""
         reader = file.reader
         count = len(reader)
         self._check_count(count, repr(reader.uri))
-        numbers = [reader.find((index,)) for index in range(count)]
+        numbers = reader.find_all([(index,) for index in range(count)])
         known = [number for number in numbers if number is not None]
         if len(known) < count:
             raise FormatError(
                 f"expected a list of storages in {reader.uri!r}, found {count} tensors, only "
                 f"{len(known)} of them storages"
             )
-        for number in known:
-            dtype, shape, _ = reader.describe(number)
+        for dtype, shape in reader.describe_all(known):
             if dtype != "uint8" or len(shape) != 1:
                 raise FormatError(
-                    f"expected bytes of a storage in {reader.uri!r}, found {dtype} {shape}"
+                    f"expected bytes of a storage in {reader.uri!r}, found {dtype} {list(shape)}"
                 )
         return known
 
     def _read(self, file: OpenFile, numbers: list[int], device: Any) -> list[torch.UntypedStorage]:
-        lens = file.reader.memory_lens(range(len(file)))
-        if self._nothing_to_read():
-            out = []
-            for index, number in enumerate(numbers):
-                storage = torch.UntypedStorage(lens[number], device="meta")
-                if not _is_meta(self._map_location):
-                    storage._fake_device = self._location(index, device)  # type: ignore[assignment]
-                out.append(storage)
-            return out
+        lens = file.reader.memory_lens(numbers)
+        locations = [self._location(index, device) for index in range(len(numbers))]
+        on_meta = _is_meta(self._map_location)
+        if on_meta or torch._guards.detect_fake_mode(None) is not None:
+            storages = [torch.UntypedStorage(length, device="meta") for length in lens]
+            for storage, location in zip(storages, locations, strict=True):
+                if not on_meta:
+                    storage._fake_device = location  # type: ignore[assignment]
+            return storages
         by_call = callable(self._map_location)
-        by_device: dict[torch.device, list[int]] = {}
-        known: dict[str, torch.device] = {}
-        for index in range(len(numbers)):
-            location = "cpu" if by_call else self._location(index, device)
-            if location not in known:
-                # torch resolves the location, and raises its own error if there is no such device.
-                probe = torch.UntypedStorage(0)
-                known[location] = default_restore_location(probe, location).device
-            by_device.setdefault(known[location], []).append(index)
-        storages: dict[int, torch.UntypedStorage] = {}
-        for location_device, indices in by_device.items():
-            wanted = [numbers[index] for index in indices]
-            if torch.serialization._serialization_tls.skip_data:
-                tensors = [
-                    torch.empty(lens[n], dtype=torch.uint8, device=location_device) for n in wanted
-                ]
-            else:
-                tensors = [tensor for _, tensor, _ in file.load(wanted, location_device)]
-            for index, tensor in zip(indices, tensors, strict=True):
-                storages[index] = tensor.untyped_storage()
-        loaded = [storages[index] for index in range(len(numbers))]
-        if by_call:
-            return [self._restored(storage, index) for index, storage in enumerate(loaded)]
-        return loaded
-
-    def _nothing_to_read(self) -> bool:
-        fake = torch._guards.detect_fake_mode(None) is not None
-        return fake or _is_meta(self._map_location)
+        # torch resolves the locations, and raises its own error if there is no such device.
+        probe = torch.UntypedStorage(0)
+        resolved = {
+            location: default_restore_location(probe, "cpu" if by_call else location).device
+            for location in dict.fromkeys(locations)
+        }
+        places = [resolved[location] for location in locations]
+        if torch.serialization._serialization_tls.skip_data:
+            tensors = [
+                torch.empty(length, dtype=torch.uint8, device=place)
+                for length, place in zip(lens, places, strict=True)
+            ]
+        else:
+            one_place = places[0] if len(set(places)) == 1 else places
+            tensors = [tensor for _, tensor, _ in file.load(numbers, one_place)]
+        loaded = [tensor.untyped_storage() for tensor in tensors]
+        return self._restored(loaded) if by_call else loaded
 
     def _check_count(self, count: int, where: str) -> None:
         if self.record is None:
@@ -366,36 +336,36 @@ class StorageFileLoader(StorageProvider):
             )
         self._saved_locations = self.record.location_tags()
 
-    def _saved_location(self, index: int) -> str | None:
-        """Return a storage's location when saved; None for files of the old package, without it."""
-        return self._saved_locations[index] if self._saved_locations else None
-
     def _location(self, index: int, device: Any) -> str:
-        """Return the location for a storage: ``map_location``, else ``device``, else as saved."""
+        """Return the location for a storage: ``map_location``, else ``device``, else as saved.
+
+        For a function as ``map_location``, it is as saved. Files of the old package do not state
+        how they were saved.
+        """
         wanted = self._map_location
-        saved = self._saved_location(index)
+        saved = self._saved_locations[index] if self._saved_locations else None
         if isinstance(wanted, dict):
-            saved = saved or "cpu"
-            return str(wanted.get(saved, saved))
+            return str(wanted.get(saved or "cpu", saved or "cpu"))
+        if callable(wanted):
+            return saved or "cpu"
         if wanted is not None:
             return wanted.decode() if isinstance(wanted, bytes) else str(wanted)
         if device is not None or saved is None:
             return str(resolve_device(device))
         return saved
 
-    def _restored(self, storage: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
-        """Move a storage to its location, as torch does."""
-        restored = None
-        location = self._saved_location(index) or "cpu"
-        if callable(self._map_location):
-            restored = self._map_location(storage, location)
-        else:
-            location = self._location(index, None)
-        if restored is None:
-            restored = default_restore_location(storage, location)
-        typed = isinstance(restored, torch.storage.TypedStorage)
-        untyped: torch.UntypedStorage = restored._untyped_storage if typed else restored
-        return untyped
+    def _restored(self, storages: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+        """Move storages to their locations, as torch does."""
+        moved = []
+        for index, storage in enumerate(storages):
+            location, found = self._location(index, None), None
+            if callable(self._map_location):
+                found = self._map_location(storage, location)
+            if found is None:
+                found = default_restore_location(storage, location)
+            typed = isinstance(found, torch.storage.TypedStorage)
+            moved.append(found._untyped_storage if typed else found)
+        return moved
 
 
 def _is_meta(map_location: Any) -> bool:

@@ -10,6 +10,7 @@ what is unpickled (push a string, pop it). The old package reads over it.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -19,12 +20,12 @@ import reprlib
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
-from torch import _weights_only_unpickler as restricted
 
-_TAG = "TensorizerPickler"
+from ..file.pickles import PAIR_TAG
+
 _VERSION = 0
 #: The third item of a storage's persistent id; other values are of newer releases.
 _KIND = "storage"
@@ -138,7 +139,7 @@ class StorageCollector:
         index = self._numbers.setdefault(key, len(self.storages))
         if index == len(self.storages):
             self.storages.append(storage)
-        return (_TAG, _VERSION, _KIND, index, dtype)
+        return (PAIR_TAG, _VERSION, _KIND, index, dtype)
 
     def forget(self) -> None:
         """Release the storages.
@@ -193,10 +194,10 @@ def saving_module(
     return _module(Pickler=StoragePickler)
 
 
-class StorageProvider:
+class StorageProvider(Protocol):
     """The storages of a pickle that is being loaded; see :class:`.pairs.StorageFileLoader`."""
 
-    record: PairRecord | None = None
+    record: PairRecord | None
 
     def get(self, index: int) -> torch.UntypedStorage:
         """Return the storage of an index.
@@ -205,71 +206,62 @@ class StorageProvider:
             FormatError: There is no storage of this index.
 
         """
-        raise NotImplementedError
 
-    def forget(self) -> None:
-        """Release the storages.
 
-        The unpickler's class refers to this object until the garbage collector frees the class.
-        """
-        raise NotImplementedError
+def unpickler_class(base: Any, storages: StorageProvider) -> type:
+    """Return an unpickler that resolves our persistent ids too, for one call of ``torch.load``.
 
-    def persistent_load(self, pid: tuple[Any, ...]) -> torch.storage.TypedStorage:
-        """Return the storage of one of our persistent ids."""
-        if len(pid) != 5 or pid[1] != _VERSION:
-            raise pickle.UnpicklingError(
-                f"expected version {_VERSION} of the ids of storages, found {pid[1:2]}: "
-                "written by a newer release of tensorizer"
+    ``base`` is Python's unpickler, or torch's restricted one for ``weights_only=True``.
+    """
+
+    class StorageUnpickler(base):  # type: ignore[misc]
+        persistent_load: Any
+
+        def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
+            storages.record = PairRecord.read(file)
+            super().__init__(file, **kwargs)
+
+        def load(self) -> Any:
+            # torch has set a function that resolves its own ids.
+            torch_persistent_load = self.persistent_load
+            self.persistent_load = functools.partial(
+                _persistent_load, storages, torch_persistent_load
             )
-        _, _, kind, index, dtype = pid
-        if kind != _KIND:
-            raise pickle.UnpicklingError(f"expected the id of a storage, found that of {kind!r}")
-        if not isinstance(index, int) or not isinstance(dtype, (torch.dtype, type(None))):
-            raise pickle.UnpicklingError(f"damaged id of a storage: {pid!r}")
-        return torch.storage.TypedStorage(
-            wrap_storage=self.get(index), dtype=dtype or torch.uint8, _internal=True
-        )
+            return super().load()
+
+        def pop_mark(self) -> list[Any]:
+            # In the restricted unpickler, all tuples of more than three elements pass here, our
+            # persistent ids among them.
+            items: list[Any] = super().pop_mark()
+            if len(items) == 5 and type(items[0]) is str and items[0] == PAIR_TAG:
+                items[0] = _AllowedTag(items[0])
+            return items
+
+    return StorageUnpickler
 
 
 def loading_module(storages: StorageProvider) -> types.ModuleType:
     """Return a pickle module that resolves our persistent ids, for one call of ``torch.load``."""
-
-    class StorageUnpickler(pickle.Unpickler):
-        def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
-            storages.record = PairRecord.read(file)
-            super().__init__(file, **kwargs)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            is_hook = name == "persistent_load"
-            super().__setattr__(name, _with_our_ids(storages, value) if is_hook else value)
-
-    return _module(Unpickler=StorageUnpickler)
+    return _module(Unpickler=unpickler_class(pickle.Unpickler, storages))
 
 
-def restricted_unpickler(storages: StorageProvider) -> type:
-    """Return torch's unpickler for ``weights_only=True``, extended by our persistent ids."""
-
-    class RestrictedStorageUnpickler(restricted.Unpickler):
-        def __init__(self, file: IO[bytes], **kwargs: Any) -> None:
-            storages.record = PairRecord.read(file)
-            super().__init__(file, **kwargs)
-
-        @property
-        def persistent_load(self) -> Any:
-            return self._persistent_load
-
-        @persistent_load.setter
-        def persistent_load(self, torch_persistent_load: Any) -> None:
-            self._persistent_load = _with_our_ids(storages, torch_persistent_load)
-
-        def pop_mark(self) -> list[Any]:
-            # All tuples of more than three elements pass here, our persistent ids among them.
-            items: list[Any] = super().pop_mark()  # type: ignore[no-untyped-call]
-            if len(items) == 5 and type(items[0]) is str and items[0] == _TAG:
-                items[0] = _AllowedTag(items[0])
-            return items
-
-    return RestrictedStorageUnpickler
+def _persistent_load(storages: StorageProvider, torch_persistent_load: Any, pid: Any) -> Any:
+    """Return the storage of one of our persistent ids, or what torch returns for another."""
+    if not (isinstance(pid, tuple) and pid[:1] == (PAIR_TAG,)):
+        return torch_persistent_load(pid)
+    if len(pid) != 5 or pid[1] != _VERSION:
+        raise pickle.UnpicklingError(
+            f"expected version {_VERSION} of the ids of storages, found {pid[1:2]}: "
+            "written by a newer release of tensorizer"
+        )
+    _, _, kind, index, dtype = pid
+    if kind != _KIND:
+        raise pickle.UnpicklingError(f"expected the id of a storage, found that of {kind!r}")
+    if not isinstance(index, int) or not isinstance(dtype, (torch.dtype, type(None))):
+        raise pickle.UnpicklingError(f"damaged id of a storage: {pid!r}")
+    return torch.storage.TypedStorage(
+        wrap_storage=storages.get(index), dtype=dtype or torch.uint8, _internal=True
+    )
 
 
 class _AllowedTag(str):
@@ -286,17 +278,6 @@ class _AllowedTag(str):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (str(self),)
-
-
-def _with_our_ids(storages: StorageProvider, torch_persistent_load: Any) -> Any:
-    """Return a ``persistent_load`` that resolves our persistent ids besides torch's."""
-
-    def persistent_load(pid: Any) -> Any:
-        if isinstance(pid, tuple) and pid[:1] == (_TAG,):
-            return storages.persistent_load(pid)
-        return torch_persistent_load(pid)
-
-    return persistent_load
 
 
 def _module(**replaced: Any) -> types.ModuleType:

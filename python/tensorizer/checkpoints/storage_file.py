@@ -24,7 +24,7 @@ from ..file.file_writer import FileWriter
 from ..file.nesting import named_leaves
 from ..streams.addresses import is_address
 from ..streams.syncing import sync_folder
-from .save_lock import lock_file_of, shortened_name
+from .save_lock import shortened_name
 
 
 def is_path(file: Any) -> bool:
@@ -184,20 +184,11 @@ def retained_storage_file(target: Any, file: Any, pair: str | None) -> str | Non
     return str(fitting[0])
 
 
-def leftover_files(target: Any, file: Any) -> list[Path]:
-    """Return hidden files of running or killed saves of this object, not of other objects."""
-    path = local_file(file)
-    if path is None:
-        return []
-    owner = _owner(path, target)
-    hidden = [hidden for hidden, found_owner, _ in _kept_files(path) if found_owner == owner]
-    return [*hidden, lock_file_of(path)] if lock_file_of(path).exists() else hidden
-
-
 def remove_leftovers(target: Any, file: Any) -> None:
     """Remove storage files kept by killed saves, once both files of the object are in place.
 
-    To be called only while the save lock is held: then no other save can be running.
+    Those of other objects stay. To be called only while the save lock is held: then no other save
+    can be running.
     """
     path = local_file(file)
     with contextlib.suppress(OSError):
@@ -226,24 +217,15 @@ def _owner(path: Path, target: Any) -> str:
     return hashlib.blake2b(os.fsencode(names), digest_size=4).hexdigest()
 
 
-def _matching_files(folder: Path, pattern: str) -> Iterator[tuple[Path, re.Match[str]]]:
-    try:
-        with os.scandir(folder) as entries:
-            found = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-    except OSError:
-        return
-    for name in sorted(found):
-        match = re.fullmatch(pattern, name)
-        if match is not None:
-            yield folder / name, match
-
-
 def _kept_files(path: Path) -> Iterator[tuple[Path, str, str]]:
     """Yield the hidden files that were kept for a path, each with its owner and stamp."""
     name = re.escape(shortened_name(path))
     pattern = rf"\.{name}\.([0-9a-f]{{8}})\.([0-9a-f-]+)\.[0-9a-f]{{8}}\.before"
-    for hidden, match in _matching_files(path.parent, pattern):
-        yield hidden, match[1], match[2]
+    with contextlib.suppress(OSError):
+        for hidden in sorted(path.parent.iterdir()):
+            match = re.fullmatch(pattern, hidden.name)
+            if match is not None and hidden.is_file() and not hidden.is_symlink():
+                yield hidden, match[1], match[2]
 
 
 def _pair_of(path: Path) -> str | None:

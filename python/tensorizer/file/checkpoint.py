@@ -8,15 +8,16 @@ requested.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import gc
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._errors import FormatError
 from .._native import Reader
@@ -24,7 +25,7 @@ from .._types import Name, Slice
 from ..tensors import devices, fake_mode
 from ..tensors.handles import copied, take
 from .pickles import MetaStorages, unpickled
-from .unpickled_tensors import named_tensors, shown
+from .unpickled_tensors import description_of_left_out, named_tensors, shown
 
 #: Bytes of the longest element. Storages that are not aligned to it are copied.
 _ALIGNMENT = 16
@@ -40,29 +41,40 @@ _MAX_WORD_BYTES = 64
 
 @dataclass(slots=True)
 class _PickledTensor:
-    """A tensor of a pickle.
+    """A tensor of a pickle, or a slice of one.
 
     Attributes:
-        like: The tensor on the ``meta`` device.
+        like: The whole tensor on the ``meta`` device.
         record: The number of the record with its storage; None if it has no storage.
-        position: The position of its first element in its storage, in bytes; 0 if it has none.
-        strided: True if its data is not just the contiguous bytes from its position on.
-        direct: True if it is the only tensor of its storage and all of it, so that it can be
-            loaded by itself.
+        strided: True if its data is not just contiguous bytes of its storage.
+        direct: True if the reader can load it by itself.
+        ranges: The first index and the end in each dimension; None for the whole tensor.
 
     """
 
     like: torch.Tensor
     record: int | None
-    position: int
     strided: bool
-    direct: bool
+    direct: bool = False
+    ranges: Sequence[tuple[int, int]] | None = None
 
     @staticmethod
     def of(like: torch.Tensor, record: int | None) -> _PickledTensor:
-        position = int(like.storage_offset()) * like.element_size() if like.numel() else 0
         strided = not like.is_contiguous() or like.is_conj() or like.is_neg()
-        return _PickledTensor(like, record, position, strided, False)
+        return _PickledTensor(like, record, strided)
+
+    def location(self) -> tuple[int, int] | None:
+        """Return its record, and the position of its first element there; None if it has none."""
+        if self.record is None:
+            return None
+        start = int(self.like.storage_offset()) * self.like.element_size()
+        return self.record, start if self.like.numel() else 0
+
+    def sliced(self, ranges: Sequence[tuple[int, int]] | None) -> _PickledTensor:
+        """Return a slice, which has memory of its own; None for the tensor itself."""
+        if ranges is None:
+            return self
+        return dataclasses.replace(self, ranges=ranges, direct=not self.strided)
 
 
 class Checkpoint:
@@ -92,17 +104,21 @@ class Checkpoint:
         names = (str(name) for name in records.names(range(len(records))))
         self._numbers = {name: number for number, name in enumerate(names)}
         self._tensors: list[_PickledTensor] = []
+        self._owns_files = True
         self.left_out: list[str] = []
         #: For each record and device: a weak reference to the storage, and where its bytes begin in
         #: it.
-        self._storages: dict[tuple[int, torch.device], tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[
+            tuple[int, torch.device], tuple[weakref.ref[torch.UntypedStorage], int]
+        ] = {}
         with _without_garbage_collection(), fake_mode.suspended():
             described = []
             users: Counter[int | None] = Counter()
             for name, tensor in self._named_in_files():
                 dtype = str(tensor.like.dtype).removeprefix("torch.")
-                storage = None if tensor.record is None else (tensor.record, tensor.position)
-                described.append((name, dtype, tensor.like.shape, storage, tensor.strided))
+                described.append(
+                    (name, dtype, tensor.like.shape, tensor.location(), tensor.strided)
+                )
                 self._tensors.append(tensor)
                 users[tensor.record] += 1
             for tensor in self._tensors:
@@ -110,14 +126,31 @@ class Checkpoint:
                     tensor.direct = _is_all_of(tensor.like, self._lens[tensor.record])
             self.reader = records.tensors(described)
 
+    def sliced(self, slices: Sequence[Slice]) -> Checkpoint:
+        """Return slices of some of the tensors; closing them leaves the files open.
+
+        Of a contiguous tensor only the bytes of a slice are read, of another the whole storage.
+
+        Args:
+            slices: For each slice the number of its tensor, and the first index and the end in each
+                dimension, or None for the whole tensor.
+
+        """
+        part = copy.copy(self)
+        part.reader = self.reader.sliced(slices)
+        part._tensors = [self._tensors[number].sliced(ranges) for number, ranges in slices]
+        part._owns_files = False
+        return part
+
     def stop(self) -> None:
         """End loads that are under way on other threads, and refuse more."""
         self._records.stop()
 
     def close(self) -> None:
         """Close the files."""
-        self.reader.close()
-        self._records.close()
+        if self._owns_files:
+            self.reader.close()
+            self._records.close()
 
     # Reading the pickles
 
@@ -133,14 +166,14 @@ class Checkpoint:
             meta_storages = MetaStorages(file, uri, self._numbers, self._lens)
             tree = unpickled(pickled, uri, meta_storages.persistent_load)
             named, unnamed = named_tensors(tree, uri, len(pickled))
-            used = {like.untyped_storage()._cdata for _, like in named}
-            unnamed.records = meta_storages.unused(used | unnamed.storages)
-            if unnamed:
+            unused = meta_storages.unused(like for _, like in [*named, *unnamed])
+            left_out = description_of_left_out([path for path, _ in unnamed], unused)
+            if left_out:
                 if not named:
-                    raise NotImplementedError(f"{uri} has only {unnamed}; torch.load it")
-                self.left_out.append(str(unnamed))
+                    raise NotImplementedError(f"{uri} has only {left_out}; torch.load it")
+                self.left_out.append(left_out)
                 warnings.warn(
-                    f"{uri} is loaded without {unnamed}; torch.load returns them", stacklevel=6
+                    f"{uri} is loaded without {left_out}; torch.load returns them", stacklevel=6
                 )
             for name, like in named:
                 if isinstance(name, str):
@@ -174,63 +207,51 @@ class Checkpoint:
         self,
         numbers: Sequence[int],
         device: torch.device,
+        verify: str | None = None,
         *,
-        verify: str,
-        readers: int | None,
-        map: bool,
-        separate_memory: bool,
         shared: bool = True,
     ) -> tuple[list[torch.Tensor], int]:
         """Return tensors on a device, and the number of bytes that were read for them.
 
-        Without ``shared``, contiguous tensors have memory of their own.
+        Without ``shared``, contiguous tensors have memory of their own, as slices always have.
 
         Raises:
             NotImplementedError: A tensor was saved without data, on the ``meta`` device.
 
         """
-        place = devices.number(device)
-        tensors = [self._tensors[number] for number in numbers]
         self.refuse_without_data(numbers)
-        alone = [t.direct or (not shared and not t.strided) for t in tensors]
-        by_storage = {
-            t.record
-            for t, is_alone in zip(tensors, alone, strict=True)
-            if t.record is not None and not is_alone
-        }
-        storages: dict[int, torch.Tensor] = {}
-        for record in by_storage:
-            found = self._live_storage(record, device)
-            if found is not None:
-                storages[record] = found
-        missing = sorted(by_storage - storages.keys())
+        direct, views, cuts = [], dict[int, int](), dict[int, int]()
+        for number in numbers:
+            tensor = self._tensors[number]
+            if tensor.direct or not (shared or tensor.strided):
+                direct.append(number)
+            elif tensor.record is not None:
+                (views if tensor.ranges is None else cuts)[number] = tensor.record
+        storages, read = self._load_storages(set(views.values()), device, verify)
+        handle, _ = self.reader.load(direct, devices=[devices.number(device)], verify=verify)
+        loaded = dict(zip(direct, take(handle), strict=True))
+        read += sum(tensor.nbytes for tensor in loaded.values())
+        for number, record in views.items():
+            loaded[number] = _view(storages[record], self._tensors[number])
+        for number, record in cuts.items():
+            # One after another, as such slices are copies of parts of storages.
+            storages, more = self._load_storages({record}, device, verify)
+            loaded[number] = _view(storages[record], self._tensors[number])
+            read += more
+        return [loaded[number] for number in numbers], read
+
+    def _load_storages(
+        self, records: Set[int], device: torch.device, verify: str | None
+    ) -> tuple[dict[int, torch.Tensor], int]:
+        """Return the bytes of storages on a device, and the number of bytes read for them."""
+        live = {record: self._live_storage(record, device) for record in records}
+        storages = {record: found for record, found in live.items() if found is not None}
+        missing = sorted(records - storages.keys())
         if missing:
-            handle, _ = self._records.load(
-                missing,
-                verify=verify,
-                readers=readers,
-                map=map,
-                devices=[place],
-                separate_memory=separate_memory,
-            )
+            handle, _ = self._records.load(missing, devices=[devices.number(device)], verify=verify)
             for record, loaded in zip(missing, take(handle), strict=True):
                 storages[record] = self._remember_storage(record, loaded, device)
-        direct = [number for number, is_alone in zip(numbers, alone, strict=True) if is_alone]
-        handle, _ = self.reader.load(
-            direct,
-            verify=verify,
-            readers=readers,
-            map=map,
-            devices=[place],
-            separate_memory=separate_memory,
-        )
-        loaded_directly = iter(take(handle))
-        made = [
-            next(loaded_directly) if is_alone or t.record is None else _view(storages[t.record], t)
-            for t, is_alone in zip(tensors, alone, strict=True)
-        ]
-        read = sum(self._lens[record] for record in missing)
-        return made, read + self.reader.data_len(direct)
+        return storages, sum(self._lens[record] for record in missing)
 
     def without_data(self, numbers: Sequence[int], device: torch.device) -> list[torch.Tensor]:
         """Return tensors of ``FakeTensorMode``, which share storages as in the file.
@@ -241,10 +262,9 @@ class Checkpoint:
         """
         self.refuse_without_data(numbers)
         tensors = [self._tensors[number] for number in numbers]
-        records = {tensor.record for tensor in tensors if tensor.record is not None}
         storages = {
             record: torch.empty(self._lens[record], dtype=torch.uint8, device=device)
-            for record in records
+            for record in {tensor.record for tensor in tensors if tensor.record is not None}
         }
         return [_view(storages[t.record], t) for t in tensors if t.record is not None]
 
@@ -265,14 +285,12 @@ class Checkpoint:
     def _live_storage(self, record: int, device: torch.device) -> torch.Tensor | None:
         """Return the bytes of a storage that is still in use; None if it is not."""
         reference, start = self._storages.get((record, device), (None, 0))
-        if reference is None:
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        storage = None if reference is None else reference()
         # Code that uses the storage may have resized it.
         if storage is None or storage.nbytes() < start + self._lens[record]:
-            del self._storages[record, device]
             return None
-        return _bytes_of(storage, start, self._lens[record])
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return empty.set_(storage, start, (self._lens[record],), (1,))
 
     def _remember_storage(
         self, record: int, loaded: torch.Tensor, device: torch.device
@@ -282,97 +300,13 @@ class Checkpoint:
             loaded = loaded.to(device)
         if loaded.storage_offset() % _ALIGNMENT or loaded.data_ptr() % _ALIGNMENT:
             loaded = loaded.clone()
-        storage = loaded.untyped_storage()
-        start = int(loaded.storage_offset())
-        self._storages[record, device] = StorageWeakRef(storage), start
+        reference = weakref.ref(loaded.untyped_storage())
+        self._storages[record, device] = reference, int(loaded.storage_offset())
         return loaded
 
     def strided(self, number: int) -> bool:
         """Tell whether a tensor is strided, so that this can load it, but the reader cannot."""
         return self._tensors[number].strided
-
-
-class SlicedCheckpoint:
-    """Slices of tensors of a checkpoint, with the methods of :class:`Checkpoint`.
-
-    For a slice of a contiguous tensor only its bytes are read, for another the whole storage.
-
-    Args:
-        whole: The checkpoint.
-        slices: For each slice the number of its tensor, and the first index and the end in each
-            dimension, or None for the whole tensor.
-
-    Attributes:
-        reader: A reader of the slices of contiguous tensors, which describes the others too.
-
-    """
-
-    def __init__(self, whole: Checkpoint, slices: Sequence[Slice]) -> None:
-        self.reader = whole.reader.sliced(slices)
-        self._whole, self._slices = whole, slices
-
-    def stop(self) -> None:
-        """End loads that are under way on other threads, and refuse more."""
-        self._whole.stop()
-
-    def close(self) -> None:
-        """Do nothing: the files belong to the whole checkpoint."""
-
-    def load(
-        self,
-        numbers: Sequence[int],
-        device: torch.device,
-        *,
-        verify: str,
-        shared: bool = True,
-        **options: Any,
-    ) -> tuple[list[torch.Tensor], int]:
-        """Return tensors on a device, slices in memory of their own, and the number of bytes read.
-
-        Whole tensors that shared a storage share it again, as :meth:`Checkpoint.load` says.
-        """
-        wholes = [number for number in numbers if self._slices[number][1] is None]
-        of = [self._slices[number][0] for number in wholes]
-        tensors, read = self._whole.load(of, device, verify=verify, shared=shared, **options)
-        loaded = dict(zip(wholes, tensors, strict=True))
-        parts = [number for number in numbers if number not in loaded]
-        direct = [number for number in parts if not self.strided(number)]
-        place = devices.number(device)
-        handle, _ = self.reader.load(direct, verify=verify, devices=[place], **options)
-        cut = dict(zip(direct, take(handle), strict=True))
-        read += sum(tensor.nbytes for tensor in cut.values())
-        for number in parts:
-            if number not in cut:
-                whole = [self._slices[number][0]]
-                (tensor,), more = self._whole.load(whole, device, verify=verify, **options)
-                cut[number] = self._cut(number, tensor)
-                read += more
-        loaded |= cut
-        return [loaded[number] for number in numbers], read
-
-    def _cut(self, number: int, whole: torch.Tensor) -> torch.Tensor:
-        _, ranges = self._slices[number]
-        if ranges is None:
-            return whole
-        return copied(whole[tuple(slice(*ends) for ends in ranges)])
-
-    def without_data(self, numbers: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-        """Return slices of ``FakeTensorMode``."""
-        whole = self._whole.without_data([self._slices[number][0] for number in numbers], device)
-        return list(map(self._cut, numbers, whole))
-
-    def refuse_without_data(self, numbers: Sequence[int]) -> None:
-        """Refuse slices of tensors that were saved without data.
-
-        Raises:
-            NotImplementedError: One of them was saved on the ``meta`` device.
-
-        """
-        self._whole.refuse_without_data([self._slices[number][0] for number in numbers])
-
-    def strided(self, number: int) -> bool:
-        """Tell whether a slice is strided, so that this can load it, but the reader cannot."""
-        return self._whole.strided(self._slices[number][0])
 
 
 @contextlib.contextmanager
@@ -403,27 +337,22 @@ def _check_versions(records: dict[str, bytes], file: int, uri: str) -> None:
             raise FormatError(f"record {word!r} says {found!r}, which is unknown ({uri})")
 
 
-def _bytes_of(storage: torch.UntypedStorage, start: int, length: int) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, start, (length,), (1,))
-
-
 def _is_all_of(like: torch.Tensor, length: int) -> bool:
     """Tell whether a contiguous tensor with usual strides is all of a storage of that length."""
-    usual = 1
-    for size, stride in zip(reversed(like.shape), reversed(like.stride()), strict=True):
-        if stride != usual:
-            return False
-        usual *= max(size, 1)
+    if like.stride() != torch.empty(like.shape, device="meta").stride():
+        return False
     return like.storage_offset() == 0 and like.numel() * like.element_size() == length
 
 
 def _view(storage: torch.Tensor, tensor: _PickledTensor) -> torch.Tensor:
-    """Return a tensor as a view of the bytes of its storage."""
+    """Return a tensor as a view of the bytes of its storage; a slice as a copy."""
     like = tensor.like
     # The storage's bytes begin at a multiple of the longest element.
     start = storage.storage_offset() // like.element_size() + like.storage_offset()
     view = torch.empty(0, dtype=like.dtype, device=storage.device)
     view.set_(storage.untyped_storage(), start, like.shape, like.stride())
     view = torch._conj(view) if like.is_conj() else view
-    return torch._neg_view(view) if like.is_neg() else view
+    view = torch._neg_view(view) if like.is_neg() else view
+    if tensor.ranges is None:
+        return view
+    return copied(view[tuple(slice(*ends) for ends in tensor.ranges)])

@@ -1,15 +1,94 @@
-"""Nested mappings and sequences of tensors, flattened to paths and tensors."""
+"""Nested containers of tensors, flattened to paths and tensors."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
 from .._native import MAX_DEPTH
 from .._types import Name
+
+#: The keys that lead from the top to a tensor or a container.
+Path: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class _Level:
+    """A container on the way from the top, and its items that were not looked at yet."""
+
+    container: Any
+    path: Path
+    items: Iterator[tuple[Any, Any]]
+    has_tensors: bool = False
+
+
+class NestedTensors:
+    """Finds the tensors in nested containers; subclasses tell what a container holds."""
+
+    def items(self, container: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+        """Return the keys and values of a container; none of another object."""
+        raise NotImplementedError
+
+    def refuse(self, path: Path, *, is_loop: bool) -> NoReturn:
+        """Raise an error for a container that contains itself, or else is nested too deeply."""
+        raise NotImplementedError
+
+    def find(self, top: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+        """Yield the paths and tensors in a container.
+
+        A container without tensors is looked at once, however often it occurs.
+        """
+        levels = [_Level(top, (), self.items(top, ()))]
+        above = {id(top)}
+        #: By ``id``; they are kept, so that no ``id`` is reused.
+        without_tensors: dict[int, Any] = {}
+        while levels:
+            level = levels[-1]
+            for key, value in level.items:
+                if isinstance(value, torch.Tensor):
+                    level.has_tensors = True
+                    yield (*level.path, key), value
+                elif id(value) not in without_tensors:
+                    path = (*level.path, key)
+                    if id(value) in above:
+                        self.refuse(path, is_loop=True)
+                    if len(path) == MAX_DEPTH:
+                        self.refuse(path, is_loop=False)
+                    above.add(id(value))
+                    levels.append(_Level(value, path, self.items(value, path)))
+                    break
+            else:
+                above.discard(id(level.container))
+                levels.pop()
+                if not level.has_tensors:
+                    without_tensors[id(level.container)] = level.container
+                elif levels:
+                    levels[-1].has_tensors = True
+
+
+class _StateDict(NestedTensors):
+    """The tensors in mappings and sequences that have nothing else."""
+
+    def items(self, container: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+        if not _is_container(container):
+            raise TypeError(f"expected a tensor at {list(path)}, found {type(container).__name__}")
+        if not isinstance(container, Mapping):
+            return enumerate(container)
+        for key in container:
+            if not isinstance(key, str):
+                raise TypeError(f"keys must be str, found {key!r} at {list(path)}")
+        return iter(container.items())
+
+    def refuse(self, path: Path, *, is_loop: bool) -> NoReturn:
+        if is_loop:
+            raise ValueError(f"the container at {list(path)} contains itself")
+        raise ValueError(
+            f"nested too deeply: expected at most {MAX_DEPTH} levels, below {list(path[:9])}"
+        )
 
 
 def _is_container(value: Any) -> bool:
@@ -44,7 +123,7 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
             else:
                 rest[key] = value
         state_dict = rest
-    yield from _flatten(state_dict)
+    yield from _StateDict().find(state_dict)
 
 
 def _checked_path(path: tuple[Any, ...]) -> tuple[str | int, ...]:
@@ -54,46 +133,6 @@ def _checked_path(path: tuple[Any, ...]) -> tuple[str | int, ...]:
         if not isinstance(step, (str, int)) or isinstance(step, bool):
             raise TypeError(f"a path has strings and integers, found {step!r} in {path!r}")
     return path
-
-
-def _flatten(top: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
-    # The containers from the top to the current one, each with its remaining items, and the path of
-    # the current item.
-    open_ = [(top, _items(top, []))]
-    above = {id(top)}
-    path: list[str | int] = [""]
-    while open_:
-        container, items = open_[-1]
-        for path[-1], value in items:
-            if isinstance(value, torch.Tensor):
-                yield tuple(path), value
-                continue
-            if not _is_container(value):
-                raise TypeError(f"expected a tensor at {path}, found {type(value).__name__}")
-            if id(value) in above:
-                raise ValueError(f"the container at {path} contains itself")
-            if len(path) == MAX_DEPTH:
-                raise ValueError(
-                    f"nested too deeply: expected at most {MAX_DEPTH} levels, below {path[:9]}"
-                )
-            above.add(id(value))
-            open_.append((value, _items(value, path)))
-            path.append("")
-            break
-        else:
-            above.discard(id(container))
-            open_.pop()
-            path.pop()
-
-
-def _items(container: Any, path: list[str | int]) -> Iterator[tuple[str | int, Any]]:
-    if not isinstance(container, Mapping):
-        yield from enumerate(container)
-        return
-    for key, value in container.items():
-        if not isinstance(key, str):
-            raise TypeError(f"keys must be str, found {key!r} at {path[:-1]}")
-        yield key, value
 
 
 def named_leaves(state_dict: Any) -> tuple[list[Name], list[torch.Tensor]]:

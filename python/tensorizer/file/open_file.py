@@ -32,7 +32,7 @@ from ..tensors import devices, fake_mode
 from ..tensors.handles import are_plain, cast_dtype, dtype_of, lend, take
 from . import hints, opening
 from .arguments import checked_dtype, checked_verification
-from .checkpoint import Checkpoint, SlicedCheckpoint
+from .checkpoint import Checkpoint
 from .encryption import DecryptionParams, native_decryption
 from .lazy_shards import LazyShards
 from .options import check_reading
@@ -107,7 +107,7 @@ class OpenFile:
         self._identities: list[str | None] = []
         #: Readers of parts, to be closed with this file.
         self._adopted_readers: list[Reader] = []
-        self._checkpoint: Checkpoint | SlicedCheckpoint | None = None
+        self._checkpoint: Checkpoint | None = None
         #: Bytes read so far; slices of this file add to the same counter.
         self._read = [0]
         self.maps = bool(mmap)
@@ -117,7 +117,7 @@ class OpenFile:
         try:
             self.dtype = checked_dtype(dtype)
             self.verify = checked_verification(verify_hash)
-            self._reading = {
+            self._reading: dict[str, Any] = {
                 "verify": self.verify,
                 "readers": num_readers,
                 "map": self.maps,
@@ -269,9 +269,9 @@ class OpenFile:
         ``slices`` has a tensor's number, and the first index and the end in each dimension, or None
         for the whole tensor. The result need not be closed.
         """
-        if not isinstance(self._checkpoint, Checkpoint):
+        if self._checkpoint is None:
             return self._with(self.reader.sliced(slices))
-        checkpoint = SlicedCheckpoint(self._checkpoint, slices)
+        checkpoint = self._checkpoint.sliced(slices)
         part = self._with(checkpoint.reader)
         part._checkpoint = checkpoint
         return part
@@ -346,8 +346,7 @@ class OpenFile:
     @property
     def left_out(self) -> list[str]:
         """Descriptions of the tensors of a checkpoint that no name reaches."""
-        whole = self._checkpoint
-        return whole.left_out if isinstance(whole, Checkpoint) else []
+        return [] if self._checkpoint is None else self._checkpoint.left_out
 
     def close(self) -> None:
         """Close the file. Closing again does nothing."""
@@ -526,7 +525,7 @@ class OpenFile:
     def _fill_strided(
         self,
         pairs: Sequence[tuple[torch.Tensor, int]],
-        checkpoint: Checkpoint | SlicedCheckpoint,
+        checkpoint: Checkpoint,
         verify: str | None,
     ) -> list[tuple[torch.Tensor, int]]:
         """Fill the tensors whose bytes are not in order in the file; return the other pairs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _UNSUPPORTED_KINDS = {
     "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that torch saves as another",
 }
 #: The tag of storages' ids in pickles of :func:`tensorizer.torch_compat.tensorizer_saving`.
-_PAIR_TAG = b"TensorizerPickler"
+PAIR_TAG = "TensorizerPickler"
 
 
 def unpickled(
@@ -47,7 +47,7 @@ def unpickled(
     try:
         return unpickler.load()
     except pickle.UnpicklingError as error:
-        if _PAIR_TAG in data:
+        if PAIR_TAG.encode() in data:
             raise FormatError(
                 f"{uri} is one half of an object whose storages are in another file: torch.load it "
                 "inside tensorizer_loading()"
@@ -160,11 +160,13 @@ class MetaStorages:
             )
         return record
 
-    def unused(self, used: Container[int]) -> list[str]:
-        """Return the records of the storages that have data and are not among the used ones.
-
-        ``used`` has the addresses of storages.
-        """
+    def unused(self, tensors: Iterable[torch.Tensor]) -> list[str]:
+        """Return the records of the storages that have data, and that none of the tensors uses."""
+        used = {
+            tensor.untyped_storage()._cdata
+            for tensor in tensors
+            if tensor.layout == torch.strided and not tensor.is_nested
+        }
         storages = {key: typed._untyped_storage for key, typed in self._by_key.items()}
         return [
             f"data/{key} ({storage.nbytes():,} bytes)"

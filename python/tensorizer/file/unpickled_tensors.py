@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
 from .._errors import FormatError
 from .._native import MAX_DEPTH
 from .._types import Name
+from .nesting import NestedTensors, Path
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CONTAINERS = (dict, list, tuple, set, frozenset, Mapping)
 #: The most steps and characters of names, for each byte of a pickle, and the least that is always
 #: allowed. A pickle can name one container in many places, so that a short one has more paths than
 #: memory could hold.
@@ -27,102 +29,87 @@ _MAX_SHOWN_PATHS, _MAX_PATH_CHARS = 8, 100
 _MAX_SHOWN_RECORDS = 100
 
 
-@dataclass
-class _Level:
-    """A container on the path from the top to the current one.
+class _Visit:
+    """One visit of a container."""
+
+    #: True if tensors that can be named are under string keys of the container.
+    has_strings = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """A key on the path to a tensor.
 
     Attributes:
-        container: The container itself.
-        items: Its items that were not visited yet.
-        path: Its path from the top.
-        cost: Characters of the path.
-        above: The container that holds it; None at the top.
-        has_tensors: True if there are tensors in it.
-        has_strings: True if tensors that can be named are under string keys of it.
+        key: The key.
+        visit: The visit of the container that has the key.
+        cost: Characters of the path up to here.
 
     """
 
-    container: Any
-    items: Iterator[tuple[Any, Any]]
-    path: tuple[Any, ...]
+    key: Any
+    visit: _Visit
     cost: int
-    above: _Level | None
-    has_tensors: bool = False
-    has_strings: bool = False
 
-    def steps_to(self, key: Any) -> Iterator[tuple[_Level, Any]]:
-        """Yield each container on the way up from a key of this one, with the key in it."""
-        level, step = self, key
-        yield level, step
-        while level.above is not None:
-            level, step = level.above, level.path[-1]
-            yield level, step
+    @property
+    def is_index(self) -> bool:
+        """True if it is an integer that can be part of a name."""
+        return type(self.key) is int and 0 <= self.key < 1 << 64
 
 
-@dataclass
-class UnnamedTensors:
-    """The tensors of a file that cannot be named, as text for a message.
+class _UnpickledTensors(NestedTensors):
+    """The tensors in an unpickled object, whose paths have a :class:`_Step` for each key."""
 
-    Attributes:
-        count: How many there are.
-        some: The paths of the first ones.
-        storages: The addresses of their storages.
-        records: The records of the other storages that no named tensor uses: those of tensors
-            inside of objects, and storages by themselves.
+    def __init__(self, uri: str, size: int) -> None:
+        super().__init__()
+        self._uri, self._size = uri, size
+        self._budget = _MIN_BUDGET + _COST_PER_BYTE * size
 
-    """
+    def items(self, container: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+        visit, cost = _Visit(), path[-1].cost if path else 0
+        for key, value in _items(container):
+            length = cost + (len(key) + 4 if isinstance(key, str) else 8)
+            is_tensor = isinstance(value, torch.Tensor)
+            self._budget -= 1 + length * is_tensor
+            if self._budget < 0:
+                raise FormatError(
+                    f"the pickle repeats its containers: its {self._size} bytes expand to far more "
+                    f"names of tensors than are allowed ({self._uri})"
+                )
+            if is_tensor or isinstance(value, _CONTAINERS):
+                yield _Step(key, visit, length), value
 
-    count: int = 0
-    some: list[str] = field(default_factory=list)
-    storages: set[int] = field(default_factory=set)
-    records: list[str] = field(default_factory=list)
-
-    def add(self, path: tuple[Any, ...], tensor: torch.Tensor) -> None:
-        """Add a tensor."""
-        self.count += 1
-        if tensor.layout == torch.strided and not tensor.is_nested:
-            self.storages.add(tensor.untyped_storage()._cdata)
-        if self.count <= _MAX_SHOWN_PATHS:
-            text = shown(path)
-            cut = "..." * (len(text) > _MAX_PATH_CHARS)
-            self.some.append(text[:_MAX_PATH_CHARS] + cut)
-
-    def __bool__(self) -> bool:
-        return self.count > 0 or bool(self.records)
-
-    def __str__(self) -> str:
-        return " and ".join(filter(None, (self._without_name(), self._unreached())))
-
-    def _unreached(self) -> str:
-        """Describe the storages that are of no tensor in a container."""
-        if not self.records:
-            return ""
-        storages = "1 storage" if len(self.records) == 1 else f"{len(self.records):,} storages"
-        shown_ones = ", ".join(self.records[:_MAX_SHOWN_RECORDS])
-        more = ", ..." * (len(self.records) > _MAX_SHOWN_RECORDS)
-        return f"{storages} that no name reaches (of tensors inside objects): {shown_ones}{more}"
-
-    def _without_name(self) -> str:
-        """Describe the tensors whose paths are no names."""
-        if not self.count:
-            return ""
-        tensors = "1 tensor" if self.count == 1 else f"{self.count:,} tensors"
-        more = ", ..." * (self.count > len(self.some))
-        return (
-            f"{tensors} that cannot be named: {', '.join(self.some)}{more} (names consist of "
-            "strings "
-            "and list indices; in a dict with integer keys too, only its string keys count)"
+    def refuse(self, path: Path, *, is_loop: bool) -> NoReturn:
+        place = shown(_keys(path))
+        if is_loop:
+            raise FormatError(f"the container at {place} contains itself ({self._uri})")
+        raise NotImplementedError(
+            f"nested more than {MAX_DEPTH} levels deep below {place} ({self._uri})"
         )
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(container, Mapping):
+        return container.items()
+    if isinstance(container, (set, frozenset)):
+        # Members of a set have no names.
+        return ((None, member) for member in container)
+    return enumerate(container) if isinstance(container, _CONTAINERS) else ()
+
+
+def _keys(path: Path) -> tuple[Any, ...]:
+    return tuple(step.key for step in path)
 
 
 def named_tensors(
     tree: Any, uri: str, size: int
-) -> tuple[list[tuple[Name, torch.Tensor]], UnnamedTensors]:
-    """Return names and tensors of nested containers; a tensor by itself has the empty name.
+) -> tuple[list[tuple[Name, torch.Tensor]], list[tuple[tuple[Any, ...], torch.Tensor]]]:
+    """Return names and tensors of nested containers, and paths and tensors of those without name.
 
-    Containers are mappings, lists and tuples. Objects that are neither containers nor tensors are
-    skipped. Tensors are left out if their paths have other keys than strings and indices. Of a
-    mapping that has tensors under strings and under integers, those under integers are left out.
+    A tensor by itself has the empty name. Containers are mappings, lists, tuples and sets. Objects
+    that are neither containers nor tensors are skipped. A path is no name if it has other keys than
+    strings and indices. Of a mapping that has tensors under strings and under integers, those under
+    integers have no names.
 
     Args:
         tree: The unpickled object.
@@ -135,93 +122,60 @@ def named_tensors(
 
     """
     if isinstance(tree, torch.Tensor):
-        return [("", _checked(tree, "", uri))], UnnamedTensors()
+        return [("", _checked(tree, "", uri))], []
+    # All tensors are found, and the visits of containers marked, before the first one is named.
+    found = list(_UnpickledTensors(uri, size).find(tree))
+    for path, _ in found:
+        if all(isinstance(step.key, str) or step.is_index for step in path):
+            for step in path:
+                step.visit.has_strings |= isinstance(step.key, str)
     named: list[tuple[Name, torch.Tensor]] = []
-    unnamed = UnnamedTensors()
-    # ``list`` visits, and so marks, all tensors before the first one is named.
-    for level, key, tensor in list(_visit(tree, uri, size)):
-        path = (*level.path, key)
-        if not all(_can_be_in_name(*step) for step in level.steps_to(key)):
-            unnamed.add(path, tensor)
+    unnamed = []
+    for path, tensor in found:
+        keys = _keys(path)
+        if not all(
+            isinstance(step.key, str) or (step.is_index and not step.visit.has_strings)
+            for step in path
+        ):
+            unnamed.append((keys, tensor))
             continue
-        name = path[0] if len(path) == 1 and isinstance(key, str) else path
+        name = keys[0] if len(keys) == 1 and isinstance(keys[0], str) else keys
         named.append((name, _checked(tensor, name, uri)))
     return named, unnamed
 
 
-def _visit(tree: Any, uri: str, size: int) -> Iterator[tuple[_Level, Any, torch.Tensor]]:
-    """Yield each tensor with the container that holds it and its key there."""
-    if not _is_container(tree):
-        return
-    budget = _MIN_BUDGET + _COST_PER_BYTE * size
-    #: Containers without tensors, by ``id``; the tree keeps them, so that no ``id`` is reused.
-    without_tensors: set[int] = set()
-    levels = [_Level(tree, _items(tree), (), 0, None)]
-    above = {id(tree)}
-    while levels:
-        level = levels[-1]
-        for key, value in level.items:
-            budget -= 1
-            if isinstance(value, torch.Tensor):
-                budget -= level.cost + _cost(key)
-                _mark_ancestors(level, key)
-                yield level, key, value
-            elif _is_container(value) and id(value) not in without_tensors:
-                path = (*level.path, key)
-                if id(value) in above:
-                    raise FormatError(f"the container at {shown(path)} contains itself ({uri})")
-                if len(path) == MAX_DEPTH:
-                    raise NotImplementedError(
-                        f"nested more than {MAX_DEPTH} levels deep below {shown(path)} ({uri})"
-                    )
-                above.add(id(value))
-                levels.append(_Level(value, _items(value), path, level.cost + _cost(key), level))
-                break
-            if budget < 0:
-                raise FormatError(
-                    f"the pickle repeats its containers: its {size} bytes expand to far more names "
-                    "of "
-                    f"tensors than are allowed ({uri})"
-                )
-        else:
-            above.discard(id(level.container))
-            levels.pop()
-            if not level.has_tensors:
-                without_tensors.add(id(level.container))
+def description_of_left_out(paths: Sequence[tuple[Any, ...]], records: Sequence[str]) -> str:
+    """Describe the tensors of a file that cannot be named; empty if there are none.
+
+    Args:
+        paths: The paths of those in containers.
+        records: The records of the other storages that no named tensor uses: those of tensors
+            inside of objects, and storages by themselves.
+
+    """
+    texts = []
+    if paths:
+        some = [shown(path) for path in paths[:_MAX_SHOWN_PATHS]]
+        cut = [text[:_MAX_PATH_CHARS] + "..." * (len(text) > _MAX_PATH_CHARS) for text in some]
+        texts.append(
+            f"{_counted(paths, 'tensor')} that cannot be named: "
+            f"{_listed(cut, len(paths))} (names consist of strings and list indices; in a dict "
+            "with integer keys too, only its string keys count)"
+        )
+    if records:
+        texts.append(
+            f"{_counted(records, 'storage')} that no name reaches (of tensors inside objects): "
+            + _listed(records[:_MAX_SHOWN_RECORDS], len(records))
+        )
+    return " and ".join(texts)
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple, set, frozenset))
+def _counted(some: Sequence[Any], what: str) -> str:
+    return f"{len(some):,} {what}" + "s" * (len(some) != 1)
 
 
-def _items(container: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(container, Mapping):
-        return iter(container.items())
-    if isinstance(container, (set, frozenset)):
-        # Members of a set have no names.
-        return ((None, member) for member in container)
-    return iter(enumerate(container))
-
-
-def _cost(key: Any) -> int:
-    return len(key) + 4 if isinstance(key, str) else 8
-
-
-def _mark_ancestors(level: _Level, key: Any) -> None:
-    """Mark all containers above a tensor as holding it."""
-    can_be_named = all(isinstance(step, str) or _is_index(step) for _, step in level.steps_to(key))
-    for above, step in level.steps_to(key):
-        above.has_tensors = True
-        above.has_strings |= can_be_named and isinstance(step, str)
-
-
-def _can_be_in_name(level: _Level, step: Any) -> bool:
-    """Tell whether a key can be part of a name; all tensors must be marked before."""
-    return isinstance(step, str) or (_is_index(step) and not level.has_strings)
-
-
-def _is_index(step: Any) -> bool:
-    return type(step) is int and 0 <= step < 1 << 64
+def _listed(some: Sequence[str], count: int) -> str:
+    return ", ".join(some) + ", ..." * (count > len(some))
 
 
 def shown(value: Any) -> str:

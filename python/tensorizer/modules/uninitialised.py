@@ -9,64 +9,49 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from .._locks import ForkSafeLock
+from .._patching import Patch
 
 T = TypeVar("T")
 
 _active: contextvars.ContextVar[bool] = contextvars.ContextVar("no_init_or_tensor", default=False)
-_lock = ForkSafeLock()
-_depth = 0
-_undo: list[tuple[Any, str, Any]] = []
 
 
-def _patch() -> None:
-    """Replace functions of torch by wrappers, which act only in tasks that are inside a block."""
-    empty = torch.empty
+class _TorchPatch(Patch):
+    """Wrappers of torch's functions, which act only in tasks that are inside a block."""
 
-    def empty_on_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _active.get():
-            kwargs["device"] = "meta"
-        result: torch.Tensor = empty(*args, **kwargs)
-        return result
+    def apply(self) -> None:
+        empty = torch.empty
 
-    def skipped(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        def reset_parameters(self: Any) -> None:
-            if not _active.get():
-                original(self)
+        def empty_on_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if _active.get():
+                kwargs["device"] = "meta"
+            result: torch.Tensor = empty(*args, **kwargs)
+            return result
 
-        return reset_parameters
+        def skipped(original: Callable[[Any], None]) -> Callable[[Any], None]:
+            def reset_parameters(self: Any) -> None:
+                if not _active.get():
+                    original(self)
 
-    _replace(torch, "empty", empty_on_meta)
-    for layer in (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm):
-        _replace(layer, "reset_parameters", skipped(layer.reset_parameters))
+            return reset_parameters
+
+        self.replace(torch, "empty", empty_on_meta)
+        for layer in (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm):
+            self.replace(layer, "reset_parameters", skipped(layer.reset_parameters))
 
 
-def _replace(owner: Any, name: str, value: Any) -> None:
-    _undo.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, value)
+_patch = _TorchPatch()
 
 
 @contextlib.contextmanager
 def _no_init() -> Iterator[None]:
-    global _depth  # noqa: PLW0603
-    with _lock.current():
-        if _depth == 0:
-            _patch()
-        _depth += 1
-    token = _active.set(True)
-    try:
-        yield
-    finally:
+    with _patch:
+        token = _active.set(True)
         try:
+            yield
+        finally:
             # Raises if the block ends in another context than it began in.
             _active.reset(token)
-        finally:
-            with _lock.current():
-                _depth -= 1
-                if _depth == 0:
-                    while _undo:
-                        owner, name, value = _undo.pop()
-                        setattr(owner, name, value)
 
 
 @overload

@@ -13,7 +13,8 @@ from .errors import SafetensorError
 from .patching import tensorizer_safetensors
 from .prefetching import PrefetchLoader
 from .raw import TensorSpec, deserialize, serialize, serialize_file
-from .reading import PySafeSlice, TensorMeta, safe_open
+from .reading import PySafeSlice, safe_open
+from .safetensors_file import TensorMeta
 from .sharing import storage_ptr, storage_size
 from .torch_functions import load, load_file, load_model, save, save_file, save_model
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from .._locks import ForkSafeLock
 from .._native import dicts_with_value
+from .._patching import Patch
 from . import torch_functions
 from .prefetching import PrefetchLoader
-from .reading import PySafeSlice, TensorMeta, safe_open
+from .reading import PySafeSlice, safe_open
+from .safetensors_file import TensorMeta
 
 _FUNCTIONS = ("load", "load_file", "load_model", "save", "save_file", "save_model")
 
@@ -22,41 +23,25 @@ _FUNCTIONS = ("load", "load_file", "load_model", "save", "save_file", "save_mode
 _CLASSES = {"PrefetchLoader": PrefetchLoader, "PySafeSlice": PySafeSlice, "TensorMeta": TensorMeta}
 
 
-class _SafetensorsPatch:
-    """The replacement of safetensors' objects in modules, while the process is in any block."""
+class _SafetensorsPatch(Patch):
+    """The replacement of safetensors' objects in modules."""
 
     def __init__(self) -> None:
-        self._lock = ForkSafeLock()
-        self._blocks = 0
+        super().__init__()
         #: Pairs of an original and its stand-in, which is made for these blocks alone.
         self._pairs: list[tuple[Any, Any]] = []
         #: The reference counts of the stand-ins before they are put anywhere.
         self._counts_before: list[int] = []
-        #: The replaced objects: the globals of a module, and a name there.
-        self._replaced: list[tuple[dict[str, Any], str]] = []
 
-    def __enter__(self) -> None:
-        with self._lock.current():
-            if self._blocks == 0:
-                self._pairs = _stand_ins()
-                self._counts_before = _reference_counts(self._pairs)
-                self._replaced = []
-                try:
-                    _replace(self._pairs, self._replaced)
-                except BaseException:
-                    self._restore()
-                    raise
-            self._blocks += 1
+    def apply(self) -> None:
+        self._pairs = _stand_ins()
+        self._counts_before = _reference_counts(self._pairs)
+        self._replaced = []
+        _replace(self._pairs, self._replaced)
 
-    def __exit__(self, *_: object) -> None:
-        with self._lock.current():
-            self._blocks -= 1
-            if self._blocks == 0:
-                self._restore()
-
-    def _restore(self) -> None:
+    def restore(self) -> None:
         originals = {id(ours): original for original, ours in self._pairs}
-        for namespace, name in self._replaced:
+        for namespace, name, _ in self._replaced:
             number = id(namespace.get(name))
             if number in originals:
                 namespace[name] = originals[number]
@@ -102,7 +87,7 @@ def _reference_counts(pairs: list[tuple[Any, Any]]) -> list[int]:
     return [sys.getrefcount(ours) for _, ours in pairs]
 
 
-def _replace(pairs: list[tuple[Any, Any]], replaced: list[tuple[dict[str, Any], str]]) -> None:
+def _replace(pairs: list[tuple[Any, Any]], replaced: list[tuple[Any, str, Any]]) -> None:
     """Replace objects that are globals of a module, except in this package.
 
     Their locations are added to ``replaced``.
@@ -119,7 +104,7 @@ def _replace(pairs: list[tuple[Any, Any]], replaced: list[tuple[dict[str, Any], 
         namespace = namespaces[number]
         for key, value in list(namespace.items()):
             if id(value) in by_id:
-                replaced.append((namespace, key))
+                replaced.append((namespace, key, value))
                 namespace[key] = by_id[id(value)]
 
 

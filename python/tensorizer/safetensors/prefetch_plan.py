@@ -10,7 +10,7 @@ import torch
 
 from ..file.slices import ranges_of
 from .errors import SafetensorError
-from .safetensors_file import SafetensorsFile
+from .safetensors_file import SafetensorsFile, check_dtype
 
 
 class PlannedTensor(NamedTuple):
@@ -44,16 +44,15 @@ def plan_tensors(opened: SafetensorsFile, plan: Mapping[str, Any] | None) -> lis
 
     """
     if plan is None:
-        chosen = [PlannedTensor(name, number) for name, number in opened.numbers.items()]
-    else:
-        if not isinstance(plan, Mapping):
-            raise TypeError(f"argument 'plan': expected a dict, found {type(plan).__name__}")
-        chosen = [_plan_tensor(opened, name, part) for name, part in plan.items()]
-        chosen.sort(key=lambda tensor: tensor.number)
-        if not chosen:
-            raise SafetensorError("prefetch plan selects no tensors")
+        plan = dict.fromkeys(opened.numbers)
+    elif not isinstance(plan, Mapping):
+        raise TypeError(f"argument 'plan': expected a dict, found {type(plan).__name__}")
+    elif not plan:
+        raise SafetensorError("prefetch plan selects no tensors")
+    chosen = [_plan_tensor(opened, name, part) for name, part in plan.items()]
+    chosen.sort(key=lambda tensor: tensor.number)
     for tensor in chosen:
-        opened.check_dtype(tensor.number)
+        check_dtype(opened.file, tensor.number)
     return chosen
 
 
@@ -63,7 +62,7 @@ def _plan_tensor(opened: SafetensorsFile, name: Any, part: Any) -> PlannedTensor
     number = opened.find(name)
     if part is None:
         return PlannedTensor(name, number)
-    _, shape, _ = opened.describe(number)
+    _, shape, _ = opened.file.reader.describe(number)
     if isinstance(part, slice):
         _check_rows(name, part, shape)
     elif not isinstance(part, tuple):
@@ -84,21 +83,14 @@ def _check_rows(name: str, rows: slice, shape: list[int]) -> None:
     for which, bound in (("start", rows.start), ("stop", rows.stop)):
         if bound is None:
             continue
-        try:
-            row = operator.index(bound)
-        except TypeError as error:
-            raise SafetensorError(
-                f"prefetch plan slice bounds for {name} must be integers or None"
-            ) from error
+        if not hasattr(bound, "__index__"):
+            raise SafetensorError(f"prefetch plan slice bounds for {name} must be integers or None")
         # Indexing would clip the bound silently. In a plan it is a mistake.
-        if abs(row) > shape[0]:
+        if abs(operator.index(bound)) > shape[0]:
             raise SafetensorError(
                 f"prefetch plan slice {which} {bound} for {name} is out of range for "
                 f"{shape[0]} rows"
             )
-    try:
-        _, _, step = rows.indices(shape[0])
-    except (TypeError, ValueError) as error:
-        raise SafetensorError(f"invalid prefetch plan slice for {name}: {error}") from error
-    if step != 1:
-        raise SafetensorError(f"prefetch plan slices must have step 1, got {step} for {name}")
+    # A step of 0 is no index at all.
+    if rows.step not in (None, 0, 1):
+        raise SafetensorError(f"prefetch plan slices must have step 1, got {rows.step} for {name}")

@@ -23,9 +23,6 @@ from .safetensors_file import SafetensorsFile
 #: Bytes that are read ahead of the caller if no budget is given: all bytes.
 _UNLIMITED = (1 << 63) - 1
 
-#: A tensor, and the CUDA stream for which it was loaded.
-_ReadyTensor = tuple[torch.Tensor, "torch.cuda.Stream | None"]
-
 
 class PrefetchLoader:
     """Tensors of a file that are loaded in the background; :meth:`safe_open.prefetch` returns it.
@@ -50,20 +47,17 @@ class PrefetchLoader:
         #: Names in the order of the plan, which is that of the native iterator's numbers.
         self._names = [tensor.name for tensor in planned]
         #: Indices to apply to the loaded parts of tensors, by name.
-        self._rests = {tensor.name: tensor.rest for tensor in planned if tensor.rest}
-        #: The plan's tensors by name: True for those that were not handed out yet.
-        self._waiting = dict.fromkeys(self._names, True)
-        self._remaining = len(planned)
+        self._rests = {tensor.name: tensor.rest for tensor in planned}
+        #: The names of tensors that were not handed out yet.
+        self._remaining = set(self._names)
         #: Tensors that were loaded before they were requested, each with the CUDA stream for which
         #: it was loaded.
-        self._ready: dict[str, _ReadyTensor] = {}
+        self._ready: dict[str, tuple[torch.Tensor, torch.cuda.Stream | None]] = {}
         self._error: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
+        #: Held while waiting for the next tensors.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        #: A token of the call that waits for the next tensors of the native iterator, or None.
-        self._puller: object | None = None
         #: True for tensors of ``FakeTensorMode``, for which nothing is read ahead.
         self._fake = fake_mode.is_active()
         try:
@@ -103,7 +97,7 @@ class PrefetchLoader:
                 read, or is damaged; or the loader is closed.
 
         """
-        if name not in self._waiting:
+        if name not in self._rests:
             raise SafetensorError(f"tensor {name} is not in the prefetch plan")
         found = self._take(name)
         if found is None:
@@ -135,10 +129,9 @@ class PrefetchLoader:
                 "this loader was made by the parent process, before fork(): make a new one"
             )
         while True:
-            # The lock itself, not the condition: an interrupt while that is entered would leave it
-            # held.
+            # Released after each wait, for threads whose tensor has come.
             with self._lock:
-                if not (self._remaining if wanted is None else self._waiting[wanted]):
+                if not (self._remaining if wanted is None else wanted in self._remaining):
                     return None
                 name = next(iter(self._ready), None) if wanted is None else wanted
                 if name is not None and name in self._ready:
@@ -148,55 +141,26 @@ class PrefetchLoader:
                 if self._error is not None:
                     said = str(self._error) or type(self._error).__name__
                     raise SafetensorError(f"the load has failed: {said}") from self._error
-            self._let_land(wanted)
+                self._wait()
 
-    def _let_land(self, wanted: str | None) -> None:
-        """Wait for the next tensors, while other threads may take those that are loaded.
+    def _wait(self) -> None:
+        """Wait for the next tensors.
 
         An interrupt ends the load, because tensors may be on their way to the caller.
         """
-        call = object()
         try:
-            with self._lock:
-                if self._is_settled(wanted):
-                    return
-                if self._puller is not None:
-                    self._changed.wait()
-                    return
-                self._puller = call
-            ready = self._next()
-            with self._lock:
-                if not self._closed:
-                    self._ready.update(ready)
+            self._ready.update(self._next())
         except BaseException as error:
-            if self._puller is not call:
-                raise
             self._native.close()
             if not (self._closed and isinstance(error, ClosedError)):
                 self._error = error
                 raise
-        finally:
-            with self._lock:
-                if self._puller is call:
-                    self._puller = None
-                    self._changed.notify_all()
 
-    def _is_settled(self, wanted: str | None) -> bool:
-        """Return True if a tensor, or any, can be taken or refused without loading more."""
-        if self._closed or self._error is not None:
-            return True
-        if wanted is None:
-            return bool(self._ready) or not self._remaining
-        return wanted in self._ready or not self._waiting[wanted]
-
-    def _next(self) -> dict[str, _ReadyTensor]:
-        file = self._file
+    def _next(self) -> dict[str, tuple[torch.Tensor, torch.cuda.Stream | None]]:
+        file, names = self._file, self._names
         if self._fake and file is not None:
-            return {
-                self._names[place]: (tensor, None)
-                for place, tensor, _ in file.load(range(len(self._names)), self._device)
-                if self._waiting[self._names[place]]
-            }
+            loaded = file.load(range(len(names)), self._device)
+            return {names[at]: (one, None) for at, one, _ in loaded if names[at] in self._remaining}
         with as_safetensor_errors("prefetching", OSError):
             found = self._native.next()
         if found is None or file is None:
@@ -205,17 +169,15 @@ class PrefetchLoader:
         tensors = file.placed(take(handle), places, self._device)
         on_cuda = self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device) if on_cuda else None
-        names = self._names
         return {names[place]: (one, stream) for place, one in zip(places, tensors, strict=True)}
 
     def _hand_out(self, name: str) -> torch.Tensor:
         tensor, stream = self._ready.pop(name)
-        self._waiting[name] = False
-        self._remaining -= 1
+        self._remaining.discard(name)
         if stream is not None:
             use_on_current_stream(tensor, stream)
-        rest = self._rests.get(name)
-        return tensor if rest is None else tensor[rest]
+        rest = self._rests[name]
+        return tensor[rest] if rest else tensor
 
     def close(self) -> None:
         """End the load, and release the file and the tensors that were not returned.
@@ -230,7 +192,6 @@ class PrefetchLoader:
             self._ready.clear()
             # The traceback of an error refers to the file, too.
             self._opened = self._file = self._error = None
-            self._changed.notify_all()
 
     def __enter__(self) -> PrefetchLoader:
         return self

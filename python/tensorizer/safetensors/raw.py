@@ -8,11 +8,11 @@ import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..file.opening import FileBytes
 from ..file.to_safetensors import write_one
 from .errors import SafetensorError, as_safetensor_errors
 from .safetensors_file import DTYPES, SafetensorsFile
@@ -22,6 +22,7 @@ _BY_NAME = {code: name for name, (code, _) in DTYPES.items()}
 _NOT_WRITTEN = ("float6_e2m3fn_x4", "float6_e3m2fn_x4")
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TensorSpec:
     """The memory of a tensor that :func:`serialize` and :func:`serialize_file` write.
 
@@ -37,53 +38,34 @@ class TensorSpec:
         TypeError: An argument is of another type.
         OverflowError: A number is negative, or has more than 64 bits.
 
+    Attributes:
+        dtype: The name of the dtype in safetensors, such as ``"F32"``.
+        shape: The shape, in elements of the safetensors dtype.
+
     """
 
-    __slots__ = ("_data_len", "_data_ptr", "_dtype", "_shape")
+    dtype: str
+    shape: Sequence[int]
+    data_ptr: int
+    data_len: int
 
-    def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
-        if not isinstance(dtype, str):
-            raise TypeError(f"argument 'dtype': expected a str, found {type(dtype).__name__}")
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, str):
+            raise TypeError(f"argument 'dtype': expected a str, found {type(self.dtype).__name__}")
         supported = [name for name in DTYPES if name not in _NOT_WRITTEN]
-        if dtype not in supported:
+        if self.dtype not in supported:
             raise SafetensorError(
-                f"Unknown dtype {dtype!r}. Supported dtypes: {', '.join(supported)}"
+                f"Unknown dtype {self.dtype!r}. Supported dtypes: {', '.join(supported)}"
             )
-        if isinstance(shape, (str, bytes)):
-            raise TypeError(f"argument 'shape': expected numbers, found {type(shape).__name__}")
-        self._dtype, packed = DTYPES[dtype]
-        sizes = [_unsigned("shape", size) for size in shape]
+        if isinstance(self.shape, (str, bytes)):
+            found = type(self.shape).__name__
+            raise TypeError(f"argument 'shape': expected numbers, found {found}")
+        dtype, packed = DTYPES[self.dtype]
+        sizes = [_unsigned("shape", size) for size in self.shape]
         if packed > 1 and sizes:
             sizes[-1] *= packed
-        self._shape = tuple(sizes)
-        self._data_ptr = _unsigned("data_ptr", data_ptr)
-        self._data_len = _unsigned("data_len", data_len)
-
-    @property
-    def dtype(self) -> str:
-        """The name of the dtype in safetensors, such as ``"F32"``."""
-        return self._dtype
-
-    @property
-    def shape(self) -> list[int]:
-        """The shape, in elements of the safetensors dtype."""
-        return list(self._shape)
-
-    @property
-    def data_ptr(self) -> int:
-        """The address of the bytes."""
-        return self._data_ptr
-
-    @property
-    def data_len(self) -> int:
-        """The number of bytes."""
-        return self._data_len
-
-    def __repr__(self) -> str:
-        return (
-            f"TensorSpec(dtype={self.dtype!r}, shape={self.shape}, data_ptr={self.data_ptr}, "
-            f"data_len={self.data_len})"
-        )
+        checked = {name: _unsigned(name, getattr(self, name)) for name in ("data_ptr", "data_len")}
+        vars(self).update(checked, dtype=dtype, shape=sizes)
 
 
 def _unsigned(argument: str, number: int) -> int:
@@ -142,24 +124,15 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
         TypeError: The argument is not ``bytes``.
 
     """
-    given = bytes
-    if not isinstance(given, _BYTES):
-        raise TypeError(f"argument 'bytes': expected bytes, found {type(given).__name__}")
-    opened = SafetensorsFile(FileBytes(given, "<bytes>"), torch.device("cpu"), maps=False)
-    reader = opened.file.reader
-    places = list(zip(reader.offsets(), reader.data_lens(), strict=True))
+    opened = SafetensorsFile.of_bytes(bytes)
+    offsets = opened.file.reader.offsets()
     found = []
     for name, number in opened.numbers.items():
-        (_, start), size = places[number]
-        dtype, _, _ = opened.describe(number)
-        data = bytearray(given[start : start + size])
-        row = {"shape": opened.shape_in_file(number), "dtype": dtype, "data": data}
-        found.append((name, row))
+        meta, (_, start) = opened.meta(number), offsets[number]
+        begin, end = meta.data_offsets
+        data = bytearray(bytes[start : start + end - begin])
+        found.append((name, {"shape": meta.shape, "dtype": meta.dtype, "data": data}))
     return found
-
-
-#: The type ``bytes``, which an argument of that name hides.
-_BYTES = bytes
 
 
 def _dict(metadata: Mapping[str, str] | None) -> dict[str, str] | None:

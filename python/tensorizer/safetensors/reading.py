@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +13,7 @@ from .._numbers import check_number
 from .errors import SafetensorError
 from .prefetch_plan import plan_tensors
 from .prefetching import PrefetchLoader
-from .safetensors_file import SafetensorsFile, resolve_device
+from .safetensors_file import SafetensorsFile, TensorMeta, check_filename, resolve_device
 
 try:
     from safetensors import safe_open as _library_safe_open
@@ -25,23 +24,6 @@ _TORCH = ("pt", "torch", "pytorch")
 _BACKENDS = ("mmap", "pread")
 #: The default number of a prefetch's reader threads, with which the engine chooses the number.
 _DEFAULT_THREADS = 8
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """A tensor's entry in the header of a file; see :meth:`safe_open.get_tensor_meta`.
-
-    Attributes:
-        dtype: The name of its dtype in safetensors, such as ``"F32"``.
-        shape: Its shape, in elements of the safetensors dtype.
-        data_offsets: The positions of its first byte and of its end, in bytes from the end of the
-            header.
-
-    """
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
 
 
 class PySafeSlice:
@@ -56,11 +38,11 @@ class PySafeSlice:
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor, in elements of the safetensors dtype."""
-        return self._opened.shape_in_file(self._number)
+        return self._opened.meta(self._number).shape
 
     def get_dtype(self) -> str:
         """Return the name of the dtype in safetensors, such as ``"F32"``."""
-        return self._opened.describe(self._number)[0]
+        return self._opened.meta(self._number).dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return the part of the tensor that torch's indexing gives.
@@ -133,11 +115,7 @@ class safe_open:
         *,
         backend: str = "mmap",
     ) -> None:
-        if not isinstance(filename, (str, os.PathLike)):
-            raise TypeError(
-                "argument 'filename': expected a str or os.PathLike object, not "
-                f"{type(filename).__name__}"
-            )
+        check_filename(filename)
         if backend not in _BACKENDS:
             raise SafetensorError(
                 f'backend "{backend}" is invalid (expected one of: "mmap", "pread")'
@@ -172,7 +150,8 @@ class safe_open:
 
     def metadata(self) -> dict[str, str] | None:
         """Return the metadata of the file; None if it has none."""
-        return self._open().metadata()
+        found = self._open().file.reader.metadata
+        return None if found is None else dict(found)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Load a tensor.
@@ -183,8 +162,7 @@ class safe_open:
             OSError, RuntimeError: The file cannot be read, or there is no such device.
 
         """
-        opened = self._open()
-        return opened.load_named(name)
+        return self._open().load_named(name)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """Load all tensors at once, in the order of the file; raises as :meth:`get_tensor`."""
@@ -198,9 +176,7 @@ class safe_open:
 
         """
         opened = self._open()
-        number = opened.find(name)
-        dtype, _, _ = opened.describe(number)
-        return TensorMeta(dtype, opened.shape_in_file(number), opened.data_offsets(number))
+        return opened.meta(opened.find(name))
 
     def prefetch(
         self,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .._locks import ForkSafeLock
 from ..file.open_file import OpenFile
+from ..file.opening import FileBytes
 from ..file.slices import ranges_of
 from ..streams.addresses import is_address
 from ..tensors import fake_mode
@@ -43,6 +46,20 @@ DTYPES: dict[str, tuple[str, int]] = {
 }
 
 
+def check_filename(filename: object) -> None:
+    """Refuse the name of a file that is neither a ``str`` nor an ``os.PathLike``.
+
+    Raises:
+        TypeError: It is neither.
+
+    """
+    if not isinstance(filename, (str, os.PathLike)):
+        raise TypeError(
+            "argument 'filename': expected a str or os.PathLike object, not "
+            f"{type(filename).__name__}"
+        )
+
+
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """Return the device of an argument: without an index the first of its kind; None is the CPU.
 
@@ -59,6 +76,23 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     return named if named.type == "cpu" or named.index is not None else torch.device(named.type, 0)
 
 
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor's entry in the header of a file; see :meth:`safe_open.get_tensor_meta`.
+
+    Attributes:
+        dtype: The name of its dtype in safetensors, such as ``"F32"``.
+        shape: Its shape, in elements of the safetensors dtype.
+        data_offsets: The positions of its first byte and of its end, in bytes from the end of the
+            header.
+
+    """
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 class SafetensorsFile:
     """An open file, which stays open as long as it, or a slice of it, is referenced.
 
@@ -70,69 +104,68 @@ class SafetensorsFile:
     Raises:
         OSError, SafetensorError: It cannot be opened, or is not a safetensors file.
 
+    Attributes:
+        file: The file as other functions open it.
+        device: The device of the tensors.
+
     """
 
     def __init__(self, file: Any, device: torch.device, maps: bool) -> None:
-        self._device = device
+        self.device = device
         remote = is_address(file)
         with as_safetensor_errors("deserializing header"):
             try:
                 # On CUDA each tensor has a storage of its own, because callers compare storages.
-                self._file = OpenFile(file, mmap=maps, clone=True, key_needed=False, lazily=remote)
+                self.file = OpenFile(file, mmap=maps, clone=True, key_needed=False, lazily=remote)
             except FileNotFoundError as error:
                 if remote:
                     raise
                 raise FileNotFoundError(f"No such file or directory: {os.fspath(file)}") from error
-        self._numbers: dict[str, int] | None = None
-        if self._file.is_whole:
+        if self.file.is_whole:
             self._check_format()
         self._maps_tensors = (
-            maps and not remote and self._file.reader.seekable and device.type == "cpu"
+            maps and not remote and self.file.reader.seekable and device.type == "cpu"
         )
         self._lock = ForkSafeLock()
-        #: The first byte and the end of each tensor's data; None before their first use.
-        self._data_offsets: list[tuple[int, int]] | None = None
+        self._numbers: dict[str, int] | None = None
         self._mapped: Mapping[int, torch.Tensor] | None = None
+
+    @staticmethod
+    def of_bytes(data: bytes) -> SafetensorsFile:
+        """Open a file in memory, whose tensors are copied to the CPU.
+
+        Raises:
+            TypeError, SafetensorError: It is not ``bytes``, or not a safetensors file.
+
+        """
+        if not isinstance(data, bytes):
+            raise TypeError(f"argument 'bytes': expected bytes, found {type(data).__name__}")
+        return SafetensorsFile(FileBytes(data, "<bytes>"), torch.device("cpu"), maps=False)
 
     def _check_format(self) -> None:
         with as_safetensor_errors("deserializing header"):
-            reader = self._file.reader
+            reader = self.file.reader
         if reader.format != "safetensors":
-            self._file.close()
+            self.file.close()
             raise SafetensorError(
                 f"Error while deserializing header: expected a safetensors file, and {reader.uri} "
                 f"is one of {reader.format}"
             )
+
+    def __del__(self) -> None:
+        file: OpenFile | None = getattr(self, "file", None)
+        if file is not None:
+            file.close()
 
     @property
     def numbers(self) -> dict[str, int]:
         """The tensors' numbers by name, in the order of the file."""
         if self._numbers is None:
             self._check_format()
-            reader = self._file.reader
+            reader = self.file.reader
             names = reader.names(range(len(reader)))
             self._numbers = {str(name): n for n, name in enumerate(names)}
         return self._numbers
-
-    def __del__(self) -> None:
-        file: OpenFile | None = getattr(self, "_file", None)
-        if file is not None:
-            file.close()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors."""
-        return self._device
-
-    @property
-    def file(self) -> OpenFile:
-        """The open file."""
-        return self._file
-
-    def metadata(self) -> dict[str, str] | None:
-        """Return the metadata of the file; None if it states none."""
-        found = self._file.reader.metadata
-        return None if found is None else dict(found)
 
     def find(self, name: str) -> int:
         """Return a tensor's number.
@@ -148,63 +181,50 @@ class SafetensorsFile:
             raise SafetensorError(f"File does not contain tensor {name}")
         return number
 
-    def describe(self, number: int) -> tuple[str, list[int], int]:
-        """Return safetensors' dtype, torch's shape, and safetensors' elements in one of torch's."""
-        dtype, shape, _ = self._file.reader.describe(number)
+    def meta(self, number: int) -> TensorMeta:
+        """Return a tensor's entry in the header."""
+        dtype, shape, _ = self.file.reader.describe(number)
         name, packed = DTYPES[dtype]
-        return name, shape, packed
+        if packed > 1:
+            shape[-1] *= packed
+        return TensorMeta(name, shape, self._data_offsets[number])
 
-    def data_offsets(self, number: int) -> tuple[int, int]:
-        """Return the first byte and the end of a tensor's data, counted from the header's end."""
-        if self._data_offsets is None:
-            reader = self._file.reader
-            rows = list(zip(reader.file_numbers(), reader.offsets(), strict=True))
-            # The first tensor of a file begins where its header ends.
-            begin: dict[int, int] = {}
-            for file, (_, start) in rows:
-                begin[file] = min(start, begin.get(file, start))
-            self._data_offsets = [
-                (start - begin[file], start - begin[file] + size)
-                for (file, (_, start)), size in zip(rows, reader.data_lens(), strict=True)
-            ]
-        return self._data_offsets[number]
-
-    def shape_in_file(self, number: int) -> list[int]:
-        """Return a tensor's shape in elements of safetensors."""
-        _, shape, packed = self.describe(number)
-        return [*shape[:-1], shape[-1] * packed] if packed > 1 else shape
+    @functools.cached_property
+    def _data_offsets(self) -> list[tuple[int, int]]:
+        """The first byte and the end of each tensor's data, counted from the header's end."""
+        reader = self.file.reader
+        rows = list(zip(reader.file_numbers(), reader.offsets(), reader.data_lens(), strict=True))
+        # The first tensor of a file begins where its header ends.
+        begin: dict[int, int] = {}
+        for file, (_, start), _ in rows:
+            begin[file] = min(start, begin.get(file, start))
+        return [
+            (start - begin[file], start - begin[file] + size) for file, (_, start), size in rows
+        ]
 
     def load_named(self, name: str) -> torch.Tensor:
         """Return a tensor by name; of a checkpoint, open only its own shard if possible."""
         with as_safetensor_errors("reading"):
-            part = self._file.part(name) if isinstance(name, str) else None
-        if part is None:
+            shard = self.file.part(name) if isinstance(name, str) else None
+        if shard is None:
             return self.load(self.find(name))
-        number = part.find(name)
-        _check_dtype(part, number)
-        with as_safetensor_errors("reading"):
-            ((_, tensor, _),) = part.load([number], self._device)
-        return tensor
+        return self._read(shard, shard.find(name))
 
     def load(self, number: int) -> torch.Tensor:
         """Return a tensor. Tensors in one mapping share their memory, and so all changes."""
-        self.check_dtype(number)
         mapped = self._mapping().get(number)
-        if mapped is not None:
-            self._read_ahead(number, mapped, mapped)
-            return mapped.detach()
-        with as_safetensor_errors("reading"):
-            ((_, tensor, _),) = self._file.load([number], self._device)
-        return tensor
+        if mapped is None:
+            return self._read(self.file, number)
+        return self._read_ahead(number, mapped, mapped.detach())
 
     def load_all(self) -> dict[str, torch.Tensor]:
         """Return all tensors, in the order of the file."""
         for number in self.numbers.values():
-            self.check_dtype(number)
+            check_dtype(self.file, number)
         mapped = self._mapping()
         missing = [number for number in self.numbers.values() if number not in mapped]
         with as_safetensor_errors("reading"):
-            read = {n: tensor for n, tensor, _ in self._file.load(missing, self._device)}
+            read = {n: tensor for n, tensor, _ in self.file.load(missing, self.device)}
         return {
             name: read[number] if number in read else mapped[number].detach()
             for name, number in self.numbers.items()
@@ -214,21 +234,22 @@ class SafetensorsFile:
         """Return the part of a tensor that torch's indexing gives; read no more than it needs."""
         mapped = self._mapping().get(number)
         if mapped is not None:
-            self.check_dtype(number)
-            part = mapped.detach()[index]
-            self._read_ahead(number, mapped, part)
-            return part
-        _, shape, _ = self.describe(number)
+            return self._read_ahead(number, mapped, mapped.detach()[index])
+        _, shape, _ = self.file.reader.describe(number)
         try:
             ranges, rest = ranges_of(torch.Size(shape), index)
         except (IndexError, TypeError, ValueError):
             # Masks and the like need all of the tensor; for a wrong index, torch raises here.
             torch.empty((), dtype=torch.uint8).expand(shape)[index]
-            return self.load(number)[index]
-        self.check_dtype(number)
-        with as_safetensor_errors("reading"):
-            ((_, tensor, _),) = self._file.sliced([(number, ranges)]).load([0], self._device)
+            return self._read(self.file, number)[index]
+        tensor = self._read(self.file.sliced([(number, ranges)]), 0)
         return tensor[rest] if rest else tensor
+
+    def _read(self, file: OpenFile, number: int) -> torch.Tensor:
+        """Return a tensor of this file, or of a part of it."""
+        check_dtype(file, number)
+        with as_safetensor_errors("reading"):
+            return file.load_one(number, self.device)[0]
 
     def _mapping(self) -> Mapping[int, torch.Tensor]:
         """Return the tensors that are used in a mapping of the file, which is made once."""
@@ -236,7 +257,7 @@ class SafetensorsFile:
             return {}
         with self._lock.current():
             if self._mapped is None:
-                offsets, lens = self._file.reader.offsets(), self._file.reader.data_lens()
+                offsets, lens = self.file.reader.offsets(), self.file.reader.data_lens()
                 numbers = [
                     n
                     for n in self.numbers.values()
@@ -244,32 +265,30 @@ class SafetensorsFile:
                 ]
                 # Small files are read instead of mapped.
                 with as_safetensor_errors("mapping"):
-                    tensors, _ = self._file.read(numbers, self._device)
+                    tensors, _ = self.file.read(numbers, self.device)
                 self._mapped = dict(zip(numbers, tensors, strict=True))
         return self._mapped
 
-    def _read_ahead(self, number: int, mapped: torch.Tensor, part: torch.Tensor) -> None:
-        """Let the kernel begin to read the requested bytes, before they are touched."""
+    def _is_aligned(self, number: int, offset: int) -> bool:
+        dtype = getattr(torch, self.file.reader.describe(number)[0], None)
+        return isinstance(dtype, torch.dtype) and offset % dtype.itemsize == 0
+
+    def _read_ahead(self, number: int, mapped: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Let the kernel begin to read a part of a mapped tensor, and return the part."""
         start = part.data_ptr() - mapped.data_ptr()
         # Copies, by masks for instance, are not in the mapping.
         if part.is_contiguous() and 0 <= start <= mapped.nbytes - part.nbytes:
-            self._file.reader.read_ahead(number, start, part.nbytes)
-
-    def _is_aligned(self, number: int, offset: int) -> bool:
-        dtype = getattr(torch, self._file.reader.describe(number)[0], None)
-        return isinstance(dtype, torch.dtype) and offset % dtype.itemsize == 0
-
-    def check_dtype(self, number: int) -> None:
-        """Refuse a tensor of a dtype that torch lacks.
-
-        Raises:
-            SafetensorError: Torch has no such dtype.
-
-        """
-        _check_dtype(self._file, number)
+            self.file.reader.read_ahead(number, start, part.nbytes)
+        return part
 
 
-def _check_dtype(file: OpenFile, number: int) -> None:
+def check_dtype(file: OpenFile, number: int) -> None:
+    """Refuse a tensor of a dtype that torch lacks.
+
+    Raises:
+        SafetensorError: Torch has no such dtype.
+
+    """
     dtype = file.reader.describe(number)[0]
     if not hasattr(torch, dtype):
         raise SafetensorError(f"Dtype not understood: {DTYPES[dtype][0]}")

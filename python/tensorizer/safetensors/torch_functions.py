@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from ..file.opening import FileBytes
 from ..file.to_safetensors import write_one
 from ..modules import held_elsewhere
 from ..tensors import subclasses
 from .errors import as_safetensor_errors
 from .reading import safe_open
-from .safetensors_file import SafetensorsFile
+from .safetensors_file import SafetensorsFile, check_filename
 from .sharing import _find_shared_tensors, _remove_duplicate_names
 
 
@@ -47,9 +46,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         TypeError: The argument is not ``bytes``.
 
     """
-    if not isinstance(data, bytes):
-        raise TypeError(f"argument 'bytes': expected bytes, found {type(data).__name__}")
-    return SafetensorsFile(FileBytes(data, "<bytes>"), torch.device("cpu"), maps=False).load_all()
+    return SafetensorsFile.of_bytes(data).load_all()
 
 
 def save_file(
@@ -73,11 +70,7 @@ def save_file(
         NotImplementedError: A tensor is nested, on the meta device, or of a subclass.
 
     """
-    if not isinstance(filename, (str, os.PathLike)):
-        raise TypeError(
-            "argument 'filename': expected a str or os.PathLike object, not "
-            f"{type(filename).__name__}"
-        )
+    check_filename(filename)
     _check(tensors)
     with as_safetensor_errors("serializing", OSError):
         write_one(filename, tensors, metadata=metadata)

@@ -18,8 +18,8 @@ import torch
 from torch import _weights_only_unpickler as restricted
 
 from .._errors import PairMismatchError
-from .._locks import ForkSafeLock
 from .._native import check_target, local_path
+from .._patching import Patch
 from ..checkpoints.block_options import (
     check_decorated,
     check_decoration,
@@ -34,7 +34,7 @@ from ..checkpoints.pairs import (
     save_pair,
     storage_file_for,
 )
-from ..checkpoints.pickling import loading_module, restricted_unpickler
+from ..checkpoints.pickling import loading_module, unpickler_class
 from ..checkpoints.storage_file import FileIdentity, is_path
 from ..streams.addresses import is_address
 
@@ -60,7 +60,7 @@ class _SavingBlock:
         self._written: dict[object, object] = {}
         self._kept_objects: list[Any] = []
 
-    def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = _SAVE.bind(*args, **kwargs)
         target = call.arguments["f"]
         _check_pickle_module(call.arguments.get("pickle_module"), "saving")
@@ -119,7 +119,7 @@ class _LoadingBlock:
         self.load_func = load_func and _outside_blocks(load_func)
         self.any_code = any_code
 
-    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = _LOAD.bind(*args, **kwargs)
         arguments = call.arguments
         _check_pickle_module(arguments.get("pickle_module"), "loading")
@@ -166,7 +166,7 @@ def _load_from(
     """Call ``torch.load`` such that it takes the storages from ``storages``."""
     outer = _restricted.get()
     if only_weights:
-        _restricted.set(restricted_unpickler(storages))
+        _restricted.set(unpickler_class(restricted.Unpickler, storages))
     else:
         call.arguments["pickle_module"] = loading_module(storages)
     try:
@@ -243,66 +243,36 @@ class _RestrictedUnpicklerModule:
         return getattr(restricted, name)
 
 
-class _TorchPatch:
-    """The replacement of torch's functions, while the process is in any block."""
+class _TorchPatch(Patch):
+    """The replacement of torch's functions."""
 
-    def __init__(self) -> None:
-        self._lock = ForkSafeLock()
-        self._blocks = 0
-        self._originals: tuple[Any, Any] = (None, None)
-
-    def __enter__(self) -> None:
-        with self._lock.current():
-            if self._blocks == 0:
-                self._originals = torch.save, torch.load
-                torch.save, torch.load = (
-                    _save_in_place_of(torch.save),
-                    _load_in_place_of(torch.load),
-                )
-                vars(torch.serialization)[_UNPICKLER_MODULE] = _RestrictedUnpicklerModule()
-            self._blocks += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock.current():
-            self._blocks -= 1
-            if self._blocks == 0:
-                torch.save, torch.load = self._originals
-                vars(torch.serialization)[_UNPICKLER_MODULE] = restricted
+    def apply(self) -> None:
+        self.replace(torch, "save", _in_place_of(torch.save, _SAVE, _saving))
+        self.replace(torch, "load", _in_place_of(torch.load, _LOAD, _loading))
+        self.replace(torch.serialization, _UNPICKLER_MODULE, _RestrictedUnpicklerModule())
 
 
 _patch = _TorchPatch()
 
 
-def _save_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_place_of(
+    original: Callable[..., Any], signature: inspect.Signature, variable: ContextVar[Any]
+) -> Callable[..., Any]:
+    """Return a function that calls the block in ``variable``, or else the original."""
+
     @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        block = _saving.get()
+    def call(*args: Any, **kwargs: Any) -> Any:
+        block = variable.get()
         # A distributed checkpoint puts many objects into one file of its own format.
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if block is None or caller.startswith("torch.distributed.checkpoint"):
+        is_left_alone = variable is _saving and caller.startswith("torch.distributed.checkpoint")
+        if block is None or is_left_alone:
             return original(*args, **kwargs)
-        return block.save(original, *args, **kwargs)
+        return block.call(original, *args, **kwargs)
 
-    return _with_signature(save, _SAVE)
-
-
-def _load_in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        block = _loading.get()
-        if block is None:
-            return original(*args, **kwargs)
-        return block.load(original, *args, **kwargs)
-
-    return _with_signature(load, _LOAD)
-
-
-def _with_signature(
-    function: Callable[..., Any], signature: inspect.Signature
-) -> Callable[..., Any]:
-    """Give a function torch's signature, also for callers that ignore ``__wrapped__``."""
-    function.__signature__ = signature  # type: ignore[attr-defined]
-    return function
+    # Also for callers that ignore ``__wrapped__``.
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
 
 
 class _Block(contextlib.ContextDecorator):
