@@ -126,13 +126,7 @@ impl Reader {
 
     /// Sets how its loads, and those of its slices and parts, read.
     #[pyo3(signature = (*, verify, readers, map, separate_memory))]
-    fn set_options(
-        &self,
-        verify: &str,
-        readers: Option<usize>,
-        map: bool,
-        separate_memory: bool,
-    ) {
+    fn set_options(&self, verify: &str, readers: Option<usize>, map: bool, separate_memory: bool) {
         let verify = verification(verify);
         self.loads.set_reading(ReadOptions { verify, readers, map, separate_memory });
     }
@@ -176,12 +170,8 @@ impl Reader {
 
     /// Returns the range of a slice in each dimension of the whole tensor; None for a whole tensor.
     fn ranges(&self, number: usize) -> Outcome<Option<Vec<(u64, u64)>>> {
-        Ok(self
-            .file
-            .entry(number)?
-            .whole
-            .as_ref()
-            .map(|whole| whole.slice.iter().map(|range| (range.start, range.end)).collect()))
+        let whole = self.file.entry(number)?.whole.as_ref();
+        Ok(whole.map(|whole| whole.slice.iter().map(|range| (range.start, range.end)).collect()))
     }
 
     /// Returns the hashes of tensors in the file: algorithm and value, as messages show them.

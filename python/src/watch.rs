@@ -101,12 +101,7 @@ impl LoadState {
 
     /// Returns the options of a load that may use mappings or not. `verify` and `readers` override
     /// what was set.
-    pub fn options(
-        &self,
-        verify: Option<&str>,
-        readers: Option<usize>,
-        maps: bool,
-    ) -> LoadOptions {
+    pub fn options(&self, verify: Option<&str>, readers: Option<usize>, maps: bool) -> LoadOptions {
         let set = *self.reading.lock();
         LoadOptions {
             verify: verify.map_or(set.verify, verification),
