@@ -5,23 +5,28 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from .._errors import FormatError
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.open_file import check_options
 from ..file.tensor_file import TensorFile
+from ..streams.addresses import is_address
 from ..tensors import fake_mode
 from . import layout, other_formats
-from .items import ItemLocation, ItemLocations
+from .items import ItemLocation
 from .read_into_planner import read_tensors
+
+#: The identity of all checkpoints of torch's own format.
+_TORCH = "torch"
 
 
 class _UnreadableMetadata(dcp.Metadata):
@@ -36,13 +41,13 @@ class _UnreadableMetadata(dcp.Metadata):
         raise self._error
 
 
-class Reader(StorageReader):
+class Reader(FileSystemReader):
     """Loads what :class:`Writer` has saved, into any number of ranks and any placement.
 
     Folders of torch's own ``FileSystemWriter``, and of safetensors files, are read as well. They
-    have no hashes and no encryption. torch's readers read the local ones; the pickle of torch's
-    metadata is read by an unpickler that accepts its classes only. torch's checkpoints at an
-    address are read item by item, one request each.
+    have no hashes and no encryption. torch's own reader reads the former, of which this class is a
+    subclass; their metadata is a pickle, for which an unpickler accepts torch's classes only. At an
+    address they are read item by item, one request each.
 
     ``dcp.load(state, storage_reader=Reader("s3://bucket/step-100"))``. Every rank reads only the
     bytes of its own part, directly into its tensors where they are contiguous and of the same
@@ -80,7 +85,7 @@ class Reader(StorageReader):
         num_readers: int | None = None,
         weights_only: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__("")
         check_options(verify_hash=verify_hash, encryption=encryption, num_readers=num_readers)
         self._options: dict[str, Any] = {
             "verify_hash": verify_hash,
@@ -89,13 +94,12 @@ class Reader(StorageReader):
         }
         self._weights_only = weights_only
         self._folder = None if uri is None else layout.folder_of(uri)
-        self._locations: Mapping[dcp.MetadataIndex, ItemLocation] | ItemLocations = {}
+        self.fs = other_formats.FileSystem()
+        #: The folder that is read: that of another format as it was when its metadata was read.
+        self.path: str = ""
+        self._folder_identity: tuple[int, int] | None = None
         #: The identity of the checkpoint that this rank has found.
         self._checkpoint_identity: str | None = None
-        #: The reader of a folder that :class:`Writer` did not save.
-        self._other_reader: StorageReader | None = None
-        #: That folder as it was when its metadata was read.
-        self._other_folder: other_formats.FolderIdentity | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -110,61 +114,58 @@ class Reader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
         """Set the folder to load from, if one is given."""
+        super().reset()
         if checkpoint_id:
             self._folder = layout.folder_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return the metadata of the checkpoint."""
         try:
-            found, _ = layout.read(self.checkpoint_id)
-            self._other_reader = None
-            if isinstance(found.planner_data, bytes):
-                what = f"the planner data of {self.checkpoint_id}"
-                found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
-        except (FileNotFoundError, PermissionError) as error:
-            # Servers that may not list a folder answer with 403 for a missing file.
-            return self._read_other_format(error, *args, **kwargs)
+            return self._read_metadata()
         except Exception as error:
             # torch would ignore an error raised here, and report that there is no checkpoint.
             return _UnreadableMetadata(error)
+
+    def _read_metadata(self) -> dcp.Metadata:
+        self.path, self._folder_identity = self.checkpoint_id, None
+        try:
+            found, _ = layout.read(self.path)
+        except (FileNotFoundError, PermissionError):
+            # Servers that may not list a folder answer with 403 for a missing file.
+            other = self._read_other_format()
+            if other is None:
+                raise
+            return other
+        if isinstance(found.planner_data, bytes):
+            what = f"the planner data of {self.path}"
+            found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
+        about = found.storage_meta
+        self._checkpoint_identity = about.save_id if about is not None else None
         return found
 
-    def _read_other_format(self, missing: Exception, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return metadata of a folder saved otherwise, or the error that there is no checkpoint."""
-        try:
-            folder = self.checkpoint_id
-            self._other_folder = other_formats.FolderIdentity.of(folder)
-            if self._other_folder is not None:
-                folder = self._other_folder.path
-            self._other_reader = other_formats.reader_of(
-                folder, self._weights_only, self._options["num_readers"]
+    def _read_other_format(self) -> dcp.Metadata | None:
+        """Return the metadata of a folder saved otherwise; None if it is of no known format."""
+        if not is_address(self.path):
+            # Links in the path may change during a load.
+            self.path = os.path.realpath(self.path)
+            self._folder_identity = _identity_of(self.path)
+        found: dcp.Metadata | None
+        if other_formats.is_torchs(self.path):
+            self._checkpoint_identity = _TORCH
+            read = super().read_metadata
+            found = other_formats.torch_metadata(self.path) if self._weights_only else read()
+        else:
+            self._checkpoint_identity = "safetensors"
+            found = other_formats.safetensors_metadata(self.path, self._options["num_readers"])
+        if found and (self._options["verify_hash"] or self._options["encryption"] is not None):
+            raise ValueError(
+                f"{self.checkpoint_id} was not saved by Writer: it has neither hashes to compare "
+                "nor encryption"
             )
-            if self._other_reader is None:
-                return _UnreadableMetadata(missing)
-            if self._options["verify_hash"] or self._options["encryption"] is not None:
-                raise ValueError(
-                    f"{self.checkpoint_id} was not saved by Writer: it has neither hashes to "
-                    "compare nor encryption"
-                )
-            return self._other_reader.read_metadata(*args, **kwargs)
-        except Exception as error:
-            return _UnreadableMetadata(error)
-
-    def set_up_storage_reader(
-        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Store the locations of the items."""
-        if self._other_reader is not None:
-            self._other_reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-            self._checkpoint_identity = type(self._other_reader).__name__
-            return
-        self._locations = metadata.storage_data
-        self._checkpoint_identity = metadata.storage_meta.save_id if metadata.storage_meta else None
+        return found
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Put the identity of the checkpoint that this rank has found into its plan."""
-        if self._other_reader is not None:
-            plan = self._other_reader.prepare_local_plan(plan)
         return dataclasses.replace(plan, storage_data=self._checkpoint_identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -181,50 +182,74 @@ class Reader(StorageReader):
                 f"{self.checkpoint_id}: one was replaced meanwhile, or each machine has its own "
                 "folder there"
             )
-        return (
-            plans if self._other_reader is None else self._other_reader.prepare_global_plan(plans)
-        )
+        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of this rank, file by file."""
-        if self._other_reader is not None:
-            checked: Any = other_formats.CheckingPlanner(planner, self.checkpoint_id)
-            read = self._other_reader.read_data(plan, checked if self._weights_only else planner)
-            if self._other_folder is not None:
-                self._other_folder.check()
-            return read
-        by_file: dict[str, list[tuple[ReadItem, ItemLocation]]] = {}
-        for item in plan.items:
-            location = self._locations[item.storage_index]
-            by_file.setdefault(location.file, []).append((item, location))
-        for name, items in by_file.items():
-            with TensorFile(layout.join(self.checkpoint_id, name), **self._options) as file:
-                found = [(item, layout.find(file, location)) for item, location in items]
-                self._read_objects(file, [one for one in found if _is_object(one[0])], planner)
-                read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
+        checked: Any = other_formats.CheckingPlanner(planner, self.checkpoint_id)
+        planner = checked if self._weights_only else planner
         done: Future[None] = Future()
-        done.set_result(None)
+        if self._checkpoint_identity == _TORCH:
+            done = super().read_data(plan, planner)
+        else:
+            self._read_files(plan, planner)
+            done.set_result(None)
+        if self._folder_identity is not None and self._folder_identity != _identity_of(self.path):
+            raise RuntimeError(
+                f"{self.path} was replaced while the checkpoint was loaded from it, so tensors may "
+                "be of two versions: load it again"
+            )
         return done
 
-    def _read_objects(
-        self, file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
-    ) -> None:
-        numbers = dict.fromkeys(number for _, number in wanted)
-        with fake_mode.suspended():
-            loaded = {one: tensor for one, tensor, _ in file.load([*numbers], torch.device("cpu"))}
-            contents = {one: tensor.numpy().tobytes() for one, tensor in loaded.items()}
-        for item, number in wanted:
-            data = contents[number]
-            if self._weights_only:
-                # The planner will unpickle the object without restriction.
-                what = f"{item.storage_index.fqn!r} of {self.checkpoint_id}"
-                layout.unpickled(data, what, weights_only=True)
-            planner.load_bytes(item, io.BytesIO(data))
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        """Return the bytes of an item for torch's reader; at an address by one request."""
+        part = super()._slice_file(file, sinfo)
+        if not is_address(self.path):
+            return part
+        size = file.seek(0, os.SEEK_END)
+        if sinfo.offset + sinfo.length > size:
+            raise FormatError(
+                f"{file.name} has {size} bytes: expected an item of {sinfo.length} from "
+                f"{sinfo.offset}"
+            )
+        part.seek(0)
+        return io.BytesIO(part.read())
+
+    def _read_files(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        by_file: dict[str, list[tuple[ReadItem, ItemLocation]]] = {}
+        for item in plan.items:
+            location = self.storage_data[item.storage_index]
+            by_file.setdefault(location.file, []).append((item, location))
+        for name, items in by_file.items():
+            with TensorFile(layout.join(self.path, name), **self._options) as file:
+                found = [(item, layout.find(file, location)) for item, location in items]
+                _read_objects(file, [one for one in found if _is_object(one[0])], planner)
+                read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
         """Return True if the argument is of a type that can name a folder."""
         return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _identity_of(folder: str) -> tuple[int, int] | None:
+    """Return the device and inode of a folder; None if there is none."""
+    try:
+        about = Path(folder).stat()
+    except FileNotFoundError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+def _read_objects(
+    file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
+) -> None:
+    numbers = dict.fromkeys(number for _, number in wanted)
+    with fake_mode.suspended():
+        loaded = {one: tensor for one, tensor, _ in file.load([*numbers], torch.device("cpu"))}
+        contents = {one: tensor.numpy().tobytes() for one, tensor in loaded.items()}
+    for item, number in wanted:
+        planner.load_bytes(item, io.BytesIO(contents[number]))
 
 
 def _is_object(item: ReadItem) -> bool:
