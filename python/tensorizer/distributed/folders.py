@@ -109,7 +109,7 @@ def remove_leftovers(folder: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = {path.name for path in Path(folder).iterdir()}
         if layout.is_there(folder):
-            found -= set(layout.files(folder))
+            found -= {*layout.read(folder)[1]}
         elif Path(folder, layout.FILE).is_symlink():
             # The link's target may come back.
             return

@@ -1,123 +1,84 @@
-"""Tensors cut in a grid: their chunks follow from the cuts in each dimension."""
+"""Tensors cut in a grid: their chunks follow from the offsets at which cuts are, by dimension.
+
+In the order of the chunks, the last dimension varies fastest.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-#: The exclusive upper bound of lengths and offsets.
-_MOST = 1 << 63
 
-
-@dataclass(frozen=True)
-class Grid:
-    """The cuts of a tensor; in the order of its chunks, the last dimension varies fastest.
-
-    Attributes:
-        size: The shape of the tensor.
-        starts: For each dimension, the offsets at which chunks begin.
-
-    """
-
-    size: torch.Size
-    starts: tuple[Sequence[int], ...]
-
-    @property
-    def count(self) -> int:
-        """The number of chunks."""
-        return math.prod(map(len, self.starts))
-
-    def encoded(self) -> list[int | list[int]]:
-        """Return, for each dimension, the step of evenly spaced cuts, or the list of all starts."""
-        found: list[int | list[int]] = []
-        for starts, length in zip(self.starts, self.size, strict=True):
-            step = starts[1] if len(starts) > 1 else length
-            even = list(starts) == list(range(0, length, step))
-            found.append(step if even else list(starts))
-        return found
-
-    def chunks(self) -> list[dcp.ChunkStorageMetadata]:
-        """Return the chunks, in their order."""
-        boxes = zip(itertools.product(*self.starts), self._sizes(), strict=True)
-        # Most chunks have the same sizes; equal sizes share one object.
-        shapes: dict[tuple[int, ...], torch.Size] = {}
-        return [
-            dcp.ChunkStorageMetadata(
-                torch.Size(offsets),
-                shapes.get(sizes) or shapes.setdefault(sizes, torch.Size(sizes)),
-            )
-            for offsets, sizes in boxes
-        ]
-
-    def _sizes(self) -> Iterable[tuple[int, ...]]:
-        return itertools.product(*map(_lengths, self.starts, self.size))
-
-    def find(self, offsets: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-        """Return the index and the sizes of the chunk that begins there; None if none does."""
-        number, sizes = 0, []
-        for starts, length, offset in zip(self.starts, self.size, offsets, strict=True):
-            at = bisect_left(starts, offset)
-            if at == len(starts) or starts[at] != offset:
-                return None
-            number = number * len(starts) + at
-            sizes.append((starts[at + 1] if at + 1 < len(starts) else length) - offset)
-        return number, tuple(sizes)
-
-
-def _lengths(starts: Sequence[int], length: int) -> list[int]:
-    return [stop - start for start, stop in itertools.pairwise([*starts, length])]
-
-
-def of_chunks(size: Sequence[int], boxes: dict[tuple[int, ...], tuple[int, ...]]) -> Grid | None:
-    """Return the grid that these chunks form exactly; None if they form none.
+def of_chunks(
+    size: Sequence[int], boxes: dict[tuple[int, ...], tuple[int, ...]]
+) -> list[list[int]] | None:
+    """Return, for each dimension, the offsets of the grid that these chunks form exactly.
 
     Args:
         size: The shape of the tensor.
-        boxes: The sizes of the chunks, by their offsets.
+        boxes: The sizes of the chunks, by their offsets. None is returned if they form no grid.
 
     """
-    if not boxes or 0 in size or any(len(offsets) != len(size) for offsets in boxes):
+    starts = [sorted({0, *column}) for column in zip(*boxes, strict=True)]
+    if not boxes or math.prod(map(len, starts)) != len(boxes):
         return None
-    starts = tuple(sorted(set(column)) for column in zip(*boxes, strict=True))
-    if math.prod(map(len, starts)) != len(boxes):
-        return None
-    # There are as many chunks as cells, at different offsets: with offset 0 and equal sizes they
-    # are exactly the cells of the grid.
-    if any(first != 0 for first, *_ in starts):
-        return None
-    grid = Grid(torch.Size(size), starts)
-    expected = zip(itertools.product(*starts), grid._sizes(), strict=True)
-    if any(boxes[offsets] != sizes for offsets, sizes in expected):
-        return None
-    return grid
+    return starts if dict(_boxes(size, starts)) == boxes else None
 
 
-def decoded(size: torch.Size, cuts: Any) -> Grid:
-    """Return the grid that the metadata of a checkpoint describes.
+def encoded(size: Sequence[int], starts: Sequence[Sequence[int]]) -> list[int | list[int]]:
+    """Return, for each dimension, the step of evenly spaced cuts, or the list of all offsets."""
+    found: list[int | list[int]] = []
+    for cuts, length in zip(starts, size, strict=True):
+        step = cuts[1] if len(cuts) > 1 else length
+        found.append(step if list(cuts) == list(range(0, length, step)) else list(cuts))
+    return found
+
+
+def decoded(size: Sequence[int], cuts: Any) -> list[Sequence[int]]:
+    """Return, for each dimension, the offsets at which chunks begin.
 
     Raises:
-        TypeError, ValueError: It describes none.
+        TypeError, ValueError: The metadata of the checkpoint describes no grid.
 
     """
     if not isinstance(cuts, list) or len(cuts) != len(size) or 0 in size:
         raise ValueError(f"expected the cuts of {list(size)} in each dimension, found {cuts!r}")
-    return Grid(size, tuple(map(_starts, cuts, size)))
+    return list(map(_starts, cuts, size))
 
 
 def _starts(cut: Any, length: int) -> Sequence[int]:
-    if type(cut) is int and 0 < cut < _MOST:
+    if type(cut) is int and 0 < cut < 1 << 63:
         return range(0, length, cut)
-    whole = isinstance(cut, list) and cut and all(type(one) is int for one in cut)
-    if not whole or cut[0] != 0 or cut[-1] >= length:
+    if not isinstance(cut, list) or any(type(start) is not int for start in cut):
         raise ValueError(f"expected cuts of {length}, found {cut!r}")
-    if any(start >= stop for start, stop in itertools.pairwise(cut)):
+    if cut[:1] != [0] or cut != sorted({*cut}) or cut[-1] >= length:
         raise ValueError(f"expected cuts of {length} that ascend, found {cut!r}")
-    found: list[int] = cut
-    return found
+    return cut
+
+
+def chunks(size: Sequence[int], starts: Sequence[Sequence[int]]) -> list[dcp.ChunkStorageMetadata]:
+    """Return the chunks of a grid, in their order."""
+    # Most chunks have the same sizes; equal sizes share one object.
+    shapes: dict[tuple[int, ...], torch.Size] = {}
+    return [
+        dcp.ChunkStorageMetadata(
+            torch.Size(offsets), shapes.get(sizes) or shapes.setdefault(sizes, torch.Size(sizes))
+        )
+        for offsets, sizes in _boxes(size, starts)
+    ]
+
+
+def _boxes(
+    size: Sequence[int], starts: Sequence[Sequence[int]]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the offsets and sizes of the chunks."""
+    lengths = [
+        [stop - start for start, stop in itertools.pairwise([*cuts, length])]
+        for cuts, length in zip(starts, size, strict=True)
+    ]
+    return zip(itertools.product(*starts), itertools.product(*lengths), strict=True)

@@ -13,7 +13,6 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,9 @@ from ..streams.open import open_stream
 from ..tensors.handles import dtype_of
 from .items import (
     DECODE_ERRORS,
-    ItemDecoder,
     ItemLocation,
     ItemLocations,
-    LazyItems,
+    Items,
     damaged_error,
     encoded as encoded_items,
 )
@@ -66,21 +64,19 @@ def folder_of(uri: str | os.PathLike[Any]) -> str:
     return (local_path(uri) or text) if isinstance(uri, str) else text
 
 
-def encoded(
-    metadata: dcp.Metadata, locations: dict[dcp.MetadataIndex, ItemLocation], whole: bool = True
-) -> bytes:
+def encoded(metadata: dcp.Metadata, locations: dict[dcp.MetadataIndex, ItemLocation]) -> bytes:
     """Return the content of ``checkpoint.json``.
 
     Args:
         metadata: The metadata of all items that are saved.
         locations: The locations of their bytes.
-        whole: Refuse tensors whose chunks do not cover each element exactly once.
 
     Raises:
-        ValueError: The chunks of a tensor do not cover it so; or it would be too long to be read.
+        ValueError: The chunks of a tensor do not cover each element exactly once; or it would be
+            too long to be read.
 
     """
-    items = encoded_items(metadata.state_dict_metadata, locations, whole)
+    items = encoded_items(metadata.state_dict_metadata, locations)
     content = {
         "format": _FORMAT,
         "version": _VERSIONS[1] if "orders" in items else _VERSIONS[0],
@@ -112,11 +108,18 @@ def _unsealed(data: bytes) -> Any:
 
 
 def are_paths(data: Any) -> bool:
-    """Tell whether a planner's data has the form of torch's own planner: a path for each name."""
+    """Tell whether a planner's data has the form of torch's own planner: a path for each name.
+
+    A path has keys, and list indices that torch may use.
+    """
     return isinstance(data, dict) and all(
         isinstance(name, str) and isinstance(path, tuple) and all(map(_is_step, path))
         for name, path in data.items()
     )
+
+
+def _is_step(step: Any) -> bool:
+    return type(step) is str or (type(step) is int and 0 <= step < _MAX_LIST_INDEX)
 
 
 def _encoded_planner(data: Any) -> Any:
@@ -142,23 +145,22 @@ def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
         FormatError: It is damaged.
 
     """
-    content, uri = _content(folder)
+    uri = join(folder, FILE)
     try:
-        return _decoded(uri, content), content["files"]
-    except DECODE_ERRORS as error:
-        raise damaged_error(uri, error) from error
-
-
-def files(folder: str) -> list[str]:
-    """Return the names of the files of a checkpoint.
-
-    Raises:
-        OSError, FormatError: See :func:`read`.
-
-    """
-    content, uri = _content(folder)
+        if not is_address(uri):
+            size_of(Path(uri))
+        with open_stream(uri) as file:
+            data = file.read(MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"there is no checkpoint at {folder}: expected {FILE}, which is written last"
+        ) from error
+    if len(data) > MOST_BYTES:
+        raise FormatError(f"{uri} is longer than {MOST_BYTES} bytes")
     try:
-        return _files(content)
+        content = _unsealed(data)
+        files = _files(content)
+        return _decoded(Items(uri, content, files), content), files
     except DECODE_ERRORS as error:
         raise damaged_error(uri, error) from error
 
@@ -177,26 +179,6 @@ def size_of(path: Path) -> int | None:
     if not stat.S_ISREG(about.st_mode):
         raise FormatError(f"{path}: expected a regular file, found one of mode {about.st_mode:o}")
     return about.st_size
-
-
-def _content(folder: str) -> tuple[dict[str, Any], str]:
-    """Return the parsed ``checkpoint.json`` of a folder, and its path or address."""
-    uri = join(folder, FILE)
-    try:
-        if not is_address(uri):
-            size_of(Path(uri))
-        with open_stream(uri) as file:
-            data = file.read(MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"there is no checkpoint at {folder}: expected {FILE}, which is written last"
-        ) from error
-    if len(data) > MOST_BYTES:
-        raise FormatError(f"{uri} is longer than {MOST_BYTES} bytes")
-    try:
-        return _unsealed(data), uri
-    except DECODE_ERRORS as error:
-        raise damaged_error(uri, error) from error
 
 
 def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
@@ -271,39 +253,25 @@ def _files(content: dict[str, Any]) -> list[str]:
     return found
 
 
-def _decoded(uri: str, content: dict[str, Any]) -> dcp.Metadata:
+def _decoded(items: Items, content: dict[str, Any]) -> dcp.Metadata:
     """Return metadata whose items are decoded on access."""
-    items = ItemDecoder(uri, content, _files(content))
-    version = content["dcp_version"]
+    version, planner = content["dcp_version"], content["planner"]
     if not isinstance(version, (str, type(None))):
         raise TypeError(f"expected a version, found {version!r}")
     return dcp.Metadata(
-        LazyItems(items),  # type: ignore[arg-type]  # it is used as a dict is
-        planner_data=_decoded_planner(content["planner"]),
+        items,  # type: ignore[arg-type]  # it is used as a dict is
+        planner_data=None if planner is None else _decoded_planner(planner),
         storage_data=ItemLocations(items),
         storage_meta=dcp.StorageMeta(save_id=content["sha256"]),
         version=version,
     )
 
 
-def _decoded_planner(data: Any) -> Any:
+def _decoded_planner(data: dict[str, Any]) -> Any:
     """Return the paths of torch's own planner, or the bytes of a pickle."""
-    if data is None:
-        return None
     if "pickle" in data:
         return base64.b64decode(data["pickle"], validate=True)
-    return {name: _path(path) for name, path in data["paths"].items()}
-
-
-def _is_step(step: Any) -> bool:
-    """Tell whether it is a key, or a list index that torch may use."""
-    return type(step) is str or (type(step) is int and 0 <= step < _MAX_LIST_INDEX)
-
-
-def _path(steps: Sequence[Any]) -> tuple[str | int, ...]:
-    for step in steps:
-        if not _is_step(step):
-            raise ValueError(
-                f"expected str keys and list indices below {_MAX_LIST_INDEX}, found {step!r}"
-            )
-    return tuple(steps)
+    paths = {name: tuple(path) for name, path in data["paths"].items()}
+    if not are_paths(paths):
+        raise ValueError(f"expected str keys and list indices below {_MAX_LIST_INDEX} in paths")
+    return paths

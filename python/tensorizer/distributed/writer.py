@@ -184,7 +184,7 @@ class Writer(StorageWriter):
         if self._is_local():
             # The file names of an older checkpoint are unknown if it cannot be read.
             with contextlib.suppress(OSError, ValueError):
-                before = layout.files(self._open_folder)
+                _, before = layout.read(self._open_folder)
         now = {location.file for location in locations.values()}
         if self._is_local():
             folders.check(self._open_folder, now, self.checkpoint_id)
