@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from .._native import with_earlier
 from ..file.tensor_file import TensorFile
-from ..tensors import fake_mode
+from ..modules.state import without_overlaps
 from ..tensors.handles import dtype_of, is_fillable, refuse_short
 
 #: Bytes loaded at a time where tensors are loaded first and then copied to their targets.
@@ -44,7 +43,6 @@ def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPla
     targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
     refuse_short((item.dest_index.fqn, t) for (item, _), t in zip(wanted, targets, strict=True))
     direct: dict[int, torch.Tensor] = {}
-    others: dict[int, list[torch.Tensor]] = {}
     for (item, number), target in zip(wanted, targets, strict=True):
         dtype, shape, _ = file.reader.describe(number)
         if list(target.shape) != shape:
@@ -53,42 +51,23 @@ def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPla
                 f"to load into is {list(target.shape)}"
             )
         fits = target.dtype == dtype_of(dtype) and is_fillable(target)
-        fits = fits and file.can_fill_on(target.device)
-        if fits and number not in direct:
+        if fits and file.can_fill_on(target.device) and file.reader.seekable:
             direct[number] = target
-        else:
-            others.setdefault(number, []).append(target)
-    for number in _overlapping(direct):
-        others.setdefault(number, []).append(direct.pop(number))
-    if len(with_earlier(file.reader, [*direct], None)) > len(direct):
-        # Filling these would pass others.
-        for number, target in direct.items():
-            others.setdefault(number, []).append(target)
-        direct.clear()
-    if direct:
-        file.fill([*direct.values()], [*direct])
-    for number in direct.keys() & others.keys():
-        for target in others.pop(number):
+    # Memory that several tensors share, such as that of tied parameters, is filled in turn.
+    apart = dict(without_overlaps([*direct.items()]))
+    shared = [{number: one} for number, one in direct.items() if number not in apart]
+    for some in filter(None, (apart, *shared)):
+        file.fill([*some.values()], [*some])
+    copies: dict[int, list[torch.Tensor]] = {}
+    for (_, number), target in zip(wanted, targets, strict=True):
+        if number not in direct:
+            copies.setdefault(number, []).append(target)
+        elif target is not direct[number]:
             target.copy_(direct[number])
-    rest = sorted(others)
+    rest = sorted(copies)
     for batch in file.in_batches(rest, file.length_of(rest), _BATCH_BYTES):
         for number, tensor, _ in file.load(batch, torch.device("cpu")):
-            for target in others[number]:
+            for target in copies[number]:
                 target.copy_(tensor)
     for (item, _), target in zip(wanted, targets, strict=True):
         planner.commit_tensor(item, target)
-
-
-def _overlapping(tensors: dict[int, torch.Tensor]) -> list[int]:
-    """Return the numbers of tensors whose memory overlaps others, such as tied parameters.
-
-    No two of the remaining tensors overlap. All are contiguous.
-    """
-    found = []
-    end = 0
-    real = {number: one for number, one in tensors.items() if not fake_mode.is_fake(one)}
-    for number, tensor in sorted(real.items(), key=lambda one: one[1].data_ptr()):
-        if tensor.data_ptr() < end:
-            found.append(number)
-        end = max(end, tensor.data_ptr() + tensor.nbytes)
-    return found
