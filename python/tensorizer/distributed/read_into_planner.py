@@ -19,55 +19,46 @@ def read_tensors(
     """Read tensors and parts of tensors into the tensors of a planner.
 
     The hashes of tensors that are read as a whole are compared without a copy.
+
+    Args:
+        file: The file.
+        wanted: The requests of a planner, each with the number of its tensor in the file.
+        planner: The planner.
+
+    Raises:
+        ValueError: A tensor of the planner has another shape than its request.
+
     """
-    whole: list[tuple[ReadItem, int]] = []
-    parts: list[tuple[ReadItem, int]] = []
-    slices: list[tuple[int, list[tuple[int, int]]]] = []
+    wanted = sorted(wanted, key=lambda one: one[1])
+    slices: list[tuple[int, list[tuple[int, int]] | None]] = []
     for item, number in wanted:
         ends = [
             (at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
         ]
-        if list(item.lengths) == file.reader.describe(number)[1]:
-            whole.append((item, number))
-        else:
-            parts.append((item, len(slices)))
-            slices.append((number, ends))
-    if whole:
-        _fill(file, whole, planner)
-    if parts:
-        _fill(file.sliced(slices), parts, planner)
-
-
-def _fill(file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner) -> None:
-    """Read tensors into those of a planner."""
+        is_whole = list(item.lengths) == file.reader.describe(number)[1]
+        slices.append((number, None if is_whole else ends))
+    parts = file.sliced(slices)
     targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
     refuse_short((item.dest_index.fqn, t) for (item, _), t in zip(wanted, targets, strict=True))
-    direct: dict[int, torch.Tensor] = {}
-    for (item, number), target in zip(wanted, targets, strict=True):
-        dtype, shape, _ = file.reader.describe(number)
+    direct: list[tuple[int, torch.Tensor]] = []
+    for number, target in enumerate(targets):
+        dtype, shape, _ = parts.reader.describe(number)
         if list(target.shape) != shape:
             raise ValueError(
-                f"{item.dest_index.fqn!r}: the checkpoint has {shape} for it, and the tensor "
-                f"to load into is {list(target.shape)}"
+                f"{wanted[number][0].dest_index.fqn!r}: the checkpoint has {shape} for it, and the "
+                f"tensor to load into is {list(target.shape)}"
             )
         fits = target.dtype == dtype_of(dtype) and is_fillable(target)
-        if fits and file.can_fill_on(target.device) and file.reader.seekable:
-            direct[number] = target
+        if fits and parts.can_fill_on(target.device) and parts.reader.seekable:
+            direct.append((number, target))
     # Memory that several tensors share, such as that of tied parameters, is filled in turn.
-    apart = dict(without_overlaps([*direct.items()]))
-    shared = [{number: one} for number, one in direct.items() if number not in apart]
+    apart = dict(without_overlaps(direct))
+    shared = [{number: target} for number, target in direct if number not in apart]
     for some in filter(None, (apart, *shared)):
-        file.fill([*some.values()], [*some])
-    copies: dict[int, list[torch.Tensor]] = {}
-    for (_, number), target in zip(wanted, targets, strict=True):
-        if number not in direct:
-            copies.setdefault(number, []).append(target)
-        elif target is not direct[number]:
-            target.copy_(direct[number])
-    rest = sorted(copies)
-    for batch in file.in_batches(rest, file.length_of(rest), _BATCH_BYTES):
-        for number, tensor, _ in file.load(batch, torch.device("cpu")):
-            for target in copies[number]:
-                target.copy_(tensor)
+        parts.fill([*some.values()], [*some])
+    rest = sorted({*range(len(targets))} - dict(direct).keys())
+    for batch in parts.in_batches(rest, parts.length_of(rest), _BATCH_BYTES):
+        for number, tensor, _ in parts.load(batch, torch.device("cpu")):
+            targets[number].copy_(tensor)
     for (item, _), target in zip(wanted, targets, strict=True):
         planner.commit_tensor(item, target)
