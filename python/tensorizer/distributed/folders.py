@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import re
-import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,8 +16,6 @@ from ..streams import held_folder
 from ..streams.syncing import sync_folder
 from . import layout
 
-#: Seconds to wait for the lock of a folder.
-_LOCK_TIMEOUT = 10.0
 #: The names of files that ranks write.
 _RANK_FILE = re.compile(r"rank-[0-9]{5,}-[0-9a-f]{16}\.tensors")
 #: The names of such files until they are complete, on file systems without ``O_TMPFILE``.
@@ -49,23 +46,9 @@ class FolderLock:
         weakref.finalize(self, _release, descriptor, os.getpid())
         #: A path of this very folder, whatever its own path means meanwhile.
         self.path = held_folder.path_of(descriptor) or folder
-        until = time.monotonic() + _LOCK_TIMEOUT
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                # A process that removes files holds the exclusive lock only briefly.
-                if time.monotonic() > until:
-                    raise BlockingIOError(
-                        error.errno,
-                        f"another process has held the lock of the folder for {_LOCK_TIMEOUT:.0f} "
-                        "s, and may remove the files of this save",
-                        folder,
-                    ) from None
-                time.sleep(0.01)
-            except OSError:
-                return
+        with contextlib.suppress(OSError):
+            # A process that removes files holds the exclusive lock only briefly.
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _release(descriptor: int, process: int) -> None:
@@ -99,7 +82,7 @@ def check(folder: str, names: Iterable[str], shown: str) -> None:
 def remove_leftovers(folder: str) -> None:
     """Remove files of ranks that belong to no checkpoint, unless a save goes on in the folder.
 
-    Every save holds a :class:`Claim` before it creates a file.
+    Every save holds a :class:`FolderLock` before it creates a file.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, metadata as dcp
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .._types import Hashes, TensorType
+from .._types import Hashes
 from ..file import file_writer
 from ..file.encryption import EncryptionParams
 from ..file.file_writer import FileWriter
@@ -26,7 +26,6 @@ from ..streams import targets
 from ..streams.addresses import is_address
 from ..streams.held_folder import HeldPath
 from ..streams.open import check_writable, open_stream
-from ..tensors import without_data
 from . import folders, layout, save_plan
 from .items import ItemLocation
 
@@ -143,7 +142,6 @@ class Writer(StorageWriter):
         """Write the items of this rank into its file."""
         done: Future[list[WriteResult]] = Future()
         try:
-            _refuse_without_data(plan.items, planner)
             done.set_result(self._write(plan.items, planner) if plan.items else [])
         except BaseException:
             self._folder_lock = None
@@ -152,19 +150,18 @@ class Writer(StorageWriter):
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         file = save_plan.file_of(self._rank, self._save_id)
-        results = []
-        options: dict[str, Any] = {"encryption": self._encryption, "hashes": self._hashes}
+        results: list[WriteResult] = []
+        used_names: set[str] = set()
+        lengths = list(map(_length, items))
         if self._is_local():
             self._lock_folder()
-        taken: set[str] = set()
+        options: dict[str, Any] = {"encryption": self._encryption, "hashes": self._hashes}
         with FileWriter(self._path(file), **options) as writer:
-            lengths = [_length(item) for item in items]
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
                 batch = [items[number] for number in numbers]
+                names = [save_plan.name_of(item, used_names) for item in batch]
                 tensors = [_resolved(item, planner) for item in batch]
-                names = [save_plan.name_of(item, taken) for item in batch]
-                count = len(batch)
-                writer.write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
+                writer.write_leaves(names, tensors)
                 results += [
                     WriteResult(item.index, tensor.nbytes, ItemLocation(file, name))
                     for item, tensor, name in zip(batch, tensors, names, strict=True)
@@ -180,14 +177,13 @@ class Writer(StorageWriter):
         version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         content = layout.encoded(dataclasses.replace(metadata, version=version), locations)
         before: list[str] = []
+        now = {location.file for location in locations.values()}
         self._refuse_to_replace()
         if self._is_local():
+            folders.check(self._open_folder, now, self.checkpoint_id)
             # The file names of an older checkpoint are unknown if it cannot be read.
             with contextlib.suppress(OSError, ValueError):
                 _, before = layout.read(self._open_folder)
-        now = {location.file for location in locations.values()}
-        if self._is_local():
-            folders.check(self._open_folder, now, self.checkpoint_id)
         with open_stream(self._path(layout.FILE), "wb") as file:
             file.write(content)
         folders.remove(self._open_folder, set(before) - now)
@@ -219,23 +215,11 @@ def _length(item: WriteItem) -> int:
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _refuse_without_data(items: Sequence[WriteItem], planner: SavePlanner) -> None:
-    """Refuse before anything is written, if the planner gives tensors unchanged."""
-    lookup = getattr(planner, "lookup_object", None)
-    named = [
-        (item.index.fqn, found)
-        for item in (items if lookup else ())
-        if item.type is not WriteItemType.BYTE_IO
-        and isinstance(found := lookup(item.index), torch.Tensor)  # type: ignore[misc]  # not None
-    ]
-    without_data.refuse([name for name, _ in named], [tensor for _, tensor in named])
-
-
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     """Return the tensor of an item; for an object, its ``torch.save`` bytes as a tensor."""
     data = planner.resolve_data(item)
     if isinstance(data, torch.Tensor):
-        return data.detach()
+        return data
     assert isinstance(data, io.BytesIO)
     content = bytearray(data.getvalue())
     return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
