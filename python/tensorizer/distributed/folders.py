@@ -84,11 +84,10 @@ def remove_leftovers(folder: str) -> None:
 
     Every save holds a :class:`FolderLock` before it creates a file.
     """
-    try:
+    # The folder is locked or cannot be, or its checkpoint does not tell which files are its own.
+    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
+        stack.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = {path.name for path in Path(folder).iterdir()}
         if layout.is_there(folder):
@@ -97,11 +96,6 @@ def remove_leftovers(folder: str) -> None:
             # The link's target may come back.
             return
         remove(folder, found)
-    except (OSError, ValueError):
-        # The folder is locked or cannot be, or the checkpoint does not say which files are its own.
-        pass
-    finally:
-        os.close(descriptor)
 
 
 def remove(folder: str, names: Iterable[str]) -> None:

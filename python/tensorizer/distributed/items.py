@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +19,22 @@ from . import chunk_coverage, grids
 
 #: The most chunks of all tensors together. It bounds the work for a small file that describes many.
 MOST_CHUNKS = 1 << 26
-#: The errors that content of an unexpected form raises.
-DECODE_ERRORS = (
-    KeyError,
-    IndexError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RecursionError,
-    OverflowError,
-    NotImplementedError,
-)
 
 
-def damaged_error(uri: str, error: Exception) -> FormatError:
-    """Return the error for a damaged checkpoint."""
-    return FormatError(f"{uri} is not a checkpoint, or is damaged: {error!r}")
+@contextmanager
+def decoding(uri: str) -> Iterator[None]:
+    """Raise ``FormatError`` for content of an unexpected form."""
+    try:
+        yield
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
+        raise FormatError(f"{uri} is not a checkpoint, or is damaged: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Items(UserDict[str, Any]):
 
         """
         item = self._raw[name]
-        try:
+        with decoding(self._uri):
             if "object" in item:
                 self._location(*item["object"])
                 return dcp.BytesStorageMetadata()
@@ -201,8 +202,6 @@ class Items(UserDict[str, Any]):
                 raise ValueError(f"chunks of {name!r} overlap its grid: {outside[0]}")
             else:
                 made.chunks = self._grid_chunks(item, made.size) + made.chunks
-        except DECODE_ERRORS as error:
-            raise damaged_error(self._uri, error) from error
         return made
 
     def _grid_chunks(
@@ -229,34 +228,20 @@ class Items(UserDict[str, Any]):
         if "object" in raw:
             return self._location(*raw["object"])
         number, order = _number_of(index, item.chunks), self._order(raw)
-        file, stored = (
-            (order[number], stored_name(index.fqn, index.offset or ()))
-            if number < len(order)
-            else raw["chunks"][number - len(order)][2:]
-        )
-        try:
-            dtype, shape = item.properties.dtype, tuple(item.chunks[number].sizes)
-            return self._location(file, stored, dtype, shape)
-        except ValueError as error:
-            raise damaged_error(self._uri, error) from error
+        about = item.properties.dtype, tuple(item.chunks[number].sizes)
+        with decoding(self._uri):
+            if number < len(order):
+                stored = stored_name(index.fqn, index.offset or ())
+                return self._location(order[number], stored, *about)
+            return self._location(*raw["chunks"][number - len(order)][2:], *about)
 
-    def _location(
-        self,
-        number: int,
-        name: str,
-        dtype: torch.dtype = torch.uint8,
-        shape: tuple[int, ...] | None = None,
-    ) -> ItemLocation:
-        if (
-            type(number) is not int
-            or not 0 <= number < len(self._files)
-            or not isinstance(name, str)
-        ):
+    def _location(self, number: int, name: str, *about: Any) -> ItemLocation:
+        if type(number) is not int or not 0 <= number < len(self._files) or type(name) is not str:
             raise ValueError(
                 f"expected one of {len(self._files)} files and a name, found {number!r}, {name!r}"
             )
         name.encode()  # raises for lone surrogates
-        return ItemLocation(self._files[number], name, dtype, shape)
+        return ItemLocation(self._files[number], name, *about)
 
 
 class ItemLocations:

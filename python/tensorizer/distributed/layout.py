@@ -13,6 +13,8 @@ import os
 import pickle
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,7 @@ from ..file.tensor_file import TensorFile
 from ..streams.addresses import is_address
 from ..streams.open import open_stream
 from ..tensors.handles import dtype_of
-from .items import (
-    DECODE_ERRORS,
-    ItemLocation,
-    ItemLocations,
-    Items,
-    damaged_error,
-    encoded as encoded_items,
-)
+from .items import ItemLocation, ItemLocations, Items, decoding, encoded as encoded_items
 
 #: The file that is written last. Without it there is no checkpoint.
 FILE = "checkpoint.json"
@@ -157,12 +152,10 @@ def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
         ) from error
     if len(data) > MOST_BYTES:
         raise FormatError(f"{uri} is longer than {MOST_BYTES} bytes")
-    try:
+    with decoding(uri):
         content = _unsealed(data)
         files = _files(content)
         return _decoded(Items(uri, content, files), content), files
-    except DECODE_ERRORS as error:
-        raise damaged_error(uri, error) from error
 
 
 def size_of(path: Path) -> int | None:
@@ -181,25 +174,35 @@ def size_of(path: Path) -> int | None:
     return about.st_size
 
 
-def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
-    """Return an object of ``torch.save``.
+@contextmanager
+def unpickling(what: str, problem: str) -> Iterator[None]:
+    """Name an object that is unpickled in the error if it cannot be.
 
     Raises:
-        pickle.UnpicklingError: The restricted unpickler, which ``weights_only`` asks for, refuses
-            it.
-        FormatError: The data is no such object.
+        pickle.UnpicklingError: A restricted unpickler refuses it.
+        MemoryError: It is too large for the memory.
+        FormatError: It has the problem.
 
     """
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        yield
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(f"{what}: {error}") from error
-    except MemoryError:
-        raise
     except Exception as error:
-        if "can't allocate memory" in str(error):
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MemoryError(f"{what}: {error}") from error
-        raise FormatError(f"{what} cannot be read as an object of torch.save: {error!r}") from error
+        raise FormatError(f"{what} {problem}: {error!r}") from error
+
+
+def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
+    """Return an object of ``torch.save``; ``weights_only`` asks for the restricted unpickler.
+
+    Raises:
+        pickle.UnpicklingError, FormatError: See :func:`unpickling`.
+
+    """
+    with unpickling(what, "cannot be read as an object of torch.save"):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
 
 
 def is_there(folder: str) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,30 +29,19 @@ from .items import ItemLocation
 METADATA = ".metadata"
 #: The entry of a safetensors file's metadata in which torch's writer stores the offsets of parts.
 _SHARDING = "DCP_SHARDING_INFO"
-#: Classes and functions that torch's metadata may name.
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{
-        (dcp.__name__, name): getattr(dcp, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
+#: The modules with the dataclasses of torch's metadata.
+_MODULES = {one.__name__: one for one in (dcp, filesystem)}
+#: Functions that the metadata may name, and classes that it calls like functions.
+_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+    (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
     **{
         (module, name): PurePosixPath
         for module in ("pathlib", "pathlib._local")
         for name in ("Path", "PosixPath", "PurePosixPath")
     },
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("torch", "Size"): torch.Size,
-    ("collections", "OrderedDict"): OrderedDict,
 }
 
 
@@ -89,14 +79,8 @@ def torch_metadata(folder: str) -> dcp.Metadata:
         data = stream.read(layout.MOST_BYTES + 1)
     if len(data) > layout.MOST_BYTES:
         raise FormatError(f"{path} is too long: expected at most {layout.MOST_BYTES} bytes")
-    try:
+    with layout.unpickling(path, "is not a metadata file of torch"):
         found = _MetadataUnpickler(data).load()
-    except pickle.UnpicklingError as error:
-        raise pickle.UnpicklingError(f"{path}: {error}") from error
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise FormatError(f"{path} is not a metadata file of torch: {error!r}") from error
     if not isinstance(found, dcp.Metadata) or not isinstance(found.storage_data, dict):
         raise FormatError(f"{path}: expected torch's Metadata, found {type(found).__name__}")
     sizes: dict[str, int | None] = {}
@@ -153,23 +137,25 @@ class _MetadataUnpickler(pickle.Unpickler):
         if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
             return constant
         key = module, name
-        if key not in _ALLOWED:
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which could run code: where the checkpoint is trusted, "
-                "Reader(weights_only=False) reads it"
-            )
         if key not in self._stand_ins:
-            self._stand_ins[key] = _stand_in(_ALLOWED[key])
+            self._stand_ins[key] = _stand_in(module, name)
         return self._stand_ins[key]
 
 
-def _stand_in(real: Any) -> Any:
-    if hasattr(real, "__dataclass_fields__"):
+def _stand_in(module: str, name: str) -> Any:
+    real: Any = getattr(_MODULES.get(module), name, None)
+    if isinstance(real, type) and dataclasses.is_dataclass(real):
         # A pickle makes these without calling the constructor, and then sets their attributes.
-        return type(real.__name__, (), {"__new__": lambda *_: object.__new__(real)})
+        return type(name, (), {"__new__": lambda *_: object.__new__(real)})
+    function = _FUNCTIONS.get((module, name))
+    if function is None:
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which could run code: where the checkpoint is trusted, "
+            "Reader(weights_only=False) reads it"
+        )
 
     def call(*args: Any) -> Any:
-        return real(*args)
+        return function(*args)
 
     return call
 

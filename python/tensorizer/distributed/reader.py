@@ -86,12 +86,12 @@ class Reader(FileSystemReader):
         weights_only: bool = True,
     ) -> None:
         super().__init__("")
-        check_options(verify_hash=verify_hash, encryption=encryption, num_readers=num_readers)
         self._options: dict[str, Any] = {
             "verify_hash": verify_hash,
             "encryption": encryption,
             "num_readers": num_readers,
         }
+        check_options(**self._options)
         self._weights_only = weights_only
         self._folder = None if uri is None else layout.folder_of(uri)
         self.fs = other_formats.FileSystem()
@@ -170,15 +170,15 @@ class Reader(FileSystemReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise ``RuntimeError`` if ranks have found different checkpoints."""
-        ranks: dict[str, list[int]] = {}
+        ranks: dict[str, int] = {}
         for rank, plan in enumerate(plans):
             # Planners may make new plans, without the identity.
             if plan.storage_data is not None:
-                ranks.setdefault(plan.storage_data, []).append(rank)
+                ranks.setdefault(plan.storage_data, rank)
         if len(ranks) > 1:
             first, other, *_ = ranks.values()
             raise RuntimeError(
-                f"ranks {first[0]} and {other[0]} have found different checkpoints at "
+                f"ranks {first} and {other} have found different checkpoints at "
                 f"{self.checkpoint_id}: one was replaced meanwhile, or each machine has its own "
                 "folder there"
             )

@@ -54,7 +54,7 @@ def check(plans: Sequence[SavePlan], folder: str) -> None:
         whole = all(plan.usable for plan in plans)
         if whole and _upper_bound_bytes(plans) > layout.MOST_BYTES:
             # The bound is far too high for tensors cut in grids: compute the exact size.
-            _, metadata = create_default_global_save_plan([*plans])
+            _, metadata = create_default_global_save_plan([*plans], rewrite_index_hints=False)
             metadata.planner_data = _paths(plans)
             layout.encoded(metadata, _locations(plans))
     except ValueError as error:

@@ -70,7 +70,8 @@ class Writer(StorageWriter):
         super().__init__()
         file_writer.check_options(encryption=encryption, hashes=hashes)
         self._folder = None if uri is None else _writable_folder(uri)
-        self._encryption, self._hashes, self._overwrite = encryption, hashes, overwrite
+        self._options: dict[str, Any] = {"encryption": encryption, "hashes": hashes}
+        self._overwrite = overwrite
         self._rank, self._save_id = 0, ""
         self._folder_lock: folders.FolderLock | None = None
 
@@ -141,11 +142,7 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank into its file."""
         done: Future[list[WriteResult]] = Future()
-        try:
-            done.set_result(self._write(plan.items, planner) if plan.items else [])
-        except BaseException:
-            self._folder_lock = None
-            raise
+        done.set_result(self._write(plan.items, planner) if plan.items else [])
         return done
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
@@ -155,8 +152,7 @@ class Writer(StorageWriter):
         lengths = list(map(_length, items))
         if self._is_local():
             self._lock_folder()
-        options: dict[str, Any] = {"encryption": self._encryption, "hashes": self._hashes}
-        with FileWriter(self._path(file), **options) as writer:
+        with FileWriter(self._path(file), **self._options) as writer:
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
                 batch = [items[number] for number in numbers]
                 names = [save_plan.name_of(item, used_names) for item in batch]
