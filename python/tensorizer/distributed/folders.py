@@ -16,15 +16,15 @@ from ..streams import held_folder
 from ..streams.syncing import sync_folder
 from . import layout
 
-#: The names of files that ranks write.
-_RANK_FILE = re.compile(r"rank-[0-9]{5,}-[0-9a-f]{16}\.tensors")
-#: The names of such files until they are complete, on file systems without ``O_TMPFILE``.
-_INCOMPLETE_FILE = re.compile(
-    rf"\.{_RANK_FILE.pattern}\.tensorizer-[0-9a-f]{{8}}-[0-9a-f]{{8}}\.(tmp|unlocked)"
+#: The names of files that ranks write, and of such files until they are complete, on file systems
+#: without ``O_TMPFILE``.
+_RANK_FILE = re.compile(
+    r"\.?rank-[0-9]{5,}-[0-9a-f]{16}\.tensors"
+    r"(\.tensorizer-[0-9a-f]{8}-[0-9a-f]{8}\.(tmp|unlocked))?"
 )
 
 
-def make(folder: str) -> None:
+def _make(folder: str) -> None:
     """Make a folder and its parents, synced to disk so that they survive a loss of power."""
     check_target(folder)
     path = Path(folder)
@@ -37,11 +37,13 @@ def make(folder: str) -> None:
 class FolderLock:
     """A shared lock on a folder that protects files of unfinished checkpoints from removal.
 
-    It lasts as long as the object is referenced, and keeps other processes from removing files,
-    too, if the file system has locks. Without locks no file is ever removed.
+    The folder is made if necessary. The lock lasts as long as the object is referenced, and keeps
+    other processes from removing files, too, if the file system has locks. Without locks no file is
+    ever removed.
     """
 
     def __init__(self, folder: str) -> None:
+        _make(folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, _release, descriptor, os.getpid())
         #: A path of this very folder, whatever its own path means meanwhile.
@@ -101,6 +103,6 @@ def remove_leftovers(folder: str) -> None:
 def remove(folder: str, names: Iterable[str]) -> None:
     """Remove the files of ranks among these; files that cannot be removed stay."""
     for name in names:
-        if _RANK_FILE.fullmatch(name) or _INCOMPLETE_FILE.fullmatch(name):
+        if _RANK_FILE.fullmatch(name):
             with contextlib.suppress(OSError):
                 Path(folder, name).unlink()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata as dcp
@@ -80,45 +81,42 @@ def torch_metadata(folder: str) -> dcp.Metadata:
     if len(data) > layout.MOST_BYTES:
         raise FormatError(f"{path} is too long: expected at most {layout.MOST_BYTES} bytes")
     with layout.unpickling(path, "is not a metadata file of torch"):
-        found = _MetadataUnpickler(data).load()
+        found = _MetadataUnpickler(io.BytesIO(data)).load()
     if not isinstance(found, dcp.Metadata) or not isinstance(found.storage_data, dict):
         raise FormatError(f"{path}: expected torch's Metadata, found {type(found).__name__}")
-    sizes: dict[str, int | None] = {}
-    for location in found.storage_data.values():
-        _check_location(path, location, sizes)
+    _check_locations(path, found.storage_data.values())
     return found
 
 
-def _check_location(metadata: str, location: Any, sizes: dict[str, int | None]) -> None:
-    """Check that an item is within a file beside torch's metadata.
-
-    Args:
-        metadata: The path or address of the metadata.
-        location: torch's record of the item.
-        sizes: The sizes of files that were looked up before.
+def _check_locations(metadata: str, locations: Iterable[Any]) -> None:
+    """Check that every item is within a file beside torch's metadata.
 
     Raises:
-        FormatError: It is not.
+        FormatError: An item is not.
 
     """
-    name = getattr(location, "relative_path", None)
-    if type(name) is not str or "/" in name or "\0" in name or name in ("", ".", ".."):
-        raise FormatError(f"{metadata}: expected the name of a file beside it, found {name!r}")
-    if name not in sizes:
+
+    @functools.cache
+    def size_of(name: str) -> int | None:
         # A file at an address is checked when it is read.
-        path = Path(metadata).parent / name
-        sizes[name] = None if is_address(metadata) else layout.size_of(path)
-    start, length = getattr(location, "offset", None), getattr(location, "length", None)
-    if type(start) is not int or type(length) is not int or min(start, length) < 0:
-        raise FormatError(
-            f"{metadata}: expected an offset and a length in {name}, found {start!r} and {length!r}"
-        )
-    size = sizes[name]
-    if size is not None and start + length > size:
-        raise FormatError(
-            f"{metadata} has an item of {length} bytes from {start} in {name}, "
-            f"which has {size} bytes"
-        )
+        return None if is_address(metadata) else layout.size_of(Path(metadata).parent / name)
+
+    for location in locations:
+        name = getattr(location, "relative_path", None)
+        if type(name) is not str or "/" in name or "\0" in name or name in ("", ".", ".."):
+            raise FormatError(f"{metadata}: expected the name of a file beside it, found {name!r}")
+        size = size_of(name)
+        start, length = getattr(location, "offset", None), getattr(location, "length", None)
+        if type(start) is not int or type(length) is not int or min(start, length) < 0:
+            raise FormatError(
+                f"{metadata}: expected an offset and a length in {name}, found {start!r} and "
+                f"{length!r}"
+            )
+        if size is not None and start + length > size:
+            raise FormatError(
+                f"{metadata} has an item of {length} bytes from {start} in {name}, which has "
+                f"{size} bytes"
+            )
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -128,18 +126,15 @@ class _MetadataUnpickler(pickle.Unpickler):
     this object alone; those of dataclasses make instances of the real ones.
     """
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self._stand_ins: dict[tuple[str, str], Any] = {}
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._stand_in = functools.cache(_stand_in)
 
     def find_class(self, module: str, name: str) -> Any:
         constant = getattr(torch, name, None) if module == "torch" else None
         if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
             return constant
-        key = module, name
-        if key not in self._stand_ins:
-            self._stand_ins[key] = _stand_in(module, name)
-        return self._stand_ins[key]
+        return self._stand_in(module, name)
 
 
 def _stand_in(module: str, name: str) -> Any:

@@ -150,13 +150,16 @@ class Reader(FileSystemReader):
             self.path = os.path.realpath(self.path)
             self._folder_identity = _identity_of(self.path)
         found: dcp.Metadata | None
-        if other_formats.is_torchs(self.path):
-            self._checkpoint_identity = _TORCH
-            read = super().read_metadata
-            found = other_formats.torch_metadata(self.path) if self._weights_only else read()
-        else:
-            self._checkpoint_identity = "safetensors"
+        is_torchs = other_formats.is_torchs(self.path)
+        self._checkpoint_identity = _TORCH if is_torchs else "safetensors"
+        if not is_torchs:
             found = other_formats.safetensors_metadata(self.path, self._options["num_readers"])
+        elif self._weights_only:
+            found = other_formats.torch_metadata(self.path)
+            about = found.storage_meta or dcp.StorageMeta()
+            found.storage_meta = dataclasses.replace(about, load_id=self.load_id)
+        else:
+            found = super().read_metadata()
         if found and (self._options["verify_hash"] or self._options["encryption"] is not None):
             raise ValueError(
                 f"{self.checkpoint_id} was not saved by Writer: it has neither hashes to compare "

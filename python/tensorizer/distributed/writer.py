@@ -122,13 +122,8 @@ class Writer(StorageWriter):
         save_plan.check(plans, self.checkpoint_id)
         if self._is_local():
             folders.remove_leftovers(self.checkpoint_id)
-            self._lock_folder()
+            self._folder_lock = self._folder_lock or folders.FolderLock(self.checkpoint_id)
         return plans
-
-    def _lock_folder(self) -> None:
-        if self._folder_lock is None:
-            folders.make(self.checkpoint_id)
-            self._folder_lock = folders.FolderLock(self.checkpoint_id)
 
     @property
     def _open_folder(self) -> str:
@@ -151,7 +146,7 @@ class Writer(StorageWriter):
         used_names: set[str] = set()
         lengths = list(map(_length, items))
         if self._is_local():
-            self._lock_folder()
+            self._folder_lock = self._folder_lock or folders.FolderLock(self.checkpoint_id)
         with FileWriter(self._path(file), **self._options) as writer:
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
                 batch = [items[number] for number in numbers]
