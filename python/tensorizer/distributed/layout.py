@@ -44,6 +44,24 @@ _MAX_LIST_INDEX = 1 << 24
 _DIGEST = ',"sha256":"'
 
 
+class InFolder:
+    """A reader or writer of checkpoints for torch, which has a folder or is given one later."""
+
+    _folder: str | None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder of the checkpoint."""
+        if self._folder is None:
+            raise ValueError(f"expected {type(self).__name__}(uri) or checkpoint_id=")
+        return self._folder
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
+        """Return True if the argument is of a type that can name a folder."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
 def join(folder: str, name: str) -> str:
     """Return the path or address of a file in a folder."""
     # The name of an object may have an empty component.
@@ -155,7 +173,18 @@ def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
     with decoding(uri):
         content = _unsealed(data)
         files = _files(content)
-        return _decoded(Items(uri, content, files), content), files
+        items = Items(uri, content, files)
+        version, planner = content["dcp_version"], content["planner"]
+        if not isinstance(version, (str, type(None))):
+            raise TypeError(f"expected a version, found {version!r}")
+        metadata = dcp.Metadata(
+            items,  # type: ignore[arg-type]  # it is used as a dict is
+            planner_data=None if planner is None else _decoded_planner(planner),
+            storage_data=ItemLocations(items),
+            storage_meta=dcp.StorageMeta(save_id=content["sha256"]),
+            version=version,
+        )
+    return metadata, files
 
 
 def size_of(path: Path) -> int | None:
@@ -254,20 +283,6 @@ def _files(content: dict[str, Any]) -> list[str]:
                 f"expected the name of a file in the folder of the checkpoint, found {file!r}"
             )
     return found
-
-
-def _decoded(items: Items, content: dict[str, Any]) -> dcp.Metadata:
-    """Return metadata whose items are decoded on access."""
-    version, planner = content["dcp_version"], content["planner"]
-    if not isinstance(version, (str, type(None))):
-        raise TypeError(f"expected a version, found {version!r}")
-    return dcp.Metadata(
-        items,  # type: ignore[arg-type]  # it is used as a dict is
-        planner_data=None if planner is None else _decoded_planner(planner),
-        storage_data=ItemLocations(items),
-        storage_meta=dcp.StorageMeta(save_id=content["sha256"]),
-        version=version,
-    )
 
 
 def _decoded_planner(data: dict[str, Any]) -> Any:

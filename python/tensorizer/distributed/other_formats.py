@@ -9,8 +9,7 @@ import json
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -49,11 +48,9 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
 class FileSystem(filesystem.FileSystem):
     """Files by their paths or addresses, for torch's own reader, which uses these two methods."""
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[Any], mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[Any], mode: str) -> Any:
         """Open a file."""
-        with open_stream(os.fspath(path), mode) as stream:
-            yield stream
+        return open_stream(os.fspath(path), mode)
 
     def concat_path(self, path: str | os.PathLike[Any], suffix: str) -> str:
         """Return the path or address of a file in a folder."""
@@ -162,25 +159,19 @@ def safetensors_metadata(folder: str, num_readers: int | None) -> dcp.Metadata |
     files, which may have parts of tensors, as torch's ``HuggingFaceStorageWriter`` saves them.
     """
     files = [""] if is_address(folder) else [p.name for p in Path(folder).glob("*.safetensors")]
-    items: dict[str, Any] = {}
-    locations: dict[dcp.MetadataIndex, ItemLocation] = {}
+    found = dcp.Metadata({}, storage_data={})
     for name in sorted(files):
         try:
             opened = TensorFile(layout.join(folder, name), num_readers=num_readers)
         except (FileNotFoundError, PermissionError):
             return None
         with opened as file:
-            _add_items(name, file, items, locations)
-    return dcp.Metadata(items, storage_data=locations) if files else None
+            _add_items(found, name, file)
+    return found if files else None
 
 
-def _add_items(
-    name: str,
-    file: TensorFile,
-    items: dict[str, Any],
-    locations: dict[dcp.MetadataIndex, ItemLocation],
-) -> None:
-    """Add the tensors of a safetensors file, or its parts of them."""
+def _add_items(metadata: dcp.Metadata, name: str, file: TensorFile) -> None:
+    """Add the tensors of a safetensors file, or its parts of them, to the metadata."""
     parts = json.loads(dict(file.reader.metadata or ()).get(_SHARDING, "{}"))
     for number in range(len(file)):
         tensor = str(file.reader.name(number))
@@ -189,11 +180,11 @@ def _add_items(
         offsets = parts[tensor]["saved_offsets"] if parts else [0] * len(shape)
         ends = torch.Size(map(sum, zip(offsets, shape, strict=True)))
         about = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), ends, [])
-        item = items.setdefault(tensor, about)
+        item: Any = metadata.state_dict_metadata.setdefault(tensor, about)
         item.size = torch.Size(map(max, item.size, ends))
         item.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
         index = dcp.MetadataIndex(tensor, offsets)
-        locations[index] = ItemLocation(name, tensor, dtype, tuple(shape))
+        metadata.storage_data[index] = ItemLocation(name, tensor, dtype, tuple(shape))
 
 
 class CheckingPlanner:

@@ -23,6 +23,7 @@ from ..streams.addresses import is_address
 from ..tensors import fake_mode
 from . import layout, other_formats
 from .items import ItemLocation
+from .layout import InFolder
 from .read_into_planner import read_tensors
 
 #: The identity of all checkpoints of torch's own format.
@@ -41,7 +42,7 @@ class _UnreadableMetadata(dcp.Metadata):
         raise self._error
 
 
-class Reader(FileSystemReader):
+class Reader(InFolder, FileSystemReader):
     """Loads what :class:`Writer` has saved, into any number of ranks and any placement.
 
     Folders of torch's own ``FileSystemWriter``, and of safetensors files, are read as well. They
@@ -97,16 +98,9 @@ class Reader(FileSystemReader):
         self.fs = other_formats.FileSystem()
         #: The folder that is read: that of another format as it was when its metadata was read.
         self.path: str = ""
-        self._folder_identity: tuple[int, int] | None = None
+        self._folder_stat: os.stat_result | None = None
         #: The identity of the checkpoint that this rank has found.
         self._checkpoint_identity: str | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The folder of the checkpoint."""
-        if self._folder is None:
-            raise ValueError("expected Reader(uri) or checkpoint_id=")
-        return self._folder
 
     # torch.distributed.checkpoint calls the methods below in this order. Files are read only in
     # methods whose errors it gathers from all ranks: elsewhere the other ranks would wait for one
@@ -127,20 +121,18 @@ class Reader(FileSystemReader):
             return _UnreadableMetadata(error)
 
     def _read_metadata(self) -> dcp.Metadata:
-        self.path, self._folder_identity = self.checkpoint_id, None
+        self.path, self._folder_stat = self.checkpoint_id, None
         try:
             found, _ = layout.read(self.path)
         except (FileNotFoundError, PermissionError):
             # Servers that may not list a folder answer with 403 for a missing file.
-            other = self._read_other_format()
-            if other is None:
-                raise
-            return other
+            if other := self._read_other_format():
+                return other
+            raise
         if isinstance(found.planner_data, bytes):
             what = f"the planner data of {self.path}"
             found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
-        about = found.storage_meta
-        self._checkpoint_identity = about.save_id if about is not None else None
+        self._checkpoint_identity = getattr(found.storage_meta, "save_id", None)
         return found
 
     def _read_other_format(self) -> dcp.Metadata | None:
@@ -148,7 +140,9 @@ class Reader(FileSystemReader):
         if not is_address(self.path):
             # Links in the path may change during a load.
             self.path = os.path.realpath(self.path)
-            self._folder_identity = _identity_of(self.path)
+            if not Path(self.path).is_dir():
+                return None
+            self._folder_stat = Path(self.path).stat()
         found: dcp.Metadata | None
         is_torchs = other_formats.is_torchs(self.path)
         self._checkpoint_identity = _TORCH if is_torchs else "safetensors"
@@ -197,7 +191,8 @@ class Reader(FileSystemReader):
         else:
             self._read_files(plan, planner)
             done.set_result(None)
-        if self._folder_identity is not None and self._folder_identity != _identity_of(self.path):
+        before = self._folder_stat
+        if before is not None and not os.path.samestat(before, Path(self.path).stat()):
             raise RuntimeError(
                 f"{self.path} was replaced while the checkpoint was loaded from it, so tensors may "
                 "be of two versions: load it again"
@@ -229,30 +224,15 @@ class Reader(FileSystemReader):
                 _read_objects(file, [one for one in found if _is_object(one[0])], planner)
                 read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Return True if the argument is of a type that can name a folder."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
-
-def _identity_of(folder: str) -> tuple[int, int] | None:
-    """Return the device and inode of a folder; None if there is none."""
-    try:
-        about = Path(folder).stat()
-    except FileNotFoundError:
-        return None
-    return about.st_dev, about.st_ino
-
 
 def _read_objects(
     file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
 ) -> None:
-    numbers = dict.fromkeys(number for _, number in wanted)
+    numbers = [*dict.fromkeys(number for _, number in wanted)]
     with fake_mode.suspended():
-        loaded = {one: tensor for one, tensor, _ in file.load([*numbers], torch.device("cpu"))}
-        contents = {one: tensor.numpy().tobytes() for one, tensor in loaded.items()}
+        loaded = {one: tensor.numpy() for one, tensor, _ in file.load(numbers, torch.device("cpu"))}
     for item, number in wanted:
-        planner.load_bytes(item, io.BytesIO(contents[number]))
+        planner.load_bytes(item, io.BytesIO(loaded[number].tobytes()))
 
 
 def _is_object(item: ReadItem) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from . import layout
 from .items import ItemLocation, check_count, stored_name
@@ -31,8 +31,7 @@ def name_of(item: WriteItem, used_names: set[str]) -> str:
 
     Another item may already have the name that a part of a tensor would get.
     """
-    is_tensor = item.type is not WriteItemType.BYTE_IO
-    name = stored_name(item.index.fqn, item.index.offset or () if is_tensor else ())
+    name = stored_name(item.index.fqn, item.index.offset or ())
     while name in used_names:
         name += "@"
     used_names.add(name)

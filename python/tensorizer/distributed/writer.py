@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, metadata as dcp
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -28,12 +27,13 @@ from ..streams.held_folder import HeldPath
 from ..streams.open import check_writable, open_stream
 from . import folders, layout, save_plan
 from .items import ItemLocation
+from .layout import InFolder
 
 #: Bytes of tensors that are requested from a planner at a time: they may be copies.
 _BATCH_BYTES = 256 << 20
 
 
-class Writer(StorageWriter):
+class Writer(InFolder, StorageWriter):
     """Saves for ``torch.distributed.checkpoint``, in a folder or below an address.
 
     ``dcp.save(state, storage_writer=Writer("s3://bucket/step-100"))``, also with ``async_save``.
@@ -75,13 +75,6 @@ class Writer(StorageWriter):
         self._rank, self._save_id = 0, ""
         self._folder_lock: folders.FolderLock | None = None
 
-    @property
-    def checkpoint_id(self) -> str:
-        """The folder of the checkpoint."""
-        if self._folder is None:
-            raise ValueError("expected Writer(uri) or checkpoint_id=")
-        return self._folder
-
     # torch.distributed.checkpoint calls the methods below in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
@@ -97,9 +90,7 @@ class Writer(StorageWriter):
                 "use_collectives=False writes a checkpoint for each rank: give each a Writer of "
                 "its own folder, and no_dist=True"
             )
-        rank = kwargs.get("rank")
-        known = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._rank = known if rank is None else rank
+        self._rank = kwargs.get("rank") or 0
         self._folder_lock = None
         # A new id: files of an earlier checkpoint must stay until this one is complete.
         self._save_id = secrets.token_hex(8)
@@ -120,7 +111,7 @@ class Writer(StorageWriter):
         """Refuse plans of different folders or too large, and remove files left by failed saves."""
         targets.refuse_different([plan.storage_data or () for plan in plans])
         save_plan.check(plans, self.checkpoint_id)
-        if self._is_local():
+        if not is_address(self.checkpoint_id):
             folders.remove_leftovers(self.checkpoint_id)
             self._folder_lock = self._folder_lock or folders.FolderLock(self.checkpoint_id)
         return plans
@@ -132,7 +123,8 @@ class Writer(StorageWriter):
 
     def _path(self, name: str) -> str | HeldPath:
         path = layout.join(self.checkpoint_id, name)
-        return HeldPath(layout.join(self._open_folder, name), path) if self._is_local() else path
+        lock = self._folder_lock
+        return path if lock is None else HeldPath(layout.join(lock.path, name), path)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank into its file."""
@@ -145,7 +137,7 @@ class Writer(StorageWriter):
         results: list[WriteResult] = []
         used_names: set[str] = set()
         lengths = list(map(_length, items))
-        if self._is_local():
+        if not is_address(self.checkpoint_id):
             self._folder_lock = self._folder_lock or folders.FolderLock(self.checkpoint_id)
         with FileWriter(self._path(file), **self._options) as writer:
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
@@ -159,9 +151,6 @@ class Writer(StorageWriter):
                 ]
         return results
 
-    def _is_local(self) -> bool:
-        return not is_address(self.checkpoint_id)
-
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``checkpoint.json``, and remove the files of an older checkpoint."""
         locations = {one.index: one.storage_data for of_rank in results for one in of_rank}
@@ -170,7 +159,7 @@ class Writer(StorageWriter):
         before: list[str] = []
         now = {location.file for location in locations.values()}
         self._refuse_to_replace()
-        if self._is_local():
+        if self._folder_lock is not None:
             folders.check(self._open_folder, now, self.checkpoint_id)
             # The file names of an older checkpoint are unknown if it cannot be read.
             with contextlib.suppress(OSError, ValueError):
@@ -185,11 +174,6 @@ class Writer(StorageWriter):
     def storage_meta(self) -> dcp.StorageMeta:
         """Return the folder and the id of the save, for planners."""
         return dcp.StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Return True if the argument is of a type that can name a folder."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
 
 
 def _writable_folder(uri: str | os.PathLike[Any]) -> str:
