@@ -96,9 +96,9 @@ def test_targets_that_share_memory(tmp_path):
 
 
 def test_targets_that_are_copied_to_in_pieces(tmp_path, monkeypatch):
-    from tensorizer.distributed import read_into_planner
+    from tensorizer.distributed import reader
 
-    monkeypatch.setattr(read_into_planner, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(reader, "_BATCH_BYTES", 100)
     state = {str(number): torch.full((5, 7), float(number)) for number in range(6)}
     save(state, tmp_path / "c")
     target = load({name: torch.zeros(7, 5).t() for name in state}, tmp_path / "c")

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_planners import Halves, fails, load, save
 from dcp_plans import content_of, names_of, plans_of, saved, write_item
 from tensorizer import FormatError
-from tensorizer.distributed import Reader, Writer, grids, items, layout, save_plan
+from tensorizer.distributed import Reader, Writer, chunks, items, layout, save_plan
 from tensorizer.distributed.layout import sealed
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.planner import SavePlan
@@ -100,8 +100,8 @@ def test_only_what_is_wanted_is_decoded(tmp_path, monkeypatch):
 
 
 def test_tensors_that_are_cut_alike_share_their_chunks(monkeypatch):
-    made, make = [], grids.chunks
-    monkeypatch.setattr(grids, "chunks", lambda *cut: (made.append(cut), make(*cut))[1])
+    made, make = [], chunks.of_grid
+    monkeypatch.setattr(chunks, "of_grid", lambda *cut: (made.append(cut), make(*cut))[1])
     metadata, places = saved(plans_of(16, 40))
     content = content_of(items.encoded(metadata.state_dict_metadata, places))
     for name in names_of(40):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import UserDict
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from .._errors import FormatError
 from ..tensors.handles import dtype_of
-from . import chunk_coverage, grids
+from . import chunks
 
 #: The most chunks of all tensors together. It bounds the work for a small file that describes many.
 MOST_CHUNKS = 1 << 26
@@ -101,31 +102,23 @@ def _encoded_tensor(
     dtype = str(item.properties.dtype).removeprefix("torch.")
     made: dict[str, Any] = {"dtype": dtype, "size": list(item.size)}
     listed = item.chunks
-    grid = _grid_of(item) if len(listed) > 1 else None
+    boxes: dict[Any, Any] = {one.offsets: one.sizes for one in listed}
+    # Ranks without elements of a tensor have an empty chunk each, which is not in the grid.
+    full = {offsets: sizes for offsets, sizes in boxes.items() if 0 not in sizes}
+    grid = chunks.grid_of(item.size, full) if 1 < len(boxes) == len(listed) else None
     if grid is None:
-        chunk_coverage.check(name, item)
-    else:
-        # Ranks without elements of a tensor have an empty chunk each, which is not in the grid.
-        full = sorted(one.offsets for one in listed if 0 not in one.sizes)
-        if all(locations[one][1] == stored_name(name, one) for one in full):
-            order = tuple(locations[one][0] for one in full)
-            cuts = grids.encoded(item.size, grid)
-            made |= {"grid": cuts, "order": orders.setdefault(order, len(orders))}
-            listed = [one for one in listed if 0 in one.sizes]
-            if not listed:
-                return made
+        chunks.check_coverage(name, item)
+    elif all(locations[one][1] == stored_name(name, one) for one in full):
+        order = tuple(locations[one][0] for one in sorted(full))
+        cuts = chunks.encoded_grid(item.size, grid)
+        made |= {"grid": cuts, "order": orders.setdefault(order, len(orders))}
+        listed = [one for one in listed if 0 in one.sizes]
+        if not listed:
+            return made
     made["chunks"] = [
         [list(one.offsets), list(one.sizes), *locations[one.offsets]] for one in listed
     ]
     return made
-
-
-def _grid_of(item: dcp.TensorStorageMetadata) -> list[list[int]] | None:
-    """Return the grid that the non-empty chunks form, if no two chunks have the same offsets."""
-    boxes = {one.offsets: one.sizes for one in item.chunks}
-    if len(boxes) != len(item.chunks):
-        return None
-    return grids.of_chunks(item.size, {at: sizes for at, sizes in boxes.items() if 0 not in sizes})
 
 
 class Items(UserDict[str, Any]):
@@ -146,7 +139,8 @@ class Items(UserDict[str, Any]):
         self._uri, self._files = uri, files
         self._raw: dict[str, Any] = dict(content["items"].items())
         self._orders = content["orders"] if content["version"] > 1 else []
-        self._chunks_by_cut: dict[tuple[torch.Size, str], list[dcp.ChunkStorageMetadata]] = {}
+        # Many tensors of a model have the same shape and cuts: they share one list.
+        self._chunks_of_grid = functools.cache(chunks.of_grid)
         # None for items that were not accessed yet.
         self.data = dict.fromkeys(self._raw)
         tensors = [item for item in self._raw.values() if "object" not in item]
@@ -193,7 +187,7 @@ class Items(UserDict[str, Any]):
                 self._location(number, stored)
                 made.chunks.append(dcp.ChunkStorageMetadata(_size(offsets), _size(sizes)))
             if "grid" not in item:
-                chunk_coverage.check(name, made)
+                chunks.check_coverage(name, made)
             elif outside := [box for box in made.chunks if 0 not in box.sizes]:
                 raise ValueError(f"chunks of {name!r} overlap its grid: {outside[0]}")
             else:
@@ -203,14 +197,10 @@ class Items(UserDict[str, Any]):
     def _grid_chunks(
         self, item: dict[str, Any], size: torch.Size
     ) -> list[dcp.ChunkStorageMetadata]:
-        starts, files = grids.decoded(size, item["grid"]), len(self._order(item))
+        starts, files = chunks.decoded_grid(size, item["grid"]), len(self._order(item))
         if (count := math.prod(map(len, starts))) != files:
             raise ValueError(f"{files} files for a grid of {count} chunks")
-        # Many tensors of a model have the same shape and cuts: they share one list.
-        cut = (size, str(item["grid"]))
-        if cut not in self._chunks_by_cut:
-            self._chunks_by_cut[cut] = grids.chunks(size, starts)
-        return self._chunks_by_cut[cut]
+        return self._chunks_of_grid(size, starts)
 
     def location(self, index: dcp.MetadataIndex) -> ItemLocation:
         """Return the location of the bytes of an object or a chunk.

@@ -26,7 +26,7 @@ from . import layout
 from .items import ItemLocation
 
 #: The file in which torch's own writer stores the position of each item.
-METADATA = ".metadata"
+_METADATA = ".metadata"
 #: The entry of a safetensors file's metadata in which torch's writer stores the offsets of parts.
 _SHARDING = "DCP_SHARDING_INFO"
 #: The modules with the dataclasses of torch's metadata.
@@ -59,7 +59,7 @@ class FileSystem(filesystem.FileSystem):
 
 def is_torchs(folder: str) -> bool:
     """Tell whether a folder was saved by torch's own writer."""
-    path = layout.join(folder, METADATA)
+    path = layout.join(folder, _METADATA)
     return is_there(path) if is_address(path) else Path(path).is_file()
 
 
@@ -72,7 +72,7 @@ def torch_metadata(folder: str) -> dcp.Metadata:
             of a file.
 
     """
-    path = layout.join(folder, METADATA)
+    path = layout.join(folder, _METADATA)
     with open_stream(path) as stream:
         data = stream.read(layout.MOST_BYTES + 1)
     if len(data) > layout.MOST_BYTES:

@@ -6,10 +6,11 @@ import dataclasses
 import io
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import metadata as dcp, state_dict_loader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -19,13 +20,17 @@ from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.open_file import check_options
 from ..file.tensor_file import TensorFile
+from ..modules.state import without_overlaps
 from ..streams.addresses import is_address
 from ..tensors import fake_mode
+from ..tensors.handles import dtype_of, is_fillable, refuse_short
 from . import layout, other_formats
 from .items import ItemLocation
-from .layout import InFolder
-from .read_into_planner import read_tensors
 
+#: Bytes loaded at a time where tensors are loaded first and then copied to their targets.
+_BATCH_BYTES = 256 << 20
+#: The requests of a planner, each with the number of its tensor in a file.
+_Wanted: TypeAlias = "list[tuple[ReadItem, int]]"
 #: The identity of all checkpoints of torch's own format.
 _TORCH = "torch"
 
@@ -42,7 +47,7 @@ class _UnreadableMetadata(dcp.Metadata):
         raise self._error
 
 
-class Reader(InFolder, FileSystemReader):
+class Reader(layout.InFolder, FileSystemReader):
     """Loads what :class:`Writer` has saved, into any number of ranks and any placement.
 
     Folders of torch's own ``FileSystemWriter``, and of safetensors files, are read as well. They
@@ -222,12 +227,10 @@ class Reader(InFolder, FileSystemReader):
             with TensorFile(layout.join(self.path, name), **self._options) as file:
                 found = [(item, layout.find(file, location)) for item, location in items]
                 _read_objects(file, [one for one in found if _is_object(one[0])], planner)
-                read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
+                _read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
 
 
-def _read_objects(
-    file: TensorFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
-) -> None:
+def _read_objects(file: TensorFile, wanted: _Wanted, planner: LoadPlanner) -> None:
     numbers = [*dict.fromkeys(number for _, number in wanted)]
     with fake_mode.suspended():
         loaded = {one: tensor.numpy() for one, tensor, _ in file.load(numbers, torch.device("cpu"))}
@@ -237,3 +240,80 @@ def _read_objects(
 
 def _is_object(item: ReadItem) -> bool:
     return item.type is LoadItemType.BYTE_IO
+
+
+def _read_tensors(file: TensorFile, wanted: _Wanted, planner: LoadPlanner) -> None:
+    """Read tensors and parts of tensors into the tensors of a planner.
+
+    The hashes of tensors that are read as a whole are compared without a copy.
+
+    Args:
+        file: The file.
+        wanted: The requests.
+        planner: The planner.
+
+    Raises:
+        ValueError: A tensor of the planner has another shape than its request.
+
+    """
+    wanted = sorted(wanted, key=lambda one: one[1])
+    slices: list[tuple[int, list[tuple[int, int]] | None]] = []
+    for item, number in wanted:
+        ends = [
+            (at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
+        ]
+        is_whole = list(item.lengths) == file.reader.describe(number)[1]
+        slices.append((number, None if is_whole else ends))
+    parts = file.sliced(slices)
+    targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
+    refuse_short((item.dest_index.fqn, t) for (item, _), t in zip(wanted, targets, strict=True))
+    direct: list[tuple[int, torch.Tensor]] = []
+    for number, target in enumerate(targets):
+        dtype, shape, _ = parts.reader.describe(number)
+        if list(target.shape) != shape:
+            raise ValueError(
+                f"{wanted[number][0].dest_index.fqn!r}: the checkpoint has {shape} for it, and the "
+                f"tensor to load into is {list(target.shape)}"
+            )
+        fits = target.dtype == dtype_of(dtype) and is_fillable(target)
+        if fits and parts.can_fill_on(target.device) and parts.reader.seekable:
+            direct.append((number, target))
+    # Memory that several tensors share, such as that of tied parameters, is filled in turn.
+    apart = dict(without_overlaps(direct))
+    shared = [{number: target} for number, target in direct if number not in apart]
+    for some in filter(None, (apart, *shared)):
+        parts.fill([*some.values()], [*some])
+    rest = sorted({*range(len(targets))} - dict(direct).keys())
+    for batch in parts.in_batches(rest, parts.length_of(rest), _BATCH_BYTES):
+        for number, tensor, _ in parts.load(batch, torch.device("cpu")):
+            targets[number].copy_(tensor)
+    for (item, _), target in zip(wanted, targets, strict=True):
+        planner.commit_tensor(item, target)
+
+
+def load_state(uri: str | os.PathLike[Any], **options: Any) -> dict[str, Any]:
+    """Return the whole state of a checkpoint, nested as it was saved, on the CPU.
+
+    The result is what torch's ``dcp_to_torch_save`` saves: ``torch.save(load_state(uri), path)``.
+    It can be saved again as a checkpoint of one process: by ``dcp.save(state,
+    storage_writer=Writer(other), no_dist=True)``, or by torch's own ``FileSystemWriter``. Objects
+    such as the number of the step are included. A dict whose keys are integers becomes a list, as
+    in torch, because the paths in a checkpoint do not distinguish the two.
+
+    Args:
+        uri: A folder that :class:`Reader` reads: of :class:`Writer`, of torch, or of safetensors
+            files.
+        options: The arguments of :class:`Reader`.
+
+    Raises:
+        CheckpointException: See :class:`Reader`; it has the error of this process.
+
+    """
+    state: dict[str, Any] = {}
+    state_dict_loader._load_state_dict(
+        state,
+        storage_reader=Reader(uri, **options),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return state

@@ -27,13 +27,12 @@ from ..streams.held_folder import HeldPath
 from ..streams.open import check_writable, open_stream
 from . import folders, layout, save_plan
 from .items import ItemLocation
-from .layout import InFolder
 
 #: Bytes of tensors that are requested from a planner at a time: they may be copies.
 _BATCH_BYTES = 256 << 20
 
 
-class Writer(InFolder, StorageWriter):
+class Writer(layout.InFolder, StorageWriter):
     """Saves for ``torch.distributed.checkpoint``, in a folder or below an address.
 
     ``dcp.save(state, storage_writer=Writer("s3://bucket/step-100"))``, also with ``async_save``.
