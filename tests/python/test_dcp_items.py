@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import tensorizer
@@ -390,6 +391,21 @@ def test_cached_save_plans_are_supported(tmp_path):
         assert target["step"] == turn
         assert torch.equal(target["a"], torch.full((4,), float(turn)))
         assert len(os.listdir(folder)) == 2
+
+
+def test_the_files_of_a_checkpoint_are_closed(tmp_path):
+    save({"a": torch.ones(2)}, tmp_path / "c")
+
+    def is_open():
+        links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return any(
+            link.name.startswith("rank-") and link.parent == tmp_path / "c" for link in links
+        )
+
+    with WholeTensors(tmp_path / "c") as whole:
+        assert is_open()
+        assert next(whole.load(["a"])).all()
+    assert not is_open()
 
 
 def test_a_checkpoint_that_was_moved(tmp_path):
