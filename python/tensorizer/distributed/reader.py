@@ -278,12 +278,13 @@ def _read_tensors(file: TensorFile, wanted: _Wanted, planner: LoadPlanner) -> No
         fits = target.dtype == dtype_of(dtype) and is_fillable(target)
         if fits and parts.can_fill_on(target.device) and parts.reader.seekable:
             direct.append((number, target))
-    # Memory that several tensors share, such as that of tied parameters, is filled in turn.
     apart = dict(without_overlaps(direct))
-    shared = [{number: target} for number, target in direct if number not in apart]
-    for some in filter(None, (apart, *shared)):
-        parts.fill([*some.values()], [*some])
-    rest = sorted({*range(len(targets))} - dict(direct).keys())
+    # Of tensors that share memory, such as tied parameters, one of each storage is filled, too.
+    shared = {one.untyped_storage().data_ptr(): (n, one) for n, one in direct if n not in apart}
+    filled = apart | dict(shared.values())
+    if filled:
+        parts.fill([*filled.values()], [*filled])
+    rest = sorted({*range(len(targets))} - filled.keys())
     for batch in parts.in_batches(rest, parts.length_of(rest), _BATCH_BYTES):
         for number, tensor, _ in parts.load(batch, torch.device("cpu")):
             targets[number].copy_(tensor)

@@ -184,9 +184,7 @@ def _writable_folder(uri: str | os.PathLike[Any]) -> str:
 def _length(item: WriteItem) -> int:
     """Return the approximate bytes of an item; 0 for objects."""
     data = item.tensor_data
-    if data is None:
-        return 0
-    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
