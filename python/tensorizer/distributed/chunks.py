@@ -21,11 +21,11 @@ _MAX_COMPARED_PAIRWISE = 1 << 10
 def grid_of(
     size: Sequence[int], boxes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> list[list[int]] | None:
-    """Return, for each dimension, the offsets of the grid that these chunks form exactly.
+    """Return the grid that chunks form exactly, as offsets in each dimension; None if they do not.
 
     Args:
         size: The shape of the tensor.
-        boxes: The sizes of the chunks, by their offsets. None is returned if they form no grid.
+        boxes: The sizes of the chunks, by their offsets.
 
     """
     starts = [sorted({0, *column}) for column in zip(*boxes, strict=True)]

@@ -20,6 +20,8 @@ from . import chunks
 
 #: The most chunks of all tensors together. It bounds the work for a small file that describes many.
 MOST_CHUNKS = 1 << 26
+#: The errors that content of an unexpected form raises.
+_DECODE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)
 
 
 @contextmanager
@@ -27,14 +29,7 @@ def decoding(uri: str) -> Iterator[None]:
     """Raise ``FormatError`` for content of an unexpected form."""
     try:
         yield
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        OverflowError,
-        RuntimeError,
-    ) as error:
+    except _DECODE_ERRORS as error:
         raise FormatError(f"{uri} is not a checkpoint, or is damaged: {error!r}") from error
 
 
