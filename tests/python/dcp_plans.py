@@ -37,10 +37,10 @@ def saved(plans):
     """Return the metadata that torch's planner makes of plans, and where ranks put the parts."""
     plans, found = default_planner.create_default_global_save_plan(plans)
     found.planner_data = save_plan._paths(plans)
-    return found, {item.index: place for item, place in save_plan._locations(plans)}
+    return found, save_plan._locations(plans)
 
 
 def content_of(encoded):
     """Return a decoder of encoded items."""
     whole = {"version": 2, "orders": []} | encoded
-    return items.ItemDecoder("checkpoint.json", whole, whole["files"])
+    return items.Items("checkpoint.json", whole, whole["files"])

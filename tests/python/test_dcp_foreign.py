@@ -1,6 +1,7 @@
 """Checkpoints of torch's own writer, and of safetensors files, and conversions both ways."""
 
 import dataclasses
+import json
 import os
 import pickle
 import re
@@ -12,7 +13,7 @@ import pytest
 import tensorizer
 import torch
 import torch.distributed.checkpoint as dcp
-from tensorizer.distributed import Reader, Writer, layout, load_state, other_formats
+from tensorizer.distributed import Reader, Writer, layout, load_state
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -93,6 +94,20 @@ def test_a_folder_of_safetensors_files_is_loaded(tmp_path):
     found = blank(tensors)
     dcp.load(found, storage_reader=Reader(tmp_path), no_dist=True)
     assert same(found, tensors)
+
+
+def test_parts_of_tensors_in_safetensors_files_are_loaded(tmp_path):
+    """torch's HuggingFaceStorageWriter saves them so, one file for each rank."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    whole = torch.arange(12.0).reshape(4, 3)
+    for number in range(2):
+        rows = {"a": {"saved_offsets": [2 * number, 0]}, "b": {"saved_offsets": [3 * number]}}
+        parts = {"a": whole[2 * number : 2 * number + 2], "b": torch.full((3,), float(number))}
+        path = tmp_path / f"shard-{number + 1:05}-model-00001-of-00001.safetensors"
+        save_file(parts, path, metadata={"DCP_SHARDING_INFO": json.dumps(rows)})
+    for found in (load_state(tmp_path), {"a": torch.zeros(4, 3), "b": torch.zeros(6)}):
+        dcp.load(found, storage_reader=Reader(tmp_path), no_dist=True)
+        assert same(found, {"a": whole, "b": torch.tensor([0.0, 0, 0, 1, 1, 1])})
 
 
 def test_conversions_keep_objects(folder, tmp_path):
@@ -204,7 +219,7 @@ def test_metadata_changes_no_class(folder, tmp_path):
 
 
 def test_metadata_are_read_into_torchs_own_classes(folder):
-    reader = other_formats.reader_of(str(folder), weights_only=True)
+    reader = Reader(folder)
     found, expected = reader.read_metadata(), FileSystemReader(folder).read_metadata()
     assert type(found) is metadata.Metadata
     assert found.state_dict_metadata == expected.state_dict_metadata

@@ -12,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_planners import fails
 from tensorizer import FormatError
-from tensorizer.distributed import Reader, Writer, chunk_coverage
+from tensorizer.distributed import Reader, Writer
+from tensorizer.distributed.chunks import check_coverage
 from tensorizer.distributed.layout import sealed
 from tensorizer.distributed.whole_tensors import WholeTensors
 from torch.distributed.checkpoint import metadata
@@ -243,7 +244,7 @@ def _check(boxes, size):
         metadata.ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box[2:])) for box in boxes
     ]
     properties = metadata.TensorProperties(dtype=torch.float32)
-    chunk_coverage.check("a", metadata.TensorStorageMetadata(properties, torch.Size(size), chunks))
+    check_coverage("a", metadata.TensorStorageMetadata(properties, torch.Size(size), chunks))
 
 
 def test_an_object_stored_as_a_tensor_is_refused(folder):

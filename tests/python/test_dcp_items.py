@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import tensorizer
@@ -96,9 +97,9 @@ def test_targets_that_share_memory(tmp_path):
 
 
 def test_targets_that_are_copied_to_in_pieces(tmp_path, monkeypatch):
-    from tensorizer.distributed import read_into_planner
+    from tensorizer.distributed import reader
 
-    monkeypatch.setattr(read_into_planner, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(reader, "_BATCH_BYTES", 100)
     state = {str(number): torch.full((5, 7), float(number)) for number in range(6)}
     save(state, tmp_path / "c")
     target = load({name: torch.zeros(7, 5).t() for name in state}, tmp_path / "c")
@@ -390,6 +391,21 @@ def test_cached_save_plans_are_supported(tmp_path):
         assert target["step"] == turn
         assert torch.equal(target["a"], torch.full((4,), float(turn)))
         assert len(os.listdir(folder)) == 2
+
+
+def test_the_files_of_a_checkpoint_are_closed(tmp_path):
+    save({"a": torch.ones(2)}, tmp_path / "c")
+
+    def is_open():
+        links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return any(
+            link.name.startswith("rank-") and link.parent == tmp_path / "c" for link in links
+        )
+
+    with WholeTensors(tmp_path / "c") as whole:
+        assert is_open()
+        assert next(whole.load(["a"])).all()
+    assert not is_open()
 
 
 def test_a_checkpoint_that_was_moved(tmp_path):

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_planners import Halves, fails, load, save
 from dcp_plans import content_of, names_of, plans_of, saved, write_item
 from tensorizer import FormatError
-from tensorizer.distributed import Reader, Writer, grids, items, layout, save_plan
+from tensorizer.distributed import Reader, Writer, chunks, items, layout, save_plan
 from tensorizer.distributed.layout import sealed
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.planner import SavePlan
@@ -70,7 +70,7 @@ def test_chunks_and_places_come_back(size, boxes, is_grid, taken):
     found = items.encoded(metadata.state_dict_metadata, places)
     assert ("grid" in found["items"]["a"]) == (is_grid and not taken)
     content = content_of(json.loads(json.dumps(found)))
-    item = content.item("a")
+    item = content["a"]
     assert item.size == size
     assert item.properties.dtype == torch.float32
     assert sorted((c.offsets, c.sizes) for c in item.chunks) == sorted(boxes)
@@ -88,9 +88,9 @@ def test_chunks_and_places_come_back(size, boxes, is_grid, taken):
 def test_only_what_is_wanted_is_decoded(tmp_path, monkeypatch):
     state = {f"t{number}": torch.full((4,), float(number)) for number in range(30)}
     save(state, tmp_path / "c", planner=Halves(flatten_state_dict=False))
-    asked, make = [], items.ItemDecoder.item
+    asked, make = [], items.Items.decoded
     monkeypatch.setattr(
-        items.ItemDecoder, "item", lambda self, name: (asked.append(name), make(self, name))[1]
+        items.Items, "decoded", lambda self, name: (asked.append(name), make(self, name))[1]
     )
     planner = default_planner.DefaultLoadPlanner(flatten_state_dict=False)
     target = load({"t7": torch.zeros(4), "t9": torch.zeros(4)}, tmp_path / "c", planner=planner)
@@ -100,12 +100,12 @@ def test_only_what_is_wanted_is_decoded(tmp_path, monkeypatch):
 
 
 def test_tensors_that_are_cut_alike_share_their_chunks(monkeypatch):
-    made, make = [], grids.Grid.chunks
-    monkeypatch.setattr(grids.Grid, "chunks", lambda self: (made.append(self), make(self))[1])
+    made, make = [], chunks.of_grid
+    monkeypatch.setattr(chunks, "of_grid", lambda *cut: (made.append(cut), make(*cut))[1])
     metadata, places = saved(plans_of(16, 40))
     content = content_of(items.encoded(metadata.state_dict_metadata, places))
     for name in names_of(40):
-        assert content.item(name).chunks == metadata.state_dict_metadata[name].chunks
+        assert content[name].chunks == metadata.state_dict_metadata[name].chunks
     assert len(made) == 1
 
 

@@ -3,8 +3,7 @@
 ``dcp.save(state, storage_writer=Writer(uri))`` and ``dcp.load(state, storage_reader=Reader(uri))``.
 """
 
-from .reader import Reader
-from .state import load_state
+from .reader import Reader, load_state
 from .writer import Writer
 
 __all__ = ["Reader", "Writer", "load_state"]

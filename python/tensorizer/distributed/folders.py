@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import re
-import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,17 +16,15 @@ from ..streams import held_folder
 from ..streams.syncing import sync_folder
 from . import layout
 
-#: Seconds to wait for the lock of a folder.
-_LOCK_TIMEOUT = 10.0
-#: The names of files that ranks write.
-_RANK_FILE = re.compile(r"rank-[0-9]{5,}-[0-9a-f]{16}\.tensors")
-#: The names of such files until they are complete, on file systems without ``O_TMPFILE``.
-_INCOMPLETE_FILE = re.compile(
-    rf"\.{_RANK_FILE.pattern}\.tensorizer-[0-9a-f]{{8}}-[0-9a-f]{{8}}\.(tmp|unlocked)"
+#: The names of files that ranks write, and of such files until they are complete, on file systems
+#: without ``O_TMPFILE``.
+_RANK_FILE = re.compile(
+    r"\.?rank-[0-9]{5,}-[0-9a-f]{16}\.tensors"
+    r"(\.tensorizer-[0-9a-f]{8}-[0-9a-f]{8}\.(tmp|unlocked))?"
 )
 
 
-def make(folder: str) -> None:
+def _make(folder: str) -> None:
     """Make a folder and its parents, synced to disk so that they survive a loss of power."""
     check_target(folder)
     path = Path(folder)
@@ -40,32 +37,20 @@ def make(folder: str) -> None:
 class FolderLock:
     """A shared lock on a folder that protects files of unfinished checkpoints from removal.
 
-    It lasts as long as the object is referenced, and keeps other processes from removing files,
-    too, if the file system has locks. Without locks no file is ever removed.
+    The folder is made if necessary. The lock lasts as long as the object is referenced, and keeps
+    other processes from removing files, too, if the file system has locks. Without locks no file is
+    ever removed.
     """
 
     def __init__(self, folder: str) -> None:
+        _make(folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, _release, descriptor, os.getpid())
         #: A path of this very folder, whatever its own path means meanwhile.
         self.path = held_folder.path_of(descriptor) or folder
-        until = time.monotonic() + _LOCK_TIMEOUT
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                # A process that removes files holds the exclusive lock only briefly.
-                if time.monotonic() > until:
-                    raise BlockingIOError(
-                        error.errno,
-                        f"another process has held the lock of the folder for {_LOCK_TIMEOUT:.0f} "
-                        "s, and may remove the files of this save",
-                        folder,
-                    ) from None
-                time.sleep(0.01)
-            except OSError:
-                return
+        with contextlib.suppress(OSError):
+            # A process that removes files holds the exclusive lock only briefly.
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _release(descriptor: int, process: int) -> None:
@@ -99,31 +84,25 @@ def check(folder: str, names: Iterable[str], shown: str) -> None:
 def remove_leftovers(folder: str) -> None:
     """Remove files of ranks that belong to no checkpoint, unless a save goes on in the folder.
 
-    Every save holds a :class:`Claim` before it creates a file.
+    Every save holds a :class:`FolderLock` before it creates a file.
     """
-    try:
+    # The folder is locked or cannot be, or its checkpoint does not tell which files are its own.
+    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
+        stack.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = {path.name for path in Path(folder).iterdir()}
         if layout.is_there(folder):
-            found -= set(layout.files(folder))
+            found -= {*layout.read(folder)[1]}
         elif Path(folder, layout.FILE).is_symlink():
             # The link's target may come back.
             return
         remove(folder, found)
-    except (OSError, ValueError):
-        # The folder is locked or cannot be, or the checkpoint does not say which files are its own.
-        pass
-    finally:
-        os.close(descriptor)
 
 
 def remove(folder: str, names: Iterable[str]) -> None:
     """Remove the files of ranks among these; files that cannot be removed stay."""
     for name in names:
-        if _RANK_FILE.fullmatch(name) or _INCOMPLETE_FILE.fullmatch(name):
+        if _RANK_FILE.fullmatch(name):
             with contextlib.suppress(OSError):
                 Path(folder, name).unlink()

@@ -13,7 +13,8 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,7 @@ from ..file.open_file import OpenFile
 from ..streams.addresses import is_address
 from ..streams.open import open_stream
 from ..tensors.handles import dtype_of
-from .items import (
-    DECODE_ERRORS,
-    ItemDecoder,
-    ItemLocation,
-    ItemLocations,
-    LazyItems,
-    damaged_error,
-    encoded as encoded_items,
-)
+from .items import ItemLocation, ItemLocations, Items, decoding, encoded as encoded_items
 
 #: The file that is written last. Without it there is no checkpoint.
 FILE = "checkpoint.json"
@@ -49,6 +42,24 @@ MOST_BYTES = 1 << 30
 _MAX_LIST_INDEX = 1 << 24
 #: The text between the content and its SHA-256, which ends the file.
 _DIGEST = ',"sha256":"'
+
+
+class InFolder:
+    """A reader or writer of checkpoints for torch, which has a folder or is given one later."""
+
+    _folder: str | None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder of the checkpoint."""
+        if self._folder is None:
+            raise ValueError(f"expected {type(self).__name__}(uri) or checkpoint_id=")
+        return self._folder
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
+        """Return True if the argument is of a type that can name a folder."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
 
 
 def join(folder: str, name: str) -> str:
@@ -66,21 +77,19 @@ def folder_of(uri: str | os.PathLike[Any]) -> str:
     return (local_path(uri) or text) if isinstance(uri, str) else text
 
 
-def encoded(
-    metadata: dcp.Metadata, locations: dict[dcp.MetadataIndex, ItemLocation], whole: bool = True
-) -> bytes:
+def encoded(metadata: dcp.Metadata, locations: dict[dcp.MetadataIndex, ItemLocation]) -> bytes:
     """Return the content of ``checkpoint.json``.
 
     Args:
         metadata: The metadata of all items that are saved.
         locations: The locations of their bytes.
-        whole: Refuse tensors whose chunks do not cover each element exactly once.
 
     Raises:
-        ValueError: The chunks of a tensor do not cover it so; or it would be too long to be read.
+        ValueError: The chunks of a tensor do not cover each element exactly once; or it would be
+            too long to be read.
 
     """
-    items = encoded_items(metadata.state_dict_metadata, locations, whole)
+    items = encoded_items(metadata.state_dict_metadata, locations)
     content = {
         "format": _FORMAT,
         "version": _VERSIONS[1] if "orders" in items else _VERSIONS[0],
@@ -112,11 +121,18 @@ def _unsealed(data: bytes) -> Any:
 
 
 def are_paths(data: Any) -> bool:
-    """Tell whether a planner's data has the form of torch's own planner: a path for each name."""
+    """Tell whether a planner's data has the form of torch's own planner: a path for each name.
+
+    A path has keys, and list indices that torch may use.
+    """
     return isinstance(data, dict) and all(
         isinstance(name, str) and isinstance(path, tuple) and all(map(_is_step, path))
         for name, path in data.items()
     )
+
+
+def _is_step(step: Any) -> bool:
+    return type(step) is str or (type(step) is int and 0 <= step < _MAX_LIST_INDEX)
 
 
 def _encoded_planner(data: Any) -> Any:
@@ -142,25 +158,33 @@ def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
         FormatError: It is damaged.
 
     """
-    content, uri = _content(folder)
+    uri = join(folder, FILE)
     try:
-        return _decoded(uri, content), content["files"]
-    except DECODE_ERRORS as error:
-        raise damaged_error(uri, error) from error
-
-
-def files(folder: str) -> list[str]:
-    """Return the names of the files of a checkpoint.
-
-    Raises:
-        OSError, FormatError: See :func:`read`.
-
-    """
-    content, uri = _content(folder)
-    try:
-        return _files(content)
-    except DECODE_ERRORS as error:
-        raise damaged_error(uri, error) from error
+        if not is_address(uri):
+            size_of(Path(uri))
+        with open_stream(uri) as file:
+            data = file.read(MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"there is no checkpoint at {folder}: expected {FILE}, which is written last"
+        ) from error
+    if len(data) > MOST_BYTES:
+        raise FormatError(f"{uri} is longer than {MOST_BYTES} bytes")
+    with decoding(uri):
+        content = _unsealed(data)
+        files = _files(content)
+        items = Items(uri, content, files)
+        version, planner = content["dcp_version"], content["planner"]
+        if not isinstance(version, (str, type(None))):
+            raise TypeError(f"expected a version, found {version!r}")
+        metadata = dcp.Metadata(
+            items,  # type: ignore[arg-type]  # it is used as a dict is
+            planner_data=None if planner is None else _decoded_planner(planner),
+            storage_data=ItemLocations(items),
+            storage_meta=dcp.StorageMeta(save_id=content["sha256"]),
+            version=version,
+        )
+    return metadata, files
 
 
 def size_of(path: Path) -> int | None:
@@ -179,45 +203,35 @@ def size_of(path: Path) -> int | None:
     return about.st_size
 
 
-def _content(folder: str) -> tuple[dict[str, Any], str]:
-    """Return the parsed ``checkpoint.json`` of a folder, and its path or address."""
-    uri = join(folder, FILE)
-    try:
-        if not is_address(uri):
-            size_of(Path(uri))
-        with open_stream(uri) as file:
-            data = file.read(MOST_BYTES + 1)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"there is no checkpoint at {folder}: expected {FILE}, which is written last"
-        ) from error
-    if len(data) > MOST_BYTES:
-        raise FormatError(f"{uri} is longer than {MOST_BYTES} bytes")
-    try:
-        return _unsealed(data), uri
-    except DECODE_ERRORS as error:
-        raise damaged_error(uri, error) from error
-
-
-def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
-    """Return an object of ``torch.save``.
+@contextmanager
+def unpickling(what: str, problem: str) -> Iterator[None]:
+    """Name an object that is unpickled in the error if it cannot be.
 
     Raises:
-        pickle.UnpicklingError: The restricted unpickler, which ``weights_only`` asks for, refuses
-            it.
-        FormatError: The data is no such object.
+        pickle.UnpicklingError: A restricted unpickler refuses it.
+        MemoryError: It is too large for the memory.
+        FormatError: It has the problem.
 
     """
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        yield
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(f"{what}: {error}") from error
-    except MemoryError:
-        raise
     except Exception as error:
-        if "can't allocate memory" in str(error):
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MemoryError(f"{what}: {error}") from error
-        raise FormatError(f"{what} cannot be read as an object of torch.save: {error!r}") from error
+        raise FormatError(f"{what} {problem}: {error!r}") from error
+
+
+def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
+    """Return an object of ``torch.save``; ``weights_only`` asks for the restricted unpickler.
+
+    Raises:
+        pickle.UnpicklingError, FormatError: See :func:`unpickling`.
+
+    """
+    with unpickling(what, "cannot be read as an object of torch.save"):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
 
 
 def is_there(folder: str) -> bool:
@@ -271,39 +285,11 @@ def _files(content: dict[str, Any]) -> list[str]:
     return found
 
 
-def _decoded(uri: str, content: dict[str, Any]) -> dcp.Metadata:
-    """Return metadata whose items are decoded on access."""
-    items = ItemDecoder(uri, content, _files(content))
-    version = content["dcp_version"]
-    if not isinstance(version, (str, type(None))):
-        raise TypeError(f"expected a version, found {version!r}")
-    return dcp.Metadata(
-        LazyItems(items),  # type: ignore[arg-type]  # it is used as a dict is
-        planner_data=_decoded_planner(content["planner"]),
-        storage_data=ItemLocations(items),
-        storage_meta=dcp.StorageMeta(save_id=content["sha256"]),
-        version=version,
-    )
-
-
-def _decoded_planner(data: Any) -> Any:
+def _decoded_planner(data: dict[str, Any]) -> Any:
     """Return the paths of torch's own planner, or the bytes of a pickle."""
-    if data is None:
-        return None
     if "pickle" in data:
         return base64.b64decode(data["pickle"], validate=True)
-    return {name: _path(path) for name, path in data["paths"].items()}
-
-
-def _is_step(step: Any) -> bool:
-    """Tell whether it is a key, or a list index that torch may use."""
-    return type(step) is str or (type(step) is int and 0 <= step < _MAX_LIST_INDEX)
-
-
-def _path(steps: Sequence[Any]) -> tuple[str | int, ...]:
-    for step in steps:
-        if not _is_step(step):
-            raise ValueError(
-                f"expected str keys and list indices below {_MAX_LIST_INDEX}, found {step!r}"
-            )
-    return tuple(steps)
+    paths = {name: tuple(path) for name, path in data["paths"].items()}
+    if not are_paths(paths):
+        raise ValueError(f"expected str keys and list indices below {_MAX_LIST_INDEX} in paths")
+    return paths

@@ -5,23 +5,34 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import metadata as dcp, state_dict_loader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from .._errors import FormatError
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.open_file import OpenFile
 from ..file.options import check_reading
+from ..modules.state import without_overlaps
+from ..streams.addresses import is_address
 from ..tensors import fake_mode
+from ..tensors.handles import dtype_of, is_fillable, refuse_short
 from . import layout, other_formats
-from .items import ItemLocation, ItemLocations
-from .read_into_planner import read_tensors
+from .items import ItemLocation
+
+#: Bytes loaded at a time where tensors are loaded first and then copied to their targets.
+_BATCH_BYTES = 256 << 20
+#: The requests of a planner, each with the number of its tensor in a file.
+_Wanted: TypeAlias = "list[tuple[ReadItem, int]]"
+#: The identity of all checkpoints of torch's own format.
+_TORCH = "torch"
 
 
 class _UnreadableMetadata(dcp.Metadata):
@@ -36,13 +47,13 @@ class _UnreadableMetadata(dcp.Metadata):
         raise self._error
 
 
-class Reader(StorageReader):
+class Reader(layout.InFolder, FileSystemReader):
     """Loads what :class:`Writer` has saved, into any number of ranks and any placement.
 
     Folders of torch's own ``FileSystemWriter``, and of safetensors files, are read as well. They
-    have no hashes and no encryption. torch's readers read the local ones; the pickle of torch's
-    metadata is read by an unpickler that accepts its classes only. torch's checkpoints at an
-    address are read item by item, one request each.
+    have no hashes and no encryption. torch's own reader reads the former, of which this class is a
+    subclass; their metadata is a pickle, for which an unpickler accepts torch's classes only. At an
+    address they are read item by item, one request each.
 
     ``dcp.load(state, storage_reader=Reader("s3://bucket/step-100"))``. Every rank reads only the
     bytes of its own part, directly into its tensors where they are contiguous and of the same
@@ -80,29 +91,21 @@ class Reader(StorageReader):
         num_readers: int | None = None,
         weights_only: bool = True,
     ) -> None:
-        super().__init__()
-        check_reading(verify_hash=verify_hash, encryption=encryption, num_readers=num_readers)
+        super().__init__("")
         self._options: dict[str, Any] = {
             "verify_hash": verify_hash,
             "encryption": encryption,
             "num_readers": num_readers,
         }
+        check_reading(**self._options)
         self._weights_only = weights_only
         self._folder = None if uri is None else layout.folder_of(uri)
-        self._locations: Mapping[dcp.MetadataIndex, ItemLocation] | ItemLocations = {}
+        self.fs = other_formats.FileSystem()
+        #: The folder that is read: that of another format as it was when its metadata was read.
+        self.path: str = ""
+        self._folder_stat: os.stat_result | None = None
         #: The identity of the checkpoint that this rank has found.
         self._checkpoint_identity: str | None = None
-        #: The reader of a folder that :class:`Writer` did not save.
-        self._other_reader: StorageReader | None = None
-        #: That folder as it was when its metadata was read.
-        self._other_folder: other_formats.FolderIdentity | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The folder of the checkpoint."""
-        if self._folder is None:
-            raise ValueError("expected Reader(uri) or checkpoint_id=")
-        return self._folder
 
     # torch.distributed.checkpoint calls the methods below in this order. Files are read only in
     # methods whose errors it gathers from all ranks: elsewhere the other ranks would wait for one
@@ -110,122 +113,208 @@ class Reader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[Any] | None = None) -> None:
         """Set the folder to load from, if one is given."""
+        super().reset()
         if checkpoint_id:
             self._folder = layout.folder_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return the metadata of the checkpoint."""
         try:
-            found, _ = layout.read(self.checkpoint_id)
-            self._other_reader = None
-            if isinstance(found.planner_data, bytes):
-                what = f"the planner data of {self.checkpoint_id}"
-                found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
-        except (FileNotFoundError, PermissionError) as error:
-            # Servers that may not list a folder answer with 403 for a missing file.
-            return self._read_other_format(error, *args, **kwargs)
+            return self._read_metadata()
         except Exception as error:
             # torch would ignore an error raised here, and report that there is no checkpoint.
             return _UnreadableMetadata(error)
+
+    def _read_metadata(self) -> dcp.Metadata:
+        self.path, self._folder_stat = self.checkpoint_id, None
+        try:
+            found, _ = layout.read(self.path)
+        except (FileNotFoundError, PermissionError):
+            # Servers that may not list a folder answer with 403 for a missing file.
+            if other := self._read_other_format():
+                return other
+            raise
+        if isinstance(found.planner_data, bytes):
+            what = f"the planner data of {self.path}"
+            found.planner_data = layout.unpickled(found.planner_data, what, self._weights_only)
+        self._checkpoint_identity = getattr(found.storage_meta, "save_id", None)
         return found
 
-    def _read_other_format(self, missing: Exception, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return metadata of a folder saved otherwise, or the error that there is no checkpoint."""
-        try:
-            folder = self.checkpoint_id
-            self._other_folder = other_formats.FolderIdentity.of(folder)
-            if self._other_folder is not None:
-                folder = self._other_folder.path
-            self._other_reader = other_formats.reader_of(
-                folder, self._weights_only, self._options["num_readers"]
+    def _read_other_format(self) -> dcp.Metadata | None:
+        """Return the metadata of a folder saved otherwise; None if it is of no known format."""
+        if not is_address(self.path):
+            # Links in the path may change during a load.
+            self.path = os.path.realpath(self.path)
+            if not Path(self.path).is_dir():
+                return None
+            self._folder_stat = Path(self.path).stat()
+        found: dcp.Metadata | None
+        is_torchs = other_formats.is_torchs(self.path)
+        self._checkpoint_identity = _TORCH if is_torchs else "safetensors"
+        if not is_torchs:
+            found = other_formats.safetensors_metadata(self.path, self._options["num_readers"])
+        elif self._weights_only:
+            found = other_formats.torch_metadata(self.path)
+            about = found.storage_meta or dcp.StorageMeta()
+            found.storage_meta = dataclasses.replace(about, load_id=self.load_id)
+        else:
+            found = super().read_metadata()
+        if found and (self._options["verify_hash"] or self._options["encryption"] is not None):
+            raise ValueError(
+                f"{self.checkpoint_id} was not saved by Writer: it has neither hashes to compare "
+                "nor encryption"
             )
-            if self._other_reader is None:
-                return _UnreadableMetadata(missing)
-            if self._options["verify_hash"] or self._options["encryption"] is not None:
-                raise ValueError(
-                    f"{self.checkpoint_id} was not saved by Writer: it has neither hashes to "
-                    "compare nor encryption"
-                )
-            return self._other_reader.read_metadata(*args, **kwargs)
-        except Exception as error:
-            return _UnreadableMetadata(error)
-
-    def set_up_storage_reader(
-        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Store the locations of the items."""
-        if self._other_reader is not None:
-            self._other_reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-            self._checkpoint_identity = type(self._other_reader).__name__
-            return
-        self._locations = metadata.storage_data
-        self._checkpoint_identity = metadata.storage_meta.save_id if metadata.storage_meta else None
+        return found
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Put the identity of the checkpoint that this rank has found into its plan."""
-        if self._other_reader is not None:
-            plan = self._other_reader.prepare_local_plan(plan)
         return dataclasses.replace(plan, storage_data=self._checkpoint_identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise ``RuntimeError`` if ranks have found different checkpoints."""
-        ranks: dict[str, list[int]] = {}
+        ranks: dict[str, int] = {}
         for rank, plan in enumerate(plans):
             # Planners may make new plans, without the identity.
             if plan.storage_data is not None:
-                ranks.setdefault(plan.storage_data, []).append(rank)
+                ranks.setdefault(plan.storage_data, rank)
         if len(ranks) > 1:
             first, other, *_ = ranks.values()
             raise RuntimeError(
-                f"ranks {first[0]} and {other[0]} have found different checkpoints at "
+                f"ranks {first} and {other} have found different checkpoints at "
                 f"{self.checkpoint_id}: one was replaced meanwhile, or each machine has its own "
                 "folder there"
             )
-        return (
-            plans if self._other_reader is None else self._other_reader.prepare_global_plan(plans)
-        )
+        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of this rank, file by file."""
-        if self._other_reader is not None:
-            checked: Any = other_formats.CheckingPlanner(planner, self.checkpoint_id)
-            read = self._other_reader.read_data(plan, checked if self._weights_only else planner)
-            if self._other_folder is not None:
-                self._other_folder.check()
-            return read
-        by_file: dict[str, list[tuple[ReadItem, ItemLocation]]] = {}
-        for item in plan.items:
-            location = self._locations[item.storage_index]
-            by_file.setdefault(location.file, []).append((item, location))
-        for name, items in by_file.items():
-            with OpenFile(layout.join(self.checkpoint_id, name), **self._options) as file:
-                found = [(item, layout.find(file, location)) for item, location in items]
-                self._read_objects(file, [one for one in found if _is_object(one[0])], planner)
-                read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
+        checked: Any = other_formats.CheckingPlanner(planner, self.checkpoint_id)
+        planner = checked if self._weights_only else planner
         done: Future[None] = Future()
-        done.set_result(None)
+        if self._checkpoint_identity == _TORCH:
+            done = super().read_data(plan, planner)
+        else:
+            self._read_files(plan, planner)
+            done.set_result(None)
+        before = self._folder_stat
+        if before is not None and not os.path.samestat(before, Path(self.path).stat()):
+            raise RuntimeError(
+                f"{self.path} was replaced while the checkpoint was loaded from it, so tensors may "
+                "be of two versions: load it again"
+            )
         return done
 
-    def _read_objects(
-        self, file: OpenFile, wanted: list[tuple[ReadItem, int]], planner: LoadPlanner
-    ) -> None:
-        numbers = dict.fromkeys(number for _, number in wanted)
-        with fake_mode.suspended():
-            loaded = {one: tensor for one, tensor, _ in file.load([*numbers], torch.device("cpu"))}
-            contents = {one: tensor.numpy().tobytes() for one, tensor in loaded.items()}
-        for item, number in wanted:
-            data = contents[number]
-            if self._weights_only:
-                # The planner will unpickle the object without restriction.
-                what = f"{item.storage_index.fqn!r} of {self.checkpoint_id}"
-                layout.unpickled(data, what, weights_only=True)
-            planner.load_bytes(item, io.BytesIO(data))
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        """Return the bytes of an item for torch's reader; at an address by one request."""
+        part = super()._slice_file(file, sinfo)
+        if not is_address(self.path):
+            return part
+        size = file.seek(0, os.SEEK_END)
+        if sinfo.offset + sinfo.length > size:
+            raise FormatError(
+                f"{file.name} has {size} bytes: expected an item of {sinfo.length} from "
+                f"{sinfo.offset}"
+            )
+        part.seek(0)
+        return io.BytesIO(part.read())
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Return True if the argument is of a type that can name a folder."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
+    def _read_files(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        by_file: dict[str, list[tuple[ReadItem, ItemLocation]]] = {}
+        for item in plan.items:
+            location = self.storage_data[item.storage_index]
+            by_file.setdefault(location.file, []).append((item, location))
+        for name, items in by_file.items():
+            with OpenFile(layout.join(self.path, name), **self._options) as file:
+                found = [(item, layout.find(file, location)) for item, location in items]
+                _read_objects(file, [one for one in found if _is_object(one[0])], planner)
+                _read_tensors(file, [one for one in found if not _is_object(one[0])], planner)
+
+
+def _read_objects(file: OpenFile, wanted: _Wanted, planner: LoadPlanner) -> None:
+    numbers = [*dict.fromkeys(number for _, number in wanted)]
+    with fake_mode.suspended():
+        loaded = {one: tensor.numpy() for one, tensor, _ in file.load(numbers, torch.device("cpu"))}
+    for item, number in wanted:
+        planner.load_bytes(item, io.BytesIO(loaded[number].tobytes()))
 
 
 def _is_object(item: ReadItem) -> bool:
     return item.type is LoadItemType.BYTE_IO
+
+
+def _read_tensors(file: OpenFile, wanted: _Wanted, planner: LoadPlanner) -> None:
+    """Read tensors and parts of tensors into the tensors of a planner.
+
+    The hashes of tensors that are read as a whole are compared without a copy.
+
+    Args:
+        file: The file.
+        wanted: The requests.
+        planner: The planner.
+
+    Raises:
+        ValueError: A tensor of the planner has another shape than its request.
+
+    """
+    wanted = sorted(wanted, key=lambda one: one[1])
+    slices: list[tuple[int, list[tuple[int, int]] | None]] = []
+    for item, number in wanted:
+        ends = [
+            (at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
+        ]
+        is_whole = list(item.lengths) == file.reader.describe(number)[1]
+        slices.append((number, None if is_whole else ends))
+    parts = file.sliced(slices)
+    targets = [planner.resolve_tensor(item).detach() for item, _ in wanted]
+    refuse_short((item.dest_index.fqn, t) for (item, _), t in zip(wanted, targets, strict=True))
+    direct: list[tuple[int, torch.Tensor]] = []
+    for number, target in enumerate(targets):
+        dtype, shape, _ = parts.reader.describe(number)
+        if list(target.shape) != shape:
+            raise ValueError(
+                f"{wanted[number][0].dest_index.fqn!r}: the checkpoint has {shape} for it, and the "
+                f"tensor to load into is {list(target.shape)}"
+            )
+        fits = target.dtype == dtype_of(dtype) and is_fillable(target)
+        if fits and parts.can_fill_on(target.device) and parts.reader.seekable:
+            direct.append((number, target))
+    apart = dict(without_overlaps(direct))
+    # Of tensors that share memory, such as tied parameters, one of each storage is filled, too.
+    shared = {one.untyped_storage().data_ptr(): (n, one) for n, one in direct if n not in apart}
+    filled = apart | dict(shared.values())
+    if filled:
+        parts.fill([*filled.values()], [*filled])
+    rest = sorted({*range(len(targets))} - filled.keys())
+    for batch in parts.in_batches(rest, parts.length_of(rest), _BATCH_BYTES):
+        for number, tensor, _ in parts.load(batch, torch.device("cpu")):
+            targets[number].copy_(tensor)
+    for (item, _), target in zip(wanted, targets, strict=True):
+        planner.commit_tensor(item, target)
+
+
+def load_state(uri: str | os.PathLike[Any], **options: Any) -> dict[str, Any]:
+    """Return the whole state of a checkpoint, nested as it was saved, on the CPU.
+
+    The result is what torch's ``dcp_to_torch_save`` saves: ``torch.save(load_state(uri), path)``.
+    It can be saved again as a checkpoint of one process: by ``dcp.save(state,
+    storage_writer=Writer(other), no_dist=True)``, or by torch's own ``FileSystemWriter``. Objects
+    such as the number of the step are included. A dict whose keys are integers becomes a list, as
+    in torch, because the paths in a checkpoint do not distinguish the two.
+
+    Args:
+        uri: A folder that :class:`Reader` reads: of :class:`Writer`, of torch, or of safetensors
+            files.
+        options: The arguments of :class:`Reader`.
+
+    Raises:
+        CheckpointException: See :class:`Reader`; it has the error of this process.
+
+    """
+    state: dict[str, Any] = {}
+    state_dict_loader._load_state_dict(
+        state,
+        storage_reader=Reader(uri, **options),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return state

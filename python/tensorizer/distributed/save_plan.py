@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from . import layout
 from .items import ItemLocation, check_count, stored_name
@@ -30,8 +31,7 @@ def name_of(item: WriteItem, used_names: set[str]) -> str:
 
     Another item may already have the name that a part of a tensor would get.
     """
-    is_tensor = item.type is not WriteItemType.BYTE_IO
-    name = stored_name(item.index.fqn, item.index.offset or () if is_tensor else ())
+    name = stored_name(item.index.fqn, item.index.offset or ())
     while name in used_names:
         name += "@"
     used_names.add(name)
@@ -47,12 +47,15 @@ def check(plans: Sequence[SavePlan], folder: str) -> None:
         ValueError: There are too many chunks, or ``checkpoint.json`` would be too long.
 
     """
-    count = sum(len(plan.items) for plan in plans)
     try:
-        check_count(count)
-        if _upper_bound_bytes(plans) > layout.MOST_BYTES:
+        check_count(sum(len(plan.items) for plan in plans))
+        # A planner that has kept its last plans passes on only those that have changed.
+        whole = all(plan.usable for plan in plans)
+        if whole and _upper_bound_bytes(plans) > layout.MOST_BYTES:
             # The bound is far too high for tensors cut in grids: compute the exact size.
-            layout.encoded(*_expected(plans), whole=False)
+            _, metadata = create_default_global_save_plan([*plans], rewrite_index_hints=False)
+            metadata.planner_data = _paths(plans)
+            layout.encoded(metadata, _locations(plans))
     except ValueError as error:
         raise ValueError(
             f"the checkpoint of {len(plans)} ranks at {folder} cannot be saved: {error}; nothing "
@@ -84,25 +87,11 @@ def _paths(plans: Sequence[SavePlan]) -> dict[str, Any]:
     return found
 
 
-def _expected(
-    plans: Sequence[SavePlan],
-) -> tuple[dcp.Metadata, dict[dcp.MetadataIndex, ItemLocation]]:
-    """Return the metadata of plans, and the locations that ranks will choose."""
-    items: dict[str, Any] = {}
-    locations: dict[dcp.MetadataIndex, ItemLocation] = {}
-    for item, location in _locations(plans):
-        locations[item.index] = location
-        data = item.tensor_data
-        if data is None:
-            items[item.index.fqn] = dcp.BytesStorageMetadata()
-            continue
-        made = dcp.TensorStorageMetadata(data.properties, data.size, [])
-        items.setdefault(item.index.fqn, made).chunks.append(data.chunk)
-    return dcp.Metadata(items, planner_data=_paths(plans)), locations
-
-
-def _locations(plans: Sequence[SavePlan]) -> Iterator[tuple[WriteItem, ItemLocation]]:
+def _locations(plans: Sequence[SavePlan]) -> dict[dcp.MetadataIndex, ItemLocation]:
+    """Return the locations that ranks will choose."""
+    found = {}
     for rank, plan in enumerate(plans):
         file, used_names = file_of(rank, _PLACEHOLDER_ID), set[str]()
         for item in plan.items:
-            yield item, ItemLocation(file, name_of(item, used_names))
+            found[item.index] = ItemLocation(file, name_of(item, used_names))
+    return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,7 +15,6 @@ from torch.distributed.checkpoint import metadata as dcp
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.open_file import OpenFile
-from ..tensors.sharding import Box
 from . import layout
 from .items import ItemLocation, ItemLocations
 
@@ -21,7 +22,7 @@ from .items import ItemLocation, ItemLocations
 _MOST_OPEN = 256
 
 
-class WholeTensors:
+class WholeTensors(AbstractContextManager["WholeTensors"]):
     """The tensors of a checkpoint, by the names that its planner gave them.
 
     Args:
@@ -50,42 +51,33 @@ class WholeTensors:
         self._folder = layout.folder_of(uri)
         metadata, files = layout.read(self._folder)
         self._locations: ItemLocations = metadata.storage_data
-        self._tensors: dict[str, dcp.TensorStorageMetadata] = {}
-        self.objects: list[str] = []
-        for name, item in metadata.state_dict_metadata.items():
-            if isinstance(item, dcp.TensorStorageMetadata):
-                self._tensors[name] = item
-            else:
-                self.objects.append(name)
+        self._tensors = {
+            name: item
+            for name, item in metadata.state_dict_metadata.items()
+            if isinstance(item, dcp.TensorStorageMetadata)
+        }
         self.names = list(self._tensors)
+        self.objects = [name for name in metadata.state_dict_metadata if name not in self._tensors]
         self.files = [layout.join(self._folder, file) for file in files]
-        self._options: dict[str, Any] = {"encryption": encryption, "verify_hash": verify_hash}
-        #: In the order of their last use; the most recently used is the last.
-        self._open: dict[str, OpenFile] = {}
-        try:
-            # Open files early: one that is missing, or needs a key, fails before output is written.
-            for file in files[: 0 if names_only else _MOST_OPEN]:
-                self._file(file)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __enter__(self) -> WholeTensors:
-        return self
+        opened = functools.partial(OpenFile, encryption=encryption, verify_hash=verify_hash)
+        #: Opens a file, and keeps it until too many others are open; then it is closed.
+        self._file = functools.lru_cache(_MOST_OPEN)(opened)
+        # Open files early: one that is missing, or needs a key, fails before output is written.
+        for file in self.files[: 0 if names_only else _MOST_OPEN]:
+            self._file(file)
 
     def __exit__(self, *_: object) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        self._file.cache_clear()
 
-    def _file(self, name: str) -> OpenFile:
-        """Return an open file; the least recently used one is closed if too many are open."""
-        file = self._open.pop(name, None)
-        if file is None:
-            while len(self._open) >= _MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            file = OpenFile(layout.join(self._folder, name), **self._options)
-        self._open[name] = file
-        return file
+    def _location(self, index: dcp.MetadataIndex) -> tuple[str, ItemLocation]:
+        """Return the file of a part or an object, and its location there."""
+        location = self._locations[index]
+        return layout.join(self._folder, location.file), location
+
+    def _parts(self, name: str) -> Iterator[tuple[dcp.ChunkStorageMetadata, str, ItemLocation]]:
+        """Yield the parts of a tensor, each with its file and its location there."""
+        for number, chunk in enumerate(self._tensors[name].chunks):
+            yield chunk, *self._location(dcp.MetadataIndex(name, chunk.offsets, number))
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a tensor."""
@@ -100,23 +92,23 @@ class WholeTensors:
     def file_numbers(self) -> list[int]:
         """Return, for each part of each tensor, the index of its file in ``files``."""
         numbers = {file: number for number, file in enumerate(self.files)}
-        found = []
-        for name, tensor in self._tensors.items():
-            for number, chunk in enumerate(tensor.chunks):
-                location = self._locations[dcp.MetadataIndex(name, chunk.offsets, number)]
-                found.append(numbers[layout.join(self._folder, location.file)])
-        return found
+        return [numbers[file] for name in self.names for _, file, _ in self._parts(name)]
 
     def load(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
         """Yield tensors on the CPU."""
         for name in names:
-            tensor = self._tensors[name]
-            made = torch.empty(tensor.size, dtype=tensor.properties.dtype)
-            for number, chunk in enumerate(tensor.chunks):
+            dtype, size = self.describe(name)
+            made = torch.empty(size, dtype=dtype)
+            for chunk, path, location in self._parts(name):
                 ends = zip(chunk.offsets, chunk.sizes, strict=True)
-                box = Box(tuple((at, at + size) for at, size in ends), tuple(chunk.offsets))
-                location = self._locations[dcp.MetadataIndex(name, chunk.offsets, number)]
-                self._load(location, box.of_part(made))
+                view = made[tuple(slice(at, at + length) for at, length in ends)]
+                file = self._file(path)
+                number = layout.find(file, location)
+                if view.is_contiguous():
+                    file.fill([view], [number])
+                else:
+                    (loaded,), _ = file.read([number], torch.device("cpu"))
+                    view.copy_(loaded)
             yield made
 
     def read_object(self, name: str) -> None:
@@ -126,8 +118,8 @@ class WholeTensors:
             HashMismatchError, CryptographyError, FormatError: It differs from what was saved.
 
         """
-        location = self._locations[dcp.MetadataIndex(name)]
-        file = self._file(location.file)
+        path, location = self._location(dcp.MetadataIndex(name))
+        file = self._file(path)
         file.read([layout.find(file, location)], torch.device("cpu"))
 
     def is_encrypted(self) -> bool:
@@ -136,12 +128,3 @@ class WholeTensors:
             return False
         with OpenFile(self.files[0], key_needed=False) as file:
             return file.reader.encrypted
-
-    def _load(self, location: ItemLocation, view: torch.Tensor) -> None:
-        file = self._file(location.file)
-        number = layout.find(file, location)
-        if view.is_contiguous():
-            file.fill([view], [number])
-        else:
-            (loaded,), _ = file.read([number], torch.device("cpu"))
-            view.copy_(loaded)

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, metadata as dcp
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .._types import Hashes, TensorType
+from .._types import Hashes
 from ..file import file_writer
 from ..file.encryption import EncryptionParams
 from ..file.file_writer import FileWriter
@@ -26,7 +25,6 @@ from ..streams import targets
 from ..streams.addresses import is_address
 from ..streams.held_folder import HeldPath
 from ..streams.open import check_writable, open_stream
-from ..tensors import without_data
 from . import folders, layout, save_plan
 from .items import ItemLocation
 
@@ -34,7 +32,7 @@ from .items import ItemLocation
 _BATCH_BYTES = 256 << 20
 
 
-class Writer(StorageWriter):
+class Writer(layout.InFolder, StorageWriter):
     """Saves for ``torch.distributed.checkpoint``, in a folder or below an address.
 
     ``dcp.save(state, storage_writer=Writer("s3://bucket/step-100"))``, also with ``async_save``.
@@ -71,16 +69,10 @@ class Writer(StorageWriter):
         super().__init__()
         file_writer.check_options(encryption=encryption, hashes=hashes)
         self._folder = None if uri is None else _writable_folder(uri)
-        self._encryption, self._hashes, self._overwrite = encryption, hashes, overwrite
+        self._options: dict[str, Any] = {"encryption": encryption, "hashes": hashes}
+        self._overwrite = overwrite
         self._rank, self._save_id = 0, ""
         self._folder_lock: folders.FolderLock | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The folder of the checkpoint."""
-        if self._folder is None:
-            raise ValueError("expected Writer(uri) or checkpoint_id=")
-        return self._folder
 
     # torch.distributed.checkpoint calls the methods below in this order.
 
@@ -97,9 +89,7 @@ class Writer(StorageWriter):
                 "use_collectives=False writes a checkpoint for each rank: give each a Writer of "
                 "its own folder, and no_dist=True"
             )
-        rank = kwargs.get("rank")
-        known = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._rank = known if rank is None else rank
+        self._rank = kwargs.get("rank") or 0
         self._folder_lock = None
         # A new id: files of an earlier checkpoint must stay until this one is complete.
         self._save_id = secrets.token_hex(8)
@@ -120,15 +110,10 @@ class Writer(StorageWriter):
         """Refuse plans of different folders or too large, and remove files left by failed saves."""
         targets.refuse_different([plan.storage_data or () for plan in plans])
         save_plan.check(plans, self.checkpoint_id)
-        if self._is_local():
+        if not is_address(self.checkpoint_id):
             folders.remove_leftovers(self.checkpoint_id)
-            self._lock_folder()
+            self._folder_lock = self._folder_lock or folders.FolderLock(self.checkpoint_id)
         return plans
-
-    def _lock_folder(self) -> None:
-        if self._folder_lock is None:
-            folders.make(self.checkpoint_id)
-            self._folder_lock = folders.FolderLock(self.checkpoint_id)
 
     @property
     def _open_folder(self) -> str:
@@ -137,42 +122,33 @@ class Writer(StorageWriter):
 
     def _path(self, name: str) -> str | HeldPath:
         path = layout.join(self.checkpoint_id, name)
-        return HeldPath(layout.join(self._open_folder, name), path) if self._is_local() else path
+        lock = self._folder_lock
+        return path if lock is None else HeldPath(layout.join(lock.path, name), path)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank into its file."""
         done: Future[list[WriteResult]] = Future()
-        try:
-            _refuse_without_data(plan.items, planner)
-            done.set_result(self._write(plan.items, planner) if plan.items else [])
-        except BaseException:
-            self._folder_lock = None
-            raise
+        done.set_result(self._write(plan.items, planner) if plan.items else [])
         return done
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         file = save_plan.file_of(self._rank, self._save_id)
-        results = []
-        options: dict[str, Any] = {"encryption": self._encryption, "hashes": self._hashes}
-        if self._is_local():
-            self._lock_folder()
-        taken: set[str] = set()
-        with FileWriter(self._path(file), **options) as writer:
-            lengths = [_length(item) for item in items]
+        results: list[WriteResult] = []
+        used_names: set[str] = set()
+        lengths = list(map(_length, items))
+        if not is_address(self.checkpoint_id):
+            self._folder_lock = self._folder_lock or folders.FolderLock(self.checkpoint_id)
+        with FileWriter(self._path(file), **self._options) as writer:
             for numbers in in_batches(range(len(items)), lengths.__getitem__, _BATCH_BYTES):
                 batch = [items[number] for number in numbers]
+                names = [save_plan.name_of(item, used_names) for item in batch]
                 tensors = [_resolved(item, planner) for item in batch]
-                names = [save_plan.name_of(item, taken) for item in batch]
-                count = len(batch)
-                writer.write(names, [TensorType.STATE_DICT] * count, [0] * count, tensors)
+                writer.write_leaves(names, tensors)
                 results += [
                     WriteResult(item.index, tensor.nbytes, ItemLocation(file, name))
                     for item, tensor, name in zip(batch, tensors, names, strict=True)
                 ]
         return results
-
-    def _is_local(self) -> bool:
-        return not is_address(self.checkpoint_id)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``checkpoint.json``, and remove the files of an older checkpoint."""
@@ -180,14 +156,13 @@ class Writer(StorageWriter):
         version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         content = layout.encoded(dataclasses.replace(metadata, version=version), locations)
         before: list[str] = []
+        now = {location.file for location in locations.values()}
         self._refuse_to_replace()
-        if self._is_local():
+        if self._folder_lock is not None:
+            folders.check(self._open_folder, now, self.checkpoint_id)
             # The file names of an older checkpoint are unknown if it cannot be read.
             with contextlib.suppress(OSError, ValueError):
-                before = layout.files(self._open_folder)
-        now = {location.file for location in locations.values()}
-        if self._is_local():
-            folders.check(self._open_folder, now, self.checkpoint_id)
+                _, before = layout.read(self._open_folder)
         with open_stream(self._path(layout.FILE), "wb") as file:
             file.write(content)
         folders.remove(self._open_folder, set(before) - now)
@@ -199,11 +174,6 @@ class Writer(StorageWriter):
         """Return the folder and the id of the save, for planners."""
         return dcp.StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[Any]) -> bool:
-        """Return True if the argument is of a type that can name a folder."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
 
 def _writable_folder(uri: str | os.PathLike[Any]) -> str:
     if isinstance(uri, str):
@@ -214,28 +184,14 @@ def _writable_folder(uri: str | os.PathLike[Any]) -> str:
 def _length(item: WriteItem) -> int:
     """Return the approximate bytes of an item; 0 for objects."""
     data = item.tensor_data
-    if data is None:
-        return 0
-    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
-def _refuse_without_data(items: Sequence[WriteItem], planner: SavePlanner) -> None:
-    """Refuse before anything is written, if the planner gives tensors unchanged."""
-    lookup = getattr(planner, "lookup_object", None)
-    named = [
-        (item.index.fqn, found)
-        for item in (items if lookup else ())
-        if item.type is not WriteItemType.BYTE_IO
-        and isinstance(found := lookup(item.index), torch.Tensor)  # type: ignore[misc]  # not None
-    ]
-    without_data.refuse([name for name, _ in named], [tensor for _, tensor in named])
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     """Return the tensor of an item; for an object, its ``torch.save`` bytes as a tensor."""
     data = planner.resolve_data(item)
     if isinstance(data, torch.Tensor):
-        return data.detach()
+        return data
     assert isinstance(data, io.BytesIO)
     content = bytearray(data.getvalue())
     return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
