@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ from ..streams import held_folder
 from ..streams.syncing import sync_folder
 from . import layout
 
+#: Seconds to wait for the lock of a folder.
+_LOCK_TIMEOUT = 10.0
 #: The names of files that ranks write, and of such files until they are complete, on file systems
 #: without ``O_TMPFILE``.
 _RANK_FILE = re.compile(
@@ -40,6 +43,10 @@ class FolderLock:
     The folder is made if necessary. The lock lasts as long as the object is referenced, and keeps
     other processes from removing files, too, if the file system has locks. Without locks no file is
     ever removed.
+
+    Raises:
+        BlockingIOError: Another process has held the exclusive lock for long.
+
     """
 
     def __init__(self, folder: str) -> None:
@@ -48,9 +55,26 @@ class FolderLock:
         weakref.finalize(self, _release, descriptor, os.getpid())
         #: A path of this very folder, whatever its own path means meanwhile.
         self.path = held_folder.path_of(descriptor) or folder
-        with contextlib.suppress(OSError):
+        until = time.monotonic() + _LOCK_TIMEOUT
+        while not _is_locked(descriptor):
             # A process that removes files holds the exclusive lock only briefly.
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if time.monotonic() > until:
+                raise BlockingIOError(
+                    errno.EAGAIN,
+                    f"another process has held the lock of the folder for {_LOCK_TIMEOUT:.0f} s, "
+                    "and may remove the files of this save",
+                    folder,
+                )
+            time.sleep(0.01)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Take the shared lock, unless another process holds the exclusive one, or there is none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def _release(descriptor: int, process: int) -> None:
