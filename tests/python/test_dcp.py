@@ -1,6 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint: many ranks, and other numbers of them."""
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT
 from ranks.dcp_failures import ROWS
-from tensorizer.distributed import Reader, Writer
+from tensorizer.distributed import Reader, Writer, folders
 from tensorizer_cli.main import main
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -186,3 +187,14 @@ def test_the_examples_of_the_document(ranks, run_script, tmp_path):
 
 def test_saves_by_other_processes(ranks, tmp_path):
     assert ranks.run("dcp_failures.in_a_process", 2, tmp_path / "c", 6) == [6, 6]
+
+
+def test_a_folder_that_is_locked_for_long(tmp_path, monkeypatch):
+    """A process that was stopped while it removed files ends the save of another, with its name."""
+    monkeypatch.setattr(folders, "_LOCK_TIMEOUT", 0.05)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(BlockingIOError, match=f"held the lock .* '{tmp_path}'"):
+        dcp.save({"a": torch.ones(2)}, storage_writer=Writer(tmp_path), no_dist=True)
+    os.close(descriptor)
+    dcp.save({"a": torch.ones(2)}, storage_writer=Writer(tmp_path), no_dist=True)
