@@ -195,6 +195,6 @@ def test_a_folder_that_is_locked_for_long(tmp_path, monkeypatch):
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(BlockingIOError, match=f"held the lock .* '{tmp_path}'"):
-        dcp.save({"a": torch.ones(2)}, storage_writer=Writer(tmp_path), no_dist=True)
+        folders.FolderLock(str(tmp_path))
     os.close(descriptor)
     dcp.save({"a": torch.ones(2)}, storage_writer=Writer(tmp_path), no_dist=True)
