@@ -91,23 +91,19 @@ class SaveLock:
         file = io.FileIO(os.fspath(lock), "r+", opener=_open_lock_file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_file_at(file, lock):
-                # The previous holder has removed the file since it was opened.
-                file.close()
-                return False
-            self._file = file
-            _held[lock] = self
+            # The previous holder may have removed the file since it was opened.
+            if _is_file_at(file, lock):
+                self._file = file
+                _held[lock] = self
         except BlockingIOError:
-            file.close()
             return False
         except OSError:
             lock.unlink(missing_ok=True)
-            file.close()
             raise
-        except BaseException:
-            file.close()
-            raise
-        return True
+        finally:
+            if self._file is not file:
+                file.close()
+        return self._file is file
 
     def __exit__(self, *_: object) -> None:
         """Release the lock."""

@@ -214,6 +214,7 @@ class Checkpoint:
         """Return tensors on a device, and the number of bytes that were read for them.
 
         Without ``shared``, contiguous tensors have memory of their own, as slices always have.
+        Tensors of ``FakeTensorMode`` share storages as in the file, and nothing is read.
 
         Raises:
             NotImplementedError: A tensor was saved without data, on the ``meta`` device.
@@ -223,7 +224,8 @@ class Checkpoint:
         direct, views, cuts = [], dict[int, int](), dict[int, int]()
         for number in numbers:
             tensor = self._tensors[number]
-            if tensor.direct or not (shared or tensor.strided):
+            alone = tensor.direct or not (shared or tensor.strided)
+            if alone and not fake_mode.is_active():
                 direct.append(number)
             elif tensor.record is not None:
                 (views if tensor.ranges is None else cuts)[number] = tensor.record
@@ -244,6 +246,12 @@ class Checkpoint:
         self, records: Set[int], device: torch.device, verify: str | None
     ) -> tuple[dict[int, torch.Tensor], int]:
         """Return the bytes of storages on a device, and the number of bytes read for them."""
+        if fake_mode.is_active():
+            empty = {
+                record: torch.empty(self._lens[record], dtype=torch.uint8, device=device)
+                for record in records
+            }
+            return empty, 0
         live = {record: self._live_storage(record, device) for record in records}
         storages = {record: found for record, found in live.items() if found is not None}
         missing = sorted(records - storages.keys())
@@ -252,21 +260,6 @@ class Checkpoint:
             for record, loaded in zip(missing, take(handle), strict=True):
                 storages[record] = self._remember_storage(record, loaded, device)
         return storages, sum(self._lens[record] for record in missing)
-
-    def without_data(self, numbers: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-        """Return tensors of ``FakeTensorMode``, which share storages as in the file.
-
-        Raises:
-            NotImplementedError: See :meth:`load`.
-
-        """
-        self.refuse_without_data(numbers)
-        tensors = [self._tensors[number] for number in numbers]
-        storages = {
-            record: torch.empty(self._lens[record], dtype=torch.uint8, device=device)
-            for record in {tensor.record for tensor in tensors if tensor.record is not None}
-        }
-        return [_view(storages[t.record], t) for t in tensors if t.record is not None]
 
     def refuse_without_data(self, numbers: Sequence[int]) -> None:
         """Refuse tensors that were saved without data.

@@ -465,8 +465,6 @@ class OpenFile:
         self, numbers: Sequence[int], device: torch.device, verify: str | None
     ) -> list[torch.Tensor]:
         """Return tensors of a checkpoint, or of ``FakeTensorMode``, for which nothing is read."""
-        if self._checkpoint is not None and numbers and fake_mode.is_active():
-            return self._checkpoint.without_data(numbers, device)
         if self._checkpoint is not None:
             tensors, read = self._checkpoint.load(numbers, device, verify, shared=self.keeps_shared)
             self._read[0] += read

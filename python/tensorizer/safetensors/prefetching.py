@@ -56,8 +56,10 @@ class PrefetchLoader:
         self._error: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
-        #: Held while waiting for the next tensors.
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        #: A token of the call that waits for the next tensors of the native iterator, or None.
+        self._puller: object | None = None
         #: True for tensors of ``FakeTensorMode``, for which nothing is read ahead.
         self._fake = fake_mode.is_active()
         try:
@@ -128,33 +130,47 @@ class PrefetchLoader:
             raise SafetensorError(
                 "this loader was made by the parent process, before fork(): make a new one"
             )
+        call = object()
         while True:
-            # Released after each wait, for threads whose tensor has come.
-            with self._lock:
-                if not (self._remaining if wanted is None else wanted in self._remaining):
-                    return None
-                name = next(iter(self._ready), None) if wanted is None else wanted
-                if name is not None and name in self._ready:
-                    return name, self._hand_out(name)
-                if self._closed:
-                    raise SafetensorError("prefetch loader closed")
-                if self._error is not None:
-                    said = str(self._error) or type(self._error).__name__
-                    raise SafetensorError(f"the load has failed: {said}") from self._error
-                self._wait()
+            try:
+                # The lock itself, not the condition: an interrupt while that is entered would leave
+                # it held.
+                with self._lock:
+                    if not (self._remaining if wanted is None else wanted in self._remaining):
+                        return None
+                    name = next(iter(self._ready), None) if wanted is None else wanted
+                    if name is not None and name in self._ready:
+                        return name, self._hand_out(name)
+                    self._refuse_to_wait()
+                    if self._puller is not None:
+                        self._changed.wait()
+                        continue
+                    self._puller = call
+                ready = self._next()
+                with self._lock:
+                    if not self._closed:
+                        self._ready.update(ready)
+            except BaseException as error:
+                if self._puller is not call:
+                    raise
+                # An interrupt ends the load too: tensors may be on their way to the caller.
+                self._native.close()
+                if not (self._closed and isinstance(error, ClosedError)):
+                    self._error = error
+                    raise
+            finally:
+                with self._lock:
+                    if self._puller is call:
+                        self._puller = None
+                        self._changed.notify_all()
 
-    def _wait(self) -> None:
-        """Wait for the next tensors.
-
-        An interrupt ends the load, because tensors may be on their way to the caller.
-        """
-        try:
-            self._ready.update(self._next())
-        except BaseException as error:
-            self._native.close()
-            if not (self._closed and isinstance(error, ClosedError)):
-                self._error = error
-                raise
+    def _refuse_to_wait(self) -> None:
+        """Raise if no tensors will be loaded anymore."""
+        if self._closed:
+            raise SafetensorError("prefetch loader closed")
+        if self._error is not None:
+            said = str(self._error) or type(self._error).__name__
+            raise SafetensorError(f"the load has failed: {said}") from self._error
 
     def _next(self) -> dict[str, tuple[torch.Tensor, torch.cuda.Stream | None]]:
         file, names = self._file, self._names
@@ -192,6 +208,7 @@ class PrefetchLoader:
             self._ready.clear()
             # The traceback of an error refers to the file, too.
             self._opened = self._file = self._error = None
+            self._changed.notify_all()
 
     def __enter__(self) -> PrefetchLoader:
         return self

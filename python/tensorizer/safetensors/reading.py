@@ -38,11 +38,11 @@ class PySafeSlice:
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor, in elements of the safetensors dtype."""
-        return self._opened.meta(self._number).shape
+        return self._opened.describe(self._number)[1]
 
     def get_dtype(self) -> str:
         """Return the name of the dtype in safetensors, such as ``"F32"``."""
-        return self._opened.meta(self._number).dtype
+        return self._opened.describe(self._number)[0]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return the part of the tensor that torch's indexing gives.

@@ -181,13 +181,17 @@ class SafetensorsFile:
             raise SafetensorError(f"File does not contain tensor {name}")
         return number
 
-    def meta(self, number: int) -> TensorMeta:
-        """Return a tensor's entry in the header."""
+    def describe(self, number: int) -> tuple[str, list[int]]:
+        """Return a tensor's dtype and shape as in the header."""
         dtype, shape, _ = self.file.reader.describe(number)
         name, packed = DTYPES[dtype]
         if packed > 1:
             shape[-1] *= packed
-        return TensorMeta(name, shape, self._data_offsets[number])
+        return name, shape
+
+    def meta(self, number: int) -> TensorMeta:
+        """Return a tensor's entry in the header."""
+        return TensorMeta(*self.describe(number), self._data_offsets[number])
 
     @functools.cached_property
     def _data_offsets(self) -> list[tuple[int, int]]:
