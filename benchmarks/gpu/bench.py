@@ -35,16 +35,16 @@ class Clock:
 
     def __init__(self, minutes: float | None) -> None:
         self.deadline = math.inf if minutes is None else time.monotonic() + minutes * 60
-        self.begun = False
+        self.begun = 0
 
     def need(self, seconds: float) -> None:
         """Begin something that takes so long, or raise."""
         if self.begun and time.monotonic() + seconds > self.deadline:
             raise OutOfTimeError
-        self.begun = True
+        self.begun += 1
 
     def left(self) -> float:
-        return self.deadline - time.monotonic() + GRACE
+        return math.inf if self.begun < 2 else self.deadline - time.monotonic() + GRACE
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,17 @@ def need(program, how=""):
     return path
 
 
+#: Sockets that keep ports until this process ends: no other program is given one of them meanwhile.
+_kept = []
+
+
 def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """Return a port for a server to listen at, which must set ``SO_REUSEADDR``, as all do."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    _kept.append(sock)
+    return sock.getsockname()[1]
 
 
 def wait_for(port, process):

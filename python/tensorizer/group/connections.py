@@ -109,18 +109,21 @@ class Connections:
             if reasons or len(gone) <= 1 or time.monotonic() > until or leaving.is_set():
                 break
             time.sleep(20 * _PAUSE)
-        until = time.monotonic() + _STORE_SECONDS
-        # The process that hosts the store may end when it knows.
+        # The process that hosts the store may end when it knows. Those that have left do not come.
         with contextlib.suppress(RuntimeError, dist.DistError):
-            self.store.add("found", 1)
-            # Those that have left do not look for others.
-            others = size - len(reasons) if reasons else len(told)
-            while self.store.add("found", 0) < others and time.monotonic() < until:
-                time.sleep(20 * _PAUSE)
+            _wait_for_others(self.store, size - len(reasons) if reasons else len(told))
         if reasons:
             return f"rank {reasons[0][0]} of the group {reasons[0][1]}"
         are = "is" if len(gone) == 1 else "are"
         return f"{_ranks(gone)} of the group {are} gone, or did not answer" if gone else None
+
+
+def _wait_for_others(store: Any, count: int) -> None:
+    """Wait until so many members know why a call has ended, but no longer than a moment."""
+    until = time.monotonic() + _STORE_SECONDS
+    store.add("know", 1)
+    while store.add("know", 0) < count and time.monotonic() < until:
+        time.sleep(20 * _PAUSE)
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -223,6 +226,8 @@ class CallSequence:
             pause = min(1.5 * pause, longest)
         outcome: str = store.get("met").decode()
         if outcome not in ("again", "anew"):
+            # The process that hosts the store may end when the others know it.
+            _wait_for_others(store, store.add("here", 0))
             raise RuntimeError(outcome)
         return outcome == "again"
 
@@ -301,14 +306,17 @@ def on_thread(
     leaving, ended = threading.Event(), threading.Event()
     results: list[_T] = []
     errors: list[BaseException] = []
-    claim = threading.Lock()
+    tasks = [work]
 
     def run() -> None:
-        # An interruption may hide whether the thread was started: it is then started again.
-        if not claim.acquire(blocking=False):
+        # An interruption may hide whether the thread was started: it is then started again, and one
+        # of the two has nothing to do.
+        try:
+            task = tasks.pop()
+        except IndexError:
             return
         try:
-            results.append(work(leaving))
+            results.append(task(leaving))
         except BaseException as error:
             errors.append(error)
         finally:
