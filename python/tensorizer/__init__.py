@@ -35,11 +35,10 @@ from ._errors import (
 from ._types import FilterFuncType, TensorType
 from .file.encryption import DecryptionParams, EncryptionParams
 from .file.iterate import iterate
-from .file.load_and_save import load, save
+from .file.load import load
 from .file.options import LoadOptions, ReadOptions, SaveOptions
 from .file.reader import TensorDeserializer
 from .file.slices import TensorSlice
-from .file.writer import TensorSerializer
 from .tensors.devices import release_pinned, set_pinned_limit, stats
 from .tensors.sharding import Shard
 
@@ -47,6 +46,8 @@ if _TYPE_CHECKING:
     from . import safetensors, serialization, stream_io, torch_compat, utils
     from .file.background import SaveFuture, save_async
     from .file.info import FileInfo, TensorInfo, info
+    from .file.save import save
+    from .file.writer import TensorSerializer
 
 __all__ = [
     "ClosedError",
@@ -99,6 +100,8 @@ _MODULES = {
 _MODULE_OF = {
     **dict.fromkeys(("SaveFuture", "save_async"), "file.background"),
     **dict.fromkeys(("FileInfo", "TensorInfo", "info"), "file.info"),
+    "TensorSerializer": "file.writer",
+    "save": "file.save",
 }
 
 
@@ -126,8 +129,8 @@ cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 for _public in (
     *(ClosedError, CryptographyError, DamagedFileError, DeviceError, DeviceMemoryError),
     *(FormatError, GroupError, HashMismatchError, InvalidVersionError, PairMismatchError),
-    *(TruncatedError, DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer),
-    *(TensorType, LoadOptions, ReadOptions, SaveOptions, Shard, TensorSlice, iterate, load, save),
+    *(TruncatedError, DecryptionParams, EncryptionParams, TensorDeserializer),
+    *(TensorType, LoadOptions, ReadOptions, SaveOptions, Shard, TensorSlice, iterate, load),
     *(release_pinned, set_pinned_limit, stats),
 ):
     # So that tracebacks, reprs and pickles show the public names, such as ``tensorizer.load``.

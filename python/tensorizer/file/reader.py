@@ -27,7 +27,6 @@ from .open_file import OpenFile
 from .options import LoadOptions, takes
 from .progress import ProgressReporter, ProgressType
 from .slices import TensorSlice
-from .to_redis import copy_to_redis
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -625,6 +624,8 @@ class TensorDeserializer(collections.abc.Mapping[Any, torch.nn.Parameter]):
             TypeError: ``redis_client`` is not a client of Redis.
 
         """
+        from .to_redis import copy_to_redis  # few need it
+
         limit = self._file.memory_limit
         with self._file.reopened() as reader:
             copy_to_redis(

@@ -1,4 +1,4 @@
-"""The functions :func:`load` and :func:`save`: one call to load a file, one to save."""
+"""The function :func:`load`: one call to load a file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._types import FileFormat, FilterFuncType, Head, Name, NameT
+from .._types import FilterFuncType, Head, Name, NameT
 from ..group import inherited_group  # noqa: F401  # looks at each fork
-from ..tensors import fake_mode, sharding
+from ..tensors import fake_mode
 from ..tensors.sharding import Shard
-from . import to_safetensors
 from .arguments import DeviceOf, DeviceType, names_of
-from .file_writer import FileWriter
 from .load_plan import LoadPlan
-from .nesting import named_leaves
 from .open_file import OpenFile
-from .options import LoadOptions, SaveOptions, takes
-from .progress import ProgressReporter, ProgressType, data_bytes
+from .options import LoadOptions, takes
+from .progress import ProgressReporter, ProgressType
 from .request import Request
 from .slices import Index
 
@@ -130,82 +127,3 @@ def load(
 
     with reporter:
         return load_collectively(members, opened, requested, reporter)
-
-
-@takes(SaveOptions)
-def save(
-    tensors: Mapping[Any, Any],
-    uri: str | os.PathLike[Any] | Any,
-    *,
-    format: FileFormat | None = None,
-    max_shard_size: int | str | None = None,
-    progress: ProgressType = False,
-    allow_meta: bool = False,
-    **options: Unpack[SaveOptions],
-) -> None:
-    """Save tensors to a file, atomically if it is a path.
-
-    ``DTensor`` are saved as whole tensors, and all processes of their mesh make this call. The
-    tensors are gathered a few at a time, and the first process writes them (for a safetensors file,
-    once it has all of them in its memory). The call returns on all processes when the file is
-    complete.
-
-    Args:
-        tensors: Tensors by name. A nested structure of dicts and lists is saved as such, and so is
-            a result of :func:`load`.
-        uri: The target, as for :class:`TensorSerializer`. A file object stays open, at the end of
-            what was saved; a stream of :func:`tensorizer.stream_io.open_stream` is completed.
-        format: ``"tensors"`` or ``"safetensors"``. None for ``"safetensors"`` if ``uri`` is a path
-            or an address that ends with ``.safetensors`` in any case, otherwise for ``"tensors"``.
-            Safetensors files hold tensors by name that share no memory, and support neither hashes
-            nor encryption. With None, names that end like those of other formats are refused,
-            because their programs could not read such files: ``.pt``, ``.pth``, ``.bin``,
-            ``.ckpt``, ``.safetensor``, ``.gguf``, ``.npz``, ``.h5`` and ``.onnx``.
-        max_shard_size: Split a safetensors file that would have more bytes of tensors, such as
-            ``5_000_000_000``, ``"5GB"`` or ``"4GiB"``: ``model.safetensors`` becomes
-            ``model-00001-of-00002.safetensors`` and so on, with ``model.safetensors.index.json``,
-            which is written last.
-        progress: Called as ``progress(done, total)`` with the bytes of tensor data that are written
-            and with their total number, at least at the end, on the calling thread, which waits for
-            it. An exception from it ends the call, and the file is abandoned. True shows a bar if
-            stderr is a terminal.
-        allow_meta: True to record names, dtypes and shapes of tensors on the ``meta`` device, which
-            a load returns as zeros; otherwise they are refused. Only for ``.tensors`` files.
-        options: How the file is written: see :class:`SaveOptions`.
-
-    Raises:
-        FileExistsError: The shards would replace other shards, or an existing file would be
-            loaded in their place.
-        ValueError: A tensor has no data: it is on the ``meta`` device (without ``allow_meta``),
-            uninitialised, or a placeholder of DeepSpeed's ZeRO-3.
-        OSError, TypeError, ValueError, NotImplementedError: See :class:`TensorSerializer`.
-
-    """
-    if to_safetensors.is_safetensors_target(uri, format):
-        to_safetensors.refuse_options(options, allow_meta=allow_meta)
-        with ProgressReporter(progress) as reporter:
-            to_safetensors.save_safetensors(
-                tensors, uri, max_shard_size, progress=reporter, **options
-            )
-        return
-    if max_shard_size is not None:
-        raise ValueError("max_shard_size= is for safetensors files")
-    leaves = named_leaves(tensors)
-    reporter = ProgressReporter(progress, data_bytes(leaves[1]))
-
-    def opened() -> FileWriter:
-        return FileWriter(
-            uri, progress=reporter, allow_meta=allow_meta, closes_stream=False, **options
-        )
-
-    if any(map(sharding.is_sharded, leaves[1])):
-        from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
-
-        with reporter:
-            GatheredSave(leaves[1], uri).save(*leaves, opened, reporter.finish)
-        return
-    with reporter, opened() as file:
-        file.write_leaves(*leaves)
-    # Deleted here, and not when this call ends: then memory of tensors is freed, and a Ctrl-C that
-    # came meanwhile would be raised in the file's __del__, where Python loses it.
-    del file
