@@ -1,32 +1,44 @@
-"""The progress bar of a command."""
+"""The progress of a command on a terminal."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
+from types import TracebackType
+from typing import Any
 
-from tensorizer.file.progress import TerminalBar
+from tensorizer.file.progress import ProgressReporter
 
-from .standard_streams import print_error
+from .output import print_error
 
 
-class ProgressBar:
-    """A progress bar on a terminal, for ``total`` bytes."""
+class Progress(ProgressReporter):
+    """Shows a bar on a terminal: that of tqdm if it is installed, else the package's own."""
 
-    def __init__(self, total: int, options: argparse.Namespace) -> None:
-        self._total, self._done, self._bar = total, 0, TerminalBar()
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._bar: Any = None
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._shown = is_terminal and not options.quiet and not options.json
+        is_shown = is_terminal and not options.quiet and not options.json
+        has_tqdm = is_shown and importlib.util.find_spec("tqdm") is not None
+        super().__init__(self._show if has_tqdm else is_shown)
 
-    def __enter__(self) -> ProgressBar:
-        return self
+    def _show(self, done: int, total: int) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
 
-    def __exit__(self, *_: object) -> None:
-        if self._shown and 0 < self._done < self._total:
+            self._bar = tqdm(total=total, unit="B", unit_scale=True)
+        self._bar.update(done - self._bar.n)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        # What is printed next begins a line of its own.
+        if self._bar is not None:
+            self._bar.close()
+        elif 0 < self._done < self.total:
             print_error("")
-
-    def add(self, count: int) -> None:
-        """Count bytes that are done."""
-        self._done += count
-        if self._shown:
-            self._bar.show(self._done, self._total)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.open_file import OpenFile
+from ..file.progress import ProgressReporter
 from ..tensors.sharding import Box
 from . import layout
 from .items import ItemLocation, ItemLocations
@@ -29,6 +30,7 @@ class WholeTensors:
         encryption: The key or passphrase of encrypted files.
         verify_hash: Compare tensors with the hashes in their files.
         names_only: Open no file before a tensor is read, so that no key is needed.
+        progress: Reports the bytes that are loaded.
 
     Raises:
         OSError, FormatError, CryptographyError: See :class:`tensorizer.distributed.Reader`.
@@ -46,6 +48,7 @@ class WholeTensors:
         encryption: DecryptionParams | None = None,
         verify_hash: VerifyHash = False,
         names_only: bool = False,
+        progress: ProgressReporter | None = None,
     ) -> None:
         self._folder = layout.folder_of(uri)
         metadata, files = layout.read(self._folder)
@@ -59,7 +62,11 @@ class WholeTensors:
                 self.objects.append(name)
         self.names = list(self._tensors)
         self.files = [layout.join(self._folder, file) for file in files]
-        self._options: dict[str, Any] = {"encryption": encryption, "verify_hash": verify_hash}
+        self._options: dict[str, Any] = {
+            "encryption": encryption,
+            "verify_hash": verify_hash,
+            "progress": progress,
+        }
         #: In the order of their last use; the most recently used is the last.
         self._open: dict[str, OpenFile] = {}
         try:
@@ -107,8 +114,8 @@ class WholeTensors:
                 found.append(numbers[layout.join(self._folder, location.file)])
         return found
 
-    def load(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
-        """Yield tensors on the CPU."""
+    def load(self, names: Iterable[str], verify: str | None = None) -> Iterator[torch.Tensor]:
+        """Yield tensors on the CPU; ``verify`` overrides the hashes that are compared."""
         for name in names:
             tensor = self._tensors[name]
             made = torch.empty(tensor.size, dtype=tensor.properties.dtype)
@@ -116,10 +123,10 @@ class WholeTensors:
                 ends = zip(chunk.offsets, chunk.sizes, strict=True)
                 box = Box(tuple((at, at + size) for at, size in ends), tuple(chunk.offsets))
                 location = self._locations[dcp.MetadataIndex(name, chunk.offsets, number)]
-                self._load(location, box.of_part(made))
+                self._load(location, box.of_part(made), verify)
             yield made
 
-    def read_object(self, name: str) -> None:
+    def read_object(self, name: str, verify: str | None = None) -> None:
         """Read an object that is no tensor, to compare it with its hashes.
 
         Raises:
@@ -128,7 +135,7 @@ class WholeTensors:
         """
         location = self._locations[dcp.MetadataIndex(name)]
         file = self._file(location.file)
-        file.read([layout.find(file, location)], torch.device("cpu"))
+        file.read([layout.find(file, location)], torch.device("cpu"), verify)
 
     def is_encrypted(self) -> bool:
         """Tell whether its files are encrypted, without their key."""
@@ -137,11 +144,11 @@ class WholeTensors:
         with OpenFile(self.files[0], key_needed=False) as file:
             return file.reader.encrypted
 
-    def _load(self, location: ItemLocation, view: torch.Tensor) -> None:
+    def _load(self, location: ItemLocation, view: torch.Tensor, verify: str | None) -> None:
         file = self._file(location.file)
         number = layout.find(file, location)
         if view.is_contiguous():
-            file.fill([view], [number])
+            file.fill([view], [number], verify)
         else:
-            (loaded,), _ = file.read([number], torch.device("cpu"))
+            (loaded,), _ = file.read([number], torch.device("cpu"), verify)
             view.copy_(loaded)
