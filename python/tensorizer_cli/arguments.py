@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from .help_texts import epilog
 from .output import print_error, print_line, report_error
@@ -14,6 +14,50 @@ from .output import print_error, print_line, report_error
 SECRETS = ("key-file", "key-env", "passphrase-file", "passphrase-env", "prompt")
 #: Shells that complete the command.
 SHELLS = ("bash", "zsh", "fish")
+#: The module of each command, which runs it by a function of its name; its arguments; its purpose.
+COMMANDS = {
+    "ls": ("describe", "file", "List the tensors of a file."),
+    "info": ("describe", "file", "Show what a file is, what it holds and where it lies."),
+    "load": ("load", "file", "Load a file, and report how fast it came and what held it back."),
+    "verify": ("verify", "file", "Compare tensors with their hashes."),
+    "diff": ("compare", "file other", "Compare two files, tensor by tensor."),
+    "cp": ("copy", "file target", "Copy a file, laid out anew, as plain data."),
+    "encrypt": ("copy", "file target", "Copy a file, encrypted."),
+    "decrypt": ("copy", "file target", "Copy an encrypted file as plain data."),
+    "rekey": (
+        "copy",
+        "file target",
+        "Copy an encrypted file under another key, with its metadata.",
+    ),
+    "cache": (
+        "local",
+        "",
+        "List the cache of servers' files, or remove those that are not in use.",
+    ),
+    "keygen": ("local", "key", "Write a random key of 32 bytes to a new file; - prints it in hex."),
+    "completion": ("local", "", "Print the script by which a shell completes the command."),
+}
+#: The title of the key that commands decrypt with.
+_DECRYPTING = {
+    "load": "the key, if it is encrypted, one of",
+    "verify": "the key, one of",
+    "diff": "the key of those that are encrypted, one of",
+    "cp": "the key, if it is encrypted, one of",
+    "decrypt": "the key, one of",
+    "rekey": "the old key, one of",
+}
+#: The prefix and the title of the key that commands encrypt with.
+_ENCRYPTING = {"encrypt": ("", "the key, one of"), "rekey": ("new-", "the new key, one of")}
+#: The values of options that a command lacks.
+_DEFAULTS = {
+    "quiet": False,
+    "json": False,
+    "skip_objects": False,
+    "clear_metadata": False,
+    "max_shard_size": None,
+    "readers": None,
+    "memory_limit": None,
+}
 #: The largest alignment that the core writes.
 _LARGEST_ALIGNMENT = 2 << 20
 #: More bytes than any memory has.
@@ -114,17 +158,8 @@ def _secrets(command: argparse.ArgumentParser, prefix: str, title: str) -> None:
     _flag(group, f"--{prefix}prompt", "ask for a passphrase")
 
 
-def _decrypts(command: argparse.ArgumentParser, title: str) -> None:
-    _flag(command, "--require-manifest", "refuse files without a manifest")
-    _secrets(command, "", title)
-
-
-def _encrypts(command: argparse.ArgumentParser, prefix: str, title: str) -> None:
-    _flag(command, "--manifest", "authenticate names, shapes and order")
-    _secrets(command, prefix, title)
-
-
-def _loads(command: argparse.ArgumentParser) -> None:
+def _reads(command: argparse.ArgumentParser) -> None:
+    """Add the options of commands that read tensors."""
     command.add_argument(
         "--readers", type=_number(1, 4096), metavar="N", help="threads that read at once; automatic"
     )
@@ -137,57 +172,16 @@ def _loads(command: argparse.ArgumentParser) -> None:
     command.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
 
 
-#: What adds the commands to their parser.
-_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
-
-
-def _command(
-    commands: _Commands, name: str, run: str, text: str, *files: str
-) -> argparse.ArgumentParser:
-    made = commands.add_parser(
-        name,
-        help=text,
-        description=text,
-        epilog=epilog(name),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _copies(command: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add the options of commands that copy a file; return the group of those for metadata."""
+    alignment = _number(1, _LARGEST_ALIGNMENT, "power of two")
+    command.add_argument(
+        "--alignment", type=alignment, metavar="N", help="of tensors' data, in bytes; 64"
     )
-    for file in files:
-        made.add_argument(file, metavar=file.upper(), type=str if file == "target" else _file)
-    made.set_defaults(run=run, quiet=False, json=False)
-    if name != "completion":
-        _flag(made, "--json", "print one JSON object")
-    if name in {"load", "verify", "diff", "cp", "encrypt", "decrypt", "rekey"}:
-        _loads(made)
-    if name in {"diff", "cp", "encrypt"}:
-        _flag(
-            made,
-            "--skip-objects",
-            "leave out tensors of a torch.save checkpoint that no name reaches, as those "
-            "inside objects; without it they are an error",
-        )
-    return made
-
-
-def _copies(commands: _Commands, name: str, text: str) -> argparse.ArgumentParser:
-    made = _command(commands, name, f"copy.{name}", text, "file", "target")
-    made.add_argument(
-        "--alignment",
-        type=_number(1, _LARGEST_ALIGNMENT, "power of two"),
-        metavar="N",
-        help="of tensors' data, in bytes; 64",
-    )
-    _flag(made, "--verify", "read both again and compare them, with status 1 if they differ")
-    made.set_defaults(clear_metadata=False, max_shard_size=None, skip_objects=False)
-    metadata = made.add_mutually_exclusive_group()
+    _flag(command, "--verify", "read both again and compare them, with status 1 if they differ")
+    metadata = command.add_mutually_exclusive_group()
     _flag(metadata, "--drop-metadata", "leave the file's metadata out")
-    if name in {"encrypt", "rekey"}:
-        _flag(
-            metadata,
-            "--clear-metadata",
-            "copy the metadata of a plain file, although they are not encrypted; "
-            "without one of these two, a file with metadata is refused",
-        )
-    return made
+    return metadata
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -202,81 +196,68 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    made: dict[str, argparse.ArgumentParser] = {}
+    for name, (module, files, text) in COMMANDS.items():
+        made[name] = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=epilog(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for file in files.split():
+            is_read = file in ("file", "other")
+            made[name].add_argument(file, metavar=file.upper(), type=_file if is_read else str)
+        made[name].set_defaults(module=module, **_DEFAULTS)
+        if name != "completion":
+            _flag(made[name], "--json", "print one JSON object")
+    for name in ("load", "verify", "diff", "cp", "encrypt", "decrypt", "rekey"):
+        _reads(made[name])
+    for name in ("diff", "cp", "encrypt"):
+        _flag(
+            made[name],
+            "--skip-objects",
+            "leave out tensors of a torch.save checkpoint that no name reaches, as those "
+            "inside objects; without it they are an error",
+        )
+    metadata = {name: _copies(made[name]) for name in ("cp", "encrypt", "decrypt", "rekey")}
+    for name in ("encrypt", "rekey"):
+        _flag(
+            metadata[name],
+            "--clear-metadata",
+            "copy the metadata of a plain file, although they are not encrypted; "
+            "without one of these two, a file with metadata is refused",
+        )
+    _options_of_each(made)
+    for name, title in _DECRYPTING.items():
+        _flag(made[name], "--require-manifest", "refuse files without a manifest")
+        _secrets(made[name], "", title)
+    _secrets(made["diff"], "other-", "the key of OTHER, if it has one of its own, one of")
+    for name, (prefix, title) in _ENCRYPTING.items():
+        _flag(made[name], "--manifest", "authenticate names, shapes and order")
+        _secrets(made[name], prefix, title)
+    return parser
 
-    _command(commands, "ls", "describe.ls", "List the tensors of a file.", "file")
-    info = _command(
-        commands,
-        "info",
-        "describe.info",
-        "Show what a file is, what it holds and where it lies.",
-        "file",
-    )
-    shown = _number(0, 100)
-    info.add_argument(
-        "--depth", type=shown, default=3, metavar="N", help="levels of modules; 3, and 0 for none"
-    )
-    info.add_argument("--largest", type=shown, default=5, metavar="N", help="largest tensors; 5")
-    load = _command(
-        commands,
-        "load",
-        "load.load",
-        "Load a file, and report how fast it came and what held it back.",
-        "file",
-    )
+
+def _options_of_each(made: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Add the options that one command alone has."""
+    for option, default, text in (
+        ("--depth", 3, "levels of modules; 3, and 0 for none"),
+        ("--largest", 5, "largest tensors; 5"),
+    ):
+        made["info"].add_argument(
+            option, type=_number(0, 100), default=default, metavar="N", help=text
+        )
+    load, cp = made["load"], made["cp"]
     _flag(load, "--report", "the same: it always reports")
     load.add_argument("--device", default="cpu", metavar="D", help="such as cuda:0; cpu")
     _flag(load, "--verify", "compare tensors with their hashes")
     _flag(load, "--mmap", "use a local file in place")
-    _decrypts(load, "the key, if it is encrypted, one of")
-    verify = _command(
-        commands, "verify", "verify.verify", "Compare tensors with their hashes.", "file"
-    )
-    _decrypts(verify, "the key, one of")
-    diff = _command(
-        commands, "diff", "compare.diff", "Compare two files, tensor by tensor.", "file", "other"
-    )
-    _decrypts(diff, "the key of those that are encrypted, one of")
-    _secrets(diff, "other-", "the key of OTHER, if it has one of its own, one of")
-    cp = _copies(commands, "cp", "Copy a file, laid out anew, as plain data.")
-    cp.add_argument(
-        "--max-shard-size",
-        metavar="N",
-        help="split a safetensors file beyond so many bytes of tensors, as in 5GB",
-    )
-    _flag(
-        cp,
-        "--no-weights",
-        "copy the configuration and the tokenizer of a model's folder instead, into a folder",
-    )
-    _decrypts(cp, "the key, if it is encrypted, one of")
-    _encrypts(_copies(commands, "encrypt", "Copy a file, encrypted."), "", "the key, one of")
-    _decrypts(
-        _copies(commands, "decrypt", "Copy an encrypted file as plain data."), "the key, one of"
-    )
-    rekey = _copies(
-        commands, "rekey", "Copy an encrypted file under another key, with its metadata."
-    )
-    _decrypts(rekey, "the old key, one of")
-    _encrypts(rekey, "new-", "the new key, one of")
-    cache = _command(
-        commands,
-        "cache",
-        "local.cache",
-        "List the cache of servers' files, or remove those that are not in use.",
-    )
-    cache.add_argument("action", choices=("ls", "clear"), metavar="ls|clear")
-    cache.add_argument("--folder", metavar="DIR", help="the folder of the cache; TENSORIZER_CACHE")
-    _command(
-        commands,
-        "keygen",
-        "local.keygen",
-        "Write a random key of 32 bytes to a new file; - prints it in hex.",
-    ).add_argument("key", metavar="KEY")
-    completion = _command(
-        commands,
-        "completion",
-        "local.completion",
-        "Print the script by which a shell completes the command.",
-    )
-    completion.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
-    return parser
+    sharding = "split a safetensors file beyond so many bytes of tensors, as in 5GB"
+    cp.add_argument("--max-shard-size", metavar="N", help=sharding)
+    without = "copy the configuration and the tokenizer of a model's folder instead, into a folder"
+    _flag(cp, "--no-weights", without)
+    made["cache"].add_argument("action", choices=("ls", "clear"), metavar="ls|clear")
+    folder = "the folder of the cache; TENSORIZER_CACHE"
+    made["cache"].add_argument("--folder", metavar="DIR", help=folder)
+    made["completion"].add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))

@@ -25,24 +25,22 @@ Difference = tuple[dict[str, Any], str]
 def diff(options: argparse.Namespace) -> int:
     """Compare two files, tensor by tensor."""
     report = Report(options)
-    all_found: list[dict[str, Any]] = []
-    reading = {"num_readers": options.readers, "memory_limit": options.memory_limit}
+    found: list[dict[str, Any]] = []
     with (
         Progress(options) as progress,
-        open_file(options.file, progress=progress, **reading) as file,
-        open_file(options.other, **reading) as other,
+        open_file(options.file, options, progress=progress) as file,
+        open_file(options.other, options) as other,
     ):
         for one in (file, other):
             one.refuse_unreached(options.skip_objects)
         _decrypt(file, other, options)
-        progress.total = file.total
-        for found, line in differences(file, other):
+        for difference, line in differences(file, other):
             report.line(line)
-            all_found.append(found)
-    count = plural(len(all_found), "difference")
-    report.summary(count if all_found else "the tensors are the same")
-    report.result(file=file.shown, other=other.shown, same=not all_found, differences=all_found)
-    return _DIFFERENT if all_found else 0
+            found.append(difference)
+    count = plural(len(found), "difference")
+    report.summary(count if found else "the tensors are the same")
+    report.result(file=file.shown, other=other.shown, same=not found, differences=found)
+    return _DIFFERENT if found else 0
 
 
 def _decrypt(file: BatchedFile, other: BatchedFile, options: argparse.Namespace) -> None:

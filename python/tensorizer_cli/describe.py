@@ -19,24 +19,25 @@ _MOST_OBJECTS = 8
 _NAME = 72
 
 
-def _open(file: str, *, with_heads: bool = False) -> FileDescription:
+def _open(options: argparse.Namespace, *, with_heads: bool = False) -> FileDescription:
     """Open a file to describe it.
 
     torch is imported only for checkpoints of ``torch.save``, whose pickles it reads, for folders of
     distributed checkpoints, and for input that can be read only once.
     """
-    found = open_without_torch(file, with_heads)
+    found = open_without_torch(options.file, with_heads)
     if found is None:
         from .file import open_file
 
-        found = open_file(file, names_only=True, heads=() if with_heads else None)
+        heads = () if with_heads else None
+        found = open_file(options.file, options, names_only=True, heads=heads)
     return found
 
 
 def ls(options: argparse.Namespace) -> int:
     """List the tensors of a file."""
     report = Report(options)
-    with _open(options.file) as file:
+    with _open(options) as file:
         tensors = facts.tensors_of(file)
         cells = [("name", "dtype", "shape", "bytes", "type")]
         for one in tensors:
@@ -86,7 +87,7 @@ def _metadata(file: FileDescription) -> tuple[dict[str, str] | None, list[str]]:
 def info(options: argparse.Namespace) -> int:
     """Show the format of a file, its content and its location."""
     report = Report(options)
-    with _open(options.file, with_heads=True) as file:
+    with _open(options, with_heads=True) as file:
         version, encrypted = file.reader.version, file.reader.encrypted
         tensors, places = facts.tensors_of(file), facts.locations(file)
         every, dtypes = facts.totals(tensors), facts.by_dtype(tensors)

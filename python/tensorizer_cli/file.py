@@ -5,6 +5,7 @@ A checkpoint of many ranks is one file of whole tensors to them.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Iterator
 from functools import cached_property
@@ -22,6 +23,7 @@ from tensorizer import (
 from tensorizer._native import Reader, effective_memory_limit, local_path
 from tensorizer.file.open_file import OpenFile
 from tensorizer.file.placement import in_batches
+from tensorizer.file.progress import ProgressReporter
 from tensorizer.streams.addresses import is_address, is_there
 
 from .file_description import CHECKPOINT, FileDescription
@@ -36,23 +38,33 @@ _BATCH_BYTES = 256 << 20
 
 
 def open_file(
-    file: str, params: DecryptionParams | None = None, *, names_only: bool = False, **options: Any
+    file: str,
+    options: argparse.Namespace,
+    params: DecryptionParams | None = None,
+    *,
+    progress: ProgressReporter | None = None,
+    names_only: bool = False,
+    **more: Any,
 ) -> BatchedFile:
     """Open a file, or the folder of a checkpoint of many ranks, or only the names in it.
 
-    ``options`` are those of :class:`BatchedFile`; of a checkpoint, only its progress is of use.
+    ``more`` are options of :class:`BatchedFile`, which a checkpoint does not need.
     """
     folder = local_path(file) or file
+    limit = options.memory_limit
     if not _is_checkpoint(folder):
-        return BatchedFile(file, params, **options)
-    if options.get("memory_limit") is not None:
+        more |= {"num_readers": options.readers, "memory_limit": limit, "progress": progress}
+        opened = BatchedFile(file, params, **more)
+    elif limit is not None:
         raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
-    from tensorizer.distributed.whole_tensors import WholeTensors  # see prepare()
+    else:
+        from tensorizer.distributed.whole_tensors import WholeTensors  # see prepare()
 
-    progress = options.get("progress")
-    return _CheckpointFile(
-        folder, WholeTensors(folder, params, names_only=names_only, progress=progress)
-    )
+        whole = WholeTensors(folder, params, names_only=names_only, progress=progress)
+        opened = _CheckpointFile(folder, whole)
+    if progress is not None:
+        progress.total = opened.total
+    return opened
 
 
 def prepare(file: str, mmap: bool) -> None:
@@ -92,18 +104,11 @@ class BatchedFile(FileDescription):
         self.file = OpenFile(file, encryption=params, key_needed=False, **options)
         super().__init__(str(file), self.file.reader, self.file.heads)
         self.unreached = self.file.left_out
+        self.is_local = self.file.is_local
         self.memory_limit = effective_memory_limit(self.file.memory_limit)
-
-    def __enter__(self) -> BatchedFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
-
-    @property
-    def is_local(self) -> bool:
-        """True for a file of this machine."""
-        return self.file.is_local
 
     def decrypt(self, params: DecryptionParams) -> None:
         """Decrypt the data that is loaded from now on."""
@@ -159,11 +164,6 @@ class BatchedFile(FileDescription):
     def batches(self, most: int) -> Iterator[list[int]]:
         """Yield numbers of tensors of at most ``most`` bytes together, in the file's order."""
         return in_batches(range(len(self)), self.data_lens.__getitem__, most)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest tensor."""
-        return max(self.data_lens, default=0)
 
     def reserve_memory(self, beside: int = 0) -> tuple[int, int]:
         """Divide the memory limit; return the bytes of tensors at a time, and those beside them.
@@ -223,8 +223,10 @@ class _CheckpointFile(BatchedFile):
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(whole)
         FileDescription.__init__(self, folder, _CheckpointReader(whole, folder))
-        self.left_out = whole.objects
+        self.left_out, self.is_local = whole.objects, not is_address(folder)
         self.memory_limit = None
+        # Files that need a key cannot have been opened without one.
+        self._has_key = True
 
     @cached_property
     def first(self) -> Reader | None:
@@ -237,17 +239,9 @@ class _CheckpointFile(BatchedFile):
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    @property
-    def is_local(self) -> bool:
-        """True for a folder of this machine."""
-        return not is_address(self.reader.uri)
-
     def decrypt(self, params: DecryptionParams) -> None:
         """Refuse: its files were opened with their key, or are not encrypted."""
         raise ValueError(f"{self.shown} is a checkpoint: expected its key at cp")
-
-    def check_key(self, hint: str = "") -> None:
-        """Do nothing: files that need a key cannot have been opened without one."""
 
     def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors, and their module indices."""

@@ -9,19 +9,19 @@ import stat
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import native
 from .output import plural, without_password
 
 if TYPE_CHECKING:
-    from tensorizer._native import Reader
     from tensorizer._types import Head, Name
 
 
 #: The file that makes a folder a checkpoint of many ranks. `tensorizer.distributed` names it too,
 #: but takes long to import.
 CHECKPOINT = "checkpoint.json"
+_File = TypeVar("_File", bound="FileDescription")
 
 
 class FileDescription:
@@ -42,18 +42,19 @@ class FileDescription:
         self.memory_lens: list[int] = reader.memory_lens(range(len(reader)))
         self.data_lens: list[int] = reader.data_lens()
         self.total: int = sum(self.data_lens)
+        #: Bytes of the largest tensor.
+        self.largest: int = max(self.data_lens, default=0)
         #: The names of objects that are no tensors.
         self.left_out: list[str] = []
         #: Descriptions of the tensors of a checkpoint of ``torch.save`` that no name reaches.
         self.unreached: list[str] = []
 
     @property
-    def first(self) -> Reader | None:
-        """The reader of the file, or of the first of several that are read together."""
-        found: Reader = self.reader
-        return found
+    def first(self) -> Any:
+        """The reader of the file, or of the first of several; None if there are none."""
+        return self.reader
 
-    def __enter__(self) -> FileDescription:
+    def __enter__(self: _File) -> _File:
         return self
 
     def __exit__(self, *_: object) -> None:

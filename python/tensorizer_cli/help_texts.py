@@ -64,9 +64,6 @@ tensorizer completion zsh > ~/.zfunc/_tensorizer    # a folder of fpath
 tensorizer completion fish > ~/.config/fish/completions/tensorizer.fish""",
 }
 
-#: The names of the commands.
-COMMANDS = tuple(_EXAMPLES)
-
 
 def epilog(command: str) -> str:
     """Return the end of a command's help."""

@@ -78,16 +78,11 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     with (
         Progress(options) as progress,
         open_file(
-            options.file,
-            keys.decryption(options),
-            num_readers=options.readers,
-            mmap=options.mmap,
-            memory_limit=options.memory_limit,
-            progress=progress,
+            options.file, options, keys.decryption(options), progress=progress, mmap=options.mmap
         ) as file,
     ):
         file.check_key()
-        opened, progress.total = time.perf_counter() - begun, file.total
+        opened = time.perf_counter() - begun
         faults = _usage().ru_minflt
         tensors = file.load_all(device, options.verify)
         touched = time.perf_counter()

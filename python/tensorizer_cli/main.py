@@ -61,10 +61,9 @@ def _run(options: argparse.Namespace, *, owns_process: bool) -> int:
         with warnings_reported(options.json):
             refuse_missing(options)
             # Most commands import torch, which takes long, and may not be the one it was built for.
-            module, _, function = options.run.partition(".")
             with _ended_by_ctrl_c(options.json) if owns_process else contextlib.nullcontext():
-                run = getattr(import_module(f"{__package__}.{module}"), function)
-            status: int = run(options)
+                module = import_module(f"{__package__}.{options.module}")
+            status: int = getattr(module, options.command)(options)
             return status
     except Exception as error:
         own = type(error).__module__.partition(".")[0] == "tensorizer"

@@ -29,15 +29,8 @@ def verify(options: argparse.Namespace) -> int:
 
     with (
         Progress(options) as progress,
-        open_file(
-            options.file,
-            keys.decryption(options),
-            num_readers=options.readers,
-            memory_limit=options.memory_limit,
-            progress=progress,
-        ) as file,
+        open_file(options.file, options, keys.decryption(options), progress=progress) as file,
     ):
-        progress.total = file.total
         file.check_key()
         try:
             # Refuses a file of a format without hashes, which is not damage.

@@ -12,7 +12,7 @@ from scripted import Scripted
 from tensorizer import EncryptionParams, stats
 from tensorizer._native import time_first_touch
 from tensorizer_cli import advice as advices
-from tensorizer_cli.help_texts import COMMANDS
+from tensorizer_cli.arguments import COMMANDS
 from tensorizer_cli.load import _stages
 from tensorizer_cli.main import main
 

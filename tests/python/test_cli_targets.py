@@ -12,7 +12,7 @@ import tensorizer
 import torch
 from conftest import ROOT
 from tensorizer_cli import local
-from tensorizer_cli.help_texts import COMMANDS
+from tensorizer_cli.arguments import COMMANDS
 from tensorizer_cli.main import main
 
 TENSORS = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
