@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -114,15 +115,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     raise SystemExit(2)
 
 
-def _whole(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
-
-
 def _number(least: int, most: int, kind: str = "whole number") -> Callable[[str], int]:
     """Return a function that reads a number within bounds, perhaps only a power of two."""
 
     def parsed(text: str) -> int:
-        number = _whole(text)
+        number = int(text) if re.fullmatch("[0-9]{1,18}", text) else -1
         fits = kind == "whole number" or number & (number - 1) == 0
         if not (least <= number <= most and fits):
             raise argparse.ArgumentTypeError(
@@ -134,11 +131,11 @@ def _number(least: int, most: int, kind: str = "whole number") -> Callable[[str]
 
 
 def _bytes(text: str) -> int:
-    number = text.rstrip("KMGiB")
-    power = {"": 0, "KiB": 1, "MiB": 2, "GiB": 3}.get(text[len(number) :], -1)
-    if power < 0 or not 1 <= (count := _whole(number)) < _MOST_BYTES >> 10 * power:
+    found = re.fullmatch("([0-9]{1,18})(|KiB|MiB|GiB)", text)
+    count = int(found[1]) << 10 * ("", "KiB", "MiB", "GiB").index(found[2]) if found else 0
+    if not 1 <= count < _MOST_BYTES:
         raise argparse.ArgumentTypeError(f"expected bytes as in 67108864 or 64MiB, found {text!r}")
-    return count << 10 * power
+    return count
 
 
 def _file(text: str) -> str:

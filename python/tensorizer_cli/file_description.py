@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import stat
@@ -85,16 +86,14 @@ def open_without_torch(file: str, with_heads: bool) -> FileDescription | None:
         return None
     if path is not None and not _is_readable_twice(path):
         return None
+    has_heads = with_heads and path is None
     options = {"model": True} if path is None else {"path": True}
-    source = core.open(file if path is None else path, options)
-    try:
-        reader = core.Reader(source, keep_heads=with_heads and path is None)
-    finally:
-        source.close()
+    with contextlib.closing(core.open(file if path is None else path, options)) as source:
+        reader = core.Reader(source, keep_heads=has_heads)
     if reader.format == "torch":
         reader.close()
         return None
-    return FileDescription(file, reader, reader.heads() if with_heads and path is None else ())
+    return FileDescription(file, reader, reader.heads() if has_heads else ())
 
 
 def refuse_missing(options: argparse.Namespace) -> None:

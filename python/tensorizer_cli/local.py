@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import secrets
 import time
@@ -54,10 +55,10 @@ def keygen(options: argparse.Namespace) -> int:
         report.result(key=key.hex())
         return 0
     native.module().check_target(options.key)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(options.key, flags, 0o600)
+    opener = functools.partial(os.open, mode=0o600)
+    file = open(options.key, "xb", opener=opener)  # noqa: SIM115
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with file:
             file.write(key)
             file.flush()
             os.fsync(file.fileno())

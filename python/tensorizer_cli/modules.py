@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -22,19 +23,16 @@ class Module:
         """The totals of its tensors."""
         return totals(self.tensors)
 
-    @cached_property
-    def number(self) -> int | None:
-        """The number that names it; None for other names, and for absurdly long ones."""
+    @property
+    def number(self) -> int:
+        """The number that names it; -1 for other names, and for absurdly long ones."""
         text = self.path[-1]
-        return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
-    def has_same_contents(self, other: Module) -> bool:
-        """Return True if two modules have the same totals and children, as layers of a model do."""
-        return (
-            self.totals == other.totals
-            and self.below.keys() == other.below.keys()
-            and all(one.has_same_contents(other.below[step]) for step, one in self.below.items())
-        )
+    @cached_property
+    def contents(self) -> tuple[Any, ...]:
+        """The totals of it and of its children: equal for the layers of a model."""
+        return self.totals, {step: one.contents for step, one in self.below.items()}
 
 
 def modules(tensors: Iterable[dict[str, Any]], depth: int) -> Module:
@@ -61,22 +59,20 @@ def rows(module: Module, indent: int = 0) -> Iterator[tuple[str, dict[str, int],
 
     Modules with consecutive numbers and the same contents, such as layers, share a row.
     """
-    groups: list[list[Module]] = []
     # Some files have their tensors in the order of their names, where 10 comes before 2.
-    for one in sorted(
-        module.below.values(), key=lambda one: -1 if one.number is None else one.number
-    ):
-        last = groups[-1][-1] if groups else None
-        follows = last is not None and last.number is not None and one.number == last.number + 1
-        if last is not None and follows and last.has_same_contents(one):
-            groups[-1].append(one)
-        else:
-            groups.append([one])
-    for group in groups:
-        first, end = group[0].path[-1], group[-1].path[-1]
-        name = first if len(group) == 1 else f"{first}-{end}"
-        yield "  " * indent + name, group[0].totals, len(group)
-        yield from rows(group[0], indent + 1)
+    siblings = sorted(module.below.values(), key=lambda one: one.number)
+    for _, group in itertools.groupby(enumerate(siblings), key=_group):
+        alike = [one for _, one in group]
+        names = [one.path[-1] for one in alike]
+        name = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
+        yield "  " * indent + name, alike[0].totals, len(alike)
+        yield from rows(alike[0], indent + 1)
+
+
+def _group(numbered: tuple[int, Module]) -> tuple[object, ...]:
+    """Return what siblings that share a row have in common, of a module and its place."""
+    place, module = numbered
+    return (None, place) if module.number < 0 else (module.number - place, module.contents)
 
 
 def _steps(name: str | list[str | int], depth: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from types import TracebackType
 from typing import Any
 
 from tensorizer.file.progress import ProgressReporter
@@ -30,13 +29,8 @@ class Progress(ProgressReporter):
             self._bar = tqdm(total=total, unit="B", unit_scale=True)
         self._bar.update(done - self._bar.n)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
         # What is printed next begins a line of its own.
         if self._bar is not None:
             self._bar.close()

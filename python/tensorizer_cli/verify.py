@@ -72,10 +72,8 @@ def _check_fit(file: BatchedFile) -> None:
     if not with_data:
         return
     step = -(-len(with_data) // _TRIED)
-    tried = {
-        min(with_data, key=file.data_lens.__getitem__): None,
-        **dict.fromkeys(with_data[::step]),
-    }
+    # The smallest first: if it can be decrypted, no other is read.
+    tried = sorted(with_data[::step], key=file.data_lens.__getitem__)
     for number in tried:
         try:
             file.load([number], "nothing")
