@@ -73,10 +73,10 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     # Only tensors that stay in host memory are mapped.
     mapped = options.mmap and device.type == "cpu"
     prepare(options.file, options.mmap)
-    before, used = (stats() or {"call": 0})["call"], _usage()
+    before, used, bar = (stats() or {"call": 0})["call"], _usage(), Progress(options)
     begun = time.perf_counter()
     with (
-        Progress(options) as progress,
+        bar as progress,
         open_file(
             options.file, options, keys.decryption(options), progress=progress, mmap=options.mmap
         ) as file,

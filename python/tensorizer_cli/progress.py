@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
 import sys
 from typing import Any
 
@@ -19,14 +19,17 @@ class Progress(ProgressReporter):
         self._bar: Any = None
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         is_shown = is_terminal and not options.quiet and not options.json
-        has_tqdm = is_shown and importlib.util.find_spec("tqdm") is not None
-        super().__init__(self._show if has_tqdm else is_shown)
+        super().__init__(is_shown)
+        if is_shown:
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                # With a delay it prints nothing before there is progress.
+                self._bar = tqdm(unit="B", unit_scale=True, delay=1e-6)
+                self._callback = self._show
 
     def _show(self, done: int, total: int) -> None:
-        if self._bar is None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, unit="B", unit_scale=True)
+        self._bar.total = total
         self._bar.update(done - self._bar.n)
 
     def __exit__(self, *raised: Any) -> None:
