@@ -34,7 +34,7 @@ class Progress(ProgressReporter):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        # What is printed next begins a line of its own.
+        # The next message begins a line of its own.
         if self._bar is not None:
             self._bar.close()
         elif 0 < self._done < self.total:

@@ -17,7 +17,7 @@ from tensorizer_cli.load import _stages
 from tensorizer_cli.main import main
 
 MIB = 1 << 20
-#: What advice takes beside the figures.
+#: Arguments of the advice beside the figures.
 OPTIONS = {"chosen", "mapped", "bypasses_cache", "huge_pages"}
 TENSORS = {f"t{n}": torch.full((MIB,), n, dtype=torch.uint8) for n in range(8)}
 
