@@ -12,11 +12,10 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from . import native
-from .file_description import FileDescription, is_address, plain
+from .file_description import FileDescription, is_address, plain, status
 from .output import plural, without_password
 
 
@@ -124,8 +123,5 @@ def locations(file: FileDescription) -> list[dict[str, Any]]:
 
 def _local_length(path: str) -> int | None:
     """Return the size of a local file; None if it is not a regular file, but a pipe, say."""
-    try:
-        about = Path(path).stat()
-    except (OSError, ValueError):
-        return None
-    return about.st_size if stat.S_ISREG(about.st_mode) else None
+    about = status(path)
+    return about.st_size if about is not None and stat.S_ISREG(about.st_mode) else None

@@ -112,13 +112,18 @@ def refuse_missing(options: argparse.Namespace) -> None:
 
 def _is_readable_twice(path: str) -> bool:
     """Tell whether it is a file or a model's folder, or is missing, which is an error later."""
-    try:
-        about = Path(path).stat()
-    except (OSError, ValueError):
-        return True
-    if stat.S_ISDIR(about.st_mode):
+    about = status(path)
+    if about is not None and stat.S_ISDIR(about.st_mode):
         return not (Path(path) / CHECKPOINT).exists()
-    return stat.S_ISREG(about.st_mode)
+    return about is None or stat.S_ISREG(about.st_mode)
+
+
+def status(path: str) -> os.stat_result | None:
+    """Return the status of a path; None if it is missing or cannot be looked at."""
+    try:
+        return Path(path).stat()
+    except (OSError, ValueError):
+        return None
 
 
 def is_address(file: str) -> bool:
