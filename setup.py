@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -109,6 +110,8 @@ class BuildRust(build_rust):
             f'"""Written by the build."""\n\nTORCH_MINOR = "{minor}"\n'
             f'VERSION = "{cargo_version()}"\n'
         )
+        if not self.inplace and importlib.util.find_spec("shtab"):
+            write_completions(package / "tensorizer_cli/completions")
 
     def build_extension(  # type: ignore[override]  # its pairs are of a private class
         self, ext: RustExtension
@@ -148,6 +151,20 @@ class BuildRust(build_rust):
         plain = Path(path).with_name("libtensorizer_torch.so")
         plain.parent.mkdir(parents=True, exist_ok=True)
         return str(plain)
+
+
+def write_completions(folder: Path) -> None:
+    """Write the scripts by which shells complete the command.
+
+    An editable build has none: the command makes them when they are requested.
+    """
+    sys.path.insert(0, str(ROOT / "python"))
+    from tensorizer_cli.arguments import SHELLS
+    from tensorizer_cli.local import completion_script
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for shell in SHELLS:
+        (folder / shell).write_text(completion_script(shell))
 
 
 def strip_symbols(package: Path) -> None:

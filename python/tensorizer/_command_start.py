@@ -1,6 +1,7 @@
-"""Parses the arguments of ``python -m tensorizer`` before torch is imported, which takes long.
+"""Runs ``python -m tensorizer``, which is the command ``tensorizer``, before torch is imported.
 
-The package is imported before its ``__main__`` runs. In other programs this module does nothing.
+The package is imported before its ``__main__`` runs, but the command imports it only when it needs
+it. In other programs this module does nothing.
 """
 
 import sys
@@ -15,6 +16,7 @@ def _is_command() -> bool:
 
 
 if _is_command():
-    from tensorizer_cli import start
+    from tensorizer_cli.main import main
 
-    start.begin()
+    del sys.modules[__package__]
+    sys.exit(main())

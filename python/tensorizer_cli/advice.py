@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from .file_description import size
 from .output import plural
@@ -11,52 +11,47 @@ from .output import plural
 _SHORT = 1.0
 
 
-@dataclass(frozen=True)
-class LoadFigures:
-    """The measured figures of a load.
+def limit(figures: dict[str, Any]) -> str:
+    """Return the part that took most of the time: a stage, or the source of the bytes.
 
-    ``seconds`` divides the time of the whole load among the stages; ``read_seconds`` is the sum
-    over all connections. ``source`` is ``"network"``, ``"disk"``, ``"page cache"`` or ``"object"``.
+    ``figures`` are those of ``load --json``.
     """
-
-    bytes: int
-    whole: float
-    seconds: dict[str, float]
-    read_seconds: float
-    source: str
-    path: str
-    connections: int
-    most: int
-    chosen: bool
-    device: str
-    fallbacks: list[str]
-    #: Page faults during the load that needed no disk.
-    faults: int = 0
-    #: True if a local file was used in place.
-    mapped: bool = False
-    #: True if direct reads left nothing of a local file in the page cache.
-    bypasses_cache: bool = False
-    #: True if the system gives huge pages to memory that requests them.
-    huge_pages: bool = True
-
-    @property
-    def limit(self) -> str:
-        """The part that took most of the time: a stage, or the source of the bytes."""
-        stage = max(self.seconds, key=self.seconds.__getitem__)
-        return self.source if stage == "read" else stage
+    stages: dict[str, float] = figures["stages"]
+    stage = max(stages, key=stages.__getitem__)
+    source: str = figures["source"]
+    return source if stage == "read" else stage
 
 
-def advice(figures: LoadFigures) -> str:
-    """Return advice on what would make the load faster, or would not."""
-    if figures.limit == "network":
-        return _network(figures)
+def advice(
+    figures: dict[str, Any],
+    *,
+    read_seconds: float,
+    chosen: bool = False,
+    mapped: bool = False,
+    bypasses_cache: bool = False,
+    huge_pages: bool = True,
+) -> str:
+    """Return advice on what would make the load faster, or would not.
+
+    Args:
+        figures: Those of ``load --json``.
+        read_seconds: Seconds of reading, summed over all connections.
+        chosen: True if ``--readers`` was given.
+        mapped: True if a local file was used in place.
+        bypasses_cache: True if direct reads left nothing of a local file in the page cache.
+        huge_pages: True if the system gives huge pages to memory that requests them.
+
+    """
+    found = limit(figures)
+    if found == "network":
+        return _network(figures, read_seconds, chosen)
     return {
         "disk": "the file came from a disk, past the page cache, and so does its next load; with "
         "TENSORIZER_DIRECT_IO=0 that comes from memory, if there is room"
-        if figures.bypasses_cache
+        if bypasses_cache
         else "the file came from a disk; its next load comes from memory, if there is room",
         "page cache": "the file was in memory, and used in place"
-        if figures.mapped
+        if mapped
         else "the file was in memory, and copying it takes the time; --mmap (mmap=True) uses it in "
         "place, for files that are only read",
         "open": "opening the file takes longer than reading its bytes: more connections would not "
@@ -64,25 +59,26 @@ def advice(figures: LoadFigures) -> str:
         "plan": "so many small tensors that planning the load takes the time",
         "first touch": "the system gives new memory slowly; tensors that exist already "
         "(load(out=...)) spare that"
-        + ("" if figures.huge_pages else ", and so do huge pages (transparent_hugepage=madvise)"),
+        + ("" if huge_pages else ", and so do huge pages (transparent_hugepage=madvise)"),
         "decrypt": "decryption; it runs on each reader's core, so that more cores would help",
         "hash": "comparison with hashes; verify_hash='crc32' costs less, and none is needed where "
         "the file was verified before",
         "memory": "the device takes the bytes no faster than this; more staging memory "
         "(TENSORIZER_PINNED_MB) helps only where copies come in bursts",
         "copy": "the bus to the device; more readers would not help",
-    }[figures.limit]
+    }[found]
 
 
-def _network(figures: LoadFigures) -> str:
-    rate = size(round(figures.bytes / max(figures.read_seconds, 1e-9)))
-    said = f"{plural(figures.connections, 'connection')} of {rate}/s each; "
-    if figures.chosen:
+def _network(figures: dict[str, Any], read_seconds: float, chosen: bool) -> str:
+    rate = size(round(figures["bytes"] / max(read_seconds, 1e-9)))
+    connections, most = figures["connections"], figures["connections_at_most"]
+    said = f"{plural(connections, 'connection')} of {rate}/s each; "
+    if chosen:
         return said + "more may help: without --readers their number is chosen automatically"
-    if figures.most == 1:
+    if most == 1:
         return said + "this server or this memory limit allows no more than one"
-    if figures.connections >= figures.most:
+    if connections >= most:
         return said + "this is the most that is chosen automatically; more --readers may help"
-    if figures.whole < _SHORT:
+    if figures["seconds"] < _SHORT:
         return said + "the load was too short to find out whether more would help"
     return said + "more would not help: twice as many did not bring 15 % more, or CPUs are busy"

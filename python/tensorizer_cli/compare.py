@@ -1,35 +1,74 @@
-"""Finds the differences between two files."""
+"""``tensorizer diff``: the differences between two files, which verified copies look for too."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensorizer import CryptographyError, FormatError, HashMismatchError
+from tensorizer import CryptographyError
 
-from .file import BatchedFile
+from . import keys
+from .file import DAMAGES, BatchedFile, open_file
 from .file_description import plain, text
-from .output import brief, plural
-from .progress import ProgressBar
+from .output import Report, brief, plural
+from .progress import Progress
 
-#: Errors that mean that a file or a tensor is not as it was written.
-DAMAGES = (HashMismatchError, CryptographyError, FormatError)
+_DIFFERENT = 1
 #: Bytes that are compared at once.
 _PIECE = 1 << 20
 #: A difference, as an object for programs and as a line of text.
 Difference = tuple[dict[str, Any], str]
 
 
+def diff(options: argparse.Namespace) -> int:
+    """Compare two files, tensor by tensor."""
+    report = Report(options)
+    found: list[dict[str, Any]] = []
+    with (
+        Progress(options) as progress,
+        open_file(options.file, options, progress=progress) as file,
+        open_file(options.other, options) as other,
+    ):
+        for one in (file, other):
+            one.refuse_unreached(options.skip_objects)
+        _decrypt(file, other, options)
+        for difference, line in differences(file, other):
+            report.line(line)
+            found.append(difference)
+    count = plural(len(found), "difference")
+    report.summary(count if found else "the tensors are the same")
+    report.result(file=file.shown, other=other.shown, same=not found, differences=found)
+    return _DIFFERENT if found else 0
+
+
+def _decrypt(file: BatchedFile, other: BatchedFile, options: argparse.Namespace) -> None:
+    """Give each file its key."""
+    params, others = keys.decryption(options), keys.decryption(options, "other-")
+    if others is not None:
+        other.decrypt(others)
+        if params is not None:
+            file.decrypt(params)
+    elif params is not None:
+        # One of them may be the plain copy; it is refused only if files must have a seal.
+        encrypted = [one for one in (file, other) if one.reader.encrypted]
+        if not encrypted:
+            raise CryptographyError(f"neither {file.shown} nor {other.shown} is encrypted")
+        for one in (file, other) if options.require_manifest else encrypted:
+            one.decrypt(params)
+    file.check_key()
+    other.check_key("give its key, for example with --other-key-file")
+
+
 def differences(
-    file: BatchedFile, other: BatchedFile, progress: ProgressBar, *, copied: bool = False
+    file: BatchedFile, other: BatchedFile, *, copied: bool = False
 ) -> Iterator[Difference]:
     """Yield differences in the order of the file; then tensors of the other alone; then metadata.
 
     Args:
         file: The file to compare with.
         other: The file that may differ.
-        progress: Counts the bytes of the first.
         copied: True if data of the other that cannot be read, or does not match its hashes, is a
             difference too.
 
@@ -50,13 +89,21 @@ def differences(
         found.update(_of_data(file, other, pairs, copied))
         for number in sorted(found):
             yield found[number]
-        progress.add(file.size(batch))
     for number in range(len(other)):
         name = other.reader.name(number)
         if file.reader.find(name) is None:
-            line = f"only in {other.shown}: {text(name)}"
-            yield {"name": plain(name), "difference": "only_in_other"}, line
-    yield from _of_metadata(file, other)
+            yield _difference(name, "only_in_other", f"only in {other.shown}: {text(name)}")
+    for name in {**file.metadata, **other.metadata}:
+        mine, theirs = file.metadata.get(name), other.metadata.get(name)
+        if mine != theirs:
+            line = f"metadata {name!r}: {brief(mine or '')!r} and {brief(theirs or '')!r}"
+            if mine is None or theirs is None:
+                line = f"only in {(other if mine is None else file).shown}: metadata {name!r}"
+            yield _difference(name, "metadata", line, file=mine, other=theirs)
+
+
+def _difference(name: Any, what: str, line: str, **more: Any) -> Difference:
+    return {"name": plain(name), "difference": what, **more}, line
 
 
 def _described(
@@ -65,20 +112,16 @@ def _described(
     """Compare the entries of the indices."""
     name = file.reader.name(number)
     if same is None:
-        line = f"only in {file.shown}: {text(name)}"
-        return {"name": plain(name), "difference": "only_in_file"}, line
+        return _difference(name, "only_in_file", f"only in {file.shown}: {text(name)}")
     mine, theirs = file.reader.describe(number)[:2], other.reader.describe(same)[:2]
     if mine != theirs:
-        sides = {
-            side: {"dtype": dtype, "shape": shape}
-            for side, (dtype, shape) in (("file", mine), ("other", theirs))
-        }
         line = f"{text(name)}: {mine[0]} {mine[1]} and {theirs[0]} {theirs[1]}"
-        return {"name": plain(name), "difference": "type", **sides}, line
+        sides = [dict(zip(("dtype", "shape"), one, strict=True)) for one in (mine, theirs)]
+        return _difference(name, "type", line, file=sides[0], other=sides[1])
     if file.is_meta(number) != other.is_meta(same):
-        which = "other" if file.is_meta(number) else "file"
-        line = f"{text(name)}: only {(other if which == 'other' else file).shown} has data"
-        return {"name": plain(name), "difference": "only_one_has_data", "has_data": which}, line
+        which, one = ("other", other) if file.is_meta(number) else ("file", file)
+        line = f"{text(name)}: only {one.shown} has data"
+        return _difference(name, "only_one_has_data", line, has_data=which)
     return None
 
 
@@ -98,8 +141,8 @@ def _of_data(
                 yield from _of_data(file, other, [pair], copied)
         else:
             name = file.reader.name(pairs[0][0])
-            found = {"name": plain(name), "difference": "damage", "message": str(error)}
-            yield pairs[0][0], (found, f"{text(name)}: {error}")
+            line = f"{text(name)}: {error}"
+            yield pairs[0][0], _difference(name, "damage", line, message=str(error))
         return
     for (number, _), *both in zip(pairs, mine, theirs, strict=True):
         plain_ones = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in both)
@@ -110,18 +153,4 @@ def _of_data(
             name = file.reader.name(number)
             differ = "differs" if count == 1 else "differ"
             line = f"{text(name)}: {count:,} of {plural(total, 'byte')} {differ}"
-            what = {"name": plain(name), "difference": "data", "bytes": count, "of": total}
-            yield number, (what, line)
-
-
-def _of_metadata(file: BatchedFile, other: BatchedFile) -> Iterator[Difference]:
-    mine, theirs = file.metadata, other.metadata
-    for name in {**mine, **theirs}:
-        one, two = mine.get(name), theirs.get(name)
-        if one == two:
-            continue
-        if one is None or two is None:
-            line = f"only in {(other if one is None else file).shown}: metadata {name!r}"
-        else:
-            line = f"metadata {name!r}: {brief(one)!r} and {brief(two)!r}"
-        yield {"name": name, "difference": "metadata", "file": one, "other": two}, line
+            yield number, _difference(name, "data", line, bytes=count, of=total)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import tempfile
 import time
 from typing import Any
 
@@ -16,65 +18,47 @@ from tensorizer import (
 )
 from tensorizer._native import local_path, minimum_save_memory
 from tensorizer.file.file_writer import FileWriter
+from tensorizer.file.to_redis import copy_to_redis
 from tensorizer.file.to_safetensors import is_safetensors_target, save_safetensors
 from tensorizer.streams.addresses import is_address
 
-from . import keys, redis_target, targets
-from .checkpoint import open_file
-from .compare import DAMAGES, differences
-from .file import BatchedFile
+from . import keys, targets
+from .compare import differences
+from .file import DAMAGES, BatchedFile, open_file
 from .file_description import plain, size, text
-from .output import Report, plural, without_password
-from .progress import ProgressBar
+from .output import Report, copy_to_output, plural, without_password
+from .progress import Progress
 
 _ALIGNMENT = 64
 _DIFFERENT = 1
 #: The most names in a message.
 _SHOWN = 4
+#: The name of what each command has done.
+_DONE = {"cp": "copied", "encrypt": "encrypted", "decrypt": "decrypted", "rekey": "encrypted anew"}
 
 
-def cp(options: argparse.Namespace) -> int:
+def copy(options: argparse.Namespace) -> int:
     """Copy a file, or what a model has beside its weights."""
-    if options.no_weights:
+    command = options.command
+    if command == "cp" and options.no_weights:
         from . import without_weights
 
         return without_weights.copy(options)
-    return _run(options, keys.decryption(options), None, "copied")
-
-
-def encrypt(options: argparse.Namespace) -> int:
-    """Copy a file, encrypted."""
-    hint = "use rekey, which takes its key and the new one"
-    return _run(options, None, keys.encryption(options), "encrypted", hint)
-
-
-def decrypt(options: argparse.Namespace) -> int:
-    """Copy an encrypted file as plain data."""
-    return _run(options, keys.needed_decryption(options), None, "decrypted")
-
-
-def rekey(options: argparse.Namespace) -> int:
-    """Copy an encrypted file under another key."""
-    encryption = keys.encryption(options, "new-")
-    return _run(options, keys.decryption(options), encryption, "encrypted anew")
-
-
-def _run(
-    options: argparse.Namespace,
-    params: DecryptionParams | None,
-    encryption: EncryptionParams | None,
-    done: str,
-    *hint: str,
-) -> int:
+    prefix = {"encrypt": "", "rekey": "new-"}.get(command)
+    encryption = None if prefix is None else keys.encryption(options, prefix)
+    params = None
+    if command != "encrypt":
+        params = keys.decryption(options, needed=command == "decrypt")
     report = Report(options)
     begun = time.monotonic()
-    options.target = targets.resolve(options)
-    if options.max_shard_size is not None and not is_safetensors_target(options.target, None):
+    target = targets.resolve(options)
+    loads_all = is_safetensors_target(target, None)
+    if options.max_shard_size is not None and not loads_all:
         raise ValueError("--max-shard-size is for targets that end with .safetensors")
-    loads_all = is_safetensors_target(options.target, None)
-    limit = options.memory_limit
-    with open_file(options.file, params, options.readers, loads_all, limit) as source:
-        source.check_key(*hint)
+    with open_file(options.file, options, params, mmap=loads_all) as source:
+        if command == "encrypt":
+            source.check_key("use rekey, which takes its key and the new one")
+        source.check_key()
         source.refuse_unreached(options.skip_objects)
         if options.verify and not source.reader.seekable:
             raise ValueError(
@@ -84,55 +68,51 @@ def _run(
             _verify_hub_checksum(source)
         if options.drop_metadata:
             source.metadata = {}
-        if encryption is not None and not options.clear_metadata:
-            _refuse_clear_metadata(source)
-        if options.target == targets.STREAM:
-            with targets.standard_output() as file:
-                _copy(source, file, encryption, options)
-        elif not redis_target.is_redis_address(options.target):
-            # Of shards the index is what is read again.
-            options.target = _copy(source, options.target, encryption, options)
-        elif _can_store_unchanged(source, params, encryption, options):
-            redis_target.store(source, options.target)
-        else:
-            with redis_target.converted_file(options.target, limit) as file:
-                _copy(source, file, encryption, options)
+        in_clear = encryption is not None and not options.clear_metadata
+        if in_clear and source.metadata and not source.reader.encrypted:
+            raise ValueError(
+                f"{source.shown} has metadata, which are not encrypted in an encrypted file: "
+                "--clear-metadata copies them unencrypted, --drop-metadata leaves them out"
+            )
+        made = _Copy(source, encryption, options)
+        # Of shards the index is what is read again.
+        target = made.store(target, is_decrypted=params is not None)
         seconds = time.monotonic() - begun
-        found = _differences_of_copy(source, encryption, options, report) if options.verify else []
+        shown = "the standard output" if target == targets.STREAM else without_password(target)
+        found = made.differences(target, report) if options.verify else []
     rate = source.total / max(seconds, 1e-6)
-    target = without_password(options.target)
-    if target == targets.STREAM:
-        target = "the standard output"
     report.done(
-        f"{done}: {plural(len(source), 'tensor')}, {size(source.total)} in {seconds:.2f} s, "
-        f"{size(rate)}/s, to {target}"
+        f"{_DONE[command]}: {plural(len(source), 'tensor')}, {size(source.total)} in "
+        f"{seconds:.2f} s, {size(rate)}/s, to {shown}"
     )
     if source.left_out:
         names = ", ".join(source.left_out[:_SHOWN]) + (", ..." * (len(source.left_out) > _SHOWN))
         report.done(f"left out (not tensors): {plural(len(source.left_out), 'object')} ({names})")
     for line in source.unreached:
         report.done(f"left out: {line}")
-    without_data = [source.reader.name(number) for number in source.without_data()]
+    without_data = source.without_data()
     for name in without_data:
         report.done(f"{text(name)} has no data, as in {source.shown}")
     if options.verify:
         report.done(
-            f"{plural(len(found), 'difference')} between {source.shown} and {target}"
+            f"{plural(len(found), 'difference')} between {source.shown} and {shown}"
             if found
-            else f"verified: {target} has the same tensors and metadata"
+            else f"verified: {shown} has the same tensors and metadata"
         )
-    checked = {"verified": not found, "differences": found} if options.verify else {}
     report.result(
         file=source.shown,
-        target=target,
+        target=shown,
         tensors=len(source),
         bytes=source.total,
         seconds=round(seconds, 6),
         bytes_per_second=round(rate),
         without_data=[plain(name) for name in without_data],
-        **checked,
+        **({"verified": not found, "differences": found} if options.verify else {}),
     )
     return _DIFFERENT if found else 0
+
+
+cp = encrypt = decrypt = rekey = copy
 
 
 def _verify_hub_checksum(source: BatchedFile) -> None:
@@ -146,137 +126,118 @@ def _verify_hub_checksum(source: BatchedFile) -> None:
         return
 
 
-def _refuse_clear_metadata(source: BatchedFile) -> None:
-    """Refuse to encrypt a file with metadata, unless the file is encrypted already."""
-    if source.metadata and not source.reader.encrypted:
-        raise ValueError(
-            f"{source.shown} has metadata, which are not encrypted in an encrypted file: "
-            "--clear-metadata copies them unencrypted, --drop-metadata leaves them out"
-        )
+class _Copy:
+    """A copy of a file, perhaps encrypted."""
 
+    def __init__(
+        self,
+        source: BatchedFile,
+        encryption: EncryptionParams | None,
+        options: argparse.Namespace,
+    ) -> None:
+        self._source, self._encryption, self._options = source, encryption, options
 
-def _differences_of_copy(
-    source: BatchedFile,
-    encryption: EncryptionParams | None,
-    options: argparse.Namespace,
-    report: Report,
-) -> list[dict[str, Any]]:
-    """Read the copy again from its target, and return the differences."""
-    params = None
-    if encryption is not None:
-        params = DecryptionParams.from_key(encryption.key, require_manifest=options.manifest)
-    all_found: list[dict[str, Any]] = []
-    try:
-        with (
-            BatchedFile(
-                options.target, params, options.readers, memory_limit=source.memory_limit
-            ) as copy,
-            ProgressBar(source.total, options) as progress,
-        ):
-            for found, line in differences(source, copy, progress, copied=True):
-                report.finding(line)
-                all_found.append(found)
-    except DAMAGES as error:
-        report.finding(str(error))
-        all_found.append({"name": None, "difference": "damage", "message": str(error)})
-    return all_found
+    def store(self, target: str, is_decrypted: bool) -> Any:
+        """Write the copy; return where it is read again from.
 
+        The standard output and Redis get the copy of a file without a name, which vanishes with
+        this process: the index comes before the tensors, and keys contain positions, but both are
+        known only when all tensors are written.
+        """
+        if target == targets.STREAM:
+            with tempfile.TemporaryFile() as file:
+                self._write(file.fileno())
+                file.seek(0)
+                copy_to_output(file)
+        elif targets.is_redis_address(target):
+            source, options = self._source, self._options
+            unchanged = self._encryption is None and options.alignment is None
+            unchanged = unchanged and not is_decrypted and not options.drop_metadata
+            with targets.redis_server(target) as server, contextlib.ExitStack() as opened:
+                if not unchanged or source.reader.format != "tensors":
+                    file = opened.enter_context(tempfile.TemporaryFile())
+                    self._write(file.fileno())
+                    source = BatchedFile(file.fileno(), memory_limit=options.memory_limit)
+                    opened.enter_context(source)
+                every, limit = range(len(source)), source.memory_limit
+                copy_to_redis(source.reader, every, *server, force=True, memory_limit=limit)
+        else:
+            return self._write(target)
+        return target
 
-def _can_store_unchanged(
-    source: BatchedFile,
-    params: DecryptionParams | None,
-    encryption: EncryptionParams | None,
-    options: argparse.Namespace,
-) -> bool:
-    """Tell whether a server is to store the bytes of the file unchanged."""
-    same = params is None and encryption is None and options.alignment is None
-    same = same and not options.drop_metadata
-    return same and source.reader.format == "tensors"
-
-
-def _copy(
-    source: BatchedFile,
-    target: str | int,
-    encryption: EncryptionParams | None,
-    options: argparse.Namespace,
-) -> Any:
-    """Write the copy; return where it is read again from."""
-    if is_safetensors_target(target, None):
-        return _to_safetensors(source, target, encryption, options)
-    if not len(source):
-        raise FormatError(f"{source.shown} holds no tensors, and a .tensors file has at least one")
-    limit, min_memory = source.memory_limit, _min_save_memory(target, encryption)
-    if options.verify and limit is not None:
-        # Once it is written, tensors of the copy are held too.
-        min_memory = max(min_memory, source.largest + source.min_memory)
-    most, beside = source.reserve_memory(min_memory)
-    kept = 0 if limit is None else limit - beside
-    with (
-        FileWriter(
-            target,
-            encryption=encryption,
-            alignment=options.alignment or _ALIGNMENT,
-            metadata=source.metadata,
-            clear_metadata=True,
-            memory_limit=limit,
-            reserved_memory=kept,
-            allow_meta=True,
-        ) as writer,
-        ProgressBar(source.total, options) as progress,
-    ):
-        identity = source.reader.pair_id
-        if identity is not None:
-            # A copy is as good a storage file of a saved object.
-            writer.set_pair_id(identity)
-        for batch in source.batches(most):
-            tensors, modules = source.load(batch, _hashes(source, options))
-            writer.write(
-                [source.reader.name(n) for n in batch],
-                [TensorType(source.kinds[n]) for n in batch],
-                modules,
-                tensors,
-            )
-            # Freed here, not while the next ones are loaded.
-            del tensors
-            progress.add(source.size(batch))
-    return target
-
-
-def _hashes(source: BatchedFile, options: argparse.Namespace) -> str:
-    """Return which hashes of the source are compared: a copy has new ones, also of damaged data.
-
-    The CRC-32 finds damage and costs next to nothing; ``--verify`` compares all.
-    """
-    if source.reader.format not in ("tensors", "checkpoint"):
-        return "nothing"
-    return "all" if options.verify else "crc32"
-
-
-def _min_save_memory(target: str | int, encryption: EncryptionParams | None) -> int:
-    """Return the smallest memory limit with which the copy can be written."""
-    uploads = isinstance(target, str) and is_address(target) and local_path(target) is None
-    return minimum_save_memory(uploads, encryption is not None)
-
-
-def _to_safetensors(
-    source: BatchedFile,
-    target: str | int,
-    encryption: EncryptionParams | None,
-    options: argparse.Namespace,
-) -> Any:
-    """Write all tensors at once, because the header of that format comes first."""
-    if encryption is not None or options.alignment is not None:
-        raise ValueError("safetensors files are neither encrypted nor aligned")
-    rest = source.reserve_memory_for_all(_min_save_memory(target, None))
-    with ProgressBar(source.total, options) as progress:
-        tensors, _ = source.load(list(range(len(source))), _hashes(source, options))
+    def _write(self, target: str | int) -> Any:
+        """Write a file; return where it is read again from."""
+        source, options = self._source, self._options
+        uploads = isinstance(target, str) and is_address(target) and local_path(target) is None
+        # A copy has new hashes, also of damaged data; the CRC-32 finds that, and costs little.
+        verify = "all" if options.verify else "crc32"
+        if source.reader.format not in ("tensors", "checkpoint"):
+            verify = "nothing"
         names = [source.reader.name(n) for n in range(len(source))]
-        written = save_safetensors(
-            dict(zip(names, tensors, strict=True)),
-            target,
-            options.max_shard_size,
-            metadata=source.metadata or None,
-            memory_limit=rest,
-        )
-        progress.add(source.total)
-    return written
+        min_memory = minimum_save_memory(uploads, self._encryption is not None)
+        with Progress(options) as progress:
+            progress.total = source.total
+            if is_safetensors_target(target, None):
+                if self._encryption is not None or options.alignment is not None:
+                    raise ValueError("safetensors files are neither encrypted nor aligned")
+                # All at once, because the header of that format comes first.
+                rest = source.reserve_memory_for_all(min_memory)
+                tensors, _ = source.load(list(range(len(source))), verify)
+                return save_safetensors(
+                    dict(zip(names, tensors, strict=True)),
+                    target,
+                    metadata=source.metadata or None,
+                    max_shard_size=options.max_shard_size,
+                    progress=progress,
+                    memory_limit=rest,
+                )
+            if not names:
+                raise FormatError(
+                    f"{source.shown} holds no tensors, and a .tensors file has at least one"
+                )
+            limit = source.memory_limit
+            if options.verify and limit is not None:
+                # Once it is written, tensors of the copy are held too.
+                min_memory = max(min_memory, source.largest + source.file.min_memory())
+            most, beside = source.reserve_memory(min_memory)
+            with FileWriter(
+                target,
+                encryption=self._encryption,
+                alignment=options.alignment or _ALIGNMENT,
+                metadata=source.metadata,
+                clear_metadata=True,
+                memory_limit=limit,
+                reserved_memory=0 if limit is None else limit - beside,
+                allow_meta=True,
+                progress=progress,
+            ) as writer:
+                if source.reader.pair_id is not None:
+                    # A copy is as good a storage file of a saved object.
+                    writer.set_pair_id(source.reader.pair_id)
+                for batch in source.batches(most):
+                    tensors, modules = source.load(batch, verify)
+                    kinds = [TensorType(source.kinds[n]) for n in batch]
+                    writer.write([names[n] for n in batch], kinds, modules, tensors)
+                    # Freed here, not while the next ones are loaded.
+                    del tensors
+        return target
+
+    def differences(self, target: str, report: Report) -> list[dict[str, Any]]:
+        """Read the copy again from its target, and return the differences."""
+        source, options, params = self._source, self._options, None
+        if self._encryption is not None:
+            key, sealed = self._encryption.key, options.manifest
+            params = DecryptionParams.from_key(key, require_manifest=sealed)
+        found: list[dict[str, Any]] = []
+        try:
+            with (
+                Progress(options) as progress,
+                open_file(target, options, params, progress=progress) as copy,
+            ):
+                for difference, line in differences(source, copy, copied=True):
+                    report.line(line)
+                    found.append(difference)
+        except DAMAGES as error:
+            report.line(str(error))
+            found.append({"name": None, "difference": "damage", "message": str(error)})
+        return found

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import stat
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import native
 from .output import plural, without_password
 
 if TYPE_CHECKING:
-    from tensorizer._native import Reader
     from tensorizer._types import Head, Name
 
 
 #: The file that makes a folder a checkpoint of many ranks. `tensorizer.distributed` names it too,
 #: but takes long to import.
 CHECKPOINT = "checkpoint.json"
+_File = TypeVar("_File", bound="FileDescription")
 
 
 class FileDescription:
@@ -42,18 +43,19 @@ class FileDescription:
         self.memory_lens: list[int] = reader.memory_lens(range(len(reader)))
         self.data_lens: list[int] = reader.data_lens()
         self.total: int = sum(self.data_lens)
+        #: Bytes of the largest tensor.
+        self.largest: int = max(self.data_lens, default=0)
         #: The names of objects that are no tensors.
         self.left_out: list[str] = []
         #: Descriptions of the tensors of a checkpoint of ``torch.save`` that no name reaches.
         self.unreached: list[str] = []
 
     @property
-    def first(self) -> Reader | None:
-        """The reader of the file, or of the first of several that are read together."""
-        found: Reader = self.reader
-        return found
+    def first(self) -> Any:
+        """The reader of the file, or of the first of several; None if there are none."""
+        return self.reader
 
-    def __enter__(self) -> FileDescription:
+    def __enter__(self: _File) -> _File:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,16 +86,14 @@ def open_without_torch(file: str, with_heads: bool) -> FileDescription | None:
         return None
     if path is not None and not _is_readable_twice(path):
         return None
+    has_heads = with_heads and path is None
     options = {"model": True} if path is None else {"path": True}
-    source = core.open(file if path is None else path, options)
-    try:
-        reader = core.Reader(source, keep_heads=with_heads and path is None)
-    finally:
-        source.close()
+    with contextlib.closing(core.open(file if path is None else path, options)) as source:
+        reader = core.Reader(source, keep_heads=has_heads)
     if reader.format == "torch":
         reader.close()
         return None
-    return FileDescription(file, reader, reader.heads() if with_heads and path is None else ())
+    return FileDescription(file, reader, reader.heads() if has_heads else ())
 
 
 def refuse_missing(options: argparse.Namespace) -> None:
@@ -112,13 +112,18 @@ def refuse_missing(options: argparse.Namespace) -> None:
 
 def _is_readable_twice(path: str) -> bool:
     """Tell whether it is a file or a model's folder, or is missing, which is an error later."""
-    try:
-        about = Path(path).stat()
-    except (OSError, ValueError):
-        return True
-    if stat.S_ISDIR(about.st_mode):
+    about = status(path)
+    if about is not None and stat.S_ISDIR(about.st_mode):
         return not (Path(path) / CHECKPOINT).exists()
-    return stat.S_ISREG(about.st_mode)
+    return about is None or stat.S_ISREG(about.st_mode)
+
+
+def status(path: str) -> os.stat_result | None:
+    """Return the status of a path; None if it is missing or cannot be looked at."""
+    try:
+        return Path(path).stat()
+    except (OSError, ValueError):
+        return None
 
 
 def is_address(file: str) -> bool:

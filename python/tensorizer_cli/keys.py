@@ -17,23 +17,31 @@ _MOST_BYTES = 4096
 _PROMPTS = {"": "Passphrase: ", "new-": "New passphrase: ", "other-": "Passphrase of the other: "}
 
 
-def _value(options: argparse.Namespace, option: str) -> str | bool | None:
-    value: str | bool | None = getattr(options, option.replace("-", "_"))
-    return value
+def _secret(options: argparse.Namespace, prefix: str, missing: str) -> tuple[bool, bytes] | None:
+    """Return True and a key, or False and a passphrase; None if neither is given.
 
+    Raises:
+        ValueError: None is given, and ``missing``, the beginning of the message, is not empty.
 
-def _secret(options: argparse.Namespace, prefix: str) -> tuple[bool, bytes] | None:
-    """Return True and a key, or False and a passphrase; None if neither is given."""
-    named = [what for what in SECRETS if _value(options, prefix + what)]
+    """
+    given = {
+        f"--{prefix}{what}": getattr(options, f"{prefix}{what}".replace("-", "_"))
+        for what in SECRETS
+    }
+    named = [option for option, value in given.items() if value]
+    if not named and missing:
+        raise ValueError(f"{missing} one of {', '.join(given)}")
     if not named:
         return None
     if len(named) > 1:
-        raise ValueError(f"give only one of {_names(prefix, named)}")
-    what = named[0]
-    place = str(_value(options, prefix + what))
-    if what == "prompt":
-        return False, _asked(_PROMPTS[prefix])
-    if what.endswith("env"):
+        raise ValueError(f"give only one of {', '.join(named)}")
+    option, place = named[0], str(given[named[0]])
+    if option.endswith("prompt"):
+        try:
+            return False, getpass.getpass(_PROMPTS[prefix]).encode()
+        except EOFError:
+            raise ValueError("no passphrase was given at the prompt") from None
+    if option.endswith("env"):
         if place not in os.environ:
             raise ValueError(f"the environment variable {place} is not set")
         data = os.environb[os.fsencode(place)]
@@ -41,52 +49,29 @@ def _secret(options: argparse.Namespace, prefix: str) -> tuple[bool, bytes] | No
         with Path(place).open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise ValueError(
-                f"--{prefix}{what} {place}: expected a file of at most {_MOST_BYTES} bytes"
-            )
-    if what.startswith("passphrase"):
+            raise ValueError(f"{option} {place}: expected a file of at most {_MOST_BYTES} bytes")
+    if "passphrase" in option:
         return False, data.rstrip(b"\r\n")
-    return True, key_of(data, f"--{prefix}{what} {place}")
+    return True, key_of(data, f"{option} {place}")
 
 
-def _names(prefix: str, whats: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(f"--{prefix}{what}" for what in whats)
-
-
-def _asked(label: str) -> bytes:
-    try:
-        return getpass.getpass(label).encode()
-    except EOFError:
-        raise ValueError("no passphrase was given at the prompt") from None
-
-
-def decryption(options: argparse.Namespace, prefix: str = "") -> DecryptionParams | None:
+def decryption(
+    options: argparse.Namespace, prefix: str = "", *, needed: bool = False
+) -> DecryptionParams | None:
     """Return the parameters to decrypt a file with; None if no key is given.
 
     Raises:
-        ValueError: Files without a seal are to be refused, and no key is given.
+        ValueError: No key is given, and it is needed, or files without a seal are to be refused.
 
     """
-    secret = _secret(options, prefix)
+    missing = "the key to decrypt with is missing: give" if needed else ""
+    if options.require_manifest and not prefix:
+        missing = "--require-manifest needs"
+    secret = _secret(options, prefix, missing)
     if secret is None:
-        if options.require_manifest and not prefix:
-            raise ValueError(f"--require-manifest needs one of {_names(prefix, SECRETS)}")
         return None
     make = DecryptionParams.from_key if secret[0] else DecryptionParams.from_string
     return make(secret[1], require_manifest=options.require_manifest)
-
-
-def needed_decryption(options: argparse.Namespace) -> DecryptionParams:
-    """Return the parameters to decrypt a file with, for which a key is required.
-
-    Raises:
-        ValueError: No key is given.
-
-    """
-    params = decryption(options)
-    if params is None:
-        raise ValueError(f"the key to decrypt with is missing: give one of {_names('', SECRETS)}")
-    return params
 
 
 def encryption(options: argparse.Namespace, prefix: str = "") -> EncryptionParams:
@@ -96,10 +81,7 @@ def encryption(options: argparse.Namespace, prefix: str = "") -> EncryptionParam
         ValueError: No key is given.
 
     """
-    secret = _secret(options, prefix)
-    if secret is None:
-        raise ValueError(
-            f"the key to encrypt with is missing: give one of {_names(prefix, SECRETS)}"
-        )
+    secret = _secret(options, prefix, "the key to encrypt with is missing: give")
+    assert secret is not None
     make = EncryptionParams if secret[0] else EncryptionParams.from_string
     return make(secret[1], manifest=options.manifest)

@@ -15,13 +15,15 @@ from tensorizer.file.arguments import resolve_device
 from tensorizer.streams.addresses import is_address
 
 from . import keys
-from .advice import LoadFigures, advice
-from .checkpoint import open_file, prepare
+from .advice import advice, limit
+from .file import open_file, prepare
 from .file_description import size
 from .output import Report, plural, without_password
-from .progress import ProgressBar
+from .progress import Progress
 
 _PAGE = 4096
+#: Bytes of a block, in which the system counts what was read from disks for a process.
+_BLOCK = 512
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 #: The stages that move bytes at the same time, in the order in which a byte passes them.
 _STAGES = ("read", "first touch", "decrypt", "hash", "memory", "copy")
@@ -35,120 +37,109 @@ _MEANINGS = {
 }
 
 
-def run(options: argparse.Namespace) -> int:
+def load(options: argparse.Namespace) -> int:
     """Load every byte of a file, and report."""
     report = Report(options)
-    shown = without_password(options.file)
     time_first_touch(True)
     try:
-        figures, file = _measured(options)
+        figures = _measured(options)
     finally:
         time_first_touch(False)
-    shares = {name: part / figures.whole for name, part in figures.seconds.items()}
-    rate = figures.bytes / figures.whole
-    said = advice(figures)
-    report.finding(
-        f"{plural(file['tensors'], 'tensor')}, {size(figures.bytes)} in {figures.whole:.3f} s, "
-        f"{rate / 1e9:.2f} GB/s, to {figures.device}"
+    seconds, source = figures["seconds"], figures["source"]
+    report.line(
+        f"{plural(figures['tensors'], 'tensor')}, {size(figures['bytes'])} in {seconds:.3f} s, "
+        f"{figures['bytes'] / seconds / 1e9:.2f} GB/s, to {figures['device']}"
     )
-    report.finding(f"path  {figures.path}")
-    for name, share in shares.items():
-        if name == "first touch":
-            meaning = f"new memory from the system: {figures.faults:,} page faults"
-        else:
-            meaning = _MEANINGS.get(name, f"reading: {figures.source}")
-        report.finding(
-            f"{name.ljust(11)}  {figures.seconds[name]:>9.3f} s  {share:>6.1%}  {meaning}"
-        )
-    for fallback in figures.fallbacks:
-        report.finding(f"slower way  {fallback}")
-    report.finding(f"limit  {figures.limit}: {said}")
+    report.line(f"path  {figures['path']}")
+    faults = f"new memory from the system: {figures['page_faults']:,} page faults"
+    meanings = {**_MEANINGS, "read": f"reading: {source}", "first touch": faults}
+    for name, part in figures["stages"].items():
+        report.line(f"{name:<11}  {part:>9.3f} s  {part / seconds:>6.1%}  {meanings[name]}")
+    report.lines(f"slower way  {fallback}" for fallback in figures["fallbacks"])
+    report.line(f"limit  {figures['limit']}: {figures['advice']}")
     report.result(
-        file=shown,
-        **file,
-        bytes=figures.bytes,
-        device=figures.device,
-        seconds=round(figures.whole, 6),
-        bytes_per_second=round(rate),
-        path=figures.path,
-        source=figures.source,
-        connections=figures.connections,
-        connections_at_most=figures.most,
-        stages={name: round(part, 6) for name, part in figures.seconds.items()},
-        shares={name: round(share, 4) for name, share in shares.items()},
-        page_faults=figures.faults,
-        limit=figures.limit,
-        advice=said,
-        fallbacks=figures.fallbacks,
+        **figures
+        | {
+            "seconds": round(seconds, 6),
+            "stages": {name: round(part, 6) for name, part in figures["stages"].items()},
+        }
     )
     return 0
 
 
-def _measured(options: argparse.Namespace) -> tuple[LoadFigures, dict[str, Any]]:
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    """Load a file; return the fields for JSON, of which seconds are not rounded yet."""
     device = resolve_device(options.device)
     # Only tensors that stay in host memory are mapped.
     mapped = options.mmap and device.type == "cpu"
     prepare(options.file, options.mmap)
-    before = (stats() or {"call": 0})["call"]
-    from_disk = _from_disk()
+    before, used, bar = (stats() or {"call": 0})["call"], _usage(), Progress(options)
     begun = time.perf_counter()
-    with open_file(
-        options.file,
-        keys.decryption(options),
-        options.readers,
-        options.mmap,
-        options.memory_limit,
-    ) as file:
+    with (
+        bar as progress,
+        open_file(
+            options.file, options, keys.decryption(options), progress=progress, mmap=options.mmap
+        ) as file,
+    ):
         file.check_key()
-        opened, total = time.perf_counter() - begun, file.total
-        faults = _page_faults()
-        with ProgressBar(total, options) as progress:
-            tensors = file.load_all(device, options.verify)
+        opened = time.perf_counter() - begun
+        faults = _usage().ru_minflt
+        tensors = file.load_all(device, options.verify)
+        touched = time.perf_counter()
+        faults = _usage().ru_minflt - faults
+        if mapped:
             # Mapped bytes are read when they are touched.
-            touched = time.perf_counter()
-            faults = _page_faults() - faults
-            if mapped:
-                for tensor in tensors:
-                    plain = tensor.resolve_conj().resolve_neg().contiguous()
-                    plain.reshape(-1).view(torch.uint8)[::_PAGE].sum()
-            elif device.type == "cuda":
-                torch.cuda.synchronize(device)
-            touched = time.perf_counter() - touched
-            progress.add(total)
-        whole = time.perf_counter() - begun
-        from_disk = _from_disk() - from_disk
+            for tensor in tensors:
+                plain = tensor.resolve_conj().resolve_neg().contiguous()
+                plain.reshape(-1).view(torch.uint8)[::_PAGE].sum()
+        elif device.type == "cuda":
+            torch.cuda.synchronize(device)
+        ended = time.perf_counter()
+        from_disk = (_usage().ru_inblock - used.ru_inblock) * _BLOCK
         calls = stats(since=before)
-        facts = {
-            "format": file.reader.format,
-            "encrypted": file.reader.encrypted,
-            "tensors": len(file),
-        }
         local, parallel = (file.is_local, file.first.parallel) if file.first else (True, False)
+    whole = ended - begun
     threads = max((call["threads"] for call in calls), default=1)
-    seconds = _stages(calls)
-    read = seconds["read"] + seconds["first touch"]
-    key = "read" if mapped else "copy"
-    seconds[key] += touched * max(threads, 1)
-    source = _source(options.file, local, from_disk, total)
+    stages = _stages(calls)
+    read_seconds = stages["read"] + stages["first touch"]
+    stages["read" if mapped else "copy"] += (ended - touched) * max(threads, 1)
+    stages = _of_whole(stages, calls, opened, whole)
+    source = "disk" if from_disk * 2 > file.total else "page cache"
+    source = source if local else "network"
     names = {call["reading"] for call in calls} - {""}
-    figures = LoadFigures(
-        bytes=total,
-        whole=whole,
-        seconds=_of_whole(seconds, calls, opened, whole),
-        read_seconds=read,
-        source=source,
-        path=_path(options.file, source, threads if parallel else 0, names, mapped),
-        connections=threads,
-        most=max((call["most_threads"] for call in calls), default=1),
+    figures: dict[str, Any] = {
+        "file": without_password(options.file),
+        "format": file.reader.format,
+        "encrypted": file.reader.encrypted,
+        "tensors": len(file),
+        "bytes": file.total,
+        "device": ", ".join(dict.fromkeys(call["device"] for call in calls)) or str(device),
+        "seconds": whole,
+        "bytes_per_second": round(file.total / whole),
+        "path": _path(options.file, source, threads if parallel else 0, names, mapped),
+        "source": source,
+        "connections": threads,
+        "connections_at_most": max((call["most_threads"] for call in calls), default=1),
+        "stages": stages,
+        "shares": {name: round(part / whole, 4) for name, part in stages.items()},
+        "page_faults": faults,
+    }
+    figures["limit"] = limit(figures)
+    figures["advice"] = advice(
+        figures,
+        read_seconds=read_seconds,
         chosen=options.readers is not None,
-        device=", ".join(dict.fromkeys(call["device"] for call in calls)) or str(device),
-        fallbacks=list(dict.fromkeys(why for call in calls for why in call["fallbacks"])),
-        faults=faults,
         mapped=mapped,
         bypasses_cache=any(name.startswith("direct reads") for name in names),
         huge_pages=_huge_pages(),
     )
-    return figures, facts
+    figures["fallbacks"] = list(dict.fromkeys(why for call in calls for why in call["fallbacks"]))
+    return figures
+
+
+def _usage() -> resource.struct_rusage:
+    """Return what this process has used: page faults that needed no disk, and blocks of disks."""
+    return resource.getrusage(resource.RUSAGE_SELF)
 
 
 def _stages(calls: list[dict[str, Any]]) -> dict[str, float]:
@@ -157,11 +148,6 @@ def _stages(calls: list[dict[str, Any]]) -> dict[str, float]:
     # The first touch is timed as a part of reading.
     found["read"] -= found["first touch"]
     return found
-
-
-def _page_faults() -> int:
-    """Return the page faults of this process so far that needed no disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _of_whole(
@@ -175,15 +161,6 @@ def _of_whole(
     return {"open": opened, "plan": planned, **shares}
 
 
-def _from_disk() -> int:
-    """Return the bytes that were read from disks for this process."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
-
-
 def _huge_pages() -> bool:
     """Tell whether the system gives huge pages to memory that requests them."""
     try:
@@ -192,18 +169,11 @@ def _huge_pages() -> bool:
         return True
 
 
-def _source(file: str, local: bool, from_disk: int, total: int) -> str:
-    if not local:
-        return "network"
-    return "disk" if from_disk * 2 > total else "page cache"
-
-
 def _path(file: str, source: str, threads: int, names: set[str], mapped: bool) -> str:
     """Return the path that the bytes took; no threads mean that they came front to back."""
     if source == "network":
-        if threads == 0:
-            return "front to back over 1 connection"
-        return f"ranges over {plural(threads, 'connection')}"
+        ranges = f"ranges over {plural(threads, 'connection')}"
+        return ranges if threads else "front to back over 1 connection"
     if threads == 0:
         return "a local stream, front to back"
     where = "the cache of servers' files" if is_address(file) else "a local file"

@@ -2,97 +2,80 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import Any
 
-from .file_facts import TensorFacts, Totals
-
-if TYPE_CHECKING:
-    from tensorizer._types import Name
-
-#: The name of a module, as the steps to it.
-Path = tuple[str, ...]
+from .facts import totals
 
 
-@dataclass
-class ModuleTotals:
-    """A module: its totals, with those of modules below it, and its children down to a depth."""
+class Module:
+    """A module: its tensors, with those of modules below it, and its children down to a depth."""
 
-    path: Path
-    totals: Totals = field(default_factory=Totals)
-    below: dict[str, ModuleTotals] = field(default_factory=dict)
+    def __init__(self, path: tuple[str, ...]) -> None:
+        self.path = path
+        self.tensors: list[dict[str, Any]] = []
+        self.below: dict[str, Module] = {}
 
-    def has_same_contents(self, other: ModuleTotals) -> bool:
-        """Return True if two modules have the same totals and children, as layers of a model do."""
-        return (
-            self.totals == other.totals
-            and self.below.keys() == other.below.keys()
-            and all(one.has_same_contents(other.below[step]) for step, one in self.below.items())
-        )
+    @cached_property
+    def totals(self) -> dict[str, int]:
+        """The totals of its tensors."""
+        return totals(self.tensors)
+
+    @property
+    def number(self) -> int:
+        """The number that names it; -1 for other names, and for absurdly long ones."""
+        text = self.path[-1]
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+
+    @cached_property
+    def contents(self) -> tuple[Any, ...]:
+        """The totals of it and of its children: equal for the layers of a model."""
+        return self.totals, {step: one.contents for step, one in self.below.items()}
 
 
-def modules(tensors: Iterable[TensorFacts], depth: int) -> ModuleTotals:
+def modules(tensors: Iterable[dict[str, Any]], depth: int) -> Module:
     """Return the root module of all tensors, with the modules below it down to a depth."""
-    root = ModuleTotals(())
+    root = Module(())
     for tensor in tensors:
         at = root
-        at.totals.add(tensor)
-        for step in _steps(tensor.name, depth):
-            at = at.below.setdefault(step, ModuleTotals((*at.path, step)))
-            at.totals.add(tensor)
+        at.tensors.append(tensor)
+        for step in _steps(tensor["name"], depth):
+            at = at.below.setdefault(step, Module((*at.path, step)))
+            at.tensors.append(tensor)
     return root
 
 
-def descendants(module: ModuleTotals) -> Iterator[ModuleTotals]:
+def descendants(module: Module) -> Iterator[Module]:
     """Yield all modules below one, each before those below it."""
     for one in module.below.values():
         yield one
         yield from descendants(one)
 
 
-def rows(module: ModuleTotals, indent: int = 0) -> Iterator[tuple[str, Totals, int]]:
+def rows(module: Module, indent: int = 0) -> Iterator[tuple[str, dict[str, int], int]]:
     """Yield rows: a name, its totals, and the number of equal modules that the row stands for.
 
     Modules with consecutive numbers and the same contents, such as layers, share a row.
     """
     # Some files have their tensors in the order of their names, where 10 comes before 2.
-    siblings = sorted(module.below.values(), key=_order)
-    for group in _groups(siblings):
-        first, last = group[0].path[-1], group[-1].path[-1]
-        name = first if len(group) == 1 else f"{first}-{last}"
-        yield "  " * indent + name, group[0].totals, len(group)
-        yield from rows(group[0], indent + 1)
+    siblings = sorted(module.below.values(), key=lambda one: one.number)
+    for _, group in itertools.groupby(enumerate(siblings), key=_group):
+        alike = [one for _, one in group]
+        names = [one.path[-1] for one in alike]
+        name = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
+        yield "  " * indent + name, alike[0].totals, len(alike)
+        yield from rows(alike[0], indent + 1)
 
 
-def _groups(siblings: list[ModuleTotals]) -> Iterator[list[ModuleTotals]]:
-    group: list[ModuleTotals] = []
-    for one in siblings:
-        if group and not (_follows(group[-1], one) and group[-1].has_same_contents(one)):
-            yield group
-            group = []
-        group.append(one)
-    if group:
-        yield group
+def _group(numbered: tuple[int, Module]) -> tuple[object, ...]:
+    """Return what siblings that share a row have in common, of a module and its place."""
+    place, module = numbered
+    return (None, place) if module.number < 0 else (module.number - place, module.contents)
 
 
-def _follows(one: ModuleTotals, other: ModuleTotals) -> bool:
-    number = _number(one)
-    return number is not None and _number(other) == number + 1
-
-
-def _order(module: ModuleTotals) -> int:
-    number = _number(module)
-    return -1 if number is None else number
-
-
-def _number(module: ModuleTotals) -> int | None:
-    """Return the number that names a module; None for other names, and for absurdly long ones."""
-    text = module.path[-1]
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-def _steps(name: Name, depth: int) -> list[str]:
+def _steps(name: str | list[str | int], depth: int) -> list[str]:
     """Return the steps to the module of a tensor, at most ``depth``."""
     steps: list[str] = []
     for part in (name,) if isinstance(name, str) else name:

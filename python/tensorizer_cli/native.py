@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import re
 import sys
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,17 +38,16 @@ def _alone() -> ModuleType | None:
     if torch is None or not torch.submodule_search_locations:
         return None
     torch_folder = Path(torch.submodule_search_locations[0])
-    # Files of the old package, or another torch: importing the package raises a helpful error.
-    if (package / "_version.py").exists() or not _fits(package, torch_folder):
-        return None
+    path = str(package / "_C.abi3.so")
+    loader = ExtensionFileLoader(_NAME, path)
     try:
+        # Files of the old package, or another torch: importing the package raises a helpful error.
+        if (package / "_version.py").exists() or not _fits(package, torch_folder):
+            return None
         for name in _LIBRARIES:
             ctypes.CDLL(str(torch_folder / "lib" / name))
-        spec = importlib.util.spec_from_file_location(_NAME, package / "_C.abi3.so")
-        if spec is None or spec.loader is None:
-            return None
-        found = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
+        found = importlib.util.module_from_spec(ModuleSpec(_NAME, loader, origin=path))
+        loader.exec_module(found)
     except (OSError, ImportError):
         return None
     sys.modules[_NAME] = found
@@ -56,9 +56,6 @@ def _alone() -> ModuleType | None:
 
 def _fits(package: Path, torch: Path) -> bool:
     """Tell whether the package was built for this torch, by the versions in files of both."""
-    try:
-        built = re.search(r'TORCH_MINOR = "(.+)"', (package / "_build.py").read_text())
-        there = re.search(r"__version__ = '(\d+\.\d+)\.", (torch / "version.py").read_text())
-    except OSError:
-        return False
+    built = re.search(r'TORCH_MINOR = "(.+)"', (package / "_build.py").read_text())
+    there = re.search(r"__version__ = '(\d+\.\d+)\.", (torch / "version.py").read_text())
     return built is not None and there is not None and built[1] == there[1]

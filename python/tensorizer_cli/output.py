@@ -4,20 +4,90 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import re
+import shutil
 import sys
 import warnings
-from collections.abc import Iterator
-from typing import Any, TextIO
-
-from .standard_streams import print_error, print_line
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any, TextIO
 
 #: Control characters, marks that are invisible or turn the direction of text, and surrogates.
 _UNSHOWN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
+#: Codes of the styles of a terminal.
+BOLD, DIM = "1", "2"
+
+
+def open_closed_streams() -> None:
+    """Open ``/dev/null`` for each standard stream that is closed.
+
+    Otherwise the next file that is opened would get its number, and the printed lines.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def print_line(line: str) -> None:
+    """Print a line on the standard output, unless that is closed.
+
+    Raises:
+        OSError: It cannot be written, for example to a full disk. A pipe without a reader is no
+            error: the reader may have seen enough, and the exit status still has to be determined.
+
+    """
+    with contextlib.suppress(BrokenPipeError):
+        _print(line, sys.stdout)
+
+
+def print_error(line: str) -> None:
+    """Print a line on the standard error output; errors in writing it are ignored."""
+    with contextlib.suppress(OSError):
+        _print(line, sys.stderr)
+
+
+def copy_to_output(file: IO[bytes]) -> None:
+    """Write the bytes of a file on the standard output.
+
+    Raises:
+        OSError: They cannot all be written there; also if it is closed, or its reader has gone.
+
+    """
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF), "standard output")
+    with _discarded_after_errors(sys.stdout):
+        shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
+        sys.stdout.flush()
+
+
+def _print(line: str, stream: TextIO | None) -> None:
+    """Print a line, with escapes for characters that the encoding of the stream lacks."""
+    if stream is not None:
+        encoding = stream.encoding or "utf-8"
+        with _discarded_after_errors(stream):
+            text = line.encode(encoding, "backslashreplace").decode(encoding)
+            print(text, file=stream, flush=True)
+
+
+@contextlib.contextmanager
+def _discarded_after_errors(stream: TextIO) -> Iterator[None]:
+    """Redirect a stream to ``/dev/null``, with the content of its buffer, if writing to it fails.
+
+    Otherwise the interpreter would try to write that at its end, and fail with status 120.
+    """
+    try:
+        yield
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def shown(text: str) -> str:
@@ -41,10 +111,25 @@ def brief(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
+def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Return rows whose columns have one width each, aligned to the side of ``<`` or ``>``."""
+    escaped = [[shown(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*escaped, strict=True)]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=False))
+    return [form.format(*row).rstrip() for row in escaped]
+
+
 def as_json(value: Any, indent: int | None = None) -> str:
     """Return a value as JSON without characters that a terminal acts on."""
     # The one control character that JSON does not escape.
     return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
+
+
+def error_line(kind: str, message: str, json_wanted: bool) -> str:
+    """Return the line that reports an error on the standard error output."""
+    if json_wanted:
+        return as_json({"error": {"type": kind, "message": message}})
+    return shown(f"tensorizer: {message}")
 
 
 def report_error(error: BaseException, json_wanted: bool) -> None:
@@ -67,14 +152,7 @@ def _message(error: BaseException) -> str:
 def warnings_reported(json_wanted: bool) -> Iterator[None]:
     """Print warnings on the standard error output, without the line of code that warns."""
 
-    def report_warning(  # noqa: PLR0917 (what Python calls)
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def report_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         text = without_password(str(message))
         if json_wanted:
             print_error(as_json({"warning": {"type": category.__name__, "message": text}}))
@@ -86,72 +164,33 @@ def warnings_reported(json_wanted: bool) -> Iterator[None]:
         yield
 
 
-def error_line(kind: str, message: str, json_wanted: bool) -> str:
-    """Return the line that reports an error on the standard error output."""
-    if json_wanted:
-        return as_json({"error": {"type": kind, "message": message}})
-    return shown(f"tensorizer: {message}")
-
-
-class _Styled(str):
-    """A text with its style on a terminal."""
-
-    style: str
-
-
-def bold(text: str) -> _Styled:
-    """Return a text that is bold on a terminal."""
-    return _styled(text, "1")
-
-
-def dim(text: str) -> _Styled:
-    """Return a text that is dimmed on a terminal."""
-    return _styled(text, "2")
-
-
-def _styled(text: str, style: str) -> _Styled:
-    made = _Styled(text)
-    made.style = style
-    return made
-
-
-def _has_styles() -> bool:
-    """Tell whether standard output is a terminal, and styles are not disabled (no-color.org)."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    return sys.stdout is not None and sys.stdout.isatty()
-
-
 class Report:
     """The findings of a command, and the work that it has done."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._json, self._quiet = options.json, options.quiet
-        self._styles = _has_styles()
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        self._styled = not plain and sys.stdout is not None and sys.stdout.isatty()
 
-    def line(self, *pieces: str) -> None:
-        """Print a line of pieces, :func:`bold` and :func:`dim` ones among them."""
+    def line(self, text: str = "", title: str = "", style: str = BOLD) -> None:
+        """Print a result of the command, after a title that has a style on a terminal."""
         if not self._json:
-            print_line("".join(map(self._piece, pieces)))
+            # They may contain text from files and addresses, which must not control the terminal.
+            title = shown(title)
+            if title and self._styled:
+                title = f"\x1b[{style}m{title}\x1b[0m"
+            print_line(title + shown(text))
 
-    def _piece(self, piece: str) -> str:
-        text = shown(piece)
-        return (
-            f"\x1b[{piece.style}m{text}\x1b[0m"
-            if self._styles and isinstance(piece, _Styled)
-            else text
-        )
-
-    def finding(self, text: str) -> None:
-        """Print a result of the command."""
-        if not self._json:
-            # It may contain text from files and addresses, which must not control the terminal.
-            print_line(shown(text))
+    def lines(self, lines: Iterable[str]) -> None:
+        """Print results at once, as there may be many."""
+        text = "\n".join(map(shown, lines))
+        if text and not self._json:
+            print_line(text)
 
     def summary(self, text: str) -> None:
         """Print a summary of all findings, unless the command is quiet."""
         if not self._quiet:
-            self.finding(text)
+            self.line(text)
 
     def done(self, text: str) -> None:
         """Print a line about completed work on the standard error output, unless quiet."""

@@ -1,16 +1,16 @@
-"""The targets of copies: their paths and addresses, and the standard output."""
+"""The targets of copies: their paths and addresses, and servers of Redis."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tensorizer._native import local_path
 
-from . import standard_streams
+from .output import without_password
 
 #: The argument for the standard input or output.
 STREAM = "-"
@@ -55,13 +55,40 @@ def resolve(options: argparse.Namespace) -> str:
     return found
 
 
-@contextlib.contextmanager
-def standard_output() -> Iterator[int]:
-    """Yield the descriptor of a file without a name, which is printed at the end.
+def is_redis_address(target: str) -> bool:
+    """Tell whether a target is the address of a Redis server."""
+    return target.lower().startswith(("redis://", "rediss://"))
 
-    The index of a file comes before its tensors, but is known only after them.
+
+@contextlib.contextmanager
+def redis_server(target: str) -> Iterator[tuple[Any, str]]:
+    """Yield a client of a Redis server, and the prefix that an address names.
+
+    Raises:
+        ImportError: The Redis client is not installed.
+        OSError: The server cannot be reached, or refuses.
+        ValueError: The address lacks a prefix, or is not understood.
+
     """
-    with tempfile.TemporaryFile() as file:
-        yield file.fileno()
-        file.seek(0)
-        standard_streams.copy_to_output(file)
+    try:
+        import redis
+    except ImportError:
+        raise ImportError(
+            "copies to redis:// need the Redis client: pip install 'tensorizer[redis]'"
+        ) from None
+    scheme, _, rest = target.partition("://")
+    location, _, query = rest.partition("?")
+    server, _, prefix = location.partition("/")
+    shown = without_password(target)
+    if not prefix:
+        raise ValueError(f"{shown}: expected a prefix of keys, as in redis://host/prefix")
+    if "#" in target:
+        raise ValueError(f"{shown}: expected a prefix of keys without `#`, which ends an address")
+    address = f"{scheme.lower()}://{server}" + (f"?{query}" if query else "")
+    try:
+        with redis.Redis.from_url(address) as client:
+            # Connect before anything is read, which may take long.
+            client.connection_pool.release(client.connection_pool.get_connection())
+            yield client, prefix
+    except redis.RedisError as error:
+        raise OSError(f"{shown}: {error}") from error

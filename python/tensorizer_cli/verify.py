@@ -8,61 +8,52 @@ from collections.abc import Iterator
 from tensorizer import CryptographyError, DamagedFileError, FormatError
 
 from . import keys
-from .checkpoint import open_file
-from .compare import DAMAGES
-from .file import BatchedFile
+from .file import DAMAGES, BatchedFile, open_file
 from .file_description import plain, text
 from .output import Report, plural
-from .progress import ProgressBar
+from .progress import Progress
 
 _DAMAGED = 1
 #: The number of tensors tried with a key; one that fits none of them is the wrong key.
 _TRIED = 16
 
 
-def run(options: argparse.Namespace) -> int:
+def verify(options: argparse.Namespace) -> int:
     """Compare tensors with their hashes, and metadata with their checksum."""
     report = Report(options)
     damaged: list[dict[str, object]] = []
-    damaged_objects: list[dict[str, object]] = []
+
+    def add(name: object, error: Exception) -> None:
+        report.line(str(error))
+        damaged.append({"name": name, "message": str(error)})
+
     with (
-        open_file(
-            options.file,
-            keys.decryption(options),
-            options.readers,
-            memory_limit=options.memory_limit,
-        ) as file,
-        ProgressBar(file.total, options) as progress,
+        Progress(options) as progress,
+        open_file(options.file, options, keys.decryption(options), progress=progress) as file,
     ):
         file.check_key()
-        whole = None
         try:
             # Refuses a file of a format without hashes, which is not damage.
             file.load([], "all")
         except DamagedFileError as damage:
-            whole = str(damage)
-            report.finding(whole)
-            damaged.append({"name": None, "message": whole})
-        if whole is None and file.reader.encrypted and file.reader.seekable:
-            _check_fit(file)
-        for name, error in file.damaged_objects() if whole is None else ():
-            report.finding(str(error))
-            damaged_objects.append({"name": name, "message": str(error)})
-        for batch in _batches(file) if whole is None else ():
-            for number, error in _damages(file, batch):
-                report.finding(str(error))
-                damaged.append({"name": plain(file.reader.name(number)), "message": str(error)})
-            progress.add(file.size(batch))
-    without_data = [file.reader.name(number) for number in file.without_data()]
+            add(None, damage)
+            good = 0
+        else:
+            if file.reader.encrypted and file.reader.seekable:
+                _check_fit(file)
+            for batch in _batches(file):
+                for number, error in _damages(file, batch):
+                    add(plain(file.reader.name(number)), error)
+            good = len(file) - len(damaged)
+            for name, error in file.damaged_objects():
+                add(name, error)
+    without_data = file.without_data()
     for name in without_data:
-        report.finding(f"{text(name)} has no data: a load gives zeros")
-    good = len(file) - len(damaged) if whole is None else 0
-    damaged += damaged_objects
+        report.line(f"{text(name)} has no data: a load gives zeros")
     try:
         _ = file.metadata
     except FormatError as error:
-        report.finding(str(error))
-        damaged.append({"name": None, "message": str(error)})
+        add(None, error)
     are = "is as it was written" if 1 in (good, len(file)) else "are as they were written"
     report.summary(f"{good:,} of {plural(len(file), 'tensor')} {are}")
     report.result(
@@ -81,10 +72,8 @@ def _check_fit(file: BatchedFile) -> None:
     if not with_data:
         return
     step = -(-len(with_data) // _TRIED)
-    tried = {
-        min(with_data, key=file.data_lens.__getitem__): None,
-        **dict.fromkeys(with_data[::step]),
-    }
+    # The smallest first: if it can be decrypted, no other is read.
+    tried = sorted(with_data[::step], key=file.data_lens.__getitem__)
     for number in tried:
         try:
             file.load([number], "nothing")
@@ -93,13 +82,9 @@ def _check_fit(file: BatchedFile) -> None:
         except FormatError:
             pass
         return
-    raise CryptographyError(
-        f"the key does not fit {file.shown}: {_none_of(len(tried))} be decrypted with it"
-    )
-
-
-def _none_of(count: int) -> str:
-    return "its tensor could not" if count == 1 else f"none of {count} tensors could"
+    count = len(tried)
+    could = "its tensor could not" if count == 1 else f"none of {count} tensors could"
+    raise CryptographyError(f"the key does not fit {file.shown}: {could} be decrypted with it")
 
 
 def _batches(file: BatchedFile) -> Iterator[list[int]]:

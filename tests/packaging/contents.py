@@ -18,6 +18,7 @@ wanted = {
     for path in package.rglob(kind)
 }
 wanted |= {"tensorizer/_C.abi3.so", "tensorizer/lib/libtensorizer_torch.so", "tensorizer/_build.py"}
+wanted |= {f"tensorizer_cli/completions/{shell}" for shell in ("bash", "zsh", "fish")}
 names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
 found = {name for name in names if name.startswith(tuple(f"{path.name}/" for path in PACKAGES))}
 assert found == wanted, f"missing {wanted - found}, too many {found - wanted}"

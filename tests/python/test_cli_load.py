@@ -11,12 +11,14 @@ from conftest import ROOT
 from scripted import Scripted
 from tensorizer import EncryptionParams, stats
 from tensorizer._native import time_first_touch
-from tensorizer_cli.advice import LoadFigures, advice
-from tensorizer_cli.commands import COMMANDS
+from tensorizer_cli import advice as advices
+from tensorizer_cli.arguments import COMMANDS
 from tensorizer_cli.load import _stages
 from tensorizer_cli.main import main
 
 MIB = 1 << 20
+#: Arguments of the advice beside the figures.
+OPTIONS = {"chosen", "mapped", "bypasses_cache", "huge_pages"}
 TENSORS = {f"t{n}": torch.full((MIB,), n, dtype=torch.uint8) for n in range(8)}
 
 
@@ -141,15 +143,15 @@ def test_first_touch_is_timed_only_where_it_is_asked_for(folder):
 
 def test_settings_that_are_on_are_not_advised():
     first = {"read": 1.0, "first touch": 2.0}
-    assert "huge pages" not in advice(figures(seconds=first))
-    assert "huge pages" in advice(figures(seconds=first, huge_pages=False))
-    assert "--mmap" in advice(figures(source="page cache"))
-    assert "--mmap" not in advice(figures(source="page cache", mapped=True))
+    assert "huge pages" not in advice(stages=first)
+    assert "huge pages" in advice(stages=first, huge_pages=False)
+    assert "--mmap" in advice(source="page cache")
+    assert "--mmap" not in advice(source="page cache", mapped=True)
 
 
 def test_advice_for_a_disk_depends_on_the_page_cache():
-    assert "its next load comes from memory" in advice(figures(source="disk"))
-    assert "TENSORIZER_DIRECT_IO=0" in advice(figures(source="disk", bypasses_cache=True))
+    assert "its next load comes from memory" in advice(source="disk")
+    assert "TENSORIZER_DIRECT_IO=0" in advice(source="disk", bypasses_cache=True)
 
 
 def test_stats_hold_the_stages_and_threads_of_a_call(folder):
@@ -159,13 +161,17 @@ def test_stats_hold_the_stages_and_threads_of_a_call(folder):
     assert call["stages"]["plan"] > 0 and call["most_threads"] == call["threads"] == 2
 
 
-def figures(**more):
+def advice(*, stages=None, **more):
+    """Return what is advised after a load over a network."""
+    options = {name: more.pop(name) for name in OPTIONS & more.keys()}
+    return advices.advice(figures(stages, **more), read_seconds=8.0, **options)
+
+
+def figures(stages=None, **more):
     """Return what a load over a network took."""
-    seconds = {"open": 0.1, "read": 1.0}
-    usual = {"bytes": 10**9, "whole": 10.0, "seconds": seconds, "read_seconds": 8.0,
-             "source": "network", "path": "", "connections": 8, "most": 32, "chosen": False,
-             "device": "cpu", "fallbacks": []}  # fmt: skip
-    return LoadFigures(**{**usual, **more})
+    usual = {"bytes": 10**9, "seconds": 10.0, "stages": stages or {"open": 0.1, "read": 1.0},
+             "source": "network", "connections": 8, "connections_at_most": 32}  # fmt: skip
+    return {**usual, **more}
 
 
 @pytest.mark.parametrize(
@@ -173,23 +179,24 @@ def figures(**more):
     [
         ({}, "8 connections of 125.0 MB/s each; more would not help"),
         ({"connections": 32}, "this is the most that is chosen automatically"),
-        ({"most": 1, "connections": 1}, "allows no more than one"),
+        ({"connections_at_most": 1, "connections": 1}, "allows no more than one"),
         ({"chosen": True}, "more may help: without --readers"),
-        ({"whole": 0.2}, "too short to find out"),
+        ({"seconds": 0.2}, "too short to find out"),
     ],
 )
 def test_advice_on_connections(more, said):
-    assert said in advice(figures(**more))
+    assert said in advice(**more)
 
 
 @pytest.mark.parametrize(
     "stage", ["open", "plan", "first touch", "decrypt", "hash", "memory", "copy"]
 )
 def test_there_is_advice_for_each_limit(stage):
-    assert figures(seconds={"read": 1.0, stage: 2.0}).limit == stage
-    assert advice(figures(seconds={"read": 1.0, stage: 2.0}))
+    stages = {"read": 1.0, stage: 2.0}
+    assert advices.limit(figures(stages)) == stage
+    assert advice(stages=stages)
     for source in ("disk", "page cache"):
-        assert advice(figures(source=source))
+        assert advice(source=source)
 
 
 def test_the_table_of_json_has_what_is_printed(folder, tmp_path, capsys):
@@ -214,7 +221,7 @@ def test_the_table_of_json_has_what_is_printed(folder, tmp_path, capsys):
         "cache": ["ls", "--folder", tmp_path / "cache"],
         "keygen": [tmp_path / "new-key"],
     }
-    assert set(told) == set(asked) == COMMANDS.keys() - {"completion"}
+    assert set(told) == set(asked) == set(COMMANDS) - {"completion"}
     for command, arguments in asked.items():
         assert main([command, "--json", *map(str, arguments)]) == 0, command
         assert json.loads(capsys.readouterr().out).keys() <= told[command], command

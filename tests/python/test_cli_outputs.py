@@ -11,7 +11,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import COMMAND, run_python, start_python
-from tensorizer_cli import commands
+from tensorizer_cli import describe
 from tensorizer_cli.main import main
 
 FULL = "standard output: No space left on device"
@@ -162,7 +162,7 @@ def test_ctrl_c_at_start_exits_with_130_even_if_stderr_is_unwritable(tmp_path, r
 
 
 def test_mistakes_in_the_program_are_errors(folder, monkeypatch, capsys):
-    monkeypatch.setattr(commands, "of", lambda name: lambda options: {}["gone"])
+    monkeypatch.setattr(describe, "ls", lambda options: {}["gone"])
     assert main(["ls", str(folder / "f")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("Traceback")

@@ -11,7 +11,8 @@ import pytest
 import tensorizer
 import torch
 from conftest import ROOT
-from tensorizer_cli.arguments import options_of_commands
+from tensorizer_cli import local
+from tensorizer_cli.arguments import COMMANDS
 from tensorizer_cli.main import main
 
 TENSORS = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
@@ -254,9 +255,8 @@ def completed(tmp_path, name, *words):
         line = f"source {script}; complete -C 'tensorizer {' '.join(words)}'"
     else:
         given = " ".join(f"'{word}'" for word in ("tensorizer", *words))
-        # zsh has the functions of bash for this after bashcompinit, and arrays from 1 on.
         line = (
-            f"source {script}; COMP_WORDS=({given}); COMP_CWORD={len(words)}; _tensorizer; "
+            f"source {script}; COMP_WORDS=({given}); COMP_CWORD={len(words)}; _shtab_tensorizer; "
             'printf "%s\\n" "${COMPREPLY[@]}"'
         )
     return script, [shell(name), "-c", line]
@@ -274,27 +274,37 @@ def offered(tmp_path, capsys, name, *words):
 def test_commands_and_options_are_completed(tmp_path, capsys, name):
     assert offered(tmp_path, capsys, name, "") >= {"ls", "cp", "keygen", "completion"}
     assert offered(tmp_path, capsys, name, "ve") == {"verify"}
-    options = set(options_of_commands()["cp"])
     found = offered(tmp_path, capsys, name, "cp", "--m")
-    assert found == {one for one in options if one.startswith("--m")}
-    assert {"--max-shard-size", "--memory-limit"} <= found
+    assert found == {"--max-shard-size", "--memory-limit"}
+    (tmp_path / "model.tensors").touch()
+    assert "model.tensors" in offered(tmp_path, capsys, name, "verify", "mod")
 
 
 def test_zsh_takes_its_script(tmp_path, capsys):
     assert run("completion", "zsh") == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "_tensorizer").write_text(capsys.readouterr().out)
     line = (
-        f"autoload -U +X compinit && compinit -D -u; source {tmp_path}/script; "
+        f"fpath=({tmp_path} $fpath); autoload -U compinit && compinit -D -u; "
         "echo $_comps[tensorizer]"
     )
     done = subprocess.run(
         [shell("zsh"), "-f", "-c", line], capture_output=True, text=True, timeout=60
     )
-    assert (done.stderr, done.stdout.strip()) == ("", "_bash_complete -F _tensorizer")
+    assert (done.stderr, done.stdout.strip()) == ("", "_tensorizer")
+
+
+def test_scripts_of_a_build_are_printed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "bash").write_text("# the script")
+    monkeypatch.setattr(local, "_SCRIPTS", tmp_path)
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert run("completion", "bash") == 0
+    assert capsys.readouterr().out == "# the script\n"
+    assert run("completion", "zsh") == 2
+    assert "pip install shtab" in capsys.readouterr().err
 
 
 def test_each_command_has_examples(capsys):
-    for name in options_of_commands():
+    for name in COMMANDS:
         with pytest.raises(SystemExit):
             run(name, "--help")
         assert "examples:\n  " in capsys.readouterr().out, name

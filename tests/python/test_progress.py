@@ -1,8 +1,12 @@
 """Progress of loads and saves, and the statistics and log lines at their end."""
 
+import io
 import logging
 import os
 import pty
+import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import tensorizer
@@ -213,3 +217,38 @@ def test_the_bar_has_the_total_and_the_time_left_within_one_line(columns, monkey
         assert "1.1 GB of 21.5 GB, 107.4 MB/s" in first
         assert "100% 21.5 GB of 21.5 GB" in last and "left" not in last
     assert ("3:10 min left" in first) == (columns > 80)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_the_command_shows_a_bar_of_tqdm_if_that_is_installed(has_tqdm, monkeypatch):
+    from tensorizer_cli.progress import Progress
+
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    if not has_tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    options = SimpleNamespace(quiet=False, json=False)
+
+    def fail(options):
+        with Progress(options) as bar:
+            bar.total = 1000 * MB
+            # tqdm does not redraw earlier.
+            time.sleep(0.2)
+            bar.part()(100 * MB)
+            raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        fail(options)
+    # The message after it begins a line.
+    assert shown.getvalue().endswith("\n")
+    assert ("105M/1.05G" if has_tqdm else "104.9 MB of 1.0 GB") in shown.getvalue()
+    before = shown.getvalue()
+    for name in ("quiet", "json"):
+        with Progress(SimpleNamespace(**{**vars(options), name: True})) as bar:
+            assert bar.part() is None
+    assert shown.getvalue() == before

@@ -196,7 +196,7 @@ def test_ctrl_c_while_a_pipe_is_read(name, ready, large, tmp_path):
 
 def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
     """An interrupted call may end with an error of its own before Python has handled the signal."""
-    from tensorizer_cli import ls, output
+    from tensorizer_cli import describe, output
 
     def fail(*_):
         raise OSError("interrupted")
@@ -206,7 +206,7 @@ def test_ctrl_c_beside_an_error(monkeypatch, capsys, tmp_path):
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(ls, "open_description", fail)
+    monkeypatch.setattr(describe, "_open", fail)
     monkeypatch.setattr(output, "error_line", error_line)
     try:
         assert main(["ls", str(tmp_path)]) == 130

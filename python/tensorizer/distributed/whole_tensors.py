@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from .._types import VerifyHash
 from ..file.encryption import DecryptionParams
 from ..file.open_file import OpenFile
+from ..file.progress import ProgressReporter
 from . import layout
 from .items import ItemLocation, ItemLocations
 
@@ -30,6 +31,7 @@ class WholeTensors(AbstractContextManager["WholeTensors"]):
         encryption: The key or passphrase of encrypted files.
         verify_hash: Compare tensors with the hashes in their files.
         names_only: Open no file before a tensor is read, so that no key is needed.
+        progress: Reports the bytes that are loaded.
 
     Raises:
         OSError, FormatError, CryptographyError: See :class:`tensorizer.distributed.Reader`.
@@ -47,6 +49,7 @@ class WholeTensors(AbstractContextManager["WholeTensors"]):
         encryption: DecryptionParams | None = None,
         verify_hash: VerifyHash = False,
         names_only: bool = False,
+        progress: ProgressReporter | None = None,
     ) -> None:
         self._folder = layout.folder_of(uri)
         metadata, files = layout.read(self._folder)
@@ -59,7 +62,9 @@ class WholeTensors(AbstractContextManager["WholeTensors"]):
         self.names = list(self._tensors)
         self.objects = [name for name in metadata.state_dict_metadata if name not in self._tensors]
         self.files = [layout.join(self._folder, file) for file in files]
-        opened = functools.partial(OpenFile, encryption=encryption, verify_hash=verify_hash)
+        opened = functools.partial(
+            OpenFile, encryption=encryption, verify_hash=verify_hash, progress=progress
+        )
         #: Opens a file, and keeps it until too many others are open; then it is closed.
         self._file = functools.lru_cache(_MOST_OPEN)(opened)
         # Open files early: one that is missing, or needs a key, fails before output is written.
@@ -94,8 +99,8 @@ class WholeTensors(AbstractContextManager["WholeTensors"]):
         numbers = {file: number for number, file in enumerate(self.files)}
         return [numbers[file] for name in self.names for _, file, _ in self._parts(name)]
 
-    def load(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
-        """Yield tensors on the CPU."""
+    def load(self, names: Iterable[str], verify: str | None = None) -> Iterator[torch.Tensor]:
+        """Yield tensors on the CPU; ``verify`` overrides the hashes that are compared."""
         for name in names:
             dtype, size = self.describe(name)
             made = torch.empty(size, dtype=dtype)
@@ -105,13 +110,13 @@ class WholeTensors(AbstractContextManager["WholeTensors"]):
                 file = self._file(path)
                 number = layout.find(file, location)
                 if view.is_contiguous():
-                    file.fill([view], [number])
+                    file.fill([view], [number], verify)
                 else:
-                    (loaded,), _ = file.read([number], torch.device("cpu"))
+                    (loaded,), _ = file.read([number], torch.device("cpu"), verify)
                     view.copy_(loaded)
             yield made
 
-    def read_object(self, name: str) -> None:
+    def read_object(self, name: str, verify: str | None = None) -> None:
         """Read an object that is no tensor, to compare it with its hashes.
 
         Raises:
@@ -120,7 +125,7 @@ class WholeTensors(AbstractContextManager["WholeTensors"]):
         """
         path, location = self._location(dcp.MetadataIndex(name))
         file = self._file(path)
-        file.read([layout.find(file, location)], torch.device("cpu"))
+        file.read([layout.find(file, location)], torch.device("cpu"), verify)
 
     def is_encrypted(self) -> bool:
         """Tell whether its files are encrypted, without their key."""
