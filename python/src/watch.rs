@@ -52,7 +52,7 @@ impl Watch {
     }
 }
 
-/// How the loads of a file read, unless a call says otherwise.
+/// The options of the loads of a file, which a call may override.
 #[derive(Clone, Copy)]
 pub struct ReadOptions {
     pub verify: Verify,

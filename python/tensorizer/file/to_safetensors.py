@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _FileOptions(SaveOptions, total=False):
-    """How a file is written, and what reports the bytes that are written."""
+    """Options of a file, and the reporter of the bytes that are written to it."""
 
     progress: ProgressReporter | None
 
