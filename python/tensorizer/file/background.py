@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import itertools
 import logging
 import os
@@ -21,6 +20,7 @@ from .._types import FileFormat
 from ..tensors import devices, fake_mode, subclasses, without_data
 from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
+from .exit_hooks import ENDING, call_at_exit
 from .file_writer import FileWriter
 from .nesting import flatten, named_leaves
 from .options import SaveOptions, takes
@@ -132,8 +132,6 @@ _NUMBERS = itertools.count()
 _UNSEEN: dict[int, str] = {}
 #: Threads that save, or have just ended.
 _THREADS: set[threading.Thread] = set()
-#: Not empty once no thread can be waited for any more, because the interpreter ends.
-_ENDING: list[bool] = []
 
 
 class _LastFlush:
@@ -158,12 +156,11 @@ def _fail_exit() -> None:
         sys.stdout = _LastFlush(sys.stdout)
 
 
-@atexit.register
+@call_at_exit
 def _end_saves() -> None:
     """Wait for saves that handlers of ``atexit`` have begun; other threads have ended by now."""
     while _THREADS:
         _THREADS.pop().join()
-    _ENDING.append(True)
     _fail_exit()
 
 
@@ -174,7 +171,7 @@ def _start(future: SaveFuture, *arguments: Any) -> None:
         RuntimeError: The interpreter ends, and stops the thread of this call.
 
     """
-    if not _ENDING:
+    if not ENDING:
         # Not a daemon, whatever this thread is: the interpreter would stop it while it saves.
         thread = threading.Thread(
             target=future._run, args=arguments, name="tensorizer-save", daemon=False
