@@ -19,6 +19,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 #: Seconds past the deadline that a unit under way is given.
 GRACE = 20.0
+#: The least seconds of the first unit of a call: on a busy machine torch's import takes half of it.
+FIRST_SECONDS = 60.0
 #: Seconds that writing a model may take.
 MODEL_LIMIT = 590.0
 #: The reason of a unit that is not tried again.
@@ -31,7 +33,7 @@ class OutOfTimeError(Exception):
 
 
 class Clock:
-    """The deadline of this call. The first unit always runs, so that each call gets on."""
+    """The deadline of this call. The first unit has a minute at least: each call gets on."""
 
     def __init__(self, minutes: float | None) -> None:
         self.deadline = math.inf if minutes is None else time.monotonic() + minutes * 60
@@ -44,7 +46,8 @@ class Clock:
         self.begun += 1
 
     def left(self) -> float:
-        return math.inf if self.begun < 2 else self.deadline - time.monotonic() + GRACE
+        least = FIRST_SECONDS if self.begun < 2 else -math.inf
+        return max(least, self.deadline - time.monotonic() + GRACE)
 
 
 @dataclass(frozen=True)

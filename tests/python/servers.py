@@ -28,7 +28,7 @@ def need(program, how=""):
     return path
 
 
-#: Sockets that keep ports until this process ends: no other program is given one of them meanwhile.
+#: Sockets that keep the last ports, so that no other program is given one before its server has it.
 _kept = []
 
 
@@ -38,6 +38,8 @@ def free_port():
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", 0))
     _kept.append(sock)
+    if len(_kept) > 64:
+        _kept.pop(0).close()
     return sock.getsockname()[1]
 
 

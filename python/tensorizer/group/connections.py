@@ -109,9 +109,8 @@ class Connections:
             if reasons or len(gone) <= 1 or time.monotonic() > until or leaving.is_set():
                 break
             time.sleep(20 * _PAUSE)
-        # The process that hosts the store may end when it knows. Those that have left do not come.
-        with contextlib.suppress(RuntimeError, dist.DistError):
-            _wait_for_others(self.store, size - len(reasons) if reasons else len(told))
+        # Those that have left do not come.
+        _wait_for_others(self.store, size - len(reasons) if reasons else len(told))
         if reasons:
             return f"rank {reasons[0][0]} of the group {reasons[0][1]}"
         are = "is" if len(gone) == 1 else "are"
@@ -119,11 +118,15 @@ class Connections:
 
 
 def _wait_for_others(store: Any, count: int) -> None:
-    """Wait until so many members know why a call has ended, but no longer than a moment."""
+    """Wait until so many members know why a call has ended, but at most ``_STORE_SECONDS``.
+
+    The process that hosts the store may end then. If it has ended already, nothing is waited for.
+    """
     until = time.monotonic() + _STORE_SECONDS
-    store.add("know", 1)
-    while store.add("know", 0) < count and time.monotonic() < until:
-        time.sleep(20 * _PAUSE)
+    with contextlib.suppress(RuntimeError, dist.DistError):
+        store.add("know", 1)
+        while store.add("know", 0) < count and time.monotonic() < until:
+            time.sleep(20 * _PAUSE)
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -224,12 +227,11 @@ class CallSequence:
                 break
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
-        outcome: str = store.get("met").decode()
+        outcome, arrived = store.get("met").decode(), store.add("here", 0)
         if outcome not in ("again", "anew"):
-            # The process that hosts the store may end when the others know it.
-            _wait_for_others(store, store.add("here", 0))
+            _wait_for_others(store, arrived)
             raise RuntimeError(outcome)
-        return outcome == "again"
+        return bool(outcome == "again")
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
@@ -309,8 +311,7 @@ def on_thread(
     tasks = [work]
 
     def run() -> None:
-        # An interruption may hide whether the thread was started: it is then started again, and one
-        # of the two has nothing to do.
+        # After an interruption there may be two threads, of which one has nothing to do.
         try:
             task = tasks.pop()
         except IndexError:
@@ -322,15 +323,13 @@ def on_thread(
         finally:
             ended.set()
 
-    started = False
     interruption: BaseException | None = None
     try:
         until = time.monotonic() + seconds
         while not ended.is_set():
             try:
-                if not started:
+                if tasks:
                     _start(run)
-                    started = True
                 # A signal ends the wait at once, ``_thread.interrupt_main`` when it is over.
                 while not ended.wait(20 * _PAUSE):
                     if time.monotonic() > until:

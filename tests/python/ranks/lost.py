@@ -237,6 +237,9 @@ def killed_before(folder, how):
         os.kill(os.getpid(), getattr(signal, how))
         time.sleep(8)
         return None
+    if dist.get_rank() > 0:
+        # They look late, and the first rank, which hosts the store, has nothing more to do then.
+        connections._LONGEST_PAUSE = 0.6
     begun = time.monotonic()
     return [*caught(lambda: load(uri)), time.monotonic() - begun]
 
