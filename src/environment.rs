@@ -211,6 +211,11 @@ texts! {
         "the folder of the cache for files of HTTP, S3, Google, Azure and Hugging Face servers; none: no cache";
     S3_ENDPOINT = "TENSORIZER_S3_ENDPOINT", "none",
         "the host or address of the server for `s3://`, if neither the call, `~/.s3cfg` nor the settings of AWS give one";
+    S3_ADDRESSING_STYLE = "TENSORIZER_S3_ADDRESSING_STYLE", "auto",
+        "where the addresses of an S3 endpoint have the bucket: `virtual`, in the host's name, `path`, or `auto`";
+    S3_ENCRYPTION = "TENSORIZER_S3_ENCRYPTION", "none",
+        "the encryption that the server of `s3://` is asked to use for uploads, such as `AES256` or `aws:kms`";
+    S3_KMS_KEY_ID = "TENSORIZER_S3_KMS_KEY_ID", "none", "the id of the key of that encryption";
     HF_ENDPOINT = "HF_ENDPOINT", "`https://huggingface.co`", "the address of the hub for `hf://`";
     HF_TOKEN = "HF_TOKEN", "none", "the token for this hub; no other server gets it";
     HF_TOKEN_PATH = "HF_TOKEN_PATH", "`$HF_HOME/token`", "a file with that token";
@@ -256,7 +261,7 @@ macro_rules! variables {
 variables! {
     CONNECTIONS = "TENSORIZER_CONNECTIONS", 0, ANY,
         "connections of a load or an upload, unless the call gives a number; 0: chosen automatically";
-    ATTEMPTS = "TENSORIZER_ATTEMPTS", 6, 1..=u64::MAX, "attempts for one request, the first included";
+    ATTEMPTS = "TENSORIZER_ATTEMPTS", 6, 1..=u64::MAX, "attempts for one request, the first included; those that brought 64 KiB, and those that a busy server (408, 429, 503) refused, do not count";
     CONNECT_SECONDS = "TENSORIZER_CONNECT_SECONDS", 20, TIME, "timeout for opening a connection";
     STALL_SECONDS = "TENSORIZER_STALL_SECONDS", 30, TIME, "timeout while a server sends nothing";
     TOTAL_SECONDS = "TENSORIZER_TOTAL_SECONDS", 300, TIME,

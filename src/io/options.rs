@@ -44,6 +44,8 @@ pub struct S3Options {
     pub access_key: Option<String>,
     /// See `access_key`.
     pub secret_key: Option<String>,
+    /// The token of temporary keys.
+    pub session_token: Option<String>,
     /// A host, or an address with a scheme.
     pub endpoint: Option<String>,
     /// The endpoint if neither the call nor a file nor AWS's settings state one. None for that of
@@ -55,6 +57,12 @@ pub struct S3Options {
     pub force_http: Option<bool>,
     /// The region that requests are signed for.
     pub region: Option<String>,
+    /// The place of buckets in addresses: `auto`, `path` or `virtual`.
+    pub addressing_style: Option<String>,
+    /// The server's encryption of uploads, such as `aws:kms`.
+    pub encryption: Option<String>,
+    /// The id of the key of that encryption.
+    pub kms_key_id: Option<String>,
     /// True if the requester pays, not the owner of the bucket; None: as `AWS_REQUEST_PAYER` says.
     pub requester_pays: Option<bool>,
 }

@@ -166,6 +166,14 @@ pub async fn trust() -> Option<Trust> {
     Some(Trust::Bundle { path, named_by: "`ca_bundle` of AWS's profile" })
 }
 
+/// A setting in the section `s3` of the profile.
+pub async fn setting_of_s3(name: &str) -> Option<String> {
+    let profiles = profiles().await?;
+    let mut settings = profiles.get("s3")?.lines().filter_map(|line| line.split_once('='));
+    let found = settings.find(|(found, _)| found.trim() == name);
+    found.map(|(_, value)| value.trim().to_owned())
+}
+
 /// Refuses a profile that no file contains. Without files, the chain would skip the profile and use
 /// other credentials.
 pub async fn check_profile(uri: &str) -> Result<()> {

@@ -11,7 +11,10 @@ use crate::error::{Error, Result};
 pub struct S3Cfg {
     pub access_key: Option<String>,
     pub secret_key: Option<String>,
+    pub session_token: Option<String>,
     pub host: Option<String>,
+    /// The host with the bucket in its name, or without.
+    pub host_bucket: Option<String>,
     pub use_https: Option<bool>,
 }
 
@@ -49,7 +52,9 @@ impl S3Cfg {
             match name.trim() {
                 "access_key" => found.access_key = text,
                 "secret_key" => found.secret_key = text,
+                "access_token" => found.session_token = text,
                 "host_base" => found.host = text,
+                "host_bucket" => found.host_bucket = text,
                 "use_https" => found.use_https = Some(!value.eq_ignore_ascii_case("false")),
                 _ => {}
             }

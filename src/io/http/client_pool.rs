@@ -10,6 +10,7 @@ use reqwest::Response;
 
 use super::response::ByteRange;
 use super::server_speed::ServerSpeed;
+use super::turns::Turns;
 use crate::io::ConnectionLimit;
 use crate::io::transport::{
     Client, ClientConfig, ConnectionPool, Failure, HTTP2_WINDOW, PooledConnection, RetryBudget,
@@ -26,6 +27,7 @@ pub struct ClientPool {
     /// Bytes that servers may send ahead on the present connections.
     window: AtomicU32,
     speed: ServerSpeed,
+    turns: Turns,
 }
 
 /// A client on loan to one thread.
@@ -38,12 +40,18 @@ impl ClientPool {
         let config = ClientConfig::new(options, tls)?;
         let (pool, window) = (ConnectionPool::default(), AtomicU32::new(HTTP2_WINDOW));
         let limit = Arc::default();
-        Ok(ClientPool { pool, config, limit, window, speed: ServerSpeed::default() })
+        let (speed, turns) = (ServerSpeed::default(), Turns::default());
+        Ok(ClientPool { pool, config, limit, window, speed, turns })
     }
 
     /// Measurements of the server's speed.
     pub fn speed(&self) -> &ServerSpeed {
         &self.speed
+    }
+
+    /// The turns of requests.
+    pub fn turns(&self) -> &Turns {
+        &self.turns
     }
 
     /// The limit of the bytes that a server may send ahead on a connection.
@@ -116,14 +124,15 @@ impl PooledClient {
         Ok(bytes)
     }
 
-    /// Reads a body, which must have `len` bytes if that is known.
+    /// Reads a body, which must have `len` bytes if that is known. `body` has the bytes that
+    /// arrived, also when this fails.
     pub async fn read_body(
         &self,
         mut response: Response,
+        body: &mut Vec<u8>,
         len: Option<u64>,
         budget: &RetryBudget<'_>,
-    ) -> Result<Vec<u8>, Failure> {
-        let mut body = Vec::new();
+    ) -> Result<(), Failure> {
         loop {
             let bytes = self.next_chunk(&mut response, budget).await?;
             body.extend_from_slice(&bytes);
@@ -133,7 +142,7 @@ impl PooledClient {
                     let what = format!("expected a response body of {len} bytes, found {found}");
                     return Err(Failure::transient(ErrorKind::UnexpectedEof, what));
                 }
-                _ if bytes.is_empty() => return Ok(body),
+                _ if bytes.is_empty() => return Ok(()),
                 _ => {}
             }
         }

@@ -10,10 +10,11 @@ use reqwest::{Method, Response, StatusCode, Url};
 
 use super::cache_key::{cache_key, is_version};
 use super::client_pool::PooledClient;
-use super::response::{ByteRange, Validators};
+use super::response::ByteRange;
+use super::validators::Validators;
 use crate::error::Error;
 use crate::io::transport::{
-    Failure, RequestTarget, follow, read_beginning, says_expired, status_failure,
+    ErrorDocument, Failure, RequestTarget, follow, read_beginning, refusal,
 };
 use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
@@ -50,15 +51,15 @@ pub trait Sign: Send + Sync {
         false
     }
 
-    /// True if these headers of a refusal from `asked` name another server of the object, for which
-    /// the next signature is made.
-    fn is_moved(&self, _asked: &Url, _headers: &HeaderMap) -> bool {
+    /// True if this refusal of `asked` says what the next signature is made for: another server of
+    /// the object, or another time.
+    fn needs_another(&self, _asked: &Url, _headers: &HeaderMap, _reason: &ErrorDocument) -> bool {
         false
     }
 
-    /// The failure that a refusal means. `body` is the beginning of its body.
-    fn refusal(&self, status: StatusCode, headers: &HeaderMap, _body: &[u8]) -> Failure {
-        status_failure(status, headers, format!("the server answered {status}"))
+    /// The failure that a refusal means.
+    fn refusal(&self, status: StatusCode, headers: &HeaderMap, reason: &ErrorDocument) -> Failure {
+        refusal(status, headers, reason)
     }
 
     /// Signs the URL of another file in the same folder.
@@ -190,9 +191,34 @@ impl FileUrl {
         }
     }
 
+    /// The failure that a refusal of a request means, whose signature was made at `since`. If that
+    /// has expired, it is not used again.
+    fn refusal(
+        &self,
+        asked: &Url,
+        status: StatusCode,
+        headers: &HeaderMap,
+        reason: &ErrorDocument,
+        since: Instant,
+    ) -> Failure {
+        let FileUrl::Signed { signer, cached } = self else {
+            return refusal(status, headers, reason);
+        };
+        let failure = signer.refusal(status, headers, reason);
+        let expired = reason.says_expired()
+            || (status == StatusCode::UNAUTHORIZED && signer.uses_tokens());
+        if expired {
+            self.invalidate(since);
+        }
+        let needs_another = signer.needs_another(asked, headers, reason);
+        if needs_another {
+            cached.lock().take();
+        }
+        failure.if_renewable(expired || needs_another)
+    }
+
     /// Sends a request to `at`, the target of an earlier redirect, or to the URL itself. Returns
-    /// the new location if a redirect was followed. If the server refuses because the signature has
-    /// expired, it is not used again.
+    /// the new location if a redirect was followed.
     pub async fn request(
         &self,
         client: &PooledClient,
@@ -210,22 +236,11 @@ impl FileUrl {
         let (client, headers) = (client.client(), range_request.headers());
         let (target, mut response) = follow(client, Method::GET, &from, &headers, is_final).await?;
         let status = response.status();
-        if let FileUrl::Signed { signer, cached } = self
-            && is_refusal(status)
-        {
-            let body = read_beginning(&mut response, client.stall()).await?;
+        if !is_answer(status) {
+            let body = read_beginning(&mut response, client.stall()).await.unwrap_or(Vec::new());
             let headers = response.headers();
-            let failure = signer.refusal(status, headers, &body);
-            let expired =
-                says_expired(&body) || (status == StatusCode::UNAUTHORIZED && signer.uses_tokens());
-            if expired {
-                self.invalidate(since);
-            }
-            let is_moved = signer.is_moved(&target.url, headers);
-            if is_moved {
-                cached.lock().take();
-            }
-            return Err(failure.if_renewable(expired || is_moved));
+            let reason = ErrorDocument::read(headers, &body).without(&target.secrets());
+            return Err(self.refusal(&target.url, status, headers, &reason, since));
         }
         // The caller does not retain the URL itself, because its signature expires.
         let moved = (at.is_some() || target != *from).then(|| Arc::new(target));
@@ -233,17 +248,14 @@ impl FileUrl {
     }
 }
 
-/// True if the reason of a refusal is in the body of the response. The status alone suffices for
-/// refused ranges, failed conditions and busy servers.
-fn is_refusal(status: StatusCode) -> bool {
-    let other_meanings = [
+/// True if a response is no refusal: one that has the file, or that answers a condition or a range.
+fn is_answer(status: StatusCode) -> bool {
+    let of_requests = [
         StatusCode::NOT_MODIFIED,
-        StatusCode::REQUEST_TIMEOUT,
-        StatusCode::TOO_MANY_REQUESTS,
         StatusCode::PRECONDITION_FAILED,
         StatusCode::RANGE_NOT_SATISFIABLE,
     ];
-    (status.is_redirection() || status.is_client_error()) && !other_meanings.contains(&status)
+    status.is_success() || of_requests.contains(&status)
 }
 
 #[cfg(test)]

@@ -1,16 +1,16 @@
-//! Responses, and their checks against the request.
+//! The first response of a server, and the fields of all.
 
 use std::io::ErrorKind;
 
 use reqwest::header::{
     ACCEPT_RANGES, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderMap, HeaderName,
-    HeaderValue, LAST_MODIFIED,
 };
 use reqwest::{Response, StatusCode, Version};
 
-use crate::error::Error;
+use super::validators::Validators;
+use crate::error::{Error, Escaped};
 use crate::io::CachedHead;
-use crate::io::transport::{Failure, status_failure};
+use crate::io::transport::Failure;
 
 /// Bytes from `start` up to `end`, which is excluded.
 #[derive(Debug, Clone, Copy)]
@@ -24,15 +24,6 @@ impl ByteRange {
     pub fn header_value(self) -> String {
         format!("bytes={}-{}", self.start, self.end.saturating_sub(1))
     }
-}
-
-/// Size, `ETag` and date of a file, which show if it changes between requests.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Validators {
-    /// Bytes of the file, where that is known.
-    pub len: Option<u64>,
-    pub tag: Option<String>,
-    pub modified: Option<String>,
 }
 
 /// The response to the first request.
@@ -61,7 +52,7 @@ impl FirstResponse {
             )));
         }
         let (tag, modified) = (head.tag.clone(), head.modified.clone());
-        let validators = Validators { len: Some(head.len), tag, modified };
+        let validators = Validators { len: Some(head.len), tag, modified, is_immutable: false };
         Ok(FirstResponse {
             has_ranges: true,
             not_modified: false,
@@ -104,200 +95,114 @@ impl FirstResponse {
     }
 }
 
-fn header_text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
+pub fn header_text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 
-/// The text of an `ETag`. Other bytes than those of ASCII are allowed in it, and tell versions apart.
-fn tag_text(value: &HeaderValue) -> String {
-    value.as_bytes().iter().map(|&byte| char::from(byte)).collect()
+/// A `Content-Range` field.
+pub struct ContentRange {
+    /// Start, and end that is excluded; None in `*`, where there is none.
+    pub range: Option<(u64, u64)>,
+    /// Bytes of the file; None if the field does not say.
+    pub len: Option<u64>,
 }
 
-/// `(start, end, total)` of a `Content-ByteRange` field.
-fn content_range(headers: &HeaderMap) -> Option<(u64, u64, Option<u64>)> {
+pub fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
     let field = header_text(headers, &CONTENT_RANGE)?;
-    let (range, total) = field.strip_prefix("bytes ")?.split_once('/')?;
+    let (range, len) = field.strip_prefix("bytes ")?.split_once('/')?;
+    let len = len.trim().parse().ok();
+    if range.trim() == "*" {
+        return Some(ContentRange { range: None, len });
+    }
     let (first, last) = range.split_once('-')?;
     let end = last.trim().parse::<u64>().ok()?.checked_add(1)?;
-    Some((first.trim().parse().ok()?, end, total.trim().parse().ok()))
+    Some(ContentRange { range: Some((first.trim().parse().ok()?, end)), len })
 }
 
-fn content_length(headers: &HeaderMap) -> Option<u64> {
+pub fn content_length(headers: &HeaderMap) -> Option<u64> {
     header_text(headers, &CONTENT_LENGTH)?.trim().parse().ok()
 }
 
-/// Fails for a status other than success.
-pub fn check_status(response: &Response) -> Result<(), Failure> {
-    let status = response.status();
-    if status.is_success() {
-        let headers = response.headers();
-        return match header_text(headers, &CONTENT_ENCODING).filter(|coding| coding != "identity") {
-            Some(coding) => Err(Failure::permanent(
-                ErrorKind::InvalidData,
-                format!(
-                    "the server sent the file with Content-Encoding {coding}, expected none \
-                     (identity)"
-                ),
-            )),
-            None => Ok(()),
-        };
-    }
-    Err(status_failure(status, response.headers(), format!("the server answered {status}")))
-}
+/// Codings of a body that leave its bytes as they are. `aws-chunked` is that of an upload, which
+/// some stores keep with the object.
+const PLAIN_CODINGS: [&str; 3] = ["", "identity", "aws-chunked"];
 
-/// True if a server refuses a range, or the `ETag` of a request, so it may have another file.
-pub fn may_be_another_file(response: &Response) -> bool {
-    let status = response.status();
-    matches!(status, StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE)
-}
-
-impl Validators {
-    fn of(headers: &HeaderMap, len: Option<u64>) -> Self {
-        Validators {
-            len,
-            tag: headers.get(ETAG).map(tag_text),
-            modified: header_text(headers, &LAST_MODIFIED),
-        }
-    }
-
-    /// The `ETag` for conditional requests: a strong one, which identifies the bytes, and which a
-    /// request can hold. Dates are not sent, because the machines of a server may have different ones.
-    pub fn strong_tag(&self) -> Option<&str> {
-        self.tag.as_deref().filter(|tag| !tag.starts_with("W/") && tag.is_ascii())
-    }
-
-    /// Checks that a response holds exactly the range, of the file that was opened.
-    pub fn check(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
-        self.check_status(response)?;
-        let headers = response.headers();
-        if response.status() != StatusCode::PARTIAL_CONTENT {
-            // The page of a proxy, or a server that no longer supports ranges.
-            let what = format!(
-                "expected 206 Partial Content with bytes {} to {}, the server answered {} without \
-                 a range",
-                wanted.start,
-                wanted.end,
-                response.status()
-            );
-            return Err(Failure::transient(ErrorKind::InvalidData, what));
-        }
-        let Some((start, end, len)) = content_range(headers) else {
-            return Err(Failure::transient(
-                ErrorKind::InvalidData,
-                "the server's 206 response has no valid Content-Range header",
-            ));
-        };
-        self.check_same(&Validators::of(headers, len.or(self.len)))?;
-        let stated = content_length(headers).unwrap_or(end.saturating_sub(start));
-        if (start, end) != (wanted.start, wanted.end) || stated != end - start {
-            let what = format!(
-                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated} \
-                 bytes",
-                wanted.start, wanted.end
-            );
-            return Err(Failure::transient(ErrorKind::InvalidData, what));
-        }
-        Ok(())
-    }
-
-    /// Checks a whole file's response against the first one.
-    pub fn check_whole(&self, response: &Response) -> Result<(), Failure> {
-        self.check_status(response)?;
-        let len = content_length(response.headers()).or(self.len);
-        self.check_same(&Validators::of(response.headers(), len))
-    }
-
-    fn check_status(&self, response: &Response) -> Result<(), Failure> {
-        if let Some(tag) = self.strong_tag()
-            && response.status() == StatusCode::PRECONDITION_FAILED
-        {
-            let what = format!("the file changed since it was opened: its ETag was {tag}");
-            return Err(Failure::permanent(ErrorKind::InvalidData, what));
-        }
-        check_status(response)
-    }
-
-    /// Fails if the first response of another request is about another file, and says what differs.
-    pub fn check_first(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
-        self.check_same(&parse_first(response, wanted)?.validators)
-    }
-
-    fn check_same(&self, found: &Validators) -> Result<(), Failure> {
-        let bytes = |len: Option<u64>| len.map(|len| format!("{len} bytes"));
-        let facts = [
-            ("ETag", self.tag.clone(), found.tag.clone()),
-            ("Last-Modified", self.modified.clone(), found.modified.clone()),
-            ("size", bytes(self.len), bytes(found.len)),
-        ];
-        let same =
-            |before: &Option<String>, now: &Option<String>| before.is_some() && before == now;
-        let proven = same(&self.tag, &found.tag) || same(&self.modified, &found.modified);
-        let mut differences = Vec::new();
-        for (what, before, now) in &facts {
-            match (before, now) {
-                (Some(before), Some(now)) if before != now => {
-                    differences.push(format!("its {what} was {before}, is {now}"));
-                }
-                (None, Some(now)) if *what != "size" && !proven => {
-                    differences.push(format!("it had no {what}, has {now}"));
-                }
-                // Another machine of the server may send this header again.
-                (Some(before), None) if differences.is_empty() => {
-                    let what = format!(
-                        "the file may have changed since it was opened: the first response had the \
-                         {what} {before}, a later one has none"
-                    );
-                    return Err(Failure::transient(ErrorKind::InvalidData, what));
-                }
-                _ => {}
-            }
-        }
-        if differences.is_empty() {
-            return Ok(());
-        }
-        let what = format!("the file changed since it was opened: {}", differences.join("; "));
-        Err(Failure::permanent(ErrorKind::InvalidData, what))
-    }
-}
-
-/// Reads the response to the first request.
-pub fn parse_first(response: &Response, wanted: ByteRange) -> Result<FirstResponse, Failure> {
-    let headers = response.headers();
-    let found = |has_ranges: bool, body: Option<u64>, size: Option<u64>| FirstResponse {
-        has_ranges,
-        not_modified: response.status() == StatusCode::NOT_MODIFIED,
-        len: body,
-        validators: Validators::of(headers, size),
-        headers: headers
-            .iter()
-            .filter_map(|(name, value)| Some((name.to_string(), value.to_str().ok()?.to_owned())))
-            .collect(),
-        sends_ahead: Some(response.version() == Version::HTTP_2),
+/// Fails for a body that is not plain bytes.
+pub fn check_coding(response: &Response) -> Result<(), Failure> {
+    let fields = response.headers().get_all(CONTENT_ENCODING).iter();
+    let text = fields.filter_map(|field| field.to_str().ok()).collect::<Vec<_>>().join(", ");
+    let is_plain = |coding: &str| {
+        PLAIN_CODINGS.iter().any(|plain| coding.trim().eq_ignore_ascii_case(plain))
     };
-    match response.status() {
+    if text.split(',').all(is_plain) {
+        return Ok(());
+    }
+    let what = format!(
+        "the server sent the file with Content-Encoding {}, expected none (identity)",
+        Escaped(&text)
+    );
+    Err(Failure::permanent(ErrorKind::InvalidData, what))
+}
+
+/// What the first response says.
+pub enum First {
+    File(FirstResponse),
+    /// The server's responses to ranges are not as they have to be, and how.
+    BrokenRanges(String),
+}
+
+/// Reads the response to the first request, for a range or, if that is None, for the whole file.
+pub fn parse_first(response: &Response, wanted: Option<ByteRange>) -> Result<First, Failure> {
+    let (status, headers) = (response.status(), response.headers());
+    let found = |has_ranges: bool, body: Option<u64>, size: Option<u64>| {
+        Ok(First::File(FirstResponse {
+            has_ranges,
+            not_modified: status == StatusCode::NOT_MODIFIED,
+            len: body,
+            validators: Validators::of(headers, size),
+            headers: headers
+                .iter()
+                .filter_map(|(name, value)| {
+                    Some((name.to_string(), value.to_str().ok()?.to_owned()))
+                })
+                .collect(),
+            sends_ahead: Some(response.version() == Version::HTTP_2),
+        }))
+    };
+    let stated = || match header_text(headers, &CONTENT_RANGE) {
+        Some(field) => format!("{status} with the Content-Range {field:?}"),
+        None => format!("{status} without a valid Content-Range"),
+    };
+    match (status, content_range(headers), wanted) {
         // The response has no size; that of the cached copy is used.
-        StatusCode::NOT_MODIFIED => return Ok(found(true, Some(0), None)),
+        (StatusCode::NOT_MODIFIED, ..) => return found(true, Some(0), None),
         // Only an empty file has no first byte.
-        StatusCode::RANGE_NOT_SATISFIABLE => return Ok(found(true, Some(0), Some(0))),
-        _ => check_status(response)?,
-    }
-    if response.status() != StatusCode::PARTIAL_CONTENT {
-        let len = content_length(headers);
-        return Ok(found(false, len, len));
-    }
-    let what = match content_range(headers) {
-        Some((0, end, Some(len))) if end == wanted.end.min(len) => {
-            return Ok(found(true, Some(end), Some(len)));
+        (StatusCode::RANGE_NOT_SATISFIABLE, Some(ContentRange { range: None, len: Some(0) }), _) => {
+            return found(true, Some(0), Some(0));
         }
-        // A range without a total length, or another range than the requested one.
-        Some(_) => format!(
-            "the request was for {}, but the server's Content-Range is {:?}",
-            wanted.header_value(),
-            header_text(headers, &CONTENT_RANGE)
-        ),
-        None => "the server's 206 response has no valid Content-Range header".to_owned(),
-    };
-    Err(Failure::transient(ErrorKind::InvalidData, what))
+        (StatusCode::RANGE_NOT_SATISFIABLE, Some(ContentRange { len: Some(len), .. }), Some(range))
+            if range.start < len =>
+        {
+            let what = format!("the server answered {status} though the file has {len} bytes");
+            return Err(Failure::transient(ErrorKind::InvalidData, what));
+        }
+        (StatusCode::RANGE_NOT_SATISFIABLE, ..) => return Ok(First::BrokenRanges(stated())),
+        _ => check_coding(response)?,
+    }
+    match (status, content_range(headers), wanted) {
+        (
+            StatusCode::PARTIAL_CONTENT,
+            Some(ContentRange { range: Some((0, end)), len: Some(len) }),
+            Some(wanted),
+        ) if end == wanted.end.min(len) => found(true, Some(end), Some(len)),
+        // A range without a total length, another one than that of the request, or a part of the
+        // file as if it were the whole.
+        (StatusCode::PARTIAL_CONTENT, ..) | (_, Some(_), _) => Ok(First::BrokenRanges(stated())),
+        _ => {
+            let len = content_length(headers);
+            found(false, len, len)
+        }
+    }
 }
 
 #[cfg(test)]
@@ -310,6 +215,7 @@ mod tests {
             len: None,
             tag: tag.map(str::to_owned),
             modified: Some("then".to_owned()),
+            is_immutable: false,
         };
         FirstResponse {
             has_ranges: true,
@@ -319,30 +225,6 @@ mod tests {
             headers: vec![("etag".to_owned(), "\"x\"".to_owned())],
             sends_ahead: None,
         }
-    }
-
-    #[test]
-    fn validators_of_another_kind_mean_another_version() {
-        let validators = |tag: Option<&str>, modified: Option<&str>| Validators {
-            len: Some(7),
-            tag: tag.map(str::to_owned),
-            modified: modified.map(str::to_owned),
-        };
-        let (none, tagged) = (validators(None, None), validators(Some("x"), None));
-        let (dated, both) = (validators(None, Some("then")), validators(Some("x"), Some("then")));
-        for (first, later) in [(&none, &tagged), (&none, &dated), (&none, &both), (&dated, &tagged)]
-        {
-            let failure = format!("{:?}", first.check_same(later).unwrap_err());
-            assert!(
-                failure.contains("the file changed since it was opened: it had no"),
-                "{failure}"
-            );
-        }
-        for (first, later) in [(&none, &none), (&dated, &both), (&tagged, &both), (&both, &both)] {
-            first.check_same(later).unwrap();
-        }
-        let unsized_file = Validators { len: None, ..none.clone() };
-        unsized_file.check_same(&none).unwrap();
     }
 
     #[test]

@@ -10,7 +10,7 @@ use reqwest::Response;
 
 use super::client_pool::{ClientPool, PooledClient};
 use super::file_url::{FileUrl, RangeRequest};
-use super::response::Validators;
+use super::validators::Validators;
 use crate::cancel::Cancel;
 use crate::io::Stream;
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};

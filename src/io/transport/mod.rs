@@ -6,9 +6,12 @@ mod aws_sdk;
 #[cfg(feature = "http")]
 mod client;
 mod connections;
+mod failure;
 mod options;
 #[cfg(feature = "http")]
 mod redirects;
+#[cfg(feature = "http")]
+mod refusal;
 pub(crate) mod retry;
 #[cfg(feature = "http")]
 mod send;
@@ -33,12 +36,17 @@ pub(crate) use connections::{run_once, with_guarded_polls};
 pub use options::TransportOptions;
 #[cfg(feature = "http")]
 pub(crate) use redirects::{RequestTarget, follow};
-pub(crate) use retry::{Failure, RetryBudget};
+pub(crate) use failure::{Failure, Repeat};
+pub(crate) use retry::RetryBudget;
+#[cfg(feature = "http")]
+pub(crate) use refusal::{ErrorDocument, refusal, status_failure};
 #[cfg(feature = "clouds")]
-pub(crate) use send::{is_transient, read_document};
+pub(crate) use refusal::is_transient;
+#[cfg(feature = "clouds")]
+pub(crate) use send::read_document;
 pub(crate) use send::{lookup_failure, refused_socket};
 #[cfg(feature = "http")]
-pub(crate) use send::{read_beginning, read_chunk, says_expired, status_failure};
+pub(crate) use send::{read_beginning, read_chunk};
 pub(crate) use tls::Tls;
 #[cfg(feature = "clouds")]
 pub(crate) use trust::CREDENTIALS_SETTINGS;

@@ -9,6 +9,8 @@ use reqwest::{Method, Request, Response, StatusCode, Url};
 
 use super::{Client, Failure};
 
+/// Characters of the shortest text that is taken for a secret.
+const SHORTEST_SECRET: usize = 8;
 /// The most redirects of one request.
 const MAX_REDIRECTS: usize = 10;
 
@@ -42,6 +44,15 @@ impl RequestTarget {
     #[cfg(feature = "clouds")]
     pub fn authorized(self, authorize: Authorize) -> Self {
         RequestTarget { authorize: Some(authorize), ..self }
+    }
+
+    /// Texts that a message must not have: values of headers, and of the query.
+    pub fn secrets(&self) -> Vec<String> {
+        let headers = self.headers.iter().flat_map(|(_, value)| value.split(' '));
+        let query = self.url.query_pairs().map(|(_, value)| value.into_owned());
+        let password = self.url.password().map(str::to_owned);
+        let all = headers.map(str::to_owned).chain(query).chain(password);
+        all.filter(|text| text.len() >= SHORTEST_SECRET).collect()
     }
 
     /// A file in the same folder, requested in the same way.
@@ -128,9 +139,10 @@ fn is_redirect(status: StatusCode) -> bool {
     status.is_redirection() && status != StatusCode::NOT_MODIFIED
 }
 
-/// The address that a redirect names.
+/// The address that a redirect names, which may have letters of UTF-8.
 fn location(response: &Response) -> Result<&str, Failure> {
-    let to = response.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+    let value = response.headers().get(LOCATION);
+    let to = value.and_then(|value| std::str::from_utf8(value.as_bytes()).ok());
     to.ok_or_else(|| {
         let status = response.status();
         let what = format!("redirect ({status}) without a Location header");

@@ -1,13 +1,13 @@
 //! The retry loop: decides which failures are retried, after which pause, and for how long in
 //! total.
 
-use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::TransportOptions;
+use super::failure::Repeat;
+use super::{Failure, TransportOptions};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::sys::clock;
@@ -18,97 +18,8 @@ use crate::sys::fork_safe_mutex::ForkSafeMutex;
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// Each time that this many bytes have moved, a request gets another second, so that slow transfers
-/// do not count as stalled.
+/// do not count as stalled. An attempt that moved fewer has made no progress.
 const BYTES_A_SECOND: u64 = 64 << 10;
-
-/// Why a request failed.
-#[derive(Debug)]
-pub struct Failure {
-    pub error: io::Error,
-    transient: bool,
-    /// A new signature may help, once: credentials or a signed URL have expired, or the bucket is
-    /// in another region.
-    renewable: bool,
-    /// The pause that the server asked for.
-    retry_after: Option<Duration>,
-    /// The error with which the caller has ended the call.
-    ended: Option<Error>,
-}
-
-impl Failure {
-    /// A permanent failure: a retry would fail, too.
-    pub fn permanent(kind: io::ErrorKind, what: impl Into<String>) -> Self {
-        let error = io::Error::new(kind, what.into());
-        Failure { error, transient: false, renewable: false, retry_after: None, ended: None }
-    }
-
-    /// A transient failure: a retry may succeed.
-    pub fn transient(kind: io::ErrorKind, what: impl Into<String>) -> Self {
-        Failure { transient: true, ..Self::permanent(kind, what) }
-    }
-
-    /// A cancelled call.
-    pub fn ended(error: Error) -> Self {
-        Failure { ended: Some(error), ..Self::permanent(io::ErrorKind::Interrupted, "ended") }
-    }
-
-    /// The same failure with the pause that the server asked for.
-    pub fn retry_after(self, retry_after: Option<Duration>) -> Self {
-        Failure { retry_after, ..self }
-    }
-
-    /// The same failure; `renewable`: a new signature may help.
-    pub fn if_renewable(self, renewable: bool) -> Self {
-        Failure { renewable, ..self }
-    }
-
-    /// The same failure, of a request to the target of an earlier redirect. A refusal there is
-    /// retried from the first address.
-    pub fn if_redirected(self, redirected: bool) -> Self {
-        use io::ErrorKind::{NotFound, Other, PermissionDenied};
-        let refused = matches!(self.error.kind(), NotFound | PermissionDenied | Other);
-        Failure { transient: self.transient || (redirected && refused), ..self }
-    }
-
-    /// True if another attempt may help.
-    #[cfg(feature = "hf")]
-    pub fn is_transient(&self) -> bool {
-        self.transient
-    }
-
-    /// True if a new signature may help.
-    #[cfg(any(feature = "clouds", feature = "s3"))]
-    pub fn is_renewable(&self) -> bool {
-        self.renewable
-    }
-
-    /// True if the caller has ended the call.
-    pub fn is_ended(&self) -> bool {
-        self.ended.is_some()
-    }
-
-    /// The same failure with another text.
-    #[cfg(feature = "clouds")]
-    pub fn with_text(self, what: String) -> Self {
-        Failure { error: io::Error::new(self.error.kind(), what), ..self }
-    }
-
-    /// A copy of the failure, for libraries that return only references to errors.
-    #[cfg(any(feature = "clouds", feature = "s3"))]
-    pub fn copy(&self) -> Self {
-        let error = io::Error::new(self.error.kind(), self.error.to_string());
-        let Failure { transient, renewable, retry_after, .. } = *self;
-        Failure { error, transient, renewable, retry_after, ended: None }
-    }
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl std::error::Error for Failure {}
 
 /// The time that all attempts of one request may take, and what they have moved so far.
 pub struct RetryBudget<'o> {
@@ -117,6 +28,8 @@ pub struct RetryBudget<'o> {
     options: &'o TransportOptions,
     cancel: &'o dyn Cancel,
     begun: Instant,
+    /// Nanoseconds for which the request has waited for its turn.
+    waited: AtomicU64,
     bytes_moved: AtomicU64,
     /// The counter of the body that is being sent, and its value when this attempt began.
     sending: ForkSafeMutex<(Arc<AtomicU64>, u64)>,
@@ -139,6 +52,7 @@ impl<'o> RetryBudget<'o> {
             options,
             cancel,
             begun: clock::now(),
+            waited: AtomicU64::new(0),
             bytes_moved: AtomicU64::new(0),
             sending: ForkSafeMutex::new((Arc::default(), 0)),
             position: AtomicU64::new(0),
@@ -162,7 +76,7 @@ impl<'o> RetryBudget<'o> {
         self.bytes_moved.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Sets the next byte wanted, for messages.
+    /// Sets the next byte wanted: the progress of the request.
     pub fn set_position(&self, position: u64) {
         self.position.store(position, Ordering::Relaxed);
     }
@@ -180,9 +94,22 @@ impl<'o> RetryBudget<'o> {
         sending.0.load(Ordering::Relaxed).saturating_sub(sending.1)
     }
 
+    /// Sleeps, unless the caller ends the call.
+    pub fn wait(&self, time: Duration) -> Result<(), Failure> {
+        cancel::sleep(time, self.cancel).map_err(Failure::ended)
+    }
+
+    /// Leaves out a time in which the request waited for its turn.
+    pub fn waited(&self, time: Duration) {
+        let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.waited.fetch_add(nanoseconds, Ordering::Relaxed);
+    }
+
     fn time_allowed(&self) -> Duration {
         let moved = self.bytes_moved.load(Ordering::Relaxed).saturating_add(self.sent());
-        self.options.total.saturating_add(Duration::from_secs(moved / BYTES_A_SECOND))
+        let waited = Duration::from_nanos(self.waited.load(Ordering::Relaxed));
+        let for_bytes = Duration::from_secs(moved / BYTES_A_SECOND);
+        self.options.total.saturating_add(for_bytes).saturating_add(waited)
     }
 
     /// Fails if the request that is under way may not go on.
@@ -200,36 +127,73 @@ impl<'o> RetryBudget<'o> {
 
     /// The error of a request without further attempts.
     pub fn error(&self, failure: Failure) -> Error {
-        let Failure { error, ended, .. } = failure;
-        ended.unwrap_or_else(|| Error::io(self.action, self.display_address, error))
+        failure.into_error(self.action, self.display_address)
     }
 
-    /// Pauses before the next attempt, after `failed` of them; the error if there is to be none.
-    fn pause(&self, failure: Failure, failed: u32) -> Result<()> {
+    /// Pauses before the next attempt; the error if there is to be none.
+    fn pause(&self, failure: Failure, tries: &mut Tries) -> Result<()> {
         if failure.is_ended() {
             return Err(self.error(failure));
         }
+        tries.count(&failure, self.position.load(Ordering::Relaxed));
         let kind = failure.error.kind();
         let refused_at_opening = self.opening && kind == io::ErrorKind::ConnectionRefused;
-        let pause = failure.retry_after.unwrap_or_else(|| backoff(failed)).min(self.options.total);
+        let asked = failure.asked_pause();
+        let pause = asked.unwrap_or_else(|| backoff(tries.without_progress));
         let out_of_time = clock::since(self.begun).saturating_add(pause) > self.time_allowed();
-        if failure.transient
-            && !refused_at_opening
-            && failed < self.options.attempts
-            && !out_of_time
-        {
-            return cancel::sleep(pause, self.cancel);
-        }
-        if failed == 1 {
+        let advice = match failure.repeat() {
+            Repeat::Never => None,
+            _ if refused_at_opening => None,
+            Repeat::Attempts if tries.counted >= self.options.attempts => {
+                Some(format!("TENSORIZER_ATTEMPTS ({})", self.options.attempts))
+            }
+            _ if !out_of_time => return cancel::sleep(pause, self.cancel),
+            _ => {
+                let total = self.options.total.as_secs_f64();
+                Some(format!("TENSORIZER_TOTAL_SECONDS ({total})"))
+            }
+        };
+        if tries.all == 1 && asked.is_none() {
             return Err(self.error(failure));
         }
-        let what = format!(
-            "{} (at byte {}, after {failed} tries in {:.1} s)",
+        let mut what = format!(
+            "{} (at byte {}, after {} tries in {:.1} s",
             failure.error,
             self.position.load(Ordering::Relaxed),
+            tries.all,
             clock::since(self.begun).as_secs_f32()
         );
+        if let Some(asked) = asked {
+            what += &format!("; it asks for a pause of {:.0} s", asked.as_secs_f64());
+        }
+        what += &advice.map_or(")".to_owned(), |setting| format!("; more with {setting})"));
         Err(Error::io(self.action, self.display_address, io::Error::new(kind, what)))
+    }
+}
+
+/// The failed attempts of one request.
+#[derive(Default)]
+struct Tries {
+    all: u32,
+    /// Those since the last progress, at least one.
+    without_progress: u32,
+    /// Those of them that count for TENSORIZER_ATTEMPTS.
+    counted: u32,
+    /// The byte that the last one had reached.
+    position: u64,
+}
+
+impl Tries {
+    fn count(&mut self, failure: &Failure, position: u64) {
+        let has_progress = position.saturating_sub(self.position) >= BYTES_A_SECOND;
+        self.position = position;
+        self.all += 1;
+        if has_progress {
+            (self.without_progress, self.counted) = (1, 0);
+            return;
+        }
+        self.without_progress += 1;
+        self.counted += u32::from(failure.repeat() == Repeat::Attempts);
     }
 }
 
@@ -239,15 +203,13 @@ pub fn run<T>(
     budget: &RetryBudget<'_>,
     mut attempt: impl FnMut() -> Result<T, Failure>,
 ) -> Result<T> {
-    let (mut failed, mut renewed) = (0, false);
+    let position = budget.position.load(Ordering::Relaxed);
+    let (mut tries, mut renewed) = (Tries { position, ..Tries::default() }, false);
     loop {
         match attempt() {
             Ok(done) => return Ok(done),
-            Err(failure) if failure.renewable && !std::mem::replace(&mut renewed, true) => {}
-            Err(failure) => {
-                failed += 1;
-                budget.pause(failure, failed)?;
-            }
+            Err(failure) if failure.is_renewable() && !std::mem::replace(&mut renewed, true) => {}
+            Err(failure) => budget.pause(failure, &mut tries)?,
         }
     }
 }

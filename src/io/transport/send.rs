@@ -1,4 +1,4 @@
-//! Helpers for requests: stall time limit, size limits of responses, and transient failures.
+//! Helpers for requests: stall time limit, size limits of responses, and failures without a response.
 
 use std::error::Error as _;
 use std::io::{self, ErrorKind};
@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use reqwest::header::{HeaderMap, RETRY_AFTER};
-use reqwest::{Response, StatusCode};
+use reqwest::Response;
 
 use super::{Failure, timer, untrusted_message};
 
@@ -15,17 +14,6 @@ use super::{Failure, timer, untrusted_message};
 const DOCUMENT_LIMIT: usize = 4 << 20;
 /// Maximum bytes that are read of an error response.
 const REFUSAL_LIMIT: usize = 16 << 10;
-/// Texts of S3, Azure and others for expired credentials and signed URLs.
-const EXPIRED: [&str; 7] = [
-    "ExpiredToken",
-    "RequestExpired",
-    "TokenRefreshRequired",
-    "Request has expired",
-    "token has expired",
-    "Signature not valid in the specified time frame",
-    "Lifetime validation failed",
-];
-
 /// Waits for a server; fails if it sends nothing for `stall`, nor takes bytes, which `sent` counts.
 pub async fn unless_stalled<T>(
     stall: Duration,
@@ -83,42 +71,6 @@ pub async fn read_beginning(response: &mut Response, stall: Duration) -> Result<
         }
     }
     Ok(body)
-}
-
-/// True if a body says that credentials, or the signature of a URL, have expired.
-pub fn says_expired(body: &[u8]) -> bool {
-    let text = String::from_utf8_lossy(body);
-    EXPIRED.iter().any(|expired| text.contains(expired))
-}
-
-/// True if a request with this status may succeed when it is retried.
-pub fn is_transient(status: StatusCode) -> bool {
-    let busy = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS];
-    status.is_server_error() || busy.contains(&status)
-}
-
-/// The failure that a status other than success means.
-pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> Failure {
-    match status {
-        _ if is_transient(status) => {
-            Failure::transient(ErrorKind::Other, what).retry_after(retry_after(headers))
-        }
-        StatusCode::NOT_FOUND | StatusCode::GONE => Failure::permanent(ErrorKind::NotFound, what),
-        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Failure::permanent(
-            ErrorKind::PermissionDenied,
-            what + "; check the credentials and that the address has not expired",
-        ),
-        StatusCode::PROXY_AUTHENTICATION_REQUIRED => Failure::permanent(
-            ErrorKind::PermissionDenied,
-            what + "; check the proxy's credentials",
-        ),
-        _ => Failure::permanent(ErrorKind::Other, what),
-    }
-}
-
-/// The pause that the server asks for. Only seconds are read: a date depends on its clock.
-fn retry_after(headers: &HeaderMap) -> Option<Duration> {
-    headers.get(RETRY_AFTER)?.to_str().ok()?.trim().parse().ok().map(Duration::from_secs)
 }
 
 impl From<reqwest::Error> for Failure {
@@ -194,6 +146,7 @@ pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::Repeat;
     use super::super::timer::{elapsed, pause, sleep};
     use super::*;
 
@@ -203,10 +156,10 @@ mod tests {
     fn a_failed_lookup_is_repeated_only_if_it_may_succeed_later() {
         let of = |text: &str| lookup_failure(&format!("dns error: {text}")).unwrap();
         let unknown = of("failed to lookup address information: Name or service not known");
-        assert!(!unknown.is_transient() && unknown.error.to_string().contains("check the address"));
+        assert!(unknown.repeat() == Repeat::Never && unknown.error.to_string().contains("check the address"));
         let later =
             of("failed to lookup address information: Temporary failure in name resolution");
-        assert!(later.is_transient());
+        assert_eq!(later.repeat(), Repeat::Attempts);
         for failure in [unknown, later] {
             assert_eq!(failure.error.kind(), ErrorKind::HostUnreachable);
         }
@@ -218,7 +171,7 @@ mod tests {
         for errno in [1, 13] {
             let error = io::Error::from_raw_os_error(errno);
             let failure = refused_socket(error.kind(), &error.to_string()).unwrap();
-            assert!(!failure.is_transient());
+            assert_eq!(failure.repeat(), Repeat::Never);
             assert_eq!(failure.error.kind(), ErrorKind::ConnectionRefused);
             assert!(failure.error.to_string().contains("this machine refuses"), "{failure}");
         }
@@ -275,15 +228,5 @@ mod tests {
             failure.error.to_string(),
             "the server neither sent nor accepted a byte for 3600 s"
         );
-    }
-
-    #[test]
-    fn busy_servers_are_retried_and_others_are_not() {
-        for status in [408, 429, 500, 503] {
-            assert!(is_transient(StatusCode::from_u16(status).unwrap()), "{status}");
-        }
-        for status in [301, 400, 401, 403, 404, 407, 410, 412] {
-            assert!(!is_transient(StatusCode::from_u16(status).unwrap()), "{status}");
-        }
     }
 }

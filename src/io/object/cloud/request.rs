@@ -16,7 +16,7 @@ use crate::error::{Error, Escaped, Result, Shortened};
 use crate::io::auth::{AZURE_VERSION, CredentialProvider};
 use crate::io::object::upload::{UploadRequests, confirm_if_present};
 use crate::io::transport::{
-    Client, Failure, TransportOptions, UploadBody, read_document, run_once, says_expired,
+    Client, ErrorDocument, Failure, TransportOptions, UploadBody, read_document, run_once,
     status_failure,
 };
 
@@ -138,13 +138,8 @@ impl CloudResponse {
 
     /// The failure that it means.
     fn failure(&self) -> Failure {
-        let line = |text: &str| text.lines().next().unwrap_or("").to_owned();
-        let detail = match (self.code(), self.element("Message")) {
-            ("", _) => String::new(),
-            (code, None) => format!(": {}", Escaped(code)),
-            (code, Some(message)) => format!(": {}: {}", Escaped(code), Shortened(&line(message))),
-        };
-        let what = format!("the server answered {}{detail}", self.status);
+        let reason = ErrorDocument::read(&self.fields, self.text.as_bytes());
+        let what = format!("the server answered {}{reason}", self.status);
         if self.status.is_success() {
             // The body reports an error, or is incomplete.
             return Failure::transient(
@@ -157,7 +152,7 @@ impl CloudResponse {
         }
         let refused = [StatusCode::BAD_REQUEST, StatusCode::FORBIDDEN].contains(&self.status);
         let expired = self.status == StatusCode::UNAUTHORIZED
-            || (refused && says_expired(self.text.as_bytes()));
+            || (refused && reason.says_expired());
         status_failure(self.status, &self.fields, what).if_renewable(expired)
     }
 }

@@ -27,7 +27,7 @@ impl S3Address {
             Some((object, query)) => (object, Some(query)),
             None => (rest, None),
         };
-        let (bucket, key) = object.split_once('/').unwrap_or((object, ""));
+        let (bucket, key) = split_bucket(object);
         if bucket.is_empty() || key.is_empty() {
             let what = format!("expected s3://bucket/key, found `{}`", show_text(uri));
             return Err(Error::InvalidArgument(what));
@@ -75,6 +75,19 @@ impl S3Address {
     }
 }
 
+/// The bucket and the key of an address. The name of an access point, an ARN, may have slashes.
+fn split_bucket(object: &str) -> (&str, &str) {
+    let name = match object.strip_prefix("arn:").and(object.find("accesspoint")) {
+        Some(found) => found + "accesspoint/".len(),
+        None => 0,
+    };
+    let end = object.get(name..).and_then(|rest| rest.find('/')).map(|at| name + at);
+    match end.and_then(|end| object.split_at_checked(end)) {
+        Some((bucket, key)) => (bucket, key.strip_prefix('/').unwrap_or(key)),
+        None => (object, ""),
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -89,6 +102,8 @@ mod tests {
             ("s3://b///x//k", "b", "//x//k", None),
             ("s3://b/...//.k/k..", "b", "...//.k/k..", None),
             ("s3://b/k?versionId=null", "b", "k", Some("null")),
+            ("s3://arn:aws:s3:r:1:accesspoint/p/f/k", "arn:aws:s3:r:1:accesspoint/p", "f/k", None),
+            ("s3://arn:aws:s3:r:1:accesspoint:p/k", "arn:aws:s3:r:1:accesspoint:p", "k", None),
             ("s3://b/f/k?versionId=3/L4.kq_-=%", "b", "f/k", Some("3/L4.kq_-=%")),
         ] {
             let found = S3Address::parse(uri).unwrap();

@@ -10,7 +10,7 @@ use aws_types::service_config::ServiceConfigKey;
 use reqwest::Url;
 
 use crate::environment::{S3_ENDPOINT, read_guarded};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Shortened};
 use crate::io::transport::show_text;
 
 /// The default endpoint of tensorizer 2 for reading, for keys that were passed and anonymous reads.
@@ -67,7 +67,45 @@ pub enum Server {
     Aws { fips: bool, dual_stack: bool },
 }
 
+/// The place of a bucket in the addresses of an endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AddressingStyle {
+    /// In the path, except at servers that are known to have it in the host's name.
+    Auto,
+    Path,
+    /// In the host's name.
+    Virtual,
+}
+
+impl AddressingStyle {
+    /// Reads a setting, which has the values of boto3 and of AWS's command.
+    pub fn parse(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "auto" => Ok(AddressingStyle::Auto),
+            "path" => Ok(AddressingStyle::Path),
+            "virtual" => Ok(AddressingStyle::Virtual),
+            _ => Err(format!(
+                "addressing_style of S3: expected `auto`, `path` or `virtual`, found `{}`",
+                Shortened(text)
+            )),
+        }
+    }
+}
+
 impl Server {
+    /// The same server with buckets at the stated place.
+    pub fn with_style(self, style: AddressingStyle) -> Self {
+        match (self, style) {
+            (Server::Endpoint { url, .. }, AddressingStyle::Path) => {
+                Server::Endpoint { url, path_style: true }
+            }
+            (Server::Endpoint { url, .. }, AddressingStyle::Virtual) => {
+                Server::Endpoint { url, path_style: false }
+            }
+            (server, _) => server,
+        }
+    }
+
     /// An endpoint. `http_allowed` is true if a plain `http://` in the address is accepted, as it
     /// is in settings.
     pub fn endpoint(address: &str, force_http: bool, http_allowed: bool) -> Result<Self> {

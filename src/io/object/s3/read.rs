@@ -1,29 +1,31 @@
-//! Reading objects of S3: signed URLs, read as those of other HTTP servers.
+//! Reading objects of S3: signed requests, of which the bodies are those of other HTTP servers.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use aws_sdk_s3::error::DisplayErrorContext;
-use aws_sdk_s3::presigning::PresigningConfig;
+use aws_sdk_s3::Client;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use reqwest::header::{HeaderMap, LOCATION};
 use reqwest::{StatusCode, Url};
 
 use super::address::S3Address;
 use super::endpoint::Server;
-use super::refusal::{S3ErrorDocument, bucket_region_of};
+use super::refusal::bucket_region_of;
 use super::resolve::{S3Bucket, resolve, transport_options};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::auth::{RENEWAL_MARGIN, renew_at, retry_at};
 use crate::io::http::{self, FileUrl, Sign, SignFuture};
-use crate::io::transport::{Failure, RequestTarget, fits_in_url, run_once, with_guarded_polls};
+use crate::io::transport::{
+    ErrorDocument, Failure, RequestTarget, TransportOptions, fits_in_url, run_once,
+    with_guarded_polls,
+};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
-/// Validity of a signed URL, unless the credentials expire before.
-const VALID_FOR: Duration = Duration::from_secs(24 * 60 * 60);
+/// Time for which the address of a public object is used until it is made again.
+const PUBLIC_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Opens an address, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
@@ -40,8 +42,9 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         // A key that does not fit into a URL is an error of the argument.
         public_url(&bucket, &address)?;
     }
-    let (tls, headers) = (bucket.server.is_tls(), transport.headers.clone());
-    let signer = S3Signer { bucket: Arc::new(bucket), address, headers };
+    let (tls, client) = (bucket.server.is_tls(), ForkSafeMutex::new(None));
+    let bucket = Arc::new(bucket);
+    let signer = S3Signer { bucket, address, transport: transport.clone(), client };
     let options = OpenOptions { transport, ..options.clone() };
     http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, &options, cancel)
 }
@@ -51,22 +54,14 @@ pub fn display_address(uri: &str) -> Option<String> {
     S3Address::parse(uri).ok().map(|address| address.display_address())
 }
 
-/// The time until which a URL is used that is signed at `now` with credentials that expire at
-/// `expiry`.
-pub(crate) fn signed_until(now: SystemTime, credentials: Option<SystemTime>) -> SystemTime {
-    let expiry =
-        [now.checked_add(VALID_FOR), credentials].into_iter().flatten().min().unwrap_or(now);
-    // Shortly before they expire, new credentials may appear at any time, and signing costs little.
-    let ends = expiry.duration_since(now).is_ok_and(|remaining| remaining <= RENEWAL_MARGIN);
-    if ends { retry_at(now, expiry) } else { renew_at(now, expiry) }
-}
-
-/// Signs the URL of an object, if there are credentials.
+/// Signs the requests for an object, if there are credentials.
 struct S3Signer {
     bucket: Arc<S3Bucket>,
     address: S3Address,
-    /// Headers of the caller.
-    headers: Vec<(String, String)>,
+    /// With the headers of the caller.
+    transport: TransportOptions,
+    /// Signs for the region that the bucket was in.
+    client: ForkSafeMutex<Option<(String, Client)>>,
 }
 
 impl Sign for S3Signer {
@@ -77,6 +72,8 @@ impl Sign for S3Signer {
     fn invalidate(&self, used: Instant) {
         if let Some(keys) = &self.bucket.credentials {
             keys.invalidate(used);
+            // It has the sessions that it has begun with them.
+            self.client.lock().take();
         }
     }
 
@@ -107,12 +104,13 @@ impl Sign for S3Signer {
         !headers.contains_key(LOCATION) || (is_aws && bucket_region_of(headers).is_some())
     }
 
-    fn is_moved(&self, asked: &Url, headers: &HeaderMap) -> bool {
-        self.bucket.follows_region(headers, asked.host_str())
+    fn needs_another(&self, asked: &Url, headers: &HeaderMap, reason: &ErrorDocument) -> bool {
+        self.bucket.clock.follow(reason.code.as_deref(), headers)
+            || self.bucket.follows_region(headers, asked.host_str())
     }
 
-    fn refusal(&self, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Failure {
-        self.bucket.refusal(status, headers, &S3ErrorDocument::read(body))
+    fn refusal(&self, status: StatusCode, headers: &HeaderMap, reason: &ErrorDocument) -> Failure {
+        self.bucket.refusal(status, headers, reason)
     }
 
     fn is_version(&self) -> bool {
@@ -123,38 +121,28 @@ impl Sign for S3Signer {
         Box::new(S3Signer {
             bucket: Arc::clone(&self.bucket),
             address: self.address.sibling(name),
-            headers: self.headers.clone(),
+            transport: self.transport.clone(),
+            client: ForkSafeMutex::new(self.client.lock().clone()),
         })
     }
 }
 
 impl S3Signer {
     async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
-        let failed = |what: String| Failure::permanent(ErrorKind::InvalidInput, what);
-        let Some(keys) = &self.bucket.credentials else {
-            let url = public_url(&self.bucket, &self.address).map_err(|e| failed(e.to_string()))?;
+        if self.bucket.credentials.is_none() {
+            let url = public_url(&self.bucket, &self.address)
+                .map_err(|e| Failure::permanent(ErrorKind::InvalidInput, e.to_string()))?;
             let now = clock::date();
-            let until = now.checked_add(VALID_FOR).unwrap_or(now);
-            return Ok((RequestTarget::new(url, self.headers.clone()), until));
-        };
-        let credentials = keys.get().await?;
-        let valid = PresigningConfig::expires_in(VALID_FOR).map_err(|e| failed(e.to_string()))?;
-        let now = clock::date();
-        let until = signed_until(now, credentials.expiry());
-        let config = self.bucket.sdk().credentials_provider(credentials);
-        let signed = aws_sdk_s3::Client::from_conf(config.build())
-            .get_object()
-            .bucket(&self.address.bucket)
-            .key(&self.address.key)
-            .set_version_id(self.address.version.clone())
-            .set_request_payer(self.bucket.payer())
-            .presigned(valid)
-            .await
-            .map_err(|e| failed(DisplayErrorContext(e).to_string()))?;
-        let url = Url::parse(signed.uri()).map_err(|e| failed(e.to_string()))?;
-        let more = signed.headers().map(|(name, value)| (name.to_owned(), value.to_owned()));
-        let location = RequestTarget::new(url, self.headers.iter().cloned().chain(more).collect());
-        Ok((location, until))
+            let until = now.checked_add(PUBLIC_FOR).unwrap_or(now);
+            return Ok((RequestTarget::new(url, self.transport.headers.clone()), until));
+        }
+        let region = self.bucket.region();
+        let known = self.client.lock().clone().filter(|(of, _)| *of == region);
+        let (_, client) = known.unwrap_or_else(|| {
+            let made = (region, self.bucket.signing_client(&self.transport));
+            self.client.lock().insert(made).clone()
+        });
+        self.bucket.sign(&client, &self.address, &self.transport.headers).await
     }
 }
 
@@ -234,7 +222,8 @@ mod tests {
                     bucket.credentials = credentials;
                     let address = S3Address::parse(&format!("s3://bucket/{key}")).unwrap();
                     let bucket = Arc::new(bucket);
-                    let signer = S3Signer { bucket, address, headers: Vec::new() };
+                    let client = ForkSafeMutex::new(None);
+                    let signer = S3Signer { bucket, address, transport: options(), client };
                     let (target, _) = runtime.block_on(signer.sign_now()).unwrap();
                     let url = target.url;
                     let found = format!("{}{}", url.host_str().unwrap(), url.path());

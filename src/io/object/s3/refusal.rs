@@ -4,6 +4,7 @@
 use std::error::Error as _;
 use std::io::ErrorKind;
 
+use aws_runtime::retries::classifiers::{THROTTLING_ERRORS, TRANSIENT_ERRORS};
 use aws_sdk_s3::config::http::HttpResponse;
 use aws_sdk_s3::error::{DisplayErrorContext, ProvideErrorMetadata, SdkError};
 use reqwest::StatusCode;
@@ -11,8 +12,8 @@ use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 
 use super::endpoint::Server;
 use super::resolve::S3Bucket;
-use crate::error::{Escaped, Shortened};
-use crate::io::transport::{Failure, says_expired, status_failure};
+use crate::error::Escaped;
+use crate::io::transport::{ErrorDocument, Failure, Repeat, status_failure};
 
 /// The header with the region of a bucket.
 const BUCKET_REGION: &str = "x-amz-bucket-region";
@@ -23,28 +24,15 @@ pub const WAYS: &str = "give credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCES
                         open_stream), and for a server other than AWS its address \
                         (AWS_ENDPOINT_URL_S3, or s3_endpoint=)";
 
-/// Error codes for uploads that arrived damaged.
-const DAMAGED: [&str; 2] = ["BadDigest", "XAmzContentChecksumMismatch"];
-
-/// The error document of a refusal.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct S3ErrorDocument {
-    pub code: Option<String>,
-    pub message: Option<String>,
-}
-
-impl S3ErrorDocument {
-    /// Parses the beginning of a body.
-    pub fn read(body: &[u8]) -> Self {
-        let text = String::from_utf8_lossy(body);
-        let element = |name: &str| {
-            let (_, rest) = text.split_once(&format!("<{name}>"))?;
-            let (found, _) = rest.split_once(&format!("</{name}>"))?;
-            (!found.is_empty()).then(|| found.to_owned())
-        };
-        S3ErrorDocument { code: element("Code"), message: element("Message") }
-    }
-}
+/// Error codes of requests that may succeed when they are repeated: uploads that arrived damaged or
+/// in part, and what AWS asks to try again.
+const TRANSIENT: [&str; 5] = [
+    "BadDigest",
+    "XAmzContentChecksumMismatch",
+    "IncompleteBody",
+    "OperationAborted",
+    "InternalError",
+];
 
 /// The region that headers name, if it can be part of a host name.
 pub fn bucket_region_of(headers: &HeaderMap) -> Option<&str> {
@@ -83,17 +71,9 @@ impl S3Bucket {
         &self,
         status: StatusCode,
         headers: &HeaderMap,
-        document: &S3ErrorDocument,
+        document: &ErrorDocument,
     ) -> Failure {
-        let text = match (&document.code, &document.message) {
-            (Some(code), Some(message)) => {
-                format!("the server answered {status}: {}: {}", Shortened(code), Shortened(message))
-            }
-            (Some(text), None) | (None, Some(text)) => {
-                format!("the server answered {status}: {}", Shortened(text))
-            }
-            (None, None) => format!("the server answered {status}"),
-        };
+        let text = format!("the server answered {status}{document}");
         let mut what = match document.code.as_deref() {
             Some("NoSuchBucket") => {
                 format!("{} has no bucket `{}`: {text}", self.host(), Escaped(&self.bucket))
@@ -107,8 +87,18 @@ impl S3Bucket {
         if let Some(region) = bucket_region_of(headers).filter(|region| *region != self.region()) {
             what += &format!("; the bucket is in the region `{region}`");
         }
-        if !self.none_found || !status.is_client_error() {
-            return status_failure(status, headers, what);
+        let code = document.code.as_deref().unwrap_or("");
+        let failure = status_failure(status, headers, what.clone());
+        let failure = match code {
+            _ if failure.repeat() == Repeat::Time => failure,
+            _ if THROTTLING_ERRORS.contains(&code) || TRANSIENT_ERRORS.contains(&code) => {
+                failure.with_repeat(Repeat::Time)
+            }
+            _ if TRANSIENT.contains(&code) => failure.with_repeat(Repeat::Attempts),
+            _ => failure,
+        };
+        if !self.none_found || !status.is_client_error() || failure.repeat() != Repeat::Never {
+            return failure;
         }
         what += "; no credentials were found, so the server was asked anonymously: ";
         what += WAYS;
@@ -128,7 +118,7 @@ impl S3Bucket {
         if let Some(response) = error.raw_response() {
             let status = StatusCode::from_u16(response.status().as_u16());
             let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-            let document = S3ErrorDocument {
+            let document = ErrorDocument {
                 code: error.code().map(str::to_owned),
                 message: error.message().map(str::to_owned),
             };
@@ -140,13 +130,11 @@ impl S3Bucket {
                 }
             }
             let refused = self.refusal(status, &headers, &document);
-            // A status of success with an error, or with a document that is not from S3, or bytes
-            // that were damaged in transit.
-            let is_damaged = document.code.as_deref().is_some_and(|code| DAMAGED.contains(&code));
-            if status.is_success() || is_damaged {
+            // A status of success with an error, or with a document that is not from S3.
+            if status.is_success() {
                 return Failure::transient(ErrorKind::InvalidData, refused.error.to_string());
             }
-            let expired = document.code.is_some_and(|code| says_expired(code.as_bytes()));
+            let expired = document.says_expired();
             let moved = self.follows_region(&headers, None);
             return refused.if_renewable(expired || moved);
         }
@@ -170,18 +158,6 @@ mod tests {
     use aws_sdk_s3::operation::put_object::PutObjectError;
 
     use super::*;
-
-    #[test]
-    fn error_documents_are_parsed_or_empty() {
-        let read = |text: &str| S3ErrorDocument::read(text.as_bytes());
-        let whole = "<?xml version='1.0'?><Error><Code>NoSuchKey</Code><Message>It is not there.\
-                     </Message></Error>";
-        let (code, message) = ("NoSuchKey".to_owned(), "It is not there.".to_owned());
-        assert_eq!(read(whole), S3ErrorDocument { code: Some(code), message: Some(message) });
-        for text in ["", "<Code>", "<Code></Code>", "</Code><Code>", "<html>no</html>"] {
-            assert_eq!(read(text), S3ErrorDocument::default(), "{text}");
-        }
-    }
 
     fn headers_of(region: &str) -> HeaderMap {
         HeaderMap::from_iter([(BUCKET_REGION.parse().unwrap(), region.parse().unwrap())])
@@ -211,7 +187,7 @@ mod tests {
         let server = Server::endpoint("host:9000", false, false).unwrap();
         let refusal = |none_found, status, code: Option<&str>| {
             let resolved = S3Bucket::without_credentials(server.clone(), none_found);
-            let document = S3ErrorDocument { code: code.map(str::to_owned), message: None };
+            let document = ErrorDocument { code: code.map(str::to_owned), message: None };
             let error = resolved.refusal(status, &HeaderMap::new(), &document).error;
             (error.kind(), error.to_string())
         };
@@ -267,7 +243,7 @@ mod tests {
             format!("{:?}", bucket.failure(error))
         };
         let away = of(Failure::transient(ErrorKind::TimedOut, "no answer"));
-        assert!(away.contains("transient: true") && away.contains("no answer"), "{away}");
-        assert!(of(Failure::permanent(ErrorKind::NotFound, "x")).contains("transient: false"));
+        assert!(away.contains("repeat: Attempts") && away.contains("no answer"), "{away}");
+        assert!(of(Failure::permanent(ErrorKind::NotFound, "x")).contains("repeat: Never"));
     }
 }

@@ -9,14 +9,17 @@ use aws_config::{BehaviorVersion, SdkConfig};
 use aws_sdk_s3::config::{
     Credentials, IdentityCache, Region, RequestChecksumCalculation, ResponseChecksumValidation,
 };
-use aws_sdk_s3::types::RequestPayer;
+use aws_sdk_s3::types::{RequestPayer, ServerSideEncryption};
 use reqwest::Url;
 
 use super::address::S3Address;
-use super::endpoint::{self, DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, Server};
+use super::clock::ServerClock;
+use super::endpoint::{self, AddressingStyle, DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, Server};
 use super::server_choice::{KnownSettings, ServerChoice, StatedKeys, choose, stated_keys};
-use crate::environment::read_guarded;
-use crate::error::{Error, Result};
+use crate::environment::{
+    S3_ADDRESSING_STYLE, S3_ENCRYPTION, S3_KMS_KEY_ID, TextVariable, read_guarded,
+};
+use crate::error::{Error, Escaped, Result};
 use crate::io::S3Options;
 use crate::io::auth::aws::{self, AwsCredentialSource};
 use crate::io::auth::s3cfg::S3Cfg;
@@ -43,9 +46,13 @@ pub struct S3Bucket {
     region: String,
     /// The region of the bucket, if AWS has named another one.
     pub bucket_region: ForkSafeMutex<Option<String>>,
+    /// The time that requests are signed at.
+    pub clock: ServerClock,
     requester_pays: bool,
     /// True if uploads carry checksums.
     pub checksums: bool,
+    /// The encryption of uploads by the server: its name, and the id of a key.
+    pub encryption: (Option<ServerSideEncryption>, Option<String>),
 }
 
 impl S3Bucket {
@@ -54,6 +61,7 @@ impl S3Bucket {
         let config = aws_sdk_s3::Config::builder()
             .behavior_version(BehaviorVersion::latest())
             .region(Region::new(self.region()))
+            .time_source(self.clock.clone())
             // Checksums of whole objects say nothing about ranges, and asking would be signed.
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
             // Checksums are sent as headers here, because many servers do not support checksums
@@ -101,8 +109,10 @@ impl S3Bucket {
             none_found,
             region: DEFAULT_REGION.to_owned(),
             bucket_region: ForkSafeMutex::new(None),
+            clock: ServerClock::default(),
             requester_pays: false,
             checksums: true,
+            encryption: (None, None),
         }
     }
 }
@@ -135,9 +145,12 @@ pub async fn resolve(
     let force_http = s3.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
     let (explicit, assigned) = (s3.endpoint.clone().or(file.host), s3.default_endpoint.clone());
     let named = endpoint::named(explicit, assigned, &settings, force_http)?;
+    let style = addressing_style(s3, file.host_bucket.as_deref()).await?;
+    let named = named.map(|server| server.with_style(style));
     let (is_endpoint_named, bucket) = (named.is_some(), address.bucket.clone());
     let access = s3.access_key.clone().or(file.access_key);
     let secret = s3.secret_key.clone().or(file.secret_key);
+    let token = s3.session_token.clone().or(file.session_token);
     let uri = address.display_address();
     let known = KnownSettings {
         has_endpoint: is_endpoint_named,
@@ -149,7 +162,7 @@ pub async fn resolve(
         reads,
     };
     let (choice, credentials, none_found) =
-        choose_server((access, secret), known, &default_region, options, &uri).await?;
+        choose_server((access, secret, token), known, &default_region, options, &uri).await?;
     let server = match (choice, named) {
         (ServerChoice::Endpoint, Some(server)) => server,
         (ServerChoice::OldDefault, _) if reads => {
@@ -176,7 +189,9 @@ pub async fn resolve(
         none_found,
         region,
         bucket_region: ForkSafeMutex::new(None),
+        clock: ServerClock::default(),
         requester_pays,
+        encryption: encryption(s3)?,
         checksums: settings.request_checksum_calculation() != required,
     })
 }
@@ -185,7 +200,7 @@ pub async fn resolve(
 /// chain. True if the chain has none. Keys whose server is unknown are refused before anything is
 /// sent.
 async fn choose_server(
-    (access, secret): (Option<String>, Option<String>),
+    (access, secret, token): (Option<String>, Option<String>, Option<String>),
     known: KnownSettings<'_>,
     region: &str,
     options: &TransportOptions,
@@ -196,7 +211,7 @@ async fn choose_server(
     let known = KnownSettings { keys, ..known };
     let (credentials, none_found) = match (keys, access, secret) {
         (StatedKeys::Both, Some(access), Some(secret)) => {
-            let keys = Credentials::new(access, secret, None, None, "tensorizer");
+            let keys = Credentials::new(access, secret, token, None, "tensorizer");
             (Some(AwsCredentialSource::Fixed(keys)), false)
         }
         (StatedKeys::None, ..) => chain_credentials(region, options, uri).await?,
@@ -207,6 +222,41 @@ async fn choose_server(
     let known =
         KnownSettings { aws_sign: aws_sign.as_deref(), chain_has_credentials: of_chain, ..known };
     Ok((choose(known).map_err(invalid)?, credentials, none_found))
+}
+
+/// The place of buckets in addresses, from the first of these that states one: the call, the
+/// environment, AWS's profile, `.s3cfg`.
+async fn addressing_style(s3: &S3Options, host_bucket: Option<&str>) -> Result<AddressingStyle> {
+    let of_variable = || Some(S3_ADDRESSING_STYLE.value()?.to_string_lossy().into_owned());
+    if let Some(stated) = s3.addressing_style.clone().or_else(of_variable) {
+        return AddressingStyle::parse(&stated).map_err(Error::InvalidArgument);
+    }
+    if let Some(stated) = aws::setting_of_s3("addressing_style").await {
+        return AddressingStyle::parse(&stated).map_err(Error::InvalidArgument);
+    }
+    Ok(match host_bucket {
+        Some(host) if host.contains("%(bucket)") => AddressingStyle::Virtual,
+        Some(_) => AddressingStyle::Path,
+        None => AddressingStyle::Auto,
+    })
+}
+
+/// The encryption of uploads, and the id of its key.
+fn encryption(s3: &S3Options) -> Result<(Option<ServerSideEncryption>, Option<String>)> {
+    let variable = |name: &TextVariable| Some(name.value()?.to_string_lossy().into_owned());
+    let name = s3.encryption.clone().or_else(|| variable(&S3_ENCRYPTION));
+    let key = s3.kms_key_id.clone().or_else(|| variable(&S3_KMS_KEY_ID));
+    let name = name.map(|name| ServerSideEncryption::try_parse(&name).map_err(|_| name));
+    let name = name.transpose().map_err(|name| {
+        Error::InvalidArgument(format!(
+            "encryption of S3: expected one of {}, found `{}`",
+            ServerSideEncryption::values().join(", "),
+            Escaped(&name)
+        ))
+    })?;
+    // A key alone asks for the encryption that has keys.
+    let name = name.or_else(|| key.is_some().then_some(ServerSideEncryption::AwsKms));
+    Ok((name, key))
 }
 
 /// AWS, which is asked by TLS only.

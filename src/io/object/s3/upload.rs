@@ -174,6 +174,8 @@ impl UploadProtocol for S3Object {
             let send = move |checksum: Option<String>| {
                 let put = client.put_object().bucket(&self.address.bucket).key(&self.address.key);
                 let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
+                let (encryption, key) = self.resolved.encryption.clone();
+                let put = put.set_server_side_encryption(encryption).set_ssekms_key_id(key);
                 let put = put.set_checksum_crc64_nvme(checksum);
                 put.customize().disable_payload_signing().send()
             };
@@ -198,6 +200,8 @@ impl UploadProtocol for S3Object {
                 .bucket(&self.address.bucket)
                 .key(&self.address.key);
             let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
+            let (encryption, key) = self.resolved.encryption.clone();
+            let begin = begin.set_server_side_encryption(encryption).set_ssekms_key_id(key);
             let mut checksum_support = ChecksumSupport::None;
             let mut begun = None;
             if self.resolved.checksums {

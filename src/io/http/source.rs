@@ -1,0 +1,187 @@
+//! A file of a server with ranges: each request goes straight into the caller's memory.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use reqwest::StatusCode;
+
+use super::client_pool::ClientPool;
+use super::file_url::{FileUrl, RangeRequest};
+use super::response::ByteRange;
+use super::server_speed::DEFAULT_GAP;
+use super::turns::Turn;
+use super::validators::{Validators, may_be_another_file};
+use crate::cancel::Cancel;
+use crate::error::Result;
+use crate::io::transport::{
+    Failure, Repeat, RequestTarget, RetryBudget, TransportOptions, retry,
+};
+use crate::io::{Capabilities, Facts, ReadAt};
+use crate::mem::Buffers;
+use crate::memory_limit::CONNECTION;
+use crate::sys::clock;
+use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use crate::sys::to_usize;
+
+/// Bytes of a request: at 100 MB/s and 50 ms of latency a fourteenth of its time is latency.
+const REQUEST_LEN: u64 = 64 << 20;
+/// Initial connections of a load: as many as a server in the same rack can use.
+const FIRST_CONNECTIONS: usize = 4;
+/// Maximum connections of a load unless the caller sets a number. At 100 MB/s each, they fill a
+/// network of 25 Gbit/s.
+const MAX_CONNECTIONS: usize = 32;
+
+/// A file of a server with ranges.
+pub struct HttpSource {
+    pub facts: Facts,
+    pub url: Arc<FileUrl>,
+    /// The location to which redirects have led; it may expire.
+    pub moved: ForkSafeMutex<Option<Arc<RequestTarget>>>,
+    pub clients: Arc<ClientPool>,
+    pub transport: TransportOptions,
+    pub validators: Validators,
+    /// The first bytes of the file.
+    pub head: Arc<[u8]>,
+    /// True if the server sends bytes before they are read, by HTTP/2.
+    pub sends_ahead: bool,
+    /// True once the server has refused a request with the `ETag` of the file that it has.
+    pub without_conditions: AtomicBool,
+}
+
+/// The capabilities of servers with ranges.
+pub fn capabilities(options: &TransportOptions) -> Capabilities {
+    Capabilities {
+        max_readers: options.max_connections,
+        initial_readers: options.connections.unwrap_or(FIRST_CONNECTIONS),
+        max_auto_readers: options.connections.unwrap_or(MAX_CONNECTIONS),
+        request_len: REQUEST_LEN,
+        merge_gap: DEFAULT_GAP,
+        reader_memory: CONNECTION,
+    }
+}
+
+impl HttpSource {
+    /// Requests a range; `done` is the position after the last byte that arrived.
+    fn attempt(
+        &self,
+        range: ByteRange,
+        buffers: &mut Buffers<'_>,
+        done: &mut u64,
+        budget: &RetryBudget<'_>,
+    ) -> Result<(), Failure> {
+        let at = self.moved.lock().clone();
+        let turn = self.clients.turns().take(budget)?;
+        let mut refused = false;
+        let if_match = (!self.without_conditions.load(Ordering::Relaxed)).then_some(&self.validators);
+        let outcome = self.clients.with_client(budget, |client| {
+            client.run(budget, async {
+                let range_request =
+                    RangeRequest { if_match, ..RangeRequest::range(range.start, range.end) };
+                let begun = clock::now();
+                let (moved, response) =
+                    self.url.request(client, at.as_ref(), range_request).await?;
+                self.clients.speed().record_latency(clock::since(begun));
+                refused = may_be_another_file(&response, if_match);
+                self.validators.check(&response, range)?;
+                turn.served();
+                let begun = clock::now();
+                client.scatter(response, range, buffers, done, budget).await?;
+                self.clients.speed().record_body(range.end - range.start, clock::since(begun));
+                Ok(moved)
+            })
+        });
+        if outcome.as_ref().is_err_and(|failure| failure.repeat() != Repeat::Never) {
+            self.leave(&turn);
+        }
+        let outcome = match outcome {
+            Err(failure) if refused => Err(self.explain(failure, at.as_ref(), if_match, budget)),
+            outcome => outcome,
+        };
+        // The location may be a signed URL that has expired: after a failure the first one gives
+        // another.
+        let moved = outcome.as_ref().map_or(None, Clone::clone);
+        *self.moved.lock() = moved;
+        outcome.map(drop).map_err(|failure| failure.if_redirected(at.is_some()))
+    }
+
+    /// Lets fewer requests run from now on, if the server has refused one while it served others.
+    fn leave(&self, turn: &Turn<'_>) {
+        if let (Some(left), Some(server)) = (turn.refused(), &self.facts.server) {
+            server.fallback.lock().get_or_insert_with(|| {
+                format!("the server refused some of the connections, and {left} were left")
+            });
+        }
+    }
+
+    /// The reason why a range was refused: another file, or a server that does not know the
+    /// condition of the request. Uses a new connection, because a server may close that of its
+    /// refusal.
+    fn explain(
+        &self,
+        failure: Failure,
+        at: Option<&Arc<RequestTarget>>,
+        if_match: Option<&Validators>,
+        budget: &RetryBudget<'_>,
+    ) -> Failure {
+        let check = || {
+            let client = self.clients.new_client(budget)?;
+            client.run(budget, async {
+                let range = RangeRequest::range(0, 1);
+                let (_, response) = self.url.request(&client, at, range).await?;
+                self.validators.check_first(&response, ByteRange { start: 0, end: 1 })?;
+                Ok(response.status() == StatusCode::PARTIAL_CONTENT)
+            })
+        };
+        match check() {
+            Ok(true) if if_match.is_some_and(|file| file.strong_tag().is_some()) => {
+                self.without_conditions.store(true, Ordering::Relaxed);
+                Failure::transient(ErrorKind::InvalidData, failure.to_string())
+            }
+            Ok(_) => failure,
+            Err(other) => other,
+        }
+    }
+}
+
+impl ReadAt for HttpSource {
+    fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let found = capabilities(&self.transport);
+        let sends_ahead = if self.sends_ahead { u64::from(self.clients.window()) } else { 0 };
+        let merge_gap = self.clients.speed().merge_gap(found.initial_readers);
+        Capabilities { reader_memory: found.reader_memory + sends_ahead, merge_gap, ..found }
+    }
+
+    fn read_at(
+        &self,
+        offset: u64,
+        buffers: &mut Buffers<'_>,
+        cancel: &dyn Cancel,
+    ) -> Result<usize> {
+        let len = self.validators.len.unwrap_or(u64::MAX);
+        let end = offset.saturating_add(buffers.remaining() as u64).min(len);
+        if end <= offset {
+            return Ok(0);
+        }
+        let mut done = offset;
+        if let Some(from_head) = self.head.get(to_usize(offset)..) {
+            done += buffers.fill_from(from_head) as u64;
+        }
+        if done < end {
+            let budget = RetryBudget::new("reading", &self.facts.uri, &self.transport, cancel);
+            budget.set_position(done);
+            let read = retry::run(&budget, || {
+                let range = ByteRange { start: done, end };
+                let outcome = self.attempt(range, buffers, &mut done, &budget);
+                budget.set_position(done);
+                outcome
+            });
+            read.map_err(|error| self.url.with_host(error))?;
+        }
+        Ok(to_usize(end - offset))
+    }
+}

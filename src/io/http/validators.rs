@@ -1,0 +1,212 @@
+//! Size, `ETag` and date of a file, and the checks of later responses by them.
+
+use std::io::ErrorKind;
+
+use reqwest::header::{ETAG, HeaderMap, HeaderValue, LAST_MODIFIED};
+use reqwest::{Response, StatusCode};
+
+use super::response::{
+    ByteRange, ContentRange, First, check_coding, content_length, content_range, header_text,
+    parse_first,
+};
+use crate::io::transport::Failure;
+
+/// Size, `ETag` and date of a file, which show if it changes between requests.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Validators {
+    /// Bytes of the file, where that is known.
+    pub len: Option<u64>,
+    pub tag: Option<String>,
+    pub modified: Option<String>,
+    /// True for a file of a commit, which never changes: each machine of a hub may have its own
+    /// `ETag` and date.
+    pub is_immutable: bool,
+}
+
+impl Validators {
+    pub fn of(headers: &HeaderMap, len: Option<u64>) -> Self {
+        let tag = headers.get(ETAG).map(tag_text);
+        let modified = header_text(headers, &LAST_MODIFIED);
+        Validators { len, tag, modified, is_immutable: false }
+    }
+
+    /// The `ETag` for conditional requests: a strong one, which identifies the bytes, and which a
+    /// request can hold. Dates are not sent, because the machines of a server may have different ones.
+    pub fn strong_tag(&self) -> Option<&str> {
+        self.tag.as_deref().filter(|tag| !tag.starts_with("W/") && tag.is_ascii())
+    }
+
+    /// Checks that a response holds exactly the range, of the file that was opened.
+    pub fn check(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
+        self.check_status(response)?;
+        let status = response.status();
+        if status != StatusCode::PARTIAL_CONTENT {
+            // The page of a proxy, or a server that no longer supports ranges.
+            let what = format!(
+                "expected 206 Partial Content with bytes {} to {}, the server answered {status} \
+                 without a range",
+                wanted.start, wanted.end
+            );
+            return Err(Failure::transient(ErrorKind::InvalidData, what));
+        }
+        let headers = response.headers();
+        let Some(ContentRange { range: Some((start, end)), len }) = content_range(headers) else {
+            return Err(Failure::transient(
+                ErrorKind::InvalidData,
+                "the server's 206 response has no valid Content-Range header",
+            ));
+        };
+        self.check_same(&Validators::of(headers, len.or(self.len)))?;
+        let stated = content_length(headers).unwrap_or(end.saturating_sub(start));
+        if (start, end) != (wanted.start, wanted.end) || stated != end - start {
+            let what = format!(
+                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated} \
+                 bytes",
+                wanted.start, wanted.end
+            );
+            return Err(Failure::transient(ErrorKind::InvalidData, what));
+        }
+        Ok(())
+    }
+
+    /// Checks a whole file's response against the first one.
+    pub fn check_whole(&self, response: &Response) -> Result<(), Failure> {
+        self.check_status(response)?;
+        let len = content_length(response.headers()).or(self.len);
+        self.check_same(&Validators::of(response.headers(), len))
+    }
+
+    fn check_status(&self, response: &Response) -> Result<(), Failure> {
+        let status = response.status();
+        match (status, self.strong_tag()) {
+            (StatusCode::PRECONDITION_FAILED, Some(tag)) => {
+                let what = format!("the file changed since it was opened: its ETag was {tag}");
+                Err(Failure::permanent(ErrorKind::InvalidData, what))
+            }
+            (StatusCode::RANGE_NOT_SATISFIABLE | StatusCode::PRECONDITION_FAILED, _) => {
+                let what = format!("the server answered {status} to a range inside the file");
+                Err(Failure::transient(ErrorKind::InvalidData, what))
+            }
+            (StatusCode::NOT_MODIFIED, _) => {
+                let what = "the server answered 304 Not Modified to a request without If-None-Match";
+                Err(Failure::permanent(ErrorKind::InvalidData, what))
+            }
+            _ => check_coding(response),
+        }
+    }
+
+    /// Fails if the first response of another request is about another file, and says what differs.
+    pub fn check_first(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
+        match parse_first(response, Some(wanted))? {
+            First::File(first) => self.check_same(&first.validators),
+            First::BrokenRanges(what) => {
+                let what = format!("the server answered {what}");
+                Err(Failure::transient(ErrorKind::InvalidData, what))
+            }
+        }
+    }
+
+    fn check_same(&self, found: &Validators) -> Result<(), Failure> {
+        let bytes = |len: Option<u64>| len.map(|len| format!("{len} bytes"));
+        let mut facts = vec![("size", bytes(self.len), bytes(found.len))];
+        let opaque = |tag: &Option<String>| tag.clone().map(|tag| tag.replacen("W/", "", 1));
+        let same_tags = self.tag.is_some() && opaque(&self.tag) == opaque(&found.tag);
+        // The same strong tag is that of the same bytes, whatever the date.
+        let is_proven = same_tags && self.strong_tag().is_some() && found.strong_tag().is_some();
+        if !is_proven && !self.is_immutable {
+            facts.insert(0, ("Last-Modified", self.modified.clone(), found.modified.clone()));
+            if !same_tags {
+                facts.insert(0, ("ETag", self.tag.clone(), found.tag.clone()));
+            }
+        }
+        let same_dates = self.modified.is_some() && self.modified == found.modified;
+        let mut differences = Vec::new();
+        for (what, before, now) in &facts {
+            match (before, now) {
+                (Some(before), Some(now)) if before != now => {
+                    differences.push(format!("its {what} was {before}, is {now}"));
+                }
+                (None, Some(now)) if *what != "size" && !same_tags && !same_dates => {
+                    differences.push(format!("it had no {what}, has {now}"));
+                }
+                // Another machine of the server may send this header again.
+                (Some(before), None) if differences.is_empty() => {
+                    let what = format!(
+                        "the file may have changed since it was opened: the first response had the \
+                         {what} {before}, a later one has none"
+                    );
+                    return Err(Failure::transient(ErrorKind::InvalidData, what));
+                }
+                _ => {}
+            }
+        }
+        if differences.is_empty() {
+            return Ok(());
+        }
+        let what = format!("the file changed since it was opened: {}", differences.join("; "));
+        Err(Failure::permanent(ErrorKind::InvalidData, what))
+    }
+}
+
+/// True if a server refuses a range or the `ETag` of a request, or sends no range because of it: it
+/// may have another file, or not know conditions.
+pub fn may_be_another_file(response: &Response, if_match: Option<&Validators>) -> bool {
+    match response.status() {
+        StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE => true,
+        StatusCode::OK => if_match.is_some_and(|file| file.strong_tag().is_some()),
+        _ => false,
+    }
+}
+
+/// The text of an `ETag`. Other bytes than those of ASCII are allowed in it, and tell versions apart.
+fn tag_text(value: &HeaderValue) -> String {
+    value.as_bytes().iter().map(|&byte| char::from(byte)).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn validators(tag: Option<&str>, modified: Option<&str>) -> Validators {
+        let text = |text: Option<&str>| text.map(str::to_owned);
+        let (tag, modified) = (text(tag), text(modified));
+        Validators { len: Some(7), tag, modified, is_immutable: false }
+    }
+
+    #[test]
+    fn validators_of_another_kind_mean_another_version() {
+        let (none, tagged) = (validators(None, None), validators(Some("x"), None));
+        let (dated, both) = (validators(None, Some("then")), validators(Some("x"), Some("then")));
+        for (first, later) in [(&none, &tagged), (&none, &dated), (&none, &both), (&dated, &tagged)]
+        {
+            let failure = format!("{:?}", first.check_same(later).unwrap_err());
+            assert!(
+                failure.contains("the file changed since it was opened: it had no"),
+                "{failure}"
+            );
+        }
+        for (first, later) in [(&none, &none), (&dated, &both), (&tagged, &both), (&both, &both)] {
+            first.check_same(later).unwrap();
+        }
+        let unsized_file = Validators { len: None, ..none.clone() };
+        unsized_file.check_same(&none).unwrap();
+    }
+
+    #[test]
+    fn replicas_have_the_same_strong_tag_and_their_own_dates() {
+        let of = |tag, modified| validators(Some(tag), Some(modified));
+        let first = of("\"x\"", "then");
+        for same in [of("\"x\"", "later"), of("W/\"x\"", "then"), validators(Some("\"x\""), None)] {
+            first.check_same(&same).unwrap();
+        }
+        for other in [of("\"y\"", "then"), of("W/\"x\"", "later"), of("W/\"y\"", "then")] {
+            assert!(first.check_same(&other).is_err(), "{other:?}");
+        }
+        let longer = Validators { len: Some(8), ..first.clone() };
+        assert!(first.check_same(&longer).is_err());
+        let immutable = Validators { is_immutable: true, ..first };
+        immutable.check_same(&of("\"y\"", "later")).unwrap();
+        assert!(immutable.check_same(&longer).is_err());
+    }
+}
