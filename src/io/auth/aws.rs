@@ -381,7 +381,7 @@ mod tests {
     fn absent_credentials_differ_from_an_unavailable_service() {
         let unavailable = missing_credentials(CredentialsError::provider_error("no answer"));
         let MissingCredentials::Failed(failure) = unavailable else { panic!("absent") };
-        assert!(format!("{failure:?}").contains("transient: true"), "{failure:?}");
+        assert!(format!("{failure:?}").contains("repeat: Attempts"), "{failure:?}");
         assert!(matches!(
             missing_credentials(CredentialsError::not_loaded("none")),
             MissingCredentials::Absent

@@ -376,7 +376,7 @@ mod tests {
         let get = || name(runtime.block_on(provider.get()));
         assert_eq!(get().unwrap(), "one");
         let Err(MissingCredentials::Failed(failure)) = get() else { panic!("absent, and cached") };
-        assert!(format!("{failure:?}").contains("transient: true"), "{failure:?}");
+        assert!(format!("{failure:?}").contains("repeat: Attempts"), "{failure:?}");
         assert_eq!(get().unwrap(), "two");
     }
 

@@ -25,7 +25,7 @@ mod token_client;
 #[cfg(feature = "clouds")]
 pub use authorize::AZURE_VERSION;
 pub use cache::{
-    CloudCredential, CredentialProvider, MissingCredentials, RENEWAL_MARGIN, renew_at, retry_at,
+    CloudCredential, CredentialProvider, MissingCredentials, renew_at,
 };
 #[cfg(feature = "clouds")]
 pub use settings::RequestIdentity;

@@ -175,11 +175,11 @@ impl PooledClient {
             *done += buffers.fill_from(&bytes) as u64;
             buffers.arrived(bytes.len() as u64);
         }
-        // The end of the body is read too, so that the connection can be used again.
-        if self.next_chunk(&mut response, budget).await?.is_empty() {
-            Ok(())
-        } else {
-            Err(too_long())
+        // The end of the body is read too, so that the connection can be used again. If it breaks
+        // there, all bytes have come.
+        match self.next_chunk(&mut response, budget).await {
+            Ok(more) if !more.is_empty() => Err(too_long()),
+            _ => Ok(()),
         }
     }
 }

@@ -82,7 +82,10 @@ impl HttpSource {
                 let (moved, response) =
                     self.url.request(client, at.as_ref(), range_request).await?;
                 self.clients.speed().record_latency(clock::since(begun));
-                refused = may_be_another_file(&response, if_match);
+                if self.validators.is_whole(&response) {
+                    self.without_conditions.store(true, Ordering::Relaxed);
+                }
+                refused = may_be_another_file(&response);
                 self.validators.check(&response, range)?;
                 turn.served();
                 let begun = clock::now();

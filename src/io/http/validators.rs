@@ -69,6 +69,13 @@ impl Validators {
         Ok(())
     }
 
+    /// True if a response is the whole file in place of a range, as from servers that ignore ranges
+    /// in requests with a condition.
+    pub fn is_whole(&self, response: &Response) -> bool {
+        let found = Validators::of(response.headers(), content_length(response.headers()));
+        response.status() == StatusCode::OK && self.strong_tag().is_some() && *self == found
+    }
+
     /// Checks a whole file's response against the first one.
     pub fn check_whole(&self, response: &Response) -> Result<(), Failure> {
         self.check_status(response)?;
@@ -148,14 +155,11 @@ impl Validators {
     }
 }
 
-/// True if a server refuses a range or the `ETag` of a request, or sends no range because of it: it
-/// may have another file, or not know conditions.
-pub fn may_be_another_file(response: &Response, if_match: Option<&Validators>) -> bool {
-    match response.status() {
-        StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE => true,
-        StatusCode::OK => if_match.is_some_and(|file| file.strong_tag().is_some()),
-        _ => false,
-    }
+/// True if a server refuses a range, or the `ETag` of a request: it may have another file, or not
+/// know conditions.
+pub fn may_be_another_file(response: &Response) -> bool {
+    let status = response.status();
+    matches!(status, StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE)
 }
 
 /// The text of an `ETag`. Other bytes than those of ASCII are allowed in it, and tell versions apart.

@@ -107,7 +107,8 @@ impl HttpConnector for NoClient {
     }
 }
 
-fn connector_error(failure: Failure) -> ConnectorError {
+/// A failure as the error of the SDK's client.
+pub fn connector_error(failure: Failure) -> ConnectorError {
     ConnectorError::other(failure.into(), None)
 }
 

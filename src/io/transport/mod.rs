@@ -25,7 +25,7 @@ mod trust;
 mod upload_body;
 
 #[cfg(feature = "s3")]
-pub(crate) use aws_sdk::{LazySdkClient, SdkClient};
+pub(crate) use aws_sdk::{LazySdkClient, SdkClient, connector_error};
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) use client::is_of_machine;
 #[cfg(feature = "http")]

@@ -273,7 +273,7 @@ mod tests {
         clock::sleep(HOUR);
         let failure = budget.check().unwrap_err();
         assert_eq!(failure.error.kind(), io::ErrorKind::TimedOut);
-        assert!(!failure.transient);
+        assert_eq!(failure.repeat(), Repeat::Never);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use reqwest::{Body, Method, Request, StatusCode, Url};
 use super::address::{Cloud, CloudAddress};
 use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
-use crate::error::{Error, Escaped, Result, Shortened};
+use crate::error::{Error, Result};
 use crate::io::auth::{AZURE_VERSION, CredentialProvider};
 use crate::io::object::upload::{UploadRequests, confirm_if_present};
 use crate::io::transport::{

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use aws_sdk_s3::config::TimeSource;
+use aws_smithy_async::time::TimeSource;
 use reqwest::header::{DATE, HeaderMap};
 
 use crate::sys::clock;
