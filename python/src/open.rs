@@ -57,7 +57,11 @@ impl<'py> CallOptions<'py> {
             config_path: self.get("config_path")?,
             force_http: self.get("force_http")?,
             region: self.get("region")?,
-            requester_pays: None,
+            session_token: self.get("session_token")?,
+            addressing_style: self.get("addressing_style")?,
+            encryption: self.get("encryption")?,
+            kms_key_id: self.get("kms_key_id")?,
+            requester_pays: self.get::<String>("payer")?.map(|_| true),
         })
     }
 
@@ -220,6 +224,6 @@ type S3Keys = (Option<String>, Option<String>, Option<String>, Option<bool>);
 #[pyfunction]
 pub fn s3cfg(path: PathBuf) -> PyResult<S3Keys> {
     let failed = |e: std::io::Error| PyValueError::new_err(format!("{}: {e}", path.display()));
-    let S3Cfg { access_key, secret_key, host, use_https } = S3Cfg::read(&path).map_err(failed)?;
+    let S3Cfg { access_key, secret_key, host, use_https, .. } = S3Cfg::read(&path).map_err(failed)?;
     Ok((access_key, secret_key, host, use_https))
 }

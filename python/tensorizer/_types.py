@@ -61,6 +61,14 @@ class OpenOptions(TypedDict, total=False):
     config_path: str | None
     force_http: bool | None
     region: str | None
+    session_token: str | None
+    #: ``"auto"``, ``"path"`` or ``"virtual"``.
+    addressing_style: str | None
+    #: The server's encryption of uploads, and the id of its key.
+    encryption: str | None
+    kms_key_id: str | None
+    #: ``"requester"`` if not the owner of the bucket pays.
+    payer: str | None
 
 
 #: A tensor's number, and the start and end index in each dimension; None for the whole tensor.

@@ -17,6 +17,8 @@ from .servers import CURLStreamFile, RedisStreamFile
 from .upload import UploadFile
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .._types import OpenOptions
 
 #: Hints about other ways to write, by the schemes of addresses that can only be read.
@@ -24,6 +26,13 @@ _INSTEAD = {
     "hf": "; write a local file, and upload it with huggingface_hub",
     "redis": "; TensorDeserializer.to_redis writes them",
     "rediss": "; TensorDeserializer.to_redis writes them",
+}
+#: The options of S3, by the names of boto3.
+_S3_SETTINGS = {
+    "addressing_style": "addressing_style",
+    "ServerSideEncryption": "encryption",
+    "SSEKMSKeyId": "kms_key_id",
+    "RequestPayer": "payer",
 }
 _MODES = ("rb", "wb", "ab", "xb", "rb+", "wb+", "ab+", "xb+")
 
@@ -42,6 +51,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     end: int | None = None,
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
+    s3_session_token: str | None = None,
+    s3: Mapping[str, str] | None = None,
     certificate_handling: CAInfo | None = None,
 ) -> CURLStreamFile | RedisStreamFile | UploadFile | BinaryIO:
     """Open a local path or an address as a binary file.
@@ -73,6 +84,11 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
         end: For servers: the position in bytes at which the stream ends.
         s3_region_name: The region; None for that of AWS's chain, or ``us-east-1`` if it has none.
         s3_signature_version: ``"v4"`` or ``"s3v4"``, which are the same.
+        s3_session_token: The token of temporary keys; None for that of ``~/.s3cfg``.
+        s3: Further settings of S3, by the names that boto3 gives them: ``addressing_style``
+            (``"auto"``, ``"path"`` or ``"virtual"``: where addresses have the bucket),
+            ``ServerSideEncryption`` and ``SSEKMSKeyId`` (of uploads), ``RequestPayer``
+            (``"requester"``).
         certificate_handling: The certificates to trust.
 
     Raises:
@@ -101,6 +117,8 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
             "config_path": None if s3_config_path is None else os.fspath(s3_config_path),
             "force_http": force_http,
             "region": s3_region_name,
+            "session_token": s3_session_token,
+            **_s3_options(s3 or {}),
             **certificate_options(certificate_handling),
         }
         return _open_address(path_uri, server, normal, options, (begin, end, buffer_size))
@@ -119,6 +137,18 @@ def open_stream(  # noqa: PLR0917  # the order is that of the old package
     file = path.open(normal, buffering=buffering)
     file.seek(begin or 0)
     return file  # type: ignore[return-value]
+
+
+def _s3_options(settings: Mapping[str, str]) -> OpenOptions:
+    """Return the options of settings that have the names of boto3."""
+    if unknown := settings.keys() - _S3_SETTINGS.keys():
+        names = ", ".join(_S3_SETTINGS)
+        raise ValueError(f"s3: expected settings among {names}, found {sorted(unknown)}")
+    if settings.get("RequestPayer", "requester") != "requester":
+        raise ValueError(
+            f"s3: RequestPayer: expected 'requester', found {settings['RequestPayer']!r}"
+        )
+    return {_S3_SETTINGS[name]: value for name, value in settings.items()}  # type: ignore[return-value]
 
 
 def _open_address(
