@@ -1,11 +1,9 @@
 //! Reading objects of S3: signed requests, of which the bodies are those of other HTTP servers.
 
-use std::io::ErrorKind;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 use aws_sdk_s3::Client;
-use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use reqwest::header::{HeaderMap, LOCATION};
 use reqwest::{StatusCode, Url};
 
@@ -14,18 +12,14 @@ use super::endpoint::Server;
 use super::refusal::bucket_region_of;
 use super::resolve::{S3Bucket, resolve, transport_options};
 use crate::cancel::Cancel;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::io::http::{self, FileUrl, Sign, SignFuture};
 use crate::io::transport::{
-    ErrorDocument, Failure, RequestTarget, TransportOptions, fits_in_url, run_once,
+    ErrorDocument, Failure, RequestTarget, TransportOptions, run_once,
     with_guarded_polls,
 };
 use crate::io::{OpenOptions, ReadAt};
-use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
-
-/// Time for which the address of a public object is used until it is made again.
-const PUBLIC_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Opens an address, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
@@ -38,10 +32,6 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         Ok((transport, bucket))
     };
     let (transport, bucket) = run_once(&display_address, &options.transport, cancel, found)?;
-    if bucket.credentials.is_none() {
-        // A key that does not fit into a URL is an error of the argument.
-        public_url(&bucket, &address)?;
-    }
     let (tls, client) = (bucket.server.is_tls(), ForkSafeMutex::new(None));
     let bucket = Arc::new(bucket);
     let signer = S3Signer { bucket, address, transport: transport.clone(), client };
@@ -129,13 +119,6 @@ impl Sign for S3Signer {
 
 impl S3Signer {
     async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
-        if self.bucket.credentials.is_none() {
-            let url = public_url(&self.bucket, &self.address)
-                .map_err(|e| Failure::permanent(ErrorKind::InvalidInput, e.to_string()))?;
-            let now = clock::date();
-            let until = now.checked_add(PUBLIC_FOR).unwrap_or(now);
-            return Ok((RequestTarget::new(url, self.transport.headers.clone()), until));
-        }
         let region = self.bucket.region();
         let known = self.client.lock().clone().filter(|(of, _)| *of == region);
         let (_, client) = known.unwrap_or_else(|| {
@@ -144,43 +127,6 @@ impl S3Signer {
         });
         self.bucket.sign(&client, &self.address, &self.transport.headers).await
     }
-}
-
-/// Letters that a URL's path has unchanged, as in signed requests.
-const UNRESERVED: &AsciiSet =
-    &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
-
-/// The URL of a public object.
-fn public_url(found: &S3Bucket, address: &S3Address) -> Result<Url> {
-    let S3Address { bucket, key, version } = address;
-    if !fits_in_url(key) {
-        let what = format!(
-            "{:?}: a key with control characters cannot be read without credentials",
-            address.display_address()
-        );
-        return Err(Error::InvalidArgument(what));
-    }
-    let mut url = found.url()?;
-    let mut folder = format!("{}/", url.path().trim_end_matches('/'));
-    if let Server::Endpoint { path_style, .. } = &found.server {
-        if *path_style {
-            folder += &format!("{}/", utf8_percent_encode(bucket, UNRESERVED));
-        } else {
-            let host = url.host_str().unwrap_or("").to_owned();
-            url.set_host(Some(&format!("{bucket}.{host}"))).map_err(|_| {
-                Error::InvalidArgument(format!(
-                    "`{}`: the bucket's name cannot be put before the endpoint's host `{host}` \
-                     (virtual-hosted style): expected an endpoint with a domain name",
-                    address.display_address()
-                ))
-            })?;
-        }
-    }
-    url.set_path(&format!("{folder}{}", utf8_percent_encode(key, UNRESERVED)));
-    if let Some(version) = version {
-        url.query_pairs_mut().append_pair("versionId", version);
-    }
-    Ok(url)
 }
 
 #[cfg(test)]
