@@ -40,6 +40,8 @@ pub struct HubResponse {
     pub commit: Option<String>,
     /// The checksum that it publishes.
     pub checksum: HubChecksum,
+    /// True if it refuses the token that was sent.
+    pub refuses_token: bool,
     refusal: Option<Error>,
 }
 
@@ -113,7 +115,9 @@ impl Hub {
             let (kind, what) = self.refusal(address, status, &headers);
             Error::io("asking for", &display_address, io::Error::new(kind, what))
         });
-        Ok(HubResponse { exists, commit, checksum: checksum(&headers), refusal })
+        let refuses_token = self.token.is_some()
+            && matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
+        Ok(HubResponse { exists, commit, checksum: checksum(&headers), refuses_token, refusal })
     }
 
     fn refusal(

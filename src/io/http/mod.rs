@@ -27,11 +27,9 @@ use super::{
 };
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::transport::{
-    RequestTarget, TransportOptions, Trust, show_text,
-};
 #[cfg(feature = "hf")]
 use crate::io::transport::{Repeat, RetryBudget, follow, retry, status_failure};
+use crate::io::transport::{RequestTarget, TransportOptions, Trust, show_text};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use client_pool::ClientPool;
 pub use file_url::FileUrl;
@@ -130,7 +128,9 @@ fn open_with_clients(
     let facts = Facts { uri: display_address, server: Some(server), ..Facts::default() };
     let transport = options.transport.clone();
     if !first.has_ranges {
-        let facts = Facts { identity: identity(first.validators.strong_tag()), ..facts };
+        let server = facts.server.map(|of| ServerFile { headers: first.headers, ..of });
+        let identity = identity(first.validators.strong_tag());
+        let facts = Facts { identity, server, ..facts };
         let (validators, address) = (first.validators, facts.uri.clone());
         let body = sequential::SequentialBody::new(url, clients, transport, validators, address);
         return Ok(Arc::new(StreamSource::with_facts(body, 0, facts)));
@@ -199,7 +199,11 @@ pub fn headers(
                 let (status, headers) = (response.status(), response.headers());
                 let failure =
                     status_failure(status, headers, format!("the server answered {status}"));
-                if failure.repeat() != Repeat::Never { Err(failure) } else { Ok((status, headers.clone())) }
+                if failure.repeat() != Repeat::Never {
+                    Err(failure)
+                } else {
+                    Ok((status, headers.clone()))
+                }
             })
         })
     })
