@@ -61,7 +61,8 @@ impl S3Cfg {
             }
         }
         let host = found.host.as_deref();
-        found.host_bucket = found.host_bucket.filter(|of| host.is_some_and(|host| of.ends_with(host)));
+        found.host_bucket =
+            found.host_bucket.filter(|of| host.is_some_and(|host| of.ends_with(host)));
         Ok(found)
     }
 }
@@ -83,7 +84,8 @@ mod tests {
         assert_eq!(found.secret_key.unwrap(), "se=cret");
         assert_eq!(found.host.unwrap(), "host:1");
         assert_eq!(found.use_https, Some(false));
-        for (host, is_used) in [("%(bucket)s.host:1", true), ("%(bucket)s.s3.amazonaws.com", false)] {
+        for (host, is_used) in [("%(bucket)s.host:1", true), ("%(bucket)s.s3.amazonaws.com", false)]
+        {
             std::fs::write(&path, format!("{text}host_bucket = {host}\n")).unwrap();
             assert_eq!(S3Cfg::read(&path).unwrap().host_bucket.is_some(), is_used, "{host}");
         }

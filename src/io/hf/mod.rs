@@ -6,6 +6,7 @@ mod hub;
 mod local_cache;
 
 use std::io::{self, ErrorKind};
+use std::ops::ControlFlow;
 use std::sync::{Arc, OnceLock};
 
 use super::local::FileSource;
@@ -71,21 +72,14 @@ impl Repo {
             return Err(self.not_cached(wanted));
         }
         let cached_commit = self.local.commit(wanted).filter(|_| commit.is_none());
+        let copy = self.find_without_request(cached_commit.as_deref(), &candidates);
         for candidate in &candidates {
             let address =
                 commit.as_deref().map_or_else(|| candidate.clone(), |c| candidate.at_commit(c));
-            let has_copy = cached_commit.is_some() && commit.is_none();
-            let response = self.hub()?.ask(&address, has_copy, cancel);
-            let refuses_token = response.as_ref().is_ok_and(|response| response.refuses_token);
-            let is_unreachable = response.as_ref().is_err_and(is_unreachable);
-            let response = match response.and_then(HubResponse::into_result) {
-                Err(error) if has_copy && (is_unreachable || refuses_token) => {
-                    let why = format!("{OLDER_COPY}, which may not be the newest: {error}");
-                    *self.fallback.lock() = refuses_token.then_some(why);
-                    let found = self.find_without_request(cached_commit.as_deref(), &candidates);
-                    return found.ok_or(error);
-                }
-                response => response?,
+            let copy = copy.as_ref().filter(|_| commit.is_none());
+            let response = match self.ask(&address, copy, cancel)? {
+                ControlFlow::Continue(response) => response,
+                ControlFlow::Break(copy) => return Ok(copy),
             };
             if commit.is_none() && response.commit.is_some() {
                 commit = response.commit;
@@ -117,6 +111,27 @@ impl Repo {
             &wanted.display_address(),
             io::Error::new(ErrorKind::NotFound, what),
         ))
+    }
+
+    /// Asks the hub about a file; or ends with the copy, if the hub cannot be reached, or refuses the
+    /// token, which may have expired.
+    fn ask(
+        &self,
+        address: &HubAddress,
+        copy: Option<&HubAddress>,
+        cancel: &dyn Cancel,
+    ) -> Result<ControlFlow<HubAddress, HubResponse>> {
+        let response = self.hub()?.ask(address, copy.is_some(), cancel);
+        let refuses_token = response.as_ref().is_ok_and(|response| response.refuses_token);
+        let is_unreachable = response.as_ref().is_err_and(is_unreachable);
+        match (response.and_then(HubResponse::into_result), copy) {
+            (Err(error), Some(copy)) if is_unreachable || refuses_token => {
+                let why = format!("{OLDER_COPY}, which may not be the newest: {error}");
+                *self.fallback.lock() = refuses_token.then_some(why);
+                Ok(ControlFlow::Break(copy.clone()))
+            }
+            (response, _) => response.map(ControlFlow::Continue),
+        }
     }
 
     /// The commit at which another process has opened the repository for this one.

@@ -154,7 +154,7 @@ impl RedisSource {
             // Other servers do not know the command, and users may not be allowed to send it.
             Err(Error::Io { error, .. })
                 if error.kind() == ErrorKind::InvalidData
-                    || error.to_string().contains("NOPERM") =>
+                    || error.to_string().contains("NoPerm") =>
             {
                 return Ok(());
             }
