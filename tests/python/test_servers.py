@@ -79,7 +79,8 @@ class Server(Scripted):
 @pytest.mark.parametrize("limit", [1, 2])
 def test_a_server_that_allows_few_connections_is_read_by_as_many(nginx, limit):
     (why,) = check(f"{nginx.http}/at-most-{limit}/f.tensors", num_readers=4)
-    assert re.search(f"refused some of the connections, and {limit} w", why), why
+    # Fewer, if one more was about to be served when the first refusal came.
+    assert re.search(rf"refused some of the connections, and [1-{limit}] w", why), why
 
 
 class OneConnection(Server):
