@@ -62,6 +62,9 @@ pub fn times_first_touch() -> bool {
 pub const PAGEABLE: &str =
     "pageable staging memory: the system or the driver refused to pin as much memory as needed";
 
+/// Begins the reported fallback for files of a hub that has refused the token.
+pub const OLDER_COPY: &str = "the copy in the cache of Hugging Face's client is used";
+
 /// Counters of one call, shared by its threads.
 #[derive(Debug)]
 pub struct Counters {

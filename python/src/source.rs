@@ -122,8 +122,7 @@ impl Source {
 
     /// Returns the headers of the server's response.
     fn headers(&self) -> Outcome<Vec<(String, String)>> {
-        let source = self.shared()?;
-        Ok(source.facts().head().map_or_else(Vec::new, |head| head.headers.clone()))
+        Ok(self.shared()?.facts().headers().to_vec())
     }
 }
 

@@ -10,7 +10,7 @@ use pyo3::sync::PyOnceLock;
 use tensorizer::cancel::Cancel;
 use tensorizer::error::{Error, Result};
 use tensorizer::io::cache::NOT_CACHED;
-use tensorizer::stats::{Counters, Report, take_thread_report};
+use tensorizer::stats::{Counters, OLDER_COPY, Report, take_thread_report};
 use tensorizer::{ForkSafeMutex, LoadOptions, MemoryLimit, Verify};
 
 use crate::errors::Outcome;
@@ -165,7 +165,7 @@ const INFO: u8 = 20;
 pub fn log(py: Python<'_>) -> PyResult<()> {
     static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let Some(report) = take_thread_report() else { return Ok(()) };
-    warn_of_cache(py, &report)?;
+    warn_of_caches(py, &report)?;
     let logger = LOGGER.get_or_try_init(py, || {
         let logging = py.import("logging")?;
         logging.call_method1("getLogger", ("tensorizer",)).map(Bound::unbind)
@@ -176,10 +176,11 @@ pub fn log(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// Warns, once for each reason, that the cache does not keep a file.
-fn warn_of_cache(py: Python<'_>, report: &Report) -> PyResult<()> {
+/// Warns, once for each reason, that the cache does not keep a file, or that another cache was used.
+fn warn_of_caches(py: Python<'_>, report: &Report) -> PyResult<()> {
     static WARNED: ForkSafeMutex<BTreeSet<String>> = ForkSafeMutex::new(BTreeSet::new());
-    for why in report.fallbacks.iter().filter(|why| why.starts_with(NOT_CACHED)) {
+    let of_cache = |why: &&String| why.starts_with(NOT_CACHED) || why.starts_with(OLDER_COPY);
+    for why in report.fallbacks.iter().filter(of_cache) {
         let is_new = WARNED.lock().insert(why.clone());
         if is_new {
             py.import("warnings")?.call_method1("warn", (why,))?;

@@ -162,8 +162,7 @@ impl TensorFile {
     #[doc(hidden)]
     pub fn headers(&self) -> Vec<(String, String)> {
         let sources = self.sources();
-        let heads = sources.iter().filter_map(|source| source.facts().head());
-        heads.flat_map(|head| head.headers.clone()).collect()
+        sources.iter().flat_map(|source| source.facts().headers().to_vec()).collect()
     }
 
     /// Records in the report of a load why a slower way than the wanted one was used for a file.

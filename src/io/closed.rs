@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Capabilities, Facts, ReadAt, ServerFile};
+use super::{Capabilities, Facts, ReadAt, RequestChecksum, ServerFile};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::mem::Buffers;
@@ -15,8 +15,10 @@ impl ClosedSource {
     pub fn new(open: &dyn ReadAt) -> Self {
         let uri = open.uri().to_owned();
         let closed = uri.clone();
-        let server = open.facts().is_of_hub().then(|| ServerFile {
-            checksum: Some(Arc::new(move |_| Err(closed_error(&closed)))),
+        let checksum: RequestChecksum = Arc::new(move |_| Err(closed_error(&closed)));
+        let server = open.facts().server.as_ref().map(|_| ServerFile {
+            headers: open.facts().headers().to_vec(),
+            checksum: open.facts().is_of_hub().then_some(checksum),
             ..ServerFile::default()
         });
         ClosedSource(Facts { uri, server, ..Facts::default() })

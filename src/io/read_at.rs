@@ -39,6 +39,12 @@ impl Facts {
         self.server.as_ref()?.head.as_ref()
     }
 
+    /// The headers of its server's response.
+    pub fn headers(&self) -> &[(String, String)] {
+        let server = self.server.as_ref();
+        server.map_or(&[], |of| of.head.as_ref().map_or(&of.headers, |head| &head.headers))
+    }
+
     /// True if it is a file of a hub, which may publish a checksum of it.
     pub fn is_of_hub(&self) -> bool {
         self.server.as_ref().is_some_and(|server| server.checksum.is_some())
@@ -90,6 +96,8 @@ pub struct ServerFile {
     /// The head of the response, without the first bytes of the file; None where it can only be
     /// read front to back.
     pub head: Option<CachedHead>,
+    /// The headers of the response, where there is no head.
+    pub headers: Vec<(String, String)>,
     /// Opens files in the same folder.
     pub open_sibling: Option<OpenSibling>,
     /// Requests the checksum that its hub publishes.

@@ -11,7 +11,9 @@ READ, WRITE = "accel-object.ord1.coreweave.com", "object.ord1.coreweave.com"
 OTHER = "storage.example"
 #: Hosts of a bucket at AWS.
 US, EU = "bucket.s3.us-east-1.amazonaws.com", "bucket.s3.eu-west-1.amazonaws.com"
-HOSTS = [READ, WRITE, OTHER, *(f"*{host.removeprefix('bucket')}" for host in (US, EU))]
+#: That of a directory bucket.
+EXPRESS = "bucket--usw2-az1--x-s3.s3express-usw2-az1.us-west-2.amazonaws.com"
+HOSTS = [READ, WRITE, OTHER, *(f"*{host.removeprefix('bucket')}" for host in (US, EU)), EXPRESS]
 
 
 class Internet(Relay):

@@ -74,6 +74,7 @@ events {{ worker_connections 512; }}
 http {{
   access_log {folder}/access.log;
   sendfile on;
+  limit_conn_zone $uri zone=files:1m;
   client_body_temp_path {folder}/t1; proxy_temp_path {folder}/t2; fastcgi_temp_path {folder}/t3;
   uwsgi_temp_path {folder}/t4; scgi_temp_path {folder}/t5;
   server {{
@@ -85,6 +86,8 @@ http {{
     root {folder}/root;
     location /slow/ {{ alias {folder}/root/; limit_rate 16m; }}
     location /slower/ {{ alias {folder}/root/; limit_rate 4m; }}
+    location /at-most-1/ {{ alias {folder}/root/; limit_rate 1m; limit_conn files 1; }}
+    location /at-most-2/ {{ alias {folder}/root/; limit_rate 1m; limit_conn files 2; }}
     location /tagless/ {{ alias {folder}/root/; etag off; }}
     location /whole/ {{ alias {folder}/root/; max_ranges 0; }}
     location /auth/moved {{
@@ -172,7 +175,7 @@ def _certify(authority, folder, hosts):
 class Redis(Program):
     """redis-server, with and without TLS; the user `reader` has a password that needs care."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **more):
         self.folder = Path(folder)
         self.port, self.tls_port = free_port(), free_port()
         self.address = f"redis://127.0.0.1:{self.port}"
@@ -183,6 +186,7 @@ class Redis(Program):
             "tls-cert-file": "server.pem", "tls-key-file": "server.key",
             "tls-ca-cert-file": "ca.pem", "tls-auth-clients": "no",
             "user": "reader on >p@ss/word-hu5hw0rd ~* +@read +@connection", "dir": self.folder,
+            **{name.replace("_", "-"): value for name, value in more.items()},
         }  # fmt: skip
         conf = self.folder / "redis.conf"
         conf.write_text("".join(f"{name} {value}\n" for name, value in options.items()))

@@ -12,7 +12,7 @@ import pytest
 import tensorizer
 import torch
 from conftest import COMMAND, ROOT, assert_same, run_python
-from hub import Hub, sha256
+from hub import Hub, send, sha256
 from safetensors.torch import save
 from tensorizer import (
     DamagedFileError,
@@ -422,6 +422,48 @@ def test_cached_files_load_while_offline(hub, monkeypatch):
     repo.readers = {OURS}
     with pytest.raises(PermissionError, match="set HF_TOKEN"):
         load("hf://org/repo")
+
+
+@pytest.mark.parametrize("refuses", ["expired", "gated"])
+def test_a_refused_token_leaves_the_copy_of_the_hubs_own_client(hub, monkeypatch, refuses):
+    old, new = tensors(1, 1000), tensors(2, 1000)
+    repo = hub.repo("org/repo", shards(old))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    download(*repo.commits[repo.refs["main"]])
+    repo.commit(shards(new))
+    if refuses == "expired":
+        hub.unknown = {OURS}
+    else:
+        repo.gated, repo.readers = True, {"another"}
+    said = "the copy in the cache of Hugging Face's client is used, .*the token"
+    with pytest.warns(UserWarning, match=said):
+        assert_all(load("hf://org/repo", "cpu"), old)
+    (why,) = tensorizer.stats()["fallbacks"]
+    assert re.match(said, why)
+    assert TOKEN not in why
+    with pytest.raises(PermissionError, match="the token"):
+        load("hf://org/repo/none.bin")
+    with pytest.raises(PermissionError, match="the token"):
+        load(f"hf://org/repo@{repo.refs['main']}")
+
+
+class Mirror(Hub):
+    """A hub below a path, whose redirects name no host."""
+
+    def answer(self, handler):
+        if handler.path.startswith("/mirror/"):
+            send(handler, 307, {"Location": handler.path.replace("mirror", "api/hub", 1)}, b"")
+        else:
+            handler.path = handler.path.removeprefix("/api/hub")
+            super().answer(handler)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_mirror_below_a_path(monkeypatch):
+    with Mirror() as mirror:
+        mirror.repo("org/repo", shards(tensors(1, 1000)))
+        monkeypatch.setenv("HF_ENDPOINT", f"{mirror.endpoint}/mirror")
+        assert_all(load("hf://org/repo", "cpu", verify_hash=True), tensors(1, 1000))
 
 
 @pytest.mark.device

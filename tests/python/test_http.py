@@ -292,7 +292,7 @@ def test_two_broken_requests_in_a_hundred(data):
 def test_retries_end_after_the_configured_number_of_attempts(data, monkeypatch):
     monkeypatch.setenv("TENSORIZER_ATTEMPTS", "3")
     monkeypatch.setenv("TENSORIZER_STALL_SECONDS", "0.3")
-    with FaultServer(data, once(1, 2, 3, fault=PASSING["stall"])) as server:
+    with FaultServer(data, once(1, 2, 3, fault=("stall", 1000))) as server:
         start = time.monotonic()
         with pytest.raises(OSError, match=r"at byte \d+, after 3 tries"):
             tensorizer.load(server.url, "cpu", num_readers=1)

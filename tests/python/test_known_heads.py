@@ -324,8 +324,8 @@ def test_impossible_cached_headers_are_refused(nginx):
     for odd in ((2**64 - 1, etag), (size, 'W/"x"'), (size, '"two\r\nlines"'), (size, '"ü"')):
         with pytest.raises(OSError, match=r"f\.tensors"):
             load(opened([(uri, *odd, modified, headers, first)]))
-    with pytest.raises(OSError, match="Last-Modified was then"):
-        load(opened([(uri, size, etag, "then", headers, first)]))
+    # Replicas of a file have their own dates.
+    load(opened([(uri, size, etag, "then", headers, first)]))
     for wrong in (head[:5], [*head], (*head[:5], "text"), (uri, "1", *head[2:]), None):
         with pytest.raises((TypeError, ValueError), match="heads"):
             opened([wrong])

@@ -1,8 +1,10 @@
 """Values of a Redis server."""
 
+import contextlib
 import io
 import os
 import socket
+import time
 
 import pytest
 import redis
@@ -62,6 +64,50 @@ def path(tmp_path):
 def store(path, client, prefix="m", **options):
     with TensorDeserializer(path, "cpu", lazy_load=True, **options) as deserializer:
         deserializer.to_redis(client, prefix)
+
+
+def test_a_cluster_of_several_servers_is_refused(tmp_path, path):
+    """Each has only some of the keys; one alone has all."""
+    with contextlib.ExitStack() as stack:
+        ports, clients = [free_port(), free_port()], []
+        for number, port in enumerate(ports):
+            folder = tmp_path / f"redis{number}"
+            folder.mkdir()
+            server = Redis(folder, cluster_enabled="yes", cluster_port=port)
+            stack.callback(server.stop)
+            clients.append(stack.enter_context(redis.Redis(port=server.port)))
+        one, other = clients
+        one.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        addresses = [
+            f"redis://127.0.0.1:{client.connection_pool.connection_kwargs['port']}/m"
+            for client in clients
+        ]
+        wait_until(lambda: one.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+        store(path, one)
+        check(tensorizer.load(addresses[0], "cpu"))
+        one.execute_command("CLUSTER DELSLOTSRANGE", 8192, 16383)
+        other.execute_command("CLUSTER ADDSLOTSRANGE", 8192, 16383)
+        port = other.connection_pool.connection_kwargs["port"]
+        one.execute_command("CLUSTER MEET", "127.0.0.1", port, ports[1])
+        wait_until(
+            lambda: all(
+                client.execute_command("CLUSTER INFO")["cluster_size"] == "2" for client in clients
+            )
+        )
+        for address in addresses:
+            with pytest.raises(NotImplementedError, match="2 servers of a Redis cluster"):
+                tensorizer.load(address)
+        whole = stack.enter_context(redis.RedisCluster("127.0.0.1", port))
+        for client in (one, other, whole):
+            with pytest.raises(NotImplementedError, match="a Redis cluster is not supported"):
+                store(path, client, "other")
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_every_way_of_loading(server, client, path):

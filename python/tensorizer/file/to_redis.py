@@ -42,12 +42,18 @@ def copy_to_redis(
 
     Raises:
         ValueError: The limit is too small for one value.
+        NotImplementedError: The client is that of a cluster, or of one of its servers.
 
     """
     if not isinstance(prefix, str):
         raise TypeError(f"the prefix of the keys must be a str, not {type(prefix).__name__}")
     if not hasattr(client, "pipeline"):
         raise TypeError(f"expected a client such as redis.Redis, not {type(client).__name__}")
+    if _is_of_cluster(client):
+        raise NotImplementedError(
+            "to_redis: a Redis cluster is not supported: each server would have only some of the "
+            "keys of a file, and an address names one; use a server outside of a cluster"
+        )
     min_memory = reader.minimum_memory(False, False)
     held, _ = split_tensor_memory(
         memory_limit, _UNLIMITED, _HELD_BATCHES * _SMALL_VALUE, min_memory
@@ -63,6 +69,18 @@ def copy_to_redis(
             next_batch = pool.submit(_read, reader, next(batches, []))
             _store(client, batch)
     client.set(f"{prefix}:header:0", head)
+
+
+def _is_of_cluster(client: Any) -> bool:
+    """Tell whether keys are on several servers."""
+    if not hasattr(client, "connection_pool"):
+        return True  # A client of a cluster, which has one for each server.
+    try:
+        found = client.execute_command("CLUSTER INFO")
+    except Exception:
+        # Servers outside of clusters do not know it, and users may not be allowed to ask.
+        return False
+    return int(found.get("cluster_size", 0)) > 1
 
 
 def _key(prefix: str, name: str, offset: int) -> str:
@@ -115,14 +133,7 @@ def _read(reader: Reader, batch: list[_Value]) -> list[tuple[str, bytes]]:
 
 
 def _store(client: Any, batch: list[tuple[str, bytes]]) -> None:
-    pool = getattr(client, "connection_pool", None)
-    if pool is None:
-        # A client of a cluster, which knows the server of each key.
-        pipeline = client.pipeline(transaction=False)
-        for key, value in batch:
-            pipeline.set(key, value)
-        pipeline.execute()
-        return
+    pool = client.connection_pool
     connection = pool.get_connection()
     try:
         connection.send_packed_command(list(_packed(batch)))

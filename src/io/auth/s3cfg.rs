@@ -13,7 +13,8 @@ pub struct S3Cfg {
     pub secret_key: Option<String>,
     pub session_token: Option<String>,
     pub host: Option<String>,
-    /// The host with the bucket in its name, or without.
+    /// The host with the bucket in its name, or without. None if that is of another server, such as
+    /// the one that `s3cmd` writes unless it is told one.
     pub host_bucket: Option<String>,
     pub use_https: Option<bool>,
 }
@@ -59,6 +60,9 @@ impl S3Cfg {
                 _ => {}
             }
         }
+        let host = found.host.as_deref();
+        found.host_bucket =
+            found.host_bucket.filter(|of| host.is_some_and(|host| of.ends_with(host)));
         Ok(found)
     }
 }
@@ -80,6 +84,11 @@ mod tests {
         assert_eq!(found.secret_key.unwrap(), "se=cret");
         assert_eq!(found.host.unwrap(), "host:1");
         assert_eq!(found.use_https, Some(false));
+        for (host, is_used) in [("%(bucket)s.host:1", true), ("%(bucket)s.s3.amazonaws.com", false)]
+        {
+            std::fs::write(&path, format!("{text}host_bucket = {host}\n")).unwrap();
+            assert_eq!(S3Cfg::read(&path).unwrap().host_bucket.is_some(), is_used, "{host}");
+        }
         std::fs::write(&path, "# a comment\n\nno sections\n").unwrap();
         assert!(S3Cfg::find(Some(&path)).unwrap_err().to_string().contains("[section]"));
     }

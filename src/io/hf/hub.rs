@@ -12,7 +12,7 @@ use super::local_cache::hf_home;
 use crate::cancel::Cancel;
 use crate::environment::{HF_ENDPOINT, HF_NO_TOKEN, HF_TOKEN, HF_TOKEN_PATH, OLD_TOKEN};
 use crate::error::{Error, Result};
-use crate::io::transport::TransportOptions;
+use crate::io::transport::{ErrorDocument, TransportOptions};
 use crate::io::{HubChecksum, http};
 
 /// The address of the hub, unless the environment names another.
@@ -40,6 +40,8 @@ pub struct HubResponse {
     pub commit: Option<String>,
     /// The checksum that it publishes.
     pub checksum: HubChecksum,
+    /// True if it refuses the token that was sent.
+    pub refuses_token: bool,
     refusal: Option<Error>,
 }
 
@@ -113,7 +115,9 @@ impl Hub {
             let (kind, what) = self.refusal(address, status, &headers);
             Error::io("asking for", &display_address, io::Error::new(kind, what))
         });
-        Ok(HubResponse { exists, commit, checksum: checksum(&headers), refusal })
+        let refuses_token = self.token.is_some()
+            && matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
+        Ok(HubResponse { exists, commit, checksum: checksum(&headers), refuses_token, refusal })
     }
 
     fn refusal(
@@ -133,6 +137,8 @@ impl Hub {
             return (ErrorKind::InvalidData, what);
         }
         let code = header_text(headers, "x-error-code").unwrap_or("");
+        let reason = ErrorDocument::read(headers, &[]).without(self.token.as_slice());
+        let answer = format!("the hub answered {status}{reason}");
         let kind = match status {
             StatusCode::NOT_FOUND | StatusCode::GONE => ErrorKind::NotFound,
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ErrorKind::PermissionDenied,
@@ -158,9 +164,9 @@ impl Hub {
                 format!("there is no repository `{repo}`, or it is private: {token}")
             }
             (_, StatusCode::FORBIDDEN) => format!("the hub refuses access to `{repo}`: {token}"),
-            _ => format!("the hub answered {status}"),
+            _ => return (kind, answer),
         };
-        (kind, what)
+        (kind, format!("{what}; {answer}"))
     }
 }
 

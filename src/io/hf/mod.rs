@@ -6,16 +6,18 @@ mod hub;
 mod local_cache;
 
 use std::io::{self, ErrorKind};
+use std::ops::ControlFlow;
 use std::sync::{Arc, OnceLock};
 
 use super::local::FileSource;
-use super::{CachedHead, HubChecksum, LocalCopy, OpenOptions, ReadAt, ServerFile, http};
+use super::{CachedHead, Fallback, HubChecksum, LocalCopy, OpenOptions, ReadAt, ServerFile, http};
 use crate::cancel::Cancel;
 use crate::environment::{HF_OFFLINE, OLD_OFFLINE};
 use crate::error::{Error, Result};
 use crate::format::shards::EXPECTED_MODEL_FILES;
+use crate::stats::OLDER_COPY;
 use address::HubAddress;
-use hub::Hub;
+use hub::{Hub, HubResponse};
 use local_cache::LocalCache;
 
 /// Opens an address: a file, or the file of a folder or of the whole repository. Files whose heads
@@ -26,6 +28,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         local: LocalCache::from_environment(),
         offline: HF_OFFLINE.or(&OLD_OFFLINE).is_true(),
         hub: OnceLock::new(),
+        fallback: Fallback::default(),
         options: options.clone(),
     });
     let found = repo.find(&wanted, cancel)?;
@@ -38,6 +41,8 @@ struct Repo {
     offline: bool,
     /// None until the hub was contacted.
     hub: OnceLock<Hub>,
+    /// The reason why a local copy is used that may not be the newest.
+    fallback: Fallback,
     options: OpenOptions,
 }
 
@@ -67,16 +72,14 @@ impl Repo {
             return Err(self.not_cached(wanted));
         }
         let cached_commit = self.local.commit(wanted).filter(|_| commit.is_none());
+        let copy = self.find_without_request(cached_commit.as_deref(), &candidates);
         for candidate in &candidates {
             let address =
                 commit.as_deref().map_or_else(|| candidate.clone(), |c| candidate.at_commit(c));
-            let has_copy = cached_commit.is_some() && commit.is_none();
-            let response = match self.hub()?.ask(&address, has_copy, cancel) {
-                Err(error) if has_copy && is_unreachable(&error) => {
-                    let found = self.find_without_request(cached_commit.as_deref(), &candidates);
-                    return found.ok_or(error);
-                }
-                response => response?.into_result()?,
+            let copy = copy.as_ref().filter(|_| commit.is_none());
+            let response = match self.ask(&address, copy, cancel)? {
+                ControlFlow::Continue(response) => response,
+                ControlFlow::Break(copy) => return Ok(copy),
             };
             if commit.is_none() && response.commit.is_some() {
                 commit = response.commit;
@@ -108,6 +111,27 @@ impl Repo {
             &wanted.display_address(),
             io::Error::new(ErrorKind::NotFound, what),
         ))
+    }
+
+    /// Asks the hub about a file; or ends with the copy, if the hub cannot be reached, or refuses the
+    /// token, which may have expired.
+    fn ask(
+        &self,
+        address: &HubAddress,
+        copy: Option<&HubAddress>,
+        cancel: &dyn Cancel,
+    ) -> Result<ControlFlow<HubAddress, HubResponse>> {
+        let response = self.hub()?.ask(address, copy.is_some(), cancel);
+        let refuses_token = response.as_ref().is_ok_and(|response| response.refuses_token);
+        let is_unreachable = response.as_ref().is_err_and(is_unreachable);
+        match (response.and_then(HubResponse::into_result), copy) {
+            (Err(error), Some(copy)) if is_unreachable || refuses_token => {
+                let why = format!("{OLDER_COPY}, which may not be the newest: {error}");
+                *self.fallback.lock() = refuses_token.then_some(why);
+                Ok(ControlFlow::Break(copy.clone()))
+            }
+            (response, _) => response.map(ControlFlow::Continue),
+        }
     }
 
     /// The commit at which another process has opened the repository for this one.
@@ -173,6 +197,7 @@ impl Repo {
                 open_sibling: Some(open_sibling),
                 checksum: Some(checksum),
                 local_copy: Some(LocalCopy { path, discard: None }),
+                fallback: Arc::clone(&self.fallback),
                 ..ServerFile::default()
             };
             return Ok(Arc::new(FileSource::of_server(file, uri, server)?));

@@ -72,7 +72,10 @@ impl ClientPool {
     ) -> Result<T, Failure> {
         let client = self.take_client(budget)?;
         let result = body(&client);
-        self.pool.give_back(client.0);
+        // Another client may have a connection, where a server accepts no further one.
+        if result.as_ref().map_or_else(|failure| failure.status().is_some(), |_| true) {
+            self.pool.give_back(client.0);
+        }
         result
     }
 

@@ -27,11 +27,9 @@ use super::{
 };
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::transport::{
-    RequestTarget, TransportOptions, Trust, show_text,
-};
 #[cfg(feature = "hf")]
 use crate::io::transport::{Repeat, RetryBudget, follow, retry, status_failure};
+use crate::io::transport::{RequestTarget, TransportOptions, Trust, show_text};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use client_pool::ClientPool;
 pub use file_url::FileUrl;
@@ -129,15 +127,15 @@ fn open_with_clients(
     let server = ServerFile { open_sibling, checksum, fallback, ..ServerFile::default() };
     let facts = Facts { uri: display_address, server: Some(server), ..Facts::default() };
     let transport = options.transport.clone();
+    let facts = with_response(facts, &first);
     if !first.has_ranges {
-        let facts = Facts { identity: identity(first.validators.strong_tag()), ..facts };
         let (validators, address) = (first.validators, facts.uri.clone());
         let body = sequential::SequentialBody::new(url, clients, transport, validators, address);
         return Ok(Arc::new(StreamSource::with_facts(body, 0, facts)));
     }
     let sends_ahead = first.sends_ahead.unwrap_or(tls);
     let connection_limit = if sends_ahead { clients.limit() } else { Arc::default() };
-    let facts = Facts { connection_limit, ..with_response(facts, &first) };
+    let facts = Facts { connection_limit, ..facts };
     let (moved, validators) = (ForkSafeMutex::new(moved), first.validators);
     let stall = transport.stall;
     let without_conditions = AtomicBool::new(false);
@@ -162,9 +160,14 @@ fn identity(tag: Option<&str>) -> Option<SourceIdentity> {
     tag.map(|tag| SourceIdentity::Tag(tag.to_owned()))
 }
 
-/// The facts of a file of a server with ranges.
+/// The facts of a file, of which one without ranges has no length.
 fn with_response(facts: Facts, first: &FirstResponse) -> Facts {
     let Validators { len, tag, modified, .. } = first.validators.clone();
+    if !first.has_ranges {
+        let headers = first.headers.clone();
+        let server = facts.server.map(|server| ServerFile { headers, ..server });
+        return Facts { identity: identity(first.validators.strong_tag()), server, ..facts };
+    }
     let head = len.map(|len| {
         let (uri, headers) = (facts.uri.clone(), first.headers.clone());
         CachedHead { uri, len, tag, modified, headers, first: Arc::default() }
@@ -199,7 +202,11 @@ pub fn headers(
                 let (status, headers) = (response.status(), response.headers());
                 let failure =
                     status_failure(status, headers, format!("the server answered {status}"));
-                if failure.repeat() != Repeat::Never { Err(failure) } else { Ok((status, headers.clone())) }
+                if failure.repeat() != Repeat::Never {
+                    Err(failure)
+                } else {
+                    Ok((status, headers.clone()))
+                }
             })
         })
     })

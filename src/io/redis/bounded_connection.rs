@@ -11,7 +11,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::io::transport::Tls;
+use crate::io::transport::{Tls, lookup};
 
 /// Bytes that may still arrive, plus one: it is 0 if more have arrived. A server that sends more is
 /// faulty, and no memory is allocated for these bytes.
@@ -53,7 +53,8 @@ impl BoundedConnection {
         tls: Option<&Tls>,
         receive_limit: ReceiveLimit,
     ) -> io::Result<Self> {
-        let tcp = TcpStream::connect((host, port)).await?;
+        let addresses = lookup(host, port).await?;
+        let tcp = TcpStream::connect(&*addresses).await?;
         tcp.set_nodelay(true)?;
         let stream: Box<dyn TcpOrTls> = match tls {
             None => Box::new(tcp),

@@ -196,10 +196,23 @@ fn failure(error: RedisError) -> Failure {
     Failure::permanent(ErrorKind::InvalidData, text)
 }
 
+/// The servers that have keys, by the reply to `CLUSTER INFO`.
+pub fn cluster_size(info: &str) -> u64 {
+    let mut sizes = info.lines().filter_map(|line| line.strip_prefix("cluster_size:"));
+    sizes.next().and_then(|size| size.trim().parse().ok()).unwrap_or(0)
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn clusters_say_how_many_servers_have_keys() {
+        assert_eq!(cluster_size("cluster_state:ok\r\ncluster_size:3\r\ncluster_x:9\r\n"), 3);
+        assert_eq!(cluster_size("cluster_size:many\r\n"), 0);
+        assert_eq!(cluster_size(""), 0);
+    }
 
     #[test]
     fn redis_addresses_are_parsed() {

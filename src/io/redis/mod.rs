@@ -18,7 +18,7 @@ use crate::error::{Error, Escaped, Result};
 use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
-use client::{RedisAddress, RedisConnections};
+use client::{RedisAddress, RedisConnections, cluster_size};
 
 /// Maximum bytes that one command requests.
 const COMMAND_LEN: u64 = 1 << 20;
@@ -119,6 +119,7 @@ impl RedisSource {
                 .opening()
                 .resumed(begun.elapsed(), 0)
         };
+        self.refuse_cluster(&budget())?;
         let mut keys = self.scan(prefix, &budget)?;
         // A scan may give a key twice.
         keys.sort_unstable();
@@ -143,6 +144,31 @@ impl RedisSource {
             return Err(Error::io("reading", &self.facts.uri, error));
         }
         Ok(values)
+    }
+
+    /// Fails for a cluster of several servers. Each has only some of the keys.
+    fn refuse_cluster(&self, budget: &RetryBudget<'_>) -> Result<()> {
+        let mut info = Pipeline::new();
+        info.cmd("CLUSTER").arg("INFO");
+        let replies = match self.send(&info, SCAN_LEN, 0, budget) {
+            // Other servers do not know the command, and users may not be allowed to send it.
+            Err(Error::Io { error, .. })
+                if error.kind() == ErrorKind::InvalidData
+                    || error.to_string().contains("NoPerm") =>
+            {
+                return Ok(());
+            }
+            replies => replies?,
+        };
+        let Some(Value::BulkString(info)) = replies.first() else { return Ok(()) };
+        match cluster_size(&String::from_utf8_lossy(info)) {
+            0 | 1 => Ok(()),
+            size => Err(Error::Unsupported(format!(
+                "`{}` is one of the {size} servers of a Redis cluster, which is not supported: each \
+                 has only some of the keys of a file; use a server outside of a cluster",
+                self.facts.uri
+            ))),
+        }
     }
 
     /// Returns all keys with the prefix, unsorted; a key may come twice.

@@ -10,6 +10,7 @@ use std::time::Duration;
 use hyper_util::client::proxy::matcher::Matcher;
 use reqwest::{Method, Request, RequestBuilder, Response, Url};
 
+use super::lookup::Resolver;
 use super::send::{connection_failure, unless_stalled};
 use super::tls::AlpnProtocols;
 use super::{Failure, Tls, TransportOptions};
@@ -87,6 +88,7 @@ impl ClientConfig {
             .user_agent(concat!("tensorizer/", env!("CARGO_PKG_VERSION")))
             .redirect(reqwest::redirect::Policy::none())
             .connect_timeout(self.connect)
+            .dns_resolver(Arc::new(Resolver))
             .tcp_nodelay(true)
             .tcp_user_timeout(self.stall)
             .pool_max_idle_per_host(1)

@@ -56,7 +56,6 @@ impl EventLoop {
 impl Drop for EventLoop {
     fn drop(&mut self) {
         if let Some(runtime) = self.0.take() {
-            // Name resolution cannot be cancelled: its thread is left behind.
             runtime.shutdown_background();
         }
     }

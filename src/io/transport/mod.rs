@@ -7,6 +7,7 @@ mod aws_sdk;
 mod client;
 mod connections;
 mod failure;
+mod lookup;
 mod options;
 #[cfg(feature = "http")]
 mod redirects;
@@ -33,15 +34,17 @@ pub(crate) use client::{Client, ClientConfig, HTTP2_WINDOW};
 pub(crate) use connections::{ConnectionPool, PooledConnection};
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) use connections::{run_once, with_guarded_polls};
+pub(crate) use failure::{Failure, Repeat};
+#[cfg(feature = "redis")]
+pub(crate) use lookup::lookup;
 pub use options::TransportOptions;
 #[cfg(feature = "http")]
 pub(crate) use redirects::{RequestTarget, follow};
-pub(crate) use failure::{Failure, Repeat};
-pub(crate) use retry::RetryBudget;
-#[cfg(feature = "http")]
-pub(crate) use refusal::{ErrorDocument, refusal, status_failure};
 #[cfg(feature = "clouds")]
 pub(crate) use refusal::is_transient;
+#[cfg(feature = "http")]
+pub(crate) use refusal::{ErrorDocument, refusal, status_failure};
+pub(crate) use retry::RetryBudget;
 #[cfg(feature = "clouds")]
 pub(crate) use send::read_document;
 pub(crate) use send::{lookup_failure, refused_socket};

@@ -4,7 +4,9 @@
 use std::io::ErrorKind;
 use std::sync::Arc;
 
-use reqwest::header::{ACCEPT_ENCODING, HeaderMap, HeaderName, HeaderValue, LOCATION};
+use reqwest::header::{
+    ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, LOCATION,
+};
 use reqwest::{Method, Request, Response, StatusCode, Url};
 
 use super::{Client, Failure};
@@ -48,8 +50,15 @@ impl RequestTarget {
 
     /// Texts that a message must not have: values of headers, and of the query.
     pub fn secrets(&self) -> Vec<String> {
-        let headers = self.headers.iter().flat_map(|(_, value)| value.split(' '));
-        let query = self.url.query_pairs().map(|(_, value)| value.into_owned());
+        let mut request = Request::new(Method::GET, self.url.clone());
+        if let Some(authorize) = &self.authorize {
+            // Credentials that cannot be added were not sent.
+            let _ = authorize(&mut request);
+        }
+        let added = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let headers = self.headers.iter().map(|(_, value)| value.as_str()).chain(added);
+        let headers = headers.flat_map(|value| value.split(' '));
+        let query = request.url().query_pairs().map(|(_, value)| value.into_owned());
         let password = self.url.password().map(str::to_owned);
         let all = headers.map(str::to_owned).chain(query).chain(password);
         all.filter(|text| text.len() >= SHORTEST_SECRET).collect()

@@ -135,7 +135,8 @@ impl S3Bucket {
                 return Failure::transient(ErrorKind::InvalidData, refused.error.to_string());
             }
             let expired = document.says_expired();
-            let moved = self.follows_region(&headers, None);
+            let moved = self.follows_region(&headers, None)
+                || self.clock.follow(document.code.as_deref(), &headers);
             return refused.if_renewable(expired || moved);
         }
         // The cause chain of errors of requests and credentials contains a failure of the
