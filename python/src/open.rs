@@ -224,6 +224,7 @@ type S3Keys = (Option<String>, Option<String>, Option<String>, Option<bool>);
 #[pyfunction]
 pub fn s3cfg(path: PathBuf) -> PyResult<S3Keys> {
     let failed = |e: std::io::Error| PyValueError::new_err(format!("{}: {e}", path.display()));
-    let S3Cfg { access_key, secret_key, host, use_https, .. } = S3Cfg::read(&path).map_err(failed)?;
+    let S3Cfg { access_key, secret_key, host, use_https, .. } =
+        S3Cfg::read(&path).map_err(failed)?;
     Ok((access_key, secret_key, host, use_https))
 }

@@ -24,8 +24,6 @@ mod token_client;
 
 #[cfg(feature = "clouds")]
 pub use authorize::AZURE_VERSION;
-pub use cache::{
-    CloudCredential, CredentialProvider, MissingCredentials, renew_at,
-};
+pub use cache::{CloudCredential, CredentialProvider, MissingCredentials, renew_at};
 #[cfg(feature = "clouds")]
 pub use settings::RequestIdentity;

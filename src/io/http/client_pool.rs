@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use bytes::Bytes;
 use reqwest::Response;
 
-use super::response::ByteRange;
+use super::fields::ByteRange;
 use super::server_speed::ServerSpeed;
 use super::turns::Turns;
 use crate::io::ConnectionLimit;

@@ -10,7 +10,7 @@ use reqwest::{Method, Response, StatusCode, Url};
 
 use super::cache_key::{cache_key, is_version};
 use super::client_pool::PooledClient;
-use super::response::ByteRange;
+use super::fields::ByteRange;
 use super::validators::Validators;
 use crate::error::Error;
 use crate::io::transport::{
@@ -205,8 +205,8 @@ impl FileUrl {
             return refusal(status, headers, reason);
         };
         let failure = signer.refusal(status, headers, reason);
-        let expired = reason.says_expired()
-            || (status == StatusCode::UNAUTHORIZED && signer.uses_tokens());
+        let expired =
+            reason.says_expired() || (status == StatusCode::UNAUTHORIZED && signer.uses_tokens());
         if expired {
             self.invalidate(since);
         }

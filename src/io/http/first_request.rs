@@ -4,8 +4,9 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use super::client_pool::{ClientPool, PooledClient};
+use super::fields::ByteRange;
 use super::file_url::{FileUrl, RangeRequest};
-use super::response::{ByteRange, First, FirstResponse, parse_first};
+use super::response::{First, FirstResponse, parse_first};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::io::OpenOptions;
@@ -79,11 +80,7 @@ struct FirstRequest<'r> {
 }
 
 impl FirstRequest<'_> {
-    async fn head(
-        &self,
-        client: &PooledClient,
-        budget: &RetryBudget<'_>,
-    ) -> Result<Head, Failure> {
+    async fn head(&self, client: &PooledClient, budget: &RetryBudget<'_>) -> Result<Head, Failure> {
         let entry = self.entry.filter(|_| self.is_conditional.get());
         let if_none_match = entry.map(|entry| &*entry.version().tag);
         let range_request =

@@ -2,6 +2,7 @@
 
 mod cache_key;
 mod client_pool;
+pub(crate) mod fields;
 mod file_url;
 mod first_request;
 pub(crate) mod response;
@@ -38,6 +39,7 @@ pub use file_url::{Sign, SignFuture};
 use first_request::{Head, request_head};
 use response::FirstResponse;
 use source::HttpSource;
+#[cfg(test)]
 pub(crate) use source::capabilities;
 use validators::Validators;
 

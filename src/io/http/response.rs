@@ -1,30 +1,17 @@
-//! The first response of a server, and the fields of all.
+//! The first response of a server.
 
 use std::io::ErrorKind;
 
-use reqwest::header::{
-    ACCEPT_RANGES, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderMap, HeaderName,
-};
+use reqwest::header::{ACCEPT_RANGES, CONTENT_LENGTH, CONTENT_RANGE, ETAG};
 use reqwest::{Response, StatusCode, Version};
 
+use super::fields::{
+    ByteRange, ContentRange, check_coding, content_length, content_range, header_text,
+};
 use super::validators::Validators;
-use crate::error::{Error, Escaped};
+use crate::error::Error;
 use crate::io::CachedHead;
 use crate::io::transport::Failure;
-
-/// Bytes from `start` up to `end`, which is excluded.
-#[derive(Debug, Clone, Copy)]
-pub struct ByteRange {
-    pub start: u64,
-    pub end: u64,
-}
-
-impl ByteRange {
-    /// The value of the `ByteRange` field.
-    pub fn header_value(self) -> String {
-        format!("bytes={}-{}", self.start, self.end.saturating_sub(1))
-    }
-}
 
 /// The response to the first request.
 pub struct FirstResponse {
@@ -95,55 +82,6 @@ impl FirstResponse {
     }
 }
 
-pub fn header_text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
-    headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
-}
-
-/// A `Content-Range` field.
-pub struct ContentRange {
-    /// Start, and end that is excluded; None in `*`, where there is none.
-    pub range: Option<(u64, u64)>,
-    /// Bytes of the file; None if the field does not say.
-    pub len: Option<u64>,
-}
-
-pub fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
-    let field = header_text(headers, &CONTENT_RANGE)?;
-    let (range, len) = field.strip_prefix("bytes ")?.split_once('/')?;
-    let len = len.trim().parse().ok();
-    if range.trim() == "*" {
-        return Some(ContentRange { range: None, len });
-    }
-    let (first, last) = range.split_once('-')?;
-    let end = last.trim().parse::<u64>().ok()?.checked_add(1)?;
-    Some(ContentRange { range: Some((first.trim().parse().ok()?, end)), len })
-}
-
-pub fn content_length(headers: &HeaderMap) -> Option<u64> {
-    header_text(headers, &CONTENT_LENGTH)?.trim().parse().ok()
-}
-
-/// Codings of a body that leave its bytes as they are. `aws-chunked` is that of an upload, which
-/// some stores keep with the object.
-const PLAIN_CODINGS: [&str; 3] = ["", "identity", "aws-chunked"];
-
-/// Fails for a body that is not plain bytes.
-pub fn check_coding(response: &Response) -> Result<(), Failure> {
-    let fields = response.headers().get_all(CONTENT_ENCODING).iter();
-    let text = fields.filter_map(|field| field.to_str().ok()).collect::<Vec<_>>().join(", ");
-    let is_plain = |coding: &str| {
-        PLAIN_CODINGS.iter().any(|plain| coding.trim().eq_ignore_ascii_case(plain))
-    };
-    if text.split(',').all(is_plain) {
-        return Ok(());
-    }
-    let what = format!(
-        "the server sent the file with Content-Encoding {}, expected none (identity)",
-        Escaped(&text)
-    );
-    Err(Failure::permanent(ErrorKind::InvalidData, what))
-}
-
 /// What the first response says.
 pub enum First {
     File(FirstResponse),
@@ -177,12 +115,18 @@ pub fn parse_first(response: &Response, wanted: Option<ByteRange>) -> Result<Fir
         // The response has no size; that of the cached copy is used.
         (StatusCode::NOT_MODIFIED, ..) => return found(true, Some(0), None),
         // Only an empty file has no first byte.
-        (StatusCode::RANGE_NOT_SATISFIABLE, Some(ContentRange { range: None, len: Some(0) }), _) => {
+        (
+            StatusCode::RANGE_NOT_SATISFIABLE,
+            Some(ContentRange { range: None, len: Some(0) }),
+            _,
+        ) => {
             return found(true, Some(0), Some(0));
         }
-        (StatusCode::RANGE_NOT_SATISFIABLE, Some(ContentRange { len: Some(len), .. }), Some(range))
-            if range.start < len =>
-        {
+        (
+            StatusCode::RANGE_NOT_SATISFIABLE,
+            Some(ContentRange { len: Some(len), .. }),
+            Some(range),
+        ) if range.start < len => {
             let what = format!("the server answered {status} though the file has {len} bytes");
             return Err(Failure::transient(ErrorKind::InvalidData, what));
         }

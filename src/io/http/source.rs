@@ -7,16 +7,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use reqwest::StatusCode;
 
 use super::client_pool::ClientPool;
+use super::fields::ByteRange;
 use super::file_url::{FileUrl, RangeRequest};
-use super::response::ByteRange;
+use super::response::{First, parse_first};
 use super::server_speed::DEFAULT_GAP;
 use super::turns::Turn;
 use super::validators::{Validators, may_be_another_file};
 use crate::cancel::Cancel;
 use crate::error::Result;
-use crate::io::transport::{
-    Failure, Repeat, RequestTarget, RetryBudget, TransportOptions, retry,
-};
+use crate::io::transport::{Failure, Repeat, RequestTarget, RetryBudget, TransportOptions, retry};
 use crate::io::{Capabilities, Facts, ReadAt};
 use crate::mem::Buffers;
 use crate::memory_limit::CONNECTION;
@@ -73,7 +72,8 @@ impl HttpSource {
         let at = self.moved.lock().clone();
         let turn = self.clients.turns().take(budget)?;
         let mut refused = false;
-        let if_match = (!self.without_conditions.load(Ordering::Relaxed)).then_some(&self.validators);
+        let if_match =
+            (!self.without_conditions.load(Ordering::Relaxed)).then_some(&self.validators);
         let outcome = self.clients.with_client(budget, |client| {
             client.run(budget, async {
                 let range_request =
@@ -132,7 +132,10 @@ impl HttpSource {
             client.run(budget, async {
                 let range = RangeRequest::range(0, 1);
                 let (_, response) = self.url.request(&client, at, range).await?;
-                self.validators.check_first(&response, ByteRange { start: 0, end: 1 })?;
+                match parse_first(&response, Some(ByteRange { start: 0, end: 1 }))? {
+                    First::File(first) => self.validators.check_same(&first.validators)?,
+                    First::BrokenRanges(_) => return Ok(false),
+                }
                 Ok(response.status() == StatusCode::PARTIAL_CONTENT)
             })
         };

@@ -246,7 +246,10 @@ fn redirect_that_has_expired_is_requested_again() {
     };
     let (_server, address) = server(always).start();
     let error = message(&address);
-    assert!(error.contains("the server answered 403 Forbidden: no; check the credentials"), "{error}");
+    assert!(
+        error.contains("the server answered 403 Forbidden: no; check the credentials"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -5,9 +5,8 @@ use std::io::ErrorKind;
 use reqwest::header::{ETAG, HeaderMap, HeaderValue, LAST_MODIFIED};
 use reqwest::{Response, StatusCode};
 
-use super::response::{
-    ByteRange, ContentRange, First, check_coding, content_length, content_range, header_text,
-    parse_first,
+use super::fields::{
+    ByteRange, ContentRange, check_coding, content_length, content_range, header_text,
 };
 use crate::io::transport::Failure;
 
@@ -95,25 +94,16 @@ impl Validators {
                 Err(Failure::transient(ErrorKind::InvalidData, what))
             }
             (StatusCode::NOT_MODIFIED, _) => {
-                let what = "the server answered 304 Not Modified to a request without If-None-Match";
+                let what =
+                    "the server answered 304 Not Modified to a request without If-None-Match";
                 Err(Failure::permanent(ErrorKind::InvalidData, what))
             }
             _ => check_coding(response),
         }
     }
 
-    /// Fails if the first response of another request is about another file, and says what differs.
-    pub fn check_first(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
-        match parse_first(response, Some(wanted))? {
-            First::File(first) => self.check_same(&first.validators),
-            First::BrokenRanges(what) => {
-                let what = format!("the server answered {what}");
-                Err(Failure::transient(ErrorKind::InvalidData, what))
-            }
-        }
-    }
-
-    fn check_same(&self, found: &Validators) -> Result<(), Failure> {
+    /// Fails if another response is about another file, and says what differs.
+    pub fn check_same(&self, found: &Validators) -> Result<(), Failure> {
         let bytes = |len: Option<u64>| len.map(|len| format!("{len} bytes"));
         let mut facts = vec![("size", bytes(self.len), bytes(found.len))];
         let opaque = |tag: &Option<String>| tag.clone().map(|tag| tag.replacen("W/", "", 1));

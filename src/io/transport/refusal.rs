@@ -48,8 +48,9 @@ impl ErrorDocument {
         let field = |name: &str| headers.get(name)?.to_str().ok().map(str::to_owned);
         let mut found = match text.chars().next() {
             Some('<') => Self::of_xml(text),
-            Some('{' | '[') => serde_json::from_str(text)
-                .map_or(ErrorDocument::default(), |of| Self::of_json(&of)),
+            Some('{' | '[') => {
+                serde_json::from_str(text).map_or(ErrorDocument::default(), |of| Self::of_json(&of))
+            }
             _ => {
                 let line = text.lines().next().filter(|line| !line.contains('\u{fffd}'));
                 ErrorDocument { code: None, message: line.map(str::to_owned) }
@@ -110,7 +111,9 @@ impl fmt::Display for ErrorDocument {
 /// A text whose addresses have no queries, which may be signatures.
 fn without_queries(text: &str) -> String {
     let words = text.split(' ').map(|word| match word.split_once('?') {
-        Some((address, query)) if word.contains("://") && !query.is_empty() => format!("{address}?..."),
+        Some((address, query)) if word.contains("://") && !query.is_empty() => {
+            format!("{address}?...")
+        }
         _ => word.to_owned(),
     });
     words.collect::<Vec<_>>().join(" ")
@@ -182,13 +185,21 @@ mod tests {
     #[test]
     fn reasons_of_every_kind_of_document_are_quoted() {
         for (fields, body, quoted) in [
-            (&[][..], "<?xml?><Error><Code>A</Code><Message>It\nis not.</Message></Error>", ": A: It"),
+            (
+                &[][..],
+                "<?xml?><Error><Code>A</Code><Message>It\nis not.</Message></Error>",
+                ": A: It",
+            ),
             (&[], "<Code>", ""),
             (&[], "</Code><Code>", ""),
             (&[], "<html><title>no</title></html>", ""),
             (&[], "", ""),
             (&[], r#"{"error": "too large"}"#, ": too large"),
-            (&[], r#"{"error": {"code": 403, "message": "no", "status": "DENIED"}}"#, ": DENIED: no"),
+            (
+                &[],
+                r#"{"error": {"code": 403, "message": "no", "status": "DENIED"}}"#,
+                ": DENIED: no",
+            ),
             (&[], r#"{"errors": [{"status": 403, "message": "blocked"}]}"#, ": blocked"),
             (&[], r#"{"error": "invalid_grant", "error_description": "x"}"#, ": invalid_grant: x"),
             (&[], "{broken", ""),

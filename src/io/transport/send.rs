@@ -156,7 +156,10 @@ mod tests {
     fn a_failed_lookup_is_repeated_only_if_it_may_succeed_later() {
         let of = |text: &str| lookup_failure(&format!("dns error: {text}")).unwrap();
         let unknown = of("failed to lookup address information: Name or service not known");
-        assert!(unknown.repeat() == Repeat::Never && unknown.error.to_string().contains("check the address"));
+        assert!(
+            unknown.repeat() == Repeat::Never
+                && unknown.error.to_string().contains("check the address")
+        );
         let later =
             of("failed to lookup address information: Temporary failure in name resolution");
         assert_eq!(later.repeat(), Repeat::Attempts);

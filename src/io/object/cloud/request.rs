@@ -151,8 +151,7 @@ impl CloudResponse {
             return Failure::transient(ErrorKind::InvalidData, what);
         }
         let refused = [StatusCode::BAD_REQUEST, StatusCode::FORBIDDEN].contains(&self.status);
-        let expired = self.status == StatusCode::UNAUTHORIZED
-            || (refused && reason.says_expired());
+        let expired = self.status == StatusCode::UNAUTHORIZED || (refused && reason.says_expired());
         status_failure(self.status, &self.fields, what).if_renewable(expired)
     }
 }

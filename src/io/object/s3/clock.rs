@@ -58,10 +58,8 @@ mod tests {
         for later in [false, true] {
             let (server, now) = (ServerClock::default(), clock::date());
             let date = if later { now + day } else { now - day };
-            let headers = HeaderMap::from_iter([(
-                DATE,
-                httpdate::fmt_http_date(date).parse().unwrap(),
-            )]);
+            let headers =
+                HeaderMap::from_iter([(DATE, httpdate::fmt_http_date(date).parse().unwrap())]);
             assert!(!server.follow(Some("AccessDenied"), &headers));
             assert!(!server.follow(Some(REFUSED_TIMES[0]), &HeaderMap::new()));
             assert!(server.follow(Some(REFUSED_TIMES[0]), &headers));

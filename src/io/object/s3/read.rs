@@ -15,8 +15,7 @@ use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::io::http::{self, FileUrl, Sign, SignFuture};
 use crate::io::transport::{
-    ErrorDocument, Failure, RequestTarget, TransportOptions, run_once,
-    with_guarded_polls,
+    ErrorDocument, Failure, RequestTarget, TransportOptions, run_once, with_guarded_polls,
 };
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;

@@ -84,6 +84,11 @@ impl S3Bucket {
             }
             _ => text,
         };
+        if self.refuses_path_style(document) {
+            what += "; this server wants the bucket in the host's name: set addressing_style of \
+                     `s3` to `virtual` (open_stream's s3=, TENSORIZER_S3_ADDRESSING_STYLE, or the \
+                     profile)";
+        }
         if let Some(region) = bucket_region_of(headers).filter(|region| *region != self.region()) {
             what += &format!("; the bucket is in the region `{region}`");
         }
@@ -108,6 +113,17 @@ impl S3Bucket {
             }
             _ => status_failure(status, headers, what),
         }
+    }
+
+    /// True if the server refuses addresses with the bucket in the path.
+    fn refuses_path_style(&self, document: &ErrorDocument) -> bool {
+        let says = |text: &Option<String>, part: &str| {
+            text.as_ref().is_some_and(|text| text.to_ascii_lowercase().contains(part))
+        };
+        matches!(self.server, Server::Endpoint { path_style: true, .. })
+            && (says(&document.code, "domainforbidden")
+                || says(&document.code, "invalidpathaccess")
+                || says(&document.message, "virtual host"))
     }
 
     /// The failure of a call of the SDK.

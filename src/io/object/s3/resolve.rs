@@ -14,7 +14,9 @@ use reqwest::Url;
 
 use super::address::S3Address;
 use super::clock::ServerClock;
-use super::endpoint::{self, AddressingStyle, DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, Server};
+use super::endpoint::{
+    self, AddressingStyle, DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, Server,
+};
 use super::server_choice::{KnownSettings, ServerChoice, StatedKeys, choose, stated_keys};
 use crate::environment::{
     S3_ADDRESSING_STYLE, S3_ENCRYPTION, S3_KMS_KEY_ID, TextVariable, read_guarded,

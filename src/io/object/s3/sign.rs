@@ -115,7 +115,9 @@ impl HttpConnector for SigningClient {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
         let (_, query) = request.uri().split_once('?').unwrap_or(("", ""));
         if !query.split('&').any(|field| field.trim_end_matches('=') == SESSION) {
-            let status = 200_u16.try_into().map_err(|_| connector_error(Failure::permanent(ErrorKind::Other, "status")));
+            let status = 200_u16
+                .try_into()
+                .map_err(|_| connector_error(Failure::permanent(ErrorKind::Other, "status")));
             return HttpConnectorFuture::ready(
                 status.map(|status| HttpResponse::new(status, SdkBody::empty())),
             );
