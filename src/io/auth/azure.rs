@@ -8,13 +8,14 @@ use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use reqwest::header::HeaderValue;
 
 use super::azure_account::{AzureAccount, is_valid_name};
-use super::cache::{CloudCredential, CredentialProvider};
-use super::settings::{CloudSettings, RequestIdentity, check_printable, is_truthy, parse_endpoint};
-use super::snapshot::Snapshot;
-use super::token_chain::{TokenChain, without_retries};
-use super::token_client::{FixedSettings, TokenClient};
+use super::library::{LibraryProvider, missing_credentials};
+use super::settings::{
+    CloudSettings, RequestIdentity, check_printable, is_truthy, parse_endpoint, store_provider,
+    without_retries,
+};
+use super::store::CredentialEnvironment;
 use crate::error::{Error, Result};
-use crate::io::transport::TransportOptions;
+use crate::io::transport::{FixedSettings, TransportOptions};
 
 /// The account of Azurite, and where it listens.
 const EMULATOR: (&str, &str) = ("devstoreaccount1", "http://127.0.0.1:10000");
@@ -64,16 +65,17 @@ pub fn settings(
     };
     let host =
         container.account.map_or(String::new(), |(account, ending)| format!("{account}.{ending}"));
-    let snapshot = Snapshot::take(format!("azure {host}"), is_relevant, |snapshot| {
-        let file =
-            value(&settings_in(snapshot), AzureConfigKey::FederatedTokenFile).map(PathBuf::from);
-        file.into_iter().collect()
-    });
-    let values = settings_in(&snapshot);
+    let environment =
+        CredentialEnvironment::read(format!("azure {host}"), is_relevant, |environment| {
+            let file = value(&settings_in(environment), AzureConfigKey::FederatedTokenFile)
+                .map(PathBuf::from);
+            file.into_iter().collect()
+        });
+    let values = settings_in(&environment);
     let is_enabled = |key| value(&values, key).is_some_and(is_truthy);
     let emulator = is_enabled(AzureConfigKey::UseEmulator);
-    let (name, account) = account(container, &values, &snapshot)?;
-    let server = server(container, &name, &account, &values, &snapshot);
+    let (name, account) = account(container, &values, &environment)?;
+    let server = server(container, &name, &account, &values, &environment);
     let builder = configured(&values, &account)?.with_use_emulator(emulator);
     let has_account_credentials = account.key.is_some() || account.signature.is_some();
     let mut identity_keys = CHAIN_KEYS.into_iter().filter(|key| !AUTHORITY_KEYS.contains(key));
@@ -91,15 +93,18 @@ pub fn settings(
         refuse_cli(&values, has_account_credentials)?;
     }
     let builder = builder.with_account(&name).with_container_name(container.name);
-    let fixed =
-        FixedSettings { identity_header: identity_header(&snapshot)?, ..FixedSettings::default() };
-    let client = TokenClient::new(options, identity == RequestIdentity::Machine, fixed);
-    let chain = TokenChain::new(client, move |client| {
-        let store = builder.clone().with_http_connector(client).build()?;
-        Ok((Arc::clone(store.credentials()), CloudCredential::Azure))
-    });
-    let credentials = CredentialProvider::new(snapshot, Arc::new(chain));
-    Ok(CloudSettings { endpoint: parse_endpoint(&server)?, account: name, identity, credentials })
+    let fixed = FixedSettings {
+        identity_header: identity_header(&environment)?,
+        ..FixedSettings::default()
+    };
+    let make = move |client| {
+        let store = builder.clone().with_http_connector(client).build();
+        let store = store.map_err(missing_credentials)?;
+        Ok(LibraryProvider::Azure(Arc::clone(store.credentials())))
+    };
+    let credentials = store_provider(&environment, options, identity, fixed, make);
+    let endpoint = parse_endpoint(&server)?;
+    Ok(CloudSettings { endpoint, account: name, quota_project: None, identity, credentials })
 }
 
 /// The server of an account.
@@ -108,11 +113,11 @@ fn server(
     name: &str,
     account: &AzureAccount,
     values: &AzureSettings<'_>,
-    snapshot: &Snapshot,
+    environment: &CredentialEnvironment,
 ) -> String {
     let is_enabled = |key| value(values, key).is_some_and(is_truthy);
     if is_enabled(AzureConfigKey::UseEmulator) {
-        let found = snapshot.texts().find(|(name, _)| *name == EMULATOR_URL);
+        let found = environment.texts().find(|(name, _)| *name == EMULATOR_URL);
         let found = found.map_or(EMULATOR.1, |(_, text)| text);
         return format!("{}/{name}", found.trim_end_matches('/'));
     }
@@ -163,7 +168,7 @@ fn refuse_cli(values: &AzureSettings<'_>, has_account_credentials: bool) -> Resu
 fn account(
     container: &AzureContainer<'_>,
     values: &AzureSettings<'_>,
-    snapshot: &Snapshot,
+    environment: &CredentialEnvironment,
 ) -> Result<(String, AzureAccount)> {
     let text = |key| value(values, key).map(str::to_owned);
     let of_variables = AzureAccount {
@@ -172,7 +177,8 @@ fn account(
         signature: text(AzureConfigKey::SasKey),
         endpoint: text(AzureConfigKey::Endpoint),
     };
-    let of_string = snapshot.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
+    let of_string =
+        environment.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
     let of_string = of_string.map_or_else(
         || Ok(AzureAccount::default()),
         |(_, text)| AzureAccount::parse_connection_string(text),
@@ -232,8 +238,8 @@ fn checked(key: AzureConfigKey, text: &str) -> Result<String> {
 }
 
 /// The header of the identity service.
-fn identity_header(snapshot: &Snapshot) -> Result<Option<HeaderValue>> {
-    let text = snapshot.variable(IDENTITY_HEADER).and_then(|text| text.to_str());
+fn identity_header(environment: &CredentialEnvironment) -> Result<Option<HeaderValue>> {
+    let text = environment.variable(IDENTITY_HEADER).and_then(|text| text.to_str());
     let found = text.map(|text| {
         HeaderValue::from_str(check_printable(IDENTITY_HEADER, text)?)
             .map_err(|_| Error::InvalidArgument(format!("{IDENTITY_HEADER}: not a header")))
@@ -250,8 +256,8 @@ fn value<'p>(values: &AzureSettings<'p>, key: AzureConfigKey) -> Option<&'p str>
 }
 
 /// The settings that variables hold.
-fn settings_in(snapshot: &Snapshot) -> AzureSettings<'_> {
-    let text = |wanted| snapshot.texts().find(|(name, _)| *name == wanted).map(|(_, text)| text);
+fn settings_in(environment: &CredentialEnvironment) -> AzureSettings<'_> {
+    let text = |wanted| environment.texts().find(|(name, _)| *name == wanted).map(|(_, text)| text);
     // The names of Azure's command line and of its libraries come first: others overrule them.
     let aliases = [
         ("AZURE_STORAGE_ACCOUNT", AzureConfigKey::AccountName),
@@ -260,7 +266,7 @@ fn settings_in(snapshot: &Snapshot) -> AzureSettings<'_> {
     ];
     let aliases = aliases.into_iter().filter_map(|(name, key)| Some((key, text(name)?)));
     let mut found: Vec<_> = aliases.collect();
-    found.extend(snapshot.texts().filter_map(|(name, value)| {
+    found.extend(environment.texts().filter_map(|(name, value)| {
         let name = name.starts_with("AZURE_").then(|| name.to_ascii_lowercase())?;
         Some((name.parse().ok()?, value))
     }));

@@ -1,19 +1,20 @@
 //! Google's credentials: a service account, application default credentials, the machine's account.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use serde::Deserialize;
 
-use super::cache::{CloudCredential, CredentialProvider};
+use super::library::{LibraryProvider, MissingCredentials, missing_credentials};
 use super::settings::{
     CloudSettings, RequestIdentity, check_host, check_printable, is_truthy, parse_endpoint,
+    store_provider, without_retries,
 };
-use super::snapshot::Snapshot;
-use super::token_chain::{TokenChain, without_retries};
-use super::token_client::{FixedSettings, TokenClient};
+use super::store::CredentialEnvironment;
 use crate::error::{Error, Result};
-use crate::io::transport::TransportOptions;
+use crate::io::transport::{FixedSettings, TransportOptions};
 
 const DEFAULT_ENDPOINT: &str = "https://storage.googleapis.com";
 /// Variables that count besides those of `GOOGLE_`.
@@ -39,19 +40,31 @@ const CREDENTIAL_KEYS: [(GoogleConfigKey, bool); 4] = [
     (GoogleConfigKey::BearerToken, false),
 ];
 
+/// Types of credentials files that only Google's own clients read.
+const UNSUPPORTED_TYPES: [&str; 4] = [
+    "impersonated_service_account",
+    "external_account",
+    "external_account_authorized_user",
+    "gdch_service_account",
+];
+/// The variable with the project that pays for requests.
+const QUOTA_PROJECT: &str = "GOOGLE_CLOUD_QUOTA_PROJECT";
+
 /// The settings of the environment for a bucket.
 pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSettings> {
     let is_relevant = |name: &[u8]| {
         name.starts_with(b"GOOGLE_") || OTHER_VARIABLES.iter().any(|other| other.as_bytes() == name)
     };
-    let snapshot = Snapshot::take("google".to_owned(), is_relevant, |snapshot| {
-        let builder = builder(snapshot);
-        let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
-        let named = files.filter_map(|(key, _)| builder.get_config_value(key)).map(PathBuf::from);
-        named.chain(login_file(snapshot)).collect()
-    });
-    let builder = builder(&snapshot).with_bucket_name(bucket);
-    let variable = |name| snapshot.variable(name).and_then(|value| value.to_str()).unwrap_or("");
+    let environment =
+        CredentialEnvironment::read("google".to_owned(), is_relevant, |environment| {
+            let builder = builder(environment);
+            let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
+            let named =
+                files.filter_map(|(key, _)| builder.get_config_value(key)).map(PathBuf::from);
+            named.chain(login_file(environment)).collect()
+        });
+    let builder = builder(&environment).with_bucket_name(bucket);
+    let variable = |name| environment.variable(name).and_then(|value| value.to_str()).unwrap_or("");
     let emulator = variable("STORAGE_EMULATOR_HOST");
     let key_or_token =
         CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some());
@@ -73,54 +86,90 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
         base_url.or_else(|| (!emulator.is_empty()).then(|| format!("{scheme}{emulator}")));
     let mut fixed = FixedSettings::default();
     if identity != RequestIdentity::Anonymous && !key_or_token {
-        check_login_file(&snapshot)?;
-        fixed.metadata = metadata_hosts(&snapshot)?;
+        check_login_file(&environment)?;
+        fixed.metadata = metadata_hosts(&environment)?;
     }
     if let Some(token) = builder.get_config_value(&GoogleConfigKey::BearerToken) {
         check_printable("GOOGLE_BEARER_TOKEN", &token)?;
     }
-    let client = TokenClient::new(options, identity == RequestIdentity::Machine, fixed);
-    let chain = TokenChain::new(client, move |client| {
-        let store = builder.clone().with_http_connector(client).build()?;
-        Ok((Arc::clone(store.credentials()), CloudCredential::Google))
-    });
+    let file = CredentialsFile::of(&builder);
+    let quota_project = match variable(QUOTA_PROJECT) {
+        "" => file.as_ref().and_then(|file| file.quota_project_id.clone()),
+        named => Some(check_printable(QUOTA_PROJECT, named)?.to_owned()),
+    };
+    let unsupported = file.and_then(|file| file.unsupported());
+    let make = move |client| {
+        if let Some(what) = &unsupported {
+            return Err(MissingCredentials::failed(ErrorKind::InvalidData, what));
+        }
+        let store = builder.clone().with_http_connector(client).build();
+        let store = store.map_err(missing_credentials)?;
+        Ok(LibraryProvider::Google(Arc::clone(store.credentials())))
+    };
     let endpoint = parse_endpoint(base_url.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
-    let credentials = CredentialProvider::new(snapshot, Arc::new(chain));
-    Ok(CloudSettings { endpoint, account: String::new(), identity, credentials })
+    let credentials = store_provider(&environment, options, identity, fixed, make);
+    Ok(CloudSettings { endpoint, account: String::new(), quota_project, identity, credentials })
 }
 
-fn builder(snapshot: &Snapshot) -> GoogleCloudStorageBuilder {
+/// The file of the credentials, as far as it is read here.
+#[derive(Deserialize)]
+struct CredentialsFile {
+    #[serde(default, rename = "type")]
+    kind: String,
+    quota_project_id: Option<String>,
+}
+
+impl CredentialsFile {
+    /// The file that the settings name; None if it cannot be read, which the library reports.
+    fn of(builder: &GoogleCloudStorageBuilder) -> Option<Self> {
+        let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
+        let path = files.filter_map(|(key, _)| builder.get_config_value(key)).next()?;
+        serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+    }
+
+    /// The message for a type of Google's that is not supported.
+    fn unsupported(&self) -> Option<String> {
+        let kind = UNSUPPORTED_TYPES.into_iter().find(|kind| *kind == self.kind)?;
+        Some(format!(
+            "the credentials file has the type `{kind}`, which is not supported: set \
+             GOOGLE_BEARER_TOKEN to what `gcloud auth application-default print-access-token` \
+             prints, or use a file of the type `service_account` or `authorized_user`"
+        ))
+    }
+}
+
+fn builder(environment: &CredentialEnvironment) -> GoogleCloudStorageBuilder {
     let mut builder = GoogleCloudStorageBuilder::new().with_retry(without_retries());
-    for (name, value) in snapshot.texts().filter(|(name, _)| name.starts_with("GOOGLE_")) {
+    for (name, value) in environment.texts().filter(|(name, _)| name.starts_with("GOOGLE_")) {
         if let Ok(key) = name.to_ascii_lowercase().parse() {
             builder = builder.with_config(key, value);
         }
     }
     let named = CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some());
-    match login_file(snapshot).filter(|file| !named && file.exists()) {
+    match login_file(environment).filter(|file| !named && file.exists()) {
         Some(file) => builder.with_application_credentials(file.to_string_lossy()),
         None => builder,
     }
 }
 
 /// The file in which gcloud keeps the credentials of a login.
-fn login_file(snapshot: &Snapshot) -> Option<PathBuf> {
-    let folder = snapshot.variable("CLOUDSDK_CONFIG").filter(|text| !text.is_empty());
+fn login_file(environment: &CredentialEnvironment) -> Option<PathBuf> {
+    let folder = environment.variable("CLOUDSDK_CONFIG").filter(|text| !text.is_empty());
     folder
         .map(|folder| PathBuf::from(folder).join(LOGIN_FILE))
-        .or_else(|| default_login_file(snapshot))
+        .or_else(|| default_login_file(environment))
 }
 
-fn default_login_file(snapshot: &Snapshot) -> Option<PathBuf> {
-    let home = PathBuf::from(snapshot.variable("HOME")?);
+fn default_login_file(environment: &CredentialEnvironment) -> Option<PathBuf> {
+    let home = PathBuf::from(environment.variable("HOME")?);
     Some(home.join(".config/gcloud").join(LOGIN_FILE))
 }
 
 /// Refuses a folder without that file if the default folder contains one, because the chain would
 /// use that one.
-fn check_login_file(snapshot: &Snapshot) -> Result<()> {
-    let elsewhere = snapshot.variable("CLOUDSDK_CONFIG").is_some_and(|text| !text.is_empty());
-    match default_login_file(snapshot).filter(|file| elsewhere && file.exists()) {
+fn check_login_file(environment: &CredentialEnvironment) -> Result<()> {
+    let elsewhere = environment.variable("CLOUDSDK_CONFIG").is_some_and(|text| !text.is_empty());
+    match default_login_file(environment).filter(|file| elsewhere && file.exists()) {
         None => Ok(()),
         Some(file) => Err(Error::InvalidArgument(format!(
             "the folder of CLOUDSDK_CONFIG has no {LOGIN_FILE}, but `{}` exists: set \
@@ -131,9 +180,9 @@ fn check_login_file(snapshot: &Snapshot) -> Result<()> {
 }
 
 /// The names of the metadata server. The chain uses empty ones, too.
-fn metadata_hosts(snapshot: &Snapshot) -> Result<Vec<String>> {
+fn metadata_hosts(environment: &CredentialEnvironment) -> Result<Vec<String>> {
     let [name, root, address] =
-        METADATA_VARIABLES.map(|variable| Some((variable, snapshot.variable(variable)?)));
+        METADATA_VARIABLES.map(|variable| Some((variable, environment.variable(variable)?)));
     let mut found = Vec::new();
     for (variable, text) in name.or(root).into_iter().chain(address) {
         found.push(check_host(variable, &text.to_string_lossy())?.to_owned());

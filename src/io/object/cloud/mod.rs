@@ -1,6 +1,7 @@
 //! `gs://bucket/key`, `az://container/blob` and `abfss://`: reads and uploads.
 
 mod address;
+mod authorize;
 mod azure;
 mod bucket;
 mod create;

@@ -1,0 +1,157 @@
+//! The credential providers of the libraries: of AWS's SDK, and of object_store for Google and Azure.
+
+#[cfg(feature = "clouds")]
+use std::io;
+use std::io::ErrorKind;
+#[cfg(feature = "clouds")]
+use std::sync::Arc;
+use std::time::SystemTime;
+
+#[cfg(feature = "s3")]
+use aws_credential_types::{
+    Credentials as AwsCredentials,
+    provider::{ProvideCredentials as _, SharedCredentialsProvider},
+};
+#[cfg(feature = "clouds")]
+use object_store::{
+    azure::{AzureCredential, AzureCredentialProvider},
+    gcp::{GcpCredential, GcpCredentialProvider},
+};
+
+use crate::io::transport::Failure;
+
+/// Credentials of a cloud.
+#[derive(Clone)]
+pub enum CloudCredential {
+    #[cfg(feature = "s3")]
+    Aws(AwsCredentials),
+    #[cfg(feature = "clouds")]
+    Google(Arc<GcpCredential>),
+    #[cfg(feature = "clouds")]
+    Azure(Arc<AzureCredential>),
+}
+
+impl CloudCredential {
+    /// True if a library has returned the same credential again.
+    pub fn is_same(&self, other: &CloudCredential) -> bool {
+        match (self, other) {
+            #[cfg(feature = "s3")]
+            (CloudCredential::Aws(one), CloudCredential::Aws(other)) => one == other,
+            #[cfg(feature = "clouds")]
+            (CloudCredential::Google(one), CloudCredential::Google(other)) => {
+                Arc::ptr_eq(one, other)
+            }
+            #[cfg(feature = "clouds")]
+            (CloudCredential::Azure(one), CloudCredential::Azure(other)) => Arc::ptr_eq(one, other),
+            #[allow(unreachable_patterns)] // With S3 alone there is no other.
+            _ => false,
+        }
+    }
+
+    /// True if its library keeps it, and renews it before it expires: object_store does.
+    pub fn is_kept_by_library(&self) -> bool {
+        match self {
+            #[cfg(feature = "s3")]
+            CloudCredential::Aws(_) => false,
+            #[cfg(feature = "clouds")]
+            _ => true,
+        }
+    }
+}
+
+/// Why there are no credentials.
+#[derive(Debug)]
+pub enum MissingCredentials {
+    /// No credentials are configured: objects are read anonymously.
+    Absent,
+    /// They could not be obtained.
+    Failed(Failure),
+}
+
+impl MissingCredentials {
+    /// Credentials that cannot be obtained, for this reason.
+    pub fn failed(kind: ErrorKind, what: &str) -> Self {
+        let what = format!("finding credentials: {what}");
+        MissingCredentials::Failed(Failure::permanent(kind, what))
+    }
+}
+
+impl From<MissingCredentials> for Failure {
+    fn from(missing: MissingCredentials) -> Self {
+        match missing {
+            // Only for a request whose bucket was opened with credentials that no longer exist.
+            MissingCredentials::Absent => {
+                Failure::transient(ErrorKind::PermissionDenied, "no credentials were found")
+            }
+            MissingCredentials::Failed(failure) => failure,
+        }
+    }
+}
+
+/// A provider of a library.
+#[derive(Clone)]
+pub enum LibraryProvider {
+    #[cfg(feature = "s3")]
+    Aws(SharedCredentialsProvider),
+    #[cfg(feature = "clouds")]
+    Google(GcpCredentialProvider),
+    #[cfg(feature = "clouds")]
+    Azure(AzureCredentialProvider),
+}
+
+impl LibraryProvider {
+    /// Its credential, and the time at which that expires, as far as the library says it.
+    pub async fn get(&self) -> Result<(CloudCredential, Option<SystemTime>), MissingCredentials> {
+        match self {
+            #[cfg(feature = "s3")]
+            LibraryProvider::Aws(provider) => {
+                let found = provider.provide_credentials().await;
+                let found = found.map_err(super::aws::missing_credentials)?;
+                let expiry = found.expiry();
+                Ok((CloudCredential::Aws(found), expiry))
+            }
+            #[cfg(feature = "clouds")]
+            LibraryProvider::Google(provider) => {
+                let found = provider.get_credential().await.map_err(missing_credentials)?;
+                Ok((CloudCredential::Google(found), None))
+            }
+            #[cfg(feature = "clouds")]
+            LibraryProvider::Azure(provider) => {
+                let found = provider.get_credential().await.map_err(missing_credentials)?;
+                Ok((CloudCredential::Azure(found), None))
+            }
+        }
+    }
+}
+
+/// The failure of object_store: permanent where a file or a server says that there are no
+/// credentials.
+#[cfg(feature = "clouds")]
+pub fn missing_credentials(error: object_store::Error) -> MissingCredentials {
+    let error: Box<dyn std::error::Error> = error.into();
+    let mut cause = Some(&*error);
+    while let Some(found) = cause {
+        if let Some(found) = found.downcast_ref::<Failure>() {
+            let what = format!("finding credentials: {found}");
+            return MissingCredentials::Failed(found.copy().with_text(what));
+        }
+        if let Some(found) = found.downcast_ref::<io::Error>() {
+            let refused = [ErrorKind::PermissionDenied, ErrorKind::NotFound];
+            let permanent = refused.contains(&found.kind());
+            let make = if permanent { Failure::permanent } else { Failure::transient };
+            let what = format!("finding credentials: {found}");
+            return MissingCredentials::Failed(make(found.kind(), what));
+        }
+        if let Some(found) = found.downcast_ref::<serde_json::Error>() {
+            // The text of the error may quote the file.
+            let (line, column) = (found.line(), found.column());
+            let what = format!(
+                "cannot parse the credentials file, or the response of the credential service: \
+                 unknown type or invalid JSON, at line {line}, column {column}"
+            );
+            return MissingCredentials::failed(ErrorKind::InvalidData, &what);
+        }
+        cause = found.source();
+    }
+    MissingCredentials::failed(ErrorKind::PermissionDenied, &error.to_string())
+}
