@@ -17,11 +17,13 @@ use crate::error::{Error, Result};
 use crate::io::transport::{FixedSettings, TransportOptions};
 
 const DEFAULT_ENDPOINT: &str = "https://storage.googleapis.com";
+/// The variable with the server of an emulator.
+const EMULATOR: &str = "STORAGE_EMULATOR_HOST";
 /// Variables that count besides those of `GOOGLE_`.
 const OTHER_VARIABLES: [&str; 7] = [
     "HOME",
     "CLOUDSDK_CONFIG",
-    "STORAGE_EMULATOR_HOST",
+    EMULATOR,
     "NO_GCE_CHECK",
     "GCE_METADATA_HOST",
     "GCE_METADATA_ROOT",
@@ -65,20 +67,9 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
         });
     let builder = builder(&environment).with_bucket_name(bucket);
     let variable = |name| environment.variable(name).and_then(|value| value.to_str()).unwrap_or("");
-    let emulator = variable("STORAGE_EMULATOR_HOST");
-    let key_or_token =
-        CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some());
-    let named = key_or_token || METADATA_VARIABLES.iter().any(|name| !variable(name).is_empty());
-    let anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
-    let identity = if anonymous.is_some_and(|text| is_truthy(&text)) || !emulator.is_empty() {
-        RequestIdentity::Anonymous
-    } else if named {
-        RequestIdentity::Configured
-    } else if is_truthy(variable("NO_GCE_CHECK")) {
-        RequestIdentity::Anonymous
-    } else {
-        RequestIdentity::Machine
-    };
+    let emulator = variable(EMULATOR);
+    let key_or_token = names_credentials(&builder);
+    let identity = identity(&builder, &variable);
     let base_url = builder.get_config_value(&GoogleConfigKey::BaseUrl);
     // An emulator needs no credentials, and its name may come without `http://`.
     let scheme = if emulator.contains("://") { "" } else { "http://" };
@@ -93,11 +84,11 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
         check_printable("GOOGLE_BEARER_TOKEN", &token)?;
     }
     let file = CredentialsFile::of(&builder);
-    let quota_project = match variable(QUOTA_PROJECT) {
-        "" => file.as_ref().and_then(|file| file.quota_project_id.clone()),
-        named => Some(check_printable(QUOTA_PROJECT, named)?.to_owned()),
-    };
-    let unsupported = file.and_then(|file| file.unsupported());
+    let unsupported = file.as_ref().and_then(CredentialsFile::unsupported);
+    let of_file = file.and_then(|file| file.quota_project_id);
+    let quota_project = Some(variable(QUOTA_PROJECT).to_owned());
+    let quota_project = quota_project.filter(|named| !named.is_empty()).or(of_file);
+    check_printable(QUOTA_PROJECT, quota_project.as_deref().unwrap_or(""))?;
     let make = move |client| {
         if let Some(what) = &unsupported {
             return Err(MissingCredentials::failed(ErrorKind::InvalidData, what));
@@ -111,6 +102,29 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
     Ok(CloudSettings { endpoint, account: String::new(), quota_project, identity, credentials })
 }
 
+/// True if the settings name a key, a token, or a file of them.
+fn names_credentials(builder: &GoogleCloudStorageBuilder) -> bool {
+    CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some())
+}
+
+/// The identity that the settings ask for.
+fn identity<'v>(
+    builder: &GoogleCloudStorageBuilder,
+    variable: impl Fn(&'static str) -> &'v str,
+) -> RequestIdentity {
+    let anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
+    let is_named = |name: &&'static str| !variable(name).is_empty();
+    if anonymous.is_some_and(|text| is_truthy(&text)) || is_named(&EMULATOR) {
+        RequestIdentity::Anonymous
+    } else if names_credentials(builder) || METADATA_VARIABLES.iter().any(|name| is_named(name)) {
+        RequestIdentity::Configured
+    } else if is_truthy(variable("NO_GCE_CHECK")) {
+        RequestIdentity::Anonymous
+    } else {
+        RequestIdentity::Machine
+    }
+}
+
 /// The file of the credentials, as far as it is read here.
 #[derive(Deserialize)]
 struct CredentialsFile {
@@ -120,8 +134,12 @@ struct CredentialsFile {
 }
 
 impl CredentialsFile {
-    /// The file that the settings name; None if it cannot be read, which the library reports.
+    /// The file that the settings name, unless they have a token. None if it cannot be read, which
+    /// the library reports.
     fn of(builder: &GoogleCloudStorageBuilder) -> Option<Self> {
+        if builder.get_config_value(&GoogleConfigKey::BearerToken).is_some() {
+            return None;
+        }
         let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
         let path = files.filter_map(|(key, _)| builder.get_config_value(key)).next()?;
         serde_json::from_slice(&std::fs::read(path).ok()?).ok()
@@ -145,8 +163,9 @@ fn builder(environment: &CredentialEnvironment) -> GoogleCloudStorageBuilder {
             builder = builder.with_config(key, value);
         }
     }
-    let named = CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some());
-    match login_file(environment).filter(|file| !named && file.exists()) {
+    let login =
+        login_file(environment).filter(|file| !names_credentials(&builder) && file.exists());
+    match login {
         Some(file) => builder.with_application_credentials(file.to_string_lossy()),
         None => builder,
     }

@@ -21,7 +21,7 @@ use object_store::{
 use crate::io::transport::Failure;
 
 /// Credentials of a cloud.
-#[derive(Clone)]
+#[derive(Clone, PartialEq)]
 pub enum CloudCredential {
     #[cfg(feature = "s3")]
     Aws(AwsCredentials),
@@ -32,22 +32,6 @@ pub enum CloudCredential {
 }
 
 impl CloudCredential {
-    /// True if a library has returned the same credential again.
-    pub fn is_same(&self, other: &CloudCredential) -> bool {
-        match (self, other) {
-            #[cfg(feature = "s3")]
-            (CloudCredential::Aws(one), CloudCredential::Aws(other)) => one == other,
-            #[cfg(feature = "clouds")]
-            (CloudCredential::Google(one), CloudCredential::Google(other)) => {
-                Arc::ptr_eq(one, other)
-            }
-            #[cfg(feature = "clouds")]
-            (CloudCredential::Azure(one), CloudCredential::Azure(other)) => Arc::ptr_eq(one, other),
-            #[allow(unreachable_patterns)] // With S3 alone there is no other.
-            _ => false,
-        }
-    }
-
     /// True if its library keeps it, and renews it before it expires: object_store does.
     pub fn is_kept_by_library(&self) -> bool {
         match self {

@@ -8,8 +8,6 @@ mod aws_login;
 #[cfg(feature = "clouds")]
 pub mod azure;
 #[cfg(feature = "clouds")]
-pub mod azure_account;
-#[cfg(feature = "clouds")]
 pub mod google;
 mod library;
 mod provider;
@@ -24,8 +22,7 @@ pub use provider::CredentialProvider;
 #[cfg(test)]
 pub use provider::renew_at;
 #[cfg(feature = "clouds")]
-pub use settings::RequestIdentity;
-#[cfg(feature = "s3")]
-pub use store::PerEnvironment;
+pub use settings::{CloudSettings, RequestIdentity, is_valid_name, parse_endpoint};
+pub use store::{CredentialEnvironment, PerEnvironment};
 #[cfg(test)]
 pub use tests::simulated;

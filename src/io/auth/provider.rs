@@ -19,7 +19,7 @@ const RENEWAL_MARGIN: Duration = Duration::from_secs(5 * 60);
 /// The shortest pause between two attempts to renew them.
 const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
 /// Time for which their absence is known: finding out may take seconds.
-pub const ABSENCE_KNOWN_FOR: Duration = Duration::from_secs(60);
+const ABSENCE_KNOWN_FOR: Duration = Duration::from_secs(60);
 
 /// The time at which credentials, or a signed URL, that expire then are renewed.
 pub fn renew_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
@@ -156,9 +156,7 @@ impl ProviderState {
         let last = match (found, valid) {
             (Ok((credential, expiry)), valid) => {
                 known.has_found = true;
-                let is_same = |last: &LastCredential| {
-                    last.credential.as_ref().is_some_and(|old| old.is_same(&credential))
-                };
+                let is_same = |last: &LastCredential| last.credential.as_ref() == Some(&credential);
                 let since = valid.filter(is_same).map_or_else(clock::now, |last| last.since);
                 let ask_at = match expiry {
                     _ if credential.is_kept_by_library() => Some(now),

@@ -100,3 +100,10 @@ pub fn check_printable<'t>(variable: &str, text: &'t str) -> Result<&'t str> {
     let is_valid = text.bytes().all(|b| (b' '..=b'~').contains(&b));
     Some(text).filter(|_| is_valid).ok_or(Error::InvalidArgument(what))
 }
+
+/// True if a text can be the name of a bucket, a container or an account.
+pub fn is_valid_name(text: &str) -> bool {
+    !text.is_empty()
+        && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.$".contains(&b))
+        && !matches!(text, "." | "..")
+}

@@ -4,11 +4,9 @@ use reqwest::Url;
 
 use super::address::{Cloud, CloudAddress};
 use super::authorize::CloudIdentity;
+use super::azure_account::{self, AzureContainer};
 use crate::error::{Error, Result};
-use crate::io::auth::azure::AzureContainer;
-use crate::io::auth::{
-    MissingCredentials, RequestIdentity, azure as azure_auth, google as google_auth,
-};
+use crate::io::auth::{MissingCredentials, RequestIdentity, google};
 use crate::io::transport::{TransportOptions, fits_in_url};
 
 /// Bytes of the longest name: the clouds take 1024 characters, and a URL has its limits.
@@ -26,10 +24,10 @@ pub struct CloudBucket {
 /// identity, if the settings state none.
 pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Result<CloudBucket> {
     let found = match address.cloud {
-        Cloud::Google => google_auth::settings(&address.bucket, options)?,
+        Cloud::Google => google::settings(&address.bucket, options)?,
         Cloud::Azure => {
             let (account, display_address) = (address.account.as_ref(), &*address.display_address);
-            azure_auth::settings(
+            azure_account::settings(
                 &AzureContainer { name: &address.bucket, account, display_address },
                 options,
             )?

@@ -3,6 +3,7 @@
 mod address;
 mod authorize;
 mod azure;
+mod azure_account;
 mod bucket;
 mod create;
 mod google;
