@@ -7,7 +7,7 @@ use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::{self, future};
 use aws_sdk_s3::config::{Credentials, ProvideCredentials};
 use aws_sdk_s3::primitives::{DateTime, DateTimeFormat};
-use serde::Deserialize;
+use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
 use crate::environment::{home, read_guarded};
@@ -26,22 +26,6 @@ const PREFERRED: [&str; 4] = ["role_arn", "credential_source", "sso_session", "s
 #[derive(Debug)]
 pub struct LoginSession {
     file: PathBuf,
-}
-
-/// The content of such a file, as far as it is used.
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct LoginFile {
-    access_token: LoginToken,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct LoginToken {
-    access_key_id: String,
-    secret_access_key: String,
-    session_token: String,
-    expires_at: String,
 }
 
 impl LoginSession {
@@ -66,18 +50,19 @@ impl LoginSession {
             ))
         };
         let bytes = std::fs::read(&self.file).map_err(|e| failed(&format!("is missing ({e})")))?;
-        // The text of the error may quote the file.
-        let read: Result<LoginFile, _> = serde_json::from_slice(&bytes);
-        let LoginFile { access_token: token } = read.map_err(|_| failed("is malformed"))?;
-        let expiry = DateTime::from_str(&token.expires_at, DateTimeFormat::DateTime).ok();
-        let expiry = expiry.and_then(|expiry| expiry.try_into().ok());
-        let expiry = expiry.ok_or_else(|| failed("has no time of its end"))?;
-        if expiry <= clock::date() {
-            return Err(failed("has expired"));
+        let file: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+        let text = |name| Some(file.get("accessToken")?.get(name)?.as_str()?.to_owned());
+        let read = ["accessKeyId", "secretAccessKey", "sessionToken", "expiresAt"].map(text);
+        let [Some(access), Some(secret), token @ Some(_), Some(expiry)] = read else {
+            return Err(failed("is malformed"));
+        };
+        let expiry = DateTime::from_str(&expiry, DateTimeFormat::DateTime).ok();
+        match expiry.and_then(|expiry| expiry.try_into().ok()) {
+            Some(expiry) if expiry > clock::date() => {
+                Ok(Credentials::new(access, secret, token, Some(expiry), "login"))
+            }
+            _ => Err(failed("has expired")),
         }
-        let LoginToken { access_key_id, secret_access_key, session_token, .. } = token;
-        let token = Some(session_token);
-        Ok(Credentials::new(access_key_id, secret_access_key, token, Some(expiry), "login"))
     }
 }
 

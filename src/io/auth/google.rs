@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
-use serde::Deserialize;
+use serde_json::Value;
 
 use super::library::{LibraryProvider, MissingCredentials, missing_credentials};
 use super::settings::{
@@ -59,11 +59,7 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
     };
     let environment =
         CredentialEnvironment::read("google".to_owned(), is_relevant, |environment| {
-            let builder = builder(environment);
-            let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
-            let named =
-                files.filter_map(|(key, _)| builder.get_config_value(key)).map(PathBuf::from);
-            named.chain(login_file(environment)).collect()
+            credential_files(&builder(environment)).chain(login_file(environment)).collect()
         });
     let builder = builder(&environment).with_bucket_name(bucket);
     let variable = |name| environment.variable(name).and_then(|value| value.to_str()).unwrap_or("");
@@ -83,12 +79,12 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
     if let Some(token) = builder.get_config_value(&GoogleConfigKey::BearerToken) {
         check_printable("GOOGLE_BEARER_TOKEN", &token)?;
     }
-    let file = CredentialsFile::of(&builder);
-    let unsupported = file.as_ref().and_then(CredentialsFile::unsupported);
-    let of_file = file.and_then(|file| file.quota_project_id);
-    let quota_project = Some(variable(QUOTA_PROJECT).to_owned());
-    let quota_project = quota_project.filter(|named| !named.is_empty()).or(of_file);
-    check_printable(QUOTA_PROJECT, quota_project.as_deref().unwrap_or(""))?;
+    let document = credentials_document(&builder);
+    let unsupported = unsupported_type(&document);
+    let of_file = document.get("quota_project_id").and_then(Value::as_str);
+    let quota_project = Some(variable(QUOTA_PROJECT)).filter(|named| !named.is_empty()).or(of_file);
+    let quota_project = quota_project.map(|named| check_printable(QUOTA_PROJECT, named));
+    let quota_project = quota_project.transpose()?.map(str::to_owned);
     let make = move |client| {
         if let Some(what) = &unsupported {
             return Err(MissingCredentials::failed(ErrorKind::InvalidData, what));
@@ -125,35 +121,31 @@ fn identity<'v>(
     }
 }
 
-/// The file of the credentials, as far as it is read here.
-#[derive(Deserialize)]
-struct CredentialsFile {
-    #[serde(default, rename = "type")]
-    kind: String,
-    quota_project_id: Option<String>,
+/// The files of credentials that the settings name.
+fn credential_files(builder: &GoogleCloudStorageBuilder) -> impl Iterator<Item = PathBuf> {
+    let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
+    files.filter_map(|(key, _)| builder.get_config_value(key)).map(PathBuf::from)
 }
 
-impl CredentialsFile {
-    /// The file that the settings name, unless they have a token. None if it cannot be read, which
-    /// the library reports.
-    fn of(builder: &GoogleCloudStorageBuilder) -> Option<Self> {
-        if builder.get_config_value(&GoogleConfigKey::BearerToken).is_some() {
-            return None;
-        }
-        let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
-        let path = files.filter_map(|(key, _)| builder.get_config_value(key)).next()?;
-        serde_json::from_slice(&std::fs::read(path).ok()?).ok()
-    }
+/// The content of the file of credentials, unless the settings have a token. Null if it cannot be
+/// read, which the library reports.
+fn credentials_document(builder: &GoogleCloudStorageBuilder) -> Value {
+    let has_token = builder.get_config_value(&GoogleConfigKey::BearerToken).is_some();
+    let path = credential_files(builder).next().filter(|_| !has_token);
+    let read = path.and_then(|path| serde_json::from_slice(&std::fs::read(path).ok()?).ok());
+    read.unwrap_or(Value::Null)
+}
 
-    /// The message for a type of Google's that is not supported.
-    fn unsupported(&self) -> Option<String> {
-        let kind = UNSUPPORTED_TYPES.into_iter().find(|kind| *kind == self.kind)?;
-        Some(format!(
+/// The message for credentials of a type that is not supported.
+fn unsupported_type(document: &Value) -> Option<String> {
+    let kind = document.get("type")?.as_str()?;
+    UNSUPPORTED_TYPES.contains(&kind).then(|| {
+        format!(
             "the credentials file has the type `{kind}`, which is not supported: set \
              GOOGLE_BEARER_TOKEN to what `gcloud auth application-default print-access-token` \
              prints, or use a file of the type `service_account` or `authorized_user`"
-        ))
-    }
+        )
+    })
 }
 
 fn builder(environment: &CredentialEnvironment) -> GoogleCloudStorageBuilder {
