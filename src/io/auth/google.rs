@@ -65,7 +65,7 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
     let variable = |name| environment.variable(name).and_then(|value| value.to_str()).unwrap_or("");
     let emulator = variable(EMULATOR);
     let key_or_token = names_credentials(&builder);
-    let identity = identity(&builder, &variable);
+    let identity = identity(&builder, variable);
     let base_url = builder.get_config_value(&GoogleConfigKey::BaseUrl);
     // An emulator needs no credentials, and its name may come without `http://`.
     let scheme = if emulator.contains("://") { "" } else { "http://" };
@@ -112,7 +112,7 @@ fn identity<'v>(
     let is_named = |name: &&'static str| !variable(name).is_empty();
     if anonymous.is_some_and(|text| is_truthy(&text)) || is_named(&EMULATOR) {
         RequestIdentity::Anonymous
-    } else if names_credentials(builder) || METADATA_VARIABLES.iter().any(|name| is_named(name)) {
+    } else if names_credentials(builder) || METADATA_VARIABLES.iter().any(is_named) {
         RequestIdentity::Configured
     } else if is_truthy(variable("NO_GCE_CHECK")) {
         RequestIdentity::Anonymous

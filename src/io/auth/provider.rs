@@ -104,6 +104,12 @@ impl CredentialProvider {
         })
     }
 
+    /// The time until which the last credential is used without a question to the library.
+    #[cfg(feature = "s3")]
+    pub fn used_until(&self) -> Option<SystemTime> {
+        unpoisoned(self.state.get().known.lock()).last.as_ref()?.ask_at
+    }
+
     /// Asks the library.
     async fn ask(
         &self,
