@@ -1,23 +1,20 @@
 //! AWS's own chain of credentials: environment, shared files and profiles, web identity, roles of the
 //! machine.
 
-use std::error::Error as _;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use aws_config::environment::EnvironmentVariableCredentialsProvider;
-use aws_config::imds::client::error::ImdsError;
 use aws_config::meta::credentials::CredentialsProviderChain;
 use aws_config::profile::ProfileSet;
 use aws_config::{BehaviorVersion, SdkConfig};
 use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::{self, future};
 use aws_sdk_s3::config::{Credentials, ProvideCredentials, Region, SharedCredentialsProvider};
-use aws_sdk_s3::error::DisplayErrorContext;
 use aws_types::os_shim_internal::{Env, Fs};
 
-use super::aws_login::{HOW_TO_USE_LOGINS, LoginSession};
+use super::aws_login::LoginSession;
 use super::library::{CloudCredential, LibraryProvider, MissingCredentials};
 use super::provider::CredentialProvider;
 use super::store::{self, CredentialEnvironment};
@@ -26,8 +23,6 @@ use crate::io::transport::{AWS_CREDENTIALS_SETTINGS, CredentialClient, Failure, 
 
 /// Variables that name the profile: the SDK reads the first, boto3 both.
 pub const PROFILE_VARIABLES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
-/// The feature of the SDK for sessions of `aws login`, which its error names.
-const LOGIN_FEATURE: &str = "credentials-login";
 const ENVIRONMENT_CHANGED: &str = "credentials must be loaded again, but the environment variables \
                                    that configure them have changed";
 
@@ -128,34 +123,5 @@ impl CredentialProvider {
             Ok(_) => Err(CredentialsError::not_loaded("credentials of another cloud")),
             Err(missing) => Err(CredentialsError::provider_error(Failure::from(missing))),
         }
-    }
-}
-
-/// The failure of the SDK's chain.
-pub fn missing_credentials(error: CredentialsError) -> MissingCredentials {
-    if is_absent(&error) {
-        return MissingCredentials::Absent;
-    }
-    let what = DisplayErrorContext(error).to_string();
-    if what.contains(LOGIN_FEATURE) {
-        let what = format!("a role is assumed with a session of `aws login`: {HOW_TO_USE_LOGINS}");
-        return MissingCredentials::failed(ErrorKind::PermissionDenied, &what);
-    }
-    let what = format!("finding credentials: {what}");
-    MissingCredentials::Failed(Failure::transient(ErrorKind::PermissionDenied, what))
-}
-
-/// True if no credentials are configured. Other clouds have their own service at the address of
-/// AWS's metadata service. No response, or an unexpected one, from this address therefore also
-/// means that there are none; a busy service does not.
-fn is_absent(error: &CredentialsError) -> bool {
-    let of_metadata_service = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
-    match of_metadata_service {
-        Some(ImdsError::ErrorResponse(error)) => {
-            let status = error.response().status().as_u16();
-            status < 500 && status != 429
-        }
-        Some(_) => true,
-        None => matches!(error, CredentialsError::CredentialsNotLoaded(_)),
     }
 }

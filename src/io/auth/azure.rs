@@ -7,7 +7,7 @@ use std::sync::Arc;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use reqwest::header::HeaderValue;
 
-use super::library::{LibraryProvider, missing_credentials};
+use super::library::{LibraryProvider, missing_of_store};
 use super::provider::CredentialProvider;
 use super::settings::{
     RequestIdentity, check_printable, is_truthy, is_valid_name, parse_endpoint, store_provider,
@@ -94,7 +94,7 @@ pub fn credentials(
     let fixed = FixedSettings { identity_header, ..FixedSettings::default() };
     let make = move |client| {
         let store = builder.clone().with_http_connector(client).build();
-        let store = store.map_err(missing_credentials)?;
+        let store = store.map_err(missing_of_store)?;
         Ok(LibraryProvider::Azure(Arc::clone(store.credentials())))
     };
     Ok((identity, store_provider(environment, options, identity, fixed, make)))

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use serde_json::Value;
 
-use super::library::{LibraryProvider, MissingCredentials, missing_credentials};
+use super::library::{LibraryProvider, MissingCredentials, missing_of_store};
 use super::settings::{
     CloudSettings, RequestIdentity, check_host, check_printable, is_truthy, parse_endpoint,
     store_provider, without_retries,
@@ -90,7 +90,7 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
             return Err(MissingCredentials::failed(ErrorKind::InvalidData, what));
         }
         let store = builder.clone().with_http_connector(client).build();
-        let store = store.map_err(missing_credentials)?;
+        let store = store.map_err(missing_of_store)?;
         Ok(LibraryProvider::Google(Arc::clone(store.credentials())))
     };
     let endpoint = parse_endpoint(base_url.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;

@@ -7,18 +7,27 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-#[cfg(feature = "s3")]
-use aws_credential_types::{
-    Credentials as AwsCredentials,
-    provider::{ProvideCredentials as _, SharedCredentialsProvider},
-};
 #[cfg(feature = "clouds")]
 use object_store::{
     azure::{AzureCredential, AzureCredentialProvider},
     gcp::{GcpCredential, GcpCredentialProvider},
 };
+#[cfg(feature = "s3")]
+use {
+    super::aws_login::HOW_TO_USE_LOGINS,
+    aws_config::imds::client::error::ImdsError,
+    aws_credential_types::Credentials as AwsCredentials,
+    aws_credential_types::provider::error::CredentialsError,
+    aws_credential_types::provider::{ProvideCredentials as _, SharedCredentialsProvider},
+    aws_sdk_s3::error::DisplayErrorContext,
+    std::error::Error as _,
+};
 
 use crate::io::transport::Failure;
+
+/// The feature of the SDK for sessions of `aws login`, which its error names.
+#[cfg(feature = "s3")]
+const LOGIN_FEATURE: &str = "credentials-login";
 
 /// Credentials of a cloud.
 #[derive(Clone, PartialEq)]
@@ -90,18 +99,18 @@ impl LibraryProvider {
             #[cfg(feature = "s3")]
             LibraryProvider::Aws(provider) => {
                 let found = provider.provide_credentials().await;
-                let found = found.map_err(super::aws::missing_credentials)?;
+                let found = found.map_err(missing_of_aws)?;
                 let expiry = found.expiry();
                 Ok((CloudCredential::Aws(found), expiry))
             }
             #[cfg(feature = "clouds")]
             LibraryProvider::Google(provider) => {
-                let found = provider.get_credential().await.map_err(missing_credentials)?;
+                let found = provider.get_credential().await.map_err(missing_of_store)?;
                 Ok((CloudCredential::Google(found), None))
             }
             #[cfg(feature = "clouds")]
             LibraryProvider::Azure(provider) => {
-                let found = provider.get_credential().await.map_err(missing_credentials)?;
+                let found = provider.get_credential().await.map_err(missing_of_store)?;
                 Ok((CloudCredential::Azure(found), None))
             }
         }
@@ -111,7 +120,7 @@ impl LibraryProvider {
 /// The failure of object_store: permanent where a file or a server says that there are no
 /// credentials.
 #[cfg(feature = "clouds")]
-pub fn missing_credentials(error: object_store::Error) -> MissingCredentials {
+pub fn missing_of_store(error: object_store::Error) -> MissingCredentials {
     let error: Box<dyn std::error::Error> = error.into();
     let mut cause = Some(&*error);
     while let Some(found) = cause {
@@ -138,4 +147,35 @@ pub fn missing_credentials(error: object_store::Error) -> MissingCredentials {
         cause = found.source();
     }
     MissingCredentials::failed(ErrorKind::PermissionDenied, &error.to_string())
+}
+
+/// The failure of the SDK's chain.
+#[cfg(feature = "s3")]
+pub fn missing_of_aws(error: CredentialsError) -> MissingCredentials {
+    if is_absent(&error) {
+        return MissingCredentials::Absent;
+    }
+    let what = DisplayErrorContext(error).to_string();
+    if what.contains(LOGIN_FEATURE) {
+        let what = format!("a role is assumed with a session of `aws login`: {HOW_TO_USE_LOGINS}");
+        return MissingCredentials::failed(ErrorKind::PermissionDenied, &what);
+    }
+    let what = format!("finding credentials: {what}");
+    MissingCredentials::Failed(Failure::transient(ErrorKind::PermissionDenied, what))
+}
+
+/// True if no credentials are configured. Other clouds have their own service at the address of
+/// AWS's metadata service. No response, or an unexpected one, from this address therefore also
+/// means that there are none; a busy service does not.
+#[cfg(feature = "s3")]
+fn is_absent(error: &CredentialsError) -> bool {
+    let of_metadata_service = error.source().and_then(|cause| cause.downcast_ref::<ImdsError>());
+    match of_metadata_service {
+        Some(ImdsError::ErrorResponse(error)) => {
+            let status = error.response().status().as_u16();
+            status < 500 && status != 429
+        }
+        Some(_) => true,
+        None => matches!(error, CredentialsError::CredentialsNotLoaded(_)),
+    }
 }

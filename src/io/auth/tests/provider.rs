@@ -9,8 +9,9 @@ use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::{self, SharedCredentialsProvider, future};
 use aws_sdk_s3::config::ProvideCredentials;
 
-use crate::io::auth::aws::missing_credentials;
-use crate::io::auth::library::{CloudCredential, LibraryProvider, MissingCredentials};
+use crate::io::auth::library::{
+    CloudCredential, LibraryProvider, MissingCredentials, missing_of_aws,
+};
 use crate::io::auth::provider::{CredentialProvider, ProviderState, renew_at, retry_at};
 use crate::io::transport::Failure;
 use crate::sys::sync::unpoisoned;
@@ -150,11 +151,11 @@ fn a_refused_credential_has_its_provider_made_anew() {
 
 #[test]
 fn absent_credentials_differ_from_an_unavailable_service() {
-    let unavailable = missing_credentials(CredentialsError::provider_error("no answer"));
+    let unavailable = missing_of_aws(CredentialsError::provider_error("no answer"));
     let MissingCredentials::Failed(failure) = unavailable else { panic!("absent") };
     assert!(format!("{failure:?}").contains("repeat: Attempts"), "{failure:?}");
     assert!(matches!(
-        missing_credentials(CredentialsError::not_loaded("none")),
+        missing_of_aws(CredentialsError::not_loaded("none")),
         MissingCredentials::Absent
     ));
 }
