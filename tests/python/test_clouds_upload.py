@@ -314,7 +314,7 @@ def test_tokens_that_expire_in_the_middle(moto, monkeypatch):
         tensorizer.save(LARGE, "gs://bucket/renewed")
         check("gs://bucket/renewed", LARGE)
         assert tokens.given == 2
-        assert {fields.get("x-goog-user-project") for fields in door.fields} == {"project"}
+        assert door.projects == {"project"}
         assert {"Bearer hu5hw0rd-1", "Bearer hu5hw0rd-2"} == set(door.shown)
 
 
