@@ -5,7 +5,7 @@
 //! hf, object, redis                       the hub, objects of S3, Google and Azure, Redis
 //! http, cache                             ranges of HTTP servers, and the cache of what came
 //! local                                   files, pipes, direct reads, replacement of files
-//! auth                                    credentials, one cache of them
+//! auth                                    credentials, by the providers of libraries
 //! transport                               clients, sending, retries, TLS, redirects
 //! read_at, write_at, stream, ...          the interfaces, which know none of the above
 //! ```
@@ -52,11 +52,11 @@ pub mod transport;
 pub mod uri;
 mod write_at;
 
-#[cfg(feature = "s3")]
-pub use auth::s3cfg::S3Cfg;
 pub use cached_head::{CachedHead, CachedHeads};
 pub use closed::ClosedSource;
 pub use memory::MemorySource;
+#[cfg(feature = "s3")]
+pub use object::s3::S3Cfg;
 pub use options::{OpenOptions, S3Options};
 pub use prefixed::PrefixedSource;
 pub use read_at::{

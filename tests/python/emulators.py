@@ -275,6 +275,7 @@ class GoogleXml(Relay):
 
     def __init__(self, server, good=lambda token, number: True, longest_sum=1_000_000):
         self.good, self.longest_sum, self.shown, self.summed = good, longest_sum, [], 0
+        self.projects = set()
         super().__init__(server.host)
 
     def refuse(self, handler, status, code):
@@ -297,6 +298,7 @@ class GoogleXml(Relay):
         shown = handler.headers.get("Authorization", "")
         with self.lock:
             self.shown.append(shown)
+            self.projects.add(handler.headers.get("x-goog-user-project"))
             number = len(self.shown)
         if not shown.startswith("Bearer ") or not self.good(shown[7:], number):
             return self.refuse(handler, 401, "Unauthorized")

@@ -67,6 +67,26 @@ def check(found, wanted=TENSORS):
         assert_same(found[name].detach(), wanted[name])
 
 
+class Payer(Front):
+    """Hands on requests that name the project that pays for them."""
+
+    def __init__(self, server):
+        self.projects = []
+        super().__init__(server)
+
+    def answer(self, handler):
+        self.projects.append(handler.headers.get("x-goog-user-project"))
+        if self.projects[-1]:
+            return super().answer(handler)
+        handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        body = b"<Error><Code>UserProjectMissing</Code><Message>No project.</Message></Error>"
+        handler.send_response(400)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+        return None
+
+
 class TestReading:
     def test_every_reader_opens_cloud_addresses(self, cloud, data, tmp_path):
         cloud.put("a/f.tensors", data)
@@ -298,6 +318,37 @@ class TestGoogle:
         with pytest.raises(OSError, match="finding credentials: ") as raised:
             tensorizer.load(saved)
         assert "secret" not in str(raised.value).replace("secret.json", "")
+
+    @pytest.mark.parametrize("kind", ["impersonated_service_account", "external_account"])
+    def test_credentials_of_other_types_are_named(self, google, saved, use, tmp_path, kind):
+        """The error says what helps, and that helps although the file stays."""
+        path = tmp_path / "file.json"
+        path.write_text(json.dumps({"type": kind, "source_credentials": "hu5hw0rd"}))
+        use(GOOGLE_APPLICATION_CREDENTIALS=path, GOOGLE_BASE_URL=google.url)
+        with pytest.raises(OSError, match=f"`{kind}`.*GOOGLE_BEARER_TOKEN") as raised:
+            tensorizer.load(saved)
+        assert "hu5hw0rd" not in str(raised.value)
+        use(GOOGLE_BEARER_TOKEN="given-hu5hw0rd")
+        check(tensorizer.load(saved))
+
+    def test_the_requester_pays(self, google, saved, use, tmp_path):
+        """The project is that of the variable, or else of the file."""
+        with Payer(google) as payer, Tokens() as tokens:
+            use(GOOGLE_BASE_URL=payer.url, GCE_METADATA_HOST=tokens.host)
+            with pytest.raises(OSError, match="UserProjectMissing.*set GOOGLE_CLOUD_QUOTA_PROJECT"):
+                tensorizer.load(saved)
+            use(GOOGLE_CLOUD_QUOTA_PROJECT="of-variable")
+            check(tensorizer.load(saved))
+            make_certificates(tmp_path)
+            said = {"type": "service_account", "private_key": (tmp_path / "server.key").read_text(),
+                    "private_key_id": "id", "client_email": "me@example.org",
+                    "quota_project_id": "of-file"}  # fmt: skip
+            (tmp_path / "account.json").write_text(json.dumps(said))
+            use(GOOGLE_APPLICATION_CREDENTIALS=tmp_path / "account.json")
+            check(tensorizer.load(saved))
+            use(GOOGLE_CLOUD_QUOTA_PROJECT="")
+            check(tensorizer.load(saved))
+        assert list(dict.fromkeys(payer.projects)) == [None, "of-variable", "of-file"]
 
     def test_lack_of_gcs_credentials_is_detected_quickly_and_cached(self, google, saved, use):
         """No metadata server is waited for long, and the lack of credentials is cached."""

@@ -310,9 +310,11 @@ def test_tokens_that_expire_in_the_middle(moto, monkeypatch):
     with GoogleXml(moto, good) as door, Tokens() as tokens:
         monkeypatch.setenv("GOOGLE_BASE_URL", f"http://{door.host}")
         monkeypatch.setenv("GCE_METADATA_HOST", tokens.host)
+        monkeypatch.setenv("GOOGLE_CLOUD_QUOTA_PROJECT", "project")
         tensorizer.save(LARGE, "gs://bucket/renewed")
         check("gs://bucket/renewed", LARGE)
         assert tokens.given == 2
+        assert door.projects == {"project"}
         assert {"Bearer hu5hw0rd-1", "Bearer hu5hw0rd-2"} == set(door.shown)
 
 

@@ -8,6 +8,7 @@ import pytest
 import tensorizer
 import torch
 from scripted import Relay, Scripted
+from tensorizer.stream_io import open_stream
 
 TENSORS = {"big": torch.randn(5, 1000, 1000), "small": torch.arange(10)}
 START = "https://example.awsapps.com/start"
@@ -232,4 +233,75 @@ def test_a_session_that_is_over(address, relay, identities, monkeypatch, tmp_pat
     assert "secret" not in str(raised.value)
     with pytest.raises(PermissionError, match="finding credentials"):
         tensorizer.save(TENSORS, address + ".copy")
+    assert relay.requests == []
+
+
+ARN = "arn:aws:iam::123456789012:user/alice"
+
+
+def log_in(tmp_path, key, ends="2100-01-01T00:00:00Z"):
+    """Write what `aws login` leaves behind, and a profile that uses it."""
+    said = {"accessToken": {"accessKeyId": key, "secretAccessKey": "s-hu5hw0rd",
+                            "sessionToken": "t-hu5hw0rd", "accountId": "123456789012",
+                            "expiresAt": ends},
+            "refreshToken": "refresh-hu5hw0rd", "dpopKey": "key-hu5hw0rd"}  # fmt: skip
+    folder = tmp_path / ".aws/login/cache"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{hashlib.sha256(ARN.encode()).hexdigest()}.json"
+    file.write_text(json.dumps(said))
+    (tmp_path / ".aws/config").write_text(
+        f"[profile console]\nlogin_session = {ARN}\n"
+        f"[profile role]\nrole_arn = {ROLE}\nsource_profile = console\n"
+    )
+    return file
+
+
+def test_a_session_of_aws_login(address, relay, monkeypatch, tmp_path):
+    file = log_in(tmp_path, "login")
+    monkeypatch.setenv("AWS_PROFILE", "console")
+    load_and_save(address)
+    assert set(relay.signers) == {"login"}
+    monkeypatch.setenv("AWS_LOGIN_CACHE_DIRECTORY", str(tmp_path))
+    file.rename(tmp_path / file.name)
+    load_and_save(address)
+    # Keys of the environment take precedence, as in AWS's clients.
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "variable")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s-hu5hw0rd")
+    load_and_save(address)
+    assert set(relay.signers) == {"login", "variable"}
+
+
+def test_a_session_of_aws_login_is_read_again_when_it_expires(
+    address, relay, monkeypatch, tmp_path
+):
+    ends = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 2))
+    log_in(tmp_path, "old", ends)
+    monkeypatch.setenv("AWS_PROFILE", "console")
+    with open_stream(address, buffer_size=1) as stream:
+        # As the AWS CLI renews it.
+        log_in(tmp_path, "new")
+        for position in range(10_000_000, 10_000_300):
+            stream.seek(position)
+            stream.read(1)
+            if relay.signers[-1] == "new":
+                break
+            time.sleep(0.1)
+    assert set(relay.signers) == {"old", "new"}
+
+
+@pytest.mark.parametrize("case", ["expired", "missing", "malformed", "role"])
+def test_a_session_of_aws_login_that_cannot_be_used(address, relay, monkeypatch, tmp_path, case):
+    """The error says what helps, in words of a user."""
+    file = log_in(
+        tmp_path, "x", "2020-01-01T00:00:00Z" if case == "expired" else "2100-01-01T00:00:00Z"
+    )
+    if case == "missing":
+        file.unlink()
+    if case == "malformed":
+        file.write_text('{"accessToken": "hu5hw0rd"')
+    monkeypatch.setenv("AWS_PROFILE", "role" if case == "role" else "console")
+    with pytest.raises(PermissionError, match="aws configure export-credentials") as raised:
+        tensorizer.load(address)
+    assert "hu5hw0rd" not in str(raised.value)
+    assert "feature" not in str(raised.value)
     assert relay.requests == []

@@ -1,26 +1,29 @@
 //! Google's credentials: a service account, application default credentials, the machine's account.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use serde_json::Value;
 
-use super::cache::{CloudCredential, CredentialProvider};
+use super::library::{LibraryProvider, MissingCredentials, missing_of_store};
 use super::settings::{
     CloudSettings, RequestIdentity, check_host, check_printable, is_truthy, parse_endpoint,
+    store_provider, without_retries,
 };
-use super::snapshot::Snapshot;
-use super::token_chain::{TokenChain, without_retries};
-use super::token_client::{FixedSettings, TokenClient};
+use super::store::CredentialEnvironment;
 use crate::error::{Error, Result};
-use crate::io::transport::TransportOptions;
+use crate::io::transport::{FixedSettings, TransportOptions};
 
 const DEFAULT_ENDPOINT: &str = "https://storage.googleapis.com";
+/// The variable with the server of an emulator.
+const EMULATOR: &str = "STORAGE_EMULATOR_HOST";
 /// Variables that count besides those of `GOOGLE_`.
 const OTHER_VARIABLES: [&str; 7] = [
     "HOME",
     "CLOUDSDK_CONFIG",
-    "STORAGE_EMULATOR_HOST",
+    EMULATOR,
     "NO_GCE_CHECK",
     "GCE_METADATA_HOST",
     "GCE_METADATA_ROOT",
@@ -39,33 +42,30 @@ const CREDENTIAL_KEYS: [(GoogleConfigKey, bool); 4] = [
     (GoogleConfigKey::BearerToken, false),
 ];
 
+/// Types of credentials files that only Google's own clients read.
+const UNSUPPORTED_TYPES: [&str; 4] = [
+    "impersonated_service_account",
+    "external_account",
+    "external_account_authorized_user",
+    "gdch_service_account",
+];
+/// The variable with the project that pays for requests.
+const QUOTA_PROJECT: &str = "GOOGLE_CLOUD_QUOTA_PROJECT";
+
 /// The settings of the environment for a bucket.
 pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSettings> {
     let is_relevant = |name: &[u8]| {
         name.starts_with(b"GOOGLE_") || OTHER_VARIABLES.iter().any(|other| other.as_bytes() == name)
     };
-    let snapshot = Snapshot::take("google".to_owned(), is_relevant, |snapshot| {
-        let builder = builder(snapshot);
-        let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
-        let named = files.filter_map(|(key, _)| builder.get_config_value(key)).map(PathBuf::from);
-        named.chain(login_file(snapshot)).collect()
-    });
-    let builder = builder(&snapshot).with_bucket_name(bucket);
-    let variable = |name| snapshot.variable(name).and_then(|value| value.to_str()).unwrap_or("");
-    let emulator = variable("STORAGE_EMULATOR_HOST");
-    let key_or_token =
-        CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some());
-    let named = key_or_token || METADATA_VARIABLES.iter().any(|name| !variable(name).is_empty());
-    let anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
-    let identity = if anonymous.is_some_and(|text| is_truthy(&text)) || !emulator.is_empty() {
-        RequestIdentity::Anonymous
-    } else if named {
-        RequestIdentity::Configured
-    } else if is_truthy(variable("NO_GCE_CHECK")) {
-        RequestIdentity::Anonymous
-    } else {
-        RequestIdentity::Machine
-    };
+    let environment =
+        CredentialEnvironment::read("google".to_owned(), is_relevant, |environment| {
+            credential_files(&builder(environment)).chain(login_file(environment)).collect()
+        });
+    let builder = builder(&environment).with_bucket_name(bucket);
+    let variable = |name| environment.variable(name).and_then(|value| value.to_str()).unwrap_or("");
+    let emulator = variable(EMULATOR);
+    let key_or_token = names_credentials(&builder);
+    let identity = identity(&builder, variable);
     let base_url = builder.get_config_value(&GoogleConfigKey::BaseUrl);
     // An emulator needs no credentials, and its name may come without `http://`.
     let scheme = if emulator.contains("://") { "" } else { "http://" };
@@ -73,54 +73,114 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
         base_url.or_else(|| (!emulator.is_empty()).then(|| format!("{scheme}{emulator}")));
     let mut fixed = FixedSettings::default();
     if identity != RequestIdentity::Anonymous && !key_or_token {
-        check_login_file(&snapshot)?;
-        fixed.metadata = metadata_hosts(&snapshot)?;
+        check_login_file(&environment)?;
+        fixed.metadata = metadata_hosts(&environment)?;
     }
     if let Some(token) = builder.get_config_value(&GoogleConfigKey::BearerToken) {
         check_printable("GOOGLE_BEARER_TOKEN", &token)?;
     }
-    let client = TokenClient::new(options, identity == RequestIdentity::Machine, fixed);
-    let chain = TokenChain::new(client, move |client| {
-        let store = builder.clone().with_http_connector(client).build()?;
-        Ok((Arc::clone(store.credentials()), CloudCredential::Google))
-    });
+    let document = credentials_document(&builder);
+    let unsupported = unsupported_type(&document);
+    let of_file = document.get("quota_project_id").and_then(Value::as_str);
+    let quota_project = Some(variable(QUOTA_PROJECT)).filter(|named| !named.is_empty()).or(of_file);
+    let quota_project = quota_project.map(|named| check_printable(QUOTA_PROJECT, named));
+    let quota_project = quota_project.transpose()?.map(str::to_owned);
+    let make = move |client| {
+        if let Some(what) = &unsupported {
+            return Err(MissingCredentials::failed(ErrorKind::InvalidData, what));
+        }
+        let store = builder.clone().with_http_connector(client).build();
+        let store = store.map_err(missing_of_store)?;
+        Ok(LibraryProvider::Google(Arc::clone(store.credentials())))
+    };
     let endpoint = parse_endpoint(base_url.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
-    let credentials = CredentialProvider::new(snapshot, Arc::new(chain));
-    Ok(CloudSettings { endpoint, account: String::new(), identity, credentials })
+    let credentials = store_provider(&environment, options, identity, fixed, make);
+    Ok(CloudSettings { endpoint, account: String::new(), quota_project, identity, credentials })
 }
 
-fn builder(snapshot: &Snapshot) -> GoogleCloudStorageBuilder {
+/// True if the settings name a key, a token, or a file of them.
+fn names_credentials(builder: &GoogleCloudStorageBuilder) -> bool {
+    CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some())
+}
+
+/// The identity that the settings ask for.
+fn identity<'v>(
+    builder: &GoogleCloudStorageBuilder,
+    variable: impl Fn(&'static str) -> &'v str,
+) -> RequestIdentity {
+    let anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
+    let is_named = |name: &&'static str| !variable(name).is_empty();
+    if anonymous.is_some_and(|text| is_truthy(&text)) || is_named(&EMULATOR) {
+        RequestIdentity::Anonymous
+    } else if names_credentials(builder) || METADATA_VARIABLES.iter().any(is_named) {
+        RequestIdentity::Configured
+    } else if is_truthy(variable("NO_GCE_CHECK")) {
+        RequestIdentity::Anonymous
+    } else {
+        RequestIdentity::Machine
+    }
+}
+
+/// The files of credentials that the settings name.
+fn credential_files(builder: &GoogleCloudStorageBuilder) -> impl Iterator<Item = PathBuf> {
+    let files = CREDENTIAL_KEYS.iter().filter(|(_, file)| *file);
+    files.filter_map(|(key, _)| builder.get_config_value(key)).map(PathBuf::from)
+}
+
+/// The content of the file of credentials, unless the settings have a token. Null if it cannot be
+/// read, which the library reports.
+fn credentials_document(builder: &GoogleCloudStorageBuilder) -> Value {
+    let has_token = builder.get_config_value(&GoogleConfigKey::BearerToken).is_some();
+    let path = credential_files(builder).next().filter(|_| !has_token);
+    let read = path.and_then(|path| serde_json::from_slice(&std::fs::read(path).ok()?).ok());
+    read.unwrap_or(Value::Null)
+}
+
+/// The message for credentials of a type that is not supported.
+fn unsupported_type(document: &Value) -> Option<String> {
+    let kind = document.get("type")?.as_str()?;
+    UNSUPPORTED_TYPES.contains(&kind).then(|| {
+        format!(
+            "the credentials file has the type `{kind}`, which is not supported: set \
+             GOOGLE_BEARER_TOKEN to what `gcloud auth application-default print-access-token` \
+             prints, or use a file of the type `service_account` or `authorized_user`"
+        )
+    })
+}
+
+fn builder(environment: &CredentialEnvironment) -> GoogleCloudStorageBuilder {
     let mut builder = GoogleCloudStorageBuilder::new().with_retry(without_retries());
-    for (name, value) in snapshot.texts().filter(|(name, _)| name.starts_with("GOOGLE_")) {
+    for (name, value) in environment.texts().filter(|(name, _)| name.starts_with("GOOGLE_")) {
         if let Ok(key) = name.to_ascii_lowercase().parse() {
             builder = builder.with_config(key, value);
         }
     }
-    let named = CREDENTIAL_KEYS.iter().any(|(key, _)| builder.get_config_value(key).is_some());
-    match login_file(snapshot).filter(|file| !named && file.exists()) {
+    let login =
+        login_file(environment).filter(|file| !names_credentials(&builder) && file.exists());
+    match login {
         Some(file) => builder.with_application_credentials(file.to_string_lossy()),
         None => builder,
     }
 }
 
 /// The file in which gcloud keeps the credentials of a login.
-fn login_file(snapshot: &Snapshot) -> Option<PathBuf> {
-    let folder = snapshot.variable("CLOUDSDK_CONFIG").filter(|text| !text.is_empty());
+fn login_file(environment: &CredentialEnvironment) -> Option<PathBuf> {
+    let folder = environment.variable("CLOUDSDK_CONFIG").filter(|text| !text.is_empty());
     folder
         .map(|folder| PathBuf::from(folder).join(LOGIN_FILE))
-        .or_else(|| default_login_file(snapshot))
+        .or_else(|| default_login_file(environment))
 }
 
-fn default_login_file(snapshot: &Snapshot) -> Option<PathBuf> {
-    let home = PathBuf::from(snapshot.variable("HOME")?);
+fn default_login_file(environment: &CredentialEnvironment) -> Option<PathBuf> {
+    let home = PathBuf::from(environment.variable("HOME")?);
     Some(home.join(".config/gcloud").join(LOGIN_FILE))
 }
 
 /// Refuses a folder without that file if the default folder contains one, because the chain would
 /// use that one.
-fn check_login_file(snapshot: &Snapshot) -> Result<()> {
-    let elsewhere = snapshot.variable("CLOUDSDK_CONFIG").is_some_and(|text| !text.is_empty());
-    match default_login_file(snapshot).filter(|file| elsewhere && file.exists()) {
+fn check_login_file(environment: &CredentialEnvironment) -> Result<()> {
+    let elsewhere = environment.variable("CLOUDSDK_CONFIG").is_some_and(|text| !text.is_empty());
+    match default_login_file(environment).filter(|file| elsewhere && file.exists()) {
         None => Ok(()),
         Some(file) => Err(Error::InvalidArgument(format!(
             "the folder of CLOUDSDK_CONFIG has no {LOGIN_FILE}, but `{}` exists: set \
@@ -131,9 +191,9 @@ fn check_login_file(snapshot: &Snapshot) -> Result<()> {
 }
 
 /// The names of the metadata server. The chain uses empty ones, too.
-fn metadata_hosts(snapshot: &Snapshot) -> Result<Vec<String>> {
+fn metadata_hosts(environment: &CredentialEnvironment) -> Result<Vec<String>> {
     let [name, root, address] =
-        METADATA_VARIABLES.map(|variable| Some((variable, snapshot.variable(variable)?)));
+        METADATA_VARIABLES.map(|variable| Some((variable, environment.variable(variable)?)));
     let mut found = Vec::new();
     for (variable, text) in name.or(root).into_iter().chain(address) {
         found.push(check_host(variable, &text.to_string_lossy())?.to_owned());

@@ -1,29 +1,28 @@
-//! Credentials of AWS, Google and Azure: the places in which each cloud's own clients find them,
-//! one cache, and their use in requests.
+//! Credentials of AWS, Google and Azure. The libraries of the clouds find, fetch and keep them; here
+//! are the settings that their providers are made of, and one wrapper of these providers.
 
-#[cfg(feature = "clouds")]
-mod authorize;
 #[cfg(feature = "s3")]
 pub mod aws;
+#[cfg(feature = "s3")]
+mod aws_login;
 #[cfg(feature = "clouds")]
 pub mod azure;
 #[cfg(feature = "clouds")]
-pub mod azure_account;
-mod cache;
-#[cfg(feature = "clouds")]
 pub mod google;
-#[cfg(feature = "s3")]
-pub mod s3cfg;
+mod library;
+mod provider;
 #[cfg(feature = "clouds")]
 mod settings;
-mod snapshot;
-#[cfg(feature = "clouds")]
-pub(crate) mod token_chain;
-#[cfg(feature = "clouds")]
-mod token_client;
+mod store;
+#[cfg(test)]
+mod tests;
 
+pub use library::{CloudCredential, MissingCredentials};
+pub use provider::CredentialProvider;
+#[cfg(test)]
+pub use provider::renew_at;
 #[cfg(feature = "clouds")]
-pub use authorize::AZURE_VERSION;
-pub use cache::{CloudCredential, CredentialProvider, MissingCredentials, renew_at};
-#[cfg(feature = "clouds")]
-pub use settings::RequestIdentity;
+pub use settings::{CloudSettings, RequestIdentity, is_valid_name, parse_endpoint};
+pub use store::{CredentialEnvironment, PerEnvironment};
+#[cfg(test)]
+pub use tests::simulated;

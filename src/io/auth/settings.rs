@@ -1,18 +1,26 @@
 //! Settings that Google and Azure have in common.
 
+use std::sync::Arc;
+
+use object_store::RetryConfig;
 use reqwest::Url;
 
-use super::cache::CredentialProvider;
+use super::library::{LibraryProvider, MissingCredentials};
+use super::provider::{CredentialProvider, MakingProvider};
+use super::store::{self, CredentialEnvironment};
+use crate::environment::read_guarded;
 use crate::error::{Error, Result};
-use crate::io::transport::show_text;
+use crate::io::transport::{FixedSettings, StoreClient, TransportOptions, show_text};
 
 /// The settings of a cloud, from the environment.
 pub struct CloudSettings {
     pub endpoint: Url,
     /// The storage account, of Azure only.
     pub account: String,
+    /// The project that pays for requests, of Google only.
+    pub quota_project: Option<String>,
     pub identity: RequestIdentity,
-    pub credentials: CredentialProvider,
+    pub credentials: Arc<CredentialProvider>,
 }
 
 /// The identity that requests are made with.
@@ -24,6 +32,33 @@ pub enum RequestIdentity {
     Configured,
     /// The identity of the machine, if it has one.
     Machine,
+}
+
+/// The credentials of a store of object_store, which `make` builds with a client of the transport.
+pub fn store_provider(
+    environment: &Arc<CredentialEnvironment>,
+    options: &TransportOptions,
+    identity: RequestIdentity,
+    fixed: FixedSettings,
+    make: impl Fn(StoreClient) -> std::result::Result<LibraryProvider, MissingCredentials>
+    + Send
+    + Sync
+    + 'static,
+) -> Arc<CredentialProvider> {
+    store::provider(environment, || {
+        let has_responded = (identity == RequestIdentity::Machine).then(Arc::default);
+        let client = StoreClient::new(options, fixed, has_responded.clone());
+        let make = move || {
+            let made = read_guarded(|| make(client.clone()));
+            Box::pin(async { made }) as MakingProvider
+        };
+        CredentialProvider::new(make).of_machine(has_responded)
+    })
+}
+
+/// Retries are the transport's, so that a caller's limits and interrupts hold.
+pub fn without_retries() -> RetryConfig {
+    RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
 
 /// True if a variable says yes, as the libraries of the clouds read it.
@@ -66,29 +101,9 @@ pub fn check_printable<'t>(variable: &str, text: &'t str) -> Result<&'t str> {
     Some(text).filter(|_| is_valid).ok_or(Error::InvalidArgument(what))
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn endpoints_and_hosts_are_checked() {
-        for good in ["https://host", "http://127.0.0.1:9/account", "HTTPS://[::1]:80/"] {
-            assert!(parse_endpoint(good).is_ok(), "{good}");
-        }
-        for bad in ["host", "host:1/x", "ftp://host", "https://", "https://a@b", "http://h\n/"] {
-            assert!(parse_endpoint(bad).is_err(), "{bad}");
-        }
-        for good in ["host", "127.0.0.1:9", "[::1]:9", "metadata.google.internal"] {
-            assert_eq!(check_host("V", good).unwrap(), good);
-        }
-        for bad in ["", "a b", "a/b", "a:b", "a:", "user@a", "a:99999", " a", "a?b", "a#b"] {
-            assert!(check_host("V", bad).is_err(), "{bad}");
-        }
-        assert!(check_printable("V", "a token").is_ok());
-        for bad in ["a\nb", "ü", "a\x7f"] {
-            let error = check_printable("V", bad).unwrap_err().to_string();
-            assert!(error.contains('V') && !error.contains(bad), "{error}");
-        }
-    }
+/// True if a text can be the name of a bucket, a container or an account.
+pub fn is_valid_name(text: &str) -> bool {
+    !text.is_empty()
+        && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.$".contains(&b))
+        && !matches!(text, "." | "..")
 }

@@ -22,16 +22,31 @@ use crate::sys::fork_safe_mutex::ForkSafeMutex;
 /// A future that a thread runs on its event loop.
 pub type SignFuture<'p, T> = Pin<Box<dyn Future<Output = Result<T, Failure>> + Send + 'p>>;
 
+/// A request that a server has refused.
+pub struct Refusal<'r> {
+    pub url: &'r Url,
+    pub status: StatusCode,
+    pub headers: &'r HeaderMap,
+    pub reason: &'r ErrorDocument,
+    /// The time at which its signature was made.
+    pub signed: Instant,
+}
+
+impl Refusal<'_> {
+    /// The failure that it means anywhere.
+    pub fn failure(&self) -> Failure {
+        refusal(self.status, self.headers, self.reason)
+    }
+}
+
 /// Signs the URL of an object.
 pub trait Sign: Send + Sync {
     /// Returns a signed URL, and the time until which it is valid.
     fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)>;
 
-    /// Removes the credentials that were in use at that time, because a server has refused them.
-    fn invalidate(&self, used: Instant);
-
-    /// True if the status 401 means that credentials have expired, as for tokens.
-    fn uses_tokens(&self) -> bool;
+    /// The failure that a refusal means. If a new signature may help, the failure is renewable, and
+    /// the next signature is made with other credentials, or for another server.
+    fn refusal(&self, refused: &Refusal<'_>) -> Failure;
 
     /// The name of the object in the cache, without secrets.
     fn cache_key(&self) -> String;
@@ -49,17 +64,6 @@ pub trait Sign: Send + Sync {
     /// True if a redirect with these headers is not followed.
     fn is_final(&self, _headers: &HeaderMap) -> bool {
         false
-    }
-
-    /// True if this refusal of `asked` says what the next signature is made for: another server of
-    /// the object, or another time.
-    fn needs_another(&self, _asked: &Url, _headers: &HeaderMap, _reason: &ErrorDocument) -> bool {
-        false
-    }
-
-    /// The failure that a refusal means.
-    fn refusal(&self, status: StatusCode, headers: &HeaderMap, reason: &ErrorDocument) -> Failure {
-        refusal(status, headers, reason)
     }
 
     /// Signs the URL of another file in the same folder.
@@ -182,39 +186,15 @@ impl FileUrl {
         Ok((target, since))
     }
 
-    /// Removes a signature that was in use at that time, because a server has refused it.
-    fn invalidate(&self, used: Instant) {
-        if let FileUrl::Signed { signer, cached } = self {
+    /// The failure that a refusal means. A signature that was refused is not used again.
+    fn refusal(&self, refused: &Refusal<'_>) -> Failure {
+        let FileUrl::Signed { signer, cached } = self else { return refused.failure() };
+        let failure = signer.refusal(refused);
+        if failure.is_renewable() {
             // Another thread may have signed since.
-            cached.lock().take_if(|signed| signed.since <= used);
-            signer.invalidate(used);
+            cached.lock().take_if(|signed| signed.since <= refused.signed);
         }
-    }
-
-    /// The failure that a refusal of a request means, whose signature was made at `since`. If that
-    /// has expired, it is not used again.
-    fn refusal(
-        &self,
-        asked: &Url,
-        status: StatusCode,
-        headers: &HeaderMap,
-        reason: &ErrorDocument,
-        since: Instant,
-    ) -> Failure {
-        let FileUrl::Signed { signer, cached } = self else {
-            return refusal(status, headers, reason);
-        };
-        let failure = signer.refusal(status, headers, reason);
-        let expired =
-            reason.says_expired() || (status == StatusCode::UNAUTHORIZED && signer.uses_tokens());
-        if expired {
-            self.invalidate(since);
-        }
-        let needs_another = signer.needs_another(asked, headers, reason);
-        if needs_another {
-            cached.lock().take();
-        }
-        failure.if_renewable(expired || needs_another)
+        failure
     }
 
     /// Sends a request to `at`, the target of an earlier redirect, or to the URL itself. Returns
@@ -240,7 +220,8 @@ impl FileUrl {
             let body = read_beginning(&mut response, client.stall()).await.unwrap_or(Vec::new());
             let headers = response.headers();
             let reason = ErrorDocument::read(headers, &body).without(&target.secrets());
-            return Err(self.refusal(&target.url, status, headers, &reason, since));
+            let (url, reason, signed) = (&target.url, &reason, since);
+            return Err(self.refusal(&Refusal { url, status, headers, reason, signed }));
         }
         // The caller does not retain the URL itself, because its signature expires.
         let moved = (at.is_some() || target != *from).then(|| Arc::new(target));
@@ -282,10 +263,8 @@ mod tests {
             })
         }
 
-        fn invalidate(&self, _used: Instant) {}
-
-        fn uses_tokens(&self) -> bool {
-            true
+        fn refusal(&self, refused: &Refusal<'_>) -> Failure {
+            refused.failure().if_renewable(true)
         }
 
         fn cache_key(&self) -> String {
@@ -309,7 +288,9 @@ mod tests {
         assert_eq!(target().unwrap().0, "http://host/0");
         let (third, since) = target().unwrap();
         assert_eq!(third, "http://host/2");
-        url.invalidate(since);
+        let (status, reason) = (StatusCode::FORBIDDEN, &ErrorDocument::default());
+        let (of, headers) = ("http://host/2".parse().unwrap(), &HeaderMap::new());
+        url.refusal(&Refusal { url: &of, status, headers, reason, signed: since });
         assert!(target().is_err());
         assert_eq!(target().unwrap().0, "http://host/4");
     }

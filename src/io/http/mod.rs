@@ -35,7 +35,7 @@ use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use client_pool::ClientPool;
 pub use file_url::FileUrl;
 #[cfg(any(feature = "clouds", feature = "s3"))]
-pub use file_url::{Sign, SignFuture};
+pub use file_url::{Refusal, Sign, SignFuture};
 use first_request::{Head, request_head};
 use response::FirstResponse;
 use source::HttpSource;

@@ -14,24 +14,20 @@ use aws_smithy_runtime_api::client::http::{
 use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
 use reqwest::{Body, Request, Url};
 
-use super::client::is_of_machine;
 use super::send::read_document;
-use super::trust::AWS_CREDENTIALS_SETTINGS;
-use super::{Client, ClientConfig, Failure, TransportOptions, UploadBody};
+use super::{Client, CredentialClient, Failure, UploadBody};
 
 /// Sends the SDK's requests. Errors carry a [`Failure`].
 #[derive(Debug, Clone)]
 pub struct SdkClient {
     client: Client,
-    /// The client without a proxy for services of this machine, for credentials.
-    direct: Option<Client>,
     /// Bytes of bodies that were sent.
     pub sent: Arc<AtomicU64>,
 }
 
 impl SdkClient {
     pub fn new(client: Client) -> Self {
-        SdkClient { client, direct: None, sent: Arc::default() }
+        SdkClient { client, sent: Arc::default() }
     }
 }
 
@@ -47,33 +43,14 @@ impl HttpClient for SdkClient {
 
 impl HttpConnector for SdkClient {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
-        let SdkClient { client, direct, sent } = self.clone();
-        let host = request.uri().parse().ok().and_then(|url: Url| Some(url.host_str()?.to_owned()));
-        let direct = direct.filter(|_| host.as_deref().is_some_and(is_of_machine));
-        let client = direct.unwrap_or(client);
+        let SdkClient { client, sent } = self.clone();
         HttpConnectorFuture::new(async move {
             send(&client, request, sent).await.map_err(connector_error)
         })
     }
 }
 
-/// Makes a client when the SDK looks for credentials, with the time limits that the SDK knows.
-#[derive(Debug)]
-pub struct LazySdkClient {
-    options: TransportOptions,
-}
-
-impl LazySdkClient {
-    /// A client with the options of a source or sink, except their headers and certificates.
-    pub fn new(options: &TransportOptions) -> Self {
-        let (headers, trust_settings) = (Vec::new(), AWS_CREDENTIALS_SETTINGS);
-        let trust = options.credential_trust.clone();
-        let options = TransportOptions { headers, trust, trust_settings, ..options.clone() };
-        LazySdkClient { options }
-    }
-}
-
-impl HttpClient for LazySdkClient {
+impl HttpClient for CredentialClient {
     fn http_connector(
         &self,
         settings: &HttpConnectorSettings,
@@ -84,26 +61,20 @@ impl HttpClient for LazySdkClient {
         options.connect = settings.connect_timeout().unwrap_or(options.connect);
         options.stall =
             settings.read_timeout().map_or(options.stall, |read| options.connect + read);
-        let client = ClientConfig::new(&options, true)
-            .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))
-            .and_then(|config| Ok((config.client()?, config.client_without_proxy()?)));
-        match client {
-            Ok((client, direct)) => SharedHttpConnector::new(SdkClient {
-                direct: Some(direct),
-                ..SdkClient::new(client)
-            }),
-            Err(failure) => SharedHttpConnector::new(NoClient(failure)),
-        }
+        SharedHttpConnector::new(CredentialClient { options })
     }
 }
 
-/// The reason why no client could be made, as the response to each request.
-#[derive(Debug)]
-struct NoClient(Failure);
-
-impl HttpConnector for NoClient {
-    fn call(&self, _request: HttpRequest) -> HttpConnectorFuture {
-        HttpConnectorFuture::ready(Err(connector_error(self.0.copy())))
+impl HttpConnector for CredentialClient {
+    fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
+        let url = Url::parse(request.uri());
+        let (host, tls) = url
+            .as_ref()
+            .map_or(("", true), |url| (url.host_str().unwrap_or(""), url.scheme() == "https"));
+        match self.connect(host, tls) {
+            Ok(client) => SdkClient::new(client).call(request),
+            Err(failure) => HttpConnectorFuture::ready(Err(connector_error(failure))),
+        }
     }
 }
 
@@ -133,21 +104,4 @@ async fn send(
         }
     }
     Ok(whole)
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::io::transport::Trust;
-
-    #[test]
-    fn certificates_and_headers_of_the_call_are_not_for_credentials() {
-        let mut options = TransportOptions::from_environment().unwrap();
-        options.trust = Trust::Anything;
-        options.headers.push(("authorization".to_owned(), "of the call".to_owned()));
-        let client = LazySdkClient::new(&options);
-        assert_eq!(client.options.trust, Trust::Default);
-        assert!(client.options.headers.is_empty());
-    }
 }

@@ -6,6 +6,8 @@ mod aws_sdk;
 #[cfg(feature = "http")]
 mod client;
 mod connections;
+#[cfg(any(feature = "clouds", feature = "s3"))]
+mod credential_client;
 mod failure;
 mod lookup;
 mod options;
@@ -19,6 +21,8 @@ mod send;
 #[cfg(test)]
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) mod simulated;
+#[cfg(feature = "clouds")]
+mod store_client;
 pub(crate) mod timer;
 mod tls;
 mod trust;
@@ -26,14 +30,14 @@ mod trust;
 mod upload_body;
 
 #[cfg(feature = "s3")]
-pub(crate) use aws_sdk::{LazySdkClient, SdkClient, connector_error};
-#[cfg(any(feature = "clouds", feature = "s3"))]
-pub(crate) use client::is_of_machine;
+pub(crate) use aws_sdk::{SdkClient, connector_error};
 #[cfg(feature = "http")]
 pub(crate) use client::{Client, ClientConfig, HTTP2_WINDOW};
 pub(crate) use connections::{ConnectionPool, PooledConnection};
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) use connections::{run_once, with_guarded_polls};
+#[cfg(any(feature = "clouds", feature = "s3"))]
+pub(crate) use credential_client::CredentialClient;
 pub(crate) use failure::{Failure, Repeat};
 #[cfg(feature = "redis")]
 pub(crate) use lookup::lookup;
@@ -50,9 +54,11 @@ pub(crate) use send::read_document;
 pub(crate) use send::{lookup_failure, refused_socket};
 #[cfg(feature = "http")]
 pub(crate) use send::{read_beginning, read_chunk};
-pub(crate) use tls::Tls;
 #[cfg(feature = "clouds")]
-pub(crate) use trust::CREDENTIALS_SETTINGS;
+pub(crate) use store_client::{FixedSettings, StoreClient};
+pub(crate) use tls::Tls;
+#[cfg(feature = "s3")]
+pub(crate) use trust::AWS_CREDENTIALS_SETTINGS;
 #[cfg(feature = "redis")]
 pub(crate) use trust::REDIS_SETTINGS;
 #[cfg(feature = "s3")]

@@ -68,7 +68,10 @@ impl ErrorDocument {
             let found = found.trim();
             (!found.is_empty()).then(|| found.to_owned())
         };
-        ErrorDocument { code: element("Code"), message: element("Message") }
+        // Azure says in a detail that a token has expired: after the first line, which is shown.
+        let detail = element("AuthenticationErrorDetail").map(|detail| format!("\n{detail}"));
+        let message = element("Message").map(|message| message + &detail.unwrap_or(String::new()));
+        ErrorDocument { code: element("Code"), message }
     }
 
     fn of_json(document: &Value) -> Self {

@@ -1,8 +1,9 @@
 //! Addresses of objects: `gs://bucket/key`, `az://container/blob`, and with an account's name
 //! `abfss://container@account.dfs.core.windows.net/blob`.
 
+use super::azure_account::parse_host;
 use crate::error::{Error, Result};
-use crate::io::auth::azure_account::{is_valid_name, parse_host};
+use crate::io::auth::is_valid_name;
 use crate::io::transport::fits_in_url;
 
 /// The cloud of an object.

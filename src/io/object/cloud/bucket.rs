@@ -3,55 +3,55 @@
 use reqwest::Url;
 
 use super::address::{Cloud, CloudAddress};
+use super::authorize::CloudIdentity;
+use super::azure_account::{self, AzureContainer};
 use crate::error::{Error, Result};
-use crate::io::auth::azure::AzureContainer;
-use crate::io::auth::{
-    CredentialProvider, MissingCredentials, RequestIdentity, azure as azure_auth,
-    google as google_auth,
-};
+use crate::io::auth::{MissingCredentials, RequestIdentity, google};
 use crate::io::transport::{TransportOptions, fits_in_url};
 
 /// Bytes of the longest name: the clouds take 1024 characters, and a URL has its limits.
 const LONGEST_KEY: usize = 4096;
 
-/// A bucket or container: its URL, and the credentials of requests.
+/// A bucket or container.
 pub struct CloudBucket {
     /// The URL to which names of objects are added.
     pub url: Url,
-    /// The storage account, of Azure only.
-    pub account: String,
     /// None: requests are anonymous.
-    pub credentials: Option<CredentialProvider>,
+    pub identity: Option<CloudIdentity>,
 }
 
 /// Finds the bucket of an address. Contacts a server only to find out whether this machine has an
 /// identity, if the settings state none.
 pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Result<CloudBucket> {
     let found = match address.cloud {
-        Cloud::Google => google_auth::settings(&address.bucket, options)?,
+        Cloud::Google => google::settings(&address.bucket, options)?,
         Cloud::Azure => {
             let (account, display_address) = (address.account.as_ref(), &*address.display_address);
-            azure_auth::settings(
+            azure_account::settings(
                 &AzureContainer { name: &address.bucket, account, display_address },
                 options,
             )?
         }
     };
-    let credentials = match found.identity {
-        RequestIdentity::Anonymous => None,
-        RequestIdentity::Configured => Some(found.credentials),
+    let is_anonymous = match found.identity {
+        RequestIdentity::Anonymous => true,
+        RequestIdentity::Configured => false,
         // A machine whose metadata service fails has an identity: its requests are retried.
-        RequestIdentity::Machine => match found.credentials.get().await {
-            Err(MissingCredentials::Absent) => None,
-            Ok(_) | Err(MissingCredentials::Failed(_)) => Some(found.credentials),
-        },
+        RequestIdentity::Machine => {
+            matches!(found.credentials.get().await, Err(MissingCredentials::Absent))
+        }
     };
+    let identity = (!is_anonymous).then(|| CloudIdentity {
+        account: found.account.into(),
+        quota_project: found.quota_project.map(Into::into),
+        credentials: found.credentials,
+    });
     let root = found.endpoint;
     let bad =
         || Error::InvalidArgument(format!("the endpoint `{root}` is not the address of a server"));
     let mut url = root.clone();
     url.path_segments_mut().map_err(|()| bad())?.pop_if_empty().push(&address.bucket);
-    Ok(CloudBucket { url, account: found.account, credentials })
+    Ok(CloudBucket { url, identity })
 }
 
 /// The URL of an object.

@@ -1,7 +1,9 @@
 //! `gs://bucket/key`, `az://container/blob` and `abfss://`: reads and uploads.
 
 mod address;
+mod authorize;
 mod azure;
+mod azure_account;
 mod bucket;
 mod create;
 mod google;

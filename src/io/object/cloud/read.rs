@@ -2,16 +2,16 @@
 
 use std::io::ErrorKind;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
-use reqwest::{Request, Url};
+use reqwest::{StatusCode, Url};
 
 use super::address::{Cloud, CloudAddress};
+use super::authorize::{AZURE_VERSION, CloudIdentity, with_project_hint};
 use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::auth::{AZURE_VERSION, CredentialProvider};
-use crate::io::http::{self, FileUrl, Sign, SignFuture};
+use crate::io::http::{self, FileUrl, Refusal, Sign, SignFuture};
 use crate::io::transport::{Failure, RequestTarget, run_once};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::clock;
@@ -25,10 +25,10 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     let display_address = address.display_address.clone();
     // Finding credentials may need the network, on machines of a cloud.
     let found = resolve(&address, &options.transport);
-    let CloudBucket { url, account, credentials } =
+    let CloudBucket { url, identity } =
         run_once(&display_address, &options.transport, cancel, found)?;
     let tls = url.scheme() == "https";
-    let Some(credentials) = credentials else {
+    let Some(identity) = identity else {
         let mut options = options.clone();
         if address.cloud == Cloud::Azure {
             let (name, value) = AZURE_VERSION;
@@ -39,8 +39,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
         return opened.map_err(|error| with_anonymous_hint(error, address.cloud));
     };
     let headers = options.transport.headers.clone();
-    let (bucket, account) = (Arc::new(url), account.into());
-    let signer = CloudSigner { bucket, account, credentials, address, headers };
+    let signer = CloudSigner { bucket: Arc::new(url), identity, address, headers };
     http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, options, cancel)
 }
 
@@ -52,8 +51,7 @@ pub fn display_address(uri: &str) -> Option<String> {
 /// Authorizes requests for an object.
 struct CloudSigner {
     bucket: Arc<Url>,
-    account: Arc<str>,
-    credentials: CredentialProvider,
+    identity: CloudIdentity,
     address: CloudAddress,
     /// Headers of the caller.
     headers: Vec<(String, String)>,
@@ -64,12 +62,14 @@ impl Sign for CloudSigner {
         Box::pin(self.sign_now())
     }
 
-    fn invalidate(&self, used: Instant) {
-        self.credentials.invalidate(used);
-    }
-
-    fn uses_tokens(&self) -> bool {
-        true
+    fn refusal(&self, refused: &Refusal<'_>) -> Failure {
+        // The status 401 means that a token has expired.
+        let expired = refused.reason.says_expired() || refused.status == StatusCode::UNAUTHORIZED;
+        if expired {
+            self.identity.invalidate(refused.signed);
+        }
+        let code = refused.reason.code.as_deref().unwrap_or("");
+        with_project_hint(refused.failure().if_renewable(expired), code)
     }
 
     fn cache_key(&self) -> String {
@@ -79,8 +79,7 @@ impl Sign for CloudSigner {
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
         Box::new(CloudSigner {
             bucket: Arc::clone(&self.bucket),
-            account: Arc::clone(&self.account),
-            credentials: self.credentials.clone(),
+            identity: self.identity.clone(),
             address: self.address.sibling(name),
             headers: self.headers.clone(),
         })
@@ -89,11 +88,9 @@ impl Sign for CloudSigner {
 
 impl CloudSigner {
     async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
-        let credential = self.credentials.get().await?;
+        let authorize = self.identity.authorization().await?;
         let url = object_url(&self.bucket, &self.address.key)
             .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
-        let account = Arc::clone(&self.account);
-        let authorize = move |request: &mut Request| credential.authorize(&account, request);
         let location = RequestTarget::new(url, self.headers.clone());
         let location = location.authorized(Arc::new(authorize));
         let now = clock::date();
@@ -108,7 +105,7 @@ mod tests {
 
     use super::*;
     use crate::cancel::Never;
-    use crate::io::auth::token_chain::simulated;
+    use crate::io::auth::simulated;
     use crate::io::read_exact_at;
     use crate::io::transport::simulated::{OBJECT_LEN, SimulatedCloud, options};
     use crate::mem::Buffers;
@@ -119,14 +116,15 @@ mod tests {
             let (simulated_cloud, transport) = (SimulatedCloud::new(3600, 180), options());
             let address = CloudAddress::parse(uri).unwrap();
             let credentials = match address.cloud {
-                Cloud::Google => simulated::google(&simulated_cloud, &transport),
-                Cloud::Azure => simulated::azure(&simulated_cloud, &transport),
+                Cloud::Google => simulated::google(&simulated_cloud),
+                Cloud::Azure => simulated::azure(&simulated_cloud),
             };
             let display_address = address.display_address.clone();
             let (bucket, headers) =
                 (Arc::new(simulated_cloud.serve().parse().unwrap()), Vec::new());
             let account = "account".into();
-            let signer = CloudSigner { bucket, account, credentials, address, headers };
+            let identity = CloudIdentity { account, quota_project: None, credentials };
+            let signer = CloudSigner { bucket, identity, address, headers };
             let environment = OpenOptions::from_environment().unwrap();
             let options = OpenOptions { transport, cache: None, ..environment };
             let url = FileUrl::signed(Box::new(signer));

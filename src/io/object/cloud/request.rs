@@ -10,10 +10,10 @@ use reqwest::header::{CONTENT_LENGTH, HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Body, Method, Request, StatusCode, Url};
 
 use super::address::{Cloud, CloudAddress};
+use super::authorize::{AZURE_VERSION, CloudIdentity, with_project_hint};
 use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-use crate::io::auth::{AZURE_VERSION, CredentialProvider};
 use crate::io::object::upload::{UploadRequests, confirm_if_present};
 use crate::io::transport::{
     Client, ErrorDocument, Failure, TransportOptions, UploadBody, read_document, run_once,
@@ -152,17 +152,17 @@ impl CloudResponse {
         }
         let refused = [StatusCode::BAD_REQUEST, StatusCode::FORBIDDEN].contains(&self.status);
         let expired = self.status == StatusCode::UNAUTHORIZED || (refused && reason.says_expired());
-        status_failure(self.status, &self.fields, what).if_renewable(expired)
+        let failure = status_failure(self.status, &self.fields, what).if_renewable(expired);
+        with_project_hint(failure, self.code())
     }
 }
 
-/// An object or blob, and the credentials of requests.
+/// An object or blob, and the identity of requests.
 pub struct CloudObject {
     pub requests: UploadRequests<Client>,
     pub cloud: Cloud,
     pub url: Url,
-    account: String,
-    credentials: Option<CredentialProvider>,
+    identity: Option<CloudIdentity>,
     /// False once the server has turned out not to know checksums.
     checksums: AtomicBool,
 }
@@ -174,15 +174,14 @@ impl CloudObject {
         // Finding credentials may need the network, on machines of a cloud.
         let found =
             run_once(&address.display_address, &options, cancel, resolve(&address, &options))?;
-        let CloudBucket { url, account, credentials } = found;
+        let CloudBucket { url, identity } = found;
         let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
         let tls = url.scheme() == "https";
         Ok(CloudObject {
             requests: UploadRequests::new(address.display_address, options, tls)?,
             cloud: address.cloud,
             url,
-            account,
-            credentials,
+            identity,
             checksums: AtomicBool::new(true),
         })
     }
@@ -190,8 +189,8 @@ impl CloudObject {
     /// Repeats a request until it succeeds, or is refused in a way that the caller handles.
     pub fn send(&self, request: &UploadRequest<'_>, cancel: &dyn Cancel) -> Result<CloudResponse> {
         let invalidate = |used| {
-            if let Some(credentials) = &self.credentials {
-                credentials.invalidate(used);
+            if let Some(identity) = &self.identity {
+                identity.invalidate(used);
             }
         };
         let wrap = |client| (client, Arc::default());
@@ -247,7 +246,7 @@ impl CloudObject {
     }
 
     fn with_hint(&self, error: Error) -> Error {
-        match self.credentials {
+        match self.identity {
             Some(_) => error,
             None => with_anonymous_hint(error, self.cloud),
         }
@@ -262,10 +261,8 @@ impl CloudObject {
     ) -> Result<CloudResponse, Failure> {
         let stall = client.stall().max(request.stall_limit);
         let mut request = request.build(&self.url, checksums, sent)?;
-        match &self.credentials {
-            Some(credentials) => {
-                credentials.get().await?.authorize(&self.account, &mut request)?;
-            }
+        match &self.identity {
+            Some(identity) => identity.authorization().await?(&mut request)?,
             None if self.cloud == Cloud::Azure => {
                 let (name, value) = AZURE_VERSION;
                 request.headers_mut().insert(name, HeaderValue::from_static(value));
@@ -284,21 +281,22 @@ impl CloudObject {
 mod tests {
     use super::*;
     use crate::cancel::Never;
-    use crate::io::auth::token_chain::simulated;
+    use crate::io::auth::simulated;
     use crate::io::transport::simulated::{SimulatedCloud, options};
 
     #[test]
     fn a_day_of_writing_is_never_refused() {
         for cloud in [Cloud::Google, Cloud::Azure] {
             let (simulated_cloud, transport) = (SimulatedCloud::new(3600, 180), options());
-            let credentials = Some(match cloud {
-                Cloud::Google => simulated::google(&simulated_cloud, &transport),
-                Cloud::Azure => simulated::azure(&simulated_cloud, &transport),
-            });
+            let credentials = match cloud {
+                Cloud::Google => simulated::google(&simulated_cloud),
+                Cloud::Azure => simulated::azure(&simulated_cloud),
+            };
             let url: Url = format!("{}/bucket/key", simulated_cloud.serve()).parse().unwrap();
             let requests = UploadRequests::new("an object".to_owned(), transport, false).unwrap();
-            let (account, checksums) = ("account".to_owned(), AtomicBool::new(true));
-            let object = CloudObject { requests, cloud, url, account, credentials, checksums };
+            let (account, checksums) = ("account".into(), AtomicBool::new(true));
+            let identity = Some(CloudIdentity { account, quota_project: None, credentials });
+            let object = CloudObject { requests, cloud, url, identity, checksums };
             let bytes = Bytes::from_static(b"some bytes");
             while simulated_cloud.now() < 24 * 3600 {
                 // A token that was revoked is renewed once.

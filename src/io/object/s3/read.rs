@@ -1,11 +1,10 @@
 //! Reading objects of S3: signed requests, of which the bodies are those of other HTTP servers.
 
 use std::sync::Arc;
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
 use aws_sdk_s3::Client;
 use reqwest::header::{HeaderMap, LOCATION};
-use reqwest::{StatusCode, Url};
 
 use super::address::S3Address;
 use super::endpoint::Server;
@@ -13,9 +12,9 @@ use super::refusal::bucket_region_of;
 use super::resolve::{S3Bucket, resolve, transport_options};
 use crate::cancel::Cancel;
 use crate::error::Result;
-use crate::io::http::{self, FileUrl, Sign, SignFuture};
+use crate::io::http::{self, FileUrl, Refusal, Sign, SignFuture};
 use crate::io::transport::{
-    ErrorDocument, Failure, RequestTarget, TransportOptions, run_once, with_guarded_polls,
+    Failure, RequestTarget, TransportOptions, run_once, with_guarded_polls,
 };
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
@@ -58,16 +57,17 @@ impl Sign for S3Signer {
         Box::pin(with_guarded_polls(self.sign_now()))
     }
 
-    fn invalidate(&self, used: Instant) {
-        if let Some(keys) = &self.bucket.credentials {
-            keys.invalidate(used);
+    fn refusal(&self, refused: &Refusal<'_>) -> Failure {
+        let Refusal { url, status, headers, reason, signed } = *refused;
+        if let Some(keys) = self.bucket.credentials.as_ref().filter(|_| reason.says_expired()) {
+            keys.invalidate(signed);
             // It has the sessions that it has begun with them.
             self.client.lock().take();
         }
-    }
-
-    fn uses_tokens(&self) -> bool {
-        false
+        let failure = self.bucket.refusal(status, headers, reason);
+        let needs_another = self.bucket.clock.follow(reason.code.as_deref(), headers)
+            || self.bucket.follows_region(headers, url.host_str());
+        failure.if_renewable(reason.says_expired() || needs_another)
     }
 
     fn cache_key(&self) -> String {
@@ -91,15 +91,6 @@ impl Sign for S3Signer {
     fn is_final(&self, headers: &HeaderMap) -> bool {
         let is_aws = matches!(self.bucket.server, Server::Aws { .. });
         !headers.contains_key(LOCATION) || (is_aws && bucket_region_of(headers).is_some())
-    }
-
-    fn needs_another(&self, asked: &Url, headers: &HeaderMap, reason: &ErrorDocument) -> bool {
-        self.bucket.clock.follow(reason.code.as_deref(), headers)
-            || self.bucket.follows_region(headers, asked.host_str())
-    }
-
-    fn refusal(&self, status: StatusCode, headers: &HeaderMap, reason: &ErrorDocument) -> Failure {
-        self.bucket.refusal(status, headers, reason)
     }
 
     fn is_version(&self) -> bool {
@@ -137,7 +128,7 @@ mod tests {
 
     use super::*;
     use crate::cancel::Never;
-    use crate::io::auth::aws::{AwsCredentialSource, simulate};
+    use crate::io::auth::{aws, simulated};
     use crate::io::transport::simulated::{OBJECT_LEN, SimulatedCloud, options};
     use crate::io::{S3Options, read_exact_at};
     use crate::mem::Buffers;
@@ -146,7 +137,7 @@ mod tests {
     #[test]
     fn urls_name_the_key_unchanged() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let keys = AwsCredentialSource::Fixed(Credentials::new("k", "s", None, None, "test"));
+        let keys = aws::fixed(Credentials::new("k", "s", None, None, "test"));
         let aws = Server::Aws { fips: false, dual_stack: false };
         let endpoint = |text| Server::endpoint(text, false, false).unwrap();
         for (server, root) in [
@@ -186,7 +177,7 @@ mod tests {
         {
             let (simulated_cloud, net, region) =
                 (SimulatedCloud::new(hold, away), options(), format!("read-{hold}"));
-            simulate(&simulated_cloud, &region, &net);
+            simulated::aws(&simulated_cloud, &region, &net);
             let s3 = S3Options {
                 endpoint: Some(simulated_cloud.serve()),
                 force_http: Some(true),

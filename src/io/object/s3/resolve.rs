@@ -4,28 +4,31 @@
 
 use std::ffi::OsStr;
 use std::io::{Error as IoError, ErrorKind};
+use std::sync::Arc;
 
 use aws_config::{BehaviorVersion, SdkConfig};
 use aws_sdk_s3::config::{
-    Credentials, IdentityCache, Region, RequestChecksumCalculation, ResponseChecksumValidation,
+    Credentials, IdentityCache, ProvideCredentials, Region, RequestChecksumCalculation,
+    ResponseChecksumValidation,
 };
 use aws_sdk_s3::types::{RequestPayer, ServerSideEncryption};
 use reqwest::Url;
 
 use super::address::S3Address;
+use super::aws_settings;
 use super::clock::ServerClock;
 use super::endpoint::{
     self, AddressingStyle, DEFAULT_READ_ENDPOINT, DEFAULT_WRITE_ENDPOINT, Server,
 };
+use super::s3cfg::S3Cfg;
 use super::server_choice::{KnownSettings, ServerChoice, StatedKeys, choose, stated_keys};
 use crate::environment::{
     S3_ADDRESSING_STYLE, S3_ENCRYPTION, S3_KMS_KEY_ID, TextVariable, read_guarded,
 };
 use crate::error::{Error, Escaped, Result};
 use crate::io::S3Options;
-use crate::io::auth::aws::{self, AwsCredentialSource};
-use crate::io::auth::s3cfg::S3Cfg;
-use crate::io::auth::{MissingCredentials, aws::provider};
+use crate::io::auth::aws;
+use crate::io::auth::{CredentialProvider, MissingCredentials};
 use crate::io::transport::{S3_SETTINGS, TransportOptions, Trust};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
@@ -41,7 +44,7 @@ pub struct S3Bucket {
     pub is_endpoint_named: bool,
     pub bucket: String,
     /// None for anonymous requests.
-    pub credentials: Option<AwsCredentialSource>,
+    pub credentials: Option<Arc<CredentialProvider>>,
     /// True if a search for credentials has found none.
     pub none_found: bool,
     /// The configured region, or the default one.
@@ -72,7 +75,9 @@ impl S3Bucket {
         let config = self.server.configure(config);
         match &self.credentials {
             Some(keys) => {
-                config.credentials_provider(keys.clone()).identity_cache(IdentityCache::no_cache())
+                // It keeps them itself.
+                let keys: Arc<dyn ProvideCredentials> = Arc::<CredentialProvider>::clone(keys);
+                config.credentials_provider(keys).identity_cache(IdentityCache::no_cache())
             }
             None => config.allow_no_auth(),
         }
@@ -122,7 +127,7 @@ impl S3Bucket {
 /// The transport options of a bucket: the certificates may be those that AWS's settings name.
 pub async fn transport_options(options: &TransportOptions) -> TransportOptions {
     let mut options = TransportOptions { trust_settings: S3_SETTINGS, ..options.clone() };
-    if let Some(trust) = aws::trust().await {
+    if let Some(trust) = aws_settings::trust().await {
         if options.trust == Trust::Default {
             options.trust = trust.clone();
         }
@@ -141,7 +146,7 @@ pub async fn resolve(
 ) -> Result<S3Bucket> {
     let file = S3Cfg::find(s3.config_path.as_deref())?;
     let stated_region = s3.region.clone().filter(|region| !region.is_empty());
-    let region = stated_region.clone().or(aws::named_region().await);
+    let region = stated_region.clone().or(aws_settings::named_region().await);
     let default_region = region.clone().unwrap_or_else(|| DEFAULT_REGION.to_owned());
     let settings = aws::settings(default_region.clone(), options).await;
     let force_http = s3.force_http.or(file.use_https.map(|https| !https)).unwrap_or(false);
@@ -176,8 +181,11 @@ pub async fn resolve(
         _ => aws_server(&settings, force_http, &uri)?,
     };
     // The region of a machine of AWS says nothing about other servers.
-    let machine =
-        if region.is_none() && server.is_aws() { aws::machine_region(options).await } else { None };
+    let machine = if region.is_none() && server.is_aws() {
+        aws_settings::machine_region(options).await
+    } else {
+        None
+    };
     let region = machine.unwrap_or(default_region);
     let required = Some(RequestChecksumCalculation::WhenRequired);
     let payer = read_guarded(|| std::env::var_os(PAYER));
@@ -207,20 +215,20 @@ async fn choose_server(
     region: &str,
     options: &TransportOptions,
     uri: &str,
-) -> Result<(ServerChoice, Option<AwsCredentialSource>, bool)> {
+) -> Result<(ServerChoice, Option<Arc<CredentialProvider>>, bool)> {
     let invalid = |what| Error::InvalidArgument(format!("`{uri}`: {what}"));
     let keys = stated_keys(access.as_deref(), secret.as_deref()).map_err(invalid)?;
     let known = KnownSettings { keys, ..known };
     let (credentials, none_found) = match (keys, access, secret) {
         (StatedKeys::Both, Some(access), Some(secret)) => {
             let keys = Credentials::new(access, secret, token, None, "tensorizer");
-            (Some(AwsCredentialSource::Fixed(keys)), false)
+            (Some(aws::fixed(keys)), false)
         }
         (StatedKeys::None, ..) => chain_credentials(region, options, uri).await?,
         _ => (None, false),
     };
-    let of_chain = matches!(credentials, Some(AwsCredentialSource::Chain(_)));
-    let aws_sign = if keys == StatedKeys::Both { aws::sign().await } else { None };
+    let of_chain = keys == StatedKeys::None && credentials.is_some();
+    let aws_sign = if keys == StatedKeys::Both { aws_settings::sign().await } else { None };
     let known =
         KnownSettings { aws_sign: aws_sign.as_deref(), chain_has_credentials: of_chain, ..known };
     Ok((choose(known).map_err(invalid)?, credentials, none_found))
@@ -233,7 +241,7 @@ async fn addressing_style(s3: &S3Options, host_bucket: Option<&str>) -> Result<A
     if let Some(stated) = s3.addressing_style.clone().or_else(of_variable) {
         return AddressingStyle::parse(&stated).map_err(Error::InvalidArgument);
     }
-    if let Some(stated) = aws::setting_of_s3("addressing_style").await {
+    if let Some(stated) = aws_settings::setting_of_s3("addressing_style").await {
         return AddressingStyle::parse(&stated).map_err(Error::InvalidArgument);
     }
     Ok(match host_bucket {
@@ -276,10 +284,10 @@ async fn chain_credentials(
     region: &str,
     options: &TransportOptions,
     uri: &str,
-) -> Result<(Option<AwsCredentialSource>, bool)> {
-    aws::check_pair(uri).await?;
-    aws::check_profile(uri).await?;
-    let keys = AwsCredentialSource::Chain(provider(region.to_owned(), options));
+) -> Result<(Option<Arc<CredentialProvider>>, bool)> {
+    aws_settings::check_pair(uri).await?;
+    aws_settings::check_profile(uri).await?;
+    let keys = aws::provider(region.to_owned(), options);
     match keys.get().await {
         Ok(_) => Ok((Some(keys), false)),
         // Not an error, because the object may be public.

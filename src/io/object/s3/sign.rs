@@ -64,7 +64,10 @@ impl S3Bucket {
         let url = Url::parse(&url).map_err(|e| failed(&e.to_string()))?;
         let headers = headers.iter().cloned().chain(of_signature).collect();
         let now = clock::date();
-        Ok((RequestTarget::new(url, headers), now.checked_add(USED_FOR).unwrap_or(now)))
+        let until = now.checked_add(USED_FOR).unwrap_or(now);
+        let of_credentials = self.credentials.as_ref().and_then(|keys| keys.used_until());
+        let until = of_credentials.map_or(until, |of_credentials| until.min(of_credentials));
+        Ok((RequestTarget::new(url, headers), until))
     }
 }
 

@@ -358,14 +358,14 @@ mod tests {
     use super::*;
     use crate::cancel::Never;
     use crate::io::S3Options;
-    use crate::io::auth::aws::simulate;
+    use crate::io::auth::simulated;
     use crate::io::transport::simulated::{SimulatedCloud, options};
 
     #[test]
     fn a_day_of_writing_is_never_refused() {
         let (simulated_cloud, transport, region) =
             (SimulatedCloud::new(3600, 180), options(), "write".to_owned());
-        simulate(&simulated_cloud, &region, &transport);
+        simulated::aws(&simulated_cloud, &region, &transport);
         let s3 = S3Options {
             endpoint: Some(simulated_cloud.serve()),
             force_http: Some(true),

@@ -1,12 +1,123 @@
 //! A storage account of Azure. Keys, signatures and endpoints are used for their own account only.
 
-use super::settings::parse_endpoint;
+use object_store::azure::AzureConfigKey;
+use reqwest::Url;
+
 use crate::error::{Error, Result};
+use crate::io::auth::azure::{self, AzureAccess, AzureSettings, EMULATOR_URL};
+use crate::io::auth::{CloudSettings, CredentialEnvironment, is_valid_name, parse_endpoint};
+use crate::io::transport::TransportOptions;
+
+/// The account of Azurite, and where it listens.
+const EMULATOR: (&str, &str) = ("devstoreaccount1", "http://127.0.0.1:10000");
 
 /// Host endings of accounts. Credentials are sent to no other hosts.
 const HOSTS: [&str; 4] =
     ["core.windows.net", "core.usgovcloudapi.net", "core.chinacloudapi.cn", "fabric.microsoft.com"];
 const DEFAULT_ENDING: &str = "core.windows.net";
+
+/// The requested container.
+pub struct AzureContainer<'c> {
+    pub name: &'c str,
+    /// Account and host ending, where the address names them.
+    pub account: Option<&'c (String, String)>,
+    /// The address as messages show it.
+    pub display_address: &'c str,
+}
+
+/// The settings of the environment for a container.
+pub fn settings(
+    container: &AzureContainer<'_>,
+    options: &TransportOptions,
+) -> Result<CloudSettings> {
+    let host = container.account.map(|(account, ending)| format!("{account}.{ending}"));
+    let environment = azure::environment(host.as_deref().unwrap_or(""));
+    let settings = AzureSettings::of(&environment);
+    let (name, account) = account(container, &settings, &environment)?;
+    let endpoint = server(container, &name, &account, &settings, &environment)?;
+    let access = AzureAccess {
+        account: &name,
+        container: container.name,
+        key: account.key.as_deref(),
+        signature: account.signature.as_deref(),
+    };
+    let (identity, credentials) = azure::credentials(&access, &environment, options)?;
+    Ok(CloudSettings { endpoint, account: name, quota_project: None, identity, credentials })
+}
+
+/// The server of an account.
+fn server(
+    container: &AzureContainer<'_>,
+    name: &str,
+    account: &AzureAccount,
+    settings: &AzureSettings<'_>,
+    environment: &CredentialEnvironment,
+) -> Result<Url> {
+    if settings.is_enabled(AzureConfigKey::UseEmulator) {
+        let found = environment.texts().find(|(name, _)| *name == EMULATOR_URL);
+        let found = found.map_or(EMULATOR.1, |(_, text)| text);
+        return parse_endpoint(&format!("{}/{name}", found.trim_end_matches('/')));
+    }
+    let fabric = settings.is_enabled(AzureConfigKey::UseFabricEndpoint);
+    let default_ending = if fabric { "fabric.microsoft.com" } else { "core.windows.net" };
+    let ending = container.account.map_or(default_ending, |(_, ending)| ending);
+    let usual = || format!("https://{name}.blob.{ending}");
+    parse_endpoint(&account.endpoint.clone().unwrap_or_else(usual))
+}
+
+/// The account of a container: from its address, or from the environment.
+fn account(
+    container: &AzureContainer<'_>,
+    settings: &AzureSettings<'_>,
+    environment: &CredentialEnvironment,
+) -> Result<(String, AzureAccount)> {
+    let text = |key| settings.value(key).map(str::to_owned);
+    let of_variables = AzureAccount {
+        name: text(AzureConfigKey::AccountName),
+        key: text(AzureConfigKey::AccessKey),
+        signature: text(AzureConfigKey::SasKey),
+        endpoint: text(AzureConfigKey::Endpoint),
+    };
+    let of_string =
+        environment.texts().find(|(name, _)| *name == "AZURE_STORAGE_CONNECTION_STRING");
+    let of_string = of_string.map_or_else(
+        || Ok(AzureAccount::default()),
+        |(_, text)| AzureAccount::parse_connection_string(text),
+    )?;
+    // Variables that name no account belong to the account of the other variables.
+    let owner = of_variables
+        .name_and_ending()
+        .or_else(|| of_string.name_and_ending())
+        .map(|(name, _)| name);
+    let of_variables = AzureAccount { name: owner.clone(), ..of_variables };
+    let of_address = container.account;
+    let emulator = settings.is_enabled(AzureConfigKey::UseEmulator);
+    let named = of_address.map(|(name, _)| name.clone()).or(owner.clone());
+    let name = named.or_else(|| emulator.then(|| EMULATOR.0.to_owned()));
+    let name = name.filter(|name| is_valid_name(name)).ok_or_else(|| {
+        Error::InvalidArgument(format!(
+            "`{}`: no storage account given: set AZURE_STORAGE_ACCOUNT_NAME to its name, or use \
+             abfss://container@account.dfs.core.windows.net/name",
+            container.display_address
+        ))
+    })?;
+    if of_address.is_some() && owner.is_none() && of_variables.has_credentials_or_endpoint() {
+        let what = format!(
+            "`{}`: the environment has an account key, a shared access signature or an endpoint, \
+             but not the name of its account: set AZURE_STORAGE_ACCOUNT_NAME",
+            container.display_address
+        );
+        return Err(Error::InvalidArgument(what));
+    }
+    // Credentials of one account are not sent to another.
+    let ending = of_address.map(|(_, ending)| ending.as_str());
+    let is_of_any = owner.is_none();
+    let usable = [of_variables, of_string]
+        .into_iter()
+        .filter(|found| is_of_any || found.belongs_to(&name, ending));
+    let found = usable.fold(AzureAccount::default(), AzureAccount::or);
+    Ok((name, found))
+}
 
 /// An account, as far as the settings name it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -108,62 +219,5 @@ pub fn parse_host(host: &str) -> Option<(String, String)> {
     HOSTS.contains(&ending).then(|| (account.to_owned(), ending.to_owned()))
 }
 
-/// True if a text can be the name of a bucket, a container or an account.
-pub fn is_valid_name(text: &str) -> bool {
-    !text.is_empty()
-        && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.$".contains(&b))
-        && !matches!(text, "." | "..")
-}
-
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn connection_strings_are_parsed() {
-        let found = |text| AzureAccount::parse_connection_string(text).unwrap();
-        let server = |text| found(text).endpoint.unwrap();
-        let of_blobs = "https://x.blob.core.windows.net";
-        assert_eq!(server("AccountName=x;AccountKey=a==;"), of_blobs);
-        assert_eq!(found("AccountName=x;AccountKey=a==;").key.unwrap(), "a==");
-        let gov = "accountname=x;AccountKey=a;EndpointSuffix=core.usgovcloudapi.net";
-        assert_eq!(server(gov), "https://x.blob.core.usgovcloudapi.net");
-        assert_eq!(server("DefaultEndpointsProtocol=http;AccountName=x")[..7], *"http://");
-        let of_host = found("BlobEndpoint=https://x.blob.core.windows.net/;QueueEndpoint=q");
-        assert_eq!(of_host.name_and_ending().unwrap(), ("x".into(), Some(DEFAULT_ENDING.into())));
-        for bad in [
-            "UseDevelopmentStorage=true",
-            "AccountKey=secret",
-            "AccountName=x;secret",
-            "AccountName=x;Secret=secret",
-            "AccountName=x;DefaultEndpointsProtocol=ftp",
-            "AccountName=x;EndpointSuffix=a/secret",
-            "AccountName=a/secret",
-            "BlobEndpoint=https://example.org;SharedAccessSignature=secret",
-        ] {
-            let error = AzureAccount::parse_connection_string(bad).unwrap_err().to_string();
-            assert!(error.contains("AZURE_STORAGE_CONNECTION_STRING: "), "{error}");
-            assert!(!error.contains("secret"), "{error}");
-        }
-    }
-
-    #[test]
-    fn credentials_match_their_own_account_only() {
-        let gov = AzureAccount::parse_connection_string(
-            "AccountName=x;EndpointSuffix=core.usgovcloudapi.net",
-        )
-        .unwrap();
-        assert!(gov.belongs_to("x", None));
-        assert!(gov.belongs_to("X", Some("core.usgovcloudapi.net")));
-        assert!(!gov.belongs_to("x", Some(DEFAULT_ENDING)));
-        assert!(!gov.belongs_to("y", None));
-        let without_name =
-            AzureAccount { signature: Some(String::new()), ..AzureAccount::default() };
-        assert!(without_name.has_credentials_or_endpoint() && !without_name.belongs_to("x", None));
-        let elsewhere = Some("http://127.0.0.1:10000/x".to_owned());
-        let mine =
-            AzureAccount { name: Some("x".into()), endpoint: elsewhere, ..AzureAccount::default() };
-        assert!(mine.belongs_to("x", Some(DEFAULT_ENDING)));
-    }
-}
+mod tests;

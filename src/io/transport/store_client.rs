@@ -1,5 +1,4 @@
-//! The client of the transport as the HTTP client of object_store's chains, which ask servers for
-//! tokens.
+//! The client of credential services as the HTTP client of object_store.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -14,13 +13,12 @@ use object_store::client::{
 };
 use reqwest::header::HeaderValue;
 use reqwest::{Body, Request, StatusCode};
-use serde::Deserialize;
 use serde_json::Value;
+use url::form_urlencoded;
 
-use crate::error::Shortened;
-use crate::io::transport::{
-    CREDENTIALS_SETTINGS, ClientConfig, Failure, TransportOptions, is_of_machine, is_transient,
-    read_document,
+use super::trust::CREDENTIALS_SETTINGS;
+use super::{
+    CredentialClient, ErrorDocument, Failure, TransportOptions, is_transient, read_document,
 };
 
 /// Time limits for connecting to, and for the response of, a metadata service that may not exist.
@@ -30,9 +28,23 @@ const MACHINE_LIMITS: (Duration, Duration) = (Duration::from_secs(1), Duration::
 const MAX_EXPIRY: u64 = 100_000_000_000;
 /// The path with which requests to Google's metadata server begin.
 const METADATA_PATH: &str = "/computeMetadata/";
+/// The header of Azure's identity service.
+const IDENTITY_HEADER: &str = "x-identity-header";
 
-/// Settings that object_store's chains read from the environment at each request, fixed at the time
-/// of the snapshot: the environment may name other credentials since.
+/// Endings of the names of secrets in forms.
+const SECRETS: [&str; 3] = ["_secret", "_token", "_assertion"];
+
+/// Sends the requests of object_store's credential providers.
+#[derive(Debug, Clone)]
+pub struct StoreClient {
+    client: CredentialClient,
+    settings: FixedSettings,
+    /// Set once a token server has responded. None if the service is known to exist.
+    has_responded: Option<Arc<AtomicBool>>,
+}
+
+/// Settings that object_store reads from the environment at each request, fixed at the time at which
+/// the file was opened: the environment may name other credentials since.
 #[derive(Debug, Clone, Default)]
 pub struct FixedSettings {
     /// The names of Google's metadata server; the first one replaces all others.
@@ -41,14 +53,67 @@ pub struct FixedSettings {
     pub identity_header: Option<HeaderValue>,
 }
 
+impl StoreClient {
+    /// A client with the options of a source or sink, except their headers and certificates.
+    pub fn new(
+        options: &TransportOptions,
+        settings: FixedSettings,
+        has_responded: Option<Arc<AtomicBool>>,
+    ) -> Self {
+        let client = CredentialClient::new(options, CREDENTIALS_SETTINGS);
+        StoreClient { client, settings, has_responded }
+    }
+
+    async fn send(&self, mut request: HttpRequest) -> Result<HttpResponse, Failure> {
+        self.settings.apply(&mut request)?;
+        let host = request.uri().host().unwrap_or("").to_owned();
+        let mut client = self.client.clone();
+        if self.has_responded.as_ref().is_some_and(|responded| !responded.load(Ordering::Relaxed)) {
+            (client.options.connect, client.options.stall) = MACHINE_LIMITS;
+        }
+        let client = client.connect(&host, request.uri().scheme_str() == Some("https"))?;
+        let sent = request.body().as_bytes().cloned().unwrap_or_else(Bytes::new);
+        let request = request.map(|_| Body::from(sent.clone()));
+        let mut response = client.send(Request::try_from(request)?, None).await?;
+        let (status, headers) = (response.status(), response.headers().clone());
+        if let Some(has_responded) = &self.has_responded
+            && is_token_server(status, headers.contains_key("metadata-flavor"))
+        {
+            has_responded.store(true, Ordering::Relaxed);
+        }
+        let body = read_document(&mut response, client.stall()).await?;
+        if !status.is_success() {
+            let reason = ErrorDocument::read(&headers, &body).without(&secrets(&sent));
+            let what = format!("`{host}` answered {status}{reason}");
+            return Err(if is_transient_for_tokens(status) {
+                Failure::transient(ErrorKind::Other, what)
+            } else {
+                Failure::permanent(ErrorKind::PermissionDenied, what)
+            });
+        }
+        check_expiry(&host, &body)?;
+        let mut whole = HttpResponse::new(body.into());
+        (*whole.status_mut(), *whole.headers_mut()) = (status, headers);
+        Ok(whole)
+    }
+}
+
+impl HttpConnector for StoreClient {
+    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
+        Ok(HttpClient::new(self.clone()))
+    }
+}
+
+#[async_trait]
+impl HttpService for StoreClient {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let response = self.send(request).await;
+        response.map_err(|failure| HttpError::new(HttpErrorKind::Unknown, failure))
+    }
+}
+
 impl FixedSettings {
     fn apply(&self, request: &mut HttpRequest) -> Result<(), Failure> {
-        let malformed = |_| {
-            Failure::permanent(
-                ErrorKind::InvalidInput,
-                "the credential provider made an invalid request",
-            )
-        };
         let uri = request.uri();
         let asked = uri.authority().map_or("", |found| found.as_str());
         if uri.path().starts_with(METADATA_PATH)
@@ -56,7 +121,10 @@ impl FixedSettings {
             && !self.metadata.iter().any(|name| name == asked)
         {
             let rest = uri.path_and_query().map_or("", |found| found.as_str());
-            *request.uri_mut() = format!("http://{first}{rest}").parse().map_err(malformed)?;
+            *request.uri_mut() = format!("http://{first}{rest}").parse().map_err(|_| {
+                let what = "the credential provider made an invalid request";
+                Failure::permanent(ErrorKind::InvalidInput, what)
+            })?;
         }
         if request.headers().contains_key("metadata") {
             request.headers_mut().remove(IDENTITY_HEADER);
@@ -65,85 +133,6 @@ impl FixedSettings {
             }
         }
         Ok(())
-    }
-}
-
-/// The header of Azure's identity service.
-const IDENTITY_HEADER: &str = "x-identity-header";
-
-/// Makes a client for each request, of which there are few.
-#[derive(Debug, Clone)]
-pub struct TokenClient {
-    options: TransportOptions,
-    /// True if the machine may have no metadata service.
-    may_be_absent: bool,
-    settings: FixedSettings,
-    /// Set once a token server has responded.
-    has_responded: Arc<AtomicBool>,
-}
-
-impl TokenClient {
-    /// A client with the options of a source or sink, except their headers and certificates.
-    pub fn new(options: &TransportOptions, may_be_absent: bool, settings: FixedSettings) -> Self {
-        let (headers, trust_settings) = (Vec::new(), CREDENTIALS_SETTINGS);
-        let trust = options.credential_trust.clone();
-        let options = TransportOptions { headers, trust, trust_settings, ..options.clone() };
-        TokenClient { options, may_be_absent, settings, has_responded: Arc::default() }
-    }
-
-    /// The same client; it sets `has_responded` once a token server has responded.
-    pub fn reporting(self, has_responded: &Arc<AtomicBool>) -> Self {
-        TokenClient { has_responded: Arc::clone(has_responded), ..self }
-    }
-
-    /// True if the machine may have no metadata service.
-    pub fn may_be_absent(&self) -> bool {
-        self.may_be_absent
-    }
-
-    async fn send(&self, mut request: HttpRequest) -> Result<HttpResponse, Failure> {
-        self.settings.apply(&mut request)?;
-        let mut options = self.options.clone();
-        if self.may_be_absent && !self.has_responded.load(Ordering::Relaxed) {
-            (options.connect, options.stall) = MACHINE_LIMITS;
-        }
-        let host = request.uri().host().unwrap_or("").to_owned();
-        let tls = request.uri().scheme_str() == Some("https");
-        let config = ClientConfig::new(&options, tls)
-            .map_err(|what| Failure::permanent(ErrorKind::Other, what))?;
-        let client =
-            if is_of_machine(&host) { config.client_without_proxy() } else { config.client() }?;
-        let body = |body: object_store::client::HttpRequestBody| {
-            Body::from(body.as_bytes().cloned().unwrap_or_else(Bytes::new))
-        };
-        let mut response = client.send(Request::try_from(request.map(body))?, None).await?;
-        let (status, headers) = (response.status(), response.headers().clone());
-        if is_token_server(status, headers.contains_key("metadata-flavor")) {
-            self.has_responded.store(true, Ordering::Relaxed);
-        }
-        let body = read_document(&mut response, client.stall()).await?;
-        if !status.is_success() {
-            return Err(refusal_failure(&host, status, &body));
-        }
-        check_expiry(&host, &body)?;
-        let mut whole = HttpResponse::new(body.into());
-        *whole.status_mut() = status;
-        *whole.headers_mut() = headers;
-        Ok(whole)
-    }
-}
-
-impl HttpConnector for TokenClient {
-    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
-        Ok(HttpClient::new(self.clone()))
-    }
-}
-
-#[async_trait]
-impl HttpService for TokenClient {
-    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let response = self.send(request).await;
-        response.map_err(|failure| HttpError::new(HttpErrorKind::Unknown, failure))
     }
 }
 
@@ -160,6 +149,13 @@ fn is_transient_for_tokens(status: StatusCode) -> bool {
     is_transient(status) || status == StatusCode::GONE
 }
 
+/// The secrets in the form of a request, which its response may repeat.
+fn secrets(form: &[u8]) -> Vec<String> {
+    let is_secret = |name: &str| SECRETS.iter().any(|part| name.ends_with(part));
+    let fields = form_urlencoded::parse(form).filter(|(name, _)| is_secret(name));
+    fields.map(|(_, value)| value.into_owned()).filter(|value| !value.is_empty()).collect()
+}
+
 /// Refuses expiries that overflow date arithmetic.
 fn check_expiry(host: &str, body: &[u8]) -> Result<(), Failure> {
     let document = serde_json::from_slice(body).unwrap_or(Value::Null);
@@ -172,37 +168,12 @@ fn check_expiry(host: &str, body: &[u8]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The error document of a token server.
-#[derive(Deserialize)]
-struct TokenErrorDocument {
-    error: String,
-    #[serde(default)]
-    error_description: String,
-}
-
-/// The failure of a refused request.
-fn refusal_failure(host: &str, status: StatusCode, body: &[u8]) -> Failure {
-    let text = serde_json::from_slice(body).map_or(
-        String::new(),
-        |TokenErrorDocument { error, error_description }| {
-            let line = error_description.lines().next().unwrap_or("");
-            format!(": {}: {}", Shortened(&error), Shortened(line))
-        },
-    );
-    let what = format!("`{host}` answered {status}{text}");
-    if is_transient_for_tokens(status) {
-        return Failure::transient(ErrorKind::Other, what);
-    }
-    Failure::permanent(ErrorKind::PermissionDenied, what)
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use object_store::client::HttpRequestBody;
 
     use super::*;
-    use crate::io::transport::Trust;
 
     #[test]
     fn configured_metadata_server_replaces_all_others() {
@@ -230,16 +201,6 @@ mod tests {
     }
 
     #[test]
-    fn certificates_and_headers_of_the_call_are_not_for_credentials() {
-        let mut options = TransportOptions::from_environment().unwrap();
-        options.trust = Trust::Anything;
-        options.headers.push(("authorization".to_owned(), "of the call".to_owned()));
-        let client = TokenClient::new(&options, false, FixedSettings::default());
-        assert_eq!(client.options.trust, Trust::Default);
-        assert!(client.options.headers.is_empty());
-    }
-
-    #[test]
     fn token_servers_are_recognised() {
         assert!(is_token_server(StatusCode::FORBIDDEN, true));
         for status in [200, 408, 410, 429, 500, 503] {
@@ -248,6 +209,12 @@ mod tests {
         for status in [302, 400, 401, 403, 404, 405] {
             assert!(!is_token_server(StatusCode::from_u16(status).unwrap(), false), "{status}");
         }
+    }
+
+    #[test]
+    fn secrets_of_requests_are_recognised() {
+        let form = b"grant_type=refresh_token&client_secret=a%20secret-hu5hw0rd&refresh_token=";
+        assert_eq!(secrets(form), ["a secret-hu5hw0rd"]);
     }
 
     #[test]
