@@ -170,9 +170,9 @@ def test_permanent_failures_publish_nothing(bucket, key, address, through, stage
     if stage == "begin" and bucket.scheme == "az":
         stage = "part"  # blocks are not begun
     bucket.put(key, b"old")
-    with pytest.raises(OSError, match=f"://bucket/{key[:10]}.*503.*3 tries") as raised:
+    with pytest.raises(OSError, match=f"://bucket/{key[:10]}.*502.*3 tries") as raised:
         through(SMALL if stage == "put" else LARGE, address,
-                lambda now, _: ("status", 503) if now == stage else None)  # fmt: skip
+                lambda now, _: ("status", 502) if now == stage else None)  # fmt: skip
     assert "secret" not in str(raised.value)
     assert bucket.read(key) == b"old"
 

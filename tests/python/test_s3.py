@@ -120,9 +120,7 @@ def test_credentials_of_a_machine_in_a_cloud(s3, monkeypatch):
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
         check(tensorizer.load("s3://bucket/f.tensors", "cpu"))
         assert metadata.asked == ["/credentials"]
-        paths = [path for _, _, path in relay.requests]
-    assert paths
-    assert all("X-Amz-Credential=of-the-machine%2F" in path for path in paths)
+        assert set(relay.signers) == {"of-the-machine"}
 
 
 def test_requests_without_credentials_are_unsigned(s3):
