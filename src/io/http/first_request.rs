@@ -21,7 +21,7 @@ const WITHOUT_RANGES: [u16; 2] = [400, 501];
 /// Bytes that are a head, although the connection ended before the rest of it.
 const SHORT_HEAD: usize = 64 << 10;
 
-/// What is known of a file after its first request.
+/// A file after its first request.
 pub struct Head {
     /// The location to which redirects have led.
     pub moved: Option<Arc<RequestTarget>>,

@@ -82,7 +82,7 @@ impl FirstResponse {
     }
 }
 
-/// What the first response says.
+/// The meaning of the first response.
 pub enum First {
     File(FirstResponse),
     /// The server's responses to ranges are not as they have to be, and how.

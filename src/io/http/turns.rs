@@ -21,7 +21,7 @@ struct State {
     running: usize,
     /// Those that have got a response.
     served: usize,
-    /// None while the server has refused nobody.
+    /// None while the server has refused no request.
     allowed: Option<usize>,
     /// Requests that were served since `allowed` changed.
     served_since: usize,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::error::Error;
 
-/// How long a failed request is repeated.
+/// The time for which a failed request is repeated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Repeat {
     /// Not at all: another attempt would fail, too.
@@ -93,7 +93,7 @@ impl Failure {
         self
     }
 
-    /// How long the request is repeated.
+    /// The time for which the request is repeated.
     pub fn repeat(&self) -> Repeat {
         self.repeat
     }
