@@ -9,9 +9,9 @@ use super::file_url::{FileUrl, RangeRequest};
 use super::response::{First, FirstResponse, parse_first};
 use crate::cancel::Cancel;
 use crate::error::Result;
-use crate::io::OpenOptions;
 use crate::io::cache::CacheEntry;
 use crate::io::transport::{Failure, Repeat, RequestTarget, RetryBudget, retry};
+use crate::io::{CachedHead, OpenOptions};
 use crate::sys::clock;
 
 /// Bytes of the first request: prologue and index of files with some thousand tensors.
@@ -30,6 +30,14 @@ pub struct Head {
     pub bytes: Arc<[u8]>,
     /// The reason why it is read front to back, if the server's ranges are broken.
     pub fallback: Option<String>,
+}
+
+impl Head {
+    /// The head that was cached, without a request.
+    pub fn cached(head: &CachedHead) -> Result<Self> {
+        let (first, bytes) = (FirstResponse::cached(head)?, Arc::clone(&head.first));
+        Ok(Head { moved: None, first, bytes, fallback: None })
+    }
 }
 
 /// Requests the head of a file. If the server has what is in the cache, only its headers are sent.

@@ -106,12 +106,7 @@ fn open_with_clients(
     let cached = cached.filter(|head| head.tag.is_some() || head.modified.is_some());
     let mut entry = None;
     let found = match cached {
-        Some(head) => Head {
-            moved: None,
-            first: FirstResponse::cached(head)?,
-            bytes: Arc::clone(&head.first),
-            fallback: None,
-        },
+        Some(head) => Head::cached(head)?,
         None => {
             entry = cache.as_ref().and_then(|(cache, key)| cache.latest(key));
             request_head(&url, &clients, &display_address, entry.as_ref(), options, cancel)?
@@ -120,16 +115,11 @@ fn open_with_clients(
     let Head { moved, mut first, bytes: head, fallback } = found;
     first.validators.is_immutable = hub.is_some();
     let url = Arc::new(url);
-    let (open_sibling, checksum) = match hub {
-        Some(HubFile { open_sibling, checksum }) => (open_sibling, Some(checksum)),
-        None => (sibling_opener((&url, tls), &clients, &display_address, options), None),
-    };
+    let by_name = || sibling_opener((&url, tls), &clients, &display_address, options);
     let fallback = Arc::new(ForkSafeMutex::new(fallback));
-    let open_sibling = Some(open_sibling);
-    let server = ServerFile { open_sibling, checksum, fallback, ..ServerFile::default() };
+    let server = ServerFile { fallback, ..server_file(hub, by_name) };
     let facts = Facts { uri: display_address, server: Some(server), ..Facts::default() };
-    let transport = options.transport.clone();
-    let facts = with_response(facts, &first);
+    let (facts, transport) = (with_response(facts, &first), options.transport.clone());
     if !first.has_ranges {
         let (validators, address) = (first.validators, facts.uri.clone());
         let body = sequential::SequentialBody::new(url, clients, transport, validators, address);
@@ -138,24 +128,31 @@ fn open_with_clients(
     let sends_ahead = first.sends_ahead.unwrap_or(tls);
     let connection_limit = if sends_ahead { clients.limit() } else { Arc::default() };
     let facts = Facts { connection_limit, ..facts };
-    let (moved, validators) = (ForkSafeMutex::new(moved), first.validators);
     let stall = transport.stall;
-    let without_conditions = AtomicBool::new(false);
     let source = HttpSource {
         facts,
         url,
-        moved,
+        moved: ForkSafeMutex::new(moved),
         clients,
         transport,
-        validators,
+        validators: first.validators,
         head,
         sends_ahead,
-        without_conditions,
+        without_conditions: AtomicBool::new(false),
     };
     match cache {
         Some((cache, key)) => cache.wrap(Arc::new(source), &key, entry, stall),
         None => Ok(Arc::new(source)),
     }
+}
+
+/// The requests that are possible beside those for the file itself.
+fn server_file(hub: Option<HubFile>, by_name: impl FnOnce() -> OpenSibling) -> ServerFile {
+    let (open_sibling, checksum) = match hub {
+        Some(HubFile { open_sibling, checksum }) => (open_sibling, Some(checksum)),
+        None => (by_name(), None),
+    };
+    ServerFile { open_sibling: Some(open_sibling), checksum, ..ServerFile::default() }
 }
 
 fn identity(tag: Option<&str>) -> Option<SourceIdentity> {

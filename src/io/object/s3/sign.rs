@@ -72,8 +72,11 @@ impl S3Bucket {
 }
 
 /// The address and the headers of a signed request.
+type SignedRequest = (String, Vec<(String, String)>);
+
+/// Keeps a request when it is signed.
 #[derive(Debug, Clone, Default)]
-struct Signed(Arc<ForkSafeMutex<Option<(String, Vec<(String, String)>)>>>);
+struct Signed(Arc<ForkSafeMutex<Option<SignedRequest>>>);
 
 impl Intercept for Signed {
     fn name(&self) -> &'static str {
