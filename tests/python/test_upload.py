@@ -248,11 +248,11 @@ def test_a_lasting_failure_publishes_nothing(client, key, monkeypatch, moto):
     client.put_object(Bucket="bucket", Key=key, Body=b"old")
 
     def script(method, path, number):
-        return ("status", 503) if method == "PUT" and "partNumber=1002" in path else None
+        return ("status", 502) if method == "PUT" and "partNumber=1002" in path else None
 
     with Relay(moto.host, script) as relay:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{relay.host}")
-        with pytest.raises(OSError, match=f"s3://bucket/{key[:10]}.*503.*2 tries") as raised:
+        with pytest.raises(OSError, match=f"s3://bucket/{key[:10]}.*502.*2 tries") as raised:
             tensorizer.save(LARGE, f"s3://bucket/{key}")
         assert "secret" not in str(raised.value)
         assert any(method == "DELETE" for method, _, _ in relay.requests)

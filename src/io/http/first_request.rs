@@ -3,6 +3,8 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
+use reqwest::StatusCode;
+
 use super::client_pool::{ClientPool, PooledClient};
 use super::fields::ByteRange;
 use super::file_url::{FileUrl, RangeRequest};
@@ -100,10 +102,13 @@ impl FirstRequest<'_> {
             First::File(first) => first,
             First::BrokenRanges(what) => {
                 let what = format!("the server answered {what} to {}", self.range.header_value());
-                // Only a proxy's answer may be broken once.
+                // Only a proxy's answer may be broken once; the refusal of a range is the server's.
+                let is_refused = response.status() == StatusCode::RANGE_NOT_SATISFIABLE;
                 return match self.broken.replace(Some(what.clone())) {
-                    None => Err(Failure::transient(std::io::ErrorKind::InvalidData, what)),
-                    Some(_) => self.whole(client, what).await,
+                    None if !is_refused => {
+                        Err(Failure::transient(std::io::ErrorKind::InvalidData, what))
+                    }
+                    _ => self.whole(client, what).await,
                 };
             }
         };
