@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._errors import GroupError
-from .._native import Handle, TensorWriter
+from .._native import Handle, Source, TensorWriter
 from .._numbers import check_number
 from .._types import Hashes, Name, TensorType
 from ..streams.addresses import open_address
@@ -347,18 +347,18 @@ def _metadata_pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]
 def _open(file_obj: Any, options: dict[str, Any]) -> TensorWriter:
     if isinstance(file_obj, UploadFile):
         return file_obj.hand_over(options)
-    target = opening.classify(file_obj)
-    if isinstance(target, opening.RemoteSource):
-        raise ValueError(f"expected a writable file: {target.uri}")
-    if isinstance(target, opening.LocalPath):
-        return TensorWriter.to_path(target.path, options, getattr(file_obj, "shown", None))
+    file, uri, base, _ = opening.classify(file_obj)
+    if isinstance(file, Source):
+        raise ValueError(f"expected a writable file: {uri}")
+    if isinstance(file, str):
+        return TensorWriter.to_path(file, options, getattr(file_obj, "shown", None))
     if not isinstance(file_obj, int):
         for ability in ("readable", "writable", "seekable"):
             check = getattr(file_obj, ability, None)
             if check is not None and not check():
-                raise ValueError(f"expected a {ability} file: {target.uri}")
+                raise ValueError(f"expected a {ability} file: {uri}")
         if not hasattr(file_obj, "seek"):
-            raise ValueError(f"expected a seekable file: {target.uri}")
-    if isinstance(target, opening.Descriptor):
-        return TensorWriter.to_fd(target.number, target.uri, target.base, options)
-    return TensorWriter.to_object(target.file, target.uri, target.base, options)
+            raise ValueError(f"expected a seekable file: {uri}")
+    if isinstance(file, int):
+        return TensorWriter.to_fd(file, uri, base, options)
+    return TensorWriter.to_object(file, uri, base, options)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from .._locks import ForkSafeLock
 from .._native import Reader, ShardIndex
-
-if TYPE_CHECKING:
-    from .._native import Source
+from .opening import SourceOpener
 
 
 class LazyShards:
@@ -22,7 +16,7 @@ class LazyShards:
 
     """
 
-    def __init__(self, index: ShardIndex, open_index: Callable[[], Source]) -> None:
+    def __init__(self, index: ShardIndex, open_index: SourceOpener) -> None:
         self._index, self._open_index = index, open_index
         #: The opened files, by their numbers in the index.
         self._opened: dict[int, Reader] = {}
@@ -69,7 +63,7 @@ class LazyShards:
             return self._whole
 
     def _reopen_closed(self) -> Reader:
-        with contextlib.closing(self._open_index()) as source:
+        with self._open_index() as source:
             whole = Reader(source)
         whole.close()
         return whole

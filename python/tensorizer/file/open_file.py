@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import json
 import os
@@ -18,16 +17,13 @@ from .._errors import CryptographyError
 from .._native import (
     Reader,
     ShardIndex,
-    Source,
     TensorIterator,
     announce,
     as_bytes,
-    open as native_open,
     split_tensor_memory,
 )
-from .._types import Head, Name, OpenOptions, Slice, VerifyHash
+from .._types import Head, Name, Slice, VerifyHash
 from ..streams.addresses import is_address
-from ..streams.endpoints import assigned_endpoint
 from ..tensors import devices, fake_mode
 from ..tensors.handles import are_plain, cast_dtype, dtype_of, lend, take
 from . import hints, opening
@@ -124,24 +120,20 @@ class OpenFile:
                 "separate_memory": clone,
             }
             keep_heads = by_address and heads is not None and not heads
-            opened = self._opener(file_obj, heads, cache_dir)
+            opened = opening.source_opener(file_obj, heads, cache_dir)
             plain = encryption is None and num_readers is None and progress is None
-            if opened is not None:
-                # Readers have handles of their own; without closing, an exception's traceback would
-                # keep this one open.
-                with contextlib.closing(opened()) as source:
-                    index = ShardIndex.of(source) if lazily and plain else None
-                    if index is not None:
-                        self._shards = LazyShards(index, opened)
-                        self.is_local, self.heads = not by_address, []
-                        return
-                    self._reader = Reader(source, keep_heads=keep_heads, wanted=wanted)
-            else:
-                self._reader = opening.open_reader(file_obj)
+            with opened() as source:
+                lazily = lazily and plain and self._name is not None
+                index = ShardIndex.of(source) if lazily else None
+                if index is not None:
+                    self._shards = LazyShards(index, opened)
+                    self.is_local, self.heads = opened.is_local, []
+                    return
+                self._reader = Reader(source, opened.base, keep_heads=keep_heads, wanted=wanted)
             self._identities = self._reader.identities()
             self._set_options(self._reader)
             self.heads = self.reader.heads() if keep_heads else []
-            self.is_local = opening.is_local(file_obj) or self.reader.local
+            self.is_local = opened.is_local or self.reader.local
             report = None if progress is None else progress.part()
             if report is not None:
                 self.reader.watch(report)
@@ -161,26 +153,6 @@ class OpenFile:
         except BaseException:
             self.close()
             raise
-
-    def _opener(
-        self,
-        file_obj: Any,
-        heads: Sequence[Head] | None,
-        cache_dir: str | os.PathLike[Any] | None,
-    ) -> Callable[[], Source] | None:
-        """Return a function that opens an address or a path, and can do so again; else None."""
-        if is_address(file_obj):
-            options: OpenOptions = {
-                "model": True,
-                "heads": heads or None,
-                "cache": None if cache_dir is None else os.fsdecode(cache_dir),
-                "default_endpoint": assigned_endpoint(reading=True),
-            }
-            return functools.partial(native_open, file_obj, options)
-        target = None if self._name is None else opening.classify(file_obj)
-        if isinstance(target, opening.LocalPath):
-            return functools.partial(native_open, target.path, {"path": True})
-        return None
 
     def _set_options(self, reader: Reader) -> None:
         """Make loads of a reader, and of its slices and parts, read as this file does."""
