@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,6 +27,8 @@ from .slices import Index
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
+
+    from .exchange import Exchange
 
 
 @takes(ReadOptions)
@@ -140,16 +142,6 @@ def iterate(
         raise
 
 
-class TensorBatches(Protocol):
-    """The source of an iterator's tensors."""
-
-    def __next__(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the numbers and tensors that come next."""
-
-    def close(self) -> None:
-        """End the load. Closing again does nothing."""
-
-
 class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
     """Yields tensors under their names, and closes their file at the end."""
 
@@ -158,11 +150,11 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
         reporter: ProgressReporter,
         file: OpenFile,
         plan: LoadPlan,
-        batches: TensorBatches,
+        batches: Exchange | ReadAhead,
     ) -> None:
         self._reporter, self._file = reporter, file
         self._plan, self._batches = plan, batches
-        self._names, self._further_names = plan.keys_by_number()
+        self._names = plan.keys_by_number()
         self._ready: deque[tuple[Any, torch.Tensor]] = deque()
         self._ended = False
         self._process = os.getpid()
@@ -205,10 +197,9 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
                 loaded = [(n, self._plan.in_requested_form(n, one)) for n, one in loaded]
             several = len(loaded) > 1 and loaded[0][1].is_cuda
             self._stream = torch.cuda.current_stream(loaded[0][1].device) if several else None
-            ready = [(self._names[number], one) for number, one in loaded]
-            for number, one in loaded if self._further_names else ():
-                ready += [(name, one) for name in self._further_names.get(number, ())]
-            self._ready.extend(ready)
+            self._ready.extend(
+                (name, one) for number, one in loaded for name in self._names[number]
+            )
         except StopIteration:
             try:
                 self._reporter.finish()
