@@ -51,7 +51,6 @@ class SaveFuture(Future[None]):
         super().__init__()
         self.total_bytes = total_bytes
         self._file = file
-        self._outcome: tuple[BaseException | None] | None = None
         self._number = next(_NUMBERS)
         self.set_running_or_notify_cancel()
         _FUTURES.add(self)
@@ -107,7 +106,6 @@ class SaveFuture(Future[None]):
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        self._outcome = (error,)
         if error is None:
             self.set_result(None)
         else:
@@ -115,14 +113,14 @@ class SaveFuture(Future[None]):
 
     def _forked(self) -> None:
         """Reset the future in a forked child: it keeps a known outcome, and else has failed."""
-        outcome = self._outcome
+        outcome = self._exception
+        if self._state != "FINISHED":
+            what = "wait for a save in the process that started it: this is a forked child"
+            outcome = RuntimeError(what)
         # Locks may be held by threads that the child lacks, and callbacks are for the parent.
         Future.__init__(self)
         self.set_running_or_notify_cancel()
-        if outcome is None:
-            what = "wait for a save in the process that started it: this is a forked child"
-            outcome = (RuntimeError(what),)
-        self._end(*outcome)
+        self._end(outcome)
 
 
 #: All futures that are still referenced, which a forked child resets.

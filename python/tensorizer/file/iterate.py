@@ -120,6 +120,9 @@ def iterate(
             **options,
         )
 
+    def planned(file: OpenFile) -> LoadPlan:
+        return LoadPlan(request, file, reporter)
+
     # Under FakeTensorMode each member makes its tensors alone.
     if group is not None and not fake_mode.is_active():
         from ..group.members import Members  # torch.distributed is slow to import
@@ -129,12 +132,11 @@ def iterate(
             from .collective_load import open_iterator  # as above
 
             return _LoadIterator(
-                reporter, *open_iterator(members, opened, lambda: request, reporter, buffer_bytes)
+                reporter, *open_iterator(members, opened, planned, reporter, buffer_bytes)
             )
     file = opened(None, request.wanted_names())
     try:
-        plan = LoadPlan(request, file)
-        reporter.total = plan.total()
+        plan = planned(file)
         batches = ReadAhead(plan, plan.device, buffer_bytes, ready=order == "ready")
         return _LoadIterator(reporter, file, plan, batches)
     except BaseException:
@@ -192,7 +194,11 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
             # Any error or interrupt closes the iterator, so that no tensor is skipped without an
             # error.
             self._waiting_thread = threading.get_ident()
-            loaded = next(self._batches)
+            try:
+                loaded = next(self._batches)
+            except StopIteration:
+                self._reporter.finish()
+                raise
             if not self._plan.returns_as_loaded:
                 loaded = [(n, self._plan.in_requested_form(n, one)) for n, one in loaded]
             several = len(loaded) > 1 and loaded[0][1].is_cuda
@@ -200,13 +206,6 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
             self._ready.extend(
                 (name, one) for number, one in loaded for name in self._names[number]
             )
-        except StopIteration:
-            try:
-                self._reporter.finish()
-            finally:
-                self._waiting_thread = None
-                self.close()
-            raise
         except BaseException:
             self._waiting_thread = None
             self.close()

@@ -120,10 +120,10 @@ def load(
     if members is None or members.size == 1:
         request = requested()
         with reporter, opened(None, request.wanted_names()) as file:
-            plan = LoadPlan(request, file)
-            reporter.total = plan.total()
-            return plan.load()
+            return LoadPlan(request, file, reporter).load()
     from .collective_load import load_collectively  # as above
 
     with reporter:
-        return load_collectively(members, opened, requested, reporter)
+        return load_collectively(
+            members, opened, lambda file: LoadPlan(requested(), file, reporter), reporter
+        )

@@ -18,6 +18,7 @@ from .arguments import device_or_function, resolve_device
 from .open_file import OpenFile
 from .parts import planned_parts
 from .placement import Places, in_batches
+from .progress import ProgressReporter
 from .request import Request
 from .slices import with_ones
 
@@ -31,6 +32,7 @@ class LoadPlan:
     Args:
         request: The request.
         file: The file.
+        reporter: Gets the number of bytes that are read, if it is given.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError, NotImplementedError: See
@@ -43,7 +45,9 @@ class LoadPlan:
 
     """
 
-    def __init__(self, request: Request, file: OpenFile) -> None:
+    def __init__(
+        self, request: Request, file: OpenFile, reporter: ProgressReporter | None = None
+    ) -> None:
         self._request, self.file = request, file
         self._device, self._device_of = device_or_function(request.device)
         default = torch.get_default_device() if self._device is None else self._device
@@ -57,6 +61,8 @@ class LoadPlan:
         self.numbers = sorted(set(self._keys.values()))
         self._parts = planned_parts(file, request, self._keys, self._given)
         self.read = self._parts.file
+        if reporter is not None:
+            reporter.total = self._total()
 
     def _given_tensors(self) -> dict[int, Any]:
         """Return the tensors of ``out`` or ``like``, by number.
@@ -100,7 +106,7 @@ class LoadPlan:
             ranges = [(0, dim) for dim in self.file.reader.describe(number)[1]]
         return Part.of_ranges(ranges)
 
-    def total(self) -> int:
+    def _total(self) -> int:
         """Return the number of bytes that are read for all of them."""
         whole = [number for number in self.numbers if not self.is_cut(number)]
         boxes = self.subset(filter(self.is_cut, self.numbers)).entries()

@@ -149,7 +149,7 @@ class OpenFile:
                     f"num_readers={num_readers}, but {self.reader.uri} can only be read by one "
                     "thread"
                 )
-            self.reader = self._unpickled(self.reader)
+            self._reader = self._unpickled(self.reader)
         except BaseException:
             self.close()
             raise
@@ -176,10 +176,6 @@ class OpenFile:
             self._set_options(reader)
             self._reader = self._unpickled(reader)
         return self._reader
-
-    @reader.setter
-    def reader(self, reader: Reader) -> None:
-        self._reader = reader
 
     @property
     def uri(self) -> str:
@@ -276,7 +272,7 @@ class OpenFile:
 
     def _with(self, reader: Reader) -> OpenFile:
         part = copy.copy(self)
-        part.reader = reader
+        part._reader = reader
         part._stream = None
         return part
 

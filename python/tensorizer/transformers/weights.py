@@ -172,16 +172,17 @@ class TensorFileOptions:
 
     def load(self, file: OpenFile, device: torch.device) -> dict[Any, torch.Tensor]:
         """Return all tensors of a file that these options have opened, and close it."""
-        request = Request(device=device)
+
+        def planned(file: OpenFile) -> LoadPlan:
+            return LoadPlan(Request(device=device), file, self.progress)
+
         with self.progress, file:
             if isinstance(self.members, contextlib.nullcontext):
-                plan = LoadPlan(request, file)
-                self.progress.total = plan.total()
-                return plan.load()
+                return planned(file).load()
             from ..file.collective_load import load_opened  # torch.distributed is slow to import
 
             each = self._each_reads
-            return load_opened(self.members, file, lambda: request, self.progress, each_reads=each)
+            return load_opened(self.members, file, planned, self.progress, each_reads=each)
 
 
 class Weights(Mapping[str, Any]):
