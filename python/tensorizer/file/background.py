@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import os
@@ -20,7 +21,6 @@ from .._types import FileFormat
 from ..tensors import devices, fake_mode, subclasses, without_data
 from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
-from .exit_hooks import ENDING, call_at_exit
 from .file_writer import FileWriter
 from .nesting import flatten, named_leaves
 from .options import SaveOptions, takes
@@ -128,8 +128,6 @@ _FUTURES: weakref.WeakSet[SaveFuture] = weakref.WeakSet()
 _NUMBERS = itertools.count()
 #: Failures by the number of their future, until a call asks for the result.
 _UNSEEN: dict[int, str] = {}
-#: Threads that save, or have just ended.
-_THREADS: set[threading.Thread] = set()
 
 
 class _LastFlush:
@@ -148,18 +146,11 @@ class _LastFlush:
             raise OSError("; ".join(_UNSEEN.values()))
 
 
+@atexit.register
 def _fail_exit() -> None:
     """Have the process end with status 120, unless failed saves are asked for their results."""
     if _UNSEEN and sys.stdout is not None and not isinstance(sys.stdout, _LastFlush):
         sys.stdout = _LastFlush(sys.stdout)
-
-
-@call_at_exit
-def _end_saves() -> None:
-    """Wait for saves that handlers of ``atexit`` have begun; other threads have ended by now."""
-    while _THREADS:
-        _THREADS.pop().join()
-    _fail_exit()
 
 
 def _start(future: SaveFuture, *arguments: Any) -> None:
@@ -169,23 +160,20 @@ def _start(future: SaveFuture, *arguments: Any) -> None:
         RuntimeError: The interpreter ends, and stops the thread of this call.
 
     """
-    if not ENDING:
-        # Not a daemon, whatever this thread is: the interpreter would stop it while it saves.
-        thread = threading.Thread(
-            target=future._run, args=arguments, name="tensorizer-save", daemon=False
-        )
-        _THREADS.difference_update([one for one in list(_THREADS) if not one.is_alive()])
-        thread.start()
-        _THREADS.add(thread)
-    elif threading.current_thread() is threading.main_thread():
+    ends = not threading.main_thread().is_alive()
+    if ends and threading.current_thread() is threading.main_thread():
+        # In a handler of ``atexit``: the interpreter waits for no more threads.
         future._run(*arguments)
         _fail_exit()
-    else:
+    elif ends and threading.current_thread().daemon:
         raise RuntimeError("cannot save on this thread: the interpreter is ending")
+    else:
+        # Not a daemon, whatever this thread is: the interpreter would stop it while it saves.
+        name = "tensorizer-save"
+        threading.Thread(target=future._run, args=arguments, name=name, daemon=False).start()
 
 
 def _in_child() -> None:
-    _THREADS.clear()
     _UNSEEN.clear()
     for future in list(_FUTURES):
         future._forked()
