@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,21 +13,11 @@ from ..streams import targets
 from ..tensors import sharding, without_data
 from .members import Members
 
+if TYPE_CHECKING:
+    from ..file.file_writer import FileWriter
+
 #: Bytes of tensors that are gathered before they are written, or one tensor that has more.
 _BATCH_BYTES = 64 << 20
-
-
-class TensorWriter(Protocol):
-    """A file that is being written."""
-
-    def write_leaves(self, names: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors."""
-
-    def close(self) -> None:
-        """Make the file visible."""
-
-    def abandon(self) -> None:
-        """Abandon the file."""
 
 
 class GatheredSave:
@@ -90,6 +80,18 @@ class GatheredSave:
             BaseException: The error of ``write``.
 
         """
+        try:
+            self._write(names, tensors, write)
+        except BaseException:
+            self.failed = True
+            raise
+
+    def _write(
+        self,
+        names: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        write: Callable[[slice, list[torch.Tensor]], None],
+    ) -> None:
         described = [(n, _properties(t)) for n, t in zip(names, tensors, strict=True)]
         digest = hashlib.sha256(repr(described).encode()).digest()
         sharded = {
@@ -100,16 +102,11 @@ class GatheredSave:
             without_data.refuse(sharded, sharded.values())
         except ValueError as raised:
             error = raised
-        answers = self._agree(error, (digest, self._target))
-        try:
-            targets.refuse_different([target for _, target in answers])
-        except ValueError:
-            self.failed = True
-            raise
+        answers = self.members.agree(error, (digest, self._target))
+        targets.refuse_different([target for _, target in answers])
         digests = [found for found, _ in answers]
         other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
         if other is not None:
-            self.failed = True
             raise ValueError(
                 f"rank {other} of this collective save has other tensors than rank 0: expected "
                 "the same names, dtypes, shapes and placements in the same order"
@@ -120,7 +117,6 @@ class GatheredSave:
             try:
                 whole = [_gathered(tensor) for tensor in tensors[selected]]
             except BaseException:
-                self.failed = True
                 self.members.leave()
                 raise
             try:
@@ -128,13 +124,13 @@ class GatheredSave:
                     write(selected, whole)
             except BaseException as raised:
                 error = raised
-            self._agree(error)
+            self.members.agree(error)
 
     def save(
         self,
         names: Sequence[Any],
         tensors: Sequence[torch.Tensor],
-        opened: Callable[[], TensorWriter],
+        opened: Callable[[], FileWriter],
         written: Callable[[], None],
     ) -> None:
         """Open a file, write the whole tensors and close it, at one process; the others wait.
@@ -160,13 +156,6 @@ class GatheredSave:
                     target.abandon()
                 raise
             self.members.run_on_all(lambda: None if target is None else target.close())
-
-    def _agree(self, error: BaseException | None, value: Any = None) -> list[Any]:
-        try:
-            return self.members.agree(error, value)
-        except BaseException:
-            self.failed = True
-            raise
 
 
 def _common_ranks(tensors: Sequence[Any]) -> tuple[int, ...]:
