@@ -37,14 +37,13 @@ _LOAD_BYTES = 1 << 30
 _VERIFICATIONS = ("nothing", "crc32", "all")
 
 
-def open_collectively(
-    members: Members, opened: Callable[[Sequence[Head]], OpenFile]
-) -> tuple[OpenFile, bool]:
+def open_collectively(members: Members, opened: Callable[..., OpenFile]) -> tuple[OpenFile, bool]:
     """Open a file at all members; the first one reads its index, for all of them.
 
     Args:
         members: The processes that open it.
-        opened: A function that opens it, given the cached headers of the first member.
+        opened: A function that opens it, given the cached headers of the first member as
+            ``heads``.
 
     Returns:
         The file, and True if each member reads it by itself. They do if it is local to the one
@@ -58,12 +57,12 @@ def open_collectively(
     files: list[OpenFile] = []
 
     def open_first() -> Sequence[Head]:
-        files.append(opened([]))
+        files.append(opened(heads=[]))
         return files[0].heads
 
     def open_with_heads() -> OpenFile:
         if not files:
-            files.append(opened(heads))
+            files.append(opened(heads=heads))
         return files[0]
 
     try:
@@ -170,7 +169,7 @@ def _digest_of_tensors(file: OpenFile) -> bytes:
 
 def load_collectively(
     members: Members,
-    opened: Callable[[Sequence[Head]], OpenFile],
+    opened: Callable[..., OpenFile],
     planned: Callable[[OpenFile], LoadPlan],
     reporter: ProgressReporter,
 ) -> dict[Any, torch.Tensor]:
@@ -221,7 +220,7 @@ def load_opened(
 
 def open_iterator(
     members: Members,
-    opened: Callable[[Sequence[Head]], OpenFile],
+    opened: Callable[..., OpenFile],
     planned: Callable[[OpenFile], LoadPlan],
     reporter: ProgressReporter,
     buffer_bytes: int,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from .._numbers import check_number
-from .._types import FilterFuncType, Head, Name, NameT
+from .._types import FilterFuncType, NameT
 from ..tensors import fake_mode
 from ..tensors.sharding import Shard
 from .arguments import device_or_function, names_of
@@ -108,17 +109,9 @@ def iterate(
     reporter = ProgressReporter(progress)
     request = Request(names_of(names), None, filter_func, slices or {}, shard=shard, device=device)
 
-    def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> OpenFile:
-        return OpenFile(
-            uri,
-            dtype=dtype,
-            clone=True,
-            heads=heads,
-            progress=reporter,
-            wanted=wanted,
-            closes_stream=True,
-            **options,
-        )
+    opened = functools.partial(
+        OpenFile, uri, dtype=dtype, clone=True, progress=reporter, closes_stream=True, **options
+    )
 
     def planned(file: OpenFile) -> LoadPlan:
         return LoadPlan(request, file, reporter)
@@ -134,7 +127,7 @@ def iterate(
             return _LoadIterator(
                 reporter, *open_iterator(members, opened, planned, reporter, buffer_bytes)
             )
-    file = opened(None, request.wanted_names())
+    file = opened(wanted=request.wanted_names())
     try:
         plan = planned(file)
         batches = ReadAhead(plan, plan.device, buffer_bytes, ready=order == "ready")

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,12 +17,11 @@ from .._errors import CryptographyError
 from .._native import (
     Reader,
     ShardIndex,
-    TensorIterator,
     announce,
     as_bytes,
     split_tensor_memory,
 )
-from .._types import Head, Name, Slice, VerifyHash
+from .._types import Head, Name, Slice
 from ..streams.addresses import is_address
 from ..tensors import devices, fake_mode
 from ..tensors.handles import are_plain, cast_dtype, dtype_of, lend, take
@@ -31,9 +30,12 @@ from .arguments import checked_dtype, checked_verification
 from .checkpoint import Checkpoint
 from .encryption import DecryptionParams, native_decryption
 from .lazy_shards import LazyShards
-from .options import check_reading
+from .options import LoadOptions, check_reading
 from .placement import Places, all_of, by_device, in_batches, native_numbers, zeros
 from .progress import ProgressReporter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Bytes loaded at a time if torch then casts each tensor, or copies it to another device.
 _BATCH_BYTES = 256 << 20
@@ -46,8 +48,6 @@ class OpenFile:
     Args:
         file_obj: The file, as for :class:`tensorizer.TensorDeserializer`.
         dtype: Cast floating-point tensors.
-        num_readers, verify_hash, encryption, mmap, clone, cache_dir, memory_limit: See
-            :class:`LoadOptions`. A call may override ``verify_hash``.
         key_needed: Refuse an encrypted file without ``encryption``. Names and shapes need no key.
         heads: Cached headers from another process that opened the same address; an empty sequence
             to collect them here.
@@ -56,6 +56,7 @@ class OpenFile:
             only the files are opened that hold them according to its index. None for all.
         lazily: Open the files of such a checkpoint when they are needed; see :meth:`part`.
         closes_stream: Close a file object with this one.
+        options: See :class:`LoadOptions`. A call may override ``verify_hash``.
 
     Raises:
         OSError, ValueError, TypeError, CryptographyError: See
@@ -77,22 +78,17 @@ class OpenFile:
         file_obj: Any,
         *,
         dtype: torch.dtype | str | None = None,
-        num_readers: int | None = None,
-        verify_hash: VerifyHash | None = False,
-        encryption: DecryptionParams | None = None,
-        mmap: bool = False,
-        clone: bool = False,
         key_needed: bool = True,
         heads: Sequence[Head] | None = None,
         progress: ProgressReporter | None = None,
-        cache_dir: str | os.PathLike[Any] | None = None,
-        memory_limit: int | None = None,
         wanted: Sequence[Name] | None = None,
         lazily: bool = False,
         closes_stream: bool = False,
+        **options: Unpack[LoadOptions],
     ) -> None:
-        check_reading(num_readers=num_readers, memory_limit=memory_limit, cache_dir=cache_dir)
-        self.memory_limit = memory_limit
+        encryption, num_readers = options.get("encryption"), options.get("num_readers")
+        self.memory_limit, cache_dir = options.get("memory_limit"), options.get("cache_dir")
+        check_reading(num_readers=num_readers, memory_limit=self.memory_limit, cache_dir=cache_dir)
         by_address = is_address(file_obj)
         is_stream = not isinstance(file_obj, (str, bytes, os.PathLike, int))
         self._stream = file_obj if closes_stream and is_stream else None
@@ -106,18 +102,18 @@ class OpenFile:
         self._checkpoint: Checkpoint | None = None
         #: Bytes read so far; slices of this file add to the same counter.
         self._read = [0]
-        self.maps = bool(mmap)
+        self.maps = bool(options.get("mmap"))
         self.keeps_shared = True
         self._reader: Reader | None = None
         self._shards: LazyShards | None = None
         try:
             self.dtype = checked_dtype(dtype)
-            self.verify = checked_verification(verify_hash)
+            self.verify = checked_verification(options.get("verify_hash"))
             self._reading: dict[str, Any] = {
                 "verify": self.verify,
                 "readers": num_readers,
                 "map": self.maps,
-                "separate_memory": clone,
+                "separate_memory": options.get("clone", False),
             }
             keep_heads = by_address and heads is not None and not heads
             opened = opening.source_opener(file_obj, heads, cache_dir)
@@ -441,33 +437,6 @@ class OpenFile:
         return [
             torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in described
         ]
-
-    def iterate(
-        self,
-        numbers: Sequence[int],
-        device: torch.device,
-        *,
-        buffer_bytes: int,
-        ready: bool,
-        complete: bool = False,
-        readers: int | None = None,
-    ) -> TensorIterator:
-        """Begin to load tensors one by one, in the file's dtype, each in memory of its own.
-
-        They go to the device if the native code supports it. At most ``buffer_bytes`` bytes of them
-        are held. They come in the order of their data in the file, or as they are ``ready``. They
-        can be used on the stream that is current then; if they are to be ``complete``, on all
-        streams of the device, because their copies have ended. ``readers`` overrides the number of
-        readers of the file.
-        """
-        return self.reader.iterate(
-            numbers,
-            readers=readers,
-            device=devices.number(device),
-            buffer_bytes=buffer_bytes,
-            ready=ready,
-            complete=complete,
-        )
 
     def fill(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str | None = None

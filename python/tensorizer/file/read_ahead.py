@@ -9,7 +9,7 @@ import torch
 
 from .._errors import ClosedError
 from .._native import TensorIterator
-from ..tensors import fake_mode
+from ..tensors import devices, fake_mode
 from ..tensors.handles import copied, take
 from .load_plan import LoadPlan
 
@@ -43,8 +43,12 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         self._read.refuse_without_data(direct)
         self._closed = False
         self._ready: list[tuple[int, torch.Tensor]] = []
-        self._native: TensorIterator | None = self._read.iterate(
-            direct, device, buffer_bytes=buffer_bytes, ready=ready
+        self._native: TensorIterator | None = self._read.reader.iterate(
+            direct,
+            device=devices.number(device),
+            buffer_bytes=buffer_bytes,
+            ready=ready,
+            complete=False,
         )
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:

@@ -71,9 +71,9 @@ class PrefetchLoader:
             parts = parts.sliced([(tensor.number, tensor.ranges) for tensor in planned])
         #: The file with these parts as its tensors; None once the loader is closed.
         self._file: OpenFile | None = parts
-        self._native: TensorIterator = parts.iterate(
+        self._native: TensorIterator = parts.reader.iterate(
             range(0 if self._fake else len(planned)),
-            device,
+            device=devices.number(device),
             buffer_bytes=buffer_bytes or _UNLIMITED,
             ready=True,
             complete=True,
