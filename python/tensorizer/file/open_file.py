@@ -449,26 +449,18 @@ class OpenFile:
             return [0] * len(numbers)
         direct = list(zip(tensors, numbers, strict=True))
         if self._checkpoint is not None:
-            direct = self._fill_strided(direct, self._checkpoint, verify)
+            late = set(self.strided(numbers))
+            for tensor, number in direct:
+                if number in late:
+                    (loaded,), _ = self.read([number], tensor.device, verify)
+                    tensor.detach().copy_(loaded)
+            direct = [pair for pair in direct if pair[1] not in late]
         plain = [tensor for tensor, _ in direct]
         chosen = [number for _, number in direct]
         handle = lend(plain if are_plain(plain) else [tensor.detach() for tensor in plain])
         modules = self.reader.load_into(handle, chosen, verify=verify)
         self._read[0] += sum(tensor.nbytes for tensor in plain)
         return modules if len(direct) == len(numbers) else [0] * len(numbers)
-
-    def _fill_strided(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, int]],
-        checkpoint: Checkpoint,
-        verify: str | None,
-    ) -> list[tuple[torch.Tensor, int]]:
-        """Fill the tensors whose bytes are not in order in the file; return the other pairs."""
-        for tensor, number in pairs:
-            if checkpoint.strided(number):
-                (loaded,), _ = self.read([number], tensor.device, verify)
-                tensor.detach().copy_(loaded)
-        return [pair for pair in pairs if not checkpoint.strided(pair[1])]
 
     def can_fill_on(self, device: torch.device) -> bool:
         """Tell whether tensors on a device can be filled in place."""

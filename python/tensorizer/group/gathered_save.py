@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ..file.placement import in_batches
 from ..streams import targets
 from ..tensors import sharding, without_data
 from .members import Members
@@ -111,7 +112,9 @@ class GatheredSave:
                 f"rank {other} of this collective save has other tensors than rank 0: expected "
                 "the same names, dtypes, shapes and placements in the same order"
             )
-        for selected in _batches(tensors):
+        lens = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        for batch in in_batches(range(len(tensors)), lens.__getitem__, _BATCH_BYTES):
+            selected = slice(batch[0], batch[-1] + 1)
             error = None
             # All processes must take part in gathering, whatever has failed at one of them.
             try:
@@ -191,15 +194,3 @@ def _gathered(tensor: Any) -> torch.Tensor:
         # Parts that FSDP keeps on the CPU are gathered on the device of their mesh.
         whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    start, size = 0, 0
-    for at, tensor in enumerate(tensors):
-        nbytes = tensor.numel() * tensor.element_size()
-        if size and size + nbytes > _BATCH_BYTES:
-            yield slice(start, at)
-            start, size = at, 0
-        size += nbytes
-    if tensors:
-        yield slice(start, len(tensors))
