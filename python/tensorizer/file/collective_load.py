@@ -56,22 +56,18 @@ def open_collectively(members: Members, opened: Callable[..., OpenFile]) -> tupl
     """
     files: list[OpenFile] = []
 
-    def open_first() -> Sequence[Head]:
-        files.append(opened(heads=[]))
-        return files[0].heads
-
-    def open_with_heads() -> OpenFile:
+    def opened_once(heads: Sequence[Head]) -> OpenFile:
         if not files:
             files.append(opened(heads=heads))
         return files[0]
 
     try:
         _, from_all = members.run_on_all(
-            lambda: open_first() if members.rank == 0 else [], lambda found: found
+            lambda: opened_once([]).heads if members.rank == 0 else [], lambda found: found
         )
-        heads = from_all[0]
         file, told = members.run_on_all(
-            open_with_heads, lambda file: tuple(_summary(file, members.prefers_cache))
+            lambda: opened_once(from_all[0]),
+            lambda file: tuple(_summary(file, members.prefers_cache)),
         )
         found = [_FileSummary(*one) for one in told]
         _refuse_different(members, file.reader.uri, found)
