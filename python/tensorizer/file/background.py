@@ -197,7 +197,7 @@ def save_async(
 
     The call returns as soon as the tensors are copied to host memory; the copies need as much
     memory as the tensors. A file, or an object of a cloud, appears once it is complete. A process
-    that exits normally waits for the save, also for one that began in a handler of ``atexit``; one
+    that exits normally waits for the save; in a handler of ``atexit``, the call itself does. One
     that is killed leaves the earlier file in place. Of several saves to one path or address by this
     process, the one that was called last stays: see :attr:`SaveFuture.overtaken`.
 
