@@ -22,9 +22,9 @@ from tensorizer import (
 )
 from tensorizer._native import Reader, effective_memory_limit, local_path
 from tensorizer.file.open_file import OpenFile
-from tensorizer.file.placement import in_batches
 from tensorizer.file.progress import ProgressReporter
 from tensorizer.streams.addresses import is_address, is_there
+from tensorizer.tensors.batches import in_batches
 
 from .file_description import CHECKPOINT, FileDescription
 

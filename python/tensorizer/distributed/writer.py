@@ -20,11 +20,11 @@ from .._types import Hashes
 from ..file import file_writer
 from ..file.encryption import EncryptionParams
 from ..file.file_writer import FileWriter
-from ..file.placement import in_batches
 from ..streams import targets
 from ..streams.addresses import is_address
 from ..streams.held_folder import HeldPath
 from ..streams.open import check_writable, open_stream
+from ..tensors.batches import in_batches
 from . import folders, layout, save_plan
 from .items import ItemLocation
 

@@ -12,12 +12,13 @@ import torch
 
 from ..modules import state
 from ..tensors import sharding
+from ..tensors.batches import in_batches
 from ..tensors.handles import are_plain, cast_dtype, dtype_of, is_fillable, refuse_short
 from ..tensors.sharding import Part
 from .arguments import device_or_function, resolve_device
 from .open_file import OpenFile
 from .parts import planned_parts
-from .placement import Places, in_batches
+from .placement import Places
 from .progress import ProgressReporter
 from .request import Request
 from .slices import with_ones

@@ -24,6 +24,7 @@ from .._native import (
 from .._types import Head, Name, Slice
 from ..streams.addresses import is_address
 from ..tensors import devices, fake_mode
+from ..tensors.batches import in_batches
 from ..tensors.handles import are_plain, cast_dtype, dtype_of, lend, take
 from . import hints, opening
 from .arguments import checked_dtype, checked_verification
@@ -31,7 +32,7 @@ from .checkpoint import Checkpoint
 from .encryption import DecryptionParams, native_decryption
 from .lazy_shards import LazyShards
 from .options import LoadOptions, check_reading
-from .placement import Places, all_of, by_device, in_batches, native_numbers, zeros
+from .placement import Places, all_of, by_device, native_numbers, zeros
 from .progress import ProgressReporter
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from ..streams.addresses import is_address
 from ..streams.held_folder import HeldFolder, HeldPath
 from ..streams.open import open_stream
 from ..tensors import sharding, subclasses, without_data
+from ..tensors.batches import in_batches
 from .file_writer import FileWriter
 from .options import SaveOptions
-from .placement import in_batches
 from .progress import ProgressReporter, data_bytes
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..file.placement import in_batches
 from ..streams import targets
 from ..tensors import sharding, without_data
+from ..tensors.batches import in_batches
 from .members import Members
 
 if TYPE_CHECKING:
