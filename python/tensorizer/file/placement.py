@@ -12,8 +12,8 @@ from ..tensors import devices
 
 #: The device of all tensors of a load, or that of each.
 Places: TypeAlias = "torch.device | Sequence[torch.device]"
-#: The keys of tensors: numbers or names.
-_Key = TypeVar("_Key", int, str)
+#: What is split into batches.
+_Item = TypeVar("_Item")
 
 
 def all_of(device: Places) -> set[torch.device]:
@@ -40,17 +40,17 @@ def by_device(numbers: Sequence[int], device: Places) -> dict[torch.device, Sequ
 
 
 def in_batches(
-    numbers: Iterable[_Key], length: Callable[[_Key], int], most: int
-) -> Iterator[list[_Key]]:
-    """Split tensors into lists of at most ``most`` bytes together, or of one longer tensor."""
-    batch: list[_Key] = []
+    items: Iterable[_Item], length: Callable[[_Item], int], most: int
+) -> Iterator[list[_Item]]:
+    """Split items into lists of at most ``most`` bytes together, or of one longer item."""
+    batch: list[_Item] = []
     size = 0
-    for number in numbers:
-        if batch and size + length(number) > most:
+    for item in items:
+        if batch and size + length(item) > most:
             yield batch
             batch, size = [], 0
-        batch.append(number)
-        size += length(number)
+        batch.append(item)
+        size += length(item)
     if batch:
         yield batch
 
