@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _native
-from .._types import FileFormat
+from .._types import FileFormat, Name
 from ..tensors import devices, fake_mode, subclasses, without_data
 from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
 from .exit_hooks import ENDING, call_at_exit
 from .file_writer import FileWriter
-from .nesting import flatten, named_leaves
+from .nesting import named_leaves
 from .options import SaveOptions, takes
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class SaveFuture(Future[None]):
 
         When all of them are written, the file is still incomplete until ``done()`` is true.
         """
-        return self._file.saved_bytes
+        return self._file.native.progress
 
     @property
     def overtaken(self) -> bool:
@@ -93,13 +93,15 @@ class SaveFuture(Future[None]):
     def __await__(self) -> Generator[Any, None, None]:
         return asyncio.wrap_future(self).__await__()
 
-    def _run(self, tensors: list[Any], uri: str, safetensors: bool) -> None:
-        """Save; ``tensors`` is emptied, so that no copy is left when the result is known."""
+    def _run(
+        self, names: list[Name], boxed: list[list[torch.Tensor]], uri: str, safetensors: bool
+    ) -> None:
+        """Save; the box of tensors is emptied, so that none is left when the result is known."""
         error = None
         try:
             with self._file as file:
                 write = file.write_safetensors if safetensors else file.write_leaves
-                write(*named_leaves(tensors.pop()))
+                write(names, boxed.pop())
         except BaseException as raised:
             error = raised
             logger.error("saving to %s failed: %s", uri, error)
@@ -238,25 +240,22 @@ def save_async(
     refuse_short(leaves)
     size = sum(t.numel() * t.element_size() for _, t in leaves if not t.is_meta)
     with fake_mode.suspended():
-        copies = _copied(tensors)
+        boxed = [_copied(values)]
     file = FileWriter(uri, allow_meta=allow_meta, closes_stream=False, **options)
     future = SaveFuture(file, size)
-    boxed = [copies]
-    del copies
-    _start(future, boxed, str(uri), safetensors)
+    _start(future, names, boxed, str(uri), safetensors)
     return future
 
 
-def _copied(value: Any) -> Any:
-    """Return a nested structure with copies of its tensors in host memory."""
-    found = [tensor for _, tensor in flatten(value)]
+def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors in host memory."""
     copies: dict[int, torch.Tensor] = {}
-    staged = [t for t in found if _is_plain(t) and devices.is_native(t.device)]
+    staged = [t for t in tensors if _is_plain(t) and devices.is_native(t.device)]
     if staged:
         plain = [t.detach().resolve_conj().resolve_neg().contiguous() for t in staged]
         taken = take(_native.snapshot(lend(plain)))
         copies = {id(tensor): copy for tensor, copy in zip(staged, taken, strict=True)}
-    return _replaced(value, copies)
+    return [copies[id(t)] if id(t) in copies else _copy(t.detach()) for t in tensors]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -264,12 +263,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return strided and not tensor.is_meta
 
 
-def _replaced(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if id(value) in copies:
-            return copies[id(value)]
-        value = value.detach()
-        return value if value.is_meta else copied(value) if value.is_cpu else value.cpu()
-    if isinstance(value, Mapping):
-        return {key: _replaced(child, copies) for key, child in value.items()}
-    return [_replaced(child, copies) for child in value]
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else copied(tensor) if tensor.is_cpu else tensor.cpu()
