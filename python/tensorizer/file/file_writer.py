@@ -17,7 +17,7 @@ from .._native import Handle, TensorWriter
 from .._numbers import check_number
 from .._types import Hashes, Name, TensorType
 from ..streams.addresses import open_address
-from ..streams.atomic import AtomicRandom, warn_of_overtaking
+from ..streams.atomic import AtomicRandom, WholeFile, warn_of_overtaking
 from ..streams.upload import UploadFile
 from ..tensors import sharding, subclasses, without_data
 from ..tensors.handles import lend
@@ -113,9 +113,9 @@ class FileWriter:
         if not isinstance(stream, (str, bytes, os.PathLike, int)):
             self._stream = stream
         # Streams of this package complete their file when they are closed.
-        own = stream is not file_obj or isinstance(stream, (UploadFile, AtomicRandom))
+        own = stream is not file_obj or isinstance(stream, WholeFile)
         self._closes_stream = closes_stream or own
-        if isinstance(stream, AtomicRandom):
+        if isinstance(stream, WholeFile):
             stream.belongs_to_serializer = True
 
     def set_pair_id(self, identity: bytes | None) -> None:
@@ -248,7 +248,7 @@ class FileWriter:
         writer, self._writer = self.native, None
         uri = writer.uri
         is_complete, other_path = False, None
-        if isinstance(self._stream, (UploadFile, AtomicRandom)) and self._stream.ended:
+        if isinstance(self._stream, WholeFile) and self._stream.ended:
             # The caller has closed or abandoned the stream, and has seen any error.
             writer.finish()
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,19 +15,6 @@ from .members import Members
 
 #: Bytes of tensors that are gathered before they are written, or one tensor that has more.
 _BATCH_BYTES = 64 << 20
-
-
-class TensorWriter(Protocol):
-    """A file that is being written."""
-
-    def write_leaves(self, names: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors."""
-
-    def close(self) -> None:
-        """Make the file visible."""
-
-    def abandon(self) -> None:
-        """Abandon the file."""
 
 
 class GatheredSave:
@@ -129,37 +116,6 @@ class GatheredSave:
             except BaseException as raised:
                 error = raised
             self._agree(error)
-
-    def save(
-        self,
-        names: Sequence[Any],
-        tensors: Sequence[torch.Tensor],
-        opened: Callable[[], TensorWriter],
-        written: Callable[[], None],
-    ) -> None:
-        """Open a file, write the whole tensors and close it, at one process; the others wait.
-
-        ``written`` is called at all of them before the file is closed.
-
-        Raises:
-            BaseException: The error of that process, or see :meth:`write`.
-
-        """
-        with self.members:
-            target, _ = self.members.run_on_all(lambda: opened() if self.writes else None)
-
-            def write(selected: slice, whole: list[torch.Tensor]) -> None:
-                if target is not None:
-                    target.write_leaves(names[selected], whole)
-
-            try:
-                self.write(names, tensors, write)
-                self.members.run_on_all(written)
-            except BaseException:
-                if target is not None:
-                    target.abandon()
-                raise
-            self.members.run_on_all(lambda: None if target is None else target.close())
 
     def _agree(self, error: BaseException | None, value: Any = None) -> list[Any]:
         try:
