@@ -12,7 +12,7 @@ from ..tensors import devices
 
 #: The device of all tensors of a load, or that of each.
 Places: TypeAlias = "torch.device | Sequence[torch.device]"
-#: What is split into batches.
+#: An item of a batch.
 _Item = TypeVar("_Item")
 
 

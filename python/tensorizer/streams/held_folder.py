@@ -36,7 +36,7 @@ class HeldFolder:
 
     """
 
-    #: How the folder is opened.
+    #: The mode in which the folder is opened.
     _access = os.O_PATH
 
     def __init__(self, folder: str) -> None:
