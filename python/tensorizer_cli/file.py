@@ -83,7 +83,7 @@ def prepare(file: str, mmap: bool) -> None:
 def _is_checkpoint(file: str) -> bool:
     if not is_address(file):
         return (Path(file) / CHECKPOINT).is_file()
-    return file.endswith("/") and is_there(file + CHECKPOINT)
+    return file.endswith("/") and is_there(file + CHECKPOINT, PermissionError)
 
 
 class BatchedFile(FileDescription):

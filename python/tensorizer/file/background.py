@@ -61,7 +61,7 @@ class SaveFuture(Future[None]):
 
         When all of them are written, the file is still incomplete until ``done()`` is true.
         """
-        return self._file.saved_bytes
+        return self._file.native.progress
 
     @property
     def overtaken(self) -> bool:
@@ -226,11 +226,9 @@ def save_async(
     refuse_short(leaves)
     size = sum(t.numel() * t.element_size() for _, t in leaves if not t.is_meta)
     with fake_mode.suspended():
-        copies = _copied(values)
+        boxed = [_copied(values)]
     file = FileWriter(uri, allow_meta=allow_meta, closes_stream=False, **options)
     future = SaveFuture(file, size)
-    boxed = [copies]
-    del copies
     _start(future, names, boxed, str(uri), safetensors)
     return future
 

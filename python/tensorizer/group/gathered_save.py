@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,6 @@ from ..streams import targets
 from ..tensors import sharding, without_data
 from ..tensors.batches import in_batches
 from .members import Members
-
-if TYPE_CHECKING:
-    from ..file.file_writer import FileWriter
 
 #: Bytes of tensors that are gathered before they are written, or one tensor that has more.
 _BATCH_BYTES = 64 << 20
@@ -128,37 +125,6 @@ class GatheredSave:
             except BaseException as raised:
                 error = raised
             self.members.agree(error)
-
-    def save(
-        self,
-        names: Sequence[Any],
-        tensors: Sequence[torch.Tensor],
-        opened: Callable[[], FileWriter],
-        written: Callable[[], None],
-    ) -> None:
-        """Open a file, write the whole tensors and close it, at one process; the others wait.
-
-        ``written`` is called at all of them before the file is closed.
-
-        Raises:
-            BaseException: The error of that process, or see :meth:`write`.
-
-        """
-        with self.members:
-            target, _ = self.members.run_on_all(lambda: opened() if self.writes else None)
-
-            def write(selected: slice, whole: list[torch.Tensor]) -> None:
-                if target is not None:
-                    target.write_leaves(names[selected], whole)
-
-            try:
-                self.write(names, tensors, write)
-                self.members.run_on_all(written)
-            except BaseException:
-                if target is not None:
-                    target.abandon()
-                raise
-            self.members.run_on_all(lambda: None if target is None else target.close())
 
 
 def _common_ranks(tensors: Sequence[Any]) -> tuple[int, ...]:

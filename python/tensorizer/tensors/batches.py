@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-#: The keys of tensors: numbers or names.
-_Key = TypeVar("_Key", int, str)
+#: A tensor of a batch: its number, its name, or itself.
+_Item = TypeVar("_Item")
 
 
 def in_batches(
-    numbers: Iterable[_Key], length: Callable[[_Key], int], most: int
-) -> Iterator[list[_Key]]:
+    items: Iterable[_Item], length: Callable[[_Item], int], most: int
+) -> Iterator[list[_Item]]:
     """Split tensors into lists of at most ``most`` bytes together, or of one longer tensor."""
-    batch: list[_Key] = []
+    batch: list[_Item] = []
     size = 0
-    for number in numbers:
-        if batch and size + length(number) > most:
+    for item in items:
+        if batch and size + length(item) > most:
             yield batch
             batch, size = [], 0
-        batch.append(number)
-        size += length(number)
+        batch.append(item)
+        size += length(item)
     if batch:
         yield batch
