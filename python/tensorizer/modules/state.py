@@ -350,31 +350,19 @@ def _put(slot: TensorSlot, old: torch.Tensor, tensor: torch.Tensor, fill: bool) 
     """Make a tensor of a module hold loaded data; return it, or its replacement."""
     new = tensor.detach()
     frozen = old.is_inference() and not torch.is_inference_mode_enabled()
-    if sharding.is_sharded(old):
-        return _put_part(slot, old, new, frozen)
-    fits = fill and not frozen and old.shape == new.shape
+    sharded = sharding.is_sharded(old)
+    fits = fill and not sharded and old.shape == new.shape and elements_spanned(old) is not None
     fits = fits and (old.dtype, old.device) == (new.dtype, new.device)
-    if _keeps_memory(slot, old) or (fits and elements_spanned(old) is not None):
-        copy_into(old, new)
+    if not frozen and (fits or _keeps_memory(slot, old)):
+        copy_into(sharding.local_of(old), sharding.local_of(new))
         return old
-    if frozen or not torch._has_compatible_shallow_copy_type(old, new):
+    if frozen or sharded or not torch._has_compatible_shallow_copy_type(old, new):
         replacement = _like(old, tensor)
         slot.set(replacement)
         return replacement
     if old.is_leaf and not (new.is_floating_point() or new.is_complex()):
         old.requires_grad_(False)
     old.data = in_order_of(old, new)
-    return old
-
-
-def _put_part(slot: TensorSlot, old: torch.Tensor, new: torch.Tensor, frozen: bool) -> torch.Tensor:
-    """Do the same as :func:`_put` for a DTensor, whose memory other objects may use."""
-    here = sharding.local_of(old)
-    if here.is_meta or frozen:
-        replacement = _like(old, new)
-        slot.set(replacement)
-        return replacement
-    here.copy_(sharding.local_of(new))
     return old
 
 
