@@ -330,7 +330,7 @@ def assign(
         old = slot.current()
         known = None if old is None else first.get(id(old))
         if old is None or is_lazy(old) or not slot.is_of(old):
-            _register(slot, tensor)
+            register(slot, tensor)
         elif known is None:
             first[id(old)] = tensor, _put(slot, old, tensor, id(old) in own)
         elif _same(known[0], tensor):
@@ -395,8 +395,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _register(slot: TensorSlot, tensor: torch.Tensor) -> None:
-    """Register a tensor where the module has none in this role."""
+def register(slot: TensorSlot, tensor: torch.Tensor) -> None:
+    """Register a tensor in a slot, where the module has none in this role."""
     module, name = slot.module, slot.attribute
     if slot.kind is TensorType.PARAM:
         module._buffers.pop(name, None)
