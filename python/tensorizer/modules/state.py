@@ -21,6 +21,9 @@ from .wrappers import Submodules, tensor_of
 #: The most tensors that a warning names.
 _MOST_NAMED = 20
 _WITHOUT_DATA = "on the meta device, and not in the file: "
+_STAY = "has tensors that the file lacks, and that stay as they are: "
+_COMPUTE = "; compute them before you use the module"
+_STRICT = "; strict=True makes this an error"
 _SCRIPTED = (
     ": a scripted module gets no new tensors, and a frozen one has none; load before "
     "torch.jit.script, trace or freeze"
@@ -175,11 +178,10 @@ def check(
         KeyError, RuntimeError, NotImplementedError: See ``load_into_module``.
 
     """
-    wrong: list[str] = []
     unknown: list[str] = []
     # Names of root tensors may begin with a dot or not, but a file cannot have both for one tensor.
     all_names = set(names)
-    wrong += [
+    wrong = [
         f"{name} and .{name} of the file are one tensor of the module"
         for name in names
         if "." not in name and f".{name}" in all_names
@@ -207,35 +209,24 @@ def check(
                 f"the module has {list(tensor.shape)}{without_data.hint(tensor)}"
             )
     unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
-    missing: list[str] = []
-    empty: list[str] = []
-    if all_tensors is not None:
-        missing, empty = _missing(root, {id(tensor) for tensor in all_tensors})
-    if strict:
-        wrong += [f"missing in the file: {', '.join(missing)}"] if missing else []
-        wrong += [f"{_WITHOUT_DATA}{', '.join(empty)}"] if empty else []
-        wrong += [f"unknown to the module: {', '.join(unexpected)}"] if unexpected else []
+    if not strict and len(unexpected) < len(unknown):
+        # vLLM had made others for its kernels, if its marker is one of them.
+        unexpected = []
+    missing, empty = _missing(root, all_tensors)
+    told: list[str] = []
+    for some, error, warning, advice in (
+        (missing, "missing in the file: ", _STAY, _STRICT),
+        (empty, _WITHOUT_DATA, f"has buffers that are {_WITHOUT_DATA}", _COMPUTE + _STRICT),
+        (unexpected, "unknown to the module: ", "has new tensors, which only the file had: ", ""),
+    ):
+        if some and strict:
+            wrong.append(error + ", ".join(some))
+        elif some:
+            told.append(f"{type(root).__name__} {warning}{_some(some)}{advice}")
     if wrong:
         raise RuntimeError(f"{type(root).__name__} does not fit the file:\n\t" + "\n\t".join(wrong))
-    if missing:
-        warnings.warn(
-            f"{type(root).__name__} has tensors that the file lacks, and that stay as they are: "
-            f"{_some(missing)}; strict=True makes this an error",
-            stacklevel=3,
-        )
-    if empty:
-        warnings.warn(
-            f"{type(root).__name__} has buffers that are {_WITHOUT_DATA}{_some(empty)}; compute "
-            "them before you use the module; strict=True makes this an error",
-            stacklevel=3,
-        )
-    # vLLM had made others for its kernels, if its marker is one of them.
-    if unexpected and len(unexpected) == len(unknown):
-        warnings.warn(
-            f"{type(root).__name__} has new tensors, which only the file had: "
-            + ", ".join(unexpected),
-            stacklevel=3,
-        )
+    for text in told:
+        warnings.warn(text, stacklevel=3)
 
 
 def warn_of_dtypes(
@@ -293,14 +284,16 @@ def without_extra_state(
 MARKERS = ("vllm_tensorized_marker",)
 
 
-def _missing(root: torch.nn.Module, there: set[int]) -> tuple[list[str], list[str]]:
+def _missing(
+    root: torch.nn.Module, all_tensors: Collection[torch.Tensor | None] | None
+) -> tuple[list[str], list[str]]:
     """Return the names of a module's tensors that a file lacks, and of its buffers without data.
 
-    The latter are not persistent, so that a file need not have them. ``there`` has the ids of the
-    module's tensors that are in the file.
+    The latter are not persistent, so that a file need not have them.
     """
     missing, empty = [], []
-    for _, name, _, slot, tensor in walk(root):
+    there = set(map(id, all_tensors or ()))
+    for _, name, _, slot, tensor in walk(root) if all_tensors is not None else ():
         if id(tensor) not in there:
             if slot.attribute not in slot.module._non_persistent_buffers_set:
                 missing.append(name)
