@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import copy
 import functools
 import inspect
 import os
@@ -42,81 +41,18 @@ from ..streams.addresses import is_address
 _SAVE = inspect.signature(torch.serialization.save)
 _LOAD = inspect.signature(torch.serialization.load)
 
+#: The name by which torch.load refers to the module of its restricted unpickler.
+_UNPICKLER_MODULE = "_weights_only_unpickler"
 #: The values of an environment variable that torch takes for "yes".
 _YES = ("1", "y", "yes", "true")
 
 
-_saving: ContextVar[_SavingBlock | None] = ContextVar("_saving", default=None)
-_loading: ContextVar[_LoadingBlock | None] = ContextVar("_loading", default=None)
-_restricted: ContextVar[type | None] = ContextVar("_restricted", default=None)
-
-
-class _RestrictedUnpicklerModule:
-    """A stand-in for torch's module of the unpickler for ``weights_only=True``."""
-
-    @property
-    def Unpickler(self) -> type:  # the name that torch looks for
-        return _restricted.get() or restricted.Unpickler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(restricted, name)
-
-
-class _TorchPatch(Patch):
-    """The replacement of torch's functions."""
-
-    def apply(self) -> None:
-        self.replace(torch, "save", _in_place_of(torch.save, _SAVE, _saving))
-        self.replace(torch, "load", _in_place_of(torch.load, _LOAD, _loading))
-        unpickler = _RestrictedUnpicklerModule()
-        self.replace(torch.serialization, "_weights_only_unpickler", unpickler)
-
-
-_patch = _TorchPatch()
-
-
-class _Block(contextlib.ContextDecorator):
-    """A block, or the decorator of a function that runs in one."""
-
-    #: The public name of the block.
-    name: str
-    #: The variable that has the innermost block.
-    variable: ContextVar[Any]
-
-    def __init__(self) -> None:
-        self._outer: list[Any] = []
-
-    def _recreate_cm(self) -> _Block:
-        again = copy.copy(self)
-        again._outer = []
-        return again
-
-    def __call__(self, *function: Any, **kwargs: Any) -> Any:
-        check_decorated(self.name, function[0] if len(function) == 1 and not kwargs else None)
-        return super().__call__(function[0])
-
-    def __enter__(self) -> None:
-        _patch.__enter__()
-        self._outer.append(self.variable.get())
-        self.variable.set(self)
-
-    def __exit__(self, *_: object) -> None:
-        self.variable.set(self._outer.pop())
-        _patch.__exit__()
-
-
-class _SavingBlock(_Block):
+class _SavingBlock:
     """One block of :func:`tensorizer_saving`."""
 
-    name, variable = "tensorizer_saving", _saving
-
     def __init__(self, file_obj: Any, save_func: SaveFunc | None, options: dict[str, Any]) -> None:
-        super().__init__()
         self.file_obj, self.options = file_obj, options
         self.save_func = save_func and _outside_blocks(save_func)
-
-    def __enter__(self) -> None:
-        super().__enter__()
         #: The file of ``torch.save`` to which each storage file belongs. Objects are kept alive, so
         #: that their ids are not reused.
         self._written: dict[object, object] = {}
@@ -167,10 +103,8 @@ class _SavingBlock(_Block):
         return id(file), file.tell() if hasattr(file, "tell") else None
 
 
-class _LoadingBlock(_Block):
+class _LoadingBlock:
     """One block of :func:`tensorizer_loading`."""
-
-    name, variable = "tensorizer_loading", _loading
 
     def __init__(
         self,
@@ -179,7 +113,6 @@ class _LoadingBlock(_Block):
         any_code: bool,
         options: dict[str, Any],
     ) -> None:
-        super().__init__()
         self.file_obj, self.options = file_obj, options
         self.load_func = load_func and _outside_blocks(load_func)
         self.any_code = any_code
@@ -280,6 +213,11 @@ def _weights_only(given: bool | None) -> bool:
     return bool(torch.serialization._default_to_weights_only(None))
 
 
+_saving: ContextVar[_SavingBlock | None] = ContextVar("_saving", default=None)
+_loading: ContextVar[_LoadingBlock | None] = ContextVar("_loading", default=None)
+_restricted: ContextVar[type | None] = ContextVar("_restricted", default=None)
+
+
 def _outside_blocks(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs outside of all blocks, so that it may use torch itself."""
 
@@ -290,6 +228,29 @@ def _outside_blocks(func: Callable[..., Any]) -> Callable[..., Any]:
         return context.run(func, *args)
 
     return call
+
+
+class _RestrictedUnpicklerModule:
+    """A stand-in for torch's module of the unpickler for ``weights_only=True``."""
+
+    @property
+    def Unpickler(self) -> type:  # the name that torch looks for
+        return _restricted.get() or restricted.Unpickler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(restricted, name)
+
+
+class _TorchPatch(Patch):
+    """The replacement of torch's functions."""
+
+    def apply(self) -> None:
+        self.replace(torch, "save", _in_place_of(torch.save, _SAVE, _saving))
+        self.replace(torch, "load", _in_place_of(torch.load, _LOAD, _loading))
+        self.replace(torch.serialization, _UNPICKLER_MODULE, _RestrictedUnpicklerModule())
+
+
+_patch = _TorchPatch()
 
 
 def _in_place_of(
@@ -310,6 +271,38 @@ def _in_place_of(
     # Also for callers that ignore ``__wrapped__``.
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
+
+
+class _Block(contextlib.ContextDecorator):
+    """A block, or the decorator of a function that runs in one.
+
+    Args:
+        name: The public name of the block.
+        variable: The variable that has the innermost block.
+        make: A function that makes the settings of one block.
+
+    """
+
+    def __init__(self, name: str, variable: ContextVar[Any], make: Callable[[], Any]) -> None:
+        self._name, self._variable, self._make = name, variable, make
+        self._outer: list[Any] = []
+
+    def _recreate_cm(self) -> _Block:
+        return _Block(self._name, self._variable, self._make)
+
+    def __call__(self, *function: Any, **kwargs: Any) -> Any:
+        check_decorated(self._name, function[0] if len(function) == 1 and not kwargs else None)
+        return super().__call__(function[0])
+
+    def __enter__(self) -> None:
+        made = self._make()
+        _patch.__enter__()
+        self._outer.append(self._variable.get())
+        self._variable.set(made)
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.set(self._outer.pop())
+        _patch.__exit__()
 
 
 def tensorizer_saving(
@@ -347,9 +340,10 @@ def tensorizer_saving(
             files, because it would wait forever.
 
     """
-    check_decoration("tensorizer_saving", file_obj, sys._getframe(1))
+    name = "tensorizer_saving"
+    check_decoration(name, file_obj, sys._getframe(1))
     check_saving(file_obj, serializer_kwargs, for_function=save_func is not None)
-    return _SavingBlock(file_obj, save_func, serializer_kwargs)
+    return _Block(name, _saving, lambda: _SavingBlock(file_obj, save_func, serializer_kwargs))
 
 
 def tensorizer_loading(
@@ -388,7 +382,8 @@ def tensorizer_loading(
             all of them are needed.
 
     """
-    check_decoration("tensorizer_loading", file_obj, sys._getframe(1))
+    name = "tensorizer_loading"
+    check_decoration(name, file_obj, sys._getframe(1))
     check_loading(deserializer_kwargs, for_function=load_func is not None)
     if suppress_weights_only:
         warnings.warn(
@@ -396,4 +391,7 @@ def tensorizer_loading(
             "weights_only=False to torch.load, for files that you trust",
             stacklevel=2,
         )
-    return _LoadingBlock(file_obj, load_func, suppress_weights_only, deserializer_kwargs)
+    options = dict(deserializer_kwargs)
+    return _Block(
+        name, _loading, lambda: _LoadingBlock(file_obj, load_func, suppress_weights_only, options)
+    )
