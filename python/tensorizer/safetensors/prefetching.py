@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 
 import torch
 
@@ -213,12 +212,7 @@ class PrefetchLoader:
     def __enter__(self) -> PrefetchLoader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
