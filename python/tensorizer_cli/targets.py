@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from tensorizer._native import local_path
 
@@ -77,15 +76,19 @@ def redis_server(target: str) -> Iterator[tuple[Any, str]]:
         raise ImportError(
             "copies to redis:// need the Redis client: pip install 'tensorizer[redis]'"
         ) from None
-    parts, shown = urlsplit(target), without_password(target)
-    if not parts.path[1:]:
+    scheme, _, rest = target.partition("://")
+    location, _, query = rest.partition("?")
+    server, _, prefix = location.partition("/")
+    shown = without_password(target)
+    if not prefix:
         raise ValueError(f"{shown}: expected a prefix of keys, as in redis://host/prefix")
     if "#" in target:
         raise ValueError(f"{shown}: expected a prefix of keys without `#`, which ends an address")
+    address = f"{scheme.lower()}://{server}" + (f"?{query}" if query else "")
     try:
-        with redis.Redis.from_url(parts._replace(path="").geturl()) as client:
+        with redis.Redis.from_url(address) as client:
             # Connect before anything is read, which may take long.
             client.connection_pool.release(client.connection_pool.get_connection())
-            yield client, parts.path[1:]
+            yield client, prefix
     except redis.RedisError as error:
         raise OSError(f"{shown}: {error}") from error
