@@ -197,7 +197,7 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
             several = len(loaded) > 1 and loaded[0][1].is_cuda
             self._stream = torch.cuda.current_stream(loaded[0][1].device) if several else None
             self._ready.extend(
-                (name, one) for number, one in loaded for name in self._names[number]
+                [(name, one) for number, one in loaded for name in self._names[number]]
             )
         except BaseException:
             self._waiting_thread = None

@@ -109,6 +109,8 @@ class LoadPlan:
 
     def _total(self) -> int:
         """Return the number of bytes that are read for all of them."""
+        if self._parts.entries is None:
+            return self.file.reader.data_len(self.numbers)
         whole = [number for number in self.numbers if not self.is_cut(number)]
         boxes = self.subset(filter(self.is_cut, self.numbers)).entries()
         return self.file.reader.data_len(whole) + sum(self.read.reader.memory_lens(boxes))
@@ -159,6 +161,8 @@ class LoadPlan:
     def load_new(self, verify: str | None = None) -> dict[int, torch.Tensor]:
         """Return new tensors, by number."""
         tensors = (one for _, one, _ in self.read.load(self.entries(), self._places(), verify))
+        if self._parts.entries is None:
+            return dict(zip(self.numbers, tensors, strict=True))
         # Joined at once, so that no more than a batch is held twice.
         return {
             number: self._joined(number, list(itertools.islice(tensors, self._box_count(number))))
@@ -204,7 +208,9 @@ class LoadPlan:
 
         """
         entries, targets = self.entries(), [tensors[number] for number in self.numbers]
-        copied = {n: tensors[n].nbytes for n in self.numbers if self._box_count(n) > 1}
+        copied: dict[int, int] = {}
+        if self._parts.entries is not None:
+            copied = {n: tensors[n].nbytes for n in self.numbers if self._box_count(n) > 1}
         plain = self.file.dtype is None and len(entries) == len(targets) and not copied
         plain = plain and are_plain(targets)
         if plain and not self.read.strided(entries):
@@ -267,11 +273,13 @@ class LoadPlan:
             return {key: tensors[number] for key, number in self._keys.items()}
         return {key: self.in_requested_form(n, tensors[n]) for key, n in self._keys.items()}
 
-    def keys_by_number(self) -> dict[int, list[Any]]:
+    def keys_by_number(self) -> dict[int, tuple[Any, ...]]:
         """Return the keys under which each tensor is returned."""
-        keys: dict[int, list[Any]] = {}
-        for key, number in self._keys.items():
-            keys.setdefault(number, []).append(key)
+        keys: dict[int, tuple[Any, ...]] = {number: (key,) for key, number in self._keys.items()}
+        if len(keys) < len(self._keys):
+            keys = dict.fromkeys(keys, ())
+            for key, number in self._keys.items():
+                keys[number] += (key,)
         return keys
 
     def in_requested_form(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
