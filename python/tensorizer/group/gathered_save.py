@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,11 +52,8 @@ class GatheredSave:
             GroupError: A process was lost, or did not come.
 
         """
-        try:
+        with self._noted():
             self.members.join()
-        except BaseException:
-            self.failed = True
-            raise
 
     def write(
         self,
@@ -78,53 +76,53 @@ class GatheredSave:
             BaseException: The error of ``write``.
 
         """
+        with self._noted():
+            described = [(n, _properties(t)) for n, t in zip(names, tensors, strict=True)]
+            digest = hashlib.sha256(repr(described).encode()).digest()
+            sharded = {
+                name: one
+                for name, one in zip(names, tensors, strict=True)
+                if sharding.is_sharded(one)
+            }
+            error: BaseException | None = None
+            try:
+                without_data.refuse(sharded, sharded.values())
+            except ValueError as raised:
+                error = raised
+            answers = self.members.agree(error, (digest, self._target))
+            targets.refuse_different([target for _, target in answers])
+            digests = [found for found, _ in answers]
+            other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+            if other is not None:
+                raise ValueError(
+                    f"rank {other} of this collective save has other tensors than rank 0: expected "
+                    "the same names, dtypes, shapes and placements in the same order"
+                )
+            lens = [tensor.numel() * tensor.element_size() for tensor in tensors]
+            for batch in in_batches(range(len(tensors)), lens.__getitem__, _BATCH_BYTES):
+                selected = slice(batch[0], batch[-1] + 1)
+                error = None
+                # All processes must take part in gathering, whatever has failed at one of them.
+                try:
+                    whole = [_gathered(tensor) for tensor in tensors[selected]]
+                except BaseException:
+                    self.members.leave()
+                    raise
+                try:
+                    if self.writes:
+                        write(selected, whole)
+                except BaseException as raised:
+                    error = raised
+                self.members.agree(error)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Remember that a step has failed."""
         try:
-            self._write(names, tensors, write)
+            yield
         except BaseException:
             self.failed = True
             raise
-
-    def _write(
-        self,
-        names: Sequence[Any],
-        tensors: Sequence[torch.Tensor],
-        write: Callable[[slice, list[torch.Tensor]], None],
-    ) -> None:
-        described = [(n, _properties(t)) for n, t in zip(names, tensors, strict=True)]
-        digest = hashlib.sha256(repr(described).encode()).digest()
-        sharded = {
-            name: one for name, one in zip(names, tensors, strict=True) if sharding.is_sharded(one)
-        }
-        error: BaseException | None = None
-        try:
-            without_data.refuse(sharded, sharded.values())
-        except ValueError as raised:
-            error = raised
-        answers = self.members.agree(error, (digest, self._target))
-        targets.refuse_different([target for _, target in answers])
-        digests = [found for found, _ in answers]
-        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"rank {other} of this collective save has other tensors than rank 0: expected "
-                "the same names, dtypes, shapes and placements in the same order"
-            )
-        lens = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        for batch in in_batches(range(len(tensors)), lens.__getitem__, _BATCH_BYTES):
-            selected = slice(batch[0], batch[-1] + 1)
-            error = None
-            # All processes must take part in gathering, whatever has failed at one of them.
-            try:
-                whole = [_gathered(tensor) for tensor in tensors[selected]]
-            except BaseException:
-                self.members.leave()
-                raise
-            try:
-                if self.writes:
-                    write(selected, whole)
-            except BaseException as raised:
-                error = raised
-            self.members.agree(error)
 
 
 def _common_ranks(tensors: Sequence[Any]) -> tuple[int, ...]:
