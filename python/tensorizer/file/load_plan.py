@@ -99,17 +99,17 @@ class LoadPlan:
 
     def part(self, number: int) -> Part:
         """Return the wanted part of a tensor, which may be all of it."""
-        cut, entries = self._parts.cuts.get(number), self._parts.entries
+        cut, first = self._parts.cuts.get(number), self._parts.first
         if isinstance(cut, Part):
             return cut
-        ranges = None if entries is None else self.read.reader.ranges(entries[number][0])
+        ranges = None if first is None else self.read.reader.ranges(first[number])
         if ranges is None:
             ranges = [(0, dim) for dim in self.file.reader.describe(number)[1]]
         return Part.of_ranges(ranges)
 
     def _total(self) -> int:
         """Return the number of bytes that are read for all of them."""
-        if self._parts.entries is None:
+        if self._parts.first is None:
             return self.file.reader.data_len(self.numbers)
         whole = [number for number in self.numbers if not self.is_cut(number)]
         boxes = self.subset(filter(self.is_cut, self.numbers)).entries()
@@ -117,16 +117,21 @@ class LoadPlan:
 
     def entries(self) -> list[int]:
         """Return the numbers in ``read`` of the boxes of all tensors."""
-        entries = self._parts.entries
-        return self.numbers if entries is None else [at for n in self.numbers for at in entries[n]]
+        first, counts = self._parts.first, self._parts.box_counts
+        if first is None:
+            return self.numbers
+        if not counts:
+            return [first[number] for number in self.numbers]
+        return [first[n] + at for n in self.numbers for at in range(counts.get(n, 1))]
 
     def numbers_of_entries(self) -> list[int]:
         """Return the tensor of each of the :meth:`entries`."""
-        entries = self._parts.entries
-        return self.numbers if entries is None else [n for n in self.numbers for _ in entries[n]]
+        if not self._parts.box_counts:
+            return self.numbers
+        return [n for n in self.numbers for _ in range(self._box_count(n))]
 
     def _box_count(self, number: int) -> int:
-        return 1 if self._parts.entries is None else len(self._parts.entries[number])
+        return self._parts.box_counts.get(number, 1)
 
     # Devices
 
@@ -161,7 +166,7 @@ class LoadPlan:
     def load_new(self, verify: str | None = None) -> dict[int, torch.Tensor]:
         """Return new tensors, by number."""
         tensors = (one for _, one, _ in self.read.load(self.entries(), self._places(), verify))
-        if self._parts.entries is None:
+        if not self._parts.box_counts:
             return dict(zip(self.numbers, tensors, strict=True))
         # Joined at once, so that no more than a batch is held twice.
         return {
@@ -208,9 +213,8 @@ class LoadPlan:
 
         """
         entries, targets = self.entries(), [tensors[number] for number in self.numbers]
-        copied: dict[int, int] = {}
-        if self._parts.entries is not None:
-            copied = {n: tensors[n].nbytes for n in self.numbers if self._box_count(n) > 1}
+        several = self.numbers if self._parts.box_counts else ()
+        copied = {n: tensors[n].nbytes for n in several if self._box_count(n) > 1}
         plain = self.file.dtype is None and len(entries) == len(targets) and not copied
         plain = plain and are_plain(targets)
         if plain and not self.read.strided(entries):

@@ -26,14 +26,16 @@ class PlannedParts(NamedTuple):
             tensors are wanted as wholes.
         cuts: By number, for each tensor of which only a part is wanted: an index, a dimension, or
             a :class:`Part`.
-        entries: The numbers in the view of the boxes of each tensor; None without cuts.
+        first: The number in the view of the first box of each tensor; None without cuts.
+        box_counts: The number of boxes of each tensor that has not one.
         rests: The indices to apply to what is loaded.
 
     """
 
     file: OpenFile
     cuts: Mapping[int, Any]
-    entries: Mapping[int, range] | None
+    first: Mapping[int, int] | None
+    box_counts: Mapping[int, int]
     rests: Mapping[int, tuple[Any, ...]]
 
 
@@ -76,7 +78,7 @@ def planned_parts(
             raise type(error)(f"the slice of {names[number]!r}: {error}") from None
         return [tuple(ranges)], rest
 
-    planned = PlannedParts(file, {}, None, {})
+    planned = PlannedParts(file, {}, None, {}, {})
     if cuts:
         reader, rests, several = plan_parts(
             file.reader,
@@ -88,11 +90,14 @@ def planned_parts(
             ),
             boxes_at,
         )
-        counts = dict(several)
-        ends = itertools.accumulate((counts.get(at, 1) for at in range(len(order))), initial=0)
-        entries = dict(zip(order, itertools.starmap(range, itertools.pairwise(ends)), strict=True))
-        view = file.with_parts(reader, [n for n in order for _ in entries[n]])
-        planned = PlannedParts(view, cuts, entries, {order[at]: rest for at, rest in rests})
+        counts = {order[at]: count for at, count in several}
+        first, numbers = dict(zip(order, itertools.count(), strict=False)), order
+        if counts:
+            lens = [counts.get(number, 1) for number in order]
+            first = dict(zip(order, itertools.accumulate(lens, initial=0), strict=False))
+            numbers = [n for n, boxes in zip(order, lens, strict=True) for _ in range(boxes)]
+        view = file.with_parts(reader, numbers)
+        planned = PlannedParts(view, cuts, first, counts, {order[at]: rest for at, rest in rests})
     if missing:
         raise KeyError(f"a slice of {missing[0]!r}, which is not among the tensors to load")
     return planned
