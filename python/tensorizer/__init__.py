@@ -14,6 +14,7 @@ from . import _installation_check  # isort: skip  # before what may have been re
 
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from types import FunctionType as _FunctionType
 from typing import TYPE_CHECKING as _TYPE_CHECKING, Any as _Any
 
 from ._native import __version__
@@ -126,14 +127,9 @@ def __dir__() -> list[str]:
 #: it as ``cmake -DCMAKE_PREFIX_PATH=...``.
 cmake_prefix_path = str(_Path(__file__).parent / "share/cmake")
 
-for _public in (
-    *(ClosedError, CryptographyError, DamagedFileError, DeviceError, DeviceMemoryError),
-    *(FormatError, GroupError, HashMismatchError, InvalidVersionError, PairMismatchError),
-    *(TruncatedError, DecryptionParams, EncryptionParams, TensorDeserializer),
-    *(TensorType, LoadOptions, ReadOptions, SaveOptions, Shard, TensorSlice, iterate, load),
-    *(release_pinned, set_pinned_limit, stats),
-):
+for _public in map(globals().get, __all__):
     # So that tracebacks, reprs and pickles show the public names, such as ``tensorizer.load``.
-    _public.__module__ = __name__
+    if isinstance(_public, (type, _FunctionType)):
+        _public.__module__ = __name__
 
 del _command_start, _installation_check, _public, operators

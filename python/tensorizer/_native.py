@@ -28,7 +28,7 @@ if ".abi3.so" not in EXTENSION_SUFFIXES:
     )
 
 from ._C import *  # noqa: E402, F403
-from ._C import __version__, unknown_variables  # noqa: E402
+from ._C import __version__ as __version__, unknown_variables  # noqa: E402
 
 if __version__ != VERSION:
     raise ImportError(

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
-from .help_texts import epilog
 from .output import print_error, print_line, report_error
 
 #: The options that name the source of a key or passphrase, without their prefix.
 SECRETS = ("key-file", "key-env", "passphrase-file", "passphrase-env", "prompt")
 #: Shells that complete the command.
 SHELLS = ("bash", "zsh", "fish")
-#: The module of each command, which runs it by a function of its name; its arguments; its purpose.
+#: The module of each command, which runs it by a function of its name, and its arguments.
 COMMANDS = {
-    "ls": ("describe", "file", "List the tensors of a file."),
-    "info": ("describe", "file", "Show what a file is, what it holds and where it lies."),
-    "load": ("load", "file", "Load a file, and report how fast it came and what held it back."),
-    "verify": ("verify", "file", "Compare tensors with their hashes."),
-    "diff": ("compare", "file other", "Compare two files, tensor by tensor."),
-    "cp": ("copy", "file target", "Copy a file, laid out anew, as plain data."),
-    "encrypt": ("copy", "file target", "Copy a file, encrypted."),
-    "decrypt": ("copy", "file target", "Copy an encrypted file as plain data."),
-    "rekey": (
-        "copy",
-        "file target",
-        "Copy an encrypted file under another key, with its metadata.",
-    ),
-    "cache": (
-        "local",
-        "",
-        "List the cache of servers' files, or remove those that are not in use.",
-    ),
-    "keygen": ("local", "key", "Write a random key of 32 bytes to a new file; - prints it in hex."),
-    "completion": ("local", "", "Print the script by which a shell completes the command."),
+    "ls": ("describe", "file"),
+    "info": ("describe", "file"),
+    "load": ("load", "file"),
+    "verify": ("verify", "file"),
+    "diff": ("compare", "file other"),
+    "cp": ("copy", "file target"),
+    "encrypt": ("copy", "file target"),
+    "decrypt": ("copy", "file target"),
+    "rekey": ("copy", "file target"),
+    "cache": ("local", ""),
+    "keygen": ("local", "key"),
+    "completion": ("local", ""),
 }
+#: Texts of the commands' helps: the purpose, an empty line, and the end with examples.
+_HELP = Path(__file__).with_name("help")
+#: Commands that read tensors, and those of them that copy a file.
+_READING = "load verify diff cp encrypt decrypt rekey"
+_COPYING = "cp encrypt decrypt rekey"
 #: The title of the key that commands decrypt with.
 _DECRYPTING = {
     "load": "the key, if it is encrypted, one of",
@@ -49,16 +47,8 @@ _DECRYPTING = {
 }
 #: The prefix and the title of the key that commands encrypt with.
 _ENCRYPTING = {"encrypt": ("", "the key, one of"), "rekey": ("new-", "the new key, one of")}
-#: The values of options that a command lacks.
-_DEFAULTS = {
-    "quiet": False,
-    "json": False,
-    "skip_objects": False,
-    "clear_metadata": False,
-    "max_shard_size": None,
-    "readers": None,
-    "memory_limit": None,
-}
+#: Options that are None for a command without them.
+_OPTIONAL = "quiet json skip_objects clear_metadata max_shard_size readers memory_limit"
 #: The largest alignment that the core writes.
 _LARGEST_ALIGNMENT = 2 << 20
 #: More bytes than any memory has.
@@ -142,43 +132,13 @@ def _file(text: str) -> str:
     return "/dev/stdin" if text == "-" else text
 
 
-def _flag(command: argparse._ActionsContainer, option: str, text: str) -> None:
-    command.add_argument(option, action="store_true", help=text)
-
-
 def _secrets(command: argparse.ArgumentParser, prefix: str, title: str) -> None:
     group = command.add_argument_group(title)
     group.add_argument(f"--{prefix}key-file", metavar="F", help="32 bytes, or 64 hex digits")
     group.add_argument(f"--{prefix}key-env", metavar="NAME", help="64 hex digits")
     group.add_argument(f"--{prefix}passphrase-file", metavar="F")
     group.add_argument(f"--{prefix}passphrase-env", metavar="NAME")
-    _flag(group, f"--{prefix}prompt", "ask for a passphrase")
-
-
-def _reads(command: argparse.ArgumentParser) -> None:
-    """Add the options of commands that read tensors."""
-    command.add_argument(
-        "--readers", type=_number(1, 4096), metavar="N", help="threads that read at once; automatic"
-    )
-    command.add_argument(
-        "--memory-limit",
-        type=_bytes,
-        metavar="N",
-        help="most bytes in flight, such as 64MiB, including the tensors of a copy",
-    )
-    command.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
-
-
-def _copies(command: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add the options of commands that copy a file; return the group of those for metadata."""
-    alignment = _number(1, _LARGEST_ALIGNMENT, "power of two")
-    command.add_argument(
-        "--alignment", type=alignment, metavar="N", help="of tensors' data, in bytes; 64"
-    )
-    _flag(command, "--verify", "read both again and compare them, with status 1 if they differ")
-    metadata = command.add_mutually_exclusive_group()
-    _flag(metadata, "--drop-metadata", "leave the file's metadata out")
-    return metadata
+    group.add_argument(f"--{prefix}prompt", action="store_true", help="ask for a passphrase")
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -194,67 +154,79 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     made: dict[str, argparse.ArgumentParser] = {}
-    for name, (module, files, text) in COMMANDS.items():
+    for name, (module, files) in COMMANDS.items():
+        purpose, _, end = (_HELP / f"{name}.txt").read_text("utf-8").partition("\n\n")
         made[name] = commands.add_parser(
             name,
-            help=text,
-            description=text,
-            epilog=epilog(name),
+            help=purpose,
+            description=purpose,
+            epilog=end,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for file in files.split():
             is_read = file in ("file", "other")
             made[name].add_argument(file, metavar=file.upper(), type=_file if is_read else str)
-        made[name].set_defaults(module=module, **_DEFAULTS)
-        if name != "completion":
-            _flag(made[name], "--json", "print one JSON object")
-    for name in ("load", "verify", "diff", "cp", "encrypt", "decrypt", "rekey"):
-        _reads(made[name])
-    for name in ("diff", "cp", "encrypt"):
-        _flag(
-            made[name],
-            "--skip-objects",
-            "leave out tensors of a torch.save checkpoint that no name reaches, as those "
-            "inside objects; without it they are an error",
-        )
-    metadata = {name: _copies(made[name]) for name in ("cp", "encrypt", "decrypt", "rekey")}
-    for name in ("encrypt", "rekey"):
-        _flag(
-            metadata[name],
-            "--clear-metadata",
-            "copy the metadata of a plain file, although they are not encrypted; "
-            "without one of these two, a file with metadata is refused",
-        )
-    _options_of_each(made)
+        made[name].set_defaults(module=module, **dict.fromkeys(_OPTIONAL.split()))
+    _add_options(made)
     for name, title in _DECRYPTING.items():
-        _flag(made[name], "--require-manifest", "refuse files without a manifest")
+        made[name].add_argument(
+            "--require-manifest", action="store_true", help="refuse files without a manifest"
+        )
         _secrets(made[name], "", title)
     _secrets(made["diff"], "other-", "the key of OTHER, if it has one of its own, one of")
     for name, (prefix, title) in _ENCRYPTING.items():
-        _flag(made[name], "--manifest", "authenticate names, shapes and order")
+        made[name].add_argument(
+            "--manifest", action="store_true", help="authenticate names, shapes and order"
+        )
         _secrets(made[name], prefix, title)
     return parser
 
 
-def _options_of_each(made: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Add the options that one command alone has."""
-    for option, default, text in (
-        ("--depth", 3, "levels of modules; 3, and 0 for none"),
-        ("--largest", 5, "largest tensors; 5"),
-    ):
-        made["info"].add_argument(
-            option, type=_number(0, 100), default=default, metavar="N", help=text
-        )
-    load, cp = made["load"], made["cp"]
-    _flag(load, "--report", "the same: it always reports")
-    load.add_argument("--device", default="cpu", metavar="D", help="such as cuda:0; cpu")
-    _flag(load, "--verify", "compare tensors with their hashes")
-    _flag(load, "--mmap", "use a local file in place")
+def _add_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Add the options of all commands except those about keys, in the order of their helps."""
+
+    def add(names: str, option: str, text: str, **more: Any) -> None:
+        for name in names.split():
+            made[name].add_argument(*option.split(), help=text, **more)
+
+    flag = functools.partial(add, action="store_true")
+    flag(" ".join(made.keys() - {"completion"}), "--json", "print one JSON object")
+    readers = "threads that read at once; automatic"
+    add(_READING, "--readers", readers, type=_number(1, 4096), metavar="N")
+    limit = "most bytes in flight, such as 64MiB, including the tensors of a copy"
+    add(_READING, "--memory-limit", limit, type=_bytes, metavar="N")
+    flag(_READING, "-q --quiet", "no progress and no summary")
+    flag(
+        "diff cp encrypt",
+        "--skip-objects",
+        "leave out tensors of a torch.save checkpoint that no name reaches, as those "
+        "inside objects; without it they are an error",
+    )
+    alignment = _number(1, _LARGEST_ALIGNMENT, "power of two")
+    add(_COPYING, "--alignment", "of tensors' data, in bytes; 64", type=alignment, metavar="N")
+    flag(_COPYING, "--verify", "read both again and compare them, with status 1 if they differ")
+    for name in _COPYING.split():
+        metadata = made[name].add_mutually_exclusive_group()
+        drop = "leave the file's metadata out"
+        metadata.add_argument("--drop-metadata", action="store_true", help=drop)
+        if name in _ENCRYPTING:
+            metadata.add_argument(
+                "--clear-metadata",
+                action="store_true",
+                help="copy the metadata of a plain file, although they are not encrypted; "
+                "without one of these two, a file with metadata is refused",
+            )
+    count = {"type": _number(0, 100), "metavar": "N"}
+    add("info", "--depth", "levels of modules; 3, and 0 for none", default=3, **count)
+    add("info", "--largest", "largest tensors; 5", default=5, **count)
+    flag("load", "--report", "the same: it always reports")
+    add("load", "--device", "such as cuda:0; cpu", default="cpu", metavar="D")
+    flag("load", "--verify", "compare tensors with their hashes")
+    flag("load", "--mmap", "use a local file in place")
     sharding = "split a safetensors file beyond so many bytes of tensors, as in 5GB"
-    cp.add_argument("--max-shard-size", metavar="N", help=sharding)
+    add("cp", "--max-shard-size", sharding, metavar="N")
     without = "copy the configuration and the tokenizer of a model's folder instead, into a folder"
-    _flag(cp, "--no-weights", without)
+    flag("cp", "--no-weights", without)
     made["cache"].add_argument("action", choices=("ls", "clear"), metavar="ls|clear")
-    folder = "the folder of the cache; TENSORIZER_CACHE"
-    made["cache"].add_argument("--folder", metavar="DIR", help=folder)
+    add("cache", "--folder", "the folder of the cache; TENSORIZER_CACHE", metavar="DIR")
     made["completion"].add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))

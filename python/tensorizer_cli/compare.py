@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from tensorizer import CryptographyError
+from tensorizer._types import Name
 
 from . import keys
-from .file import DAMAGES, BatchedFile, open_file
-from .file_description import plain, text
+from .file import BatchedFile, bytes_of, open_file
+from .file_description import text
 from .output import Report, brief, plural
 from .progress import Progress
 
@@ -77,20 +78,16 @@ def differences(
 
     """
     for batch in file.batches(file.share_memory_with(other)):
-        found: dict[int, Difference] = {}
-        pairs: list[tuple[int, int]] = []
-        for number in batch:
-            same = other.reader.find(file.reader.name(number))
-            difference = _described(file, number, other, same)
-            if difference is not None:
-                found[number] = difference
-            elif same is not None and file.data_lens[number]:
-                pairs.append((number, same))
+        same = {number: other.reader.find(file.names[number]) for number in batch}
+        found = {number: _described(file, number, other, same[number]) for number in batch}
+        pairs = [
+            (number, its)
+            for number, its in same.items()
+            if its is not None and found[number] is None and file.data_lens[number]
+        ]
         found.update(_of_data(file, other, pairs, copied))
-        for number in sorted(found):
-            yield found[number]
-    for number in range(len(other)):
-        name = other.reader.name(number)
+        yield from filter(None, found.values())
+    for name in other.names:
         if file.reader.find(name) is None:
             yield _difference(name, "only_in_other", f"only in {other.shown}: {text(name)}")
     for name in {**file.metadata, **other.metadata}:
@@ -102,22 +99,22 @@ def differences(
             yield _difference(name, "metadata", line, file=mine, other=theirs)
 
 
-def _difference(name: Any, what: str, line: str, **more: Any) -> Difference:
-    return {"name": plain(name), "difference": what, **more}, line
+def _difference(name: Name, what: str, line: str, **more: Any) -> Difference:
+    return {"name": name, "difference": what, **more}, line
 
 
 def _described(
     file: BatchedFile, number: int, other: BatchedFile, same: int | None
 ) -> Difference | None:
     """Compare the entries of the indices."""
-    name = file.reader.name(number)
+    name = file.names[number]
     if same is None:
         return _difference(name, "only_in_file", f"only in {file.shown}: {text(name)}")
-    mine, theirs = file.reader.describe(number)[:2], other.reader.describe(same)[:2]
-    if mine != theirs:
-        line = f"{text(name)}: {mine[0]} {mine[1]} and {theirs[0]} {theirs[1]}"
-        sides = [dict(zip(("dtype", "shape"), one, strict=True)) for one in (mine, theirs)]
-        return _difference(name, "type", line, file=sides[0], other=sides[1])
+    types = file.types[number], other.types[same]
+    if types[0] != types[1]:
+        line = " and ".join(f"{dtype} {list(shape)}" for dtype, shape in types)
+        mine, theirs = ({"dtype": dtype, "shape": shape} for dtype, shape in types)
+        return _difference(name, "type", f"{text(name)}: {line}", file=mine, other=theirs)
     if file.is_meta(number) != other.is_meta(same):
         which, one = ("other", other) if file.is_meta(number) else ("file", file)
         line = f"{text(name)}: only {one.shown} has data"
@@ -130,27 +127,22 @@ def _of_data(
 ) -> Iterator[tuple[int, Difference]]:
     """Load and compare the data of tensors with equal entries."""
     mine, _ = file.load([number for number, _ in pairs], "nothing")
-    verify = "all" if copied and other.reader.format == "tensors" else "nothing"
-    try:
-        theirs, _ = other.load([same for _, same in pairs], verify)
-    except DAMAGES as error:
-        if not copied:
-            raise
-        if len(pairs) > 1:
-            for pair in pairs:
-                yield from _of_data(file, other, [pair], copied)
-        else:
-            name = file.reader.name(pairs[0][0])
-            line = f"{text(name)}: {error}"
-            yield pairs[0][0], _difference(name, "damage", line, message=str(error))
-        return
-    for (number, _), *both in zip(pairs, mine, theirs, strict=True):
-        plain_ones = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in both)
-        one, two = (tensor.reshape(-1).view(torch.uint8) for tensor in plain_ones)
-        pieces = zip(one.split(_PIECE), two.split(_PIECE), strict=True)
+    numbers = [same for _, same in pairs]
+    theirs: Iterable[torch.Tensor | Exception]
+    if copied:
+        verify = "all" if other.reader.format == "tensors" else "nothing"
+        theirs = other.load_undamaged(numbers, verify)
+    else:
+        theirs, _ = other.load(numbers, "nothing")
+    for (number, _), one, two in zip(pairs, map(bytes_of, mine), theirs, strict=True):
+        name = file.names[number]
+        if isinstance(two, Exception):
+            line = f"{text(name)}: {two}"
+            yield number, _difference(name, "damage", line, message=str(two))
+            continue
+        pieces = zip(one.split(_PIECE), bytes_of(two).split(_PIECE), strict=True)
         count, total = sum(int((a != b).sum()) for a, b in pieces), one.numel()
         if count:
-            name = file.reader.name(number)
             differ = "differs" if count == 1 else "differ"
             line = f"{text(name)}: {count:,} of {plural(total, 'byte')} {differ}"
             yield number, _difference(name, "data", line, bytes=count, of=total)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import facts
 from .file_description import FileDescription, open_without_torch, size, text
-from .modules import descendants, modules, rows as module_rows
+from .modules import modules
 from .output import DIM, Report, brief, columns, plural
 
 #: The most files of a model, and the most modules, that are shown.
@@ -26,12 +26,11 @@ def _open(options: argparse.Namespace, *, with_heads: bool = False) -> FileDescr
     distributed checkpoints, and for input that can be read only once.
     """
     found = open_without_torch(options.file, with_heads)
-    if found is None:
-        from .file import open_file
+    if found is not None:
+        return found
+    from .file import open_file
 
-        heads = () if with_heads else None
-        found = open_file(options.file, options, names_only=True, heads=heads)
-    return found
+    return open_file(options.file, options, names_only=True, heads=() if with_heads else None)
 
 
 def ls(options: argparse.Namespace) -> int:
@@ -39,11 +38,12 @@ def ls(options: argparse.Namespace) -> int:
     report = Report(options)
     with _open(options) as file:
         tensors = facts.tensors_of(file)
-        cells = [("name", "dtype", "shape", "bytes", "type")]
-        for one in tensors:
-            shape, nbytes = str(one["shape"]), f"{one['bytes']:,}"
-            cells.append((text(one["name"]), one["dtype"], shape, nbytes, one["type"]))
-        report.lines(columns(cells, "<<<><"))
+        head = ("name", "dtype", "shape", "bytes", "type")
+        cells = (
+            (text(one["name"]), one["dtype"], str(one["shape"]), f"{one['bytes']:,}", one["type"])
+            for one in tensors
+        )
+        report.lines(columns([head, *cells], "<<<><"))
         metadata, lines = _metadata(file)
         report.lines(f"metadata  {line}" for line in lines)
         files, version = file.reader.files(), file.reader.version
@@ -88,62 +88,57 @@ def info(options: argparse.Namespace) -> int:
     """Show the format of a file, its content and its location."""
     report = Report(options)
     with _open(options, with_heads=True) as file:
-        version, encrypted = file.reader.version, file.reader.encrypted
-        tensors, places = facts.tensors_of(file), facts.locations(file)
-        every, dtypes = facts.totals(tensors), facts.by_dtype(tensors)
-        hashes, line_of_hashes = facts.hashes(file)
-        alignment, (metadata, metadata_lines) = facts.alignment(file), _metadata(file)
-        root = modules(tensors, options.depth)
+        tensors, (hashes, line_of_hashes) = facts.tensors_of(file), facts.hashes(file)
+        (metadata, metadata_lines), root = _metadata(file), modules(tensors, options.depth)
         largest = sorted(tensors, key=lambda one: -one["bytes"])[: options.largest]
-        counts = plural(len(file), "tensor"), plural(every["parameters"], "parameter")
-        aligned = (
-            "no data" if alignment is None else f"data begin at multiples of {size(alignment)}"
-        )
-        shown = {
-            "format": [file.reader.format + (f", data version {version}" if version else "")],
-            "holds": [", ".join((*counts, size(file.total)))],
-            "objects": list(_objects(file)),
-            "not loaded": file.unreached,
-            "dtypes": _dtypes(dtypes, file.total) or ["none"],
-            "encryption": ["XSalsa20-Poly1305: its data need a key" if encrypted else "none"],
-            "hashes": [line_of_hashes],
-            "alignment": [aligned],
-            "metadata": metadata_lines or ["none"],
-            "read from": _read_from(places) or ["none"],
-        }
-        report.line(title=file.shown)
-        for title, lines in shown.items():
-            for number, line in enumerate(lines):
-                report.line(line, f"  {'' if number else title:<12}", DIM)
-        if len(places) > 1:
-            _show(report, ("files", "", "", ""), map(_file_cells, places), "<>><", _MOST_FILES)
-        head = ("modules", "tensors", "parameters", "bytes", "")
-        _show(report, head, map(_module_cells, module_rows(root)), "<>>><", _MOST_MODULES)
-        cells = (_tensor_cells(one, file.total) for one in largest)
-        _show(report, ("largest tensors", "", "", "", ""), cells, "<<<>>", len(largest))
-        report.result(
+        fields = ("name", "dtype", "shape", "bytes")
+        found = {
             **_head(file),
-            version=version,
-            encrypted=encrypted,
-            **every,
-            dtypes=dtypes,
-            hashes=hashes,
-            alignment=alignment,
-            metadata=metadata,
-            files=places,
-            modules=[{"path": list(one.path), **one.totals} for one in descendants(root)],
-            largest=[
-                {name: one[name] for name in ("name", "dtype", "shape", "bytes")} for one in largest
-            ],
-        )
+            "version": file.reader.version,
+            "encrypted": file.reader.encrypted,
+            **facts.totals(tensors),
+            "dtypes": facts.by_dtype(tensors),
+            "hashes": hashes,
+            "alignment": facts.alignment(file),
+            "metadata": metadata,
+            "files": facts.locations(file),
+            "modules": [{"path": one.path, **one.totals} for one in root.descendants()],
+            "largest": [{field: one[field] for field in fields} for one in largest],
+        }
+    version, aligned, files = found["version"], found["alignment"], found["files"]
+    counts = plural(len(file), "tensor"), plural(found["parameters"], "parameter")
+    encryption = "XSalsa20-Poly1305: its data need a key" if found["encrypted"] else "none"
+    begin = f"data begin at multiples of {size(aligned)}" if aligned else "no data"
+    shown = {
+        "format": [found["format"] + (f", data version {version}" if version else "")],
+        "holds": [", ".join((*counts, size(file.total)))],
+        "objects": _objects(file.left_out),
+        "not loaded": file.unreached,
+        "dtypes": _dtypes(found["dtypes"], file.total) or ["none"],
+        "encryption": [encryption],
+        "hashes": [line_of_hashes],
+        "alignment": [begin],
+        "metadata": metadata_lines or ["none"],
+        "read from": _read_from(files) or ["none"],
+    }
+    report.line(title=file.shown)
+    for title, lines in shown.items():
+        for number, line in enumerate(lines):
+            report.line(line, f"  {'' if number else title:<12}", DIM)
+    if len(files) > 1:
+        _show(report, ["files"], map(_file_cells, files), "<>><", _MOST_FILES)
+    head = ["modules", "tensors", "parameters", "bytes"]
+    _show(report, head, map(_module_cells, root.rows()), "<>>><", _MOST_MODULES)
+    cells = (_tensor_cells(one, file.total) for one in largest)
+    _show(report, ["largest tensors"], cells, "<<<>>", len(largest))
+    report.result(**found)
     return 0
 
 
-def _objects(file: FileDescription) -> Iterator[str]:
-    if file.left_out:
-        more = len(file.left_out) - _MOST_OBJECTS
-        named = ", ".join(map(brief, file.left_out[:_MOST_OBJECTS]))
-        yield named + (f" and {more:,} more" if more > 0 else "")
+def _objects(names: Sequence[str]) -> list[str]:
+    more = len(names) - _MOST_OBJECTS
+    named = ", ".join(map(brief, names[:_MOST_OBJECTS]))
+    return [named + (f" and {more:,} more" if more > 0 else "")] if names else []
 
 
 def _dtypes(dtypes: dict[str, dict[str, int]], total: int) -> list[str]:
@@ -154,35 +149,37 @@ def _dtypes(dtypes: dict[str, dict[str, int]], total: int) -> list[str]:
     return columns(cells, "<>>>")
 
 
-def _read_from(places: Sequence[dict[str, Any]]) -> list[str]:
+def _read_from(files: Sequence[dict[str, Any]]) -> list[str]:
     """Return lines about the file, or about all files."""
-    lengths = [place["bytes"] for place in places]
-    if len(places) > 1:
+    if len(files) > 1:
+        lengths = [file["bytes"] for file in files]
         together = "" if None in lengths else f", {size(sum(lengths))}"
-        return [f"{plural(len(places), 'file')}{together}"]
-    lines: list[str] = []
-    for place in places:
-        name = place["file"]
-        if place["local"]:
-            name = "a pipe" if place["bytes"] is None else "a file of this machine"
-        said = [f"ETag {place['etag']}"] if place["etag"] else []
-        said += [f"changed {place['modified']}"] if place["modified"] else []
-        first = name if place["bytes"] is None else f"{name}, {size(place['bytes'])}"
-        lines += filter(None, [first, ", ".join(said), _cached(place)])
-    return lines
+        return [f"{plural(len(files), 'file')}{together}"]
+    found: list[str] = []
+    for file in files:
+        of_machine = "a pipe" if file["bytes"] is None else "a file of this machine"
+        name = of_machine if file["local"] else file["file"]
+        said = [file["etag"] and f"ETag {file['etag']}"]
+        said += [file["modified"] and f"changed {file['modified']}"]
+        lines = [name, _length(file)], said, [_cached(file)]
+        found += filter(None, (", ".join(filter(None, parts)) for parts in lines))
+    return found
 
 
-def _file_cells(place: dict[str, Any]) -> tuple[str, ...]:
-    length = "" if place["bytes"] is None else size(place["bytes"])
-    last = "  ".join(filter(None, [place["etag"], _cached(place)]))
-    return place["file"], plural(place["tensors"], "tensor"), length, last
+def _file_cells(file: dict[str, Any]) -> tuple[str, ...]:
+    last = "  ".join(filter(None, [file["etag"], _cached(file)]))
+    return file["file"], plural(file["tensors"], "tensor"), _length(file), last
 
 
-def _cached(place: dict[str, Any]) -> str:
+def _length(file: dict[str, Any]) -> str:
+    return "" if file["bytes"] is None else size(file["bytes"])
+
+
+def _cached(file: dict[str, Any]) -> str:
     """Return the share of a file that is in the cache; empty without a cache."""
-    if place["cached"] is None:
+    if file["cached"] is None:
         return ""
-    return f"{place['cached'] / (place['bytes'] or 1):.0%} in the cache"
+    return f"{file['cached'] / (file['bytes'] or 1):.0%} in the cache"
 
 
 def _module_cells(row: tuple[str, dict[str, int], int]) -> tuple[str, ...]:
@@ -202,12 +199,12 @@ def _share(part: int, whole: int) -> str:
 
 
 def _show(
-    report: Report, head: tuple[str, ...], cells: Iterable[tuple[str, ...]], sides: str, most: int
+    report: Report, head: list[str], cells: Iterable[tuple[str, ...]], sides: str, most: int
 ) -> None:
     """Show a title and rows below it, and the number of rows that are left out."""
     every = list(cells)
     if every:
-        title, *lines = columns([head, *every[:most]], sides)
+        title, *lines = columns([[*head, *[""] * (len(sides) - len(head))], *every[:most]], sides)
         report.line()
         report.line(title=title)
         report.lines(lines)

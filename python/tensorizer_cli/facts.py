@@ -5,9 +5,7 @@ Tensors and files are dicts with the fields that ``--json`` prints.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import os
 import stat
 from collections import Counter
@@ -15,27 +13,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import native
-from .file_description import FileDescription, is_address, plain, status
+from .file_description import FileDescription, status
 from .output import plural, without_password
 
 
 def tensors_of(file: FileDescription) -> list[dict[str, Any]]:
     """Return the tensors of a file, in its order."""
-    offsets, kinds = file.reader.offsets(), native.module().KINDS
-    found: list[dict[str, Any]] = []
-    for number, (nbytes, kind) in enumerate(zip(file.data_lens, file.kinds, strict=True)):
-        dtype, shape, _ = file.reader.describe(number)
-        found.append(
-            {
-                "name": plain(file.reader.name(number)),
-                "dtype": dtype,
-                "shape": shape,
-                "bytes": nbytes,
-                "offset": offsets[number][1],
-                "type": kinds[kind],
-            }
-        )
-    return found
+    kinds, offsets = native.module().KINDS, file.reader.offsets()
+    every = zip(file.names, file.types, file.data_lens, offsets, file.kinds, strict=True)
+    return [
+        {
+            "name": name,
+            "dtype": dtype,
+            "shape": list(shape),
+            "bytes": nbytes,
+            "offset": start,
+            "type": kinds[kind],
+        }
+        for name, (dtype, shape), nbytes, (_, start), kind in every
+    ]
 
 
 def totals(tensors: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -86,8 +82,8 @@ def alignment(file: FileDescription) -> int | None:
     if reader is None:
         return None
     places = zip(reader.offsets(), reader.data_lens(), strict=True)
-    together = functools.reduce(operator.or_, (start for (_, start), length in places if length), 0)
-    return together & -together if together else None
+    divisor = math.gcd(*(start for (_, start), length in places if length))
+    return divisor & -divisor or None
 
 
 def locations(file: FileDescription) -> list[dict[str, Any]]:
@@ -104,9 +100,11 @@ def locations(file: FileDescription) -> list[dict[str, Any]]:
     tensors = Counter(file.reader.file_numbers())
     found: list[dict[str, Any]] = []
     for number, uri in enumerate(file.reader.files()):
-        is_local = not is_address(uri)
-        of_server = heads.get(uri, (None, None, None))
-        length, etag, changed = (_local_length(uri), None, None) if is_local else of_server
+        is_local = native.module().local_path(uri) is not None
+        # Of local files, regular ones have a size, and pipes, say, have none.
+        about = status(uri) if is_local else None
+        size = about.st_size if about is not None and stat.S_ISREG(about.st_mode) else None
+        length, etag, changed = heads.get(uri, (size, None, None))
         found.append(
             {
                 "file": without_password(uri),
@@ -119,9 +117,3 @@ def locations(file: FileDescription) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _local_length(path: str) -> int | None:
-    """Return the size of a local file; None if it is not a regular file, but a pipe, say."""
-    about = status(path)
-    return about.st_size if about is not None and stat.S_ISREG(about.st_mode) else None

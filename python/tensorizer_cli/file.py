@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from tensorizer import (
@@ -20,16 +20,14 @@ from tensorizer import (
     HashMismatchError,
     TensorType,
 )
-from tensorizer._native import Reader, effective_memory_limit, local_path
+from tensorizer._native import effective_memory_limit, local_path
+from tensorizer._types import Name
 from tensorizer.file.open_file import OpenFile
-from tensorizer.file.placement import in_batches
 from tensorizer.file.progress import ProgressReporter
-from tensorizer.streams.addresses import is_address, is_there
+from tensorizer.streams.addresses import is_there
+from tensorizer.tensors.batches import in_batches
 
 from .file_description import CHECKPOINT, FileDescription
-
-if TYPE_CHECKING:
-    from tensorizer.distributed.whole_tensors import WholeTensors
 
 #: Errors that mean that a file or a tensor is not as it was written.
 DAMAGES = (HashMismatchError, CryptographyError, FormatError)
@@ -50,40 +48,32 @@ def open_file(
 
     ``more`` are options of :class:`BatchedFile`, which a checkpoint does not need.
     """
-    folder = local_path(file) or file
-    limit = options.memory_limit
-    if not _is_checkpoint(folder):
+    folder, limit = checkpoint_folder(file), options.memory_limit
+    opened: BatchedFile
+    if folder is None:
         more |= {"num_readers": options.readers, "memory_limit": limit, "progress": progress}
         opened = BatchedFile(file, params, **more)
     elif limit is not None:
         raise ValueError(f"{folder} is a checkpoint: --memory-limit is for other files")
     else:
-        from tensorizer.distributed.whole_tensors import WholeTensors  # see prepare()
-
-        whole = WholeTensors(folder, params, names_only=names_only, progress=progress)
-        opened = _CheckpointFile(folder, whole)
+        opened = _CheckpointFile(folder, params, names_only=names_only, progress=progress)
     if progress is not None:
         progress.total = opened.total
     return opened
 
 
-def prepare(file: str, mmap: bool) -> None:
-    """Import the modules that open a file, so that their time is not counted as the file's.
-
-    Raises:
-        ValueError: A checkpoint was to be mapped.
-
-    """
-    if _is_checkpoint(local_path(file) or file):
-        if mmap:
-            raise ValueError(f"{file} is a checkpoint: --mmap is for other files")
-        import tensorizer.distributed.whole_tensors  # noqa: F401
+def checkpoint_folder(file: str) -> str | None:
+    """Return the path or address of the folder of a checkpoint; None for another file."""
+    path = local_path(file)
+    if path is None:
+        return file if file.endswith("/") and is_there(file + CHECKPOINT, PermissionError) else None
+    return path if (Path(path) / CHECKPOINT).is_file() else None
 
 
-def _is_checkpoint(file: str) -> bool:
-    if not is_address(file):
-        return (Path(file) / CHECKPOINT).is_file()
-    return file.endswith("/") and is_there(file + CHECKPOINT)
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, in the order of its elements."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
 
 
 class BatchedFile(FileDescription):
@@ -138,13 +128,12 @@ class BatchedFile(FileDescription):
         """Tell whether a tensor has a shape, but no data."""
         return self.data_lens[number] == 0 < self.memory_lens[number]
 
-    def without_data(self) -> list[Any]:
+    def without_data(self) -> list[Name]:
         """Return the names of the tensors that have a shape, but no data."""
-        return [self.reader.name(number) for number in range(len(self)) if self.is_meta(number)]
+        return [name for number, name in enumerate(self.names) if self.is_meta(number)]
 
-    def damaged_objects(self) -> Iterator[tuple[str, Exception]]:
-        """Yield damaged objects that are no tensors: files have none."""
-        return iter(())
+    def check_object(self, name: str) -> None:
+        """Compare an object of ``left_out`` with its hashes; files have none."""
 
     def load(self, numbers: list[int], verify: str) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors (on the ``meta`` device if they have no data), and module indices."""
@@ -152,9 +141,18 @@ class BatchedFile(FileDescription):
         loaded = self.file.read(with_data, torch.device("cpu"), verify)
         found = dict(zip(with_data, zip(*loaded, strict=True), strict=True))
         for number in set(numbers) - found.keys():
-            dtype, shape, _ = self.reader.describe(number)
+            dtype, shape = self.types[number]
             found[number] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), 0
         return [found[n][0] for n in numbers], [found[n][1] for n in numbers]
+
+    def load_undamaged(self, numbers: list[int], verify: str) -> Sequence[torch.Tensor | Exception]:
+        """Return tensors, and the errors in place of those that are damaged."""
+        try:
+            return self.load(numbers, verify)[0]
+        except DAMAGES as error:
+            if len(numbers) == 1:
+                return [error]
+            return [one for number in numbers for one in self.load_undamaged([number], verify)]
 
     def load_all(self, device: torch.device, verify: bool) -> list[torch.Tensor]:
         """Return all tensors on a device, compared with their hashes if ``verify`` is true."""
@@ -218,23 +216,44 @@ class BatchedFile(FileDescription):
 class _CheckpointFile(BatchedFile):
     """The whole tensors of a checkpoint."""
 
-    def __init__(self, folder: str, whole: WholeTensors) -> None:
-        self._whole = whole
+    def __init__(self, folder: str, params: DecryptionParams | None, **options: Any) -> None:
+        from tensorizer.distributed.whole_tensors import WholeTensors  # takes long to import
+
         self._opened = contextlib.ExitStack()
-        self._opened.enter_context(whole)
-        FileDescription.__init__(self, folder, _CheckpointReader(whole, folder))
-        self.left_out, self.is_local = whole.objects, not is_address(folder)
-        self.memory_limit = None
+        self._whole = whole = self._opened.enter_context(WholeTensors(folder, params, **options))
+        first = None
+        if whole.files:
+            file = OpenFile(whole.files[0], key_needed=False)
+            first = self._opened.enter_context(file).reader
+        count, lens = len(whole.names), [whole.nbytes(name) for name in whole.names]
+        types = [
+            (str(dtype).removeprefix("torch."), tuple(shape))
+            for dtype, shape in map(whole.describe, whole.names)
+        ]
+        # The parts of a reader that commands use. A tensor in several files has no one position.
+        reader = SimpleNamespace(
+            uri=folder,
+            format="checkpoint",
+            version=None,
+            encrypted=first is not None and first.encrypted,
+            seekable=True,
+            metadata=(),
+            pair_id=None,
+            find={name: number for number, name in enumerate(whole.names)}.get,
+            names=lambda _: whole.names,
+            describe_all=lambda _: types,
+            kinds=lambda: [int(TensorType.STATE_DICT)] * count,
+            data_lens=lambda: lens,
+            memory_lens=lambda _: lens,
+            offsets=lambda: [(None, None)] * count,
+            files=lambda: whole.files,
+            file_numbers=whole.file_numbers,
+        )
+        FileDescription.__init__(self, folder, reader)
+        self.first, self.left_out, self.memory_limit = first, whole.objects, None
+        self.is_local = local_path(folder) is not None
         # Files that need a key cannot have been opened without one.
         self._has_key = True
-
-    @cached_property
-    def first(self) -> Reader | None:
-        """The reader of the first of its files."""
-        if not self._whole.files:
-            return None
-        file = OpenFile(self._whole.files[0], key_needed=False)
-        return self._opened.enter_context(file).reader
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
@@ -253,47 +272,6 @@ class _CheckpointFile(BatchedFile):
         loaded, _ = self.load([*range(len(self))], "all" if verify else "nothing")
         return [tensor.to(device) for tensor in loaded]
 
-    def damaged_objects(self) -> Iterator[tuple[str, Exception]]:
-        """Yield objects that are no tensors and differ from what was saved."""
-        for name in self.left_out:
-            try:
-                self._whole.read_object(name, "all")
-            except DAMAGES as error:
-                yield name, error
-
-
-class _CheckpointReader:
-    """The interface of a file's reader, for a checkpoint."""
-
-    seekable, pair_id, format, version = True, None, "checkpoint", None
-    metadata: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, whole: WholeTensors, folder: str) -> None:
-        self._whole, self.uri = whole, folder
-        self.encrypted = whole.is_encrypted()
-        self._numbers = {name: number for number, name in enumerate(whole.names)}
-        self.name, self.find = whole.names.__getitem__, self._numbers.get
-        self.file_numbers = whole.file_numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def files(self) -> list[str]:
-        return self._whole.files
-
-    def kinds(self) -> list[int]:
-        return [int(TensorType.STATE_DICT)] * len(self)
-
-    def data_lens(self) -> list[int]:
-        return [self._whole.nbytes(name) for name in self._whole.names]
-
-    def memory_lens(self, numbers: range) -> list[int]:
-        return self.data_lens()
-
-    def offsets(self) -> list[tuple[None, None]]:
-        """Return no positions: parts of a tensor lie in several files."""
-        return [(None, None)] * len(self)
-
-    def describe(self, number: int) -> tuple[str, list[int], bool]:
-        dtype, shape = self._whole.describe(self._whole.names[number])
-        return str(dtype).removeprefix("torch."), list(shape), False
+    def check_object(self, name: str) -> None:
+        """Compare an object that is no tensor with its hashes."""
+        self._whole.read_object(name, "all")

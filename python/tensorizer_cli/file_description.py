@@ -38,9 +38,15 @@ class FileDescription:
     def __init__(self, shown: str, reader: Any, heads: Sequence[Head] = ()) -> None:
         self.shown = without_password(shown)
         self.reader = reader
+        #: The reader of the file, or of the first of several; None if there are none.
+        self.first = reader
         self.heads = list(heads)
         self.kinds: Sequence[int] = reader.kinds()
-        self.memory_lens: list[int] = reader.memory_lens(range(len(reader)))
+        numbers = range(len(self.kinds))
+        self.names: list[Name] = reader.names(numbers)
+        #: The dtype of each tensor, without ``torch.``, and its shape.
+        self.types: list[tuple[str, tuple[int, ...]]] = reader.describe_all(numbers)
+        self.memory_lens: list[int] = reader.memory_lens(numbers)
         self.data_lens: list[int] = reader.data_lens()
         self.total: int = sum(self.data_lens)
         #: Bytes of the largest tensor.
@@ -50,11 +56,6 @@ class FileDescription:
         #: Descriptions of the tensors of a checkpoint of ``torch.save`` that no name reaches.
         self.unreached: list[str] = []
 
-    @property
-    def first(self) -> Any:
-        """The reader of the file, or of the first of several; None if there are none."""
-        return self.reader
-
     def __enter__(self: _File) -> _File:
         return self
 
@@ -62,7 +63,7 @@ class FileDescription:
         self.reader.close()
 
     def __len__(self) -> int:
-        return len(self.reader)
+        return len(self.names)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
@@ -82,9 +83,14 @@ def open_without_torch(file: str, with_heads: bool) -> FileDescription | None:
     """Open a file without torch; None if it is needed."""
     core = native.module()
     path = core.local_path(file)
-    if path is None and file.endswith("/"):
-        return None
-    if path is not None and not _is_readable_twice(path):
+    if path is None:
+        needs_torch = file.endswith("/")
+    else:
+        # Missing files are an error later. Others than these can be read only once.
+        about = status(path)
+        is_plain = about is None or stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)
+        needs_torch = not is_plain or status(f"{path}/{CHECKPOINT}") is not None
+    if needs_torch:
         return None
     has_heads = with_heads and path is None
     options = {"model": True} if path is None else {"path": True}
@@ -110,14 +116,6 @@ def refuse_missing(options: argparse.Namespace) -> None:
             native.module().open(path, {"path": True}).close()
 
 
-def _is_readable_twice(path: str) -> bool:
-    """Tell whether it is a file or a model's folder, or is missing, which is an error later."""
-    about = status(path)
-    if about is not None and stat.S_ISDIR(about.st_mode):
-        return not (Path(path) / CHECKPOINT).exists()
-    return about is None or stat.S_ISREG(about.st_mode)
-
-
 def status(path: str) -> os.stat_result | None:
     """Return the status of a path; None if it is missing or cannot be looked at."""
     try:
@@ -126,19 +124,9 @@ def status(path: str) -> os.stat_result | None:
         return None
 
 
-def is_address(file: str) -> bool:
-    """Tell whether a text is the address of a server, and not a path."""
-    return native.module().local_path(os.fspath(file)) is None
-
-
 def text(name: Name) -> str:
     """Return a name as readable text."""
-    return name if isinstance(name, str) else json.dumps(list(name))
-
-
-def plain(name: Name) -> str | list[str | int]:
-    """Return a name in its form for JSON."""
-    return name if isinstance(name, str) else list(name)
+    return name if isinstance(name, str) else json.dumps(name)
 
 
 def size(count: float) -> str:

@@ -29,9 +29,9 @@ def _secret(options: argparse.Namespace, prefix: str, missing: str) -> tuple[boo
         for what in SECRETS
     }
     named = [option for option, value in given.items() if value]
-    if not named and missing:
-        raise ValueError(f"{missing} one of {', '.join(given)}")
     if not named:
+        if missing:
+            raise ValueError(f"{missing} one of {', '.join(given)}")
         return None
     if len(named) > 1:
         raise ValueError(f"give only one of {', '.join(named)}")

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from tensorizer import stats
-from tensorizer._native import time_first_touch
+from tensorizer._native import local_path, time_first_touch
 from tensorizer.file.arguments import resolve_device
-from tensorizer.streams.addresses import is_address
 
 from . import keys
 from .advice import advice, limit
-from .file import open_file, prepare
+from .file import bytes_of, checkpoint_folder, open_file
 from .file_description import size
 from .output import Report, plural, without_password
 from .progress import Progress
@@ -45,34 +44,32 @@ def load(options: argparse.Namespace) -> int:
         figures = _measured(options)
     finally:
         time_first_touch(False)
-    seconds, source = figures["seconds"], figures["source"]
+    seconds, bytes_done = figures["seconds"], figures["bytes"]
     report.line(
-        f"{plural(figures['tensors'], 'tensor')}, {size(figures['bytes'])} in {seconds:.3f} s, "
-        f"{figures['bytes'] / seconds / 1e9:.2f} GB/s, to {figures['device']}"
+        f"{plural(figures['tensors'], 'tensor')}, {size(bytes_done)} in {seconds:.3f} s, "
+        f"{bytes_done / seconds / 1e9:.2f} GB/s, to {figures['device']}"
     )
     report.line(f"path  {figures['path']}")
     faults = f"new memory from the system: {figures['page_faults']:,} page faults"
-    meanings = {**_MEANINGS, "read": f"reading: {source}", "first touch": faults}
+    meanings = {**_MEANINGS, "read": f"reading: {figures['source']}", "first touch": faults}
     for name, part in figures["stages"].items():
         report.line(f"{name:<11}  {part:>9.3f} s  {part / seconds:>6.1%}  {meanings[name]}")
     report.lines(f"slower way  {fallback}" for fallback in figures["fallbacks"])
     report.line(f"limit  {figures['limit']}: {figures['advice']}")
-    report.result(
-        **figures
-        | {
-            "seconds": round(seconds, 6),
-            "stages": {name: round(part, 6) for name, part in figures["stages"].items()},
-        }
-    )
+    report.result(**figures)
     return 0
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Load a file; return the fields for JSON, of which seconds are not rounded yet."""
+    """Load a file; return the fields for JSON."""
     device = resolve_device(options.device)
     # Only tensors that stay in host memory are mapped.
     mapped = options.mmap and device.type == "cpu"
-    prepare(options.file, options.mmap)
+    if checkpoint_folder(options.file) is not None:
+        if options.mmap:
+            raise ValueError(f"{options.file} is a checkpoint: --mmap is for other files")
+        # Imported now, so that the time is not counted as the file's.
+        import tensorizer.distributed.whole_tensors  # noqa: F401
     before, used, bar = (stats() or {"call": 0})["call"], _usage(), Progress(options)
     begun = time.perf_counter()
     with (
@@ -90,8 +87,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         if mapped:
             # Mapped bytes are read when they are touched.
             for tensor in tensors:
-                plain = tensor.resolve_conj().resolve_neg().contiguous()
-                plain.reshape(-1).view(torch.uint8)[::_PAGE].sum()
+                bytes_of(tensor)[::_PAGE].sum()
         elif device.type == "cuda":
             torch.cuda.synchronize(device)
         ended = time.perf_counter()
@@ -100,10 +96,14 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         local, parallel = (file.is_local, file.first.parallel) if file.first else (True, False)
     whole = ended - begun
     threads = max((call["threads"] for call in calls), default=1)
-    stages = _stages(calls)
-    read_seconds = stages["read"] + stages["first touch"]
-    stages["read" if mapped else "copy"] += (ended - touched) * max(threads, 1)
-    stages = _of_whole(stages, calls, opened, whole)
+    spent = _stages(calls)
+    read_seconds = spent["read"] + spent["first touch"]
+    spent["read" if mapped else "copy"] += (ended - touched) * max(threads, 1)
+    # The time of the whole is divided in proportion to the time of the threads.
+    planned = min(sum(call["stages"]["plan"] for call in calls), whole - opened)
+    scale = (whole - opened - planned) / (sum(spent.values()) or 1.0)
+    moving = {name: part * scale for name, part in spent.items()}
+    stages = {"open": opened, "plan": planned, **moving}
     source = "disk" if from_disk * 2 > file.total else "page cache"
     source = source if local else "network"
     names = {call["reading"] for call in calls} - {""}
@@ -114,13 +114,13 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         "tensors": len(file),
         "bytes": file.total,
         "device": ", ".join(dict.fromkeys(call["device"] for call in calls)) or str(device),
-        "seconds": whole,
+        "seconds": round(whole, 6),
         "bytes_per_second": round(file.total / whole),
         "path": _path(options.file, source, threads if parallel else 0, names, mapped),
         "source": source,
         "connections": threads,
         "connections_at_most": max((call["most_threads"] for call in calls), default=1),
-        "stages": stages,
+        "stages": {name: round(part, 6) for name, part in stages.items()},
         "shares": {name: round(part / whole, 4) for name, part in stages.items()},
         "page_faults": faults,
     }
@@ -150,17 +150,6 @@ def _stages(calls: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _of_whole(
-    stages: dict[str, float], calls: list[dict[str, Any]], opened: float, whole: float
-) -> dict[str, float]:
-    """Divide the time of the whole among stages, in proportion to the time of the threads."""
-    planned = min(sum(call["stages"]["plan"] for call in calls), whole - opened)
-    moving = max(whole - opened - planned, 0.0)
-    spent = sum(stages.values()) or 1.0
-    shares = {name: moving * stage / spent for name, stage in stages.items()}
-    return {"open": opened, "plan": planned, **shares}
-
-
 def _huge_pages() -> bool:
     """Tell whether the system gives huge pages to memory that requests them."""
     try:
@@ -176,6 +165,6 @@ def _path(file: str, source: str, threads: int, names: set[str], mapped: bool) -
         return ranges if threads else "front to back over 1 connection"
     if threads == 0:
         return "a local stream, front to back"
-    where = "the cache of servers' files" if is_address(file) else "a local file"
+    where = "the cache of servers' files" if local_path(file) is None else "a local file"
     how = "mapped" if mapped else ", ".join(sorted(names)) or "buffered reads"
     return f"{where}, {how}, {plural(threads, 'reader')}"

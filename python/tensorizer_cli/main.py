@@ -95,4 +95,5 @@ def _ended_by_ctrl_c(json_wanted: bool) -> Iterator[None]:
 
 def _interrupted(json_wanted: bool) -> str:
     """Return the message after Ctrl-C."""
-    return error_line("KeyboardInterrupt", "interrupted", json_wanted)
+    line = error_line("KeyboardInterrupt", "interrupted", json_wanted)
+    return line if json_wanted else "tensorizer: interrupted"

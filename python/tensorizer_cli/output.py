@@ -125,17 +125,16 @@ def as_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
 
 
-def error_line(kind: str, message: str, json_wanted: bool) -> str:
-    """Return the line that reports an error on the standard error output."""
+def error_line(kind: str, message: str, json_wanted: bool, what: str = "error") -> str:
+    """Return the line that reports an error or a warning on the standard error output."""
     if json_wanted:
-        return as_json({"error": {"type": kind, "message": message}})
-    return shown(f"tensorizer: {message}")
+        return as_json({what: {"type": kind, "message": message}})
+    return shown(f"tensorizer: {what}: {message}")
 
 
 def report_error(error: BaseException, json_wanted: bool) -> None:
     """Print an error on the standard error output."""
     message = without_password(_message(error))
-    message = message if json_wanted else f"error: {message}"
     print_error(error_line(type(error).__name__, message, json_wanted))
 
 
@@ -154,10 +153,7 @@ def warnings_reported(json_wanted: bool) -> Iterator[None]:
 
     def report_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         text = without_password(str(message))
-        if json_wanted:
-            print_error(as_json({"warning": {"type": category.__name__, "message": text}}))
-        else:
-            print_error(shown(f"tensorizer: warning: {text}"))
+        print_error(error_line(category.__name__, text, json_wanted, "warning"))
 
     with warnings.catch_warnings():
         warnings.showwarning = report_warning

@@ -9,7 +9,7 @@ from tensorizer import CryptographyError, DamagedFileError, FormatError
 
 from . import keys
 from .file import DAMAGES, BatchedFile, open_file
-from .file_description import plain, text
+from .file_description import text
 from .output import Report, plural
 from .progress import Progress
 
@@ -43,10 +43,13 @@ def verify(options: argparse.Namespace) -> int:
                 _check_fit(file)
             for batch in _batches(file):
                 for number, error in _damages(file, batch):
-                    add(plain(file.reader.name(number)), error)
+                    add(file.names[number], error)
             good = len(file) - len(damaged)
-            for name, error in file.damaged_objects():
-                add(name, error)
+            for left_out in file.left_out:
+                try:
+                    file.check_object(left_out)
+                except DAMAGES as error:
+                    add(left_out, error)
     without_data = file.without_data()
     for name in without_data:
         report.line(f"{text(name)} has no data: a load gives zeros")
@@ -60,7 +63,7 @@ def verify(options: argparse.Namespace) -> int:
         file=file.shown,
         tensors=len(file),
         bytes=file.total,
-        without_data=[plain(name) for name in without_data],
+        without_data=without_data,
         damaged=damaged,
     )
     return _DAMAGED if damaged else 0
@@ -69,18 +72,11 @@ def verify(options: argparse.Namespace) -> int:
 def _check_fit(file: BatchedFile) -> None:
     """Refuse a key that fits no tensor; a wrong key is not damage."""
     with_data = [number for number, length in enumerate(file.data_lens) if length]
-    if not with_data:
-        return
-    step = -(-len(with_data) // _TRIED)
+    step = -(-len(with_data) // _TRIED) or 1
     # The smallest first: if it can be decrypted, no other is read.
     tried = sorted(with_data[::step], key=file.data_lens.__getitem__)
-    for number in tried:
-        try:
-            file.load([number], "nothing")
-        except CryptographyError:
-            continue
-        except FormatError:
-            pass
+    loaded = (file.load_undamaged([number], "nothing")[0] for number in tried)
+    if not tried or not all(isinstance(one, CryptographyError) for one in loaded):
         return
     count = len(tried)
     could = "its tensor could not" if count == 1 else f"none of {count} tensors could"
@@ -88,22 +84,14 @@ def _check_fit(file: BatchedFile) -> None:
 
 
 def _batches(file: BatchedFile) -> Iterator[list[int]]:
-    """Yield numbers of tensors; one at a time, in order, if the file can be read only once."""
+    """Return numbers of tensors; one at a time, in order, if the file can be read only once."""
     if file.reader.seekable:
-        yield from file.batches(file.reserve_memory()[0])
-        return
+        return file.batches(file.reserve_memory()[0])
     offsets = file.reader.offsets()
-    for number in sorted(range(len(file)), key=offsets.__getitem__):
-        yield [number]
+    return ([number] for number in sorted(range(len(file)), key=offsets.__getitem__))
 
 
-def _damages(file: BatchedFile, batch: list[int]) -> Iterator[tuple[int, Exception]]:
-    """Load a batch, and yield its damaged tensors with their errors."""
-    try:
-        file.load(batch, "all")
-    except DAMAGES as error:
-        if len(batch) == 1:
-            yield batch[0], error
-            return
-        for number in batch:
-            yield from _damages(file, [number])
+def _damages(file: BatchedFile, batch: list[int]) -> list[tuple[int, Exception]]:
+    """Load a batch; return its damaged tensors with their errors, and free the others."""
+    loaded = zip(batch, file.load_undamaged(batch, "all"), strict=True)
+    return [(number, one) for number, one in loaded if isinstance(one, Exception)]

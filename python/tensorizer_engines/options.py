@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tensorizer import DecryptionParams
 from tensorizer._types import VerifyHash
-from tensorizer.file.arguments import (
-    check_num_readers,
-    checked_memory_limit,
-    checked_verification,
-    named_device,
-)
+from tensorizer.file.arguments import named_device
 from tensorizer.file.encryption import key_of
+from tensorizer.file.options import check_reading
 from tensorizer.stream_io import open_stream
 
 if TYPE_CHECKING:
@@ -59,9 +55,11 @@ class LoaderOptions:
                 raise ValueError(f"{name} must be a string that is not empty, not {value!r}")
         if type(self.buffer_bytes) is not int or self.buffer_bytes < 1:
             raise ValueError(f"buffer_bytes must be a positive int, not {self.buffer_bytes!r}")
-        check_num_readers(self.num_readers)
-        checked_verification(self.verify_hash)
-        checked_memory_limit(self.memory_limit)
+        check_reading(
+            num_readers=self.num_readers,
+            verify_hash=self.verify_hash,
+            memory_limit=self.memory_limit,
+        )
         if self.device is not None:
             named_device(self.device)
         if self.distributed != "auto" and not isinstance(self.distributed, bool):

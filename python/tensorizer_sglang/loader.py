@@ -7,7 +7,6 @@ that reads it, such as that of adapters, still works.
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 from tensorizer_engines import LOAD_FORMAT
 from tensorizer_engines.weights import tensor_parallel_group, weights
 
@@ -133,7 +133,10 @@ class SglangStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is
             model, source.revision, source.fall_back_to_pt, patterns
         )
         if are_safetensors and source.model_config is not None:
-            files = _completed(files, folder, source.model_config.hf_config)
+            # These may be missing in the index.
+            files = maybe_add_mtp_safetensors(
+                files, folder, "model.safetensors.index.json", source.model_config.hf_config
+            )
         return index_of_shards(files)
 
 
@@ -148,16 +151,3 @@ def _is_served(model_config: Any) -> bool:
         return bool(get_model().model_path == model_config.model_path)
     except (ImportError, AttributeError, ValueError):
         return False
-
-
-@functools.cache
-def _adds_files() -> Callable[..., list[str]] | None:
-    """Return SGLang's function that adds files missing in an index; None if it has none."""
-    from sglang.srt.model_loader import weight_utils
-
-    return getattr(weight_utils, "maybe_add_mtp_safetensors", None)
-
-
-def _completed(files: list[str], folder: str, hf_config: Any) -> list[str]:
-    add = _adds_files()
-    return files if add is None else add(files, folder, "model.safetensors.index.json", hf_config)

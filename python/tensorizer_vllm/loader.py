@@ -88,11 +88,13 @@ class VllmStreamLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not
     def _all_weights(
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        from vllm.model_executor.models.utils import get_pp_missing_layer_names
+
         # A model that drafts is not loaded by all ranks.
         self._group = None
         if _is_served(model_config):
             self._group = tensor_parallel_group("vllm.distributed.parallel_state")
-        self._elsewhere = _missing_layers(model)
+        self._elsewhere = tuple(get_pp_missing_layer_names(model))
         path = str(model_config.model)
         loaded = loaded_weights(model, path)
         # The first source that is requested is the model's own weights.
@@ -165,15 +167,6 @@ def _block_of(name: str) -> str:
         if part.isdigit():
             return ".".join(parts[: at + 1])
     return ".".join(parts[:-2])
-
-
-def _missing_layers(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the beginnings of the names of layers that other stages of a pipeline have."""
-    try:
-        from vllm.model_executor.models.utils import get_pp_missing_layer_names
-    except ImportError:
-        return ()
-    return tuple(get_pp_missing_layer_names(model))
 
 
 def _is_wanted(

@@ -9,8 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent for path in (ROOT / "python").glob("tensorizer*/__init__.py"))
 wheel, sdist = sys.argv[1:]
 
-# Every module of every subpackage, the stubs, the header and the CMake package.
-kinds = ("*.py", "*.pyi", "py.typed", "*.h", "*.cmake")
+# Every module of every subpackage, the stubs, the header, the CMake package and the texts of helps.
+kinds = ("*.py", "*.pyi", "py.typed", "*.h", "*.cmake", "*.txt")
 wanted = {
     str(path.relative_to(ROOT / "python"))
     for package in PACKAGES

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from multiprocessing.pool import ThreadPool
 
 import libraries_stub
 import pytest
@@ -477,11 +478,9 @@ def test_a_model_of_diffusers(stubs, served, diffusion):
 def test_models_of_diffusers_on_several_threads(stubs, diffusion):
     folder, _ = diffusion
     dtypes = [torch.float16, torch.bfloat16, torch.float64] * 4
-    jobs = {
-        str(number): lambda dtype=dtype: from_pretrained(folder, dtype=dtype).table.dtype
-        for number, dtype in enumerate(dtypes)
-    }
-    assert list(fetching.run_jobs(jobs).values()) == dtypes
+    with ThreadPool(6) as pool:
+        found = pool.map(lambda dtype: from_pretrained(folder, dtype=dtype).table.dtype, dtypes)
+    assert found == dtypes
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -543,15 +542,6 @@ def test_a_library_that_is_missing_or_old(served, monkeypatch):
 
 
 # The parts
-
-
-def test_a_folder_that_was_removed_is_not_made_again(served, tmp_path):
-    files = fetching.FetchedFiles(folders.ModelFolder(f"{served.http}/llama"), tmp_path / "gone")
-    ended = threading.Event()
-    files._fetch_one("config.json", ended)
-    ended.set()
-    files._fetch_one("generation_config.json", ended)
-    assert not (tmp_path / "gone").exists()
 
 
 def test_files_of_the_hub_are_asked_for_alone_until_one_is_pinned(tmp_path, monkeypatch):
@@ -618,18 +608,6 @@ def test_a_file_that_ends_with_an_error_is_not_there(tmp_path):
             with pytest.raises(OSError, match=str(status)):
                 files.fetch(["merges.txt"])
         server.shutdown()
-
-
-def test_run_jobs_keeps_order_and_raises_the_first_error():
-    assert fetching.run_jobs({}) == {}
-    jobs = {str(number): lambda number=number: number for number in range(20)}
-    assert list(fetching.run_jobs(jobs).values()) == list(range(20))
-
-    def fail():
-        raise KeyError("one")
-
-    with pytest.raises(KeyError, match="one"):
-        fetching.run_jobs(jobs | {"fails": fail})
 
 
 def test_tensors_that_are_handed_out_once():

@@ -141,10 +141,10 @@ def test_a_file_that_is_replaced_meanwhile_is_refused(stub, versions, monkeypatc
         (versions[2] / "model.tensors").replace(file)
         return iterate(file, *args, **options)
 
-    monkeypatch.setattr(tensorizer, "iterate", late)
-    with pytest.raises(OSError, match="replaced while its hashes were compared"):
-        engine.reload(versions[1])
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorizer, "iterate", late)
+        with pytest.raises(OSError, match="replaced while its hashes were compared"):
+            engine.reload(versions[1])
     assert engine.reload(versions[1]) == ALL
 
 

@@ -356,16 +356,10 @@ class StorageFileLoader:
 
     def _restored(self, storages: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
         """Move storages to their locations, as torch does."""
-        moved = []
-        for index, storage in enumerate(storages):
-            location, found = self._location(index, None), None
-            if callable(self._map_location):
-                found = self._map_location(storage, location)
-            if found is None:
-                found = default_restore_location(storage, location)
-            typed = isinstance(found, torch.storage.TypedStorage)
-            moved.append(found._untyped_storage if typed else found)
-        return moved
+        by_call = self._map_location if callable(self._map_location) else None
+        restore = torch.serialization._get_restore_location(by_call)
+        moved = [restore(one, self._location(at, None)) for at, one in enumerate(storages)]
+        return [getattr(one, "_untyped_storage", one) for one in moved]
 
 
 def _is_meta(map_location: Any) -> bool:

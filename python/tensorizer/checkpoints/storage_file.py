@@ -92,7 +92,7 @@ class StorageFile:
         """Write all storages, and return the file's identity; it is not visible at its path yet."""
         self._file.set_pair_id(None)
         self._file.write_leaves(*named_leaves(tensors))
-        identity = self._file.pair_id
+        identity = self._file.native.pair_id
         assert identity is not None
         self._pair = identity.hex()
         return self._pair

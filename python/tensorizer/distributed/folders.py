@@ -8,12 +8,11 @@ import fcntl
 import os
 import re
 import time
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
 from .._native import check_target
-from ..streams import held_folder
+from ..streams.held_folder import HeldFolder
 from ..streams.syncing import sync_folder
 from . import layout
 
@@ -37,7 +36,7 @@ def _make(folder: str) -> None:
         sync_folder(one.parent)
 
 
-class FolderLock:
+class FolderLock(HeldFolder):
     """A shared lock on a folder that protects files of unfinished checkpoints from removal.
 
     The folder is made if necessary. The lock lasts as long as the object is referenced, and keeps
@@ -49,14 +48,13 @@ class FolderLock:
 
     """
 
+    _access = os.O_RDONLY
+
     def __init__(self, folder: str) -> None:
         _make(folder)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        weakref.finalize(self, _release, descriptor, os.getpid())
-        #: A path of this very folder, whatever its own path means meanwhile.
-        self.path = held_folder.path_of(descriptor) or folder
+        super().__init__(folder)
         until = time.monotonic() + _LOCK_TIMEOUT
-        while not _is_locked(descriptor):
+        while not self._is_locked():
             # A process that removes files holds the exclusive lock only briefly.
             if time.monotonic() > until:
                 raise BlockingIOError(
@@ -67,22 +65,21 @@ class FolderLock:
                 )
             time.sleep(0.01)
 
+    def _is_locked(self) -> bool:
+        """Take the shared lock if there are locks; False if a process has the exclusive one."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return not isinstance(error, BlockingIOError)
+        return True
 
-def _is_locked(descriptor: int) -> bool:
-    """Take the shared lock, unless another process holds the exclusive one, or there is none."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    return True
-
-
-def _release(descriptor: int, process: int) -> None:
-    """Release a lock; a forked child, which shares it, only closes its descriptor."""
-    if os.getpid() == process:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+    @staticmethod
+    def _release(descriptor: int, process: int) -> None:
+        # A forked child, which shares the lock, only closes its descriptor.
+        if os.getpid() == process:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def check(folder: str, names: Iterable[str], shown: str) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from .._errors import FormatError
 from .._native import local_path
 from ..file.open_file import OpenFile
-from ..streams.addresses import is_address
+from ..streams import addresses
 from ..streams.open import open_stream
 from ..tensors.handles import dtype_of
 from .items import ItemLocation, ItemLocations, Items, decoding, encoded as encoded_items
@@ -72,7 +72,7 @@ def join(folder: str, name: str) -> str:
 def folder_of(uri: str | os.PathLike[Any]) -> str:
     """Return a path or an address as text; an address of a local file as its path."""
     text = os.fsdecode(uri)
-    if is_address(uri) and not text.partition("://")[2].strip("/"):
+    if addresses.is_address(uri) and not text.partition("://")[2].strip("/"):
         raise ValueError(f"expected the address of a folder, found {text!r}")
     return (local_path(uri) or text) if isinstance(uri, str) else text
 
@@ -160,7 +160,7 @@ def read(folder: str) -> tuple[dcp.Metadata, list[str]]:
     """
     uri = join(folder, FILE)
     try:
-        if not is_address(uri):
+        if not addresses.is_address(uri):
             size_of(Path(uri))
         with open_stream(uri) as file:
             data = file.read(MOST_BYTES + 1)
@@ -236,11 +236,7 @@ def unpickled(data: bytes, what: str, weights_only: bool) -> Any:
 
 def is_there(folder: str) -> bool:
     """Tell whether there is a checkpoint in a folder."""
-    try:
-        with open_stream(join(folder, FILE)):
-            return True
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    return addresses.is_there(join(folder, FILE), NotADirectoryError)
 
 
 def find(file: OpenFile, location: ItemLocation) -> int:

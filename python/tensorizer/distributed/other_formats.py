@@ -60,7 +60,7 @@ class FileSystem(filesystem.FileSystem):
 def is_torchs(folder: str) -> bool:
     """Tell whether a folder was saved by torch's own writer."""
     path = layout.join(folder, _METADATA)
-    return is_there(path) if is_address(path) else Path(path).is_file()
+    return is_there(path, PermissionError) if is_address(path) else Path(path).is_file()
 
 
 def torch_metadata(folder: str) -> dcp.Metadata:

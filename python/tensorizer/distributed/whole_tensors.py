@@ -126,10 +126,3 @@ class WholeTensors(AbstractContextManager["WholeTensors"]):
         path, location = self._location(dcp.MetadataIndex(name))
         file = self._file(path)
         file.read([layout.find(file, location)], torch.device("cpu"), verify)
-
-    def is_encrypted(self) -> bool:
-        """Tell whether its files are encrypted, without their key."""
-        if not self.files:
-            return False
-        with OpenFile(self.files[0], key_needed=False) as file:
-            return file.reader.encrypted

@@ -20,11 +20,11 @@ from .._types import Hashes
 from ..file import file_writer
 from ..file.encryption import EncryptionParams
 from ..file.file_writer import FileWriter
-from ..file.placement import in_batches
 from ..streams import targets
 from ..streams.addresses import is_address
 from ..streams.held_folder import HeldPath
 from ..streams.open import check_writable, open_stream
+from ..tensors.batches import in_batches
 from . import folders, layout, save_plan
 from .items import ItemLocation
 
@@ -121,9 +121,8 @@ class Writer(layout.InFolder, StorageWriter):
         return self.checkpoint_id if self._folder_lock is None else self._folder_lock.path
 
     def _path(self, name: str) -> str | HeldPath:
-        path = layout.join(self.checkpoint_id, name)
         lock = self._folder_lock
-        return path if lock is None else HeldPath(layout.join(lock.path, name), path)
+        return layout.join(self.checkpoint_id, name) if lock is None else lock.entry(name)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank into its file."""

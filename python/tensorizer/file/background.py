@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import os
@@ -16,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _native
-from .._types import FileFormat
+from .._types import FileFormat, Name
 from ..tensors import devices, fake_mode, subclasses, without_data
 from ..tensors.handles import copied, lend, refuse_short, take
 from . import to_safetensors
-from .exit_hooks import ENDING, call_at_exit
 from .file_writer import FileWriter
-from .nesting import flatten, named_leaves
+from .nesting import named_leaves
 from .options import SaveOptions, takes
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ class SaveFuture(Future[None]):
         super().__init__()
         self.total_bytes = total_bytes
         self._file = file
-        self._outcome: tuple[BaseException | None] | None = None
         self._number = next(_NUMBERS)
         self.set_running_or_notify_cancel()
         _FUTURES.add(self)
@@ -62,7 +61,7 @@ class SaveFuture(Future[None]):
 
         When all of them are written, the file is still incomplete until ``done()`` is true.
         """
-        return self._file.saved_bytes
+        return self._file.native.progress
 
     @property
     def overtaken(self) -> bool:
@@ -93,13 +92,15 @@ class SaveFuture(Future[None]):
     def __await__(self) -> Generator[Any, None, None]:
         return asyncio.wrap_future(self).__await__()
 
-    def _run(self, tensors: list[Any], uri: str, safetensors: bool) -> None:
+    def _run(
+        self, names: list[Name], tensors: list[list[torch.Tensor]], uri: str, safetensors: bool
+    ) -> None:
         """Save; ``tensors`` is emptied, so that no copy is left when the result is known."""
         error = None
         try:
             with self._file as file:
                 write = file.write_safetensors if safetensors else file.write_leaves
-                write(*named_leaves(tensors.pop()))
+                write(names, tensors.pop())
         except BaseException as raised:
             error = raised
             logger.error("saving to %s failed: %s", uri, error)
@@ -107,7 +108,6 @@ class SaveFuture(Future[None]):
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        self._outcome = (error,)
         if error is None:
             self.set_result(None)
         else:
@@ -115,14 +115,14 @@ class SaveFuture(Future[None]):
 
     def _forked(self) -> None:
         """Reset the future in a forked child: it keeps a known outcome, and else has failed."""
-        outcome = self._outcome
+        outcome = self._exception
+        if self._state != "FINISHED":
+            what = "wait for a save in the process that started it: this is a forked child"
+            outcome = RuntimeError(what)
         # Locks may be held by threads that the child lacks, and callbacks are for the parent.
         Future.__init__(self)
         self.set_running_or_notify_cancel()
-        if outcome is None:
-            what = "wait for a save in the process that started it: this is a forked child"
-            outcome = (RuntimeError(what),)
-        self._end(*outcome)
+        self._end(outcome)
 
 
 #: All futures that are still referenced, which a forked child resets.
@@ -130,8 +130,6 @@ _FUTURES: weakref.WeakSet[SaveFuture] = weakref.WeakSet()
 _NUMBERS = itertools.count()
 #: Failures by the number of their future, until a call asks for the result.
 _UNSEEN: dict[int, str] = {}
-#: Threads that save, or have just ended.
-_THREADS: set[threading.Thread] = set()
 
 
 class _LastFlush:
@@ -150,18 +148,11 @@ class _LastFlush:
             raise OSError("; ".join(_UNSEEN.values()))
 
 
+@atexit.register
 def _fail_exit() -> None:
     """Have the process end with status 120, unless failed saves are asked for their results."""
     if _UNSEEN and sys.stdout is not None and not isinstance(sys.stdout, _LastFlush):
         sys.stdout = _LastFlush(sys.stdout)
-
-
-@call_at_exit
-def _end_saves() -> None:
-    """Wait for saves that handlers of ``atexit`` have begun; other threads have ended by now."""
-    while _THREADS:
-        _THREADS.pop().join()
-    _fail_exit()
 
 
 def _start(future: SaveFuture, *arguments: Any) -> None:
@@ -171,23 +162,20 @@ def _start(future: SaveFuture, *arguments: Any) -> None:
         RuntimeError: The interpreter ends, and stops the thread of this call.
 
     """
-    if not ENDING:
-        # Not a daemon, whatever this thread is: the interpreter would stop it while it saves.
-        thread = threading.Thread(
-            target=future._run, args=arguments, name="tensorizer-save", daemon=False
-        )
-        _THREADS.difference_update([one for one in list(_THREADS) if not one.is_alive()])
-        thread.start()
-        _THREADS.add(thread)
-    elif threading.current_thread() is threading.main_thread():
+    ends = not threading.main_thread().is_alive()
+    if ends and threading.current_thread() is threading.main_thread():
+        # In a handler of ``atexit``: the interpreter waits for no more threads.
         future._run(*arguments)
         _fail_exit()
-    else:
+    elif ends and threading.current_thread().daemon:
         raise RuntimeError("cannot save on this thread: the interpreter is ending")
+    else:
+        # Not a daemon, whatever this thread is: the interpreter would stop it while it saves.
+        name = "tensorizer-save"
+        threading.Thread(target=future._run, args=arguments, name=name, daemon=False).start()
 
 
 def _in_child() -> None:
-    _THREADS.clear()
     _UNSEEN.clear()
     for future in list(_FUTURES):
         future._forked()
@@ -209,7 +197,7 @@ def save_async(
 
     The call returns as soon as the tensors are copied to host memory; the copies need as much
     memory as the tensors. A file, or an object of a cloud, appears once it is complete. A process
-    that exits normally waits for the save, also for one that began in a handler of ``atexit``; one
+    that exits normally waits for the save; in a handler of ``atexit``, the call itself does. One
     that is killed leaves the earlier file in place. Of several saves to one path or address by this
     process, the one that was called last stays: see :attr:`SaveFuture.overtaken`.
 
@@ -238,25 +226,20 @@ def save_async(
     refuse_short(leaves)
     size = sum(t.numel() * t.element_size() for _, t in leaves if not t.is_meta)
     with fake_mode.suspended():
-        copies = _copied(tensors)
+        boxed = [_copied(values)]
     file = FileWriter(uri, allow_meta=allow_meta, closes_stream=False, **options)
     future = SaveFuture(file, size)
-    boxed = [copies]
-    del copies
-    _start(future, boxed, str(uri), safetensors)
+    _start(future, names, boxed, str(uri), safetensors)
     return future
 
 
-def _copied(value: Any) -> Any:
-    """Return a nested structure with copies of its tensors in host memory."""
-    found = [tensor for _, tensor in flatten(value)]
-    copies: dict[int, torch.Tensor] = {}
-    staged = [t for t in found if _is_plain(t) and devices.is_native(t.device)]
-    if staged:
-        plain = [t.detach().resolve_conj().resolve_neg().contiguous() for t in staged]
-        taken = take(_native.snapshot(lend(plain)))
-        copies = {id(tensor): copy for tensor, copy in zip(staged, taken, strict=True)}
-    return _replaced(value, copies)
+def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors in host memory."""
+    staged = [t for t in tensors if _is_plain(t) and devices.is_native(t.device)]
+    plain = [t.detach().resolve_conj().resolve_neg().contiguous() for t in staged]
+    taken = take(_native.snapshot(lend(plain))) if staged else []
+    copies = {id(tensor): copy for tensor, copy in zip(staged, taken, strict=True)}
+    return [copies[id(t)] if id(t) in copies else _host_copy(t.detach()) for t in tensors]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -264,12 +247,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return strided and not tensor.is_meta
 
 
-def _replaced(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if id(value) in copies:
-            return copies[id(value)]
-        value = value.detach()
-        return value if value.is_meta else copied(value) if value.is_cpu else value.cpu()
-    if isinstance(value, Mapping):
-        return {key: _replaced(child, copies) for key, child in value.items()}
-    return [_replaced(child, copies) for child in value]
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else copied(tensor) if tensor.is_cpu else tensor.cpu()

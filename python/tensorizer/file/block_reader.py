@@ -1,9 +1,8 @@
-"""The sources from which a member of a group reads its shares of blocks: an open file."""
+"""The reader of a member of a group: of the shares of blocks that it reads for all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -12,20 +11,8 @@ from ..tensors.handles import dtype_of
 from .open_file import OpenFile
 
 
-class BlockReader(Protocol):
-    """A source of a member's shares."""
-
-    def read(
-        self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor], *, as_bytes: bool
-    ) -> None:
-        """Fill memory with pieces of tensors: with boxes, or with ranges of their bytes."""
-
-    def stop(self) -> None:
-        """End reads that are under way on other threads."""
-
-
-class FileReader:
-    """Reads shares from an open file.
+class BlockReader:
+    """Reads a member's shares of blocks from an open file.
 
     Args:
         file: The file.
@@ -41,7 +28,7 @@ class FileReader:
     def read(
         self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor], *, as_bytes: bool
     ) -> None:
-        """See :class:`BlockReader`."""
+        """Fill memory with pieces of tensors: with boxes, or with ranges of their bytes."""
         described = self._file.reader.describe_all([piece.number for piece in pieces])
         wholes: list[tuple[torch.Tensor, int]] = []
         cuts: list[tuple[torch.Tensor, Piece]] = []
@@ -58,7 +45,3 @@ class FileReader:
             cut = self._bytes if as_bytes else self._file
             some = cut.sliced([(piece.number, piece.ranges) for _, piece in cuts])
             some.fill([data for data, _ in cuts], range(len(cuts)))
-
-    def stop(self) -> None:
-        """See :class:`BlockReader`."""
-        self._file.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import os
@@ -31,7 +30,6 @@ from .load_plan import LoadPlan
 from .open_file import OpenFile
 from .progress import ProgressReporter
 from .read_ahead import ReadAhead
-from .request import Request
 
 #: The most bytes that a member holds beside the tensors of a load.
 _LOAD_BYTES = 1 << 30
@@ -39,14 +37,13 @@ _LOAD_BYTES = 1 << 30
 _VERIFICATIONS = ("nothing", "crc32", "all")
 
 
-def open_collectively(
-    members: Members, opened: Callable[[Sequence[Head]], OpenFile]
-) -> tuple[OpenFile, bool]:
+def open_collectively(members: Members, opened: Callable[..., OpenFile]) -> tuple[OpenFile, bool]:
     """Open a file at all members; the first one reads its index, for all of them.
 
     Args:
         members: The processes that open it.
-        opened: A function that opens it, given the cached headers of the first member.
+        opened: A function that opens it, given the cached headers of the first member as
+            ``heads``.
 
     Returns:
         The file, and True if each member reads it by itself. They do if it is local to the one
@@ -59,22 +56,18 @@ def open_collectively(
     """
     files: list[OpenFile] = []
 
-    def open_first() -> Sequence[Head]:
-        files.append(opened([]))
-        return files[0].heads
-
-    def open_with_heads() -> OpenFile:
+    def opened_once(heads: Sequence[Head]) -> OpenFile:
         if not files:
-            files.append(opened(heads))
+            files.append(opened(heads=heads))
         return files[0]
 
     try:
         _, from_all = members.run_on_all(
-            lambda: open_first() if members.rank == 0 else [], lambda found: found
+            lambda: opened_once([]).heads if members.rank == 0 else [], lambda found: found
         )
-        heads = from_all[0]
         file, told = members.run_on_all(
-            open_with_heads, lambda file: tuple(_summary(file, members.prefers_cache))
+            lambda: opened_once(from_all[0]),
+            lambda file: tuple(_summary(file, members.prefers_cache)),
         )
         found = [_FileSummary(*one) for one in told]
         _refuse_different(members, file.reader.uri, found)
@@ -172,8 +165,8 @@ def _digest_of_tensors(file: OpenFile) -> bytes:
 
 def load_collectively(
     members: Members,
-    opened: Callable[[Sequence[Head]], OpenFile],
-    requested: Callable[[], Request],
+    opened: Callable[..., OpenFile],
+    planned: Callable[[OpenFile], LoadPlan],
     reporter: ProgressReporter,
 ) -> dict[Any, torch.Tensor]:
     """Load the tensors that this member wants together with the other members of a group.
@@ -183,7 +176,7 @@ def load_collectively(
     Args:
         members: The members.
         opened: See :func:`open_collectively`.
-        requested: Makes the request; an error of it is the error of all.
+        planned: Plans what this member wants; an error of it is the error of all.
         reporter: Reports the bytes that are loaded.
 
     Raises:
@@ -193,22 +186,21 @@ def load_collectively(
     with members:
         file, each_reads = open_collectively(members, opened)
         with file:
-            return load_opened(members, file, requested, reporter, each_reads=each_reads)
+            return load_opened(members, file, planned, reporter, each_reads=each_reads)
 
 
 def load_opened(
     members: Members,
     file: OpenFile,
-    requested: Callable[[], Request],
+    planned: Callable[[OpenFile], LoadPlan],
     reporter: ProgressReporter,
     *,
     each_reads: bool,
 ) -> dict[Any, torch.Tensor]:
     """Load from a file that all members have opened; see :func:`load_collectively`."""
-    planned = functools.partial(_planned, requested, file, reporter)
 
     def load_alone() -> dict[Any, torch.Tensor]:
-        loaded = planned().load()
+        loaded = planned(file).load()
         reporter.finish()
         return loaded
 
@@ -224,8 +216,8 @@ def load_opened(
 
 def open_iterator(
     members: Members,
-    opened: Callable[[Sequence[Head]], OpenFile],
-    requested: Callable[[], Request],
+    opened: Callable[..., OpenFile],
+    planned: Callable[[OpenFile], LoadPlan],
     reporter: ProgressReporter,
     buffer_bytes: int,
 ) -> tuple[OpenFile, LoadPlan, Exchange | ReadAhead]:
@@ -236,12 +228,11 @@ def open_iterator(
     """
     with members:
         file, each_reads = open_collectively(members, opened)
-        planned = functools.partial(_planned, requested, file, reporter)
         try:
             if not each_reads:
                 return file, *_begin(members, file, planned, buffer_bytes, reporter)
             file.reader.share_cache()
-            plan, _ = members.run_on_all(planned)
+            plan, _ = members.run_on_all(lambda: planned(file))
             members.complete()
             return file, plan, ReadAhead(plan, plan.device, buffer_bytes, ready=False)
         except BaseException:
@@ -249,18 +240,10 @@ def open_iterator(
             raise
 
 
-def _planned(
-    requested: Callable[[], Request], file: OpenFile, reporter: ProgressReporter
-) -> LoadPlan:
-    plan = LoadPlan(requested(), file)
-    reporter.total = plan.total()
-    return plan
-
-
 def _begin(
     members: Members,
     file: OpenFile,
-    planned: Callable[[], LoadPlan],
+    planned: Callable[[OpenFile], LoadPlan],
     buffer_bytes: int,
     reporter: ProgressReporter,
     *,
@@ -272,7 +255,7 @@ def _begin(
     """
     file.keeps_shared = False
     (plan, wish, _), told = members.run_on_all(
-        lambda: _wished(planned(), buffer_bytes), lambda found: tuple(found[2])
+        lambda: _wished(planned(file), buffer_bytes), lambda found: tuple(found[2])
     )
     answers = [_Answer(*one) for one in told]
     # Hashes cover whole tensors: if one member compares them, no member cuts tensors.

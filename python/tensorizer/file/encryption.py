@@ -164,9 +164,11 @@ class EncryptionParams:
             raise ValueError("the key was not derived from a string, and has no salt")
         return salt
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        native = self._native
-        return _restored, (type(self), native.key, native.manifest, native.derivation)
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._native.key, self._native.manifest, self._native.derivation
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._native = Encryption.from_key(*state)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"
@@ -175,12 +177,6 @@ class EncryptionParams:
         return isinstance(other, EncryptionParams) and self._native.same(other._native)
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _restored(
-    cls: type[EncryptionParams], key: bytes, manifest: bool, derivation: tuple[int, int, bytes]
-) -> EncryptionParams:
-    return cls._of(Encryption.from_key(key, manifest, derivation))
 
 
 class DecryptionParams:
@@ -210,7 +206,7 @@ class DecryptionParams:
         self.key = None if key is None else key_of(key)
         self.source = source
         self.require_manifest = bool(require_manifest)
-        self._max = max_opslimit, max_memlimit
+        self._limits = {"max_opslimit": max_opslimit, "max_memlimit": max_memlimit}
         self._native: Decryption | None = None
         if key is not None or source is not None:
             self._native = Decryption(
@@ -221,16 +217,13 @@ class DecryptionParams:
                 max_memlimit=max_memlimit,
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored_decryption, (type(self), *self._state())
-
-    def _state(self) -> tuple[bytes | None, bytes | None, dict[str, Any]]:
-        options = {
-            "require_manifest": self.require_manifest,
-            "max_opslimit": self._max[0],
-            "max_memlimit": self._max[1],
-        }
+    def __getstate__(self) -> tuple[bytes | None, bytes | None, dict[str, Any]]:
+        options = {"require_manifest": self.require_manifest, **self._limits}
         return self.key, self.source, options
+
+    def __setstate__(self, state: tuple[bytes | None, bytes | None, dict[str, Any]]) -> None:
+        key, source, options = state
+        self.__init__(key, source, **options)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"
@@ -260,15 +253,9 @@ class DecryptionParams:
         return cls(None, _encoded(source, encoding), **options)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DecryptionParams) and self._state() == other._state()
+        return isinstance(other, DecryptionParams) and self.__getstate__() == other.__getstate__()
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _restored_decryption(
-    cls: type[DecryptionParams], key: bytes | None, source: bytes | None, options: dict[str, Any]
-) -> DecryptionParams:
-    return cls(key, source, **options)
 
 
 def native_encryption(params: EncryptionParams | None) -> Encryption | None:

@@ -18,7 +18,7 @@ from ..group.members import Members
 from ..group.wishes import MergedWishes, with_all_dims
 from ..tensors.handles import cast_dtype, dtype_of
 from ..tensors.sharding import Ranges
-from .block_reader import BlockReader, FileReader
+from .block_reader import BlockReader
 from .load_plan import LoadPlan
 from .progress import ProgressReporter
 
@@ -106,7 +106,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         self._rank, self._size = members.rank, members.size
         self._reporter, self._finishes = reporter, finishes
         reporter.waits_for_flush = True
-        self._reader: BlockReader = FileReader(self._file, verify)
+        self._reader = BlockReader(self._file, verify)
         self._file.refuse_without_data(plan.numbers)
         described = self._file.reader.describe_all(range(len(self._file)))
         self._dtypes = [dtype_of(dtype) for dtype, _ in described]
@@ -388,7 +388,7 @@ class Exchange(Iterator[list[tuple[int, torch.Tensor]]]):
         """End the reads that are under way."""
         if not self._ended:
             self._ended = True
-            self._reader.stop()
+            self._file.stop()
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._in_flight.clear()
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._errors import GroupError
-from .._native import Handle, TensorWriter
+from .._native import Handle, Source, TensorWriter
 from .._numbers import check_number
 from .._types import Hashes, Name, TensorType
 from ..streams.addresses import open_address
-from ..streams.atomic import AtomicRandom, warn_of_overtaking
+from ..streams.atomic import AtomicRandom, WholeFile, warn_of_overtaking
 from ..streams.upload import UploadFile
 from ..tensors import sharding, subclasses, without_data
 from ..tensors.handles import lend
@@ -57,6 +57,9 @@ class FileWriter:
 
     Attributes:
         total_tensor_bytes: Bytes of tensor data written so far.
+        native: The writer of the native module. Its ``progress`` is the number of bytes written so
+            far, from any thread and during a write; its ``pair_id`` is the file's identity, of
+            which one of the content depends on the tensors written so far.
 
     """
 
@@ -103,35 +106,21 @@ class FileWriter:
             "reserved_memory": reserved_memory,
         }
         stream = open_address(file_obj, "wb")
-        self._native = self._writer = _open(stream, options)
+        self.native = self._writer = _open(stream, options)
         report = None if progress is None else progress.part()
         if report is not None:
-            self._native.watch(report)
+            self.native.watch(report)
         if not isinstance(stream, (str, bytes, os.PathLike, int)):
             self._stream = stream
         # Streams of this package complete their file when they are closed.
-        own = stream is not file_obj or isinstance(stream, (UploadFile, AtomicRandom))
+        own = stream is not file_obj or isinstance(stream, WholeFile)
         self._closes_stream = closes_stream or own
-        if isinstance(stream, AtomicRandom):
+        if isinstance(stream, WholeFile):
             stream.belongs_to_serializer = True
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of tensor data written so far, from any thread and during a write."""
-        return self._native.progress
 
     def set_pair_id(self, identity: bytes | None) -> None:
         """Give the file an identity: one that is given, or for None a hash of its content."""
-        self._native.set_pair_id(identity)
-
-    @property
-    def pair_id(self) -> bytes | None:
-        """The file's identity; one of its content depends on the tensors written so far."""
-        return self._native.pair_id
-
-    def add_metadata(self, name: str, value: str) -> None:
-        """Add metadata before the first write, also to an encrypted file."""
-        self._native.add_metadata(name, value)
+        self.native.set_pair_id(identity)
 
     def write(
         self,
@@ -256,10 +245,10 @@ class FileWriter:
 
         Callers of the old package often do not close their files.
         """
-        writer, self._writer = self._native, None
+        writer, self._writer = self.native, None
         uri = writer.uri
         is_complete, other_path = False, None
-        if isinstance(self._stream, (UploadFile, AtomicRandom)) and self._stream.ended:
+        if isinstance(self._stream, WholeFile) and self._stream.ended:
             # The caller has closed or abandoned the stream, and has seen any error.
             writer.finish()
             return
@@ -347,18 +336,18 @@ def _metadata_pairs(metadata: Mapping[str, str] | None) -> list[tuple[str, str]]
 def _open(file_obj: Any, options: dict[str, Any]) -> TensorWriter:
     if isinstance(file_obj, UploadFile):
         return file_obj.hand_over(options)
-    target = opening.classify(file_obj)
-    if isinstance(target, opening.RemoteSource):
-        raise ValueError(f"expected a writable file: {target.uri}")
-    if isinstance(target, opening.LocalPath):
-        return TensorWriter.to_path(target.path, options, getattr(file_obj, "shown", None))
+    file, uri, base, _ = opening.classify(file_obj)
+    if isinstance(file, Source):
+        raise ValueError(f"expected a writable file: {uri}")
+    if isinstance(file, str):
+        return TensorWriter.to_path(file, options, getattr(file_obj, "shown", None))
     if not isinstance(file_obj, int):
         for ability in ("readable", "writable", "seekable"):
             check = getattr(file_obj, ability, None)
             if check is not None and not check():
-                raise ValueError(f"expected a {ability} file: {target.uri}")
+                raise ValueError(f"expected a {ability} file: {uri}")
         if not hasattr(file_obj, "seek"):
-            raise ValueError(f"expected a seekable file: {target.uri}")
-    if isinstance(target, opening.Descriptor):
-        return TensorWriter.to_fd(target.number, target.uri, target.base, options)
-    return TensorWriter.to_object(target.file, target.uri, target.base, options)
+            raise ValueError(f"expected a seekable file: {uri}")
+    if isinstance(file, int):
+        return TensorWriter.to_fd(file, uri, base, options)
+    return TensorWriter.to_object(file, uri, base, options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -77,15 +79,8 @@ def of_name(name: Name | int, names: Sequence[Name]) -> str:
 
 def common_prefix(names: Sequence[str]) -> str:
     """Return the modules that all names begin with, with a dot at the end; empty for none."""
-    if not names:
-        return ""
-    first, last = min(names), max(names)
-    steps: list[str] = []
-    for one, other in zip(first.split(".")[:-1], last.split(".")[:-1], strict=False):
-        if one != other:
-            break
-        steps.append(one)
-    return "".join(f"{step}." for step in steps)
+    prefix = os.path.commonprefix(names)  # noqa: RUF071  # not a path
+    return prefix[: prefix.rfind(".") + 1]
 
 
 def of_source(source: Any) -> str:
@@ -119,8 +114,6 @@ def of_prefixes(names: Sequence[Name], module: torch.nn.Module) -> str:
 
 
 def _prefixes(names: Sequence[str]) -> Iterator[str]:
-    """Yield the prefixes that all names share: one module, then two, and so on."""
-    prefix = ""
-    for step in common_prefix(names).split(".")[:-1]:
-        prefix += f"{step}."
-        yield prefix
+    """Return the prefixes that all names share: one module, then two, and so on."""
+    steps = common_prefix(names).split(".")[:-1]
+    return itertools.accumulate(f"{step}." for step in steps)

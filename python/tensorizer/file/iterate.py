@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from .._numbers import check_number
-from .._types import FilterFuncType, Head, Name, NameT
+from .._types import FilterFuncType, NameT
 from ..tensors import fake_mode
 from ..tensors.sharding import Shard
 from .arguments import device_or_function, names_of
@@ -27,6 +28,8 @@ from .slices import Index
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
+
+    from .exchange import Exchange
 
 
 @takes(ReadOptions)
@@ -106,17 +109,12 @@ def iterate(
     reporter = ProgressReporter(progress)
     request = Request(names_of(names), None, filter_func, slices or {}, shard=shard, device=device)
 
-    def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> OpenFile:
-        return OpenFile(
-            uri,
-            dtype=dtype,
-            clone=True,
-            heads=heads,
-            progress=reporter,
-            wanted=wanted,
-            closes_stream=True,
-            **options,
-        )
+    opened = functools.partial(
+        OpenFile, uri, dtype=dtype, clone=True, progress=reporter, closes_stream=True, **options
+    )
+
+    def planned(file: OpenFile) -> LoadPlan:
+        return LoadPlan(request, file, reporter)
 
     # Under FakeTensorMode each member makes its tensors alone.
     if group is not None and not fake_mode.is_active():
@@ -127,27 +125,16 @@ def iterate(
             from .collective_load import open_iterator  # as above
 
             return _LoadIterator(
-                reporter, *open_iterator(members, opened, lambda: request, reporter, buffer_bytes)
+                reporter, *open_iterator(members, opened, planned, reporter, buffer_bytes)
             )
-    file = opened(None, request.wanted_names())
+    file = opened(wanted=request.wanted_names())
     try:
-        plan = LoadPlan(request, file)
-        reporter.total = plan.total()
+        plan = planned(file)
         batches = ReadAhead(plan, plan.device, buffer_bytes, ready=order == "ready")
         return _LoadIterator(reporter, file, plan, batches)
     except BaseException:
         file.close()
         raise
-
-
-class TensorBatches(Protocol):
-    """The source of an iterator's tensors."""
-
-    def __next__(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the numbers and tensors that come next."""
-
-    def close(self) -> None:
-        """End the load. Closing again does nothing."""
 
 
 class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
@@ -158,11 +145,11 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
         reporter: ProgressReporter,
         file: OpenFile,
         plan: LoadPlan,
-        batches: TensorBatches,
+        batches: Exchange | ReadAhead,
     ) -> None:
         self._reporter, self._file = reporter, file
         self._plan, self._batches = plan, batches
-        self._names, self._further_names = plan.keys_by_number()
+        self._names = plan.keys_by_number()
         self._ready: deque[tuple[Any, torch.Tensor]] = deque()
         self._ended = False
         self._process = os.getpid()
@@ -200,22 +187,18 @@ class _LoadIterator(Iterator[tuple[Any, torch.Tensor]]):
             # Any error or interrupt closes the iterator, so that no tensor is skipped without an
             # error.
             self._waiting_thread = threading.get_ident()
-            loaded = next(self._batches)
+            try:
+                loaded = next(self._batches)
+            except StopIteration:
+                self._reporter.finish()
+                raise
             if not self._plan.returns_as_loaded:
                 loaded = [(n, self._plan.in_requested_form(n, one)) for n, one in loaded]
             several = len(loaded) > 1 and loaded[0][1].is_cuda
             self._stream = torch.cuda.current_stream(loaded[0][1].device) if several else None
-            ready = [(self._names[number], one) for number, one in loaded]
-            for number, one in loaded if self._further_names else ():
-                ready += [(name, one) for name in self._further_names.get(number, ())]
-            self._ready.extend(ready)
-        except StopIteration:
-            try:
-                self._reporter.finish()
-            finally:
-                self._waiting_thread = None
-                self.close()
-            raise
+            self._ready.extend(
+                [(name, one) for number, one in loaded for name in self._names[number]]
+            )
         except BaseException:
             self._waiting_thread = None
             self.close()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from .._locks import ForkSafeLock
 from .._native import Reader, ShardIndex
-
-if TYPE_CHECKING:
-    from .._native import Source
+from .opening import SourceOpener
 
 
 class LazyShards:
@@ -22,7 +16,7 @@ class LazyShards:
 
     """
 
-    def __init__(self, index: ShardIndex, open_index: Callable[[], Source]) -> None:
+    def __init__(self, index: ShardIndex, open_index: SourceOpener) -> None:
         self._index, self._open_index = index, open_index
         #: The opened files, by their numbers in the index.
         self._opened: dict[int, Reader] = {}
@@ -46,14 +40,12 @@ class LazyShards:
         number = self._index.file_of(name)
         if number is None:
             return None
-        part = self._opened.get(number)
-        if part is None:
-            with self._locks.setdefault(number, ForkSafeLock()).current():
-                part = self._opened.get(number)
-                if part is None:
-                    part = self._opened[number] = self._index.open(number)
-                    if self._closed:
-                        part.close()
+        with self._locks.setdefault(number, ForkSafeLock()).current():
+            if number not in self._opened:
+                self._opened[number] = self._index.open(number)
+                if self._closed:
+                    self._opened[number].close()
+        part = self._opened[number]
         return part if part.format == "safetensors" and part.find(name) is not None else None
 
     def all_shards(self) -> Reader:
@@ -61,18 +53,13 @@ class LazyShards:
         with self._whole_lock.current():
             if self._whole is None:
                 if self._closed:
-                    self._whole = self._reopen_closed()
+                    with self._open_index() as source:
+                        self._whole = Reader(source)
                 else:
                     self._whole = self._index.open_all()
-                    if self._closed:
-                        self._whole.close()
+                if self._closed:
+                    self._whole.close()
             return self._whole
-
-    def _reopen_closed(self) -> Reader:
-        with contextlib.closing(self._open_index()) as source:
-            whole = Reader(source)
-        whole.close()
-        return whole
 
     def stop(self) -> None:
         """End loads that are under way, and refuse more."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._types import FilterFuncType, Head, Name, NameT
+from .._types import FilterFuncType, NameT
 from ..group import inherited_group  # noqa: F401  # looks at each fork
 from ..tensors import fake_mode
 from ..tensors.sharding import Shard
@@ -107,9 +108,7 @@ def load(
 
         members = Members.of(group)
 
-    def opened(heads: Sequence[Head] | None, wanted: Sequence[Name] | None = None) -> OpenFile:
-        return OpenFile(uri, dtype=dtype, heads=heads, progress=reporter, wanted=wanted, **options)
-
+    opened = functools.partial(OpenFile, uri, dtype=dtype, progress=reporter, **options)
     chosen = names_of(names)
 
     def requested() -> Request:
@@ -119,11 +118,11 @@ def load(
 
     if members is None or members.size == 1:
         request = requested()
-        with reporter, opened(None, request.wanted_names()) as file:
-            plan = LoadPlan(request, file)
-            reporter.total = plan.total()
-            return plan.load()
+        with reporter, opened(wanted=request.wanted_names()) as file:
+            return LoadPlan(request, file, reporter).load()
     from .collective_load import load_collectively  # as above
 
     with reporter:
-        return load_collectively(members, opened, requested, reporter)
+        return load_collectively(
+            members, opened, lambda file: LoadPlan(requested(), file, reporter), reporter
+        )

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .._types import Name
 from ..modules import state
 from ..tensors import sharding
+from ..tensors.batches import in_batches
 from ..tensors.handles import are_plain, cast_dtype, dtype_of, is_fillable, refuse_short
 from ..tensors.sharding import Part
 from .arguments import device_or_function, resolve_device
 from .open_file import OpenFile
 from .parts import planned_parts
-from .placement import Places, in_batches
+from .placement import Places
+from .progress import ProgressReporter
 from .request import Request
 from .slices import with_ones
 
@@ -30,6 +33,7 @@ class LoadPlan:
     Args:
         request: The request.
         file: The file.
+        reporter: Gets the number of bytes that are read, if it is given.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError, NotImplementedError: See
@@ -42,19 +46,24 @@ class LoadPlan:
 
     """
 
-    def __init__(self, request: Request, file: OpenFile) -> None:
+    def __init__(
+        self, request: Request, file: OpenFile, reporter: ProgressReporter | None = None
+    ) -> None:
         self._request, self.file = request, file
         self._device, self._device_of = device_or_function(request.device)
         default = torch.get_default_device() if self._device is None else self._device
         #: The device of tensors for which no other device is given.
         self.device = resolve_device(default)
-        self._resolved_devices: dict[torch.device | str | None, torch.device] = {}
+        #: Cached: many tensors share few devices.
+        self._resolve = functools.cache(resolve_device)
         self._keys = request.find(file)
         #: The tensors of ``out`` or ``like``, by number.
         self._given = self._given_tensors()
         self.numbers = sorted(set(self._keys.values()))
         self._parts = planned_parts(file, request, self._keys, self._given)
         self.read = self._parts.file
+        if reporter is not None:
+            reporter.total = self._total()
 
     def _given_tensors(self) -> dict[int, Any]:
         """Return the tensors of ``out`` or ``like``, by number.
@@ -98,7 +107,7 @@ class LoadPlan:
             ranges = [(0, dim) for dim in self.file.reader.describe(number)[1]]
         return Part.of_ranges(ranges)
 
-    def total(self) -> int:
+    def _total(self) -> int:
         """Return the number of bytes that are read for all of them."""
         if self._parts.first is None:
             return self.file.reader.data_len(self.numbers)
@@ -108,19 +117,21 @@ class LoadPlan:
 
     def entries(self) -> list[int]:
         """Return the numbers in ``read`` of the boxes of all tensors."""
-        if self._parts.first is None:
-            return self.numbers
         first, counts = self._parts.first, self._parts.box_counts
+        if first is None:
+            return self.numbers
         if not counts:
             return [first[number] for number in self.numbers]
         return [first[n] + at for n in self.numbers for at in range(counts.get(n, 1))]
 
     def numbers_of_entries(self) -> list[int]:
         """Return the tensor of each of the :meth:`entries`."""
-        counts = self._parts.box_counts
-        if not counts:
+        if not self._parts.box_counts:
             return self.numbers
-        return [n for n in self.numbers for _ in range(counts.get(n, 1))]
+        return [n for n in self.numbers for _ in range(self._box_count(n))]
+
+    def _box_count(self, number: int) -> int:
+        return self._parts.box_counts.get(number, 1)
 
     # Devices
 
@@ -128,19 +139,12 @@ class LoadPlan:
         """Return the device for a tensor."""
         given = self._given.get(number)
         if self._device_of is not None:
-            return self._resolved(self._device_of(self.file.reader.name(number)))
+            named = self._device_of(self.file.reader.name(number))
+            return self.device if named is None else self._resolve(named)
         if self._device is not None or given is None or self._request.out is not None:
             return self.device
         device = sharding.device_of(given)
         return self.device if device.type == "meta" else resolve_device(device)
-
-    def _resolved(self, device: torch.device | str | None) -> torch.device:
-        """Return a device that a function has named, cached: many tensors share few devices."""
-        found = self._resolved_devices.get(device)
-        if found is None:
-            found = self.device if device is None else resolve_device(device)
-            self._resolved_devices[device] = found
-        return found
 
     def _places(self) -> Places:
         """Return the device of all boxes, or of each."""
@@ -164,12 +168,11 @@ class LoadPlan:
         tensors = (one for _, one, _ in self.read.load(self.entries(), self._places(), verify))
         if not self._parts.box_counts:
             return dict(zip(self.numbers, tensors, strict=True))
-        loaded: dict[int, torch.Tensor] = {}
-        for number in self.numbers:
-            # Joined at once, so that no more than a batch is held twice.
-            boxes = [next(tensors) for _ in range(self._parts.box_counts.get(number, 1))]
-            loaded[number] = self._joined(number, boxes)
-        return loaded
+        # Joined at once, so that no more than a batch is held twice.
+        return {
+            number: self._joined(number, list(itertools.islice(tensors, self._box_count(number))))
+            for number in self.numbers
+        }
 
     def _joined(self, number: int, boxes: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the boxes of a tensor's part as one tensor."""
@@ -210,7 +213,10 @@ class LoadPlan:
 
         """
         entries, targets = self.entries(), [tensors[number] for number in self.numbers]
-        plain = self.file.dtype is None and not self._parts.box_counts and are_plain(targets)
+        several = self.numbers if self._parts.box_counts else ()
+        copied = {n: tensors[n].nbytes for n in several if self._box_count(n) > 1}
+        plain = self.file.dtype is None and len(entries) == len(targets) and not copied
+        plain = plain and are_plain(targets)
         if plain and not self.read.strided(entries):
             try:
                 self.read.fill(targets, entries, verify)
@@ -222,7 +228,6 @@ class LoadPlan:
             return
         self.check_fits(tensors)
         # The boxes of a tensor are read together, as a pipe is read only once.
-        copied = {n: tensors[n].nbytes for n, count in self._parts.box_counts.items() if count > 1}
         for numbers in in_batches(self.numbers, lambda n: copied.get(n, 0), _COPIED_BYTES):
             some = self.subset(numbers)
             views = list(some._views(tensors))
@@ -236,7 +241,7 @@ class LoadPlan:
         """Yield the memory of each of the :meth:`entries`."""
         for number in self.numbers:
             tensor = tensors[number].detach()
-            if self._parts.box_counts.get(number, 1) == 1:
+            if self._box_count(number) == 1:
                 yield tensor
             else:
                 yield from (box.of_part(tensor) for box in self.part(number).boxes)
@@ -272,15 +277,14 @@ class LoadPlan:
             return {key: tensors[number] for key, number in self._keys.items()}
         return {key: self.in_requested_form(n, tensors[n]) for key, n in self._keys.items()}
 
-    def keys_by_number(self) -> tuple[dict[int, Name], dict[int, list[Name]]]:
-        """Return the key under which each tensor is returned, and the further keys of some."""
-        keys = {number: key for key, number in self._keys.items()}
-        further: dict[int, list[Name]] = {}
+    def keys_by_number(self) -> dict[int, tuple[Any, ...]]:
+        """Return the keys under which each tensor is returned."""
+        keys: dict[int, tuple[Any, ...]] = {number: (key,) for key, number in self._keys.items()}
         if len(keys) < len(self._keys):
+            keys = dict.fromkeys(keys, ())
             for key, number in self._keys.items():
-                if key != keys[number]:
-                    further.setdefault(number, []).append(key)
-        return keys, further
+                keys[number] += (key,)
+        return keys
 
     def in_requested_form(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor in the requested form."""

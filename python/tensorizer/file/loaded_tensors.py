@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ class LoadedTensors:
         self._dtype_on_request = file.dtype if casts_later else None
         self._selection = selection
         self._tensors: dict[int, torch.nn.Parameter] = {}
-        #: The tensors that may be requested, as a set; made when it is needed.
-        self._wanted: set[int] | None = None
         #: The last tensor that was read of a file that can only be read front to back.
         self._passed: int | None = None
         #: By number, casts of loaded tensors.
@@ -205,6 +203,11 @@ class LoadedTensors:
         """Tell whether a read of tensors passes others, which can then be read no more."""
         return len(with_earlier(self.file.reader, numbers, self._passed)) > len(numbers)
 
+    @functools.cached_property
+    def _wanted(self) -> Container[int]:
+        """The tensors that may be requested, as a set."""
+        return range(len(self.file)) if self._selection is None else set(self._selection)
+
     def _needed(self, numbers: Sequence[int]) -> list[int]:
         """Return the tensors that are not loaded yet, and others that must be loaded with them.
 
@@ -217,10 +220,7 @@ class LoadedTensors:
             self._passed = found[-1]
         if len(found) == len(missing):
             return missing
-        if self._wanted is None and self._selection is not None:
-            self._wanted = set(self._selection)
-        wanted = self._wanted
-        found = [n for n in found if n not in self._tensors and (wanted is None or n in wanted)]
+        found = [n for n in found if n not in self._tensors and n in self._wanted]
         if len(found) > len(missing):
             self.file.reader.report_fallback(
                 "tensors before the wanted ones were loaded too, because "
@@ -245,12 +245,13 @@ class LoadedTensors:
             self._assign_numbers()
             fits: list[tuple[int, torch.Tensor]] = []
             described = self.file.reader.describe_all([number for _, _, number in rows])
-            dtypes = self._uncast_dtypes({name for name, _ in described})
+            dtypes = {name: dtype_of(name) for name in {name for name, _ in described}}
+            wanted = self.file.dtype
             for (slot, tensor, number), (name, shape) in zip(rows, described, strict=True):
-                dtype = dtypes.get(name)
+                dtype = dtypes[name]
                 if (
                     tensor is not None
-                    and dtype is not None
+                    and cast_dtype(dtype, wanted) is dtype
                     and number not in self._tensors
                     and slot.can_fill(tensor, device, dtype, shape)
                     and not self.has_other_strides(number, tensor)
@@ -268,12 +269,6 @@ class LoadedTensors:
                     self._tensors[number] = known
                     self._verified[number] = verify
             return set(chosen)
-
-    def _uncast_dtypes(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """Return the dtypes, by name, of those that are not cast."""
-        dtypes = {name: dtype_of(name) for name in names}
-        wanted = self.file.dtype
-        return {name: d for name, d in dtypes.items() if cast_dtype(d, wanted) is d}
 
 
 def _is_as_saved(dtype: torch.dtype, shape: Sequence[int], there: torch.Tensor | None) -> bool:

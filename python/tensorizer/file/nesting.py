@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -16,79 +15,64 @@ from .._types import Name
 Path: TypeAlias = tuple[Any, ...]
 
 
-@dataclass(slots=True)
-class _Level:
-    """A container on the way from the top, and its items that were not looked at yet."""
+def find_tensors(
+    top: Any,
+    items: Callable[[Any, Path], Iterator[tuple[Any, Any]]],
+    refuse: Callable[[Path, bool], NoReturn],
+) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield the paths and tensors in nested containers.
 
-    container: Any
-    path: Path
-    items: Iterator[tuple[Any, Any]]
-    has_tensors: bool = False
+    A container without tensors is looked at once, however often it occurs.
 
+    Args:
+        top: The outermost container.
+        items: Returns the keys and values of a container at a path; none of another object.
+        refuse: Raises an error for a path of too many keys or, if the argument beside it is true,
+            for that of a container that contains itself.
 
-class NestedTensors:
-    """Finds the tensors in nested containers; subclasses tell what a container holds."""
+    """
+    above: set[int] = set()
+    #: By ``id``; they are kept, so that no ``id`` is reused.
+    without_tensors: dict[int, Any] = {}
 
-    def items(self, container: Any, path: Path) -> Iterator[tuple[Any, Any]]:
-        """Return the keys and values of a container; none of another object."""
-        raise NotImplementedError
+    def walk(container: Any, path: Path) -> Generator[tuple[Path, torch.Tensor], None, bool]:
+        has_tensors = False
+        above.add(id(container))
+        for key, value in items(container, path):
+            below = (*path, key)
+            if isinstance(value, torch.Tensor):
+                has_tensors = True
+                yield below, value
+            elif id(value) not in without_tensors:
+                if id(value) in above or len(below) == MAX_DEPTH:
+                    refuse(below, id(value) in above)
+                if (yield from walk(value, below)):
+                    has_tensors = True
+        above.discard(id(container))
+        if not has_tensors:
+            without_tensors[id(container)] = container
+        return has_tensors
 
-    def refuse(self, path: Path, *, is_loop: bool) -> NoReturn:
-        """Raise an error for a container that contains itself, or else is nested too deeply."""
-        raise NotImplementedError
-
-    def find(self, top: Any) -> Iterator[tuple[Path, torch.Tensor]]:
-        """Yield the paths and tensors in a container.
-
-        A container without tensors is looked at once, however often it occurs.
-        """
-        levels = [_Level(top, (), self.items(top, ()))]
-        above = {id(top)}
-        #: By ``id``; they are kept, so that no ``id`` is reused.
-        without_tensors: dict[int, Any] = {}
-        while levels:
-            level = levels[-1]
-            for key, value in level.items:
-                if isinstance(value, torch.Tensor):
-                    level.has_tensors = True
-                    yield (*level.path, key), value
-                elif id(value) not in without_tensors:
-                    path = (*level.path, key)
-                    if id(value) in above:
-                        self.refuse(path, is_loop=True)
-                    if len(path) == MAX_DEPTH:
-                        self.refuse(path, is_loop=False)
-                    above.add(id(value))
-                    levels.append(_Level(value, path, self.items(value, path)))
-                    break
-            else:
-                above.discard(id(level.container))
-                levels.pop()
-                if not level.has_tensors:
-                    without_tensors[id(level.container)] = level.container
-                elif levels:
-                    levels[-1].has_tensors = True
+    return walk(top, ())
 
 
-class _StateDict(NestedTensors):
-    """The tensors in mappings and sequences that have nothing else."""
+def _items(container: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+    if not _is_container(container):
+        raise TypeError(f"expected a tensor at {list(path)}, found {type(container).__name__}")
+    if not isinstance(container, Mapping):
+        return enumerate(container)
+    for key in container:
+        if not isinstance(key, str):
+            raise TypeError(f"keys must be str, found {key!r} at {list(path)}")
+    return iter(container.items())
 
-    def items(self, container: Any, path: Path) -> Iterator[tuple[Any, Any]]:
-        if not _is_container(container):
-            raise TypeError(f"expected a tensor at {list(path)}, found {type(container).__name__}")
-        if not isinstance(container, Mapping):
-            return enumerate(container)
-        for key in container:
-            if not isinstance(key, str):
-                raise TypeError(f"keys must be str, found {key!r} at {list(path)}")
-        return iter(container.items())
 
-    def refuse(self, path: Path, *, is_loop: bool) -> NoReturn:
-        if is_loop:
-            raise ValueError(f"the container at {list(path)} contains itself")
-        raise ValueError(
-            f"nested too deeply: expected at most {MAX_DEPTH} levels, below {list(path[:9])}"
-        )
+def _refuse(path: Path, is_loop: bool) -> NoReturn:
+    if is_loop:
+        raise ValueError(f"the container at {list(path)} contains itself")
+    raise ValueError(
+        f"nested too deeply: expected at most {MAX_DEPTH} levels, below {list(path[:9])}"
+    )
 
 
 def _is_container(value: Any) -> bool:
@@ -123,7 +107,7 @@ def flatten(state_dict: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tens
             else:
                 rest[key] = value
         state_dict = rest
-    yield from _StateDict().find(state_dict)
+    yield from find_tensors(state_dict, _items, _refuse)
 
 
 def _checked_path(path: tuple[Any, ...]) -> tuple[str | int, ...]:

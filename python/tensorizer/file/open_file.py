@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,26 +17,26 @@ from .._errors import CryptographyError
 from .._native import (
     Reader,
     ShardIndex,
-    Source,
-    TensorIterator,
     announce,
     as_bytes,
-    open as native_open,
     split_tensor_memory,
 )
-from .._types import Head, Name, OpenOptions, Slice, VerifyHash
+from .._types import Head, Name, Slice
 from ..streams.addresses import is_address
-from ..streams.endpoints import assigned_endpoint
 from ..tensors import devices, fake_mode
+from ..tensors.batches import in_batches
 from ..tensors.handles import are_plain, cast_dtype, dtype_of, lend, take
 from . import hints, opening
 from .arguments import checked_dtype, checked_verification
 from .checkpoint import Checkpoint
 from .encryption import DecryptionParams, native_decryption
 from .lazy_shards import LazyShards
-from .options import check_reading
-from .placement import Places, all_of, by_device, in_batches, native_numbers, zeros
+from .options import LoadOptions, check_reading
+from .placement import Places, all_of, by_device, native_numbers, zeros
 from .progress import ProgressReporter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Bytes loaded at a time if torch then casts each tensor, or copies it to another device.
 _BATCH_BYTES = 256 << 20
@@ -50,8 +49,6 @@ class OpenFile:
     Args:
         file_obj: The file, as for :class:`tensorizer.TensorDeserializer`.
         dtype: Cast floating-point tensors.
-        num_readers, verify_hash, encryption, mmap, clone, cache_dir, memory_limit: See
-            :class:`LoadOptions`. A call may override ``verify_hash``.
         key_needed: Refuse an encrypted file without ``encryption``. Names and shapes need no key.
         heads: Cached headers from another process that opened the same address; an empty sequence
             to collect them here.
@@ -60,6 +57,7 @@ class OpenFile:
             only the files are opened that hold them according to its index. None for all.
         lazily: Open the files of such a checkpoint when they are needed; see :meth:`part`.
         closes_stream: Close a file object with this one.
+        options: See :class:`LoadOptions`. A call may override ``verify_hash``.
 
     Raises:
         OSError, ValueError, TypeError, CryptographyError: See
@@ -81,22 +79,17 @@ class OpenFile:
         file_obj: Any,
         *,
         dtype: torch.dtype | str | None = None,
-        num_readers: int | None = None,
-        verify_hash: VerifyHash | None = False,
-        encryption: DecryptionParams | None = None,
-        mmap: bool = False,
-        clone: bool = False,
         key_needed: bool = True,
         heads: Sequence[Head] | None = None,
         progress: ProgressReporter | None = None,
-        cache_dir: str | os.PathLike[Any] | None = None,
-        memory_limit: int | None = None,
         wanted: Sequence[Name] | None = None,
         lazily: bool = False,
         closes_stream: bool = False,
+        **options: Unpack[LoadOptions],
     ) -> None:
-        check_reading(num_readers=num_readers, memory_limit=memory_limit, cache_dir=cache_dir)
-        self.memory_limit = memory_limit
+        encryption, num_readers = options.get("encryption"), options.get("num_readers")
+        self.memory_limit, cache_dir = options.get("memory_limit"), options.get("cache_dir")
+        check_reading(num_readers=num_readers, memory_limit=self.memory_limit, cache_dir=cache_dir)
         by_address = is_address(file_obj)
         is_stream = not isinstance(file_obj, (str, bytes, os.PathLike, int))
         self._stream = file_obj if closes_stream and is_stream else None
@@ -110,38 +103,34 @@ class OpenFile:
         self._checkpoint: Checkpoint | None = None
         #: Bytes read so far; slices of this file add to the same counter.
         self._read = [0]
-        self.maps = bool(mmap)
+        self.maps = bool(options.get("mmap"))
         self.keeps_shared = True
         self._reader: Reader | None = None
         self._shards: LazyShards | None = None
         try:
             self.dtype = checked_dtype(dtype)
-            self.verify = checked_verification(verify_hash)
+            self.verify = checked_verification(options.get("verify_hash"))
             self._reading: dict[str, Any] = {
                 "verify": self.verify,
                 "readers": num_readers,
                 "map": self.maps,
-                "separate_memory": clone,
+                "separate_memory": options.get("clone", False),
             }
             keep_heads = by_address and heads is not None and not heads
-            opened = self._opener(file_obj, heads, cache_dir)
+            opened = opening.source_opener(file_obj, heads, cache_dir)
             plain = encryption is None and num_readers is None and progress is None
-            if opened is not None:
-                # Readers have handles of their own; without closing, an exception's traceback would
-                # keep this one open.
-                with contextlib.closing(opened()) as source:
-                    index = ShardIndex.of(source) if lazily and plain else None
-                    if index is not None:
-                        self._shards = LazyShards(index, opened)
-                        self.is_local, self.heads = not by_address, []
-                        return
-                    self._reader = Reader(source, keep_heads=keep_heads, wanted=wanted)
-            else:
-                self._reader = opening.open_reader(file_obj)
+            with opened() as source:
+                lazily = lazily and plain and self._name is not None
+                index = ShardIndex.of(source) if lazily else None
+                if index is not None:
+                    self._shards = LazyShards(index, opened)
+                    self.is_local, self.heads = opened.is_local, []
+                    return
+                self._reader = Reader(source, opened.base, keep_heads=keep_heads, wanted=wanted)
             self._identities = self._reader.identities()
             self._set_options(self._reader)
             self.heads = self.reader.heads() if keep_heads else []
-            self.is_local = opening.is_local(file_obj) or self.reader.local
+            self.is_local = opened.is_local or self.reader.local
             report = None if progress is None else progress.part()
             if report is not None:
                 self.reader.watch(report)
@@ -157,30 +146,10 @@ class OpenFile:
                     f"num_readers={num_readers}, but {self.reader.uri} can only be read by one "
                     "thread"
                 )
-            self.reader = self._unpickled(self.reader)
+            self._reader = self._unpickled(self.reader)
         except BaseException:
             self.close()
             raise
-
-    def _opener(
-        self,
-        file_obj: Any,
-        heads: Sequence[Head] | None,
-        cache_dir: str | os.PathLike[Any] | None,
-    ) -> Callable[[], Source] | None:
-        """Return a function that opens an address or a path, and can do so again; else None."""
-        if is_address(file_obj):
-            options: OpenOptions = {
-                "model": True,
-                "heads": heads or None,
-                "cache": None if cache_dir is None else os.fsdecode(cache_dir),
-                "default_endpoint": assigned_endpoint(reading=True),
-            }
-            return functools.partial(native_open, file_obj, options)
-        target = None if self._name is None else opening.classify(file_obj)
-        if isinstance(target, opening.LocalPath):
-            return functools.partial(native_open, target.path, {"path": True})
-        return None
 
     def _set_options(self, reader: Reader) -> None:
         """Make loads of a reader, and of its slices and parts, read as this file does."""
@@ -204,10 +173,6 @@ class OpenFile:
             self._set_options(reader)
             self._reader = self._unpickled(reader)
         return self._reader
-
-    @reader.setter
-    def reader(self, reader: Reader) -> None:
-        self._reader = reader
 
     @property
     def uri(self) -> str:
@@ -304,7 +269,7 @@ class OpenFile:
 
     def _with(self, reader: Reader) -> OpenFile:
         part = copy.copy(self)
-        part.reader = reader
+        part._reader = reader
         part._stream = None
         return part
 
@@ -474,33 +439,6 @@ class OpenFile:
             torch.empty(shape, dtype=dtype_of(dtype), device=device) for dtype, shape in described
         ]
 
-    def iterate(
-        self,
-        numbers: Sequence[int],
-        device: torch.device,
-        *,
-        buffer_bytes: int,
-        ready: bool,
-        complete: bool = False,
-        readers: int | None = None,
-    ) -> TensorIterator:
-        """Begin to load tensors one by one, in the file's dtype, each in memory of its own.
-
-        They go to the device if the native code supports it. At most ``buffer_bytes`` bytes of them
-        are held. They come in the order of their data in the file, or as they are ``ready``. They
-        can be used on the stream that is current then; if they are to be ``complete``, on all
-        streams of the device, because their copies have ended. ``readers`` overrides the number of
-        readers of the file.
-        """
-        return self.reader.iterate(
-            numbers,
-            readers=readers,
-            device=devices.number(device),
-            buffer_bytes=buffer_bytes,
-            ready=ready,
-            complete=complete,
-        )
-
     def fill(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], verify: str | None = None
     ) -> list[int]:
@@ -512,26 +450,18 @@ class OpenFile:
             return [0] * len(numbers)
         direct = list(zip(tensors, numbers, strict=True))
         if self._checkpoint is not None:
-            direct = self._fill_strided(direct, self._checkpoint, verify)
+            late = set(self.strided(numbers))
+            for tensor, number in direct:
+                if number in late:
+                    (loaded,), _ = self.read([number], tensor.device, verify)
+                    tensor.detach().copy_(loaded)
+            direct = [pair for pair in direct if pair[1] not in late]
         plain = [tensor for tensor, _ in direct]
         chosen = [number for _, number in direct]
         handle = lend(plain if are_plain(plain) else [tensor.detach() for tensor in plain])
         modules = self.reader.load_into(handle, chosen, verify=verify)
         self._read[0] += sum(tensor.nbytes for tensor in plain)
         return modules if len(direct) == len(numbers) else [0] * len(numbers)
-
-    def _fill_strided(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, int]],
-        checkpoint: Checkpoint,
-        verify: str | None,
-    ) -> list[tuple[torch.Tensor, int]]:
-        """Fill the tensors whose bytes are not in order in the file; return the other pairs."""
-        for tensor, number in pairs:
-            if checkpoint.strided(number):
-                (loaded,), _ = self.read([number], tensor.device, verify)
-                tensor.detach().copy_(loaded)
-        return [pair for pair in pairs if not checkpoint.strided(pair[1])]
 
     def can_fill_on(self, device: torch.device) -> bool:
         """Tell whether tensors on a device can be filled in place."""

@@ -6,47 +6,36 @@ import contextlib
 import io
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from .._native import Reader, local_path, open as native_open
-from .._types import OpenOptions
+from .._native import Source, local_path, open as native_open
+from .._types import Head, OpenOptions
 from ..streams.addresses import is_address
 from ..streams.atomic import AtomicRandom
+from ..streams.endpoints import assigned_endpoint
 from . import hints
-
-if TYPE_CHECKING:
-    from .._native import Source
-
 
 #: Characters; Linux takes paths of 4,095 bytes (PATH_MAX with its final zero byte).
 _MAX_PATH = 4095
 
 
-@dataclass
-class LocalPath:
-    """A path of the local file system."""
+class NamedFile(NamedTuple):
+    """A file that an argument names, unless it is the address of a server.
 
-    path: str
+    Attributes:
+        file: A path as a string, a descriptor, a binary file object, or a native source.
+        uri: Its name in messages.
+        base: The position at which the file begins.
+        size: The size of a file object; None if it cannot seek, and for others.
 
-
-@dataclass
-class Descriptor:
-    """A descriptor of the operating system, for the file that begins at position ``base``."""
-
-    number: int
-    uri: str
-    base: int
-
-
-@dataclass
-class PythonFile:
-    """A Python file object. Its size is None if it cannot seek."""
+    """
 
     file: Any
     uri: str
-    base: int
-    size: int | None
+    base: int = 0
+    size: int | None = None
 
 
 @dataclass
@@ -57,16 +46,7 @@ class FileBytes:
     uri: str
 
 
-@dataclass
-class RemoteSource:
-    """A file on a server, which begins at position ``base``."""
-
-    source: Source
-    uri: str
-    base: int
-
-
-def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | RemoteSource:
+def classify(file_obj: Any) -> NamedFile:
     """Classify a path, ``os.PathLike``, descriptor or binary file object by how it is opened.
 
     Raises:
@@ -77,14 +57,14 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | RemoteSourc
     native = getattr(file_obj, "_native_source", None)
     source = native() if native is not None else None
     if source is not None and (source.size is not None or file_obj.tell() == 0):
-        return RemoteSource(source, file_obj.name, file_obj.tell())
-    if isinstance(file_obj, str):
-        # Addresses of servers were opened before this is called.
-        return LocalPath(_checked(local_path(file_obj) or file_obj, file_obj))
-    if isinstance(file_obj, (bytes, os.PathLike)):
-        return LocalPath(_checked(os.fsdecode(file_obj), file_obj))
+        return NamedFile(source, file_obj.name, file_obj.tell())
+    if isinstance(file_obj, (str, bytes, os.PathLike)):
+        # Addresses of servers are opened before this is called.
+        local = local_path(file_obj) if isinstance(file_obj, str) else None
+        path = _checked(local or os.fsdecode(file_obj), file_obj)
+        return NamedFile(path, path)
     if isinstance(file_obj, int) and not isinstance(file_obj, bool):
-        return Descriptor(file_obj, f"<descriptor {file_obj}>", 0)
+        return NamedFile(file_obj, f"<descriptor {file_obj}>")
     if _is_text(file_obj):
         raise ValueError(f"expected a binary file, found a text file: {file_obj!r}")
     if not hasattr(file_obj, "read") and not hasattr(file_obj, "write"):
@@ -94,15 +74,15 @@ def classify(file_obj: Any) -> LocalPath | Descriptor | PythonFile | RemoteSourc
         )
     uri = str(getattr(file_obj, "name", None) or f"<{type(file_obj).__name__}>")
     if not is_seekable(file_obj):
-        return PythonFile(file_obj, uri, _position(file_obj), None)
+        return NamedFile(file_obj, uri, _position(file_obj))
     base = file_obj.tell()
     number = _descriptor(file_obj)
     if number is not None:
-        return Descriptor(number, uri, base)
+        return NamedFile(number, uri, base)
     size = file_obj.seek(0, os.SEEK_END)
     size = file_obj.tell() if size is None else size
     file_obj.seek(base)
-    return PythonFile(file_obj, uri, base, size)
+    return NamedFile(file_obj, uri, base, size)
 
 
 def _checked(path: str, given: Any) -> str:
@@ -159,34 +139,51 @@ def _descriptor(file_obj: Any) -> int | None:
     return int(file_obj.fileno()) if type(file_obj) is io.FileIO else None
 
 
-def is_local(opened: Any) -> bool:
-    """Tell whether an opened argument is a file of this machine."""
-    is_not_a_path = is_address(opened) or isinstance(opened, FileBytes)
-    target = None if is_not_a_path else classify(opened)
-    return isinstance(target, (LocalPath, Descriptor))
+class SourceOpener(NamedTuple):
+    """A function that opens the source of a file; again, if it is an address or a path.
+
+    Attributes:
+        file: See :class:`NamedFile`, or an address, or bytes.
+        options: The options of the native call; None if ``file`` is a source.
+        base: The position in such a source at which the file begins.
+        is_local: True for a path or a descriptor.
+
+    """
+
+    file: Any
+    options: OpenOptions | None
+    base: int | None = None
+    is_local: bool = False
+
+    def __call__(self) -> contextlib.AbstractContextManager[Source]:
+        """Open the source; a context manager that closes it."""
+        if self.options is None:
+            # It belongs to a stream.
+            return contextlib.nullcontext(self.file)
+        # Readers have handles of their own; without closing, an exception's traceback would keep
+        # this one open.
+        return contextlib.closing(native_open(self.file, self.options))
 
 
-def open_reader(file_obj: Any) -> Reader:
-    """Open a descriptor, stream or object, or bytes in memory."""
+def source_opener(
+    file_obj: Any, heads: Sequence[Head] | None, cache_dir: str | os.PathLike[Any] | None
+) -> SourceOpener:
+    """Return the opener of a file, given the cached headers of an address and a cache for it."""
+    if is_address(file_obj):
+        cache = None if cache_dir is None else os.fsdecode(cache_dir)
+        endpoint = assigned_endpoint(reading=True)
+        options: OpenOptions = {"model": True, "heads": heads or None, "cache": cache}
+        return SourceOpener(file_obj, {**options, "default_endpoint": endpoint})
     if isinstance(file_obj, FileBytes):
-        return _read(file_obj.data, {"uri": file_obj.uri})
-    target = classify(file_obj)
-    if isinstance(target, LocalPath):
-        return _read(target.path, {"path": True})
-    if isinstance(target, RemoteSource):
-        return Reader(target.source, target.base)
+        return SourceOpener(file_obj.data, {"uri": file_obj.uri})
+    file, uri, base, size = classify(file_obj)
+    if isinstance(file, Source):
+        return SourceOpener(file, None, base)
+    if isinstance(file, str):
+        return SourceOpener(file, {"path": True}, is_local=True)
     if not isinstance(file_obj, int):
         readable = getattr(file_obj, "readable", None)
         if not hasattr(file_obj, "read") or (readable is not None and not readable()):
-            raise ValueError(f"expected a readable file: {target.uri}")
-    options: OpenOptions = {"uri": target.uri, "base": target.base}
-    if isinstance(target, Descriptor):
-        return _read(target.number, options)
-    return _read(target.file, {**options, "size": target.size})
-
-
-def _read(file: Any, options: OpenOptions) -> Reader:
-    with contextlib.closing(native_open(file, options)) as source:
-        # The reader has a handle of its own; without closing, an exception's traceback would keep
-        # this one open.
-        return Reader(source)
+            raise ValueError(f"expected a readable file: {uri}")
+    options = {"uri": uri, "base": base, "size": size}
+    return SourceOpener(file, options, is_local=isinstance(file, int))

@@ -6,12 +6,15 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from .._types import Hashes, VerifyHash
 from . import hints
 from .arguments import check_num_readers, checked_memory_limit, checked_verification
 from .encryption import DecryptionParams, EncryptionParams, native_decryption
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -143,23 +146,17 @@ def takes(options: type) -> Callable[[_Function], _Function]:
     return decorate
 
 
-def check_reading(
-    *,
-    num_readers: int | None = None,
-    verify_hash: VerifyHash | None = False,
-    encryption: DecryptionParams | None = None,
-    memory_limit: int | None = None,
-    cache_dir: str | os.PathLike[Any] | None = None,
-) -> None:
+def check_reading(**options: Unpack[ReadOptions]) -> None:
     """Refuse options with which no file could be read.
 
     Raises:
         TypeError, ValueError: See :class:`ReadOptions`.
 
     """
-    check_num_readers(num_readers)
-    checked_verification(verify_hash)
-    native_decryption(encryption)
-    checked_memory_limit(memory_limit)
+    check_num_readers(options.get("num_readers"))
+    checked_verification(options.get("verify_hash"))
+    native_decryption(options.get("encryption"))
+    checked_memory_limit(options.get("memory_limit"))
+    cache_dir = options.get("cache_dir")
     if cache_dir is not None and not isinstance(cache_dir, (str, bytes, os.PathLike)):
         raise TypeError(f"cache_dir must be the path of a folder or None, not {cache_dir!r}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,8 @@ class PlannedParts(NamedTuple):
             tensors are wanted as wholes.
         cuts: By number, for each tensor of which only a part is wanted: an index, a dimension, or
             a :class:`Part`.
-        first: The first box of each tensor in the view; None without cuts.
-        box_counts: The number of boxes of tensors that have not one.
+        first: The number in the view of the first box of each tensor; None without cuts.
+        box_counts: The number of boxes of each tensor that has not one.
         rests: The indices to apply to what is loaded.
 
     """
@@ -42,7 +42,7 @@ class PlannedParts(NamedTuple):
 def planned_parts(
     file: OpenFile, request: Request, keys: Mapping[Any, int], given: Mapping[int, Any]
 ) -> PlannedParts:
-    """Plan the parts of tensors.
+    """Plan the parts of tensors: first of those that are sliced, in the order of the slices.
 
     Args:
         file: Their file.
@@ -56,119 +56,92 @@ def planned_parts(
             them are for the same one.
 
     """
-    names = list(request.slices)
-    found = _found(file, keys, names) if names else []
-    # To the native call None means a whole tensor; as a slice it is an error, as `(None,)` is.
-    given_indices = [(None,) if index is None else index for index in request.slices.values()]
-    indices: dict[int, Any] = dict(zip(found, given_indices, strict=False))
-    if len(indices) < len(found):
-        _refuse_different(file, found, list(request.slices.values()))
-    parts = {} if len(found) < len(names) else _parts_of(file, request, keys, given, indices)
-    dims = {} if len(found) < len(names) else _dims_of(request.shard, keys, indices)
-    named = dict(zip(reversed(found), reversed(names[: len(found)]), strict=True))
-    planned = _Planner(file, named, indices, parts, dims, request.shard).plan(keys.values())
-    if len(found) < len(names):
-        missing = names[len(found)]
-        raise KeyError(f"a slice of {missing!r}, which is not among the tensors to load")
+    indices, names, missing = _indices_of(file, request, keys)
+    parts = {} if missing else _parts_of(file, request, keys, given, indices)
+    shard = request.shard
+    dims = {} if missing or shard is None else _dims_of(shard, keys, indices)
+    cuts = {**indices, **parts, **dims}
+    order = list(dict.fromkeys([*indices, *keys.values()])) if cuts else []
+
+    def boxes_at(at: int) -> tuple[list[sharding.Ranges], tuple[Any, ...]]:
+        """Return the boxes of a tensor, and the index to apply to what is loaded of them."""
+        number = order[at]
+        shape = torch.Size(file.reader.describe(number)[1])
+        part = parts.get(number)
+        if part is None and number in dims and shard is not None:
+            part = shard.part(file.reader.name(number), shape)
+        if part is not None:
+            return [box.ranges for box in part.boxes], ()
+        try:
+            ranges, rest = ranges_of(shape, index_of(shape, indices[number]), clips=False)
+        except (IndexError, TypeError, ValueError) as error:
+            raise type(error)(f"the slice of {names[number]!r}: {error}") from None
+        return [tuple(ranges)], rest
+
+    planned = PlannedParts(file, {}, None, {}, {})
+    if cuts:
+        reader, rests, several = plan_parts(
+            file.reader,
+            order,
+            [indices.get(n, parts.get(n)) for n in order],
+            (
+                [dims.get(n) for n in order] if dims else [],
+                *((shard.rank, shard.world) if shard else (0, 1)),
+            ),
+            boxes_at,
+        )
+        counts = {order[at]: count for at, count in several}
+        first, numbers = dict(zip(order, itertools.count(), strict=False)), order
+        if counts:
+            lens = [counts.get(number, 1) for number in order]
+            first = dict(zip(order, itertools.accumulate(lens, initial=0), strict=False))
+            numbers = [n for n, boxes in zip(order, lens, strict=True) for _ in range(boxes)]
+        view = file.with_parts(reader, numbers)
+        planned = PlannedParts(view, cuts, first, counts, {order[at]: rest for at, rest in rests})
+    if missing:
+        raise KeyError(f"a slice of {missing[0]!r}, which is not among the tensors to load")
     return planned
 
 
-@dataclasses.dataclass(frozen=True)
-class _Planner:
-    """The cuts of the tensors of a file, by number."""
+def _indices_of(
+    file: OpenFile, request: Request, keys: Mapping[Any, int]
+) -> tuple[dict[int, Any], dict[int, Name], list[Name]]:
+    """Return the indices and names of the tensors that are sliced, by number.
 
-    file: OpenFile
-    #: The names of the tensors that are sliced.
-    names: Mapping[int, Name]
-    indices: Mapping[int, Any]
-    parts: Mapping[int, Part]
-    dims: Mapping[int, Any]
-    shard: Shard | None
-
-    def plan(self, numbers: Iterable[int]) -> PlannedParts:
-        """Plan the parts of tensors: first of those that are sliced, in the order of the slices."""
-        cuts = {**self.indices, **self.parts, **self.dims}
-        if not cuts:
-            return PlannedParts(self.file, {}, None, {}, {})
-        order = list(dict.fromkeys([*self.indices, *numbers]))
-        indices = [self.indices.get(n, self.parts.get(n)) for n in order]
-        dims = [self.dims.get(n) for n in order] if self.dims else []
-        rank, world = (self.shard.rank, self.shard.world) if self.shard else (0, 1)
-
-        def boxes_at(at: int) -> tuple[Sequence[Sequence[tuple[int, int]]], tuple[Any, ...]]:
-            return self._boxes(order[at])
-
-        reader, rests, several = plan_parts(
-            self.file.reader, order, indices, (dims, rank, world), boxes_at
-        )
-        counts = {order[at]: count for at, count in several}
-        entries = [n for n in order for _ in range(counts.get(n, 1))] if counts else order
-        first: dict[int, int] = dict(zip(reversed(entries), range(len(entries))[::-1], strict=True))
-        first.update((n, 0) for n, count in counts.items() if count == 0)
-        view = self.file.with_parts(reader, entries)
-        return PlannedParts(view, cuts, first, counts, {order[at]: rest for at, rest in rests})
-
-    def _boxes(self, number: int) -> tuple[Sequence[Sequence[tuple[int, int]]], tuple[Any, ...]]:
-        """Return the boxes of a tensor, and the index to apply to what is loaded of them."""
-        part = self.parts.get(number)
-        if part is not None:
-            return [box.ranges for box in part.boxes], ()
-        shape = torch.Size(self.file.reader.describe(number)[1])
-        if number in self.dims and self.shard is not None:
-            shard = dataclasses.replace(self.shard, dim=self.dims[number])
-            part = shard.part(self.file.reader.name(number), shape)
-            return [box.ranges for box in part.boxes] if part else [], ()
-        try:
-            index = index_of(shape, self.indices[number])
-            ranges, rest = ranges_of(shape, index, clips=False)
-        except (IndexError, TypeError, ValueError) as error:
-            raise type(error)(f"the slice of {self.names[number]!r}: {error}") from None
-        return [ranges], rest
-
-
-def _found(file: OpenFile, keys: Mapping[Any, int], names: Iterable[Name]) -> list[int]:
-    """Return the numbers of the names, up to the first that is not among the tensors."""
-    known = [keys.get(name) for name in names]
-    among = set(keys.values()) if None in known else set()
-    found: list[int] = []
-    for name, number in zip(names, known, strict=True):
-        at = number
-        if at is None:
-            with contextlib.suppress(KeyError):
-                at = file.find(name)
-        if at is None or (number is None and at not in among):
-            break
-        found.append(at)
-    return found
-
-
-def _refuse_different(file: OpenFile, numbers: Sequence[int], indices: Sequence[Any]) -> None:
-    """Refuse different indices of one tensor, which its names may have.
+    The list has the first name that is not among the tensors, if there is one.
 
     Raises:
-        ValueError: There are some.
+        ValueError: There are different indices of one tensor, which its names may have.
 
     """
-    found: dict[int, str] = {}
-    for number, index in zip(numbers, indices, strict=False):
-        if found.setdefault(number, repr(index)) != repr(index):
+    indices: dict[int, Any] = {}
+    names: dict[int, Name] = {}
+    among = set(keys.values()) if request.slices else set()
+    for name, index in request.slices.items():
+        number = keys.get(name)
+        if number is None:
+            with contextlib.suppress(KeyError):
+                number = file.find(name)
+        if number is None or number not in among:
+            return indices, names, [name]
+        first = request.slices[names.setdefault(number, name)]
+        if first is not index and repr(first) != repr(index):
             raise ValueError(
                 f"two slices of tensor {file.reader.name(number)!r} are requested by two names: "
-                f"{found[number]} and {index!r}"
+                f"{first!r} and {index!r}"
             )
+        # To the native call None means a whole tensor; as a slice it is an error, as `(None,)` is.
+        indices[number] = (None,) if index is None else index
+    return indices, names, []
 
 
-def _dims_of(
-    shard: Shard | None, keys: Mapping[Any, int], indices: Mapping[int, Any]
-) -> dict[int, Any]:
+def _dims_of(shard: Shard, keys: Mapping[Any, int], indices: Mapping[int, Any]) -> dict[int, Any]:
     """Return the dimension in which each tensor is cut among ranks.
 
     Raises:
         ValueError: A tensor has a slice too, or is requested twice.
 
     """
-    if shard is None:
-        return {}
     dim_of = shard.dim if callable(shard.dim) else lambda _: shard.dim
     dims: dict[int, Any] = {}
     for name, number in keys.items():
@@ -201,23 +174,17 @@ def _parts_of(
     parts = dict[int, Part]()
     shapes = file.reader.describe_all(list(keys.values()))
     for (name, number), (_, shape) in zip(keys.items(), shapes, strict=True):
-        tensor, part = given.get(number), None
-        if sharding.is_sharded(tensor):
-            part = sharding.part_of(tensor)
+        tensor = given.get(number)
+        part = sharding.part_of(tensor) if sharding.is_sharded(tensor) else None
         sliced = number in indices or number in parts
-        if request.like is not None and tensor is not None and not sliced:
-            _check_shape(name, tensor, list(shape))
         if part is not None and sliced:
             raise ValueError(f"both a slice and a shard of {name!r} are asked for")
+        checked = part is not None or (request.like is not None and not sliced)
+        if checked and tensor is not None and list(tensor.shape) != list(shape):
+            raise ValueError(
+                f"tensor {name!r}: the file holds {list(shape)}, and the tensor in out= or like= "
+                f"has {list(tensor.shape)}"
+            )
         if part is not None:
-            _check_shape(name, tensor, list(shape))
             parts[number] = part
     return parts
-
-
-def _check_shape(name: Name, given: Any, shape: list[int]) -> None:
-    if list(given.shape) != shape:
-        raise ValueError(
-            f"tensor {name!r}: the file holds {shape}, and the tensor in out= or like= has "
-            f"{list(given.shape)}"
-        )

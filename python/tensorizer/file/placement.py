@@ -1,10 +1,10 @@
-"""The devices of a load's tensors, and the batches in which they are loaded."""
+"""The devices of a load's tensors."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -12,8 +12,6 @@ from ..tensors import devices
 
 #: The device of all tensors of a load, or that of each.
 Places: TypeAlias = "torch.device | Sequence[torch.device]"
-#: The keys of tensors: numbers or names.
-_Key = TypeVar("_Key", int, str)
 
 
 def all_of(device: Places) -> set[torch.device]:
@@ -37,22 +35,6 @@ def by_device(numbers: Sequence[int], device: Places) -> dict[torch.device, Sequ
     for number, one in zip(numbers, device, strict=True):
         found.setdefault(one, []).append(number)
     return dict(found)
-
-
-def in_batches(
-    numbers: Iterable[_Key], length: Callable[[_Key], int], most: int
-) -> Iterator[list[_Key]]:
-    """Split tensors into lists of at most ``most`` bytes together, or of one longer tensor."""
-    batch: list[_Key] = []
-    size = 0
-    for number in numbers:
-        if batch and size + length(number) > most:
-            yield batch
-            batch, size = [], 0
-        batch.append(number)
-        size += length(number)
-    if batch:
-        yield batch
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

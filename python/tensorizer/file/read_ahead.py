@@ -9,7 +9,7 @@ import torch
 
 from .._errors import ClosedError
 from .._native import TensorIterator
-from ..tensors import fake_mode
+from ..tensors import devices, fake_mode
 from ..tensors.handles import copied, take
 from .load_plan import LoadPlan
 
@@ -32,12 +32,8 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         #: The file, or a view of it that has the parts as its tensors.
         self._read = plan.read
         read = plan.entries()
-        #: The number of the tensor of each part that is read; empty if all tensors are wholes.
-        self._of = (
-            {}
-            if plan.read is plan.file
-            else dict(zip(read, plan.numbers_of_entries(), strict=True))
-        )
+        #: The number of the tensor of each part that is read.
+        self._of = dict(zip(read, plan.numbers_of_entries(), strict=True))
         #: Tensors whose bytes are not in order in the file. They are read last, one by one.
         #: Tensors of ``FakeTensorMode`` are not read at all.
         fake = fake_mode.is_active()
@@ -47,8 +43,12 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         self._read.refuse_without_data(direct)
         self._closed = False
         self._ready: list[tuple[int, torch.Tensor]] = []
-        self._native: TensorIterator | None = self._read.iterate(
-            direct, device, buffer_bytes=buffer_bytes, ready=ready
+        self._native: TensorIterator | None = self._read.reader.iterate(
+            direct,
+            device=devices.number(device),
+            buffer_bytes=buffer_bytes,
+            ready=ready,
+            complete=False,
         )
 
     def __next__(self) -> list[tuple[int, torch.Tensor]]:
@@ -65,8 +65,7 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
         if found is not None:
             handle, numbers = found
             tensors = self._read.placed(take(handle), numbers, self._device)
-            of = self._of
-            owners = [of.get(number, number) for number in numbers] if of else numbers
+            owners = map(self._of.__getitem__, numbers)
             self._ready.extend(zip(owners, tensors, strict=True))
             return
         self._native = None
@@ -74,15 +73,14 @@ class ReadAhead(Iterator[list[tuple[int, torch.Tensor]]]):
             raise StopIteration
         number = self._strided.popleft()
         ((_, tensor, _),) = self._read.load([number], self._device)
-        self._ready.append((self._of.get(number, number), _own(tensor)))
+        self._ready.append((self._of[number], _own(tensor)))
 
     def close(self) -> None:
         """End the load, and wait for its reads and copies. Closing again does nothing."""
         self._closed = True
         # Another thread may be loading a strided tensor, which the native iterator does not know.
         self._read.stop()
-        native = self._native
-        if native is not None:
+        if (native := self._native) is not None:
             native.close()
 
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .._types import FileFormat
 from ..group import inherited_group  # noqa: F401  # looks at each fork
 from ..tensors import sharding
@@ -88,8 +90,22 @@ def save(
     if any(map(sharding.is_sharded, leaves[1])):
         from ..group.gathered_save import GatheredSave  # imported already by code with DTensors
 
-        with reporter:
-            GatheredSave(leaves[1], uri).save(*leaves, opened, reporter.finish)
+        gathering = GatheredSave(leaves[1], uri)
+        with reporter, gathering.members as members:
+            target, _ = members.run_on_all(lambda: opened() if gathering.writes else None)
+
+            def write(selected: slice, whole: list[torch.Tensor]) -> None:
+                if target is not None:
+                    target.write_leaves(leaves[0][selected], whole)
+
+            try:
+                gathering.write(*leaves, write)
+                members.run_on_all(reporter.finish)
+            except BaseException:
+                if target is not None:
+                    target.abandon()
+                raise
+            members.run_on_all(lambda: None if target is None else target.close())
         return
     with reporter, opened() as file:
         file.write_leaves(*leaves)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from .._native import split_tensor_memory
+from ..tensors.batches import in_batches
 
 if TYPE_CHECKING:
     from .._native import Reader
@@ -20,8 +21,8 @@ _BATCH_COMMANDS = 1000
 _HELD_BATCHES = 4
 #: More bytes than any limit.
 _UNLIMITED = 1 << 60
-#: Values up to this size are sent together with their neighbours.
-_SMALL_VALUE = 64 << 10
+#: The shortest values into which a memory limit may split tensors.
+_MIN_VALUE_BYTES = 64 << 10
 
 _Value = tuple[str, int, int]
 
@@ -56,13 +57,19 @@ def copy_to_redis(
         )
     min_memory = reader.minimum_memory(False, False)
     held, _ = split_tensor_memory(
-        memory_limit, _UNLIMITED, _HELD_BATCHES * _SMALL_VALUE, min_memory
+        memory_limit, _UNLIMITED, _HELD_BATCHES * _MIN_VALUE_BYTES, min_memory
     )
     longest = min(_MAX_VALUE_BYTES, held // _HELD_BATCHES)
     head = reader.head_of(numbers)
     wanted = numbers if force else _missing(reader, numbers, client, prefix)
     with ThreadPoolExecutor(1) as pool:
-        batches = _batches(_values(reader, wanted, prefix, longest), min(_BATCH_BYTES, longest))
+        most = min(_BATCH_BYTES, longest)
+        # Each command counts at least so much that a batch has no more than its number of commands.
+        batches = in_batches(
+            _values(reader, wanted, prefix, longest),
+            lambda value: max(value[2], most // _BATCH_COMMANDS),
+            most,
+        )
         # While one batch is sent, the next one is read.
         next_batch = pool.submit(_read, reader, next(batches, []))
         while batch := next_batch.result():
@@ -115,49 +122,12 @@ def _values(reader: Reader, numbers: Sequence[int], prefix: str, longest: int) -
             yield _key(prefix, name, at), at, length
 
 
-def _batches(values: Iterator[_Value], most: int) -> Iterator[list[_Value]]:
-    batch: list[_Value] = []
-    size = 0
-    for value in values:
-        if batch and (size + value[2] > most or len(batch) == _BATCH_COMMANDS):
-            yield batch
-            batch, size = [], 0
-        batch.append(value)
-        size += value[2]
-    if batch:
-        yield batch
-
-
 def _read(reader: Reader, batch: list[_Value]) -> list[tuple[str, bytes]]:
     return [(key, reader.raw(offset, length)) for key, offset, length in batch]
 
 
 def _store(client: Any, batch: list[tuple[str, bytes]]) -> None:
-    pool = client.connection_pool
-    connection = pool.get_connection()
-    try:
-        connection.send_packed_command(list(_packed(batch)))
-        for _ in batch:
-            connection.read_response()
-    except BaseException:
-        # Unread replies would be taken for those of later commands.
-        connection.disconnect()
-        raise
-    finally:
-        pool.release(connection)
-
-
-def _packed(batch: list[tuple[str, bytes]]) -> Iterator[bytes]:
-    """Yield the commands as a client packs them, but without a copy of each large value."""
-    small = bytearray()
+    pipeline = client.pipeline(transaction=False)
     for key, value in batch:
-        name = key.encode()
-        small += b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(value))
-        if len(value) <= _SMALL_VALUE:
-            small += value
-        else:
-            yield bytes(small)
-            yield value
-            small.clear()
-        small += b"\r\n"
-    yield bytes(small)
+        pipeline.set(key, value)
+    pipeline.execute()

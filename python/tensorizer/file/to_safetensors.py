@@ -7,30 +7,20 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .._native import check_tensors_name, local_path
 from .._numbers import check_number
-from ..streams.addresses import is_address
+from ..streams.addresses import is_address, is_there
 from ..streams.held_folder import HeldFolder, HeldPath
 from ..streams.open import open_stream
 from ..tensors import sharding, subclasses, without_data
+from ..tensors.batches import in_batches
 from .file_writer import FileWriter
 from .options import SaveOptions
-from .placement import in_batches
-from .progress import ProgressReporter, data_bytes
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class _FileOptions(SaveOptions, total=False):
-    """Options of a file, and the reporter of the bytes that are written to it."""
-
-    progress: ProgressReporter | None
-
+from .progress import data_bytes
 
 EXTENSION = ".safetensors"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -40,9 +30,11 @@ def save_safetensors(
     tensors: Mapping[Any, Any],
     uri: str | os.PathLike[Any] | Any,
     max_shard_size: int | str | None,
-    **options: Unpack[_FileOptions],
+    **options: Any,
 ) -> Any:
     """Save tensors as a safetensors file, or as several with an index; return what has them all.
+
+    ``options`` are those of :class:`FileWriter`.
 
     With DTensors among them, all processes of their mesh make this call; the first one gathers the
     whole tensors in its memory, and writes them.
@@ -79,7 +71,7 @@ def _save(
     named: Mapping[str, torch.Tensor],
     uri: str | os.PathLike[Any] | Any,
     max_shard_size: int | str | None,
-    options: _FileOptions,
+    options: dict[str, Any],
 ) -> Any:
     """Save tensors that this process has as a whole; return the file, or the index of several."""
     progress = options.get("progress")
@@ -104,7 +96,7 @@ def _save_shards(
     stem: str,
     named: Mapping[str, torch.Tensor],
     shards: list[list[str]],
-    options: _FileOptions,
+    options: dict[str, Any],
 ) -> str:
     """Save shards and then their index, all of them in one folder; return the index."""
     index = path_of(f"{stem}{EXTENSION}.index.json")
@@ -112,7 +104,7 @@ def _save_shards(
         f"{stem}-{number:05}-of-{len(shards):05}{EXTENSION}" for number in range(1, len(shards) + 1)
     ]
     for path in (index, path_of(f"{stem}{EXTENSION}"), *map(path_of, files)):
-        if _exists(path):
+        if is_there(path):
             raise FileExistsError(
                 f"{path} exists, and would be replaced shard by shard, or be loaded instead of the "
                 "new shards: remove it first, or save under another name"
@@ -133,9 +125,7 @@ def _save_shards(
     return str(index)
 
 
-def write_one(
-    uri: Any, tensors: Mapping[str, torch.Tensor], **options: Unpack[_FileOptions]
-) -> None:
+def write_one(uri: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
     """Write one file, without checking whether the tensors share memory.
 
     Raises:
@@ -242,14 +232,6 @@ def _stem(uri: Any) -> tuple[str, str]:
         )
     stem = path[: -len(EXTENSION)]
     return stem, stem[: stem.rfind("/") + 1]
-
-
-def _exists(path: str | HeldPath) -> bool:
-    try:
-        with open_stream(path):
-            return True
-    except FileNotFoundError:
-        return False
 
 
 def is_safetensors_target(uri: Any, format: str | None) -> bool:

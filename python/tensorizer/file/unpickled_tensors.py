@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from .._errors import FormatError
 from .._native import MAX_DEPTH
 from .._types import Name
-from .nesting import NestedTensors, Path
+from .nesting import Path, find_tensors
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (dict, list, tuple, set, frozenset, Mapping)
@@ -29,65 +28,6 @@ _MAX_SHOWN_PATHS, _MAX_PATH_CHARS = 8, 100
 _MAX_SHOWN_RECORDS = 100
 
 
-class _Visit:
-    """One visit of a container."""
-
-    #: True if tensors that can be named are under string keys of the container.
-    has_strings = False
-
-
-@dataclass(slots=True)
-class _Step:
-    """A key on the path to a tensor.
-
-    Attributes:
-        key: The key.
-        visit: The visit of the container that has the key.
-        cost: Characters of the path up to here.
-
-    """
-
-    key: Any
-    visit: _Visit
-    cost: int
-
-    @property
-    def is_index(self) -> bool:
-        """True if it is an integer that can be part of a name."""
-        return type(self.key) is int and 0 <= self.key < 1 << 64
-
-
-class _UnpickledTensors(NestedTensors):
-    """The tensors in an unpickled object, whose paths have a :class:`_Step` for each key."""
-
-    def __init__(self, uri: str, size: int) -> None:
-        super().__init__()
-        self._uri, self._size = uri, size
-        self._budget = _MIN_BUDGET + _COST_PER_BYTE * size
-
-    def items(self, container: Any, path: Path) -> Iterator[tuple[Any, Any]]:
-        visit, cost = _Visit(), path[-1].cost if path else 0
-        for key, value in _items(container):
-            length = cost + (len(key) + 4 if isinstance(key, str) else 8)
-            is_tensor = isinstance(value, torch.Tensor)
-            self._budget -= 1 + length * is_tensor
-            if self._budget < 0:
-                raise FormatError(
-                    f"the pickle repeats its containers: its {self._size} bytes expand to far more "
-                    f"names of tensors than are allowed ({self._uri})"
-                )
-            if is_tensor or isinstance(value, _CONTAINERS):
-                yield _Step(key, visit, length), value
-
-    def refuse(self, path: Path, *, is_loop: bool) -> NoReturn:
-        place = shown(_keys(path))
-        if is_loop:
-            raise FormatError(f"the container at {place} contains itself ({self._uri})")
-        raise NotImplementedError(
-            f"nested more than {MAX_DEPTH} levels deep below {place} ({self._uri})"
-        )
-
-
 def _items(container: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(container, Mapping):
         return container.items()
@@ -97,8 +37,41 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(container) if isinstance(container, _CONTAINERS) else ()
 
 
-def _keys(path: Path) -> tuple[Any, ...]:
-    return tuple(step.key for step in path)
+def _is_index(key: Any) -> bool:
+    """Tell whether a key is an integer that can be part of a name."""
+    return type(key) is int and 0 <= key < 1 << 64
+
+
+def _found(tree: Any, uri: str, size: int) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield tensors, each with its path: for each key the ``id`` of its container, and the key."""
+    budget = _MIN_BUDGET + _COST_PER_BYTE * size
+
+    def items(container: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+        nonlocal budget
+        above = sum(_cost(key) for _, key in path)
+        for key, value in _items(container):
+            is_tensor = isinstance(value, torch.Tensor)
+            budget -= 1 + (above + _cost(key)) * is_tensor
+            if budget < 0:
+                raise FormatError(
+                    f"the pickle repeats its containers: its {size} bytes expand to far more "
+                    f"names of tensors than are allowed ({uri})"
+                )
+            if is_tensor or isinstance(value, _CONTAINERS):
+                yield (id(container), key), value
+
+    def refuse(path: Path, is_loop: bool) -> NoReturn:
+        place = shown(tuple(key for _, key in path))
+        if is_loop:
+            raise FormatError(f"the container at {place} contains itself ({uri})")
+        raise NotImplementedError(f"nested more than {MAX_DEPTH} levels deep below {place} ({uri})")
+
+    return find_tensors(tree, items, refuse)
+
+
+def _cost(key: Any) -> int:
+    """Return the characters that a key takes in a name."""
+    return len(key) + 4 if isinstance(key, str) else 8
 
 
 def named_tensors(
@@ -123,19 +96,20 @@ def named_tensors(
     """
     if isinstance(tree, torch.Tensor):
         return [("", _checked(tree, "", uri))], []
-    # All tensors are found, and the visits of containers marked, before the first one is named.
-    found = list(_UnpickledTensors(uri, size).find(tree))
+    # All tensors are found, and containers marked, before the first one is named.
+    found = list(_found(tree, uri, size))
+    #: The containers that have tensors with possible names under strings.
+    with_strings: set[int] = set()
     for path, _ in found:
-        if all(isinstance(step.key, str) or step.is_index for step in path):
-            for step in path:
-                step.visit.has_strings |= isinstance(step.key, str)
+        if all(isinstance(key, str) or _is_index(key) for _, key in path):
+            with_strings.update(container for container, key in path if isinstance(key, str))
     named: list[tuple[Name, torch.Tensor]] = []
     unnamed = []
     for path, tensor in found:
-        keys = _keys(path)
+        keys = tuple(key for _, key in path)
         if not all(
-            isinstance(step.key, str) or (step.is_index and not step.visit.has_strings)
-            for step in path
+            isinstance(key, str) or (_is_index(key) and container not in with_strings)
+            for container, key in path
         ):
             unnamed.append((keys, tensor))
             continue

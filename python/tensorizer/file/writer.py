@@ -176,7 +176,7 @@ class TensorSerializer:
         _warn_of_meta(names, tensors)
         strides = vllm_files.strides_to_store(names, tensors)
         if strides is not None and not self.total_tensor_bytes:
-            self._file.add_metadata(*strides)
+            self._file.native.add_metadata(*strides)
         self._file.write(
             names,
             [kind for _, _, kind, _, _ in found],

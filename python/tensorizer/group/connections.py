@@ -191,12 +191,10 @@ class CallSequence:
         again = self._meet(store, (rank, timeout), leaving, 0 if kept is None else kept.number)
         if kept is not None and again:
             kept.store = store
-            made = kept
-        else:
-            if kept is not None:
-                kept.close()
-            made = Connections(store, _gloo(store, rank, self.size, timeout), self.count)
-        return made
+            return kept
+        if kept is not None:
+            kept.close()
+        return Connections(store, _gloo(store, rank, self.size, timeout), self.count)
 
     def _meet(
         self,

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..streams import targets
 from ..tensors import sharding, without_data
+from ..tensors.batches import in_batches
 from .members import Members
 
 #: Bytes of tensors that are gathered before they are written, or one tensor that has more.
 _BATCH_BYTES = 64 << 20
-
-
-class TensorWriter(Protocol):
-    """A file that is being written."""
-
-    def write_leaves(self, names: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors."""
-
-    def close(self) -> None:
-        """Make the file visible."""
-
-    def abandon(self) -> None:
-        """Abandon the file."""
 
 
 class GatheredSave:
@@ -63,11 +52,8 @@ class GatheredSave:
             GroupError: A process was lost, or did not come.
 
         """
-        try:
+        with self._noted():
             self.members.join()
-        except BaseException:
-            self.failed = True
-            raise
 
     def write(
         self,
@@ -90,80 +76,50 @@ class GatheredSave:
             BaseException: The error of ``write``.
 
         """
-        described = [(n, _properties(t)) for n, t in zip(names, tensors, strict=True)]
-        digest = hashlib.sha256(repr(described).encode()).digest()
-        sharded = {
-            name: one for name, one in zip(names, tensors, strict=True) if sharding.is_sharded(one)
-        }
-        error: BaseException | None = None
-        try:
-            without_data.refuse(sharded, sharded.values())
-        except ValueError as raised:
-            error = raised
-        answers = self._agree(error, (digest, self._target))
-        try:
-            targets.refuse_different([target for _, target in answers])
-        except ValueError:
-            self.failed = True
-            raise
-        digests = [found for found, _ in answers]
-        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
-        if other is not None:
-            self.failed = True
-            raise ValueError(
-                f"rank {other} of this collective save has other tensors than rank 0: expected "
-                "the same names, dtypes, shapes and placements in the same order"
-            )
-        for selected in _batches(tensors):
-            error = None
-            # All processes must take part in gathering, whatever has failed at one of them.
+        with self._noted():
+            described = [(n, _properties(t)) for n, t in zip(names, tensors, strict=True)]
+            digest = hashlib.sha256(repr(described).encode()).digest()
+            sharded = {
+                name: one
+                for name, one in zip(names, tensors, strict=True)
+                if sharding.is_sharded(one)
+            }
+            error: BaseException | None = None
             try:
-                whole = [_gathered(tensor) for tensor in tensors[selected]]
-            except BaseException:
-                self.failed = True
-                self.members.leave()
-                raise
-            try:
-                if self.writes:
-                    write(selected, whole)
-            except BaseException as raised:
+                without_data.refuse(sharded, sharded.values())
+            except ValueError as raised:
                 error = raised
-            self._agree(error)
+            answers = self.members.agree(error, (digest, self._target))
+            targets.refuse_different([target for _, target in answers])
+            digests = [found for found, _ in answers]
+            other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+            if other is not None:
+                raise ValueError(
+                    f"rank {other} of this collective save has other tensors than rank 0: expected "
+                    "the same names, dtypes, shapes and placements in the same order"
+                )
+            lens = [tensor.numel() * tensor.element_size() for tensor in tensors]
+            for batch in in_batches(range(len(tensors)), lens.__getitem__, _BATCH_BYTES):
+                selected = slice(batch[0], batch[-1] + 1)
+                error = None
+                # All processes must take part in gathering, whatever has failed at one of them.
+                try:
+                    whole = [_gathered(tensor) for tensor in tensors[selected]]
+                except BaseException:
+                    self.members.leave()
+                    raise
+                try:
+                    if self.writes:
+                        write(selected, whole)
+                except BaseException as raised:
+                    error = raised
+                self.members.agree(error)
 
-    def save(
-        self,
-        names: Sequence[Any],
-        tensors: Sequence[torch.Tensor],
-        opened: Callable[[], TensorWriter],
-        written: Callable[[], None],
-    ) -> None:
-        """Open a file, write the whole tensors and close it, at one process; the others wait.
-
-        ``written`` is called at all of them before the file is closed.
-
-        Raises:
-            BaseException: The error of that process, or see :meth:`write`.
-
-        """
-        with self.members:
-            target, _ = self.members.run_on_all(lambda: opened() if self.writes else None)
-
-            def write(selected: slice, whole: list[torch.Tensor]) -> None:
-                if target is not None:
-                    target.write_leaves(names[selected], whole)
-
-            try:
-                self.write(names, tensors, write)
-                self.members.run_on_all(written)
-            except BaseException:
-                if target is not None:
-                    target.abandon()
-                raise
-            self.members.run_on_all(lambda: None if target is None else target.close())
-
-    def _agree(self, error: BaseException | None, value: Any = None) -> list[Any]:
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Remember that a step has failed."""
         try:
-            return self.members.agree(error, value)
+            yield
         except BaseException:
             self.failed = True
             raise
@@ -202,15 +158,3 @@ def _gathered(tensor: Any) -> torch.Tensor:
         # Parts that FSDP keeps on the CPU are gathered on the device of their mesh.
         whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    start, size = 0, 0
-    for at, tensor in enumerate(tensors):
-        nbytes = tensor.numel() * tensor.element_size()
-        if size and size + nbytes > _BATCH_BYTES:
-            yield slice(start, at)
-            start, size = at, 0
-        size += nbytes
-    if tensors:
-        yield slice(start, len(tensors))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import itertools
 import math
@@ -10,7 +11,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -66,18 +67,12 @@ class Wish:
         wanted are left out.
         """
         kinds: dict[Kind, int] = {}
-        # As a rule, many tensors are wanted alike.
-        known: dict[tuple[Any, ...], int | None] = {}
         numbers, kind_of = [], []
         for number, boxes, shape, itemsize in wanted:
-            key = tuple(boxes), tuple(shape), itemsize
-            if key not in known:
-                kind = _kind(*key)
-                known[key] = None if kind is None else kinds.setdefault(kind, len(kinds))
-            found = known[key]
-            if found is not None:
+            kind = _kind(tuple(boxes), tuple(shape), itemsize)
+            if kind is not None:
                 numbers.append(number)
-                kind_of.append(found)
+                kind_of.append(kinds.setdefault(kind, len(kinds)))
         columns = torch.tensor([numbers, kind_of], dtype=torch.int64, device="cpu")
         return Wish(columns, tuple(kinds))
 
@@ -100,6 +95,8 @@ class Wish:
         return zlib.compress(torch.stack([steps, kinds]).numpy().tobytes())
 
 
+# As a rule, many tensors are wanted alike.
+@functools.lru_cache(maxsize=1024)
 def _kind(boxes: Sequence[Ranges], shape: Sequence[int], itemsize: int) -> Kind | None:
     """Return the kind of a tensor; None if nothing is wanted of it."""
     some = [box for box in boxes if all(start < stop for start, stop in box)]

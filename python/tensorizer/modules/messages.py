@@ -7,9 +7,10 @@ from typing import Any, BinaryIO
 
 import torch
 
+from .._types import TensorType
 from ..tensors import messages, without_data
 from . import held_elsewhere
-from .state import walk
+from .state import TensorSlot, register, walk
 
 #: The numbers of dtypes in messages.
 DtypePbs: dict[torch.dtype, int] = {
@@ -110,14 +111,10 @@ def deserialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
             found = deserialize_tensor(attribute.tensor)
             if isinstance(found, torch.Tensor):
                 raise ValueError(f"{attribute.name!r} is neither parameter nor buffer")
-            _assign(modules[part.name], attribute.name, *found)
-
-
-def _assign(module: torch.nn.Module, name: str, tensor: torch.Tensor, kind: int) -> None:
-    if kind == messages.VALUES["AT_PARAMETER"]:
-        differentiable = tensor.is_floating_point() or tensor.is_complex()
-        module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=differentiable))
-    elif name in module._buffers:
-        module._buffers[name] = tensor
-    else:
-        module.register_buffer(name, tensor)
+            tensor, kind = found
+            slot = TensorSlot(modules[part.name], attribute.name, TensorType.BUFFER)
+            if kind == messages.VALUES["AT_PARAMETER"]:
+                slot.kind = TensorType.PARAM
+                differentiable = tensor.is_floating_point() or tensor.is_complex()
+                tensor = torch.nn.Parameter(tensor, requires_grad=differentiable)
+            register(slot, tensor)

@@ -21,6 +21,9 @@ from .wrappers import Submodules, tensor_of
 #: The most tensors that a warning names.
 _MOST_NAMED = 20
 _WITHOUT_DATA = "on the meta device, and not in the file: "
+_STAY = "has tensors that the file lacks, and that stay as they are: "
+_COMPUTE = "; compute them before you use the module"
+_STRICT = "; strict=True makes this an error"
 _SCRIPTED = (
     ": a scripted module gets no new tensors, and a frozen one has none; load before "
     "torch.jit.script, trace or freeze"
@@ -175,11 +178,10 @@ def check(
         KeyError, RuntimeError, NotImplementedError: See ``load_into_module``.
 
     """
-    wrong: list[str] = []
     unknown: list[str] = []
     # Names of root tensors may begin with a dot or not, but a file cannot have both for one tensor.
     all_names = set(names)
-    wrong += [
+    wrong = [
         f"{name} and .{name} of the file are one tensor of the module"
         for name in names
         if "." not in name and f".{name}" in all_names
@@ -207,35 +209,24 @@ def check(
                 f"the module has {list(tensor.shape)}{without_data.hint(tensor)}"
             )
     unexpected = [name for name in unknown if name.rpartition(".")[2] not in MARKERS]
-    missing: list[str] = []
-    empty: list[str] = []
-    if all_tensors is not None:
-        missing, empty = _missing(root, {id(tensor) for tensor in all_tensors})
-    if strict:
-        wrong += [f"missing in the file: {', '.join(missing)}"] if missing else []
-        wrong += [f"{_WITHOUT_DATA}{', '.join(empty)}"] if empty else []
-        wrong += [f"unknown to the module: {', '.join(unexpected)}"] if unexpected else []
+    if not strict and len(unexpected) < len(unknown):
+        # vLLM had made others for its kernels, if its marker is one of them.
+        unexpected = []
+    missing, empty = _missing(root, all_tensors)
+    told: list[str] = []
+    for some, error, warning, advice in (
+        (missing, "missing in the file: ", _STAY, _STRICT),
+        (empty, _WITHOUT_DATA, f"has buffers that are {_WITHOUT_DATA}", _COMPUTE + _STRICT),
+        (unexpected, "unknown to the module: ", "has new tensors, which only the file had: ", ""),
+    ):
+        if some and strict:
+            wrong.append(error + ", ".join(some))
+        elif some:
+            told.append(f"{type(root).__name__} {warning}{_some(some)}{advice}")
     if wrong:
         raise RuntimeError(f"{type(root).__name__} does not fit the file:\n\t" + "\n\t".join(wrong))
-    if missing:
-        warnings.warn(
-            f"{type(root).__name__} has tensors that the file lacks, and that stay as they are: "
-            f"{_some(missing)}; strict=True makes this an error",
-            stacklevel=3,
-        )
-    if empty:
-        warnings.warn(
-            f"{type(root).__name__} has buffers that are {_WITHOUT_DATA}{_some(empty)}; compute "
-            "them before you use the module; strict=True makes this an error",
-            stacklevel=3,
-        )
-    # vLLM had made others for its kernels, if its marker is one of them.
-    if unexpected and len(unexpected) == len(unknown):
-        warnings.warn(
-            f"{type(root).__name__} has new tensors, which only the file had: "
-            + ", ".join(unexpected),
-            stacklevel=3,
-        )
+    for text in told:
+        warnings.warn(text, stacklevel=3)
 
 
 def warn_of_dtypes(
@@ -293,14 +284,16 @@ def without_extra_state(
 MARKERS = ("vllm_tensorized_marker",)
 
 
-def _missing(root: torch.nn.Module, there: set[int]) -> tuple[list[str], list[str]]:
+def _missing(
+    root: torch.nn.Module, all_tensors: Collection[torch.Tensor | None] | None
+) -> tuple[list[str], list[str]]:
     """Return the names of a module's tensors that a file lacks, and of its buffers without data.
 
-    The latter are not persistent, so that a file need not have them. ``there`` has the ids of the
-    module's tensors that are in the file.
+    The latter are not persistent, so that a file need not have them.
     """
     missing, empty = [], []
-    for _, name, _, slot, tensor in walk(root):
+    there = set(map(id, all_tensors or ()))
+    for _, name, _, slot, tensor in walk(root) if all_tensors is not None else ():
         if id(tensor) not in there:
             if slot.attribute not in slot.module._non_persistent_buffers_set:
                 missing.append(name)
@@ -330,7 +323,7 @@ def assign(
         old = slot.current()
         known = None if old is None else first.get(id(old))
         if old is None or is_lazy(old) or not slot.is_of(old):
-            _register(slot, tensor)
+            register(slot, tensor)
         elif known is None:
             first[id(old)] = tensor, _put(slot, old, tensor, id(old) in own)
         elif _same(known[0], tensor):
@@ -350,31 +343,19 @@ def _put(slot: TensorSlot, old: torch.Tensor, tensor: torch.Tensor, fill: bool) 
     """Make a tensor of a module hold loaded data; return it, or its replacement."""
     new = tensor.detach()
     frozen = old.is_inference() and not torch.is_inference_mode_enabled()
-    if sharding.is_sharded(old):
-        return _put_part(slot, old, new, frozen)
-    fits = fill and not frozen and old.shape == new.shape
+    sharded = sharding.is_sharded(old)
+    fits = fill and not sharded and old.shape == new.shape and elements_spanned(old) is not None
     fits = fits and (old.dtype, old.device) == (new.dtype, new.device)
-    if _keeps_memory(slot, old) or (fits and elements_spanned(old) is not None):
-        copy_into(old, new)
+    if not frozen and (fits or _keeps_memory(slot, old)):
+        copy_into(sharding.local_of(old), sharding.local_of(new))
         return old
-    if frozen or not torch._has_compatible_shallow_copy_type(old, new):
+    if frozen or sharded or not torch._has_compatible_shallow_copy_type(old, new):
         replacement = _like(old, tensor)
         slot.set(replacement)
         return replacement
     if old.is_leaf and not (new.is_floating_point() or new.is_complex()):
         old.requires_grad_(False)
     old.data = in_order_of(old, new)
-    return old
-
-
-def _put_part(slot: TensorSlot, old: torch.Tensor, new: torch.Tensor, frozen: bool) -> torch.Tensor:
-    """Do the same as :func:`_put` for a DTensor, whose memory other objects may use."""
-    here = sharding.local_of(old)
-    if here.is_meta or frozen:
-        replacement = _like(old, new)
-        slot.set(replacement)
-        return replacement
-    here.copy_(sharding.local_of(new))
     return old
 
 
@@ -407,8 +388,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _register(slot: TensorSlot, tensor: torch.Tensor) -> None:
-    """Register a tensor where the module has none in this role."""
+def register(slot: TensorSlot, tensor: torch.Tensor) -> None:
+    """Register a tensor in a slot, where the module has none in this role."""
     module, name = slot.module, slot.attribute
     if slot.kind is TensorType.PARAM:
         module._buffers.pop(name, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
 
 import torch
 
@@ -23,9 +22,6 @@ _WRAPPERS = (
 )
 #: Attributes that only wrappers have; ``module`` may be the name of any submodule.
 _PRIVATE = {attribute for _, _, attribute in _WRAPPERS if attribute.startswith("_")}
-
-#: A function that finds a submodule by its path.
-_SubmoduleFinder: TypeAlias = Callable[[torch.nn.Module, str], "torch.nn.Module | None"]
 
 
 class Submodules:
@@ -46,23 +42,19 @@ class Submodules:
     """
 
     def __init__(self, root: torch.nn.Module, names: Iterable[str]) -> None:
-        self._root, self.inner = root, unwrap(root)
-        split = [(path, attribute) for path, _, attribute in (n.rpartition(".") for n in names)]
-        paths = dict.fromkeys(path for path, _ in split)
+        self.inner = unwrap(root)
+        split = [name.rpartition(".") for name in names]
         most = -1
-        for finder in _finders(set(paths)):
-            found = {path: finder(root, path) for path in paths}
-            count = sum(tensor_of(found[path], attribute) is not None for path, attribute in split)
-            if count > most:
-                most, self._finder, self._found = count, finder, found
-            if count == len(split):
+        for modules, read in _readings(root, {path for path, _, _ in split}):
+            there = [tensor_of(modules.get(read(path)), end) is not None for path, _, end in split]
+            if sum(there) > most:
+                most, self._modules, self._read = sum(there), modules, read
+            if all(there):
                 break
 
     def find(self, path: str) -> torch.nn.Module | None:
         """Return the submodule of a path; None if there is none."""
-        if path not in self._found:
-            self._found[path] = self._finder(self._root, path)
-        return self._found[path]
+        return self._modules.get(self._read(path))
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """Return the parameter or buffer of a name; None if there is none."""
@@ -99,64 +91,31 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     return None
 
 
-def _finders(paths: set[str]) -> Iterator[_SubmoduleFinder]:
-    """Yield the ways to find submodules by the paths in a file."""
+def _readings(
+    root: torch.nn.Module, paths: set[str]
+) -> Iterator[tuple[dict[str, torch.nn.Module], Callable[[str], str]]]:
+    """Yield the ways to read paths: submodules by name, and a function from a path to a name."""
     # Paths in the form of the module's own names.
-    yield _PathWalker(_steps, lambda module: module).find
+    yield dict(root.named_modules(remove_duplicate=False)), str
     # Paths without the attributes of wrappers that the module has.
-    yield _PathWalker(_steps, unwrap).find
+    inner = dict(_named_without_wrappers(root, ""))
+    yield inner, str
     # Paths with attributes of wrappers that the saved module had; these are skipped.
-    yield _PathWalker(_without_private, unwrap).find
-    if all(_without_private(path)[:1] == ["module"] for path in paths):
-        yield _PathWalker(lambda path: _without_private(path)[1:], unwrap).find
+    yield inner, _without_private
+    if all(_without_private(path).partition(".")[0] == "module" for path in paths):
+        yield inner, lambda path: _without_private(path).partition(".")[2]
 
 
-def _steps(path: str) -> list[str]:
-    return path.split(".") if path else []
+def _named_without_wrappers(
+    module: torch.nn.Module, path: str
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield modules by their paths, in which no wrapper has a part."""
+    module = unwrap(module)
+    yield path, module
+    for name, inner in module._modules.items():
+        if inner is not None:
+            yield from _named_without_wrappers(inner, f"{path}.{name}" if path else name)
 
 
-def _without_private(path: str) -> list[str]:
-    return [step for step in _steps(path) if step not in _PRIVATE]
-
-
-class _PathWalker:
-    """Finds the submodules of one module by their paths.
-
-    Args:
-        steps_of: Returns the attributes that make up a path.
-        through: Returns the module to go on with, such as the one that a wrapper holds.
-
-    """
-
-    def __init__(
-        self,
-        steps_of: Callable[[str], list[str]],
-        through: Callable[[torch.nn.Module], torch.nn.Module],
-    ) -> None:
-        self._steps_of, self._through = steps_of, through
-        #: The parent path of the last search, and its module: neighbouring paths share it.
-        self._last: tuple[list[str], torch.nn.Module | None] | None = None
-
-    def find(self, root: torch.nn.Module, path: str) -> torch.nn.Module | None:
-        """Return a submodule; None if there is none."""
-        steps = self._steps_of(path)
-        if not steps:
-            return self._through(root)
-        above = steps[:-1]
-        if self._last is None or self._last[0] != above:
-            self._last = above, self._walk(root, above)
-        module = self._last[1]
-        return None if module is None else self._step(module, steps[-1])
-
-    def _walk(self, root: torch.nn.Module, steps: list[str]) -> torch.nn.Module | None:
-        module: torch.nn.Module | None = self._through(root)
-        for step in steps:
-            if module is None:
-                break
-            module = self._step(module, step)
-        return module
-
-    def _step(self, module: torch.nn.Module, step: str) -> torch.nn.Module | None:
-        """Return the submodule at an attribute; scripted modules have no ``get_submodule``."""
-        inner = getattr(module, step, None)
-        return self._through(inner) if isinstance(inner, torch.nn.Module) else None
+def _without_private(path: str) -> str:
+    return ".".join(step for step in path.split(".") if step not in _PRIVATE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,29 +26,20 @@ _CLASSES = {"PrefetchLoader": PrefetchLoader, "PySafeSlice": PySafeSlice, "Tenso
 class _SafetensorsPatch(Patch):
     """The replacement of safetensors' objects in modules."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        #: Pairs of an original and its stand-in, which is made for these blocks alone.
-        self._pairs: list[tuple[Any, Any]] = []
-        #: The reference counts of the stand-ins before they are put anywhere.
-        self._counts_before: list[int] = []
+    #: Pairs of an original and its stand-in, which is made for these blocks alone.
+    _pairs: Sequence[tuple[Any, Any]] = ()
+    #: The namespaces in which originals were replaced.
+    _changed: Sequence[dict[str, Any]] = ()
 
     def apply(self) -> None:
         self._pairs = _stand_ins()
-        self._counts_before = _reference_counts(self._pairs)
-        self._replaced = []
-        _replace(self._pairs, self._replaced)
+        self._changed = _replace(self._pairs, _namespaces())
 
     def restore(self) -> None:
-        originals = {id(ours): original for original, ours in self._pairs}
-        for namespace, name, _ in self._replaced:
-            number = id(namespace.get(name))
-            if number in originals:
-                namespace[name] = originals[number]
-        self._replaced = []
-        # Other code refers to a stand-in, perhaps a module that imported it in the block.
-        if _reference_counts(self._pairs) != self._counts_before:
-            _replace([(ours, original) for original, ours in self._pairs], [])
+        # Also in modules that were imported in the block, and in those that are gone since.
+        back = [(ours, original) for original, ours in self._pairs]
+        _replace(back, [*self._changed, *_namespaces()])
+        self._pairs = self._changed = ()
 
 
 def _stand_ins() -> list[tuple[Any, Any]]:
@@ -82,30 +73,28 @@ def _stand_in_function(original: Any, ours: Any) -> Any:
     return call
 
 
-def _reference_counts(pairs: list[tuple[Any, Any]]) -> list[int]:
-    """Return the reference count of each stand-in."""
-    return [sys.getrefcount(ours) for _, ours in pairs]
-
-
-def _replace(pairs: list[tuple[Any, Any]], replaced: list[tuple[Any, str, Any]]) -> None:
-    """Replace objects that are globals of a module, except in this package.
-
-    Their locations are added to ``replaced``.
-    """
-    by_id = {id(one): other for one, other in pairs}
+def _namespaces() -> list[dict[str, Any]]:
+    """Return the globals of all modules outside of this package."""
     # By vars, not getattr: modules that import lazily would do so.
-    namespaces = [
+    return [
         vars(module)
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and name.partition(".")[0] != "tensorizer"
     ]
+
+
+def _replace(
+    pairs: Sequence[tuple[Any, Any]], namespaces: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Replace objects in namespaces, and return those that had some."""
+    by_id = {id(one): other for one, other in pairs}
     # Large programs have thousands of modules, most of which have none of these objects.
-    for number in dicts_with_value(namespaces, [one for one, _ in pairs]):
-        namespace = namespaces[number]
+    found = [namespaces[n] for n in dicts_with_value(namespaces, [one for one, _ in pairs])]
+    for namespace in found:
         for key, value in list(namespace.items()):
             if id(value) in by_id:
-                replaced.append((namespace, key, value))
                 namespace[key] = by_id[id(value)]
+    return found
 
 
 _patch = _SafetensorsPatch()

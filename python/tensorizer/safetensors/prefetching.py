@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 
 import torch
 
@@ -71,9 +70,9 @@ class PrefetchLoader:
             parts = parts.sliced([(tensor.number, tensor.ranges) for tensor in planned])
         #: The file with these parts as its tensors; None once the loader is closed.
         self._file: OpenFile | None = parts
-        self._native: TensorIterator = parts.iterate(
+        self._native: TensorIterator = parts.reader.iterate(
             range(0 if self._fake else len(planned)),
-            device,
+            device=devices.number(device),
             buffer_bytes=buffer_bytes or _UNLIMITED,
             ready=True,
             complete=True,
@@ -213,12 +212,7 @@ class PrefetchLoader:
     def __enter__(self) -> PrefetchLoader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -151,26 +151,24 @@ def _tensor(name: str, spec: Any) -> torch.Tensor:
         raise TypeError(f"{name!r}: expected a TensorSpec, found {type(spec).__name__}")
     dtype = getattr(torch, _BY_NAME[spec.dtype], None)
     if dtype is None:
-        raise SafetensorError(f"Error while serializing: torch has no dtype for {spec.dtype}")
+        raise ValueError(f"torch has no dtype for {spec.dtype}")
     packed = DTYPES[_BY_NAME[spec.dtype]][1]
     shape = list(spec.shape)
     if packed > 1 and shape:
         if shape[-1] % packed:
-            raise SafetensorError(
-                f"Error while serializing: {name}: the last dimension of {spec.dtype} must be a "
-                f"multiple of {packed}, and is {shape[-1]}"
+            raise ValueError(
+                f"{name}: the last dimension of {spec.dtype} must be a multiple of {packed}, and "
+                f"is {shape[-1]}"
             )
         shape[-1] //= packed
     expected = math.prod(shape) * dtype.itemsize
     if spec.data_len != expected:
-        raise SafetensorError(
-            f"Error while serializing: {name}: expected {expected} bytes for {spec.dtype} of shape "
-            f"{list(spec.shape)}, found {spec.data_len}"
+        raise ValueError(
+            f"{name}: expected {expected} bytes for {spec.dtype} of shape {list(spec.shape)}, "
+            f"found {spec.data_len}"
         )
     if math.prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
-        raise SafetensorError(
-            f"Error while serializing: {name}: a tensor of shape {list(spec.shape)} is too large"
-        )
+        raise ValueError(f"{name}: a tensor of shape {list(spec.shape)} is too large")
     if expected == 0:
         return torch.empty(shape, dtype=dtype)
     memory = (ctypes.c_char * expected).from_address(spec.data_ptr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -89,6 +88,7 @@ class safe_open:
 
     """
 
+    _opened: SafetensorsFile | None
     #: False for the stand-in for the library's class, which refuses devices other than CUDA.
     _prefetches_to_any_device = True
 
@@ -100,29 +100,21 @@ class safe_open:
         *,
         backend: str = "mmap",
     ) -> Any:
-        """Let the library open files for other frameworks."""
-        if framework in _TORCH:
-            return super().__new__(cls)
-        if _library_safe_open is None:
-            raise SafetensorError(f"framework {framework} is invalid without safetensors itself")
-        return _library_safe_open(filename, framework, device, backend=backend)
-
-    def __init__(
-        self,
-        filename: str | os.PathLike[str],
-        framework: str,
-        device: torch.device | str | int | None = "cpu",
-        *,
-        backend: str = "mmap",
-    ) -> None:
+        """Open a file; the library opens those for other frameworks."""
+        if framework not in _TORCH:
+            if _library_safe_open is None:
+                raise SafetensorError(
+                    f"framework {framework} is invalid without safetensors itself"
+                )
+            return _library_safe_open(filename, framework, device, backend=backend)
         check_filename(filename)
         if backend not in _BACKENDS:
             raise SafetensorError(
                 f'backend "{backend}" is invalid (expected one of: "mmap", "pread")'
             )
-        self._opened: SafetensorsFile | None = SafetensorsFile(
-            filename, resolve_device(device), maps=backend == "mmap"
-        )
+        self = super().__new__(cls)
+        self._opened = SafetensorsFile(filename, resolve_device(device), maps=backend == "mmap")
+        return self
 
     def _open(self) -> SafetensorsFile:
         if self._opened is None:
@@ -132,12 +124,7 @@ class safe_open:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._opened = None
 
     def keys(self) -> list[str]:

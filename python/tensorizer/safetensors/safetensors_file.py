@@ -127,7 +127,6 @@ class SafetensorsFile:
             maps and not remote and self.file.reader.seekable and device.type == "cpu"
         )
         self._lock = ForkSafeLock()
-        self._numbers: dict[str, int] | None = None
         self._mapped: Mapping[int, torch.Tensor] | None = None
 
     @staticmethod
@@ -157,15 +156,12 @@ class SafetensorsFile:
         if file is not None:
             file.close()
 
-    @property
+    @functools.cached_property
     def numbers(self) -> dict[str, int]:
         """The tensors' numbers by name, in the order of the file."""
-        if self._numbers is None:
-            self._check_format()
-            reader = self.file.reader
-            names = reader.names(range(len(reader)))
-            self._numbers = {str(name): n for n, name in enumerate(names)}
-        return self._numbers
+        self._check_format()
+        names = self.file.reader.names(range(len(self.file)))
+        return {str(name): number for number, name in enumerate(names)}
 
     def find(self, name: str) -> int:
         """Return a tensor's number.

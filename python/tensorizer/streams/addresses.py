@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from .._native import local_path
@@ -25,10 +26,15 @@ def open_address(file_obj: Any, mode: str = "rb") -> Any:
     return file_obj
 
 
-def is_there(address: str) -> bool:
-    """Tell whether there is a file; servers that may not list a folder refuse access instead."""
+def is_there(file: str | os.PathLike[str], *absent: type[OSError]) -> bool:
+    """Tell whether a file can be opened; other errors than ``FileNotFoundError`` may mean no, too.
+
+    Servers that may not list a folder answer with ``PermissionError`` for a missing file.
+    """
     try:
-        with open_stream(address):
+        with open_stream(file):
             return True
-    except (FileNotFoundError, PermissionError):
-        return False
+    except OSError as error:
+        if isinstance(error, (FileNotFoundError, *absent)):
+            return False
+        raise

@@ -19,8 +19,8 @@ def warn_of_overtaking(name: str) -> None:
     )
 
 
-class _Atomic:
-    """A local file that appears under its path when it is closed.
+class WholeFile:
+    """A file for writing that appears under its name when it is closed.
 
     If a ``with`` block raises, or the file is garbage-collected before it was closed, an earlier
     file of its name stays.
@@ -32,6 +32,61 @@ class _Atomic:
     ended = False
     #: True if it was dropped because a later save to its path was complete before.
     overtaken = False
+    _process: int
+    closed: bool
+
+    @property
+    def name(self) -> str:
+        """The path or address."""
+        raise NotImplementedError
+
+    def _publish(self) -> bool:
+        """Write what is left and make the file visible; return False if it was overtaken."""
+        raise NotImplementedError
+
+    def _discard(self) -> None:
+        """Close the Python object, and drop what was written."""
+        raise NotImplementedError
+
+    def _close_object(self) -> None:
+        super().close()  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Make the file visible. Closing again does nothing."""
+        if self.closed:
+            return
+        self.ended = True
+        try:
+            self.overtaken = not self._publish()
+        except BaseException:
+            self.abandon()
+            raise
+        if self.overtaken and not self.belongs_to_serializer:
+            warn_of_overtaking(self.name)
+
+    def abandon(self) -> None:
+        """Abandon the file: an earlier one of its name stays."""
+        self.ended = True
+        self._discard()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Close the file, or abandon it if the block raised."""
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def __del__(self) -> None:
+        # The base class would publish a file that may be incomplete. A serializer is being
+        # collected too, and decides what to keep.
+        if hasattr(self, "_sink") and not self.closed and not self.belongs_to_serializer:
+            if self._process == os.getpid():
+                logger.error("%s was not closed, and so was not written", self.name)
+            self._discard()
+
+
+class _Atomic(WholeFile):
+    """A local file."""
 
     def _start(self, path: str, buffer_size: int) -> None:
         self._final = path
@@ -51,19 +106,12 @@ class _Atomic:
         """The path."""
         return self._final
 
-    def close(self) -> None:
-        """Make the file visible. Closing again does nothing."""
-        if self.closed:  # type: ignore[attr-defined]
-            return
-        self.ended = True
+    def _publish(self) -> bool:
         self._discard_buffer_in_child()
-        try:
-            self.overtaken = not self._sink.publish(self._end())
-        except BaseException:
-            self.abandon()
-            raise
-        if self.overtaken and not self.belongs_to_serializer:
-            warn_of_overtaking(self._final)
+        self.flush()  # type: ignore[attr-defined]
+        size = os.fstat(self.fileno()).st_size  # type: ignore[attr-defined]
+        self._close_object()
+        return self._sink.publish(size)
 
     def publish_unclosed(self, size: int) -> tuple[bool, str | None]:
         """Make a file of ``size`` bytes visible that was never closed, without replacing another.
@@ -73,14 +121,14 @@ class _Atomic:
         already.
         """
         with contextlib.suppress(ValueError):
-            super().close()  # type: ignore[misc]
+            self._close_object()
         return self._sink.publish_unclosed(size)
 
-    def _end(self) -> int:
-        self.flush()  # type: ignore[attr-defined]
-        size = os.fstat(self.fileno()).st_size  # type: ignore[attr-defined]
-        super().close()  # type: ignore[misc]
-        return size
+    def _discard(self) -> None:
+        if not self.closed:
+            self._discard_buffer_in_child()
+        self._sink.abandon()
+        self._close_object()
 
     def _discard_buffer_in_child(self) -> None:
         """Discard the buffer in a forked child: the parent writes it."""
@@ -88,31 +136,6 @@ class _Atomic:
             nothing = os.open(os.devnull, os.O_RDWR)
             os.dup2(nothing, self.fileno())  # type: ignore[attr-defined]
             os.close(nothing)
-
-    def abandon(self) -> None:
-        """Abandon the file: an earlier one of its name stays."""
-        self.ended = True
-        if not self.closed:  # type: ignore[attr-defined]
-            self._discard_buffer_in_child()
-        self._sink.abandon()
-        super().close()  # type: ignore[misc]
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Close the file, or abandon it if the block raised."""
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
-
-    def __del__(self) -> None:
-        # The base class would publish a file that may be incomplete.
-        if getattr(self, "_sink", None) is not None and not self.closed:  # type: ignore[attr-defined]
-            if self.belongs_to_serializer:
-                # The serializer is being collected too, and decides what to keep.
-                return
-            if self._process == os.getpid():
-                logger.error("%s was not closed, and so was not written", self._final)
-            self.abandon()
 
 
 class AtomicWriter(_Atomic, io.BufferedWriter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from .._types import OpenOptions
 
 
+@dataclass(kw_only=True, unsafe_hash=True)
 class CAInfo:
     """The certificates to trust, instead of the certificates of the system.
 
@@ -23,44 +25,28 @@ class CAInfo:
 
     """
 
-    def __init__(
-        self,
-        *,
-        cacert: str | os.PathLike[str] | None = None,
-        capath: str | os.PathLike[str] | None = None,
-        allow_untrusted: bool = False,
-    ) -> None:
-        if (cacert is not None) + (capath is not None) + bool(allow_untrusted) != 1:
+    cacert: str | os.PathLike[str] | None = None
+    capath: str | os.PathLike[str] | None = None
+    allow_untrusted: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.cacert is not None) + (self.capath is not None) + bool(self.allow_untrusted) != 1:
             raise ValueError("exactly one of cacert, capath and allow_untrusted must be given")
-        if cacert is not None and not Path(cacert).is_file():
-            raise ValueError(f"cacert is not a file: {os.fspath(cacert)!r}")
-        if capath is not None and not Path(capath).is_dir():
-            raise ValueError(f"capath is not a directory: {os.fspath(capath)!r}")
-        self.cacert = None if cacert is None else os.fspath(cacert)
-        self.capath = None if capath is None else os.fspath(capath)
-        self.allow_untrusted = bool(allow_untrusted)
+        if self.cacert is not None:
+            self.cacert = os.fspath(self.cacert)
+            if not Path(self.cacert).is_file():
+                raise ValueError(f"cacert is not a file: {self.cacert!r}")
+        if self.capath is not None:
+            self.capath = os.fspath(self.capath)
+            if not Path(self.capath).is_dir():
+                raise ValueError(f"capath is not a directory: {self.capath!r}")
 
     @property
     def curl_flags(self) -> tuple[str, ...]:
         """The equivalent options of ``curl``, for scripts that run it."""
-        if self.allow_untrusted:
-            return ("--insecure",)
-        given = (("--cacert", self.cacert), ("--capath", self.capath))
-        return next((flag, value) for flag, value in given if value is not None)
-
-    def _key(self) -> tuple[str | None, str | None, bool]:
-        return self.cacert, self.capath, self.allow_untrusted
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CAInfo) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        given = (("cacert", self.cacert), ("capath", self.capath))
-        shown = [f"{name}={value!r}" for name, value in given if value is not None]
-        return f"CAInfo({', '.join(shown) or 'allow_untrusted=True'})"
+        if self.cacert is not None:
+            return "--cacert", os.fspath(self.cacert)
+        return ("--insecure",) if self.capath is None else ("--capath", os.fspath(self.capath))
 
 
 def certificate_options(certificate_handling: CAInfo | None) -> OpenOptions:
@@ -71,5 +57,8 @@ def certificate_options(certificate_handling: CAInfo | None) -> OpenOptions:
         raise TypeError(
             f"certificate_handling must be a CAInfo, not {type(certificate_handling).__name__}"
         )
-    given = certificate_handling
-    return {"certificates": given.cacert or given.capath, "trust_all": given.allow_untrusted}
+    trusted = certificate_handling.cacert or certificate_handling.capath
+    return {
+        "certificates": None if trusted is None else os.fspath(trusted),
+        "trust_all": bool(certificate_handling.allow_untrusted),
+    }

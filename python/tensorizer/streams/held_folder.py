@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,30 +26,37 @@ class HeldPath(os.PathLike[str]):
 class HeldFolder:
     """A folder, a context manager. Files in it stay together when its path changes meanwhile.
 
+    It is held open until the object is closed or freed.
+
     Args:
         folder: The path, which is created if necessary; empty for the working directory.
 
+    Attributes:
+        path: A path of this very folder, whatever its own path means meanwhile.
+
     """
 
+    #: The mode in which the folder is opened.
+    _access = os.O_PATH
+
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self._prefix = folder if folder.endswith("/") or not folder else f"{folder}/"
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(folder or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._descriptor = os.open(folder or ".", self._access | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, self._release, self._descriptor, os.getpid())
+        open_path = f"/proc/self/fd/{self._descriptor}"
+        self.path = open_path if Path(open_path).is_dir() else folder
+
+    @staticmethod
+    def _release(descriptor: int, process: int) -> None:
+        os.close(descriptor)
 
     def entry(self, name: str) -> HeldPath:
         """Return the path of a file in the folder."""
-        return HeldPath(
-            str(Path(path_of(self._descriptor) or self._folder, name)), self._folder + name
-        )
+        return HeldPath(str(Path(self.path, name)), self._prefix + name)
 
     def __enter__(self) -> HeldFolder:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        os.close(self._descriptor)
-
-
-def path_of(descriptor: int) -> str | None:
-    """Return a path of an open folder that does not depend on its name; None without /proc."""
-    path = f"/proc/self/fd/{descriptor}"
-    return path if os.path.isdir(path) else None  # noqa: PTH112  # cheaper
+        self._close()

@@ -18,14 +18,6 @@ if TYPE_CHECKING:
 _READ_AHEAD = 8 << 20
 
 
-def check_range(begin: int | None, end: int | None) -> None:
-    """Raise ``ValueError`` for positions that are not a range."""
-    if begin is not None and begin < 0:
-        raise ValueError(f"begin must not be negative, but is {begin}")
-    if end is not None and end <= (begin or 0):
-        raise ValueError(f"end must be larger than begin, but they are {end} and {begin or 0}")
-
-
 class RemoteFile(io.BufferedIOBase):
     """A file on a server, for reading.
 
@@ -59,23 +51,24 @@ class RemoteFile(io.BufferedIOBase):
         begin: int | None,
         end: int | None,
         buffer_size: int | None,
-    ) -> float:
-        """Open the address; return the seconds that it took."""
-        check_range(begin, end)
+    ) -> None:
+        if begin is not None and begin < 0:
+            raise ValueError(f"begin must not be negative, but is {begin}")
+        if end is not None and end <= (begin or 0):
+            raise ValueError(f"end must be larger than begin, but they are {end} and {begin or 0}")
         asked = time.monotonic()
         self._source = native_open(uri, options)
-        took = time.monotonic() - asked
+        #: The seconds that it took to open the address, and that each request took.
+        self._setup_seconds = time.monotonic() - asked
+        self._latencies: list[float] = []
+        self._headers = self._source.headers()
         self._end = end
         self._position = begin or 0
         self._request_bytes = buffer_size or _READ_AHEAD
         self._buffer = b""
         self._buffer_start = 0
         self._context: list[str] = []
-        self.bytes_read = 0
-        self.bytes_skipped = 0
-        self.read_operations = 0
-        self._latencies: list[float] = []
-        return took
+        self.bytes_read = self.bytes_skipped = self.read_operations = 0
 
     @property
     def name(self) -> str:

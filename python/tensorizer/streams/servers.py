@@ -33,11 +33,7 @@ class CURLStreamFile(RemoteFile):
         TypeError: ``certificate_handling`` is not a :class:`CAInfo`.
 
     Attributes:
-        response_headers: The headers of the server's response.
         bytes_read: Bytes that were read from this object.
-        http_response_latencies: The seconds in which the server answered each request of this
-            object, the one that opened the file first.
-        popen_latencies: Empty: no process is started.
 
     """
 
@@ -51,32 +47,30 @@ class CURLStreamFile(RemoteFile):
         buffer_size: int | None = None,
         certificate_handling: CAInfo | None = None,
     ) -> None:
-        if not uri.lower().startswith(("http://", "https://")):
-            raise ValueError(
-                f"expected http:// or https://, found {uri.split('://', maxsplit=1)[0]!r}"
-            )
+        _check_scheme(uri, "http", "https")
         options: OpenOptions = {
             "headers": [(name, str(value)) for name, value in (headers or {}).items()],
             **certificate_options(certificate_handling),
         }
         self._begin(uri, options, begin, end, buffer_size)
 
-    def _begin(
-        self,
-        uri: str,
-        options: OpenOptions,
-        begin: int | None,
-        end: int | None,
-        buffer_size: int | None,
-    ) -> float:
-        took = super()._begin(uri, options, begin, end, buffer_size)
-        self.http_response_latencies = self._latencies
-        self.http_response_latencies.append(took)
-        self.popen_latencies: list[float] = []
-        self.response_headers = http.client.HTTPMessage()
-        for name, value in self._source.headers():
-            self.response_headers.add_header(name, value)
-        return took
+    @property
+    def response_headers(self) -> http.client.HTTPMessage:
+        """The headers of the server's response."""
+        found = http.client.HTTPMessage()
+        for name, value in self._headers:
+            found.add_header(name, value)
+        return found
+
+    @property
+    def http_response_latencies(self) -> list[float]:
+        """The seconds of each request, the one that opened the file first."""
+        return [self._setup_seconds, *self._latencies]
+
+    @property
+    def popen_latencies(self) -> list[float]:
+        """An empty list: no process is started."""
+        return []
 
 
 class RedisStreamFile(RemoteFile):
@@ -98,8 +92,6 @@ class RedisStreamFile(RemoteFile):
 
     Attributes:
         bytes_read: Bytes that were read from this object.
-        setup_latency: The seconds that it took to connect and to find the keys.
-        response_latencies: The seconds in which the server answered each request of this object.
 
     """
 
@@ -113,20 +105,21 @@ class RedisStreamFile(RemoteFile):
         certificate_handling: CAInfo | None = None,
     ) -> None:
         options = certificate_options(certificate_handling)
-        if not uri.lower().startswith(("redis://", "rediss://")):
-            raise ValueError(
-                f"expected redis:// or rediss://, found {uri.split('://', maxsplit=1)[0]!r}"
-            )
+        _check_scheme(uri, "redis", "rediss")
         self._begin(uri, options, begin, end, buffer_size)
 
-    def _begin(
-        self,
-        uri: str,
-        options: OpenOptions,
-        begin: int | None,
-        end: int | None,
-        buffer_size: int | None,
-    ) -> float:
-        self.setup_latency = super()._begin(uri, options, begin, end, buffer_size)
-        self.response_latencies = self._latencies
-        return self.setup_latency
+    @property
+    def setup_latency(self) -> float:
+        """The seconds that it took to connect and to find the keys."""
+        return self._setup_seconds
+
+    @property
+    def response_latencies(self) -> list[float]:
+        """The seconds of each request."""
+        return self._latencies
+
+
+def _check_scheme(uri: str, one: str, other: str) -> None:
+    found = uri.split("://", maxsplit=1)[0]
+    if "://" not in uri or found.lower() not in {one, other}:
+        raise ValueError(f"expected {one}:// or {other}://, found {found!r}")

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 from typing import Any
 
 from .._native import Sink, TensorWriter
-from .atomic import warn_of_overtaking
-
-logger = logging.getLogger("tensorizer.stream_io")
+from .atomic import WholeFile
 
 #: Bytes that are buffered before they are sent, in parallel.
 _WRITE_BEHIND = 64 << 20
 
 
-class UploadFile(io.BufferedIOBase):
-    """An object on a server, for writing from its beginning to its end.
-
-    It appears when it is closed. If a ``with`` block raises, or the stream is garbage-collected
-    before it was closed, an earlier object of its name stays.
-    """
+class UploadFile(WholeFile, io.BufferedIOBase):
+    """An object on a server, for writing from its beginning to its end."""
 
     mode = "wb"
-    #: True if a caller has closed or abandoned it; the garbage collector does neither.
-    ended = False
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -80,49 +71,22 @@ class UploadFile(io.BufferedIOBase):
             raise
         self._sent += len(buffered)
 
-    def close(self) -> None:
-        """Send what is left and make the object visible. Closing again does nothing."""
-        if self.closed:
-            return
-        self.ended = True
-        try:
-            if self._writer is not None:
-                # Does nothing if the writer has finished before.
-                self._writer.finish()
-            else:
-                self._send()
-                if not self._sink.publish(self._sent):
-                    warn_of_overtaking(self.name)
-        except BaseException:
-            self._sink.abandon()
-            raise
-        finally:
-            super().close()
+    def _publish(self) -> bool:
+        if self._writer is not None:
+            # Does nothing if the writer has finished before.
+            self._writer.finish()
+            published = True
+        else:
+            self._send()
+            published = self._sink.publish(self._sent)
+        self._close_object()
+        return published
 
-    def abandon(self) -> None:
-        """Abandon the object: an earlier one of its name stays."""
-        self.ended = True
-        self._abandon_upload()
-
-    def _abandon_upload(self) -> None:
-        super().close()
+    def _discard(self) -> None:
+        self._close_object()
         if self._writer is not None:
             self._writer.abandon()
         self._sink.abandon()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Close the stream, or abandon the object if the block raised."""
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
-
-    def __del__(self) -> None:
-        # The base class would publish an object that may be incomplete.
-        if getattr(self, "_sink", None) is not None and not self.closed:
-            if self._writer is None and self._process == os.getpid():
-                logger.error("%s was not closed, and so was not uploaded", self.name)
-            self._abandon_upload()
 
     def _check_open(self) -> None:
         if self.closed:

@@ -131,9 +131,7 @@ def is_sharded(tensor: object) -> bool:
 
 def are_any_sharded(tensors: Iterable[object]) -> bool:
     """Tell whether one of them is a DTensor."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    kinds = set() if distributed is None else set(map(type, tensors))
-    return any(issubclass(kind, distributed.DTensor) for kind in kinds if distributed)
+    return "torch.distributed.tensor" in sys.modules and any(map(is_sharded, tensors))
 
 
 def part_of(tensor: Any) -> Part | None:

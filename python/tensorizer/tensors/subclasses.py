@@ -129,22 +129,16 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_apart(other: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has memory that is not that of another tensor."""
-    if other.is_meta:
-        return False
-    try:
-        storage, own = other.untyped_storage(), tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError, ValueError):
-        return True  # made of other tensors
-    return storage.nbytes() > 0 and storage._cdata != own._cdata
+    return not other.is_meta and _storage_of(other) not in (0, _storage_of(tensor))
 
 
 def _storage_of(value: torch.Tensor) -> int | None:
-    """Return a key that identifies a tensor's storage; None without one."""
+    """Return a key of a tensor's storage; 0 without bytes, None if it is made of other tensors."""
     try:
         storage = value.untyped_storage()
     except (RuntimeError, NotImplementedError, ValueError):
         return None
-    return storage._cdata if storage.nbytes() > 0 else None
+    return storage._cdata if storage.nbytes() > 0 else 0
 
 
 def _kept_by(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
@@ -161,7 +155,7 @@ def _kept_by(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
         return None
     groups = (module._parameters, module._buffers)
     own = [value for group in groups for value in group.values() if value is not None]
-    places = {_storage_of(value) for value in own} - {None}
+    places = {_storage_of(value) for value in own} - {0, None}
     beyond = [
         name
         for name, value in state.items()

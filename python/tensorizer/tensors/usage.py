@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import sys
 from typing import NamedTuple
 
 import torch
@@ -40,9 +39,8 @@ class CPUMemoryUsage(NamedTuple):
     @classmethod
     def now(cls) -> CPUMemoryUsage:
         """Measure the host memory."""
-        unit = 1 if sys.platform == "darwin" else 1024
         own, children = (
-            resource.getrusage(who).ru_maxrss * unit
+            resource.getrusage(who).ru_maxrss * 1024
             for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
         )
         return cls(own + children, _available_memory())

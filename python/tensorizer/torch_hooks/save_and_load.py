@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import _weights_only_unpickler as restricted
@@ -37,8 +37,6 @@ from ..checkpoints.pairs import (
 from ..checkpoints.pickling import loading_module, unpickler_class
 from ..checkpoints.storage_file import FileIdentity, is_path
 from ..streams.addresses import is_address
-
-_FileLike: TypeAlias = Any
 
 _SAVE = inspect.signature(torch.serialization.save)
 _LOAD = inspect.signature(torch.serialization.load)

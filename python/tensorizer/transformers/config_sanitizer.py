@@ -29,7 +29,7 @@ def drop_tokenizer_files(path: Path) -> None:
         ValueError: The file is not a JSON object.
 
     """
-    _rewrite(path, lambda config: _without_vocabularies(config, ("init_inputs",)))
+    _rewrite(path, _names_vocabulary)
 
 
 def drop_processor_files(path: Path) -> None:
@@ -44,36 +44,34 @@ def drop_processor_files(path: Path) -> None:
         ValueError: The file is not a JSON object.
 
     """
-    _rewrite(path, _without_paths)
+    _rewrite(path, _names_path)
 
 
-def _rewrite(path: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def _rewrite(path: Path, names_file: Callable[[str, Any], bool]) -> None:
     config = read_json(path)
-    sanitized = changed(config)
+    sanitized = _without(config, names_file)
     if sanitized != config:
         path.write_text(json.dumps(sanitized), "utf-8")
 
 
-def _without_vocabularies(config: dict[str, Any], more: tuple[str, ...] = ()) -> dict[str, Any]:
-    sanitized = {}
-    for key, value in config.items():
-        names_files = bool(_VOCABULARY.search(key)) and (
-            isinstance(value, str) or (isinstance(value, list) and key.endswith("files"))
-        )
-        if not names_files and key not in more:
-            is_options = key.endswith("_kwargs") and isinstance(value, dict)
-            sanitized[key] = _without_vocabularies(value) if is_options else value
-    return sanitized
+def _without(config: dict[str, Any], names_file: Callable[[str, Any], bool]) -> dict[str, Any]:
+    """Return a configuration without entries that name files, also in its objects."""
+    return {
+        key: _without(value, names_file) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not names_file(key, value)
+    }
 
 
-def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
-    sanitized: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            sanitized[key] = _without_paths(value)
-        elif not (isinstance(value, str) and _PROCESSOR.search(key) and _is_here(value)):
-            sanitized[key] = value
-    return sanitized
+def _names_vocabulary(key: str, value: Any) -> bool:
+    is_files = isinstance(value, list) and key.endswith("files")
+    return key == "init_inputs" or (
+        (isinstance(value, str) or is_files) and bool(_VOCABULARY.search(key))
+    )
+
+
+def _names_path(key: str, value: Any) -> bool:
+    return isinstance(value, str) and bool(_PROCESSOR.search(key)) and _is_here(value)
 
 
 def _is_here(value: str) -> bool:

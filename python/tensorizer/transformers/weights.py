@@ -87,11 +87,6 @@ def open_weights(
     if folder.file is not None:
         return opened(folder.file)
     names = names_of_weights(kind, variant) if explicit is None else [_checked(explicit)]
-    if folder.path is not None:
-        existing = [name for name in names if (folder.path / name).exists()]
-        if existing:
-            return opened(folder.join(existing[0]))
-        raise FileNotFoundError(f"no weights in {folder.shown}: expected one of {', '.join(names)}")
     refused: PermissionError | None = None
     for name in names:
         try:
@@ -103,7 +98,8 @@ def open_weights(
             refused = refused or error
     if refused is not None:
         raise refused
-    raise FileNotFoundError(f"no weights at {folder.shown}: expected one of {', '.join(names)}")
+    where = f"{'at' if folder.path is None else 'in'} {folder.shown}"
+    raise FileNotFoundError(f"no weights {where}: expected one of {', '.join(names)}")
 
 
 def _checked(explicit: Any) -> str:
@@ -172,16 +168,17 @@ class TensorFileOptions:
 
     def load(self, file: OpenFile, device: torch.device) -> dict[Any, torch.Tensor]:
         """Return all tensors of a file that these options have opened, and close it."""
-        request = Request(device=device)
+
+        def planned(file: OpenFile) -> LoadPlan:
+            return LoadPlan(Request(device=device), file, self.progress)
+
         with self.progress, file:
             if isinstance(self.members, contextlib.nullcontext):
-                plan = LoadPlan(request, file)
-                self.progress.total = plan.total()
-                return plan.load()
+                return planned(file).load()
             from ..file.collective_load import load_opened  # torch.distributed is slow to import
 
             each = self._each_reads
-            return load_opened(self.members, file, lambda: request, self.progress, each_reads=each)
+            return load_opened(self.members, file, planned, self.progress, each_reads=each)
 
 
 class Weights(Mapping[str, Any]):
