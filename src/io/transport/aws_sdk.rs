@@ -14,7 +14,7 @@ use aws_smithy_runtime_api::client::http::{
 use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
 use reqwest::{Body, Request, Url};
 
-use super::client::is_of_machine;
+use super::proxies::is_of_machine;
 use super::send::read_document;
 use super::trust::AWS_CREDENTIALS_SETTINGS;
 use super::{Client, ClientConfig, Failure, TransportOptions, UploadBody};

@@ -130,7 +130,7 @@ impl Failure {
     }
 
     /// A copy of the failure, for libraries that return only references to errors.
-    #[cfg(any(feature = "clouds", feature = "s3"))]
+    #[cfg(feature = "http")]
     pub fn copy(&self) -> Self {
         let error = io::Error::new(self.error.kind(), self.error.to_string());
         let Failure { repeat, renewable, status, retry_after, .. } = *self;

@@ -3,11 +3,14 @@
 
 #[cfg(feature = "s3")]
 mod aws_sdk;
+mod certificate;
 #[cfg(feature = "http")]
 mod client;
 mod connections;
 mod failure;
 mod options;
+#[cfg(feature = "http")]
+mod proxies;
 #[cfg(feature = "http")]
 mod redirects;
 #[cfg(feature = "http")]
@@ -18,8 +21,13 @@ mod send;
 #[cfg(test)]
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) mod simulated;
+#[cfg(test)]
+#[cfg(feature = "http")]
+#[allow(clippy::unwrap_used)]
+mod tests;
 pub(crate) mod timer;
 mod tls;
+mod tls_failure;
 mod trust;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 mod upload_body;
@@ -27,7 +35,7 @@ mod upload_body;
 #[cfg(feature = "s3")]
 pub(crate) use aws_sdk::{LazySdkClient, SdkClient, connector_error};
 #[cfg(any(feature = "clouds", feature = "s3"))]
-pub(crate) use client::is_of_machine;
+pub(crate) use proxies::is_of_machine;
 #[cfg(feature = "http")]
 pub(crate) use client::{Client, ClientConfig, HTTP2_WINDOW};
 pub(crate) use connections::{ConnectionPool, PooledConnection};
@@ -48,6 +56,8 @@ pub(crate) use send::{lookup_failure, refused_socket};
 #[cfg(feature = "http")]
 pub(crate) use send::{read_beginning, read_chunk};
 pub(crate) use tls::Tls;
+#[cfg(feature = "redis")]
+pub(crate) use tls_failure::tls_failure;
 #[cfg(feature = "clouds")]
 pub(crate) use trust::CREDENTIALS_SETTINGS;
 #[cfg(feature = "redis")]
@@ -55,7 +65,6 @@ pub(crate) use trust::REDIS_SETTINGS;
 #[cfg(feature = "s3")]
 pub(crate) use trust::S3_SETTINGS;
 pub use trust::Trust;
-pub(crate) use trust::untrusted_message;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) use upload_body::UploadBody;
 

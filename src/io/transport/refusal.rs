@@ -5,10 +5,10 @@ use std::io::ErrorKind;
 use std::time::{Duration, SystemTime};
 
 use reqwest::StatusCode;
-use reqwest::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
+use reqwest::header::{DATE, HeaderMap, HeaderName, LOCATION, RETRY_AFTER};
 use serde_json::Value;
 
-use super::Failure;
+use super::{Failure, show_text};
 use crate::error::Shortened;
 use crate::sys::clock;
 
@@ -48,8 +48,9 @@ impl ErrorDocument {
         let field = |name: &str| headers.get(name)?.to_str().ok().map(str::to_owned);
         let mut found = match text.chars().next() {
             Some('<') => Self::of_xml(text),
-            Some('{' | '[') => serde_json::from_str(text)
-                .map_or(ErrorDocument::default(), |of| Self::of_json(&of)),
+            Some('{' | '[') => {
+                serde_json::from_str(text).map_or(ErrorDocument::default(), |of| Self::of_json(&of))
+            }
             _ => {
                 let line = text.lines().next().filter(|line| !line.contains('\u{fffd}'));
                 ErrorDocument { code: None, message: line.map(str::to_owned) }
@@ -110,7 +111,9 @@ impl fmt::Display for ErrorDocument {
 /// A text whose addresses have no queries, which may be signatures.
 fn without_queries(text: &str) -> String {
     let words = text.split(' ').map(|word| match word.split_once('?') {
-        Some((address, query)) if word.contains("://") && !query.is_empty() => format!("{address}?..."),
+        Some((address, query)) if word.contains("://") && !query.is_empty() => {
+            format!("{address}?...")
+        }
         _ => word.to_owned(),
     });
     words.collect::<Vec<_>>().join(" ")
@@ -134,7 +137,12 @@ pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> 
             ErrorKind::PermissionDenied,
             what + "; check the proxy's credentials",
         ),
-        _ => Failure::permanent(ErrorKind::Other, what),
+        _ => {
+            let to = headers.get(LOCATION).filter(|_| status.is_redirection());
+            let to = to.map(|to| String::from_utf8_lossy(to.as_bytes()).into_owned());
+            let to = to.map(|to| format!("; it redirects to `{}`", Shortened(show_text(&to))));
+            Failure::permanent(ErrorKind::Other, to.map_or(what.clone(), |to| what + &to))
+        }
     };
     failure.with_status(status.as_u16())
 }
@@ -182,13 +190,21 @@ mod tests {
     #[test]
     fn reasons_of_every_kind_of_document_are_quoted() {
         for (fields, body, quoted) in [
-            (&[][..], "<?xml?><Error><Code>A</Code><Message>It\nis not.</Message></Error>", ": A: It"),
+            (
+                &[][..],
+                "<?xml?><Error><Code>A</Code><Message>It\nis not.</Message></Error>",
+                ": A: It",
+            ),
             (&[], "<Code>", ""),
             (&[], "</Code><Code>", ""),
             (&[], "<html><title>no</title></html>", ""),
             (&[], "", ""),
             (&[], r#"{"error": "too large"}"#, ": too large"),
-            (&[], r#"{"error": {"code": 403, "message": "no", "status": "DENIED"}}"#, ": DENIED: no"),
+            (
+                &[],
+                r#"{"error": {"code": 403, "message": "no", "status": "DENIED"}}"#,
+                ": DENIED: no",
+            ),
             (&[], r#"{"errors": [{"status": 403, "message": "blocked"}]}"#, ": blocked"),
             (&[], r#"{"error": "invalid_grant", "error_description": "x"}"#, ": invalid_grant: x"),
             (&[], "{broken", ""),
@@ -223,6 +239,18 @@ mod tests {
         for status in [301, 400, 401, 403, 404, 407, 410, 412, 416] {
             assert_eq!(of(status), Repeat::Never, "{status}");
         }
+    }
+
+    #[test]
+    fn a_redirect_that_is_not_followed_names_its_address() {
+        let to = headers(&[("location", "https://host/x?signature=hu5hw0rd")]);
+        let of = |status, headers: &HeaderMap| {
+            status_failure(status, headers, "X".to_owned()).to_string()
+        };
+        let moved = StatusCode::MOVED_PERMANENTLY;
+        assert_eq!(of(moved, &to), "X; it redirects to `https://host/x`");
+        assert_eq!(of(moved, &headers(&[])), "X");
+        assert_eq!(of(StatusCode::BAD_REQUEST, &to), "X");
     }
 
     #[test]

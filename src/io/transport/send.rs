@@ -1,6 +1,6 @@
 //! Helpers for requests: stall time limit, size limits of responses, and failures without a response.
 
-use std::error::Error as _;
+use std::error::Error;
 use std::io::{self, ErrorKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -8,7 +8,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use reqwest::Response;
 
-use super::{Failure, timer, untrusted_message};
+use super::tls_failure::{cause_of, tls_failure};
+use super::{Failure, timer};
 
 /// Maximum bytes of an API's document that is held in memory.
 const DOCUMENT_LIMIT: usize = 4 << 20;
@@ -75,7 +76,12 @@ pub async fn read_beginning(response: &mut Response, stall: Duration) -> Result<
 
 impl From<reqwest::Error> for Failure {
     fn from(error: reqwest::Error) -> Self {
-        connection_failure(error, "give the certificate of the authority that signed it")
+        // Its text has the whole URL.
+        let error = error.without_url();
+        if error.is_builder() {
+            return Failure::permanent(ErrorKind::InvalidInput, causes_of(&error).0);
+        }
+        connection_failure(&error, "give the certificate of the authority that signed it")
     }
 }
 
@@ -105,41 +111,35 @@ pub fn refused_socket(kind: ErrorKind, text: &str) -> Option<Failure> {
     })
 }
 
+/// The texts of an error and of its causes, and the kind of the innermost error of the system.
+fn causes_of(error: &(dyn Error + 'static)) -> (String, ErrorKind) {
+    let causes = std::iter::successors(Some(error), |error| cause_of(*error));
+    let io = causes.clone().filter_map(|cause| cause.downcast_ref()).map(io::Error::kind);
+    let kind = io.filter(|kind| *kind != ErrorKind::Other).last().unwrap_or(ErrorKind::Other);
+    let mut texts: Vec<_> = causes.map(ToString::to_string).collect();
+    texts.dedup();
+    if let [_, causes @ ..] = texts.as_slice()
+        && !causes.is_empty()
+    {
+        // The outermost says little.
+        return (causes.join(": "), kind);
+    }
+    (texts.join(": "), kind)
+}
+
 /// The failure of a request without a response; `hint` says what helps if the server's certificate
 /// is not trusted.
-pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
-    // Joins the texts of all causes. The outermost says little, and contains the whole URL.
-    let error = error.without_url();
-    let mut causes = Vec::new();
-    let mut kind = ErrorKind::Other;
-    let mut cause = error.source();
-    while let Some(found) = cause {
-        if let Some(io) = found.downcast_ref::<io::Error>() {
-            kind = io.kind();
-        }
-        causes.push(found.to_string());
-        cause = found.source();
+pub fn connection_failure(error: &(dyn Error + 'static), hint: &str) -> Failure {
+    let mut causes = std::iter::successors(Some(error), |error| cause_of(*error));
+    if let Some(failure) = causes.find_map(|cause| cause.downcast_ref::<Failure>()) {
+        return failure.copy();
     }
-    causes.dedup();
-    let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
-    if let Some(failure) = lookup_failure(&text) {
+    let (text, kind) = causes_of(error);
+    let known = tls_failure(error, hint).or_else(|| lookup_failure(&text));
+    if let Some(failure) = known.or_else(|| refused_socket(kind, &text)) {
         return failure;
     }
-    if let Some(what) = untrusted_message(&text, hint) {
-        return Failure::permanent(ErrorKind::PermissionDenied, what);
-    }
-    if let Some(failure) = refused_socket(kind, &text) {
-        return failure;
-    }
-    if error.is_builder() {
-        return Failure::permanent(ErrorKind::InvalidInput, text);
-    }
-    if error.is_timeout() {
-        kind = ErrorKind::TimedOut;
-    }
-    if kind == ErrorKind::Other {
-        kind = ErrorKind::ConnectionAborted;
-    }
+    let kind = if kind == ErrorKind::Other { ErrorKind::ConnectionAborted } else { kind };
     Failure::transient(kind, text)
 }
 
@@ -156,7 +156,10 @@ mod tests {
     fn a_failed_lookup_is_repeated_only_if_it_may_succeed_later() {
         let of = |text: &str| lookup_failure(&format!("dns error: {text}")).unwrap();
         let unknown = of("failed to lookup address information: Name or service not known");
-        assert!(unknown.repeat() == Repeat::Never && unknown.error.to_string().contains("check the address"));
+        assert!(
+            unknown.repeat() == Repeat::Never
+                && unknown.error.to_string().contains("check the address")
+        );
         let later =
             of("failed to lookup address information: Temporary failure in name resolution");
         assert_eq!(later.repeat(), Repeat::Attempts);
