@@ -139,15 +139,16 @@ def test_windows_of_http_2_fill_a_long_way(certificates):
 #: Certificates that people make for their servers: the subject, the extensions, and the authority;
 #: without extensions they have version 1.
 MADE = {
-    "old": ("localhost", "", "ca"),
-    "named": ("localhost", "basicConstraints=CA:FALSE", "ca"),
-    "wild": ("*.local", "basicConstraints=CA:FALSE", "ca"),
-    "authority": ("x", "basicConstraints=CA:TRUE\nsubjectAltName=DNS:localhost", "ca"),
+    "root": ("Root", "basicConstraints=critical,CA:TRUE", None),
+    "old": ("localhost", "", "root"),
+    "named": ("localhost", "basicConstraints=CA:FALSE", "root"),
+    "wild": ("*.local", "basicConstraints=CA:FALSE", "root"),
+    "authority": ("x", "basicConstraints=CA:TRUE\nsubjectAltName=DNS:localhost", "root"),
     "itself": ("x", "basicConstraints=CA:TRUE\nsubjectAltName=DNS:localhost", None),
-    "plain": ("x", "basicConstraints=CA:FALSE\nsubjectAltName=DNS:localhost", "ca"),
-    "expired": ("x", "subjectAltName=DNS:localhost", "ca"),
-    "other": ("localhost", "subjectAltName=DNS:storage.example", "ca"),
-    "client": ("x", "extendedKeyUsage=clientAuth\nsubjectAltName=DNS:localhost", "ca"),
+    "plain": ("x", "basicConstraints=CA:FALSE\nsubjectAltName=DNS:localhost", "root"),
+    "expired": ("x", "subjectAltName=DNS:localhost", "root"),
+    "other": ("localhost", "subjectAltName=DNS:storage.example", "root"),
+    "client": ("x", "extendedKeyUsage=clientAuth\nsubjectAltName=DNS:localhost", "root"),
 }
 
 
@@ -156,7 +157,8 @@ def made(certificates):
     """The folder with these certificates."""
 
     def run(*command):
-        subprocess.run([need("openssl"), *command], cwd=certificates, check=True, capture_output=True)
+        command = [need("openssl"), *command]
+        subprocess.run(command, cwd=certificates, check=True, capture_output=True)
 
     for name, (subject, extensions, authority) in MADE.items():
         (certificates / "ext").write_text(extensions)
@@ -172,18 +174,18 @@ def made(certificates):
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize(("name", "bundle", "reason"), [
-    ("old", "ca", None),
+    ("old", "root", None),
     ("old", "itself", "not trusted"),
-    ("named", "ca", None),
-    ("wild", "ca", "localhost.*no name that could be compared"),
-    ("authority", "ca", None),
+    ("named", "root", None),
+    ("wild", "root", "localhost.*no name that could be compared"),
+    ("authority", "root", None),
     ("authority", "itself", "not trusted"),
     ("itself", "itself", None),
     ("plain", "plain", None),
     ("plain", "itself", "itself.pem.*does not have the certificate of the authority"),
-    ("expired", "ca", "it has expired on .* GMT, and the clock of this machine says .* GMT$"),
+    ("expired", "root", "it has expired on .* GMT, and the clock of this machine says .* GMT$"),
     ("expired", "expired", "it has expired on .* GMT"),
-    ("other", "ca", "storage.example.*use a name in the address that the certificate has"),
+    ("other", "root", "storage.example.*use a name in the address that the certificate has"),
     ("client", "client", "it is not for servers"),
 ])  # fmt: skip
 def test_certificates_that_openssl_accepts(made, name, bundle, reason, version):
@@ -205,7 +207,7 @@ def test_a_client_certificate(made, tmp_path, monkeypatch, version):
     with TlsServer(made, lambda to: answer(to, bytes(100)), ["http/1.1"]) as server:
         server.context.minimum_version = server.context.maximum_version = version
         server.context.verify_mode = ssl.CERT_REQUIRED
-        server.context.load_verify_locations(made / "ca.pem")
+        server.context.load_verify_locations(made / "root.pem")
         with pytest.raises(OSError, match="TENSORIZER_CLIENT_CERT"):
             open_stream(server.url, certificate_handling=trust)
         monkeypatch.setenv("TENSORIZER_CLIENT_KEY", str(made / "client.key"))

@@ -210,6 +210,14 @@ impl ServerCertVerifier for Verifier {
             {
                 Ok(ServerCertVerified::assertion())
             }
+            // The dates are missing for a certificate that ends before it begins.
+            Err(Error::InvalidCertificate(CertificateError::Expired)) => {
+                let certificate = Certificate::from_der(end_entity);
+                let not_after = certificate.map(|of| of.tbs_certificate().validity().not_after);
+                let not_after = not_after.map_err(|_| CertificateError::Expired)?;
+                let not_after = UnixTime::since_unix_epoch(not_after.to_unix_duration());
+                Err(CertificateError::ExpiredContext { time: now, not_after }.into())
+            }
             verified => verified,
         }
     }

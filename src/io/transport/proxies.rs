@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 use std::io::{self, IoSlice};
+use std::net::SocketAddr;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 use std::net::{IpAddr, Ipv6Addr};
 use std::pin::Pin;
@@ -181,11 +182,15 @@ impl ProxyConnector {
             return Ok(direct(self.http.call(to).await?));
         };
         let at = proxy.uri().clone();
-        let to = match at.scheme_str() {
-            Some("socks4") => resolved(&to, |ip| ip.is_ipv4()).await?,
-            Some("socks5") => resolved(&to, |_| true).await?,
-            _ => to,
+        // Without a port, connectors of SOCKS take 443.
+        let scheme = to.scheme_str().unwrap_or("").to_owned();
+        let server = format!("{}:{}", to.host().unwrap_or(""), port_of(&to));
+        let server = match at.scheme_str() {
+            Some("socks4") => resolved(&server, SocketAddr::is_ipv4).await?,
+            Some("socks5") => resolved(&server, |_| true).await?,
+            _ => server,
         };
+        let to: Uri = format!("{scheme}://{server}/").parse()?;
         match at.scheme_str() {
             Some("socks4" | "socks4a") => Ok(direct(SocksV4::new(at, self.http).call(to).await?)),
             Some("socks5" | "socks5h") => {
@@ -197,33 +202,29 @@ impl ProxyConnector {
             }
             _ => {
                 let stream = self.to_proxy.call(at).await?;
-                if to.scheme_str() == Some("http") {
+                if scheme == "http" {
                     return Ok(ServerStream { stream, is_proxy: true });
                 }
-                let stream = tunnel(stream, &to, proxy.basic_auth()).await?;
+                let stream = tunnel(stream, &server, proxy.basic_auth()).await?;
                 Ok(ServerStream { stream, is_proxy: false })
             }
         }
     }
 }
 
-/// The same server by its address, for proxies that do not look up names.
-async fn resolved(to: &Uri, fits: impl Fn(&std::net::SocketAddr) -> bool) -> Result<Uri, BoxError> {
-    let host = to.host().unwrap_or("").trim_matches(['[', ']']);
-    let found = lookup_host((host, port_of(to))).await.map_err(|e| format!("dns error: {e}"))?;
-    let address = found.into_iter().find(fits).ok_or("dns error: no address of this kind")?;
-    let scheme = to.scheme_str().unwrap_or("http");
-    Ok(format!("{scheme}://{address}/").parse()?)
+/// The address of a server, for proxies that do not look up names.
+async fn resolved(server: &str, fits: impl Fn(&SocketAddr) -> bool) -> Result<String, BoxError> {
+    let mut found = lookup_host(server).await.map_err(|e| format!("dns error: {e}"))?;
+    Ok(found.find(fits).ok_or("dns error: no address of this kind")?.to_string())
 }
 
 /// Asks a proxy for a connection to a server.
 pub async fn tunnel(
     stream: Stream,
-    to: &Uri,
+    server: &str,
     auth: Option<&HeaderValue>,
 ) -> Result<Stream, BoxError> {
-    let server = format!("{}:{}", to.host().unwrap_or(""), port_of(to));
-    let mut request = Request::connect(&server).header(HOST, &server);
+    let mut request = Request::connect(server).header(HOST, server);
     if let Some(auth) = auth {
         request = request.header("proxy-authorization", auth);
     }

@@ -103,8 +103,7 @@ fn tunnels_are_opened_by_any_success_and_refused_with_a_reason() {
             server.writable().await.unwrap();
             server.try_write(answer.as_bytes()).unwrap();
             let auth = HeaderValue::from_static("Basic eA==");
-            let to = "https://host/x".parse().unwrap();
-            let opened = tunnel(TokioIo::new(proxy).into(), &to, Some(&auth)).await;
+            let opened = tunnel(TokioIo::new(proxy).into(), "host:443", Some(&auth)).await;
             let mut request = [0; 4096];
             let len = server.try_read(&mut request).unwrap();
             let request = String::from_utf8_lossy(request.get(..len).unwrap()).to_lowercase();
