@@ -45,6 +45,8 @@ pub use options::TransportOptions;
 #[cfg(feature = "http")]
 pub(crate) use redirects::{RequestTarget, follow};
 pub(crate) use failure::{Failure, Repeat};
+#[cfg(feature = "redis")]
+pub(crate) use failure::{lookup_failure, refused_socket};
 pub(crate) use retry::RetryBudget;
 #[cfg(feature = "http")]
 pub(crate) use refusal::{ErrorDocument, refusal, status_failure};
@@ -52,7 +54,6 @@ pub(crate) use refusal::{ErrorDocument, refusal, status_failure};
 pub(crate) use refusal::is_transient;
 #[cfg(feature = "clouds")]
 pub(crate) use send::read_document;
-pub(crate) use send::{lookup_failure, refused_socket};
 #[cfg(feature = "http")]
 pub(crate) use send::{read_beginning, read_chunk};
 pub(crate) use tls::Tls;

@@ -162,7 +162,7 @@ fn unusable_proxy((name, value): (&str, String)) -> Option<String> {
 
 /// An error of a connector.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
-type Stream = MaybeHttpsStream<TokioIo<TcpStream>>;
+type PlainOrTls = MaybeHttpsStream<TokioIo<TcpStream>>;
 
 /// Connects to a server, or to its proxy.
 #[derive(Debug, Clone)]
@@ -220,10 +220,10 @@ async fn resolved(server: &str, fits: impl Fn(&SocketAddr) -> bool) -> Result<St
 
 /// Asks a proxy for a connection to a server.
 pub async fn tunnel(
-    stream: Stream,
+    stream: PlainOrTls,
     server: &str,
     auth: Option<&HeaderValue>,
-) -> Result<Stream, BoxError> {
+) -> Result<PlainOrTls, BoxError> {
     let mut request = Request::connect(server).header(HOST, server);
     if let Some(auth) = auth {
         request = request.header("proxy-authorization", auth);
@@ -233,7 +233,7 @@ pub async fn tunnel(
     tokio::spawn(connection.with_upgrades());
     let response = sender.send_request(request.body(String::new())?).await?;
     if response.status().is_success() {
-        let upgraded = upgrade::on(response).await?.downcast::<Stream>();
+        let upgraded = upgrade::on(response).await?.downcast::<PlainOrTls>();
         return Ok(upgraded.map_err(|_| "the proxy's connection is of another kind")?.io);
     }
     let mut response = reqwest::Response::from(response.map(Body::wrap));
@@ -248,7 +248,7 @@ pub async fn tunnel(
 
 /// A connection to a server, or to the proxy that gets its requests.
 pub struct ServerStream {
-    stream: Stream,
+    stream: PlainOrTls,
     is_proxy: bool,
 }
 

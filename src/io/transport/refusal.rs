@@ -8,7 +8,7 @@ use reqwest::StatusCode;
 use reqwest::header::{DATE, HeaderMap, HeaderName, LOCATION, RETRY_AFTER};
 use serde_json::Value;
 
-use super::{Failure, show_text};
+use super::Failure;
 use crate::error::Shortened;
 use crate::sys::clock;
 
@@ -140,7 +140,11 @@ pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> 
         _ => {
             let to = headers.get(LOCATION).filter(|_| status.is_redirection());
             let to = to.map(|to| String::from_utf8_lossy(to.as_bytes()).into_owned());
-            let to = to.map(|to| format!("; it redirects to `{}`", Shortened(show_text(&to))));
+            // A password or a signature may be in it.
+            let to = to.filter(|to| !to.contains('@')).map(|to| {
+                let address = to.split(['?', '#']).next().unwrap_or("");
+                format!("; it redirects to `{}`", Shortened(address))
+            });
             Failure::permanent(ErrorKind::Other, to.map_or(what.clone(), |to| what + &to))
         }
     };

@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use reqwest::Response;
 
+use super::failure::{lookup_failure, refused_socket};
 use super::tls_failure::{cause_of, tls_failure};
 use super::{Failure, timer};
 
@@ -85,32 +86,6 @@ impl From<reqwest::Error> for Failure {
     }
 }
 
-/// The failure to look up the name of a server, if the text of an error tells of one. It is not that
-/// of a missing file, after which callers would look for another one.
-pub fn lookup_failure(text: &str) -> Option<Failure> {
-    let lower = text.to_lowercase();
-    if !["dns error", "failed to lookup", "name or service"].iter().any(|part| lower.contains(part))
-    {
-        return None;
-    }
-    if lower.contains("temporary failure") || lower.contains("try again") {
-        let what = format!("the name of the server cannot be looked up at present: {text}");
-        return Some(Failure::transient(ErrorKind::HostUnreachable, what));
-    }
-    let what = format!("the name of the server is not known: {text}; check the address");
-    Some(Failure::permanent(ErrorKind::HostUnreachable, what))
-}
-
-/// The failure of a socket that this machine refuses to open or to connect, as its firewall or a
-/// sandbox may. It is not retried, and is not the refusal of a server, after which callers would
-/// look for another file.
-pub fn refused_socket(kind: ErrorKind, text: &str) -> Option<Failure> {
-    (kind == ErrorKind::PermissionDenied).then(|| {
-        let what = format!("this machine refuses the connection: {text}; check its firewall");
-        Failure::permanent(ErrorKind::ConnectionRefused, what)
-    })
-}
-
 /// The texts of an error and of its causes, and the kind of the innermost error of the system.
 fn causes_of(error: &(dyn Error + 'static)) -> (String, ErrorKind) {
     let causes = std::iter::successors(Some(error), |error| cause_of(*error));
@@ -146,40 +121,10 @@ pub fn connection_failure(error: &(dyn Error + 'static), hint: &str) -> Failure 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::Repeat;
     use super::super::timer::{elapsed, pause, sleep};
     use super::*;
 
     const STALL: Duration = Duration::from_secs(60);
-
-    #[test]
-    fn a_failed_lookup_is_repeated_only_if_it_may_succeed_later() {
-        let of = |text: &str| lookup_failure(&format!("dns error: {text}")).unwrap();
-        let unknown = of("failed to lookup address information: Name or service not known");
-        assert!(
-            unknown.repeat() == Repeat::Never
-                && unknown.error.to_string().contains("check the address")
-        );
-        let later =
-            of("failed to lookup address information: Temporary failure in name resolution");
-        assert_eq!(later.repeat(), Repeat::Attempts);
-        for failure in [unknown, later] {
-            assert_eq!(failure.error.kind(), ErrorKind::HostUnreachable);
-        }
-        assert!(lookup_failure("connection refused").is_none());
-    }
-
-    #[test]
-    fn a_socket_that_the_machine_refuses_is_not_retried() {
-        for errno in [1, 13] {
-            let error = io::Error::from_raw_os_error(errno);
-            let failure = refused_socket(error.kind(), &error.to_string()).unwrap();
-            assert_eq!(failure.repeat(), Repeat::Never);
-            assert_eq!(failure.error.kind(), ErrorKind::ConnectionRefused);
-            assert!(failure.error.to_string().contains("this machine refuses"), "{failure}");
-        }
-        assert!(refused_socket(ErrorKind::ConnectionReset, "").is_none());
-    }
 
     /// Runs work on a simulated clock, which advances whenever all of the work waits.
     fn run<T>(work: impl Future<Output = T>) -> T {
