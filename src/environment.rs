@@ -216,6 +216,10 @@ texts! {
     S3_ENCRYPTION = "TENSORIZER_S3_ENCRYPTION", "none",
         "the encryption that the server of `s3://` is asked to use for uploads, such as `AES256` or `aws:kms`";
     S3_KMS_KEY_ID = "TENSORIZER_S3_KMS_KEY_ID", "none", "the id of the key of that encryption";
+    CLIENT_CERT = "TENSORIZER_CLIENT_CERT", "none",
+        "a PEM file with the certificate, and those between it and its authority, that a server is shown if it asks for one";
+    CLIENT_KEY = "TENSORIZER_CLIENT_KEY", "none",
+        "a PEM file with the key of that certificate, if it is not in the same file";
     HF_ENDPOINT = "HF_ENDPOINT", "`https://huggingface.co`", "the address of the hub for `hf://`";
     HF_TOKEN = "HF_TOKEN", "none", "the token for this hub; no other server gets it";
     HF_TOKEN_PATH = "HF_TOKEN_PATH", "`$HF_HOME/token`", "a file with that token";

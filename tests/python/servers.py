@@ -102,6 +102,13 @@ http {{
     }}
     location /session/ {{ alias {folder}/root/; add_header Set-Cookie "session=hidden-hu5hw0rd";
       add_header X-Of-Some-Vendor hidden-hu5hw0rd; }}
+    location /cookie/ {{
+      if ($http_cookie != "seen=word-hu5hw0rd") {{
+        add_header Set-Cookie "seen=word-hu5hw0rd; Path=/cookie";
+        return 302 $request_uri;
+      }}
+      alias {folder}/root/;
+    }}
     location /signed/ {{ rewrite ^/signed/(.*)$ /$1?signature=hidden-hu5hw0rd redirect; }}
     location /moved/ {{ rewrite ^/moved/(.*)$ /$1 redirect; }}
     location /elsewhere/ {{ return 307 http://localhost:{port}/token/f.tensors; }}

@@ -1,5 +1,6 @@
 """Files of HTTP servers: nginx, and a server that fails in every way."""
 
+import contextlib
 import errno
 import io
 import json
@@ -334,11 +335,12 @@ class ConnectProxy(Forwarder):
         self.asked.append(request.decode())
         # `me:word-hu5hw0rd`
         if b"proxy-authorization: basic bwu6d29yzc1odtvodzbyza==" not in request.lower():
-            inner.sendall(b"HTTP/1.1 407 No\r\nContent-Length: 0\r\n\r\n")
+            inner.sendall(b"HTTP/1.1 407 No\r\nContent-Length: 4\r\n\r\nwhy?")
             return None
         host, port = request.split()[1].decode().rsplit(":", 1)
         outer = socket.create_connection((host, int(port)))
-        inner.sendall(b"HTTP/1.1 200 Connection established\r\nX-Proxy: yes\r\n\r\n")
+        long = b"X-Proxy: " + 9_000 * b"y"
+        inner.sendall(b"HTTP/1.1 201 Connection established\r\n" + long + b"\r\n\r\n")
         return outer, None
 
 
@@ -350,10 +352,25 @@ def test_a_connect_proxy(nginx, monkeypatch):
             check(dict(TensorDeserializer(stream, "cpu").items()))
         assert f"CONNECT localhost:{nginx.tls_port} HTTP/1.1" in proxy.asked[0]
         monkeypatch.setenv("https_proxy", f"http://me:wrong-hu5hw0rd@{proxy.host}")
-        monkeypatch.setenv("TENSORIZER_ATTEMPTS", "2")
-        with pytest.raises(OSError, match=r"(?i)proxy|tunnel") as refused:
+        before = len(proxy.asked)
+        with pytest.raises(PermissionError, match=r"proxy answered 407.*: why\?;") as refused:
             open_stream(f"{nginx.https}/f.tensors", certificate_handling=trust)
         assert "wrong" not in str(refused.value)
+        assert len(proxy.asked) == before + 1
+        # The lower-case variable counts, and an entry with a port is for this port.
+        monkeypatch.setenv("NO_PROXY", "*")
+        for port, direct in ((nginx.tls_port, True), (1, False)):
+            monkeypatch.setenv("no_proxy", f"example.org, localhost:{port}")
+            refuses = pytest.raises(PermissionError, match="407")
+            with contextlib.nullcontext() if direct else refuses:
+                open_stream(f"{nginx.https}/f.tensors", certificate_handling=trust).close()
+
+
+def test_redirects_that_expect_a_cookie(nginx):
+    before = len(nginx.requests())
+    check(tensorizer.load(f"{nginx.http}/cookie/f.tensors", "cpu", num_readers=2))
+    statuses = [line.split('"')[2].split()[0] for line in nginx.requests()[before:]]
+    assert statuses[0] == "302" and set(statuses[1:]) == {"206"}
 
 
 def test_hostile_sizes(data):

@@ -4,12 +4,13 @@ import contextlib
 import socket
 import ssl
 import struct
+import subprocess
 import threading
 
 import pytest
 import tensorizer
 import torch
-from servers import make_certificates
+from servers import make_certificates, need
 from tensorizer.stream_io import CAInfo, open_stream
 
 TENSORS = {"a": torch.randn(1000, 1000)}
@@ -33,10 +34,10 @@ def impatient(no_settings_of_the_machine, monkeypatch):
 class TlsServer:
     """Gives each connection to ``serve`` once it is encrypted."""
 
-    def __init__(self, folder, serve, protocols):
+    def __init__(self, folder, serve, protocols, name="server"):
         self.serve = serve
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.load_cert_chain(folder / "server.pem", folder / "server.key")
+        self.context.load_cert_chain(folder / f"{name}.pem", folder / f"{name}.key")
         self.context.set_alpn_protocols(protocols)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.url = f"https://localhost:{self.listener.getsockname()[1]}/f"
@@ -68,24 +69,28 @@ class TlsServer:
             thread.join(20)
 
 
+def answer(connection, data):
+    """Answer one request with its range of the data, and close."""
+    fields = b""
+    while not fields.endswith(b"\r\n\r\n"):
+        fields += connection.recv(4096)
+    wanted = fields.lower().split(b"range: bytes=")[1].split(b"\r\n")[0]
+    first, last = map(int, wanted.split(b"-"))
+    body = data[first : last + 1]
+    span = f"bytes {first}-{first + len(body) - 1}/{len(data)}"
+    head = f"HTTP/1.1 206 OK\r\nContent-Range: {span}\r\nContent-Length: {len(body)}\r\n"
+    connection.sendall(head.encode() + b"Connection: close\r\n\r\n" + body)
+    with contextlib.suppress(OSError):
+        connection.unwrap()
+
+
 def test_sessions_are_known_to_all_connections(certificates, tmp_path):
     tensorizer.save(TENSORS, tmp_path / "f")
     data, reused = (tmp_path / "f").read_bytes(), []
 
     def serve(connection):
-        """Answers one request, and closes."""
         reused.append(connection.session_reused)
-        fields = b""
-        while not fields.endswith(b"\r\n\r\n"):
-            fields += connection.recv(4096)
-        wanted = fields.lower().split(b"range: bytes=")[1].split(b"\r\n")[0]
-        first, last = map(int, wanted.split(b"-"))
-        body = data[first : last + 1]
-        span = f"bytes {first}-{first + len(body) - 1}/{len(data)}"
-        head = f"HTTP/1.1 206 OK\r\nContent-Range: {span}\r\nContent-Length: {len(body)}\r\n"
-        connection.sendall(head.encode() + b"Connection: close\r\n\r\n" + body)
-        with contextlib.suppress(OSError):
-            connection.unwrap()
+        answer(connection, data)
 
     trust = CAInfo(cacert=certificates / "ca.pem")
     with TlsServer(certificates, serve, ["http/1.1"]) as server:
@@ -129,3 +134,110 @@ def test_windows_of_http_2_fill_a_long_way(certificates):
         open_stream(server.url, certificate_handling=trust)
     assert found["stream"] >= 2 * 6_250_000
     assert found["connection"] >= 2 * 6_250_000
+
+
+#: Certificates that people make for their servers: the subject, the extensions, and the authority;
+#: without extensions they have version 1.
+MADE = {
+    "root": ("Root", "basicConstraints=critical,CA:TRUE", None),
+    "old": ("localhost", "", "root"),
+    "named": ("localhost", "basicConstraints=CA:FALSE", "root"),
+    "wild": ("*.local", "basicConstraints=CA:FALSE", "root"),
+    "authority": ("x", "basicConstraints=CA:TRUE\nsubjectAltName=DNS:localhost", "root"),
+    "itself": ("x", "basicConstraints=CA:TRUE\nsubjectAltName=DNS:localhost", None),
+    "plain": ("x", "basicConstraints=CA:FALSE\nsubjectAltName=DNS:localhost", "root"),
+    "expired": ("x", "subjectAltName=DNS:localhost", "root"),
+    "other": ("localhost", "subjectAltName=DNS:storage.example", "root"),
+    "client": ("x", "extendedKeyUsage=clientAuth\nsubjectAltName=DNS:localhost", "root"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(certificates):
+    """The folder with these certificates."""
+
+    def run(*command):
+        command = [need("openssl"), *command]
+        subprocess.run(command, cwd=certificates, check=True, capture_output=True)
+
+    for name, (subject, extensions, authority) in MADE.items():
+        (certificates / "ext").write_text(extensions)
+        run("req", "-new", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key",
+            "-out", "csr", "-subj", f"/CN={subject}")  # fmt: skip
+        signer = ["-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial"]
+        run("x509", "-req", "-in", "csr", "-out", f"{name}.pem",
+            *(signer if authority else ["-signkey", f"{name}.key"]),
+            *(["-extfile", "ext"] if extensions else []),
+            "-days", "-1" if name == "expired" else "2")  # fmt: skip
+    return certificates
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize(("name", "bundle", "reason"), [
+    ("old", "root", None),
+    ("old", "itself", "not trusted"),
+    ("named", "root", None),
+    ("wild", "root", "localhost.*no name that could be compared"),
+    ("authority", "root", None),
+    ("authority", "itself", "not trusted"),
+    ("itself", "itself", None),
+    ("plain", "plain", None),
+    ("plain", "itself", "itself.pem.*does not have the certificate of the authority"),
+    ("expired", "root", "it has expired on .* GMT, and the clock of this machine says .* GMT$"),
+    ("expired", "expired", "it has expired on .* GMT"),
+    ("other", "root", "storage.example.*use a name in the address that the certificate has"),
+    ("client", "client", "it is not for servers"),
+])  # fmt: skip
+def test_certificates_that_openssl_accepts(made, name, bundle, reason, version):
+    trust = CAInfo(cacert=made / f"{bundle}.pem")
+    data = bytes(100)
+    with TlsServer(made, lambda to: answer(to, data), ["http/1.1"], name) as server:
+        server.context.minimum_version = server.context.maximum_version = version
+        if reason is None:
+            with open_stream(server.url, certificate_handling=trust) as stream:
+                assert stream.read() == data
+        else:
+            with pytest.raises(PermissionError, match=reason):
+                open_stream(server.url, certificate_handling=trust)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_certificate(made, tmp_path, monkeypatch, version):
+    trust = CAInfo(cacert=made / "ca.pem")
+    with TlsServer(made, lambda to: answer(to, bytes(100)), ["http/1.1"]) as server:
+        server.context.minimum_version = server.context.maximum_version = version
+        server.context.verify_mode = ssl.CERT_REQUIRED
+        server.context.load_verify_locations(made / "root.pem")
+        with pytest.raises(OSError, match="TENSORIZER_CLIENT_CERT"):
+            open_stream(server.url, certificate_handling=trust)
+        monkeypatch.setenv("TENSORIZER_CLIENT_KEY", str(made / "client.key"))
+        with pytest.raises(ValueError, match="TENSORIZER_CLIENT_CERT is not"):
+            open_stream(server.url, certificate_handling=trust)
+        monkeypatch.setenv("TENSORIZER_CLIENT_CERT", str(made / "client.pem"))
+        with open_stream(server.url, certificate_handling=trust) as stream:
+            assert stream.read() == bytes(100)
+        both = (made / "client.pem").read_bytes() + (made / "client.key").read_bytes()
+        (tmp_path / "both.pem").write_bytes(both)
+        monkeypatch.delenv("TENSORIZER_CLIENT_KEY")
+        monkeypatch.setenv("TENSORIZER_CLIENT_CERT", str(tmp_path / "both.pem"))
+        with open_stream(server.url, certificate_handling=trust) as stream:
+            assert stream.read() == bytes(100)
+        monkeypatch.setenv("TENSORIZER_CLIENT_CERT", str(made / "client.pem"))
+        with pytest.raises(ValueError, match="no private key in PEM form without a passphrase"):
+            open_stream(server.url, certificate_handling=trust)
+
+
+def test_a_server_without_tls_is_recognised():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(OSError, match=r"does not use TLS.*http://"):
+            open_stream(f"https://localhost:{listener.getsockname()[1]}/f")
+        thread.join(20)

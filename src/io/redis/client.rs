@@ -12,7 +12,7 @@ use super::bounded_connection::{BoundedConnection, ReceiveLimit};
 use crate::error::Escaped;
 use crate::io::transport::{
     ConnectionPool, Failure, REDIS_SETTINGS, RetryBudget, Tls, TransportOptions, Trust,
-    lookup_failure, refused_socket, show_text, timer, untrusted_message,
+    lookup_failure, refused_socket, show_text, timer, tls_failure,
 };
 
 /// The default port of servers.
@@ -164,10 +164,8 @@ impl RedisConnections {
 /// The failure to connect.
 fn connect_failure(error: io::Error, hint: &str) -> Failure {
     let (kind, text) = (error.kind(), error.to_string());
-    if let Some(what) = untrusted_message(&text, hint) {
-        return Failure::permanent(ErrorKind::PermissionDenied, what);
-    }
-    if let Some(failure) = lookup_failure(&text).or_else(|| refused_socket(kind, &text)) {
+    let known = tls_failure(&error, hint).or_else(|| lookup_failure(&text));
+    if let Some(failure) = known.or_else(|| refused_socket(kind, &text)) {
         return failure;
     }
     match kind {

@@ -2,7 +2,7 @@
 
 use std::io::ErrorKind;
 
-use super::client::is_of_machine;
+use super::proxies::is_of_machine;
 use super::{Client, ClientConfig, Failure, TransportOptions};
 
 /// Makes a client of the transport for each request for credentials, of which there are few.

@@ -1,7 +1,7 @@
 //! The failure of a request, and whether it is repeated.
 
 use std::fmt;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::time::Duration;
 
 use crate::error::Error;
@@ -130,7 +130,7 @@ impl Failure {
     }
 
     /// A copy of the failure, for libraries that return only references to errors.
-    #[cfg(any(feature = "clouds", feature = "s3"))]
+    #[cfg(feature = "http")]
     pub fn copy(&self) -> Self {
         let error = io::Error::new(self.error.kind(), self.error.to_string());
         let Failure { repeat, renewable, status, retry_after, .. } = *self;
@@ -145,3 +145,64 @@ impl fmt::Display for Failure {
 }
 
 impl std::error::Error for Failure {}
+
+/// The failure to look up the name of a server, if the text of an error tells of one. It is not that
+/// of a missing file, after which callers would look for another one.
+pub fn lookup_failure(text: &str) -> Option<Failure> {
+    let lower = text.to_lowercase();
+    if !["dns error", "failed to lookup", "name or service"].iter().any(|part| lower.contains(part))
+    {
+        return None;
+    }
+    if lower.contains("temporary failure") || lower.contains("try again") {
+        let what = format!("the name of the server cannot be looked up at present: {text}");
+        return Some(Failure::transient(ErrorKind::HostUnreachable, what));
+    }
+    let what = format!("the name of the server is not known: {text}; check the address");
+    Some(Failure::permanent(ErrorKind::HostUnreachable, what))
+}
+
+/// The failure of a socket that this machine refuses to open or to connect, as its firewall or a
+/// sandbox may. It is not retried, and is not the refusal of a server, after which callers would
+/// look for another file.
+pub fn refused_socket(kind: ErrorKind, text: &str) -> Option<Failure> {
+    (kind == ErrorKind::PermissionDenied).then(|| {
+        let what = format!("this machine refuses the connection: {text}; check its firewall");
+        Failure::permanent(ErrorKind::ConnectionRefused, what)
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_lookup_is_repeated_only_if_it_may_succeed_later() {
+        let of = |text: &str| lookup_failure(&format!("dns error: {text}")).unwrap();
+        let unknown = of("failed to lookup address information: Name or service not known");
+        assert!(
+            unknown.repeat() == Repeat::Never
+                && unknown.error.to_string().contains("check the address")
+        );
+        let later =
+            of("failed to lookup address information: Temporary failure in name resolution");
+        assert_eq!(later.repeat(), Repeat::Attempts);
+        for failure in [unknown, later] {
+            assert_eq!(failure.error.kind(), ErrorKind::HostUnreachable);
+        }
+        assert!(lookup_failure("connection refused").is_none());
+    }
+
+    #[test]
+    fn a_socket_that_the_machine_refuses_is_not_retried() {
+        for errno in [1, 13] {
+            let error = io::Error::from_raw_os_error(errno);
+            let failure = refused_socket(error.kind(), &error.to_string()).unwrap();
+            assert_eq!(failure.repeat(), Repeat::Never);
+            assert_eq!(failure.error.kind(), ErrorKind::ConnectionRefused);
+            assert!(failure.error.to_string().contains("this machine refuses"), "{failure}");
+        }
+        assert!(refused_socket(ErrorKind::ConnectionReset, "").is_none());
+    }
+}

@@ -3,8 +3,14 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 use std::thread;
+#[cfg(feature = "http")]
+use std::{pin::Pin, vec};
 
+#[cfg(feature = "http")]
+use hyper_util::client::legacy::connect::dns::Name;
 use tokio::sync::oneshot;
+#[cfg(feature = "http")]
+use tower::util::{ServiceFn, service_fn};
 
 /// Bytes of the stack of a thread.
 const STACK: usize = 2 << 20;
@@ -29,16 +35,14 @@ pub async fn lookup(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     }
 }
 
+#[cfg(feature = "http")]
+type Found = Pin<Box<dyn Future<Output = io::Result<vec::IntoIter<SocketAddr>>> + Send>>;
+
 /// Looks up names for the HTTP client.
 #[cfg(feature = "http")]
-pub struct Resolver;
+pub type Resolver = ServiceFn<fn(Name) -> Found>;
 
 #[cfg(feature = "http")]
-impl reqwest::dns::Resolve for Resolver {
-    fn resolve(&self, name: reqwest::dns::Name) -> reqwest::dns::Resolving {
-        Box::pin(async move {
-            let found = lookup(name.as_str(), 0).await?;
-            Ok(Box::new(found.into_iter()) as reqwest::dns::Addrs)
-        })
-    }
+pub fn resolver() -> Resolver {
+    service_fn(|name| Box::pin(async move { Ok(lookup(name.as_str(), 0).await?.into_iter()) }))
 }

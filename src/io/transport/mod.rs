@@ -3,6 +3,7 @@
 
 #[cfg(feature = "s3")]
 mod aws_sdk;
+mod certificate;
 #[cfg(feature = "http")]
 mod client;
 mod connections;
@@ -11,6 +12,8 @@ mod credential_client;
 mod failure;
 mod lookup;
 mod options;
+#[cfg(feature = "http")]
+mod proxies;
 #[cfg(feature = "http")]
 mod redirects;
 #[cfg(feature = "http")]
@@ -23,8 +26,13 @@ mod send;
 pub(crate) mod simulated;
 #[cfg(feature = "clouds")]
 mod store_client;
+#[cfg(test)]
+#[cfg(feature = "http")]
+#[allow(clippy::unwrap_used)]
+mod tests;
 pub(crate) mod timer;
 mod tls;
+mod tls_failure;
 mod trust;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 mod upload_body;
@@ -40,6 +48,8 @@ pub(crate) use connections::{run_once, with_guarded_polls};
 pub(crate) use credential_client::CredentialClient;
 pub(crate) use failure::{Failure, Repeat};
 #[cfg(feature = "redis")]
+pub(crate) use failure::{lookup_failure, refused_socket};
+#[cfg(feature = "redis")]
 pub(crate) use lookup::lookup;
 pub use options::TransportOptions;
 #[cfg(feature = "http")]
@@ -51,12 +61,13 @@ pub(crate) use refusal::{ErrorDocument, refusal, status_failure};
 pub(crate) use retry::RetryBudget;
 #[cfg(feature = "clouds")]
 pub(crate) use send::read_document;
-pub(crate) use send::{lookup_failure, refused_socket};
 #[cfg(feature = "http")]
 pub(crate) use send::{read_beginning, read_chunk};
 #[cfg(feature = "clouds")]
 pub(crate) use store_client::{FixedSettings, StoreClient};
 pub(crate) use tls::Tls;
+#[cfg(feature = "redis")]
+pub(crate) use tls_failure::tls_failure;
 #[cfg(feature = "s3")]
 pub(crate) use trust::AWS_CREDENTIALS_SETTINGS;
 #[cfg(feature = "redis")]
@@ -64,7 +75,6 @@ pub(crate) use trust::REDIS_SETTINGS;
 #[cfg(feature = "s3")]
 pub(crate) use trust::S3_SETTINGS;
 pub use trust::Trust;
-pub(crate) use trust::untrusted_message;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) use upload_body::UploadBody;
 

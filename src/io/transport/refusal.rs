@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::time::{Duration, SystemTime};
 
 use reqwest::StatusCode;
-use reqwest::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
+use reqwest::header::{DATE, HeaderMap, HeaderName, LOCATION, RETRY_AFTER};
 use serde_json::Value;
 
 use super::Failure;
@@ -140,7 +140,16 @@ pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> 
             ErrorKind::PermissionDenied,
             what + "; check the proxy's credentials",
         ),
-        _ => Failure::permanent(ErrorKind::Other, what),
+        _ => {
+            let to = headers.get(LOCATION).filter(|_| status.is_redirection());
+            let to = to.map(|to| String::from_utf8_lossy(to.as_bytes()).into_owned());
+            // A password or a signature may be in it.
+            let to = to.filter(|to| !to.contains('@')).map(|to| {
+                let address = to.split(['?', '#']).next().unwrap_or("");
+                format!("; it redirects to `{}`", Shortened(address))
+            });
+            Failure::permanent(ErrorKind::Other, to.map_or(what.clone(), |to| what + &to))
+        }
     };
     failure.with_status(status.as_u16())
 }
@@ -237,6 +246,18 @@ mod tests {
         for status in [301, 400, 401, 403, 404, 407, 410, 412, 416] {
             assert_eq!(of(status), Repeat::Never, "{status}");
         }
+    }
+
+    #[test]
+    fn a_redirect_that_is_not_followed_names_its_address() {
+        let to = headers(&[("location", "https://host/x?signature=hu5hw0rd")]);
+        let of = |status, headers: &HeaderMap| {
+            status_failure(status, headers, "X".to_owned()).to_string()
+        };
+        let moved = StatusCode::MOVED_PERMANENTLY;
+        assert_eq!(of(moved, &to), "X; it redirects to `https://host/x`");
+        assert_eq!(of(moved, &headers(&[])), "X");
+        assert_eq!(of(StatusCode::BAD_REQUEST, &to), "X");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Helpers for requests: stall time limit, size limits of responses, and failures without a response.
 
-use std::error::Error as _;
+use std::error::Error;
 use std::io::{self, ErrorKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -8,7 +8,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use reqwest::Response;
 
-use super::{Failure, timer, untrusted_message};
+use super::failure::{lookup_failure, refused_socket};
+use super::tls_failure::{cause_of, tls_failure};
+use super::{Failure, timer};
 
 /// Maximum bytes of an API's document that is held in memory.
 const DOCUMENT_LIMIT: usize = 4 << 20;
@@ -75,111 +77,54 @@ pub async fn read_beginning(response: &mut Response, stall: Duration) -> Result<
 
 impl From<reqwest::Error> for Failure {
     fn from(error: reqwest::Error) -> Self {
-        connection_failure(error, "give the certificate of the authority that signed it")
+        // Its text has the whole URL.
+        let error = error.without_url();
+        if error.is_builder() {
+            return Failure::permanent(ErrorKind::InvalidInput, causes_of(&error).0);
+        }
+        connection_failure(&error, "give the certificate of the authority that signed it")
     }
 }
 
-/// The failure to look up the name of a server, if the text of an error tells of one. It is not that
-/// of a missing file, after which callers would look for another one.
-pub fn lookup_failure(text: &str) -> Option<Failure> {
-    let lower = text.to_lowercase();
-    if !["dns error", "failed to lookup", "name or service"].iter().any(|part| lower.contains(part))
+/// The texts of an error and of its causes, and the kind of the innermost error of the system.
+fn causes_of(error: &(dyn Error + 'static)) -> (String, ErrorKind) {
+    let causes = std::iter::successors(Some(error), |error| cause_of(*error));
+    let io = causes.clone().filter_map(|cause| cause.downcast_ref()).map(io::Error::kind);
+    let kind = io.filter(|kind| *kind != ErrorKind::Other).last().unwrap_or(ErrorKind::Other);
+    let mut texts: Vec<_> = causes.map(ToString::to_string).collect();
+    texts.dedup();
+    if let [_, causes @ ..] = texts.as_slice()
+        && !causes.is_empty()
     {
-        return None;
+        // The outermost says little.
+        return (causes.join(": "), kind);
     }
-    if lower.contains("temporary failure") || lower.contains("try again") {
-        let what = format!("the name of the server cannot be looked up at present: {text}");
-        return Some(Failure::transient(ErrorKind::HostUnreachable, what));
-    }
-    let what = format!("the name of the server is not known: {text}; check the address");
-    Some(Failure::permanent(ErrorKind::HostUnreachable, what))
-}
-
-/// The failure of a socket that this machine refuses to open or to connect, as its firewall or a
-/// sandbox may. It is not retried, and is not the refusal of a server, after which callers would
-/// look for another file.
-pub fn refused_socket(kind: ErrorKind, text: &str) -> Option<Failure> {
-    (kind == ErrorKind::PermissionDenied).then(|| {
-        let what = format!("this machine refuses the connection: {text}; check its firewall");
-        Failure::permanent(ErrorKind::ConnectionRefused, what)
-    })
+    (texts.join(": "), kind)
 }
 
 /// The failure of a request without a response; `hint` says what helps if the server's certificate
 /// is not trusted.
-pub fn connection_failure(error: reqwest::Error, hint: &str) -> Failure {
-    // Joins the texts of all causes. The outermost says little, and contains the whole URL.
-    let error = error.without_url();
-    let mut causes = Vec::new();
-    let mut kind = ErrorKind::Other;
-    let mut cause = error.source();
-    while let Some(found) = cause {
-        if let Some(io) = found.downcast_ref::<io::Error>() {
-            kind = io.kind();
-        }
-        causes.push(found.to_string());
-        cause = found.source();
+pub fn connection_failure(error: &(dyn Error + 'static), hint: &str) -> Failure {
+    let mut causes = std::iter::successors(Some(error), |error| cause_of(*error));
+    if let Some(failure) = causes.find_map(|cause| cause.downcast_ref::<Failure>()) {
+        return failure.copy();
     }
-    causes.dedup();
-    let text = if causes.is_empty() { error.to_string() } else { causes.join(": ") };
-    if let Some(failure) = lookup_failure(&text) {
+    let (text, kind) = causes_of(error);
+    let known = tls_failure(error, hint).or_else(|| lookup_failure(&text));
+    if let Some(failure) = known.or_else(|| refused_socket(kind, &text)) {
         return failure;
     }
-    if let Some(what) = untrusted_message(&text, hint) {
-        return Failure::permanent(ErrorKind::PermissionDenied, what);
-    }
-    if let Some(failure) = refused_socket(kind, &text) {
-        return failure;
-    }
-    if error.is_builder() {
-        return Failure::permanent(ErrorKind::InvalidInput, text);
-    }
-    if error.is_timeout() {
-        kind = ErrorKind::TimedOut;
-    }
-    if kind == ErrorKind::Other {
-        kind = ErrorKind::ConnectionAborted;
-    }
+    let kind = if kind == ErrorKind::Other { ErrorKind::ConnectionAborted } else { kind };
     Failure::transient(kind, text)
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::Repeat;
     use super::super::timer::{elapsed, pause, sleep};
     use super::*;
 
     const STALL: Duration = Duration::from_secs(60);
-
-    #[test]
-    fn a_failed_lookup_is_repeated_only_if_it_may_succeed_later() {
-        let of = |text: &str| lookup_failure(&format!("dns error: {text}")).unwrap();
-        let unknown = of("failed to lookup address information: Name or service not known");
-        assert!(
-            unknown.repeat() == Repeat::Never
-                && unknown.error.to_string().contains("check the address")
-        );
-        let later =
-            of("failed to lookup address information: Temporary failure in name resolution");
-        assert_eq!(later.repeat(), Repeat::Attempts);
-        for failure in [unknown, later] {
-            assert_eq!(failure.error.kind(), ErrorKind::HostUnreachable);
-        }
-        assert!(lookup_failure("connection refused").is_none());
-    }
-
-    #[test]
-    fn a_socket_that_the_machine_refuses_is_not_retried() {
-        for errno in [1, 13] {
-            let error = io::Error::from_raw_os_error(errno);
-            let failure = refused_socket(error.kind(), &error.to_string()).unwrap();
-            assert_eq!(failure.repeat(), Repeat::Never);
-            assert_eq!(failure.error.kind(), ErrorKind::ConnectionRefused);
-            assert!(failure.error.to_string().contains("this machine refuses"), "{failure}");
-        }
-        assert!(refused_socket(ErrorKind::ConnectionReset, "").is_none());
-    }
 
     /// Runs work on a simulated clock, which advances whenever all of the work waits.
     fn run<T>(work: impl Future<Output = T>) -> T {

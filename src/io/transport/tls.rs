@@ -2,18 +2,19 @@
 //! server resume its sessions, which saves half of a handshake.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use rustls::client::Resumption;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::pem::{self, PemObject as _};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ClientConfig, RootCertStore};
 
 use super::Trust;
-use crate::environment::read_guarded;
+use super::certificate::Verifier;
+use crate::environment::{CLIENT_CERT, CLIENT_KEY, read_guarded};
 use crate::sys::process::{OwnerProcess, PerProcess};
 use crate::sys::sync::unpoisoned;
 use crate::sys::{FileStamp, file_stamp};
@@ -36,14 +37,15 @@ impl Tls {
     /// read again. The error says what is wrong with them.
     pub fn new(trust: &Trust, protocols: AlpnProtocols) -> Result<Self, String> {
         let trust = trust.resolved();
-        let stamps = stamps(&trust)?;
+        let client = client_files()?;
+        let stamps = stamps(&trust, client.as_ref())?;
         let cached = || unpoisoned(CACHE.get().lock());
         let key = (trust.clone(), protocols);
         if let Some((_, tls)) = cached().get(&key).filter(|(before, _)| *before == stamps) {
             return Ok(tls.clone());
         }
         // Without the lock: `build` takes the environment's guard, whose holder may wait for it.
-        let mut config = build(&trust)?;
+        let mut config = build(&trust, client.as_ref())?;
         config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
         let tls = Tls { config: Arc::new(config), owner: OwnerProcess::current() };
         let mut cached = cached();
@@ -79,12 +81,13 @@ type TlsCache = HashMap<(Trust, AlpnProtocols), (FileStamps, Tls)>;
 
 static CACHE: PerProcess<Mutex<TlsCache>> = PerProcess::new();
 
-fn stamps(trust: &Trust) -> Result<FileStamps, String> {
+fn stamps(trust: &Trust, client: Option<&ClientFiles>) -> Result<FileStamps, String> {
     let stamped = |path: PathBuf| {
         let found = file_stamp(&path);
         (path, found)
     };
-    Ok(trust.files_to_watch()?.into_iter().map(stamped).collect())
+    let files = trust.files_to_watch()?.into_iter().chain(client.into_iter().flatten().cloned());
+    Ok(files.map(stamped).collect())
 }
 
 /// The cryptography provider that the program has installed, or the one that is compiled in.
@@ -93,24 +96,43 @@ fn provider() -> Arc<CryptoProvider> {
     chosen.unwrap_or_else(|| Arc::new(ring::default_provider()))
 }
 
-fn build(trust: &Trust) -> Result<ClientConfig, String> {
+fn build(trust: &Trust, client: Option<&ClientFiles>) -> Result<ClientConfig, String> {
     let provider = provider();
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
     let builder = builder.with_safe_default_protocol_versions().map_err(|e| e.to_string())?;
-    if *trust == Trust::Anything {
-        let any = Arc::new(AnyCertificate(provider));
-        let builder = builder.dangerous().with_custom_certificate_verifier(any);
-        return Ok(builder.with_no_client_auth());
-    }
-    let mut roots = RootCertStore::empty();
+    let verifier = if *trust == Trust::Anything {
+        Verifier::of_anything(&provider)
+    } else {
+        let (trusted, roots) = trusted(trust)?;
+        Verifier::new(trusted, roots, &provider)?
+    };
+    let builder = builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier));
+    let Some([certificate, key]) = client else { return Ok(builder.with_no_client_auth()) };
+    let failed = |path: &Path, e: &dyn Display| {
+        let settings = format!("{} and {}", CLIENT_CERT.name, CLIENT_KEY.name);
+        format!("cannot use the client certificate in {}: {e} ({settings})", path.display())
+    };
+    let chain = CertificateDer::pem_file_iter(certificate).and_then(Iterator::collect);
+    let chain = chain.map_err(|e| failed(certificate, &e))?;
+    let of_key = PrivateKeyDer::from_pem_file(key).map_err(|e| match e {
+        pem::Error::NoItemsFound => failed(key, &"no private key in PEM form without a passphrase"),
+        e => failed(key, &e),
+    })?;
+    builder.with_client_auth_cert(chain, of_key).map_err(|e| failed(certificate, &e))
+}
+
+/// The trusted certificates, and the authorities that they make.
+fn trusted(trust: &Trust) -> Result<(Vec<CertificateDer<'static>>, RootCertStore), String> {
+    let (mut trusted, mut roots) = (Vec::new(), RootCertStore::empty());
     for path in trust.files()? {
-        let failed = |e: &dyn std::fmt::Display| {
+        let failed = |e: &dyn Display| {
             with_source(trust, &format!("cannot use the certificates in {}: {e}", path.display()))
         };
         let pem = std::fs::read(&path).map_err(|e| failed(&e))?;
         for certificate in CertificateDer::pem_slice_iter(&pem) {
             let certificate = certificate.map_err(|e| failed(&e))?;
-            roots.add(certificate).map_err(|e| failed(&e))?;
+            roots.add(certificate.clone()).map_err(|e| failed(&e))?;
+            trusted.push(certificate);
         }
     }
     if let (Trust::Bundle { path, .. }, true) = (trust, roots.is_empty()) {
@@ -125,9 +147,25 @@ fn build(trust: &Trust) -> Result<ClientConfig, String> {
                 "certificates of the system, or of SSL_CERT_FILE and SSL_CERT_DIR: {error}"
             ));
         }
-        roots.add_parsable_certificates(found.certs);
+        roots.add_parsable_certificates(found.certs.iter().cloned());
+        trusted = found.certs;
     }
-    Ok(builder.with_root_certificates(roots).with_no_client_auth())
+    Ok((trusted, roots))
+}
+
+/// The files with the certificate that this client shows, and with its key.
+type ClientFiles = [PathBuf; 2];
+
+/// The key may be in the file of the certificate.
+fn client_files() -> Result<Option<ClientFiles>, String> {
+    match (CLIENT_CERT.path(), CLIENT_KEY.path()) {
+        (None, None) => Ok(None),
+        (None, _) => Err(format!("{} is set, and {} is not", CLIENT_KEY.name, CLIENT_CERT.name)),
+        (Some(certificate), key) => {
+            let key = key.unwrap_or_else(|| certificate.clone());
+            Ok(Some([certificate, key]))
+        }
+    }
 }
 
 /// Appends the argument or variable that names the certificates to an error message.
@@ -135,47 +173,6 @@ fn with_source(trust: &Trust, what: &str) -> String {
     match trust {
         Trust::Bundle { named_by, .. } => format!("{what} ({named_by})"),
         _ => what.to_owned(),
-    }
-}
-
-/// Accepts every certificate, because the caller has disabled verification.
-#[derive(Debug)]
-struct AnyCertificate(Arc<CryptoProvider>);
-
-impl ServerCertVerifier for AnyCertificate {
-    fn verify_server_cert(
-        &self,
-        _end_entity: &CertificateDer<'_>,
-        _intermediates: &[CertificateDer<'_>],
-        _server_name: &ServerName<'_>,
-        _ocsp_response: &[u8],
-        _now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        verify_tls12_signature(message, certificate, signed, algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        verify_tls13_signature(message, certificate, signed, algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
     }
 }
 

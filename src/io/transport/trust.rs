@@ -127,14 +127,6 @@ fn certificates_in(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The message of a connection whose server is not trusted; None for other failures of a
-/// connection.
-pub fn untrusted_message(text: &str, hint: &str) -> Option<String> {
-    let lower = text.to_lowercase();
-    let of_certificate = lower.contains("certificate") || lower.contains("invalid peer");
-    of_certificate.then(|| format!("the server's certificate is not trusted: {text}; {hint}"))
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -161,11 +153,5 @@ mod tests {
         let hint = Trust::from_argument("/ca".into()).hint("X");
         assert!(hint.starts_with("/ca (certificate_handling) does not have the certificate of"));
         assert!(Trust::System.hint("X or Y").starts_with("set X or Y to a PEM file"));
-        assert!(
-            untrusted_message("invalid peer certificate: UnknownIssuer", "do")
-                .unwrap()
-                .ends_with("do")
-        );
-        assert!(untrusted_message("connection refused", "do").is_none());
     }
 }

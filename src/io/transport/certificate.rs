@@ -1,0 +1,248 @@
+//! Servers' certificates as OpenSSL, and with it Python, accepts them: those that rustls accepts, and
+//! some that people make for servers of their own.
+
+use std::sync::Arc;
+
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::verify_server_name;
+use rustls::crypto::{
+    CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
+};
+use rustls::pki_types::{
+    CertificateDer, ServerName, SignatureVerificationAlgorithm, SubjectPublicKeyInfoDer, UnixTime,
+};
+use rustls::server::ParsedCertificate;
+use rustls::{
+    CertificateError, DigitallySignedStruct, Error, OtherError, RootCertStore, SignatureScheme,
+};
+use webpki::RawPublicKeyEntity;
+use x509_cert::Certificate;
+use x509_cert::der::oid::ObjectIdentifier;
+use x509_cert::der::{Decode as _, Encode as _};
+use x509_cert::ext::pkix::{BasicConstraints, ExtendedKeyUsage, NameConstraints};
+
+/// Purposes of a certificate that include servers.
+const SERVER_PURPOSES: [ObjectIdentifier; 2] = [
+    ObjectIdentifier::new_unwrap("1.3.6.1.5.5.7.3.1"),
+    ObjectIdentifier::new_unwrap("2.5.29.37.0"),
+];
+
+/// Verifies the certificates of servers.
+#[derive(Debug)]
+pub struct Verifier {
+    /// None if the caller has disabled verification.
+    strict: Option<Arc<WebPkiServerVerifier>>,
+    trusted: Vec<CertificateDer<'static>>,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl Verifier {
+    /// A verifier that accepts every certificate.
+    pub fn of_anything(provider: &CryptoProvider) -> Self {
+        let algorithms = provider.signature_verification_algorithms;
+        Verifier { strict: None, trusted: Vec::new(), algorithms }
+    }
+
+    /// A verifier that trusts these certificates, and the authorities among them.
+    pub fn new(
+        trusted: Vec<CertificateDer<'static>>,
+        authorities: RootCertStore,
+        provider: &Arc<CryptoProvider>,
+    ) -> Result<Self, String> {
+        let authorities = Arc::new(authorities);
+        let strict = WebPkiServerVerifier::builder_with_provider(authorities, Arc::clone(provider));
+        let strict = Some(strict.build().map_err(|e| e.to_string())?);
+        Ok(Verifier { strict, trusted, ..Self::of_anything(provider) })
+    }
+
+    /// True for a certificate that is refused with this error, and that OpenSSL accepts.
+    fn accepts(
+        &self,
+        error: &CertificateError,
+        der: &CertificateDer<'_>,
+        name: &ServerName<'_>,
+        now: UnixTime,
+    ) -> Option<bool> {
+        let certificate = Certificate::from_der(der).ok()?;
+        let is_vouched_for = match error {
+            // Names are looked at after everything else has been found good.
+            CertificateError::NotValidForNameContext { .. } => true,
+            CertificateError::UnknownIssuer => self.trusted.contains(der),
+            CertificateError::Other(other) => {
+                let is_old = is_of_old_version(other)
+                    && certificate.tbs_certificate().extensions().is_none();
+                let is_authority =
+                    other.0.downcast_ref() == Some(&webpki::Error::CaUsedAsEndEntity);
+                (is_old || is_authority)
+                    && (self.trusted.contains(der) || self.has_signed(&certificate)?)
+            }
+            _ => false,
+        };
+        Some(is_vouched_for && is_of_server(&certificate, now) && is_named(der, &certificate, name))
+    }
+
+    /// True if a trusted certificate has signed this one itself.
+    fn has_signed(&self, certificate: &Certificate) -> Option<bool> {
+        let algorithm = certificate.signature_algorithm().to_der().ok()?;
+        // Their names lack the head of the sequence.
+        let is_its = |known: &&&dyn SignatureVerificationAlgorithm| {
+            algorithm.get(2..) == Some(known.signature_alg_id().as_ref())
+        };
+        let algorithms: Vec<_> = self.algorithms.all.iter().filter(is_its).copied().collect();
+        let signed = certificate.tbs_certificate();
+        let (message, signature) = (signed.to_der().ok()?, certificate.signature().as_bytes()?);
+        let all = self.trusted.iter().filter_map(|der| Certificate::from_der(der).ok());
+        let mut issuers = all.filter(|of| of.tbs_certificate().subject() == signed.issuer());
+        Some(
+            issuers
+                .any(|of| is_authority(&of) && is_signature(&of, &algorithms, &message, signature)),
+        )
+    }
+
+    /// The same result for the signature of a handshake, unless it is an error because the key of a
+    /// certificate of an old version was not read.
+    fn with_old(
+        &self,
+        verified: Result<HandshakeSignatureValid, Error>,
+        message: &[u8],
+        der: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let is_good = match &verified {
+            Err(Error::InvalidCertificate(CertificateError::Other(other)))
+                if is_of_old_version(other) =>
+            {
+                let mut known = self.algorithms.mapping.iter();
+                let known = known.find(|(scheme, _)| *scheme == signed.scheme);
+                let certificate = Certificate::from_der(der).ok();
+                certificate.zip(known).is_some_and(|(certificate, (_, known))| {
+                    is_signature(&certificate, known, message, signed.signature())
+                })
+            }
+            _ => false,
+        };
+        if is_good { Ok(HandshakeSignatureValid::assertion()) } else { verified }
+    }
+}
+
+/// True for the certificate of an authority for every name.
+fn is_authority(certificate: &Certificate) -> bool {
+    let certificate = certificate.tbs_certificate();
+    let limits = certificate.get_extension::<NameConstraints>();
+    let basic = certificate.get_extension::<BasicConstraints>();
+    let may_sign = matches!(basic, Ok(Some((_, basic))) if basic.ca);
+    certificate.extensions().is_none() || matches!(limits, Ok(None)) && may_sign
+}
+
+/// True for the error of a certificate of version 1 or 2.
+fn is_of_old_version(error: &OtherError) -> bool {
+    error.0.downcast_ref() == Some(&webpki::Error::UnsupportedCertVersion)
+}
+
+/// True if the key of a certificate has made a signature by one of some algorithms.
+fn is_signature(
+    by: &Certificate,
+    algorithms: &[&dyn SignatureVerificationAlgorithm],
+    message: &[u8],
+    signature: &[u8],
+) -> bool {
+    let key = by.tbs_certificate().subject_public_key_info().to_der();
+    key.is_ok_and(|key| {
+        let key = SubjectPublicKeyInfoDer::from(key);
+        let key = RawPublicKeyEntity::try_from(&key);
+        let is_by = |key: RawPublicKeyEntity<'_>| {
+            algorithms.iter().any(|of| key.verify_signature(*of, message, signature).is_ok())
+        };
+        key.is_ok_and(is_by)
+    })
+}
+
+/// True for a certificate that is valid at this time, and for servers.
+fn is_of_server(certificate: &Certificate, now: UnixTime) -> bool {
+    let certificate = certificate.tbs_certificate();
+    let dates = certificate.validity();
+    let [first, last] =
+        [dates.not_before, dates.not_after].map(|at| at.to_unix_duration().as_secs());
+    let purposes = certificate.get_extension::<ExtendedKeyUsage>();
+    let for_servers = purposes.is_ok_and(|found| {
+        found.is_none_or(|(_, purposes)| purposes.0.iter().any(|of| SERVER_PURPOSES.contains(of)))
+    });
+    (first..=last).contains(&now.as_secs()) && for_servers
+}
+
+/// True for a certificate with this name, which is in its subject if it has no other names.
+fn is_named(der: &CertificateDer<'_>, certificate: &Certificate, name: &ServerName<'_>) -> bool {
+    let verified = ParsedCertificate::try_from(der).map(|parsed| verify_server_name(&parsed, name));
+    let has_others = match verified {
+        Ok(Ok(())) => return true,
+        Ok(Err(Error::InvalidCertificate(CertificateError::NotValidForNameContext {
+            presented,
+            ..
+        }))) => !presented.is_empty(),
+        _ => false,
+    };
+    let common = certificate.tbs_certificate().subject().common_name().ok().flatten();
+    let (ServerName::DnsName(name), Some(common), false) = (name, common, has_others) else {
+        return false;
+    };
+    let (name, common) = (name.as_ref(), common.value());
+    let domain = name.split_once('.').map(|(_, domain)| domain);
+    common.eq_ignore_ascii_case(name)
+        || domain.zip(common.strip_prefix("*.")).is_some_and(|(of, to)| of.eq_ignore_ascii_case(to))
+}
+
+impl ServerCertVerifier for Verifier {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let Some(strict) = &self.strict else { return Ok(ServerCertVerified::assertion()) };
+        let verified =
+            strict.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now);
+        match verified {
+            Err(Error::InvalidCertificate(error))
+                if self.accepts(&error, end_entity, server_name, now) == Some(true) =>
+            {
+                Ok(ServerCertVerified::assertion())
+            }
+            // The dates are missing for a certificate that ends before it begins.
+            Err(Error::InvalidCertificate(CertificateError::Expired)) => {
+                let certificate = Certificate::from_der(end_entity);
+                let not_after = certificate.map(|of| of.tbs_certificate().validity().not_after);
+                let not_after = not_after.map_err(|_| CertificateError::Expired)?;
+                let not_after = UnixTime::since_unix_epoch(not_after.to_unix_duration());
+                Err(CertificateError::ExpiredContext { time: now, not_after }.into())
+            }
+            verified => verified,
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        der: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let verified = verify_tls12_signature(message, der, signed, &self.algorithms);
+        self.with_old(verified, message, der, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        der: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let verified = verify_tls13_signature(message, der, signed, &self.algorithms);
+        self.with_old(verified, message, der, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}
