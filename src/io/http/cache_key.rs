@@ -30,12 +30,6 @@ pub fn cache_key(address: &Url) -> Option<String> {
             || (azure && AZURE.contains(&&*key))
             || (older && (OLDER.contains(&&*key) || OLDER_SIGNERS.contains(&&*key)))
     };
-    let mut url = address.clone();
-    url.set_query(None);
-    url.set_fragment(None);
-    // Neither can fail for addresses that have a host.
-    let _ = url.set_username("");
-    let _ = url.set_password(None);
     let mut query = url::form_urlencoded::Serializer::new(String::new());
     for (key, value) in address.query_pairs() {
         match &*key {
@@ -44,7 +38,18 @@ pub fn cache_key(address: &Url) -> Option<String> {
             _ => return None,
         }
     }
-    Some(format!("{url}?{}", query.finish()))
+    Some(format!("{}?{}", without_secrets(address), query.finish()))
+}
+
+/// The address without query, fragment, user and password.
+pub fn without_secrets(address: &Url) -> Url {
+    let mut url = address.clone();
+    url.set_query(None);
+    url.set_fragment(None);
+    // Neither can fail for addresses that have a host.
+    let _ = url.set_username("");
+    let _ = url.set_password(None);
+    url
 }
 
 /// True if the address states a version of its file.

@@ -9,7 +9,8 @@ use aws_sdk_s3::config::http::{HttpRequest, HttpResponse};
 use aws_sdk_s3::error::ConnectorError;
 use aws_sdk_s3::primitives::SdkBody;
 use aws_smithy_runtime_api::client::http::{
-    HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
+    HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpClient,
+    SharedHttpConnector, http_client_fn,
 };
 use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
 use reqwest::{Body, Request, Url};
@@ -31,14 +32,9 @@ impl SdkClient {
     }
 }
 
-impl HttpClient for SdkClient {
-    fn http_connector(
-        &self,
-        _settings: &HttpConnectorSettings,
-        _components: &RuntimeComponents,
-    ) -> SharedHttpConnector {
-        SharedHttpConnector::new(self.clone())
-    }
+/// A client for the SDK that sends by a connector, whatever its settings.
+pub fn sdk_client(connector: impl HttpConnector + Clone + 'static) -> SharedHttpClient {
+    http_client_fn(move |_, _| SharedHttpConnector::new(connector.clone()))
 }
 
 impl HttpConnector for SdkClient {
@@ -67,11 +63,9 @@ impl HttpClient for CredentialClient {
 
 impl HttpConnector for CredentialClient {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
-        let url = Url::parse(request.uri());
-        let (host, tls) = url
-            .as_ref()
-            .map_or(("", true), |url| (url.host_str().unwrap_or(""), url.scheme() == "https"));
-        match self.connect(host, tls) {
+        let url = Url::parse(request.uri()).ok();
+        let host = url.as_ref().and_then(Url::host_str).unwrap_or("");
+        match self.connect(host, url.as_ref().is_none_or(|url| url.scheme() == "https")) {
             Ok(client) => SdkClient::new(client).call(request),
             Err(failure) => HttpConnectorFuture::ready(Err(connector_error(failure))),
         }
@@ -95,7 +89,7 @@ async fn send(
         Request::try_from(request.map(|body| Body::wrap(UploadBody::new(body, counted))))?;
     let mut response = client.send(request, Some(&sent)).await?;
     // The SDK reads no objects in this way, only the documents of its API.
-    let body = read_document(&mut response, client.stall()).await?;
+    let body = read_document(&mut response, client.config.stall).await?;
     let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
     let mut whole = HttpResponse::new(status, SdkBody::from(body));
     for (name, value) in response.headers() {

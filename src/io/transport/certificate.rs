@@ -94,10 +94,8 @@ impl Verifier {
         let (message, signature) = (signed.to_der().ok()?, certificate.signature().as_bytes()?);
         let all = self.trusted.iter().filter_map(|der| Certificate::from_der(der).ok());
         let mut issuers = all.filter(|of| of.tbs_certificate().subject() == signed.issuer());
-        Some(
-            issuers
-                .any(|of| is_authority(&of) && is_signature(&of, &algorithms, &message, signature)),
-        )
+        let is_by = |of| is_authority(&of) && is_signature(&of, &algorithms, &message, signature);
+        Some(issuers.any(is_by))
     }
 
     /// The same result for the signature of a handshake, unless it is an error because the key of a
@@ -109,20 +107,16 @@ impl Verifier {
         der: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let is_good = match &verified {
-            Err(Error::InvalidCertificate(CertificateError::Other(other)))
-                if is_of_old_version(other) =>
-            {
-                let mut known = self.algorithms.mapping.iter();
-                let known = known.find(|(scheme, _)| *scheme == signed.scheme);
-                let certificate = Certificate::from_der(der).ok();
-                certificate.zip(known).is_some_and(|(certificate, (_, known))| {
-                    is_signature(&certificate, known, message, signed.signature())
-                })
-            }
-            _ => false,
-        };
-        if is_good { Ok(HandshakeSignatureValid::assertion()) } else { verified }
+        let mut known = self.algorithms.mapping.iter();
+        if let Err(Error::InvalidCertificate(CertificateError::Other(other))) = &verified
+            && is_of_old_version(other)
+            && let Some((_, known)) = known.find(|(scheme, _)| *scheme == signed.scheme)
+            && let Ok(certificate) = Certificate::from_der(der)
+            && is_signature(&certificate, known, message, signed.signature())
+        {
+            return Ok(HandshakeSignatureValid::assertion());
+        }
+        verified
     }
 }
 
@@ -148,13 +142,11 @@ fn is_signature(
     signature: &[u8],
 ) -> bool {
     let key = by.tbs_certificate().subject_public_key_info().to_der();
-    key.is_ok_and(|key| {
-        let key = SubjectPublicKeyInfoDer::from(key);
-        let key = RawPublicKeyEntity::try_from(&key);
-        let is_by = |key: RawPublicKeyEntity<'_>| {
+    let key = key.map(SubjectPublicKeyInfoDer::from);
+    key.as_ref().is_ok_and(|key| {
+        RawPublicKeyEntity::try_from(key).is_ok_and(|key| {
             algorithms.iter().any(|of| key.verify_signature(*of, message, signature).is_ok())
-        };
-        key.is_ok_and(is_by)
+        })
     })
 }
 

@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 
 use super::proxies::is_of_machine;
-use super::{Client, ClientConfig, Failure, TransportOptions};
+use super::{Client, ClientConfig, Failure, HTTP2_WINDOW, TransportOptions};
 
 /// Makes a client of the transport for each request for credentials, of which there are few.
 #[derive(Debug, Clone)]
@@ -24,7 +24,7 @@ impl CredentialClient {
     pub fn connect(&self, host: &str, tls: bool) -> Result<Client, Failure> {
         let config = ClientConfig::new(&self.options, tls)
             .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
-        if is_of_machine(host) { config.client_without_proxy() } else { config.client() }
+        config.build(HTTP2_WINDOW, !is_of_machine(host))
     }
 }
 

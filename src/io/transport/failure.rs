@@ -1,6 +1,5 @@
 //! The failure of a request, and whether it is repeated.
 
-use std::fmt;
 use std::io::{self, ErrorKind};
 use std::time::Duration;
 
@@ -18,17 +17,19 @@ pub enum Repeat {
 }
 
 /// Why a request failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
 pub struct Failure {
     pub error: io::Error,
-    repeat: Repeat,
+    /// The time for which the request is repeated.
+    pub repeat: Repeat,
     /// A new signature may help, once: credentials or a signed URL have expired, or the bucket is
     /// in another region.
-    renewable: bool,
+    pub renewable: bool,
     /// The status of the response, if there was one.
-    status: Option<u16>,
+    pub status: Option<u16>,
     /// The pause that the server asked for.
-    retry_after: Option<Duration>,
+    pub retry_after: Option<Duration>,
     /// The error with which the caller has ended the call.
     ended: Option<Error>,
 }
@@ -37,14 +38,8 @@ impl Failure {
     /// A permanent failure: a retry would fail, too.
     pub fn permanent(kind: io::ErrorKind, what: impl Into<String>) -> Self {
         let error = io::Error::new(kind, what.into());
-        Failure {
-            error,
-            repeat: Repeat::Never,
-            renewable: false,
-            status: None,
-            retry_after: None,
-            ended: None,
-        }
+        let (repeat, renewable) = (Repeat::Never, false);
+        Failure { error, repeat, renewable, status: None, retry_after: None, ended: None }
     }
 
     /// A transient failure: a retry may succeed.
@@ -52,24 +47,9 @@ impl Failure {
         Failure { repeat: Repeat::Attempts, ..Self::permanent(kind, what) }
     }
 
-    /// The failure of a server that is too busy for this request.
-    pub fn busy(what: impl Into<String>) -> Self {
-        Failure { repeat: Repeat::Time, ..Self::permanent(io::ErrorKind::Other, what) }
-    }
-
     /// A cancelled call.
     pub fn ended(error: Error) -> Self {
         Failure { ended: Some(error), ..Self::permanent(io::ErrorKind::Interrupted, "ended") }
-    }
-
-    /// The same failure with the pause that the server asked for.
-    pub fn retry_after(self, retry_after: Option<Duration>) -> Self {
-        Failure { retry_after, ..self }
-    }
-
-    /// The same failure, by a response of this status.
-    pub fn with_status(self, status: u16) -> Self {
-        Failure { status: Some(status), ..self }
     }
 
     /// The same failure, repeated for so long.
@@ -93,26 +73,6 @@ impl Failure {
         self
     }
 
-    /// The time for which the request is repeated.
-    pub fn repeat(&self) -> Repeat {
-        self.repeat
-    }
-
-    /// The status of the response, if there was one.
-    pub fn status(&self) -> Option<u16> {
-        self.status
-    }
-
-    /// The pause that the server asks for.
-    pub fn asked_pause(&self) -> Option<Duration> {
-        self.retry_after
-    }
-
-    /// True if a new signature may help.
-    pub fn is_renewable(&self) -> bool {
-        self.renewable
-    }
-
     /// True if the caller has ended the call.
     pub fn is_ended(&self) -> bool {
         self.ended.is_some()
@@ -124,27 +84,17 @@ impl Failure {
     }
 
     /// The same failure with another text.
-    #[cfg(feature = "clouds")]
     pub fn with_text(self, what: String) -> Self {
         Failure { error: io::Error::new(self.error.kind(), what), ..self }
     }
 
     /// A copy of the failure, for libraries that return only references to errors.
-    #[cfg(feature = "http")]
     pub fn copy(&self) -> Self {
         let error = io::Error::new(self.error.kind(), self.error.to_string());
         let Failure { repeat, renewable, status, retry_after, .. } = *self;
         Failure { error, repeat, renewable, status, retry_after, ended: None }
     }
 }
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl std::error::Error for Failure {}
 
 /// The failure to look up the name of a server, if the text of an error tells of one. It is not that
 /// of a missing file, after which callers would look for another one.
@@ -182,12 +132,12 @@ mod tests {
         let of = |text: &str| lookup_failure(&format!("dns error: {text}")).unwrap();
         let unknown = of("failed to lookup address information: Name or service not known");
         assert!(
-            unknown.repeat() == Repeat::Never
+            unknown.repeat == Repeat::Never
                 && unknown.error.to_string().contains("check the address")
         );
         let later =
             of("failed to lookup address information: Temporary failure in name resolution");
-        assert_eq!(later.repeat(), Repeat::Attempts);
+        assert_eq!(later.repeat, Repeat::Attempts);
         for failure in [unknown, later] {
             assert_eq!(failure.error.kind(), ErrorKind::HostUnreachable);
         }
@@ -199,7 +149,7 @@ mod tests {
         for errno in [1, 13] {
             let error = io::Error::from_raw_os_error(errno);
             let failure = refused_socket(error.kind(), &error.to_string()).unwrap();
-            assert_eq!(failure.repeat(), Repeat::Never);
+            assert_eq!(failure.repeat, Repeat::Never);
             assert_eq!(failure.error.kind(), ErrorKind::ConnectionRefused);
             assert!(failure.error.to_string().contains("this machine refuses"), "{failure}");
         }

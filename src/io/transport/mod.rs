@@ -7,7 +7,7 @@ mod certificate;
 #[cfg(feature = "http")]
 mod client;
 mod connections;
-#[cfg(any(feature = "clouds", feature = "s3"))]
+#[cfg(feature = "http")]
 mod credential_client;
 mod failure;
 mod lookup;
@@ -21,13 +21,11 @@ mod refusal;
 pub(crate) mod retry;
 #[cfg(feature = "http")]
 mod send;
-#[cfg(test)]
-#[cfg(any(feature = "clouds", feature = "s3"))]
+#[cfg(all(test, any(feature = "clouds", feature = "s3")))]
 pub(crate) mod simulated;
 #[cfg(feature = "clouds")]
 mod store_client;
-#[cfg(test)]
-#[cfg(feature = "http")]
+#[cfg(all(test, feature = "http"))]
 #[allow(clippy::unwrap_used)]
 mod tests;
 pub(crate) mod timer;
@@ -37,43 +35,28 @@ mod trust;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 mod upload_body;
 
+#[cfg(feature = "http")]
+pub(crate) use self::{
+    client::{Client, ClientConfig, HTTP2_WINDOW},
+    credential_client::CredentialClient,
+    redirects::{RequestTarget, follow},
+    refusal::{ErrorDocument, is_transient, refusal, status_failure},
+    send::{read_beginning, read_chunk, read_document},
+};
+pub(crate) use self::{
+    connections::{ConnectionPool, PooledConnection, connect, run_once, with_guarded_polls},
+    failure::{Failure, Repeat, lookup_failure, refused_socket},
+    lookup::lookup,
+    retry::RetryBudget,
+    tls::Tls,
+    tls_failure::tls_failure,
+    trust::{AWS_CREDENTIALS_SETTINGS, REDIS_SETTINGS, S3_SETTINGS},
+};
 #[cfg(feature = "s3")]
-pub(crate) use aws_sdk::{SdkClient, connector_error};
-#[cfg(feature = "http")]
-pub(crate) use client::{Client, ClientConfig, HTTP2_WINDOW};
-pub(crate) use connections::{ConnectionPool, PooledConnection};
-#[cfg(any(feature = "clouds", feature = "s3"))]
-pub(crate) use connections::{run_once, with_guarded_polls};
-#[cfg(any(feature = "clouds", feature = "s3"))]
-pub(crate) use credential_client::CredentialClient;
-pub(crate) use failure::{Failure, Repeat};
-#[cfg(feature = "redis")]
-pub(crate) use failure::{lookup_failure, refused_socket};
-#[cfg(feature = "redis")]
-pub(crate) use lookup::lookup;
+pub(crate) use aws_sdk::{SdkClient, connector_error, sdk_client};
 pub use options::TransportOptions;
-#[cfg(feature = "http")]
-pub(crate) use redirects::{RequestTarget, follow};
-#[cfg(feature = "clouds")]
-pub(crate) use refusal::is_transient;
-#[cfg(feature = "http")]
-pub(crate) use refusal::{ErrorDocument, refusal, status_failure};
-pub(crate) use retry::RetryBudget;
-#[cfg(feature = "clouds")]
-pub(crate) use send::read_document;
-#[cfg(feature = "http")]
-pub(crate) use send::{read_beginning, read_chunk};
 #[cfg(feature = "clouds")]
 pub(crate) use store_client::{FixedSettings, StoreClient};
-pub(crate) use tls::Tls;
-#[cfg(feature = "redis")]
-pub(crate) use tls_failure::tls_failure;
-#[cfg(feature = "s3")]
-pub(crate) use trust::AWS_CREDENTIALS_SETTINGS;
-#[cfg(feature = "redis")]
-pub(crate) use trust::REDIS_SETTINGS;
-#[cfg(feature = "s3")]
-pub(crate) use trust::S3_SETTINGS;
 pub use trust::Trust;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) use upload_body::UploadBody;
@@ -88,13 +71,11 @@ pub(crate) fn show_text(address: &str) -> &str {
 
 /// True if a URL can hold the name of an object unchanged. URL parsers drop tabs and line ends and
 /// resolve `.` and `..`, so that such a name would be that of another object.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) fn fits_in_url(key: &str) -> bool {
     !key.contains(char::is_control) && !has_dot_component(key)
 }
 
 /// True if the name of an object has a component `.` or `..`.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) fn has_dot_component(key: &str) -> bool {
     key.split('/').any(|part| matches!(part, "." | ".."))
 }

@@ -2,19 +2,19 @@
 
 use std::error::Error as StdError;
 use std::io::{self, IoSlice};
-use std::net::SocketAddr;
-#[cfg(any(feature = "clouds", feature = "s3"))]
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
+use std::vec;
 
 use hyper::client::conn::http1;
 use hyper::header::{HOST, HeaderValue};
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper::{Request, Uri, upgrade};
 use hyper_rustls::{HttpsConnector, MaybeHttpsStream};
+use hyper_util::client::legacy::connect::dns::Name;
 use hyper_util::client::legacy::connect::proxy::{SocksV4, SocksV5};
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
 use hyper_util::client::proxy::matcher::{Intercept, Matcher};
@@ -22,11 +22,9 @@ use hyper_util::rt::TokioIo;
 use reqwest::Body;
 use tokio::net::TcpStream;
 use tower::Service as _;
+use tower::util::{ServiceFn, service_fn};
 
-use super::lookup::{Resolver, lookup};
-use super::refusal::status_failure;
-use super::send::read_beginning;
-use super::{ErrorDocument, Repeat};
+use super::{ErrorDocument, Repeat, lookup, read_beginning, status_failure};
 
 /// Variables that name the proxy of `http://`, of `https://` and of both, and the hosts without one:
 /// of each two, the first one that is set counts, even if it is empty.
@@ -37,13 +35,11 @@ const NO_PROXIES: [&str; 2] = ["no_proxy", "NO_PROXY"];
 /// A CGI script has this variable. A request could set `HTTP_PROXY` there, by a header `Proxy`.
 pub const CGI: &str = "REQUEST_METHOD";
 /// AWS's services of IPv6: metadata, and credentials of pods.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 const AWS_SERVICES: [Ipv6Addr; 2] = [
     Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254),
     Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x23),
 ];
 /// Names of this machine and of its metadata service.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 const MACHINE_NAMES: [&str; 2] = ["localhost", "metadata.google.internal"];
 /// Schemes of proxies.
 const PROXY_SCHEMES: [&str; 6] = ["http", "https", "socks4", "socks4a", "socks5", "socks5h"];
@@ -54,7 +50,6 @@ const REFUSAL_TIME: Duration = Duration::from_secs(5);
 
 /// True for a host that is reached from this machine only: loopback, and the link-local addresses of
 /// the services that give credentials. A proxy would ask its own machine, and see the tokens.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 pub fn is_of_machine(host: &str) -> bool {
     let host = host.trim_start_matches('[').trim_end_matches(']');
     match host.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
@@ -164,8 +159,14 @@ fn unusable_proxy((name, value): (&str, String)) -> Option<String> {
 /// An error of a connector.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
 /// Connects by TCP.
-pub type TcpConnector = HttpConnector<Resolver>;
+pub type TcpConnector = HttpConnector<ServiceFn<fn(Name) -> Found>>;
+type Found = Pin<Box<dyn Future<Output = io::Result<vec::IntoIter<SocketAddr>>> + Send>>;
 type PlainOrTls = MaybeHttpsStream<TokioIo<TcpStream>>;
+
+/// Looks up names for [`TcpConnector`].
+pub fn resolver() -> ServiceFn<fn(Name) -> Found> {
+    service_fn(|name| Box::pin(async move { Ok(lookup(name.as_str(), 0).await?.into_iter()) }))
+}
 
 /// Connects to a server, or to its proxy.
 #[derive(Debug, Clone)]
@@ -242,11 +243,11 @@ pub async fn tunnel(
     }
     let mut response = reqwest::Response::from(response.map(Body::wrap));
     let (status, headers) = (response.status(), response.headers().clone());
-    let body = read_beginning(&mut response, REFUSAL_TIME).await.unwrap_or(Vec::new());
+    let body = read_beginning(&mut response, REFUSAL_TIME).await;
     let reason = ErrorDocument::read(&headers, &body);
     let failure = status_failure(status, &headers, format!("the proxy answered {status}{reason}"));
     // Busy or not: it may be the server that the proxy cannot reach.
-    let again = failure.repeat() != Repeat::Never;
+    let again = failure.repeat != Repeat::Never;
     Err(Box::new(if again { failure.with_repeat(Repeat::Attempts) } else { failure }))
 }
 

@@ -13,19 +13,22 @@ use crate::environment::{CLIENT_CERT, CLIENT_KEY};
 /// The last second of the year 9999: later dates have no text.
 const LAST_DATE: u64 = 253_402_300_799;
 
-/// The cause of an error; for an error of the system, the error that it carries.
-pub fn cause_of<'e>(error: &'e (dyn StdError + 'static)) -> Option<&'e (dyn StdError + 'static)> {
-    match error.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
-        Some(carried) => Some(carried),
-        None => error.source(),
-    }
+/// An error and its causes; the cause of an error of the system is the error that it carries.
+pub fn causes<'e>(
+    error: &'e (dyn StdError + 'static),
+) -> impl Iterator<Item = &'e (dyn StdError + 'static)> {
+    std::iter::successors(Some(error), |&error| {
+        match error.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
+            Some(carried) => Some(carried),
+            None => error.source(),
+        }
+    })
 }
 
 /// The failure of TLS among the causes of an error, if it is permanent; `hint` says how an authority
 /// becomes trusted.
 pub fn tls_failure(error: &(dyn StdError + 'static), hint: &str) -> Option<Failure> {
-    let mut causes = std::iter::successors(Some(error), |error| cause_of(*error));
-    let error = causes.find_map(|cause| cause.downcast_ref::<Error>())?;
+    let error = causes(error).find_map(|cause| cause.downcast_ref::<Error>())?;
     let (kind, what) = match error {
         Error::InvalidCertificate(why) => {
             let advice = certificate_advice(why, hint);
