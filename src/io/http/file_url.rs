@@ -78,6 +78,7 @@ pub enum FileUrl {
 }
 
 /// A signed URL.
+#[derive(Clone)]
 pub struct SignedUrl {
     target: Arc<RequestTarget>,
     renew_at: SystemTime,
@@ -162,22 +163,22 @@ impl FileUrl {
             FileUrl::Fixed(target) => return Ok((Arc::clone(target), clock::now())),
             FileUrl::Signed { signer, cached } => (signer, cached),
         };
+        let old = cached.lock().clone();
         let is_valid = |signed: &&SignedUrl| clock::date() < signed.renew_at;
-        if let Some(signed) = cached.lock().as_ref().filter(is_valid) {
-            return Ok((Arc::clone(&signed.target), signed.since));
+        if let Some(SignedUrl { target, since, .. }) = old.as_ref().filter(is_valid) {
+            return Ok((Arc::clone(target), *since));
         }
         let (target, renew_at) = match signer.sign().await {
-            Ok(signed) => signed,
+            Ok((target, renew_at)) => (Arc::new(target), renew_at),
             Err(failure) => {
                 // The old signature is used as long as the server accepts it.
-                let old = cached.lock().as_ref().map(|old| (Arc::clone(&old.target), old.since));
-                return old.filter(|_| !failure.is_ended()).ok_or(failure);
+                let old = old.filter(|_| !failure.is_ended());
+                return old.map(|old| (old.target, old.since)).ok_or(failure);
             }
         };
         // Taken after the credentials were found, so that they never seem newer than a refusal of
         // them.
         let since = clock::now();
-        let target = Arc::new(target);
         *cached.lock() = Some(SignedUrl { target: Arc::clone(&target), renew_at, since });
         Ok((target, since))
     }

@@ -10,8 +10,9 @@ use super::client_pool::{ClientPool, scatter};
 use super::fields::ByteRange;
 use super::file_url::{FileUrl, RangeRequest};
 use super::response::{First, FirstResponse, parse_first};
+use super::validators::Validators;
 use crate::cancel::Cancel;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::io::cache::CacheEntry;
 use crate::io::transport::{Client, Failure, Repeat, RequestTarget, RetryBudget, retry};
 use crate::io::{CachedHead, OpenOptions};
@@ -37,9 +38,18 @@ pub struct Head {
 }
 
 impl Head {
-    /// The head that was cached, without a request.
+    /// The head that was cached, without a request. One that contradicts itself is an error.
     pub fn cached(head: &CachedHead) -> Result<Self> {
-        let (first, bytes) = (FirstResponse::cached(head)?, Arc::clone(&head.first));
+        let CachedHead { uri, len, tag, modified, headers, first: bytes } = head.clone();
+        if bytes.len() as u64 > len {
+            return Err(Error::InvalidArgument(format!(
+                "the cached header of `{uri}` is invalid: expected at most the {len} bytes of the \
+                 file, found {}",
+                bytes.len()
+            )));
+        }
+        let validators = Validators { len: Some(len), tag, modified, is_immutable: false };
+        let first = FirstResponse { has_ranges: true, validators, headers, sends_ahead: None };
         Ok(Head { moved: None, first, bytes, fallback: None })
     }
 }

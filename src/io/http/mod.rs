@@ -19,8 +19,7 @@ use reqwest::header::{HeaderMap, LOCATION};
 use reqwest::{Method, StatusCode, Url};
 
 use super::{
-    CachedHead, Facts, OpenOptions, OpenSibling, ReadAt, RequestChecksum, ServerFile,
-    SourceIdentity, StreamSource,
+    CachedHead, Facts, OpenOptions, OpenSibling, ReadAt, ServerFile, SourceIdentity, StreamSource,
 };
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -49,11 +48,12 @@ pub fn open(address: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result
     open_as(url, display_address, None, options, cancel)
 }
 
-/// Opens an address; messages name it `display_address`.
+/// Opens an address; messages name it `display_address`. `hub`: the requests to the hub of a file of a
+/// commit.
 pub fn open_as(
     url: Url,
     display_address: String,
-    hub: Option<HubFile>,
+    hub: Option<ServerFile>,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
@@ -67,7 +67,7 @@ pub fn open_url(
     url: FileUrl,
     tls: bool,
     display_address: String,
-    hub: Option<HubFile>,
+    hub: Option<ServerFile>,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
@@ -75,21 +75,12 @@ pub fn open_url(
     open_with_clients(url, Arc::new(clients), display_address, hub, options, cancel)
 }
 
-/// The requests to a hub about a file.
-#[derive(Clone)]
-pub struct HubFile {
-    /// Opens files of the same commit.
-    pub open_sibling: OpenSibling,
-    /// Requests the checksum.
-    pub checksum: RequestChecksum,
-}
-
 /// Opens a URL with clients that may be shared with other files.
 fn open_with_clients(
     url: FileUrl,
     clients: Arc<ClientPool>,
     uri: String,
-    hub: Option<HubFile>,
+    hub: Option<ServerFile>,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
@@ -110,12 +101,11 @@ fn open_with_clients(
     let Head { moved, mut first, bytes: head, fallback } = found;
     first.validators.is_immutable = hub.is_some();
     let url = Arc::new(url);
-    let (open_sibling, checksum) = match hub {
-        Some(HubFile { open_sibling, checksum }) => (open_sibling, Some(checksum)),
-        None => (sibling_opener(&url, &clients, &uri, options), None),
-    };
-    let (open_sibling, fallback) = (Some(open_sibling), Arc::new(ForkSafeMutex::new(fallback)));
-    let server = ServerFile { open_sibling, checksum, fallback, ..ServerFile::default() };
+    let server = hub.unwrap_or_else(|| {
+        let open_sibling = Some(sibling_opener(&url, &clients, &uri, options));
+        ServerFile { open_sibling, ..ServerFile::default() }
+    });
+    let server = ServerFile { fallback: Arc::new(ForkSafeMutex::new(fallback)), ..server };
     let facts = facts_of(uri.clone(), server, &first);
     let (transport, validators) = (options.transport.clone(), first.validators);
     let file = RemoteFile { uri, url, clients, transport, validators };

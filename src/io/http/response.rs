@@ -7,8 +7,6 @@ use reqwest::{Response, StatusCode, Version};
 
 use super::fields::{ByteRange, UNASKED, check_coding, content_length, content_range, header_text};
 use super::validators::Validators;
-use crate::error::Error;
-use crate::io::CachedHead;
 use crate::io::transport::Failure;
 
 /// The response to the first request.
@@ -22,22 +20,6 @@ pub struct FirstResponse {
 }
 
 impl FirstResponse {
-    /// The first response, rebuilt from a cached head. A head that contradicts itself is an error.
-    pub fn cached(head: &CachedHead) -> crate::error::Result<Self> {
-        let found = head.first.len() as u64;
-        if found > head.len {
-            return Err(Error::InvalidArgument(format!(
-                "the cached header of `{}` is invalid: expected at most the {} bytes of the file, \
-                 found {found}",
-                head.uri, head.len
-            )));
-        }
-        let (tag, modified) = (head.tag.clone(), head.modified.clone());
-        let validators = Validators { len: Some(head.len), tag, modified, is_immutable: false };
-        let headers = head.headers.clone();
-        Ok(FirstResponse { has_ranges: true, validators, headers, sends_ahead: None })
-    }
-
     /// Completes the response 304, which states that a cached copy of this size and `ETag` is
     /// current. Another `ETag` is a failure, after which the request is repeated without the
     /// condition.

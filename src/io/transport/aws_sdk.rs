@@ -30,6 +30,25 @@ impl SdkClient {
     pub fn new(client: Client) -> Self {
         SdkClient { client, sent: Arc::default() }
     }
+
+    async fn send(&self, request: HttpRequest) -> Result<HttpResponse, Failure> {
+        let odd = |e: &dyn Display| Failure::permanent(ErrorKind::InvalidInput, e.to_string());
+        let request = request.try_into_http1x().map_err(|e| odd(&e))?;
+        let counted = Arc::clone(&self.sent);
+        let request =
+            Request::try_from(request.map(|body| Body::wrap(UploadBody::new(body, counted))))?;
+        let mut response = self.client.send(request, Some(&self.sent)).await?;
+        // The SDK reads no objects in this way, only the documents of its API.
+        let body = read_document(&mut response, self.client.config.stall).await?;
+        let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
+        let mut whole = HttpResponse::new(status, SdkBody::from(body));
+        for (name, value) in response.headers() {
+            if let Ok(value) = value.to_str() {
+                whole.headers_mut().append(name.as_str().to_owned(), value.to_owned());
+            }
+        }
+        Ok(whole)
+    }
 }
 
 /// A client for the SDK that sends by a connector, whatever its settings.
@@ -39,10 +58,8 @@ pub fn sdk_client(connector: impl HttpConnector + Clone + 'static) -> SharedHttp
 
 impl HttpConnector for SdkClient {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
-        let SdkClient { client, sent } = self.clone();
-        HttpConnectorFuture::new(async move {
-            send(&client, request, sent).await.map_err(connector_error)
-        })
+        let client = self.clone();
+        HttpConnectorFuture::new(async move { client.send(request).await.map_err(connector_error) })
     }
 }
 
@@ -75,27 +92,4 @@ impl HttpConnector for CredentialClient {
 /// A failure as the error of the SDK's client.
 pub fn connector_error(failure: Failure) -> ConnectorError {
     ConnectorError::other(failure.into(), None)
-}
-
-async fn send(
-    client: &Client,
-    request: HttpRequest,
-    sent: Arc<AtomicU64>,
-) -> Result<HttpResponse, Failure> {
-    let odd = |e: &dyn Display| Failure::permanent(ErrorKind::InvalidInput, e.to_string());
-    let request = request.try_into_http1x().map_err(|e| odd(&e))?;
-    let counted = Arc::clone(&sent);
-    let request =
-        Request::try_from(request.map(|body| Body::wrap(UploadBody::new(body, counted))))?;
-    let mut response = client.send(request, Some(&sent)).await?;
-    // The SDK reads no objects in this way, only the documents of its API.
-    let body = read_document(&mut response, client.config.stall).await?;
-    let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
-    let mut whole = HttpResponse::new(status, SdkBody::from(body));
-    for (name, value) in response.headers() {
-        if let Ok(value) = value.to_str() {
-            whole.headers_mut().append(name.as_str().to_owned(), value.to_owned());
-        }
-    }
-    Ok(whole)
 }

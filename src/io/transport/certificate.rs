@@ -9,9 +9,7 @@ use rustls::client::verify_server_name;
 use rustls::crypto::{
     CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
 };
-use rustls::pki_types::{
-    CertificateDer, ServerName, SignatureVerificationAlgorithm, SubjectPublicKeyInfoDer, UnixTime,
-};
+use rustls::pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime};
 use rustls::server::ParsedCertificate;
 use rustls::{
     CertificateError, DigitallySignedStruct, Error, OtherError, RootCertStore, SignatureScheme,
@@ -84,18 +82,23 @@ impl Verifier {
 
     /// True if a trusted certificate has signed this one itself.
     fn has_signed(&self, certificate: &Certificate) -> Option<bool> {
-        let algorithm = certificate.signature_algorithm().to_der().ok()?;
-        // Their names lack the head of the sequence.
-        let is_its = |known: &&&dyn SignatureVerificationAlgorithm| {
-            algorithm.get(2..) == Some(known.signature_alg_id().as_ref())
-        };
-        let algorithms: Vec<_> = self.algorithms.all.iter().filter(is_its).copied().collect();
         let signed = certificate.tbs_certificate();
         let (message, signature) = (signed.to_der().ok()?, certificate.signature().as_bytes()?);
         let all = self.trusted.iter().filter_map(|der| Certificate::from_der(der).ok());
         let mut issuers = all.filter(|of| of.tbs_certificate().subject() == signed.issuer());
-        let is_by = |of| is_authority(&of) && is_signature(&of, &algorithms, &message, signature);
-        Some(issuers.any(is_by))
+        Some(issuers.any(|of| is_authority(&of) && self.is_signature(&of, &message, signature)))
+    }
+
+    /// True if the key of a certificate has made a signature, by any algorithm.
+    fn is_signature(&self, by: &Certificate, message: &[u8], signature: &[u8]) -> bool {
+        let key = by.tbs_certificate().subject_public_key_info().to_der();
+        let key = key.map(SubjectPublicKeyInfoDer::from);
+        key.as_ref().is_ok_and(|key| {
+            let mut all = self.algorithms.all.iter();
+            RawPublicKeyEntity::try_from(key).is_ok_and(|key| {
+                all.any(|of| key.verify_signature(*of, message, signature).is_ok())
+            })
+        })
     }
 
     /// The same result for the signature of a handshake, unless it is an error because the key of a
@@ -107,12 +110,10 @@ impl Verifier {
         der: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let mut known = self.algorithms.mapping.iter();
         if let Err(Error::InvalidCertificate(CertificateError::Other(other))) = &verified
             && is_of_old_version(other)
-            && let Some((_, known)) = known.find(|(scheme, _)| *scheme == signed.scheme)
             && let Ok(certificate) = Certificate::from_der(der)
-            && is_signature(&certificate, known, message, signed.signature())
+            && self.is_signature(&certificate, message, signed.signature())
         {
             return Ok(HandshakeSignatureValid::assertion());
         }
@@ -132,22 +133,6 @@ fn is_authority(certificate: &Certificate) -> bool {
 /// True for the error of a certificate of version 1 or 2.
 fn is_of_old_version(error: &OtherError) -> bool {
     error.0.downcast_ref() == Some(&webpki::Error::UnsupportedCertVersion)
-}
-
-/// True if the key of a certificate has made a signature by one of some algorithms.
-fn is_signature(
-    by: &Certificate,
-    algorithms: &[&dyn SignatureVerificationAlgorithm],
-    message: &[u8],
-    signature: &[u8],
-) -> bool {
-    let key = by.tbs_certificate().subject_public_key_info().to_der();
-    let key = key.map(SubjectPublicKeyInfoDer::from);
-    key.as_ref().is_ok_and(|key| {
-        RawPublicKeyEntity::try_from(key).is_ok_and(|key| {
-            algorithms.iter().any(|of| key.verify_signature(*of, message, signature).is_ok())
-        })
-    })
 }
 
 /// True for a certificate that is valid at this time, and for servers.

@@ -11,11 +11,13 @@ use hyper::header::{ACCEPT, COOKIE, HeaderValue, PROXY_AUTHORIZATION, SET_COOKIE
 use hyper_rustls::{HttpsConnector, MaybeHttpsStream};
 use hyper_util::client::legacy;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use reqwest::{Body, Method, Request, RequestBuilder, Response, Url};
+use reqwest::{Body, Request, Response, Url};
 use tower::Service as _;
 use tower::util::{BoxCloneSyncService, service_fn};
 
-use super::proxies::{BoxError, Proxies, ProxyConnector, ServerStream, TcpConnector, resolver};
+use super::proxies::{
+    BoxError, Proxies, ProxyConnector, ServerStream, TcpConnector, is_of_machine, resolver,
+};
 use super::send::{connection_failure, unless_stalled};
 use super::tls::AlpnProtocols;
 use super::{Failure, Tls, TransportOptions, timer};
@@ -123,17 +125,12 @@ type Connector = BoxCloneSyncService<Uri, MaybeHttpsStream<ServerStream>, BoxErr
 pub struct Client {
     http: legacy::Client<Connector, Body>,
     /// Builds requests.
-    requests: reqwest::Client,
+    pub requests: reqwest::Client,
     pub config: ClientConfig,
     proxies: Arc<Proxies>,
 }
 
 impl Client {
-    /// Begins a request.
-    pub fn request(&self, method: Method, url: Url) -> RequestBuilder {
-        self.requests.request(method, url)
-    }
-
     /// Sends a request, and waits for the head of its response. `sent` counts the bytes of its
     /// body.
     pub async fn send(
@@ -180,5 +177,45 @@ impl Client {
         let roots = roots.filter(|_| to.scheme_str() == Some("https"));
         let refusal = self.proxies.refusal(to).or(roots);
         refusal.map_or(Ok(()), |what| Err(Failure::permanent(ErrorKind::InvalidInput, what)))
+    }
+}
+
+/// Makes a client of the transport for each request for credentials, of which there are few.
+#[derive(Debug, Clone)]
+pub struct CredentialClient {
+    pub options: TransportOptions,
+}
+
+impl CredentialClient {
+    /// A client with the options of a source or sink, except their headers and certificates.
+    /// `trust_settings`: the settings that name certificates, for messages.
+    pub fn new(options: &TransportOptions, trust_settings: &'static str) -> Self {
+        let (headers, trust) = (Vec::new(), options.credential_trust.clone());
+        let options = TransportOptions { headers, trust, trust_settings, ..options.clone() };
+        CredentialClient { options }
+    }
+
+    /// A client for a request to a host. Services of the machine are asked without a proxy.
+    pub fn connect(&self, host: &str, tls: bool) -> Result<Client, Failure> {
+        let config = ClientConfig::new(&self.options, tls)
+            .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
+        config.build(HTTP2_WINDOW, !is_of_machine(host))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::io::transport::Trust;
+
+    #[test]
+    fn certificates_and_headers_of_the_call_are_not_for_credentials() {
+        let mut options = TransportOptions::from_environment().unwrap();
+        options.trust = Trust::Anything;
+        options.headers.push(("authorization".to_owned(), "of the call".to_owned()));
+        let client = CredentialClient::new(&options, "AWS_CA_BUNDLE");
+        assert_eq!(client.options.trust, Trust::Default);
+        assert!(client.options.headers.is_empty());
     }
 }

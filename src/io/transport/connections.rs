@@ -77,13 +77,7 @@ pub fn connect<C>(
 }
 
 /// Idle connections.
-pub struct ConnectionPool<C>(ForkSafeMutex<Vec<PooledConnection<C>>>);
-
-impl<C> Default for ConnectionPool<C> {
-    fn default() -> Self {
-        ConnectionPool(ForkSafeMutex::new(Vec::new()))
-    }
-}
+pub type ConnectionPool<C> = ForkSafeMutex<Vec<PooledConnection<C>>>;
 
 impl<C> ConnectionPool<C> {
     /// Takes an idle connection, or makes one; `make` builds its client on its event loop.
@@ -93,7 +87,7 @@ impl<C> ConnectionPool<C> {
         make: impl AsyncFnOnce() -> Result<C, Failure>,
     ) -> Result<PooledConnection<C>, Failure> {
         loop {
-            let idle = self.0.lock().pop();
+            let idle = self.lock().pop();
             match idle {
                 Some(connection) if connection.owner().is_current() => return Ok(connection),
                 Some(_) => {}
@@ -104,13 +98,13 @@ impl<C> ConnectionPool<C> {
 
     /// Closes all idle connections.
     pub fn clear(&self) {
-        let all = std::mem::take(&mut *self.0.lock());
+        let all = std::mem::take(&mut *self.lock());
         drop(all);
     }
 
     /// Puts a connection back.
     pub fn give_back(&self, connection: PooledConnection<C>) {
-        self.0.lock().push(connection);
+        self.lock().push(connection);
     }
 }
 

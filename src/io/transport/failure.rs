@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::error::Error;
 
 /// The time for which a failed request is repeated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Repeat {
     /// Not at all: another attempt would fail, too.
     Never,
@@ -31,7 +31,7 @@ pub struct Failure {
     /// The pause that the server asked for.
     pub retry_after: Option<Duration>,
     /// The error with which the caller has ended the call.
-    ended: Option<Error>,
+    pub ended: Option<Error>,
 }
 
 impl Failure {
@@ -76,11 +76,6 @@ impl Failure {
     /// True if the caller has ended the call.
     pub fn is_ended(&self) -> bool {
         self.ended.is_some()
-    }
-
-    /// The error of a call that ends with this failure; `action` is a gerund.
-    pub fn into_error(self, action: &'static str, display_address: &str) -> Error {
-        self.ended.unwrap_or_else(|| Error::io(action, display_address, self.error))
     }
 
     /// The same failure with another text.

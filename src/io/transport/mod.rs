@@ -7,8 +7,6 @@ mod certificate;
 #[cfg(feature = "http")]
 mod client;
 mod connections;
-#[cfg(feature = "http")]
-mod credential_client;
 mod failure;
 mod lookup;
 mod options;
@@ -26,7 +24,6 @@ pub(crate) mod simulated;
 #[cfg(feature = "clouds")]
 mod store_client;
 #[cfg(all(test, feature = "http"))]
-#[allow(clippy::unwrap_used)]
 mod tests;
 pub(crate) mod timer;
 mod tls;
@@ -37,8 +34,7 @@ mod upload_body;
 
 #[cfg(feature = "http")]
 pub(crate) use self::{
-    client::{Client, ClientConfig, HTTP2_WINDOW},
-    credential_client::CredentialClient,
+    client::{Client, ClientConfig, CredentialClient, HTTP2_WINDOW},
     redirects::{RequestTarget, follow},
     refusal::{ErrorDocument, is_transient, refusal, status_failure},
     send::{read_beginning, read_chunk, read_document},

@@ -74,28 +74,27 @@ pub struct Proxies {
 
 impl Proxies {
     /// The proxies that variables name, as Python's `urllib` and `requests` read them.
-    pub fn from_variables(variable: impl Fn(&str) -> Option<String> + Copy) -> Self {
+    pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Self {
         let named = |names: [&'static str; 2]| {
-            let mut names = names.into_iter();
-            let usable = |name: &&str| *name != "HTTP_PROXY" || variable(CGI).is_none();
-            names.find_map(|name| Some((name, variable(name).filter(|_| usable(&name))?)))
+            names.into_iter().find_map(|name| {
+                let is_usable = name != "HTTP_PROXY" || variable(CGI).is_none();
+                Some((name, variable(name).filter(|_| is_usable)?))
+            })
         };
-        let [http, https, all] = [HTTP_PROXIES, HTTPS_PROXIES, ALL_PROXIES]
-            .map(|names| named(names).filter(|(_, value)| !value.is_empty()));
-        let of_schemes = [http.or(all.clone()), https.or(all)];
-        let value =
-            |of: &Option<(&str, String)>| of.as_ref().map_or(String::new(), |of| of.1.clone());
-        let [http, https] = of_schemes.each_ref().map(value);
+        let proxy = |names| named(names).filter(|(_, value)| !value.is_empty());
+        let of_schemes =
+            [HTTP_PROXIES, HTTPS_PROXIES].map(|names| proxy(names).or_else(|| proxy(ALL_PROXIES)));
         let hosts = named(NO_PROXIES).map_or(String::new(), |(_, hosts)| hosts);
-        let mut entries = hosts.split([',', ' ']).map(str::trim);
+        let entries = hosts.split([',', ' ']).map(str::trim).filter(|entry| !entry.is_empty());
         if entries.clone().any(|entry| entry == "*") || of_schemes.iter().all(Option::is_none) {
             return Proxies::default();
         }
-        let unusable = of_schemes.map(|of| unusable_proxy(of?));
+        let value = |of: &Option<(_, String)>| of.clone().map_or(String::new(), |(_, value)| value);
+        let [http, https] = of_schemes.each_ref().map(value);
         Proxies {
-            unusable,
+            unusable: of_schemes.map(|of| unusable_proxy(of?)),
             matcher: Some(Matcher::builder().http(http).https(https).build()),
-            exceptions: entries.by_ref().filter(|entry| !entry.is_empty()).map(exception).collect(),
+            exceptions: entries.map(exception).collect(),
         }
     }
 
@@ -118,10 +117,9 @@ impl Proxies {
     }
 
     fn is_exception(&self, to: &Uri) -> bool {
-        let port = port_of(to);
-        let mut exceptions = self.exceptions.iter();
-        exceptions
-            .any(|(of, matcher)| of.is_none_or(|of| of == port) && matcher.intercept(to).is_none())
+        self.exceptions.iter().any(|(port, matcher)| {
+            port.is_none_or(|port| port == port_of(to)) && matcher.intercept(to).is_none()
+        })
     }
 }
 
@@ -180,39 +178,35 @@ pub struct ProxyConnector {
 impl ProxyConnector {
     /// The connection over which the server is reached.
     pub async fn connect(mut self, to: Uri) -> Result<ServerStream, BoxError> {
-        let direct =
-            |stream: TokioIo<TcpStream>| ServerStream { stream: stream.into(), is_proxy: false };
         let Some(proxy) = self.proxies.proxy(&to) else {
-            return Ok(direct(self.http.call(to).await?));
+            return Ok(ServerStream { stream: self.http.call(to).await?.into(), is_proxy: false });
         };
-        let at = proxy.uri().clone();
+        let (at, scheme) = (proxy.uri().clone(), to.scheme_str().unwrap_or("").to_owned());
         // Without a port, connectors of SOCKS take 443.
-        let scheme = to.scheme_str().unwrap_or("").to_owned();
-        let server = format!("{}:{}", to.host().unwrap_or(""), port_of(&to));
         let server = match at.scheme_str() {
             Some("socks4") => resolved(&to, SocketAddr::is_ipv4).await?,
             Some("socks5") => resolved(&to, |_| true).await?,
-            _ => server,
+            _ => format!("{}:{}", to.host().unwrap_or(""), port_of(&to)),
         };
         let to: Uri = format!("{scheme}://{server}/").parse()?;
-        match at.scheme_str() {
-            Some("socks4" | "socks4a") => Ok(direct(SocksV4::new(at, self.http).call(to).await?)),
+        let stream = match at.scheme_str() {
+            Some("socks4" | "socks4a") => SocksV4::new(at, self.http).call(to).await?.into(),
             Some("socks5" | "socks5h") => {
                 let mut socks = SocksV5::new(at, self.http);
                 if let Some((user, password)) = proxy.raw_auth() {
                     socks = socks.with_auth(user.to_owned(), password.to_owned());
                 }
-                Ok(direct(socks.call(to).await?))
+                socks.call(to).await?.into()
             }
             _ => {
                 let stream = self.to_proxy.call(at).await?;
                 if scheme == "http" {
                     return Ok(ServerStream { stream, is_proxy: true });
                 }
-                let stream = tunnel(stream, &server, proxy.basic_auth()).await?;
-                Ok(ServerStream { stream, is_proxy: false })
+                tunnel(stream, &server, proxy.basic_auth()).await?
             }
-        }
+        };
+        Ok(ServerStream { stream, is_proxy: false })
     }
 }
 
@@ -245,10 +239,11 @@ pub async fn tunnel(
     let (status, headers) = (response.status(), response.headers().clone());
     let body = read_beginning(&mut response, REFUSAL_TIME).await;
     let reason = ErrorDocument::read(&headers, &body);
-    let failure = status_failure(status, &headers, format!("the proxy answered {status}{reason}"));
+    let what = format!("the proxy answered {status}{reason}");
+    let mut failure = status_failure(status, &headers, what);
     // Busy or not: it may be the server that the proxy cannot reach.
-    let again = failure.repeat != Repeat::Never;
-    Err(Box::new(if again { failure.with_repeat(Repeat::Attempts) } else { failure }))
+    failure.repeat = failure.repeat.min(Repeat::Attempts);
+    Err(Box::new(failure))
 }
 
 /// A connection to a server, or to the proxy that gets its requests.

@@ -91,7 +91,7 @@ impl RequestTarget {
         method: Method,
         more: &HeaderMap,
     ) -> Result<Request, Failure> {
-        let mut request = client.request(method, self.url.clone());
+        let mut request = client.requests.request(method, self.url.clone());
         for (name, value) in &self.headers {
             request = request.header(name, value);
         }

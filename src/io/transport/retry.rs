@@ -88,14 +88,12 @@ impl<'o> RetryBudget<'o> {
         sending.0.load(Ordering::Relaxed).saturating_sub(sending.1)
     }
 
-    /// Sleeps, unless the caller ends the call.
+    /// Sleeps, unless the caller ends the call. The time does not count.
     pub fn wait(&self, time: Duration) -> Result<(), Failure> {
-        cancel::sleep(time, self.cancel).map_err(Failure::ended)
-    }
-
-    /// Leaves out a time in which the request waited for its turn.
-    pub fn waited(&self, time: Duration) {
-        self.waited.set(self.waited.get().saturating_add(time));
+        let begun = clock::now();
+        let slept = cancel::sleep(time, self.cancel).map_err(Failure::ended);
+        self.waited.set(self.waited.get().saturating_add(clock::since(begun)));
+        slept
     }
 
     fn time_allowed(&self) -> Duration {
@@ -119,7 +117,8 @@ impl<'o> RetryBudget<'o> {
 
     /// The error of a request without further attempts.
     pub fn error(&self, failure: Failure) -> Error {
-        failure.into_error(self.action, self.display_address)
+        let io = |error| Error::io(self.action, self.display_address, error);
+        failure.ended.unwrap_or_else(|| io(failure.error))
     }
 
     /// Pauses before the next attempt; the error if there is to be none.

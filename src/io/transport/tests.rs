@@ -1,4 +1,5 @@
 //! Tests of proxies, and of the advice for failures of TLS.
+#![allow(clippy::unwrap_used)]
 
 use std::io::{self, ErrorKind};
 use std::time::Duration;

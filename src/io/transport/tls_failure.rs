@@ -29,24 +29,21 @@ pub fn causes<'e>(
 /// becomes trusted.
 pub fn tls_failure(error: &(dyn StdError + 'static), hint: &str) -> Option<Failure> {
     let error = causes(error).find_map(|cause| cause.downcast_ref::<Error>())?;
-    let (kind, what) = match error {
+    let what = match error {
         Error::InvalidCertificate(why) => {
             let advice = certificate_advice(why, hint);
             let what = format!("the server's certificate is not trusted: {error}; {advice}");
-            (ErrorKind::PermissionDenied, what)
+            return Some(Failure::permanent(ErrorKind::PermissionDenied, what));
         }
-        Error::InvalidMessage(InvalidMessage::InvalidContentType) => {
-            let advice = "its address may begin with http:// in place of https://";
-            let what = format!("the server does not use TLS at this port: {error}; {advice}");
-            (ErrorKind::ConnectionAborted, what)
-        }
-        Error::PeerIncompatible(_) => (ErrorKind::ConnectionAborted, no_common_protocol(error)),
-        Error::AlertReceived(alert) => {
-            (ErrorKind::ConnectionAborted, alert_message(*alert, error)?)
-        }
+        Error::InvalidMessage(InvalidMessage::InvalidContentType) => format!(
+            "the server does not use TLS at this port: {error}; its address may begin with http:// \
+             in place of https://"
+        ),
+        Error::PeerIncompatible(_) => no_common_protocol(error),
+        Error::AlertReceived(alert) => alert_message(*alert, error)?,
         _ => return None,
     };
-    Some(Failure::permanent(kind, what))
+    Some(Failure::permanent(ErrorKind::ConnectionAborted, what))
 }
 
 fn certificate_advice(why: &CertificateError, hint: &str) -> String {
