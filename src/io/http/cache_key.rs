@@ -18,9 +18,7 @@ const OLDER_SIGNERS: [&str; 3] = ["awsaccesskeyid", "googleaccessid", "key-pair-
 /// The cache key of an address. None if the query has unknown fields, which may be secrets or may
 /// select the file.
 pub fn cache_key(address: &Url) -> Option<String> {
-    let keys: Vec<String> =
-        address.query_pairs().map(|(key, _)| key.to_ascii_lowercase()).collect();
-    let has = |key: &str| keys.iter().any(|found| found == key);
+    let has = |name: &str| address.query_pairs().any(|(key, _)| key.eq_ignore_ascii_case(name));
     // Short field names are part of a signature only in these combinations.
     let azure = has("sig") && has("sv");
     let older = has("signature") && OLDER_SIGNERS.iter().any(|key| has(key));

@@ -65,8 +65,8 @@ pub fn request_head(
 ) -> Result<Head> {
     let budget = RetryBudget::new("reading", display_address, &options.transport, cancel).opening();
     let range = ByteRange { start: 0, end: options.first.unwrap_or(HEAD_LEN) };
-    let (is_conditional, broken) = (Cell::new(true), Cell::new(None));
-    let request = FirstRequest { url, clients, entry, range, is_conditional, broken };
+    let (is_conditional, was_broken) = (Cell::new(true), Cell::new(false));
+    let request = FirstRequest { url, clients, entry, range, is_conditional, was_broken };
     let head = retry::run(&budget, || {
         clients.with_client(&budget, async |client| match request.head(client, &budget).await {
             Err(failure) if request.refuses_ranges(&failure) => {
@@ -86,8 +86,8 @@ struct FirstRequest<'r> {
     /// False once a server has responded 304 for another tag, as servers that compare tags weakly
     /// may do.
     is_conditional: Cell<bool>,
-    /// The first answer that was none to a range.
-    broken: Cell<Option<String>>,
+    /// True once an answer was none to a range.
+    was_broken: Cell<bool>,
 }
 
 impl FirstRequest<'_> {
@@ -106,10 +106,10 @@ impl FirstRequest<'_> {
                 let what = format!("the server answered {what} to {}", range.header_value());
                 // Only a proxy's answer may be broken once; the refusal of a range is the server's.
                 let is_refused = status == StatusCode::RANGE_NOT_SATISFIABLE;
-                return match self.broken.replace(Some(what.clone())) {
-                    None if !is_refused => Err(Failure::transient(ErrorKind::InvalidData, what)),
-                    _ => self.whole(client, what).await,
-                };
+                if self.was_broken.replace(true) || is_refused {
+                    return self.whole(client, what).await;
+                }
+                return Err(Failure::transient(ErrorKind::InvalidData, what));
             }
         };
         let mut bytes = Vec::new();

@@ -86,14 +86,9 @@ impl<C> ConnectionPool<C> {
         budget: &RetryBudget<'_>,
         make: impl AsyncFnOnce() -> Result<C, Failure>,
     ) -> Result<PooledConnection<C>, Failure> {
-        loop {
-            let idle = self.lock().pop();
-            match idle {
-                Some(connection) if connection.owner().is_current() => return Ok(connection),
-                Some(_) => {}
-                None => return connect(budget, make),
-            }
-        }
+        let mut idle = std::iter::from_fn(|| self.lock().pop());
+        let found = idle.find(|connection| connection.owner().is_current());
+        found.map_or_else(|| connect(budget, make), Ok)
     }
 
     /// Closes all idle connections.

@@ -95,11 +95,11 @@ impl Failure {
 /// of a missing file, after which callers would look for another one.
 pub fn lookup_failure(text: &str) -> Option<Failure> {
     let lower = text.to_lowercase();
-    if !["dns error", "failed to lookup", "name or service"].iter().any(|part| lower.contains(part))
-    {
+    let has = |parts: &[&str]| parts.iter().any(|part| lower.contains(part));
+    if !has(&["dns error", "failed to lookup", "name or service"]) {
         return None;
     }
-    if lower.contains("temporary failure") || lower.contains("try again") {
+    if has(&["temporary failure", "try again"]) {
         let what = format!("the name of the server cannot be looked up at present: {text}");
         return Some(Failure::transient(ErrorKind::HostUnreachable, what));
     }

@@ -4,7 +4,9 @@
 use std::io::ErrorKind;
 use std::sync::Arc;
 
-use reqwest::header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderValue, LOCATION};
+use reqwest::header::{
+    ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, LOCATION,
+};
 use reqwest::{Method, Request, Response, StatusCode, Url};
 
 use super::{Client, Failure};
@@ -91,18 +93,21 @@ impl RequestTarget {
         method: Method,
         more: &HeaderMap,
     ) -> Result<Request, Failure> {
-        let mut request = client.requests.request(method, self.url.clone());
-        for (name, value) in &self.headers {
-            request = request.header(name, value);
-        }
-        let mut request = request.build().map_err(|_| {
+        let header = |(name, value): &(String, String)| {
+            let mut value: HeaderValue = value.parse().ok()?;
+            value.set_sensitive(true);
+            Some((name.parse::<HeaderName>().ok()?, value))
+        };
+        let headers: Option<HeaderMap> = self.headers.iter().map(header).collect();
+        let mut headers = headers.ok_or_else(|| {
             let what = "a request header, such as that with the token, has an invalid name or \
                         value";
             Failure::permanent(ErrorKind::InvalidInput, what)
         })?;
-        let headers = request.headers_mut();
         headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         headers.extend(more.clone());
+        let request = client.requests.request(method, self.url.clone());
+        let mut request = request.headers(headers).build()?;
         if let Some(authorize) = &self.authorize {
             authorize(&mut request)?;
         }
