@@ -9,14 +9,13 @@ use aws_sdk_s3::config::http::{HttpRequest, HttpResponse};
 use aws_sdk_s3::error::ConnectorError;
 use aws_sdk_s3::primitives::SdkBody;
 use aws_smithy_runtime_api::client::http::{
-    HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpClient,
-    SharedHttpConnector, http_client_fn,
+    HttpConnector, HttpConnectorFuture, SharedHttpClient, SharedHttpConnector, http_client_fn,
 };
-use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
 use reqwest::{Body, Request, Url};
 
 use super::send::read_document;
-use super::{Client, CredentialClient, Failure, UploadBody};
+use super::trust::AWS_CREDENTIALS_SETTINGS;
+use super::{Client, CredentialClient, Failure, TransportOptions, UploadBody};
 
 /// Sends the SDK's requests. Errors carry a [`Failure`].
 #[derive(Debug, Clone)]
@@ -63,19 +62,17 @@ impl HttpConnector for SdkClient {
     }
 }
 
-impl HttpClient for CredentialClient {
-    fn http_connector(
-        &self,
-        settings: &HttpConnectorSettings,
-        _components: &RuntimeComponents,
-    ) -> SharedHttpConnector {
-        let mut options = self.options.clone();
+/// The client of the SDK's credential providers, with the options of a source or sink.
+pub fn credential_client(options: &TransportOptions) -> SharedHttpClient {
+    let client = CredentialClient::new(options, AWS_CREDENTIALS_SETTINGS);
+    http_client_fn(move |settings, _| {
+        let mut client = client.clone();
+        let TransportOptions { connect, stall, .. } = &mut client.options;
         // The SDK allows a second for a service that only machines of AWS have.
-        options.connect = settings.connect_timeout().unwrap_or(options.connect);
-        options.stall =
-            settings.read_timeout().map_or(options.stall, |read| options.connect + read);
-        SharedHttpConnector::new(CredentialClient { options })
-    }
+        *connect = settings.connect_timeout().unwrap_or(*connect);
+        *stall = settings.read_timeout().map_or(*stall, |read| *connect + read);
+        SharedHttpConnector::new(client)
+    })
 }
 
 impl HttpConnector for CredentialClient {

@@ -46,10 +46,10 @@ pub(crate) use self::{
     retry::RetryBudget,
     tls::Tls,
     tls_failure::tls_failure,
-    trust::{AWS_CREDENTIALS_SETTINGS, REDIS_SETTINGS, S3_SETTINGS},
+    trust::{REDIS_SETTINGS, S3_SETTINGS},
 };
 #[cfg(feature = "s3")]
-pub(crate) use aws_sdk::{SdkClient, connector_error, sdk_client};
+pub(crate) use aws_sdk::{SdkClient, connector_error, credential_client, sdk_client};
 pub use options::TransportOptions;
 #[cfg(feature = "clouds")]
 pub(crate) use store_client::{FixedSettings, StoreClient};

@@ -127,16 +127,14 @@ pub async fn follow(
     let mut at = from.clone();
     for _ in 0..=MAX_REDIRECTS {
         let response = client.send(at.request(client, method.clone(), headers)?, None).await?;
-        if !is_redirect(response.status()) || is_answer(&at, response.headers()) {
+        let status = response.status();
+        // The status 304 names no other address.
+        let is_redirect = status.is_redirection() && status != StatusCode::NOT_MODIFIED;
+        if !is_redirect || is_answer(&at, response.headers()) {
             return Ok((at, response));
         }
         at = at.redirected(&response)?;
     }
     let what = format!("more than {MAX_REDIRECTS} redirects");
     Err(Failure::permanent(ErrorKind::InvalidData, what))
-}
-
-/// True for a status that names another address; 304 names none.
-fn is_redirect(status: StatusCode) -> bool {
-    status.is_redirection() && status != StatusCode::NOT_MODIFIED
 }
