@@ -26,6 +26,9 @@ const SERVER_PURPOSES: [ObjectIdentifier; 2] = [
     ObjectIdentifier::new_unwrap("2.5.29.37.0"),
 ];
 
+/// Trusted certificates, and the authorities among them.
+pub type Trusted = (Vec<CertificateDer<'static>>, RootCertStore);
+
 /// Verifies the certificates of servers.
 #[derive(Debug)]
 pub struct Verifier {
@@ -36,22 +39,17 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// A verifier that accepts every certificate.
-    pub fn of_anything(provider: &CryptoProvider) -> Self {
+    /// A verifier that trusts these certificates, and the authorities among them; without any, it
+    /// accepts every certificate.
+    pub fn new(trusted: Option<Trusted>, provider: &Arc<CryptoProvider>) -> Result<Self, String> {
         let algorithms = provider.signature_verification_algorithms;
-        Verifier { strict: None, trusted: Vec::new(), algorithms }
-    }
-
-    /// A verifier that trusts these certificates, and the authorities among them.
-    pub fn new(
-        trusted: Vec<CertificateDer<'static>>,
-        authorities: RootCertStore,
-        provider: &Arc<CryptoProvider>,
-    ) -> Result<Self, String> {
-        let authorities = Arc::new(authorities);
-        let strict = WebPkiServerVerifier::builder_with_provider(authorities, Arc::clone(provider));
+        let Some((trusted, authorities)) = trusted else {
+            return Ok(Verifier { strict: None, trusted: Vec::new(), algorithms });
+        };
+        let strict =
+            WebPkiServerVerifier::builder_with_provider(authorities.into(), Arc::clone(provider));
         let strict = Some(strict.build().map_err(|e| e.to_string())?);
-        Ok(Verifier { strict, trusted, ..Self::of_anything(provider) })
+        Ok(Verifier { strict, trusted, algorithms })
     }
 
     /// True for a certificate that is refused with this error, and that OpenSSL accepts.

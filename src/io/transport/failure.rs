@@ -91,6 +91,14 @@ impl Failure {
     }
 }
 
+/// An address in a message: without user, password, query and fragment, which may be secrets.
+pub fn show_text(address: &str) -> &str {
+    if address.contains('@') {
+        return "...";
+    }
+    address.split(['?', '#']).next().unwrap_or(address)
+}
+
 /// The failure to look up the name of a server, if the text of an error tells of one. It is not that
 /// of a missing file, after which callers would look for another one.
 pub fn lookup_failure(text: &str) -> Option<Failure> {

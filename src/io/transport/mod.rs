@@ -41,7 +41,7 @@ pub(crate) use self::{
 };
 pub(crate) use self::{
     connections::{ConnectionPool, PooledConnection, connect, run_once, with_guarded_polls},
-    failure::{Failure, Repeat, lookup_failure, refused_socket},
+    failure::{Failure, Repeat, lookup_failure, refused_socket, show_text},
     lookup::lookup,
     retry::RetryBudget,
     tls::Tls,
@@ -56,14 +56,6 @@ pub(crate) use store_client::{FixedSettings, StoreClient};
 pub use trust::Trust;
 #[cfg(any(feature = "clouds", feature = "s3"))]
 pub(crate) use upload_body::UploadBody;
-
-/// An address in a message: without user, password, query and fragment, which may be secrets.
-pub(crate) fn show_text(address: &str) -> &str {
-    if address.contains('@') {
-        return "...";
-    }
-    address.split(['?', '#']).next().unwrap_or(address)
-}
 
 /// True if a URL can hold the name of an object unchanged. URL parsers drop tabs and line ends and
 /// resolve `.` and `..`, so that such a name would be that of another object.

@@ -8,7 +8,7 @@ use reqwest::StatusCode;
 use reqwest::header::{DATE, HeaderMap, HeaderName, LOCATION, RETRY_AFTER};
 use serde_json::Value;
 
-use super::{Failure, Repeat, show_text};
+use super::failure::{Failure, Repeat, show_text};
 use crate::error::Shortened;
 use crate::sys::clock;
 

@@ -13,7 +13,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore};
 
 use super::Trust;
-use super::certificate::Verifier;
+use super::certificate::{Trusted, Verifier};
 use crate::environment::{CLIENT_CERT, CLIENT_KEY, read_guarded};
 use crate::sys::process::{OwnerProcess, PerProcess};
 use crate::sys::sync::unpoisoned;
@@ -96,12 +96,8 @@ fn build(trust: &Trust, client: Option<&ClientFiles>) -> Result<ClientConfig, St
     let provider = provider();
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
     let builder = builder.with_safe_default_protocol_versions().map_err(|e| e.to_string())?;
-    let verifier = if *trust == Trust::Anything {
-        Verifier::of_anything(&provider)
-    } else {
-        let (trusted, roots) = trusted(trust)?;
-        Verifier::new(trusted, roots, &provider)?
-    };
+    let trusted = (*trust != Trust::Anything).then(|| trusted(trust)).transpose()?;
+    let verifier = Verifier::new(trusted, &provider)?;
     let builder = builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier));
     let Some([certificate, key]) = client else { return Ok(builder.with_no_client_auth()) };
     let failed = |path: &Path, e: &dyn Display| {
@@ -118,7 +114,7 @@ fn build(trust: &Trust, client: Option<&ClientFiles>) -> Result<ClientConfig, St
 }
 
 /// The trusted certificates, and the authorities that they make.
-fn trusted(trust: &Trust) -> Result<(Vec<CertificateDer<'static>>, RootCertStore), String> {
+fn trusted(trust: &Trust) -> Result<Trusted, String> {
     let mut roots = RootCertStore::empty();
     let Trust::Bundle { path, named_by } = trust else {
         // Certificates that cannot be used are skipped, as by other clients.
