@@ -19,7 +19,7 @@ use super::library::{CloudCredential, LibraryProvider, MissingCredentials};
 use super::provider::CredentialProvider;
 use super::store::{self, CredentialEnvironment};
 use crate::environment::read_guarded;
-use crate::io::transport::{AWS_CREDENTIALS_SETTINGS, CredentialClient, Failure, TransportOptions};
+use crate::io::transport::{Failure, TransportOptions, credential_client};
 
 /// Variables that name the profile: the SDK reads the first, boto3 both.
 pub const PROFILE_VARIABLES: [&str; 2] = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"];
@@ -49,7 +49,7 @@ pub async fn settings(region: String, options: &TransportOptions) -> SdkConfig {
     if let Some(profile) = profile() {
         loader = loader.profile_name(profile);
     }
-    loader.http_client(CredentialClient::new(options, AWS_CREDENTIALS_SETTINGS)).load().await
+    loader.http_client(credential_client(options)).load().await
 }
 
 /// The variables and files of AWS's chain.

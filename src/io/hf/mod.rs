@@ -191,14 +191,11 @@ impl Repo {
                 first: Arc::default(),
             };
             let path = path.canonicalize().unwrap_or(path);
-            let http::HubFile { open_sibling, checksum } = self.hub_file(address, true);
             let server = ServerFile {
                 head: Some(head),
-                open_sibling: Some(open_sibling),
-                checksum: Some(checksum),
                 local_copy: Some(LocalCopy { path, discard: None }),
                 fallback: Arc::clone(&self.fallback),
-                ..ServerFile::default()
+                ..self.hub_file(address, true)
             };
             return Ok(Arc::new(FileSource::of_server(file, uri, server)?));
         }
@@ -212,14 +209,15 @@ impl Repo {
     }
 
     /// The requests to the hub about a file of a commit. `is_copy`: the local copy is read.
-    fn hub_file(self: &Arc<Self>, address: &HubAddress, is_copy: bool) -> http::HubFile {
+    fn hub_file(self: &Arc<Self>, address: &HubAddress, is_copy: bool) -> ServerFile {
         let (repo, from) = (Arc::clone(self), address.clone());
         let (asked, file) = (Arc::clone(self), address.clone());
-        http::HubFile {
-            open_sibling: Arc::new(move |name, first, cancel| {
+        ServerFile {
+            open_sibling: Some(Arc::new(move |name, first, cancel| {
                 repo.open(&from.sibling(name), first, cancel).map(Some)
-            }),
-            checksum: Arc::new(move |cancel| asked.checksum(&file, is_copy, cancel)),
+            })),
+            checksum: Some(Arc::new(move |cancel| asked.checksum(&file, is_copy, cancel))),
+            ..ServerFile::default()
         }
     }
 

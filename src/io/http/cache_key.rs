@@ -18,9 +18,7 @@ const OLDER_SIGNERS: [&str; 3] = ["awsaccesskeyid", "googleaccessid", "key-pair-
 /// The cache key of an address. None if the query has unknown fields, which may be secrets or may
 /// select the file.
 pub fn cache_key(address: &Url) -> Option<String> {
-    let keys: Vec<String> =
-        address.query_pairs().map(|(key, _)| key.to_ascii_lowercase()).collect();
-    let has = |key: &str| keys.iter().any(|found| found == key);
+    let has = |name: &str| address.query_pairs().any(|(key, _)| key.eq_ignore_ascii_case(name));
     // Short field names are part of a signature only in these combinations.
     let azure = has("sig") && has("sv");
     let older = has("signature") && OLDER_SIGNERS.iter().any(|key| has(key));
@@ -30,12 +28,6 @@ pub fn cache_key(address: &Url) -> Option<String> {
             || (azure && AZURE.contains(&&*key))
             || (older && (OLDER.contains(&&*key) || OLDER_SIGNERS.contains(&&*key)))
     };
-    let mut url = address.clone();
-    url.set_query(None);
-    url.set_fragment(None);
-    // Neither can fail for addresses that have a host.
-    let _ = url.set_username("");
-    let _ = url.set_password(None);
     let mut query = url::form_urlencoded::Serializer::new(String::new());
     for (key, value) in address.query_pairs() {
         match &*key {
@@ -44,7 +36,18 @@ pub fn cache_key(address: &Url) -> Option<String> {
             _ => return None,
         }
     }
-    Some(format!("{url}?{}", query.finish()))
+    Some(format!("{}?{}", without_secrets(address), query.finish()))
+}
+
+/// The address without query, fragment, user and password.
+pub fn without_secrets(address: &Url) -> Url {
+    let mut url = address.clone();
+    url.set_query(None);
+    url.set_fragment(None);
+    // Neither can fail for addresses that have a host.
+    let _ = url.set_username("");
+    let _ = url.set_password(None);
+    url
 }
 
 /// True if the address states a version of its file.

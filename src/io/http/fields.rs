@@ -2,11 +2,14 @@
 
 use std::io::ErrorKind;
 
-use reqwest::Response;
 use reqwest::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, HeaderMap, HeaderName};
+use reqwest::{Response, StatusCode};
 
 use crate::error::Escaped;
 use crate::io::transport::Failure;
+
+/// The failure of a response 304 that was not asked for.
+pub const UNASKED: &str = "the server answered 304 Not Modified to a request without If-None-Match";
 
 /// Bytes from `start` up to `end`, which is excluded.
 #[derive(Debug, Clone, Copy)]
@@ -26,24 +29,20 @@ pub fn header_text(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 
-/// A `Content-Range` field.
-pub struct ContentRange {
-    /// Start, and end that is excluded; None in `*`, where there is none.
-    pub range: Option<(u64, u64)>,
-    /// Bytes of the file; None if the field does not say.
-    pub len: Option<u64>,
-}
+/// A `Content-Range` field: start, and end that is excluded, None for `*`, where there is no range; and
+/// the bytes of the file, None if the field does not say.
+type ContentRange = (Option<(u64, u64)>, Option<u64>);
 
 pub fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
     let field = header_text(headers, &CONTENT_RANGE)?;
     let (range, len) = field.strip_prefix("bytes ")?.split_once('/')?;
     let len = len.trim().parse().ok();
     if range.trim() == "*" {
-        return Some(ContentRange { range: None, len });
+        return Some((None, len));
     }
     let (first, last) = range.split_once('-')?;
     let end = last.trim().parse::<u64>().ok()?.checked_add(1)?;
-    Some(ContentRange { range: Some((first.trim().parse().ok()?, end)), len })
+    Some((Some((first.trim().parse().ok()?, end)), len))
 }
 
 pub fn content_length(headers: &HeaderMap) -> Option<u64> {
@@ -68,4 +67,10 @@ pub fn check_coding(response: &Response) -> Result<(), Failure> {
         Escaped(&text)
     );
     Err(Failure::permanent(ErrorKind::InvalidData, what))
+}
+
+/// True if a server refuses a range, or the `ETag` of a request: it may have another file, or not
+/// know conditions.
+pub fn is_of_range(status: StatusCode) -> bool {
+    matches!(status, StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE)
 }

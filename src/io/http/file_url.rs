@@ -9,12 +9,11 @@ use reqwest::header::{HeaderMap, HeaderValue, IF_MATCH, IF_NONE_MATCH, RANGE};
 use reqwest::{Method, Response, StatusCode, Url};
 
 use super::cache_key::{cache_key, is_version};
-use super::client_pool::PooledClient;
-use super::fields::ByteRange;
+use super::fields::{ByteRange, is_of_range};
 use super::validators::Validators;
 use crate::error::Error;
 use crate::io::transport::{
-    ErrorDocument, Failure, RequestTarget, follow, read_beginning, refusal,
+    Client, ErrorDocument, Failure, RequestTarget, follow, read_beginning, refusal,
 };
 use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
@@ -79,6 +78,7 @@ pub enum FileUrl {
 }
 
 /// A signed URL.
+#[derive(Clone)]
 pub struct SignedUrl {
     target: Arc<RequestTarget>,
     renew_at: SystemTime,
@@ -98,8 +98,8 @@ pub struct RangeRequest<'w> {
 
 impl RangeRequest<'_> {
     /// A range of a file that was not opened before.
-    pub fn range(start: u64, end: u64) -> Self {
-        RangeRequest { range: Some(ByteRange { start, end }), ..RangeRequest::default() }
+    pub fn range(range: ByteRange) -> Self {
+        RangeRequest { range: Some(range), ..RangeRequest::default() }
     }
 
     fn headers(&self) -> HeaderMap {
@@ -116,7 +116,6 @@ impl RangeRequest<'_> {
 
 impl FileUrl {
     /// A URL that is signed when it is used.
-    #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn signed(signer: Box<dyn Sign>) -> Self {
         FileUrl::Signed { signer, cached: ForkSafeMutex::new(None) }
     }
@@ -125,9 +124,7 @@ impl FileUrl {
     pub fn sibling(&self, name: &str) -> Option<Self> {
         Some(match self {
             FileUrl::Fixed(target) => FileUrl::Fixed(Arc::new(target.sibling(name)?)),
-            FileUrl::Signed { signer, .. } => {
-                FileUrl::Signed { signer: signer.sibling(name), cached: ForkSafeMutex::new(None) }
-            }
+            FileUrl::Signed { signer, .. } => FileUrl::signed(signer.sibling(name)),
         })
     }
 
@@ -149,14 +146,14 @@ impl FileUrl {
 
     /// Adds the server to an error, where the address does not name it.
     pub fn with_host(&self, error: Error) -> Error {
-        let host = match self {
-            FileUrl::Fixed(_) => None,
-            FileUrl::Signed { signer, .. } => signer.host(),
-        };
-        match host {
+        match self.signer().and_then(Sign::host) {
             Some(host) => error.at_host(&host),
             None => error,
         }
+    }
+
+    fn signer(&self) -> Option<&dyn Sign> {
+        if let FileUrl::Signed { signer, .. } = self { Some(&**signer) } else { None }
     }
 
     /// The current location of the file, and the time since which it is valid. Signs it if there is
@@ -166,22 +163,22 @@ impl FileUrl {
             FileUrl::Fixed(target) => return Ok((Arc::clone(target), clock::now())),
             FileUrl::Signed { signer, cached } => (signer, cached),
         };
+        let old = cached.lock().clone();
         let is_valid = |signed: &&SignedUrl| clock::date() < signed.renew_at;
-        if let Some(signed) = cached.lock().as_ref().filter(is_valid) {
-            return Ok((Arc::clone(&signed.target), signed.since));
+        if let Some(SignedUrl { target, since, .. }) = old.as_ref().filter(is_valid) {
+            return Ok((Arc::clone(target), *since));
         }
         let (target, renew_at) = match signer.sign().await {
-            Ok(signed) => signed,
+            Ok((target, renew_at)) => (Arc::new(target), renew_at),
             Err(failure) => {
                 // The old signature is used as long as the server accepts it.
-                let old = cached.lock().as_ref().map(|old| (Arc::clone(&old.target), old.since));
-                return old.filter(|_| !failure.is_ended()).ok_or(failure);
+                let old = old.filter(|_| !failure.is_ended());
+                return old.map(|old| (old.target, old.since)).ok_or(failure);
             }
         };
         // Taken after the credentials were found, so that they never seem newer than a refusal of
         // them.
         let since = clock::now();
-        let target = Arc::new(target);
         *cached.lock() = Some(SignedUrl { target: Arc::clone(&target), renew_at, since });
         Ok((target, since))
     }
@@ -190,7 +187,7 @@ impl FileUrl {
     fn refusal(&self, refused: &Refusal<'_>) -> Failure {
         let FileUrl::Signed { signer, cached } = self else { return refused.failure() };
         let failure = signer.refusal(refused);
-        if failure.is_renewable() {
+        if failure.renewable {
             // Another thread may have signed since.
             cached.lock().take_if(|signed| signed.since <= refused.signed);
         }
@@ -201,7 +198,7 @@ impl FileUrl {
     /// the new location if a redirect was followed.
     pub async fn request(
         &self,
-        client: &PooledClient,
+        client: &Client,
         at: Option<&Arc<RequestTarget>>,
         range_request: RangeRequest<'_>,
     ) -> Result<(Option<Arc<RequestTarget>>, Response), Failure> {
@@ -209,34 +206,28 @@ impl FileUrl {
             Some(at) => (Arc::clone(at), clock::now()),
             None => self.current_target().await?,
         };
-        let is_final = |_: &RequestTarget, headers: &HeaderMap| match self {
-            FileUrl::Fixed(_) => false,
-            FileUrl::Signed { signer, .. } => signer.is_final(headers),
+        let is_final = |_: &RequestTarget, headers: &HeaderMap| {
+            self.signer().is_some_and(|signer| signer.is_final(headers))
         };
-        let (client, headers) = (client.client(), range_request.headers());
+        let headers = range_request.headers();
         let (target, mut response) = follow(client, Method::GET, &from, &headers, is_final).await?;
         let status = response.status();
         if !is_answer(status) {
-            let body = read_beginning(&mut response, client.stall()).await.unwrap_or(Vec::new());
+            let body = read_beginning(&mut response, client.config.stall).await;
             let headers = response.headers();
             let reason = ErrorDocument::read(headers, &body).without(&target.secrets());
             let (url, reason, signed) = (&target.url, &reason, since);
             return Err(self.refusal(&Refusal { url, status, headers, reason, signed }));
         }
         // The caller does not retain the URL itself, because its signature expires.
-        let moved = (at.is_some() || target != *from).then(|| Arc::new(target));
+        let moved = (at.is_some() || target.url != from.url).then(|| Arc::new(target));
         Ok((moved, response))
     }
 }
 
 /// True if a response is no refusal: one that has the file, or that answers a condition or a range.
 fn is_answer(status: StatusCode) -> bool {
-    let of_requests = [
-        StatusCode::NOT_MODIFIED,
-        StatusCode::PRECONDITION_FAILED,
-        StatusCode::RANGE_NOT_SATISFIABLE,
-    ];
-    status.is_success() || of_requests.contains(&status)
+    status == StatusCode::NOT_MODIFIED || status.is_success() || is_of_range(status)
 }
 
 #[cfg(test)]

@@ -1,27 +1,30 @@
 //! The first request for a file: its head, and what the server can do.
 
 use std::cell::Cell;
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 use reqwest::StatusCode;
 
-use super::client_pool::{ClientPool, PooledClient};
+use super::client_pool::{ClientPool, scatter};
 use super::fields::ByteRange;
 use super::file_url::{FileUrl, RangeRequest};
 use super::response::{First, FirstResponse, parse_first};
+use super::validators::Validators;
 use crate::cancel::Cancel;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::io::cache::CacheEntry;
-use crate::io::transport::{Failure, Repeat, RequestTarget, RetryBudget, retry};
+use crate::io::transport::{Client, Failure, Repeat, RequestTarget, RetryBudget, retry};
 use crate::io::{CachedHead, OpenOptions};
-use crate::sys::clock;
+use crate::mem::Buffers;
+use crate::sys::{clock, to_usize};
 
 /// Bytes of the first request: prologue and index of files with some thousand tensors.
 const HEAD_LEN: u64 = 1 << 20;
 /// Statuses with which servers refuse every range.
 const WITHOUT_RANGES: [u16; 2] = [400, 501];
 /// Bytes that are a head, although the connection ended before the rest of it.
-const SHORT_HEAD: usize = 64 << 10;
+const SHORT_HEAD: u64 = 64 << 10;
 
 /// A file after its first request.
 pub struct Head {
@@ -35,9 +38,18 @@ pub struct Head {
 }
 
 impl Head {
-    /// The head that was cached, without a request.
+    /// The head that was cached, without a request. One that contradicts itself is an error.
     pub fn cached(head: &CachedHead) -> Result<Self> {
-        let (first, bytes) = (FirstResponse::cached(head)?, Arc::clone(&head.first));
+        let CachedHead { uri, len, tag, modified, headers, first: bytes } = head.clone();
+        if bytes.len() as u64 > len {
+            return Err(Error::InvalidArgument(format!(
+                "the cached header of `{uri}` is invalid: expected at most the {len} bytes of the \
+                 file, found {}",
+                bytes.len()
+            )));
+        }
+        let validators = Validators { len: Some(len), tag, modified, is_immutable: false };
+        let first = FirstResponse { has_ranges: true, validators, headers, sends_ahead: None };
         Ok(Head { moved: None, first, bytes, fallback: None })
     }
 }
@@ -53,25 +65,14 @@ pub fn request_head(
 ) -> Result<Head> {
     let budget = RetryBudget::new("reading", display_address, &options.transport, cancel).opening();
     let range = ByteRange { start: 0, end: options.first.unwrap_or(HEAD_LEN) };
-    let request = FirstRequest {
-        url,
-        clients,
-        entry,
-        range,
-        is_conditional: Cell::new(true),
-        broken: Cell::new(None),
-    };
+    let (is_conditional, was_broken) = (Cell::new(true), Cell::new(false));
+    let request = FirstRequest { url, clients, entry, range, is_conditional, was_broken };
     let head = retry::run(&budget, || {
-        clients.with_client(&budget, |client| {
-            client.run(&budget, async {
-                match request.head(client, &budget).await {
-                    Err(failure) if request.refuses_ranges(&failure) => {
-                        let what = failure.to_string();
-                        request.whole(client, what).await.map_err(|_| failure)
-                    }
-                    head => head,
-                }
-            })
+        clients.with_client(&budget, async |client| match request.head(client, &budget).await {
+            Err(failure) if request.refuses_ranges(&failure) => {
+                request.whole(client, failure.to_string()).await.map_err(|_| failure)
+            }
+            head => head,
         })
     });
     head.map_err(|error| url.with_host(error))
@@ -85,51 +86,51 @@ struct FirstRequest<'r> {
     /// False once a server has responded 304 for another tag, as servers that compare tags weakly
     /// may do.
     is_conditional: Cell<bool>,
-    /// The first answer that was none to a range.
-    broken: Cell<Option<String>>,
+    /// True once an answer was none to a range.
+    was_broken: Cell<bool>,
 }
 
 impl FirstRequest<'_> {
-    async fn head(&self, client: &PooledClient, budget: &RetryBudget<'_>) -> Result<Head, Failure> {
-        let entry = self.entry.filter(|_| self.is_conditional.get());
-        let if_none_match = entry.map(|entry| &*entry.version().tag);
-        let range_request =
-            RangeRequest { if_none_match, ..RangeRequest::range(self.range.start, self.range.end) };
+    async fn head(&self, client: &Client, budget: &RetryBudget<'_>) -> Result<Head, Failure> {
+        let range = self.range;
+        let entry = self.entry.filter(|_| self.is_conditional.get()).map(CacheEntry::version);
+        let if_none_match = entry.map(|copy| &*copy.tag);
+        let range_request = RangeRequest { if_none_match, ..RangeRequest::range(range) };
         let begun = clock::now();
         let (moved, response) = self.url.request(client, None, range_request).await?;
-        self.clients.speed().record_latency(clock::since(begun));
-        let mut first = match parse_first(&response, Some(self.range))? {
+        self.clients.speed.record_latency(clock::since(begun));
+        let status = response.status();
+        let mut first = match parse_first(&response, Some(range))? {
             First::File(first) => first,
             First::BrokenRanges(what) => {
-                let what = format!("the server answered {what} to {}", self.range.header_value());
+                let what = format!("the server answered {what} to {}", range.header_value());
                 // Only a proxy's answer may be broken once; the refusal of a range is the server's.
-                let is_refused = response.status() == StatusCode::RANGE_NOT_SATISFIABLE;
-                return match self.broken.replace(Some(what.clone())) {
-                    None if !is_refused => {
-                        Err(Failure::transient(std::io::ErrorKind::InvalidData, what))
-                    }
-                    _ => self.whole(client, what).await,
-                };
+                let is_refused = status == StatusCode::RANGE_NOT_SATISFIABLE;
+                if self.was_broken.replace(true) || is_refused {
+                    return self.whole(client, what).await;
+                }
+                return Err(Failure::transient(ErrorKind::InvalidData, what));
             }
         };
         let mut bytes = Vec::new();
-        if first.not_modified {
-            let copy = entry.map(CacheEntry::version);
-            let copy = copy.map(|copy| (copy.len, &*copy.tag));
-            let confirmed = first.confirm_copy(copy);
+        if status == StatusCode::NOT_MODIFIED {
+            let confirmed = first.confirm_copy(entry.map(|copy| (copy.len, &*copy.tag)));
             self.is_conditional.set(confirmed.is_ok());
             confirmed?;
         } else if first.has_ranges && first.validators.len != Some(0) {
             // Without range support the body is the whole file; after an error it is an error page.
-            let begun = clock::now();
-            let read = client.read_body(response, &mut bytes, first.len, budget).await;
-            match read {
-                Err(failure) if failure.repeat() == Repeat::Never || bytes.len() < SHORT_HEAD => {
+            let (begun, mut done) = (clock::now(), 0);
+            let range =
+                ByteRange { end: first.validators.len.unwrap_or(0).min(range.end), ..range };
+            bytes.resize(to_usize(range.end), 0);
+            let mut buffers = Buffers::from_slice(&mut bytes);
+            match scatter(response, range, &mut buffers, &mut done, budget).await {
+                Err(failure) if failure.repeat == Repeat::Never || done < SHORT_HEAD => {
                     return Err(failure);
                 }
-                _ => {}
+                _ => bytes.truncate(to_usize(done)),
             }
-            self.clients.speed().record_body(bytes.len() as u64, clock::since(begun));
+            self.clients.speed.record_body(done, clock::since(begun));
         }
         Ok(Head { moved, first, bytes: bytes.into(), fallback: None })
     }
@@ -137,18 +138,18 @@ impl FirstRequest<'_> {
     /// True if a failure may be that of the range alone.
     fn refuses_ranges(&self, failure: &Failure) -> bool {
         matches!(self.url, FileUrl::Fixed(_))
-            && failure.status().is_some_and(|status| WITHOUT_RANGES.contains(&status))
+            && failure.status.is_some_and(|status| WITHOUT_RANGES.contains(&status))
     }
 
     /// Requests the whole file, of a server whose ranges are broken.
-    async fn whole(&self, client: &PooledClient, what: String) -> Result<Head, Failure> {
+    async fn whole(&self, client: &Client, what: String) -> Result<Head, Failure> {
         let (moved, response) = self.url.request(client, None, RangeRequest::default()).await?;
         match parse_first(&response, None)? {
             First::File(first) if !first.has_ranges => {
                 let fallback = Some(format!("{what}, so the file is read front to back"));
                 Ok(Head { moved, first, bytes: Arc::default(), fallback })
             }
-            _ => Err(Failure::transient(std::io::ErrorKind::InvalidData, what)),
+            _ => Err(Failure::transient(ErrorKind::InvalidData, what)),
         }
     }
 }

@@ -15,32 +15,27 @@ mod validators;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use reqwest::Url;
-#[cfg(feature = "hf")]
-use reqwest::{
-    Method, StatusCode,
-    header::{HeaderMap, LOCATION},
-};
+use reqwest::header::{HeaderMap, LOCATION};
+use reqwest::{Method, StatusCode, Url};
 
 use super::{
-    CachedHead, Facts, OpenOptions, OpenSibling, ReadAt, RequestChecksum, ServerFile,
-    SourceIdentity, StreamSource,
+    CachedHead, Facts, OpenOptions, OpenSibling, ReadAt, ServerFile, SourceIdentity, StreamSource,
 };
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
-#[cfg(feature = "hf")]
-use crate::io::transport::{Repeat, RetryBudget, follow, retry, status_failure};
-use crate::io::transport::{RequestTarget, TransportOptions, Trust, show_text};
+use crate::io::transport::{
+    Repeat, RequestTarget, RetryBudget, TransportOptions, Trust, follow, retry, show_text,
+    status_failure,
+};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
+use cache_key::without_secrets;
 use client_pool::ClientPool;
-pub use file_url::FileUrl;
-#[cfg(any(feature = "clouds", feature = "s3"))]
-pub use file_url::{Refusal, Sign, SignFuture};
+pub use file_url::{FileUrl, Refusal, Sign, SignFuture};
 use first_request::{Head, request_head};
 use response::FirstResponse;
-use source::HttpSource;
 #[cfg(test)]
 pub(crate) use source::capabilities;
+use source::{HttpSource, RemoteFile};
 use validators::Validators;
 
 /// Opens an address, without a request if the head of its file is cached. A file of a server
@@ -53,19 +48,18 @@ pub fn open(address: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result
     open_as(url, display_address, None, options, cancel)
 }
 
-/// Opens an address; messages name it `display_address`.
+/// Opens an address; messages name it `display_address`. `hub`: the requests to the hub of a file of a
+/// commit.
 pub fn open_as(
     url: Url,
     display_address: String,
-    hub: Option<HubFile>,
+    hub: Option<ServerFile>,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let tls = url.scheme() == "https";
     let location = RequestTarget::new(url, options.transport.headers.clone());
-    let url = FileUrl::Fixed(Arc::new(location));
-    let clients = ClientPool::new(&options.transport, tls).map_err(Error::InvalidArgument)?;
-    open_with_clients((url, tls), Arc::new(clients), display_address, hub, options, cancel)
+    open_url(FileUrl::Fixed(Arc::new(location)), tls, display_address, hub, options, cancel)
 }
 
 /// Opens a URL; `tls` is true for `https://`.
@@ -73,28 +67,20 @@ pub fn open_url(
     url: FileUrl,
     tls: bool,
     display_address: String,
+    hub: Option<ServerFile>,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
     let clients = ClientPool::new(&options.transport, tls).map_err(Error::InvalidArgument)?;
-    open_with_clients((url, tls), Arc::new(clients), display_address, None, options, cancel)
-}
-
-/// The requests to a hub about a file.
-#[derive(Clone)]
-pub struct HubFile {
-    /// Opens files of the same commit.
-    pub open_sibling: OpenSibling,
-    /// Requests the checksum.
-    pub checksum: RequestChecksum,
+    open_with_clients(url, Arc::new(clients), display_address, hub, options, cancel)
 }
 
 /// Opens a URL with clients that may be shared with other files.
 fn open_with_clients(
-    (url, tls): (FileUrl, bool),
+    url: FileUrl,
     clients: Arc<ClientPool>,
-    display_address: String,
-    hub: Option<HubFile>,
+    uri: String,
+    hub: Option<ServerFile>,
     options: &OpenOptions,
     cancel: &dyn Cancel,
 ) -> Result<Arc<dyn ReadAt>> {
@@ -102,82 +88,69 @@ fn open_with_clients(
     let cache = options.cache.clone().filter(|_| options.transport.trust != Trust::Anything);
     let cache = cache.zip(url.cache_key());
     // Files may share a display address, so later responses must prove which file it is.
-    let cached = options.cached_heads.of(&display_address);
+    let cached = options.cached_heads.of(&uri);
     let cached = cached.filter(|head| head.tag.is_some() || head.modified.is_some());
     let mut entry = None;
     let found = match cached {
         Some(head) => Head::cached(head)?,
         None => {
             entry = cache.as_ref().and_then(|(cache, key)| cache.latest(key));
-            request_head(&url, &clients, &display_address, entry.as_ref(), options, cancel)?
+            request_head(&url, &clients, &uri, entry.as_ref(), options, cancel)?
         }
     };
     let Head { moved, mut first, bytes: head, fallback } = found;
     first.validators.is_immutable = hub.is_some();
     let url = Arc::new(url);
-    let by_name = || sibling_opener((&url, tls), &clients, &display_address, options);
-    let fallback = Arc::new(ForkSafeMutex::new(fallback));
-    let server = ServerFile { fallback, ..server_file(hub, by_name) };
-    let facts = Facts { uri: display_address, server: Some(server), ..Facts::default() };
-    let (facts, transport) = (with_response(facts, &first), options.transport.clone());
+    let server = hub.unwrap_or_else(|| {
+        let open_sibling = Some(sibling_opener(&url, &clients, &uri, options));
+        ServerFile { open_sibling, ..ServerFile::default() }
+    });
+    let server = ServerFile { fallback: Arc::new(ForkSafeMutex::new(fallback)), ..server };
+    let facts = facts_of(uri.clone(), server, &first);
+    let (transport, validators) = (options.transport.clone(), first.validators);
+    let file = RemoteFile { uri, url, clients, transport, validators };
     if !first.has_ranges {
-        let (validators, address) = (first.validators, facts.uri.clone());
-        let body = sequential::SequentialBody::new(url, clients, transport, validators, address);
+        let body = sequential::SequentialBody::new(file);
         return Ok(Arc::new(StreamSource::with_facts(body, 0, facts)));
     }
-    let sends_ahead = first.sends_ahead.unwrap_or(tls);
-    let connection_limit = if sends_ahead { clients.limit() } else { Arc::default() };
-    let facts = Facts { connection_limit, ..facts };
-    let stall = transport.stall;
+    let sends_ahead = first.sends_ahead.unwrap_or(file.clients.tls);
+    let limit = &file.clients.limit;
+    let connection_limit = if sends_ahead { Arc::clone(limit) } else { Arc::default() };
     let source = HttpSource {
-        facts,
-        url,
+        facts: Facts { connection_limit, ..facts },
+        file,
         moved: ForkSafeMutex::new(moved),
-        clients,
-        transport,
-        validators: first.validators,
         head,
         sends_ahead,
         without_conditions: AtomicBool::new(false),
     };
     match cache {
-        Some((cache, key)) => cache.wrap(Arc::new(source), &key, entry, stall),
+        Some((cache, key)) => cache.wrap(Arc::new(source), &key, entry, options.transport.stall),
         None => Ok(Arc::new(source)),
     }
 }
 
-/// The requests that are possible beside those for the file itself.
-fn server_file(hub: Option<HubFile>, by_name: impl FnOnce() -> OpenSibling) -> ServerFile {
-    let (open_sibling, checksum) = match hub {
-        Some(HubFile { open_sibling, checksum }) => (open_sibling, Some(checksum)),
-        None => (by_name(), None),
-    };
-    ServerFile { open_sibling: Some(open_sibling), checksum, ..ServerFile::default() }
-}
-
-fn identity(tag: Option<&str>) -> Option<SourceIdentity> {
-    tag.map(|tag| SourceIdentity::Tag(tag.to_owned()))
-}
-
 /// The facts of a file, of which one without ranges has no length.
-fn with_response(facts: Facts, first: &FirstResponse) -> Facts {
+fn facts_of(uri: String, server: ServerFile, first: &FirstResponse) -> Facts {
     let Validators { len, tag, modified, .. } = first.validators.clone();
-    if !first.has_ranges {
-        let headers = first.headers.clone();
-        let server = facts.server.map(|server| ServerFile { headers, ..server });
-        return Facts { identity: identity(first.validators.strong_tag()), server, ..facts };
-    }
-    let head = len.map(|len| {
-        let (uri, headers) = (facts.uri.clone(), first.headers.clone());
-        CachedHead { uri, len, tag, modified, headers, first: Arc::default() }
-    });
-    let identity = identity(head.as_ref().and_then(CachedHead::strong_tag));
-    let server = facts.server.map(|server| ServerFile { head, ..server });
-    Facts { len, identity, server, ..facts }
+    let (len, headers) = (len.filter(|_| first.has_ranges), first.headers.clone());
+    let server = match len {
+        Some(len) => {
+            let (uri, first) = (uri.clone(), Arc::default());
+            let head = Some(CachedHead { uri, len, tag, modified, headers, first });
+            ServerFile { head, ..server }
+        }
+        None => ServerFile { headers, ..server },
+    };
+    let tag = match &server.head {
+        Some(head) => head.strong_tag(),
+        None => first.validators.strong_tag(),
+    };
+    let identity = tag.map(|tag| SourceIdentity::Tag(tag.to_owned()));
+    Facts { uri, len, identity, server: Some(server), ..Facts::default() }
 }
 
 /// Requests the headers of an address. Refusals, and redirects to other hosts, are responses.
-#[cfg(feature = "hf")]
 pub fn headers(
     url: Url,
     display_address: &str,
@@ -193,27 +166,24 @@ pub fn headers(
     };
     let budget = RetryBudget::new("asking for", display_address, options, cancel).opening();
     retry::run(&budget, || {
-        clients.with_client(&budget, |client| {
-            client.run(&budget, async {
-                let none = HeaderMap::new();
-                let (_, response) =
-                    follow(client.client(), Method::HEAD, &from, &none, leaves_origin).await?;
-                let (status, headers) = (response.status(), response.headers());
-                let failure =
-                    status_failure(status, headers, format!("the server answered {status}"));
-                if failure.repeat() != Repeat::Never {
-                    Err(failure)
-                } else {
-                    Ok((status, headers.clone()))
-                }
-            })
+        clients.with_client(&budget, async |client| {
+            let none = HeaderMap::new();
+            let (_, response) = follow(client, Method::HEAD, &from, &none, leaves_origin).await?;
+            let (status, headers) = (response.status(), response.headers());
+            let what = format!("the server answered {status}");
+            let failure = status_failure(status, headers, what);
+            if failure.repeat != Repeat::Never {
+                Err(failure)
+            } else {
+                Ok((status, headers.clone()))
+            }
         })
     })
 }
 
 /// Opens other files in the same folder, in the same way, by the same clients.
 fn sibling_opener(
-    (url, tls): (&Arc<FileUrl>, bool),
+    url: &Arc<FileUrl>,
     clients: &Arc<ClientPool>,
     display_address: &str,
     options: &OpenOptions,
@@ -235,7 +205,7 @@ fn sibling_opener(
         let address = format!("{folder}/{name}{query}");
         let options = OpenOptions { first, ..options.clone() };
         let clients = Arc::clone(&clients);
-        open_with_clients((url, tls), clients, address, None, &options, cancel).map(Some)
+        open_with_clients(url, clients, address, None, &options, cancel).map(Some)
     })
 }
 
@@ -245,16 +215,9 @@ pub fn display_address(address: &str) -> Option<String> {
 }
 
 fn display_url(url: &Url) -> String {
-    let mut url = url.clone();
-    let query = url.query().is_some();
-    url.set_query(None);
-    url.set_fragment(None);
-    // Neither can fail for addresses that have a host.
-    let _ = url.set_username("");
-    let _ = url.set_password(None);
-    if query { format!("{url}?...") } else { url.to_string() }
+    let query = if url.query().is_some() { "?..." } else { "" };
+    format!("{}{query}", without_secrets(url))
 }
 
-#[cfg(test)]
-#[cfg(any(feature = "clouds", feature = "s3"))]
+#[cfg(all(test, any(feature = "clouds", feature = "s3")))]
 mod tests;

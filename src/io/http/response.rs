@@ -2,53 +2,21 @@
 
 use std::io::ErrorKind;
 
-use reqwest::header::{ACCEPT_RANGES, CONTENT_LENGTH, CONTENT_RANGE, ETAG};
+use reqwest::header::{ACCEPT_RANGES, CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderValue};
 use reqwest::{Response, StatusCode, Version};
 
-use super::fields::{
-    ByteRange, ContentRange, check_coding, content_length, content_range, header_text,
-};
+use super::fields::{ByteRange, UNASKED, check_coding, content_length, content_range, header_text};
 use super::validators::Validators;
-use crate::error::Error;
-use crate::io::CachedHead;
 use crate::io::transport::Failure;
 
 /// The response to the first request.
 pub struct FirstResponse {
     /// True if the server has sent the requested range.
     pub has_ranges: bool,
-    /// True if the cached copy is current, so there is no body.
-    pub not_modified: bool,
-    /// Length of its body, if the response states it.
-    pub len: Option<u64>,
     pub validators: Validators,
     pub headers: Vec<(String, String)>,
     /// True if the server sends ahead by HTTP/2; None without a request.
     pub sends_ahead: Option<bool>,
-}
-
-impl FirstResponse {
-    /// The first response, rebuilt from a cached head. A head that contradicts itself is an error.
-    pub fn cached(head: &CachedHead) -> crate::error::Result<Self> {
-        let found = head.first.len() as u64;
-        if found > head.len {
-            return Err(Error::InvalidArgument(format!(
-                "the cached header of `{}` is invalid: expected at most the {} bytes of the file, \
-                 found {found}",
-                head.uri, head.len
-            )));
-        }
-        let (tag, modified) = (head.tag.clone(), head.modified.clone());
-        let validators = Validators { len: Some(head.len), tag, modified, is_immutable: false };
-        Ok(FirstResponse {
-            has_ranges: true,
-            not_modified: false,
-            len: Some(found),
-            validators,
-            headers: head.headers.clone(),
-            sends_ahead: None,
-        })
-    }
 }
 
 impl FirstResponse {
@@ -57,8 +25,7 @@ impl FirstResponse {
     /// condition.
     pub fn confirm_copy(&mut self, copy: Option<(u64, &str)>) -> Result<(), Failure> {
         let Some((len, tag)) = copy else {
-            let what = "the server answered 304 Not Modified to a request without If-None-Match";
-            return Err(Failure::permanent(ErrorKind::InvalidData, what));
+            return Err(Failure::permanent(ErrorKind::InvalidData, UNASKED));
         };
         if self.validators.tag.as_deref().is_some_and(|found| found != tag) {
             let what = "the server answered 304 Not Modified with another ETag than that of \
@@ -92,60 +59,44 @@ pub enum First {
 /// Reads the response to the first request, for a range or, if that is None, for the whole file.
 pub fn parse_first(response: &Response, wanted: Option<ByteRange>) -> Result<First, Failure> {
     let (status, headers) = (response.status(), response.headers());
-    let found = |has_ranges: bool, body: Option<u64>, size: Option<u64>| {
+    let found = |has_ranges: bool, size: Option<u64>| {
+        let text = |value: &HeaderValue| value.to_str().ok().map(str::to_owned);
+        let fields = headers.iter();
         Ok(First::File(FirstResponse {
             has_ranges,
-            not_modified: status == StatusCode::NOT_MODIFIED,
-            len: body,
             validators: Validators::of(headers, size),
-            headers: headers
-                .iter()
-                .filter_map(|(name, value)| {
-                    Some((name.to_string(), value.to_str().ok()?.to_owned()))
-                })
-                .collect(),
+            headers: fields.filter_map(|(name, of)| Some((name.to_string(), text(of)?))).collect(),
             sends_ahead: Some(response.version() == Version::HTTP_2),
         }))
     };
-    let stated = || match header_text(headers, &CONTENT_RANGE) {
-        Some(field) => format!("{status} with the Content-Range {field:?}"),
-        None => format!("{status} without a valid Content-Range"),
-    };
-    match (status, content_range(headers), wanted) {
-        // The response has no size; that of the cached copy is used.
-        (StatusCode::NOT_MODIFIED, ..) => return found(true, Some(0), None),
-        // Only an empty file has no first byte.
-        (
-            StatusCode::RANGE_NOT_SATISFIABLE,
-            Some(ContentRange { range: None, len: Some(0) }),
-            _,
-        ) => {
-            return found(true, Some(0), Some(0));
-        }
-        (
-            StatusCode::RANGE_NOT_SATISFIABLE,
-            Some(ContentRange { len: Some(len), .. }),
-            Some(range),
-        ) if range.start < len => {
-            let what = format!("the server answered {status} though the file has {len} bytes");
-            return Err(Failure::transient(ErrorKind::InvalidData, what));
-        }
-        (StatusCode::RANGE_NOT_SATISFIABLE, ..) => return Ok(First::BrokenRanges(stated())),
-        _ => check_coding(response)?,
+    if !matches!(status, StatusCode::NOT_MODIFIED | StatusCode::RANGE_NOT_SATISFIABLE) {
+        check_coding(response)?;
     }
     match (status, content_range(headers), wanted) {
-        (
-            StatusCode::PARTIAL_CONTENT,
-            Some(ContentRange { range: Some((0, end)), len: Some(len) }),
-            Some(wanted),
-        ) if end == wanted.end.min(len) => found(true, Some(end), Some(len)),
-        // A range without a total length, another one than that of the request, or a part of the
-        // file as if it were the whole.
-        (StatusCode::PARTIAL_CONTENT, ..) | (_, Some(_), _) => Ok(First::BrokenRanges(stated())),
-        _ => {
-            let len = content_length(headers);
-            found(false, len, len)
+        // The response has no size; that of the cached copy is used.
+        (StatusCode::NOT_MODIFIED, ..) => found(true, None),
+        // Only an empty file has no first byte.
+        (StatusCode::RANGE_NOT_SATISFIABLE, Some((None, Some(0))), _) => found(true, Some(0)),
+        (StatusCode::RANGE_NOT_SATISFIABLE, Some((_, Some(len))), Some(range))
+            if range.start < len =>
+        {
+            let what = format!("the server answered {status} though the file has {len} bytes");
+            Err(Failure::transient(ErrorKind::InvalidData, what))
         }
+        (StatusCode::PARTIAL_CONTENT, Some((Some((0, end)), Some(len))), Some(wanted))
+            if end == wanted.end.min(len) =>
+        {
+            found(true, Some(len))
+        }
+        // No range, one without a total length, another one than that of the request, or a part of
+        // the file as if it were the whole.
+        (StatusCode::RANGE_NOT_SATISFIABLE | StatusCode::PARTIAL_CONTENT, ..) | (_, Some(_), _) => {
+            Ok(First::BrokenRanges(match header_text(headers, &CONTENT_RANGE) {
+                Some(field) => format!("{status} with the Content-Range {field:?}"),
+                None => format!("{status} without a valid Content-Range"),
+            }))
+        }
+        _ => found(false, content_length(headers)),
     }
 }
 
@@ -163,8 +114,6 @@ mod tests {
         };
         FirstResponse {
             has_ranges: true,
-            not_modified: true,
-            len: Some(0),
             validators,
             headers: vec![("etag".to_owned(), "\"x\"".to_owned())],
             sends_ahead: None,

@@ -1,93 +1,64 @@
 //! Files of a server without ranges: one response, read front to back.
 
-use crate::mem::Buffers;
 use std::io;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, Bytes};
 use reqwest::Response;
 
-use super::client_pool::{ClientPool, PooledClient};
-use super::file_url::{FileUrl, RangeRequest};
-use super::validators::Validators;
+use super::client_pool::next_chunk;
+use super::file_url::RangeRequest;
+use super::source::RemoteFile;
 use crate::cancel::Cancel;
 use crate::io::Stream;
-use crate::io::transport::{Failure, RetryBudget, TransportOptions, retry};
+use crate::io::transport::{Client, Failure, PooledConnection, RetryBudget, retry};
+use crate::mem::Buffers;
 use crate::sys::process::DropInOwner;
 use crate::sys::to_usize;
 
 /// The body of a file. After a broken connection it is requested again, and the bytes that were
 /// read before are skipped.
 pub struct SequentialBody {
-    url: Arc<FileUrl>,
-    clients: Arc<ClientPool>,
-    options: TransportOptions,
-    validators: Validators,
-    display_address: String,
+    /// Its length is known at the latest at its end.
+    file: RemoteFile,
     /// The connection and the response. In a forked child they are the parent's, and are not used.
-    connection: Option<DropInOwner<(PooledClient, Response)>>,
+    connection: Option<DropInOwner<(PooledConnection<Client>, Response)>>,
     /// Bytes that have arrived and were not read yet.
     unread: Bytes,
     position: u64,
-    /// True if the body has ended at `position`.
-    ended: bool,
     /// Time spent waiting for bytes.
     time_waited: Duration,
 }
 
 impl SequentialBody {
-    pub fn new(
-        url: Arc<FileUrl>,
-        clients: Arc<ClientPool>,
-        options: TransportOptions,
-        validators: Validators,
-        display_address: String,
-    ) -> Self {
-        SequentialBody {
-            url,
-            clients,
-            options,
-            validators,
-            display_address,
-            connection: None,
-            unread: Bytes::new(),
-            position: 0,
-            ended: false,
-            time_waited: Duration::ZERO,
-        }
+    pub fn new(file: RemoteFile) -> Self {
+        let (unread, time_waited) = (Bytes::new(), Duration::ZERO);
+        SequentialBody { file, connection: None, unread, position: 0, time_waited }
     }
 
     /// Reads the next bytes; none at the end.
     fn next_bytes(&mut self, budget: &RetryBudget<'_>) -> Result<Bytes, Failure> {
-        let at_end = self.connection.is_none() && self.validators.len == Some(self.position);
-        if self.ended || at_end {
+        if self.connection.is_none() && self.file.validators.len == Some(self.position) {
             return Ok(Bytes::new());
         }
         let (mut connection, mut skip) = match self.connection.take() {
             Some(connection) if connection.owner().is_current() => (connection, 0),
             _ => {
-                let client = self.clients.take_client(budget)?;
-                let (_, response) = client.run(budget, async {
-                    let if_match = Some(&self.validators);
-                    self.url
-                        .request(
-                            &client,
-                            None,
-                            RangeRequest { if_match, ..RangeRequest::default() },
-                        )
-                        .await
-                })?;
-                self.validators.check_whole(&response)?;
-                (DropInOwner::new((client, response)), self.position)
+                let RemoteFile { url, clients, validators, .. } = &self.file;
+                let connection = clients.take(budget)?;
+                let range_request =
+                    RangeRequest { if_match: Some(validators), ..RangeRequest::default() };
+                let request = url.request(&connection.client, None, range_request);
+                let (_, response) = connection.events.run(budget, request)?;
+                validators.check_whole(&response)?;
+                (DropInOwner::new((connection, response)), self.position)
             }
         };
         loop {
-            let (client, response) = &mut *connection;
-            let next = client.run(budget, async { client.next_chunk(response, budget).await });
-            let mut bytes = next?;
+            let (of, response) = &mut *connection;
+            let mut bytes = of.events.run(budget, next_chunk(response, budget))?;
             if bytes.is_empty() {
-                let end = self.validators.len.unwrap_or(self.position);
+                let end = self.file.validators.len.unwrap_or(self.position);
                 if skip > 0 || self.position < end {
                     let what = format!(
                         "the response body ended at byte {} of {end}",
@@ -95,7 +66,7 @@ impl SequentialBody {
                     );
                     return Err(Failure::transient(io::ErrorKind::UnexpectedEof, what));
                 }
-                self.ended = true;
+                self.file.validators.len = Some(self.position);
                 return Ok(bytes);
             }
             let skipped = skip.min(bytes.len() as u64);
@@ -110,13 +81,12 @@ impl SequentialBody {
 
     /// Waits until there are bytes, or for the end.
     fn fill_unread(&mut self, cancel: &dyn Cancel) -> crate::error::Result<()> {
-        let (options, display_address) = (self.options.clone(), self.display_address.clone());
-        let budget = RetryBudget::new("reading", &display_address, &options, cancel);
+        let (options, uri) = (self.file.transport.clone(), self.file.uri.clone());
         // The whole body is one request.
-        let budget = budget.resumed(self.time_waited, self.position);
-        budget.set_position(self.position);
+        let budget = RetryBudget::new("reading", &uri, &options, cancel)
+            .resumed(self.time_waited, self.position);
         let bytes = retry::run(&budget, || self.next_bytes(&budget));
-        self.unread = bytes.map_err(|error| self.url.with_host(error))?;
+        self.unread = bytes.map_err(|error| self.file.url.with_host(error))?;
         Ok(())
     }
 }

@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use reqwest::StatusCode;
 
-use super::client_pool::ClientPool;
-use super::fields::ByteRange;
+use super::client_pool::{ClientPool, scatter};
+use super::fields::{ByteRange, is_of_range};
 use super::file_url::{FileUrl, RangeRequest};
 use super::response::{First, parse_first};
 use super::server_speed::DEFAULT_GAP;
 use super::turns::Turn;
-use super::validators::{Validators, may_be_another_file};
+use super::validators::Validators;
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::io::transport::{Failure, Repeat, RequestTarget, RetryBudget, TransportOptions, retry};
@@ -31,15 +31,22 @@ const FIRST_CONNECTIONS: usize = 4;
 /// network of 25 Gbit/s.
 const MAX_CONNECTIONS: usize = 32;
 
-/// A file of a server with ranges.
-pub struct HttpSource {
-    pub facts: Facts,
+/// A file of a server.
+pub struct RemoteFile {
+    /// The address, for messages.
+    pub uri: String,
     pub url: Arc<FileUrl>,
-    /// The location to which redirects have led; it may expire.
-    pub moved: ForkSafeMutex<Option<Arc<RequestTarget>>>,
     pub clients: Arc<ClientPool>,
     pub transport: TransportOptions,
     pub validators: Validators,
+}
+
+/// A file of a server with ranges.
+pub struct HttpSource {
+    pub facts: Facts,
+    pub file: RemoteFile,
+    /// The location to which redirects have led; it may expire.
+    pub moved: ForkSafeMutex<Option<Arc<RequestTarget>>>,
     /// The first bytes of the file.
     pub head: Arc<[u8]>,
     /// True if the server sends bytes before they are read, by HTTP/2.
@@ -70,31 +77,27 @@ impl HttpSource {
         budget: &RetryBudget<'_>,
     ) -> Result<(), Failure> {
         let at = self.moved.lock().clone();
-        let turn = self.clients.turns().take(budget)?;
+        let RemoteFile { url, clients, validators, .. } = &self.file;
+        let turn = clients.turns.take(budget)?;
         let mut refused = false;
-        let if_match =
-            (!self.without_conditions.load(Ordering::Relaxed)).then_some(&self.validators);
-        let outcome = self.clients.with_client(budget, |client| {
-            client.run(budget, async {
-                let range_request =
-                    RangeRequest { if_match, ..RangeRequest::range(range.start, range.end) };
-                let begun = clock::now();
-                let (moved, response) =
-                    self.url.request(client, at.as_ref(), range_request).await?;
-                self.clients.speed().record_latency(clock::since(begun));
-                if self.validators.is_whole(&response) {
-                    self.without_conditions.store(true, Ordering::Relaxed);
-                }
-                refused = may_be_another_file(&response);
-                self.validators.check(&response, range)?;
-                turn.served();
-                let begun = clock::now();
-                client.scatter(response, range, buffers, done, budget).await?;
-                self.clients.speed().record_body(range.end - range.start, clock::since(begun));
-                Ok(moved)
-            })
+        let if_match = (!self.without_conditions.load(Ordering::Relaxed)).then_some(validators);
+        let outcome = clients.with_client(budget, async |client| {
+            let range_request = RangeRequest { if_match, ..RangeRequest::range(range) };
+            let begun = clock::now();
+            let (moved, response) = url.request(client, at.as_ref(), range_request).await?;
+            clients.speed.record_latency(clock::since(begun));
+            if validators.is_whole(&response) {
+                self.without_conditions.store(true, Ordering::Relaxed);
+            }
+            refused = is_of_range(response.status());
+            validators.check(&response, range)?;
+            turn.served();
+            let begun = clock::now();
+            scatter(response, range, buffers, done, budget).await?;
+            clients.speed.record_body(range.end - range.start, clock::since(begun));
+            Ok(moved)
         });
-        if outcome.as_ref().is_err_and(|failure| failure.repeat() != Repeat::Never) {
+        if outcome.as_ref().is_err_and(|failure| failure.repeat != Repeat::Never) {
             self.leave(&turn);
         }
         let outcome = match outcome {
@@ -127,19 +130,18 @@ impl HttpSource {
         if_match: Option<&Validators>,
         budget: &RetryBudget<'_>,
     ) -> Failure {
-        let check = || {
-            let client = self.clients.new_client(budget)?;
-            client.run(budget, async {
-                let range = RangeRequest::range(0, 1);
-                let (_, response) = self.url.request(&client, at, range).await?;
-                match parse_first(&response, Some(ByteRange { start: 0, end: 1 }))? {
-                    First::File(first) => self.validators.check_same(&first.validators)?,
-                    First::BrokenRanges(_) => return Ok(false),
-                }
-                Ok(response.status() == StatusCode::PARTIAL_CONTENT)
-            })
-        };
-        match check() {
+        let RemoteFile { url, clients, validators, .. } = &self.file;
+        let range = ByteRange { start: 0, end: 1 };
+        let found = clients.connect(budget).and_then(|connection| {
+            let request = url.request(&connection.client, at, RangeRequest::range(range));
+            let (_, response) = connection.events.run(budget, request)?;
+            match parse_first(&response, Some(range))? {
+                First::File(first) => validators.check_same(&first.validators)?,
+                First::BrokenRanges(_) => return Ok(false),
+            }
+            Ok(response.status() == StatusCode::PARTIAL_CONTENT)
+        });
+        match found {
             Ok(true) if if_match.is_some_and(|file| file.strong_tag().is_some()) => {
                 self.without_conditions.store(true, Ordering::Relaxed);
                 Failure::transient(ErrorKind::InvalidData, failure.to_string())
@@ -156,9 +158,10 @@ impl ReadAt for HttpSource {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let found = capabilities(&self.transport);
-        let sends_ahead = if self.sends_ahead { u64::from(self.clients.window()) } else { 0 };
-        let merge_gap = self.clients.speed().merge_gap(found.initial_readers);
+        let RemoteFile { clients, transport, .. } = &self.file;
+        let found = capabilities(transport);
+        let sends_ahead = if self.sends_ahead { u64::from(clients.window()) } else { 0 };
+        let merge_gap = clients.speed.merge_gap(found.initial_readers);
         Capabilities { reader_memory: found.reader_memory + sends_ahead, merge_gap, ..found }
     }
 
@@ -168,7 +171,8 @@ impl ReadAt for HttpSource {
         buffers: &mut Buffers<'_>,
         cancel: &dyn Cancel,
     ) -> Result<usize> {
-        let len = self.validators.len.unwrap_or(u64::MAX);
+        let RemoteFile { uri, url, transport, validators, .. } = &self.file;
+        let len = validators.len.unwrap_or(u64::MAX);
         let end = offset.saturating_add(buffers.remaining() as u64).min(len);
         if end <= offset {
             return Ok(0);
@@ -178,15 +182,15 @@ impl ReadAt for HttpSource {
             done += buffers.fill_from(from_head) as u64;
         }
         if done < end {
-            let budget = RetryBudget::new("reading", &self.facts.uri, &self.transport, cancel);
-            budget.set_position(done);
+            let budget = RetryBudget::new("reading", uri, transport, cancel);
+            budget.position.set(done);
             let read = retry::run(&budget, || {
                 let range = ByteRange { start: done, end };
                 let outcome = self.attempt(range, buffers, &mut done, &budget);
-                budget.set_position(done);
+                budget.position.set(done);
                 outcome
             });
-            read.map_err(|error| self.url.with_host(error))?;
+            read.map_err(|error| url.with_host(error))?;
         }
         Ok(to_usize(end - offset))
     }

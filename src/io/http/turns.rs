@@ -5,7 +5,6 @@ use std::cell::Cell;
 
 use crate::cancel;
 use crate::io::transport::{Failure, RetryBudget};
-use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use crate::sys::process::PerProcess;
 
@@ -36,11 +35,9 @@ pub struct Turn<'t> {
 impl Turns {
     /// Waits until a request may run. The time does not count for its budget.
     pub fn take(&self, budget: &RetryBudget<'_>) -> Result<Turn<'_>, Failure> {
-        let begun = clock::now();
         while !self.begin() {
             budget.wait(cancel::POLL)?;
         }
-        budget.waited(clock::since(begun));
         Ok(Turn { turns: self, is_served: Cell::new(false) })
     }
 

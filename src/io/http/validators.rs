@@ -6,7 +6,7 @@ use reqwest::header::{ETAG, HeaderMap, HeaderValue, LAST_MODIFIED};
 use reqwest::{Response, StatusCode};
 
 use super::fields::{
-    ByteRange, ContentRange, check_coding, content_length, content_range, header_text,
+    ByteRange, UNASKED, check_coding, content_length, content_range, header_text, is_of_range,
 };
 use crate::io::transport::Failure;
 
@@ -38,32 +38,26 @@ impl Validators {
     /// Checks that a response holds exactly the range, of the file that was opened.
     pub fn check(&self, response: &Response, wanted: ByteRange) -> Result<(), Failure> {
         self.check_status(response)?;
-        let status = response.status();
+        let (status, headers) = (response.status(), response.headers());
+        let wrong = |what: String| Err(Failure::transient(ErrorKind::InvalidData, what));
+        let ByteRange { start, end } = wanted;
         if status != StatusCode::PARTIAL_CONTENT {
             // The page of a proxy, or a server that no longer supports ranges.
-            let what = format!(
-                "expected 206 Partial Content with bytes {} to {}, the server answered {status} \
-                 without a range",
-                wanted.start, wanted.end
-            );
-            return Err(Failure::transient(ErrorKind::InvalidData, what));
-        }
-        let headers = response.headers();
-        let Some(ContentRange { range: Some((start, end)), len }) = content_range(headers) else {
-            return Err(Failure::transient(
-                ErrorKind::InvalidData,
-                "the server's 206 response has no valid Content-Range header",
+            return wrong(format!(
+                "expected 206 Partial Content with bytes {start} to {end}, the server answered \
+                 {status} without a range"
             ));
+        }
+        let Some((Some((first, last)), len)) = content_range(headers) else {
+            return wrong("the server's 206 response has no valid Content-Range header".to_owned());
         };
         self.check_same(&Validators::of(headers, len.or(self.len)))?;
-        let stated = content_length(headers).unwrap_or(end.saturating_sub(start));
-        if (start, end) != (wanted.start, wanted.end) || stated != end - start {
-            let what = format!(
-                "expected bytes {} to {}, the server sent {start} to {end} in a body of {stated} \
-                 bytes",
-                wanted.start, wanted.end
-            );
-            return Err(Failure::transient(ErrorKind::InvalidData, what));
+        let stated = content_length(headers).unwrap_or(last.saturating_sub(first));
+        if (first, last) != (start, end) || stated != end - start {
+            return wrong(format!(
+                "expected bytes {start} to {end}, the server sent {first} to {last} in a body of \
+                 {stated} bytes"
+            ));
         }
         Ok(())
     }
@@ -84,41 +78,37 @@ impl Validators {
 
     fn check_status(&self, response: &Response) -> Result<(), Failure> {
         let status = response.status();
-        match (status, self.strong_tag()) {
+        let failure = match (status, self.strong_tag()) {
             (StatusCode::PRECONDITION_FAILED, Some(tag)) => {
                 let what = format!("the file changed since it was opened: its ETag was {tag}");
-                Err(Failure::permanent(ErrorKind::InvalidData, what))
+                Failure::permanent(ErrorKind::InvalidData, what)
             }
-            (StatusCode::RANGE_NOT_SATISFIABLE | StatusCode::PRECONDITION_FAILED, _) => {
+            (status, _) if is_of_range(status) => {
                 let what = format!("the server answered {status} to a range inside the file");
-                Err(Failure::transient(ErrorKind::InvalidData, what))
+                Failure::transient(ErrorKind::InvalidData, what)
             }
-            (StatusCode::NOT_MODIFIED, _) => {
-                let what =
-                    "the server answered 304 Not Modified to a request without If-None-Match";
-                Err(Failure::permanent(ErrorKind::InvalidData, what))
-            }
-            _ => check_coding(response),
-        }
+            (StatusCode::NOT_MODIFIED, _) => Failure::permanent(ErrorKind::InvalidData, UNASKED),
+            _ => return check_coding(response),
+        };
+        Err(failure)
     }
 
     /// Fails if another response is about another file, and says what differs.
     pub fn check_same(&self, found: &Validators) -> Result<(), Failure> {
         let bytes = |len: Option<u64>| len.map(|len| format!("{len} bytes"));
-        let mut facts = vec![("size", bytes(self.len), bytes(found.len))];
         let opaque = |tag: &Option<String>| tag.clone().map(|tag| tag.replacen("W/", "", 1));
         let same_tags = self.tag.is_some() && opaque(&self.tag) == opaque(&found.tag);
         // The same strong tag is that of the same bytes, whatever the date.
         let is_proven = same_tags && self.strong_tag().is_some() && found.strong_tag().is_some();
-        if !is_proven && !self.is_immutable {
-            facts.insert(0, ("Last-Modified", self.modified.clone(), found.modified.clone()));
-            if !same_tags {
-                facts.insert(0, ("ETag", self.tag.clone(), found.tag.clone()));
-            }
-        }
+        let has_version = !is_proven && !self.is_immutable;
+        let facts = [
+            (has_version && !same_tags, "ETag", self.tag.clone(), found.tag.clone()),
+            (has_version, "Last-Modified", self.modified.clone(), found.modified.clone()),
+            (true, "size", bytes(self.len), bytes(found.len)),
+        ];
         let same_dates = self.modified.is_some() && self.modified == found.modified;
         let mut differences = Vec::new();
-        for (what, before, now) in &facts {
+        for (_, what, before, now) in facts.iter().filter(|(is_compared, ..)| *is_compared) {
             match (before, now) {
                 (Some(before), Some(now)) if before != now => {
                     differences.push(format!("its {what} was {before}, is {now}"));
@@ -143,13 +133,6 @@ impl Validators {
         let what = format!("the file changed since it was opened: {}", differences.join("; "));
         Err(Failure::permanent(ErrorKind::InvalidData, what))
     }
-}
-
-/// True if a server refuses a range, or the `ETag` of a request: it may have another file, or not
-/// know conditions.
-pub fn may_be_another_file(response: &Response) -> bool {
-    let status = response.status();
-    matches!(status, StatusCode::PRECONDITION_FAILED | StatusCode::RANGE_NOT_SATISFIABLE)
 }
 
 /// The text of an `ETag`. Other bytes than those of ASCII are allowed in it, and tell versions apart.

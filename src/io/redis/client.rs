@@ -139,10 +139,10 @@ impl RedisConnections {
         budget: &RetryBudget<'_>,
     ) -> Result<Vec<Value>, Failure> {
         let connection = self.pool.take(budget, || self.connect())?;
-        let (stream, receive_limit) = connection.client();
+        let (stream, receive_limit) = &connection.client;
         let mut stream = stream.clone();
         receive_limit.set(max_bytes.saturating_add(OVERHEAD));
-        let replies = connection.run(budget, async {
+        let replies = connection.events.run(budget, async {
             commands.query_async::<Vec<Value>>(&mut stream).await.map_err(failure)
         });
         if replies.as_ref().is_err_and(Failure::is_ended) {

@@ -98,7 +98,7 @@ impl RedisSource {
         position: u64,
         budget: &RetryBudget<'_>,
     ) -> Result<Vec<Value>> {
-        budget.set_position(position);
+        budget.position.set(position);
         retry::run(budget, || self.connections.send(commands, max_bytes, budget))
     }
 

@@ -9,13 +9,13 @@ use aws_sdk_s3::config::http::{HttpRequest, HttpResponse};
 use aws_sdk_s3::error::ConnectorError;
 use aws_sdk_s3::primitives::SdkBody;
 use aws_smithy_runtime_api::client::http::{
-    HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
+    HttpConnector, HttpConnectorFuture, SharedHttpClient, SharedHttpConnector, http_client_fn,
 };
-use aws_smithy_runtime_api::client::runtime_components::RuntimeComponents;
 use reqwest::{Body, Request, Url};
 
 use super::send::read_document;
-use super::{Client, CredentialClient, Failure, UploadBody};
+use super::trust::AWS_CREDENTIALS_SETTINGS;
+use super::{Client, CredentialClient, Failure, TransportOptions, UploadBody};
 
 /// Sends the SDK's requests. Errors carry a [`Failure`].
 #[derive(Debug, Clone)]
@@ -29,49 +29,57 @@ impl SdkClient {
     pub fn new(client: Client) -> Self {
         SdkClient { client, sent: Arc::default() }
     }
+
+    async fn send(&self, request: HttpRequest) -> Result<HttpResponse, Failure> {
+        let odd = |e: &dyn Display| Failure::permanent(ErrorKind::InvalidInput, e.to_string());
+        let request = request.try_into_http1x().map_err(|e| odd(&e))?;
+        let counted = Arc::clone(&self.sent);
+        let request =
+            Request::try_from(request.map(|body| Body::wrap(UploadBody::new(body, counted))))?;
+        let mut response = self.client.send(request, Some(&self.sent)).await?;
+        // The SDK reads no objects in this way, only the documents of its API.
+        let body = read_document(&mut response, self.client.config.stall).await?;
+        let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
+        let mut whole = HttpResponse::new(status, SdkBody::from(body));
+        for (name, value) in response.headers() {
+            if let Ok(value) = value.to_str() {
+                whole.headers_mut().append(name.as_str().to_owned(), value.to_owned());
+            }
+        }
+        Ok(whole)
+    }
 }
 
-impl HttpClient for SdkClient {
-    fn http_connector(
-        &self,
-        _settings: &HttpConnectorSettings,
-        _components: &RuntimeComponents,
-    ) -> SharedHttpConnector {
-        SharedHttpConnector::new(self.clone())
-    }
+/// A client for the SDK that sends by a connector, whatever its settings.
+pub fn sdk_client(connector: impl HttpConnector + Clone + 'static) -> SharedHttpClient {
+    http_client_fn(move |_, _| SharedHttpConnector::new(connector.clone()))
 }
 
 impl HttpConnector for SdkClient {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
-        let SdkClient { client, sent } = self.clone();
-        HttpConnectorFuture::new(async move {
-            send(&client, request, sent).await.map_err(connector_error)
-        })
+        let client = self.clone();
+        HttpConnectorFuture::new(async move { client.send(request).await.map_err(connector_error) })
     }
 }
 
-impl HttpClient for CredentialClient {
-    fn http_connector(
-        &self,
-        settings: &HttpConnectorSettings,
-        _components: &RuntimeComponents,
-    ) -> SharedHttpConnector {
-        let mut options = self.options.clone();
+/// The client of the SDK's credential providers, with the options of a source or sink.
+pub fn credential_client(options: &TransportOptions) -> SharedHttpClient {
+    let client = CredentialClient::new(options, AWS_CREDENTIALS_SETTINGS);
+    http_client_fn(move |settings, _| {
+        let mut client = client.clone();
+        let TransportOptions { connect, stall, .. } = &mut client.options;
         // The SDK allows a second for a service that only machines of AWS have.
-        options.connect = settings.connect_timeout().unwrap_or(options.connect);
-        options.stall =
-            settings.read_timeout().map_or(options.stall, |read| options.connect + read);
-        SharedHttpConnector::new(CredentialClient { options })
-    }
+        *connect = settings.connect_timeout().unwrap_or(*connect);
+        *stall = settings.read_timeout().map_or(*stall, |read| *connect + read);
+        SharedHttpConnector::new(client)
+    })
 }
 
 impl HttpConnector for CredentialClient {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {
-        let url = Url::parse(request.uri());
-        let (host, tls) = url
-            .as_ref()
-            .map_or(("", true), |url| (url.host_str().unwrap_or(""), url.scheme() == "https"));
-        match self.connect(host, tls) {
+        let url = Url::parse(request.uri()).ok();
+        let host = url.as_ref().and_then(Url::host_str).unwrap_or("");
+        match self.connect(host, url.as_ref().is_none_or(|url| url.scheme() == "https")) {
             Ok(client) => SdkClient::new(client).call(request),
             Err(failure) => HttpConnectorFuture::ready(Err(connector_error(failure))),
         }
@@ -81,27 +89,4 @@ impl HttpConnector for CredentialClient {
 /// A failure as the error of the SDK's client.
 pub fn connector_error(failure: Failure) -> ConnectorError {
     ConnectorError::other(failure.into(), None)
-}
-
-async fn send(
-    client: &Client,
-    request: HttpRequest,
-    sent: Arc<AtomicU64>,
-) -> Result<HttpResponse, Failure> {
-    let odd = |e: &dyn Display| Failure::permanent(ErrorKind::InvalidInput, e.to_string());
-    let request = request.try_into_http1x().map_err(|e| odd(&e))?;
-    let counted = Arc::clone(&sent);
-    let request =
-        Request::try_from(request.map(|body| Body::wrap(UploadBody::new(body, counted))))?;
-    let mut response = client.send(request, Some(&sent)).await?;
-    // The SDK reads no objects in this way, only the documents of its API.
-    let body = read_document(&mut response, client.stall()).await?;
-    let status = response.status().as_u16().try_into().map_err(|e| odd(&e))?;
-    let mut whole = HttpResponse::new(status, SdkBody::from(body));
-    for (name, value) in response.headers() {
-        if let Ok(value) = value.to_str() {
-            whole.headers_mut().append(name.as_str().to_owned(), value.to_owned());
-        }
-    }
-    Ok(whole)
 }

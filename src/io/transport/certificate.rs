@@ -9,9 +9,7 @@ use rustls::client::verify_server_name;
 use rustls::crypto::{
     CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
 };
-use rustls::pki_types::{
-    CertificateDer, ServerName, SignatureVerificationAlgorithm, SubjectPublicKeyInfoDer, UnixTime,
-};
+use rustls::pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime};
 use rustls::server::ParsedCertificate;
 use rustls::{
     CertificateError, DigitallySignedStruct, Error, OtherError, RootCertStore, SignatureScheme,
@@ -28,6 +26,9 @@ const SERVER_PURPOSES: [ObjectIdentifier; 2] = [
     ObjectIdentifier::new_unwrap("2.5.29.37.0"),
 ];
 
+/// Trusted certificates, and the authorities among them.
+pub type Trusted = (Vec<CertificateDer<'static>>, RootCertStore);
+
 /// Verifies the certificates of servers.
 #[derive(Debug)]
 pub struct Verifier {
@@ -38,22 +39,17 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// A verifier that accepts every certificate.
-    pub fn of_anything(provider: &CryptoProvider) -> Self {
+    /// A verifier that trusts these certificates, and the authorities among them; without any, it
+    /// accepts every certificate.
+    pub fn new(trusted: Option<Trusted>, provider: &Arc<CryptoProvider>) -> Result<Self, String> {
         let algorithms = provider.signature_verification_algorithms;
-        Verifier { strict: None, trusted: Vec::new(), algorithms }
-    }
-
-    /// A verifier that trusts these certificates, and the authorities among them.
-    pub fn new(
-        trusted: Vec<CertificateDer<'static>>,
-        authorities: RootCertStore,
-        provider: &Arc<CryptoProvider>,
-    ) -> Result<Self, String> {
-        let authorities = Arc::new(authorities);
-        let strict = WebPkiServerVerifier::builder_with_provider(authorities, Arc::clone(provider));
+        let Some((trusted, authorities)) = trusted else {
+            return Ok(Verifier { strict: None, trusted: Vec::new(), algorithms });
+        };
+        let strict =
+            WebPkiServerVerifier::builder_with_provider(authorities.into(), Arc::clone(provider));
         let strict = Some(strict.build().map_err(|e| e.to_string())?);
-        Ok(Verifier { strict, trusted, ..Self::of_anything(provider) })
+        Ok(Verifier { strict, trusted, algorithms })
     }
 
     /// True for a certificate that is refused with this error, and that OpenSSL accepts.
@@ -84,20 +80,23 @@ impl Verifier {
 
     /// True if a trusted certificate has signed this one itself.
     fn has_signed(&self, certificate: &Certificate) -> Option<bool> {
-        let algorithm = certificate.signature_algorithm().to_der().ok()?;
-        // Their names lack the head of the sequence.
-        let is_its = |known: &&&dyn SignatureVerificationAlgorithm| {
-            algorithm.get(2..) == Some(known.signature_alg_id().as_ref())
-        };
-        let algorithms: Vec<_> = self.algorithms.all.iter().filter(is_its).copied().collect();
         let signed = certificate.tbs_certificate();
         let (message, signature) = (signed.to_der().ok()?, certificate.signature().as_bytes()?);
         let all = self.trusted.iter().filter_map(|der| Certificate::from_der(der).ok());
         let mut issuers = all.filter(|of| of.tbs_certificate().subject() == signed.issuer());
-        Some(
-            issuers
-                .any(|of| is_authority(&of) && is_signature(&of, &algorithms, &message, signature)),
-        )
+        Some(issuers.any(|of| is_authority(&of) && self.is_signature(&of, &message, signature)))
+    }
+
+    /// True if the key of a certificate has made a signature, by any algorithm.
+    fn is_signature(&self, by: &Certificate, message: &[u8], signature: &[u8]) -> bool {
+        let key = by.tbs_certificate().subject_public_key_info().to_der();
+        let key = key.map(SubjectPublicKeyInfoDer::from);
+        key.as_ref().is_ok_and(|key| {
+            let mut all = self.algorithms.all.iter();
+            RawPublicKeyEntity::try_from(key).is_ok_and(|key| {
+                all.any(|of| key.verify_signature(*of, message, signature).is_ok())
+            })
+        })
     }
 
     /// The same result for the signature of a handshake, unless it is an error because the key of a
@@ -109,20 +108,14 @@ impl Verifier {
         der: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let is_good = match &verified {
-            Err(Error::InvalidCertificate(CertificateError::Other(other)))
-                if is_of_old_version(other) =>
-            {
-                let mut known = self.algorithms.mapping.iter();
-                let known = known.find(|(scheme, _)| *scheme == signed.scheme);
-                let certificate = Certificate::from_der(der).ok();
-                certificate.zip(known).is_some_and(|(certificate, (_, known))| {
-                    is_signature(&certificate, known, message, signed.signature())
-                })
-            }
-            _ => false,
-        };
-        if is_good { Ok(HandshakeSignatureValid::assertion()) } else { verified }
+        if let Err(Error::InvalidCertificate(CertificateError::Other(other))) = &verified
+            && is_of_old_version(other)
+            && let Ok(certificate) = Certificate::from_der(der)
+            && self.is_signature(&certificate, message, signed.signature())
+        {
+            return Ok(HandshakeSignatureValid::assertion());
+        }
+        verified
     }
 }
 
@@ -138,24 +131,6 @@ fn is_authority(certificate: &Certificate) -> bool {
 /// True for the error of a certificate of version 1 or 2.
 fn is_of_old_version(error: &OtherError) -> bool {
     error.0.downcast_ref() == Some(&webpki::Error::UnsupportedCertVersion)
-}
-
-/// True if the key of a certificate has made a signature by one of some algorithms.
-fn is_signature(
-    by: &Certificate,
-    algorithms: &[&dyn SignatureVerificationAlgorithm],
-    message: &[u8],
-    signature: &[u8],
-) -> bool {
-    let key = by.tbs_certificate().subject_public_key_info().to_der();
-    key.is_ok_and(|key| {
-        let key = SubjectPublicKeyInfoDer::from(key);
-        let key = RawPublicKeyEntity::try_from(&key);
-        let is_by = |key: RawPublicKeyEntity<'_>| {
-            algorithms.iter().any(|of| key.verify_signature(*of, message, signature).is_ok())
-        };
-        key.is_ok_and(is_by)
-    })
 }
 
 /// True for a certificate that is valid at this time, and for servers.

@@ -11,12 +11,13 @@ use hyper::header::{ACCEPT, COOKIE, HeaderValue, PROXY_AUTHORIZATION, SET_COOKIE
 use hyper_rustls::{HttpsConnector, MaybeHttpsStream};
 use hyper_util::client::legacy;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use reqwest::{Body, Method, Request, RequestBuilder, Response, Url};
+use reqwest::{Body, Request, Response, Url};
 use tower::Service as _;
 use tower::util::{BoxCloneSyncService, service_fn};
 
-use super::lookup::resolver;
-use super::proxies::{BoxError, Proxies, ProxyConnector, ServerStream, TcpConnector};
+use super::proxies::{
+    BoxError, Proxies, ProxyConnector, ServerStream, TcpConnector, is_of_machine, resolver,
+};
 use super::send::{connection_failure, unless_stalled};
 use super::tls::AlpnProtocols;
 use super::{Failure, Tls, TransportOptions, timer};
@@ -37,10 +38,11 @@ const OUR_NAME: HeaderValue =
     HeaderValue::from_static(concat!("tensorizer/", env!("CARGO_PKG_VERSION")));
 
 /// The configuration of the clients of one source or sink.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct ClientConfig {
     connect: Duration,
-    stall: Duration,
+    /// Time limit for a server that neither sends nor takes bytes.
+    pub stall: Duration,
     tls: Tls,
     /// The reason why no server is trusted, if the certificates are invalid.
     without_roots: Option<Arc<str>>,
@@ -70,25 +72,12 @@ impl ClientConfig {
         self.build(HTTP2_WINDOW, true)
     }
 
-    /// Makes a client to which servers may send `window` bytes ahead by HTTP/2.
-    pub fn client_with_window(&self, window: u32) -> Result<Client, Failure> {
-        self.build(window, true)
-    }
-
-    /// Makes a client that uses no proxy.
-    #[cfg(any(feature = "clouds", feature = "s3"))]
-    pub fn client_without_proxy(&self) -> Result<Client, Failure> {
-        self.build(HTTP2_WINDOW, false)
-    }
-
-    fn build(&self, window: u32, proxy: bool) -> Result<Client, Failure> {
+    /// Makes a client to which servers may send `window` bytes ahead by HTTP/2; `proxy`: true if it
+    /// uses proxies.
+    pub fn build(&self, window: u32, proxy: bool) -> Result<Client, Failure> {
         let variable = |name: &str| std::env::var(name).ok();
-        let proxies = if proxy {
-            read_guarded(|| Proxies::from_variables(variable))
-        } else {
-            Proxies::default()
-        };
-        let proxies = Arc::new(proxies);
+        let proxies = proxy.then(|| read_guarded(|| Proxies::from_variables(variable)));
+        let proxies = Arc::new(proxies.unwrap_or_else(Proxies::default));
         let http = legacy::Client::builder(TokioExecutor::new())
             .timer(TokioTimer::new())
             .pool_timer(TokioTimer::new())
@@ -97,15 +86,8 @@ impl ClientConfig {
             .http2_initial_stream_window_size(window)
             .http2_initial_connection_window_size(window)
             .build(self.connector(&proxies));
-        Ok(Client {
-            http,
-            requests: reqwest::Client::builder().no_proxy().build()?,
-            stall: self.stall,
-            hint: Arc::clone(&self.hint),
-            without_roots: self.without_roots.clone(),
-            cookies: Arc::clone(&self.cookies),
-            proxies,
-        })
+        let requests = reqwest::Client::builder().no_proxy().build()?;
+        Ok(Client { http, requests, config: self.clone(), proxies })
     }
 
     /// Connects by TCP, through a proxy if there is one, and by TLS, all within the time limit.
@@ -143,25 +125,12 @@ type Connector = BoxCloneSyncService<Uri, MaybeHttpsStream<ServerStream>, BoxErr
 pub struct Client {
     http: legacy::Client<Connector, Body>,
     /// Builds requests.
-    requests: reqwest::Client,
-    stall: Duration,
-    hint: Arc<str>,
-    without_roots: Option<Arc<str>>,
-    cookies: Arc<ForkSafeMutex<CookieStore>>,
+    pub requests: reqwest::Client,
+    pub config: ClientConfig,
     proxies: Arc<Proxies>,
 }
 
 impl Client {
-    /// Time limit for a server that neither sends nor takes bytes.
-    pub fn stall(&self) -> Duration {
-        self.stall
-    }
-
-    /// Begins a request.
-    pub fn request(&self, method: Method, url: Url) -> RequestBuilder {
-        self.requests.request(method, url)
-    }
-
     /// Sends a request, and waits for the head of its response. `sent` counts the bytes of its
     /// body.
     pub async fn send(
@@ -169,45 +138,34 @@ impl Client {
         request: Request,
         sent: Option<&AtomicU64>,
     ) -> Result<Response, Failure> {
-        self.send_with_time_limit(request, sent, self.stall).await
-    }
-
-    /// The same with another time limit for the server.
-    pub async fn send_with_time_limit(
-        &self,
-        request: Request,
-        sent: Option<&AtomicU64>,
-        stall: Duration,
-    ) -> Result<Response, Failure> {
-        #[cfg(test)]
-        #[cfg(any(feature = "clouds", feature = "s3"))]
+        #[cfg(all(test, any(feature = "clouds", feature = "s3")))]
         if let Some(server) = super::simulated::RamServer::find(request.url()) {
             return Ok(server.respond(&request));
         }
         let url = request.url().clone();
         let mut request = hyper::Request::try_from(request)?;
         self.check(request.uri())?;
-        let authorization = self.proxies.authorization(request.uri());
-        let headers = request.headers_mut();
-        headers.entry(USER_AGENT).or_insert(OUR_NAME);
-        headers.entry(ACCEPT).or_insert(HeaderValue::from_static("*/*"));
-        if let Some(value) = authorization {
-            headers.insert(PROXY_AUTHORIZATION, value);
+        for (name, value) in [
+            (USER_AGENT, Some(OUR_NAME)),
+            (ACCEPT, Some(HeaderValue::from_static("*/*"))),
+            (COOKIE, self.cookies_of(&url)),
+            (PROXY_AUTHORIZATION, self.proxies.authorization(request.uri())),
+        ] {
+            if let Some(value) = value {
+                request.headers_mut().entry(name).or_insert(value);
+            }
         }
-        if let Some(value) = self.cookies_of(&url) {
-            headers.entry(COOKIE).or_insert(value);
-        }
-        let response = unless_stalled(stall, sent, self.http.request(request)).await?;
-        let response = response.map_err(|error| connection_failure(&error, &self.hint))?;
+        let response = unless_stalled(self.config.stall, sent, self.http.request(request)).await?;
+        let response = response.map_err(|error| connection_failure(&error, &self.config.hint))?;
         let set = response.headers().get_all(SET_COOKIE).into_iter();
         let set = set.filter_map(|value| RawCookie::parse(value.to_str().ok()?.to_owned()).ok());
-        self.cookies.lock().store_response_cookies(set, &url);
+        self.config.cookies.lock().store_response_cookies(set, &url);
         Ok(response.map(Body::wrap).into())
     }
 
     /// The header with the cookies for a URL.
     fn cookies_of(&self, url: &Url) -> Option<HeaderValue> {
-        let cookies = self.cookies.lock();
+        let cookies = self.config.cookies.lock();
         let pairs = cookies.get_request_values(url).map(|(name, value)| format!("{name}={value}"));
         let text = pairs.collect::<Vec<_>>().join("; ");
         HeaderValue::from_str(&text).ok().filter(|_| !text.is_empty())
@@ -215,10 +173,49 @@ impl Client {
 
     /// Fails if no server of `https://` is trusted, or if the proxy cannot be used.
     fn check(&self, to: &Uri) -> Result<(), Failure> {
-        let roots = self.without_roots.as_deref().filter(|_| to.scheme_str() == Some("https"));
-        match self.proxies.refusal(to).or(roots) {
-            Some(what) => Err(Failure::permanent(ErrorKind::InvalidInput, what)),
-            None => Ok(()),
-        }
+        let roots = self.config.without_roots.as_deref();
+        let roots = roots.filter(|_| to.scheme_str() == Some("https"));
+        let refusal = self.proxies.refusal(to).or(roots);
+        refusal.map_or(Ok(()), |what| Err(Failure::permanent(ErrorKind::InvalidInput, what)))
+    }
+}
+
+/// Makes a client of the transport for each request for credentials, of which there are few.
+#[derive(Debug, Clone)]
+pub struct CredentialClient {
+    pub options: TransportOptions,
+}
+
+impl CredentialClient {
+    /// A client with the options of a source or sink, except their headers and certificates.
+    /// `trust_settings`: the settings that name certificates, for messages.
+    pub fn new(options: &TransportOptions, trust_settings: &'static str) -> Self {
+        let (headers, trust) = (Vec::new(), options.credential_trust.clone());
+        let options = TransportOptions { headers, trust, trust_settings, ..options.clone() };
+        CredentialClient { options }
+    }
+
+    /// A client for a request to a host. Services of the machine are asked without a proxy.
+    pub fn connect(&self, host: &str, tls: bool) -> Result<Client, Failure> {
+        let config = ClientConfig::new(&self.options, tls)
+            .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
+        config.build(HTTP2_WINDOW, !is_of_machine(host))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::io::transport::Trust;
+
+    #[test]
+    fn certificates_and_headers_of_the_call_are_not_for_credentials() {
+        let mut options = TransportOptions::from_environment().unwrap();
+        options.trust = Trust::Anything;
+        options.headers.push(("authorization".to_owned(), "of the call".to_owned()));
+        let client = CredentialClient::new(&options, "AWS_CA_BUNDLE");
+        assert_eq!(client.options.trust, Trust::Default);
+        assert!(client.options.headers.is_empty());
     }
 }

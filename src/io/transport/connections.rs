@@ -4,22 +4,17 @@
 //! threads between the socket and the caller's memory. A pool hands event loops from thread to
 //! thread with their open connections. A forked child does not use those of its parent.
 
-use std::future::Future;
 use std::io;
+use std::ops::AsyncFnOnce;
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Failure, RetryBudget, timer};
-use crate::cancel::POLL;
+use super::{Failure, RetryBudget, TransportOptions, timer};
+use crate::cancel::{Cancel, POLL};
 use crate::environment::read_guarded;
+use crate::error::Result as CallResult;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 use crate::sys::process::DropInOwner;
-#[cfg(any(feature = "clouds", feature = "s3"))]
-use crate::{
-    cancel::Cancel,
-    error::{Error, Result as CallResult},
-    io::transport::TransportOptions,
-};
 
 /// An event loop of one thread.
 pub struct EventLoop(Option<Runtime>);
@@ -61,76 +56,54 @@ impl Drop for EventLoop {
     }
 }
 
-/// An event loop, and the client whose connections live on it. A forked child neither uses nor
-/// closes it: its sockets are registered with a poller that is the parent's too.
-pub struct PooledConnection<C>(DropInOwner<(EventLoop, C)>);
+/// An event loop, and the client whose connections live on it.
+pub struct Connection<C> {
+    pub client: C,
+    pub events: EventLoop,
+}
 
-impl<C> PooledConnection<C> {
-    /// Makes an event loop, and a client on it.
-    pub fn new<F: Future<Output = Result<C, Failure>>>(
-        budget: &RetryBudget<'_>,
-        make: impl FnOnce() -> F,
-    ) -> Result<Self, Failure> {
-        let events = EventLoop::new()?;
-        let client = events.run(budget, make())?;
-        Ok(PooledConnection(DropInOwner::new((events, client))))
-    }
+/// A forked child neither uses nor closes it: its sockets are registered with a poller that is the
+/// parent's too.
+pub type PooledConnection<C> = DropInOwner<Connection<C>>;
 
-    /// The client.
-    pub fn client(&self) -> &C {
-        &self.0.1
-    }
-
-    /// Runs a request on this thread; see [`EventLoop::run`].
-    pub fn run<T>(
-        &self,
-        budget: &RetryBudget<'_>,
-        request: impl Future<Output = Result<T, Failure>>,
-    ) -> Result<T, Failure> {
-        self.0.0.run(budget, request)
-    }
+/// Makes an event loop, and a client on it.
+pub fn connect<C>(
+    budget: &RetryBudget<'_>,
+    make: impl AsyncFnOnce() -> Result<C, Failure>,
+) -> Result<PooledConnection<C>, Failure> {
+    let events = EventLoop::new()?;
+    let client = events.run(budget, make())?;
+    Ok(DropInOwner::new(Connection { client, events }))
 }
 
 /// Idle connections.
-pub struct ConnectionPool<C>(ForkSafeMutex<Vec<PooledConnection<C>>>);
-
-impl<C> Default for ConnectionPool<C> {
-    fn default() -> Self {
-        ConnectionPool(ForkSafeMutex::new(Vec::new()))
-    }
-}
+pub type ConnectionPool<C> = ForkSafeMutex<Vec<PooledConnection<C>>>;
 
 impl<C> ConnectionPool<C> {
     /// Takes an idle connection, or makes one; `make` builds its client on its event loop.
-    pub fn take<F: Future<Output = Result<C, Failure>>>(
+    pub fn take(
         &self,
         budget: &RetryBudget<'_>,
-        make: impl FnOnce() -> F,
+        make: impl AsyncFnOnce() -> Result<C, Failure>,
     ) -> Result<PooledConnection<C>, Failure> {
-        loop {
-            let idle = self.0.lock().pop();
-            match idle {
-                Some(connection) if connection.0.owner().is_current() => return Ok(connection),
-                Some(_) => {}
-                None => return PooledConnection::new(budget, make),
-            }
-        }
+        let mut idle = std::iter::from_fn(|| self.lock().pop());
+        let found = idle.find(|connection| connection.owner().is_current());
+        found.map_or_else(|| connect(budget, make), Ok)
     }
 
     /// Closes all idle connections.
     pub fn clear(&self) {
-        let all = std::mem::take(&mut *self.0.lock());
+        let all = std::mem::take(&mut *self.lock());
         drop(all);
     }
 
     /// Puts a connection back.
     pub fn give_back(&self, connection: PooledConnection<C>) {
-        self.0.lock().push(connection);
+        self.lock().push(connection);
     }
 }
 
 /// Guards the environment while a future is polled: credential providers read it at any time.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 pub async fn with_guarded_polls<T>(work: impl Future<Output = T>) -> T {
     let mut work = std::pin::pin!(work);
     std::future::poll_fn(|context| read_guarded(|| work.as_mut().poll(context))).await
@@ -138,7 +111,6 @@ pub async fn with_guarded_polls<T>(work: impl Future<Output = T>) -> T {
 
 /// Runs work that may ask servers, such as finding credentials, before the object `display_address`
 /// is opened.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 pub fn run_once<T>(
     display_address: &str,
     options: &TransportOptions,
@@ -146,9 +118,9 @@ pub fn run_once<T>(
     work: impl Future<Output = CallResult<T>>,
 ) -> CallResult<T> {
     let budget = RetryBudget::new("opening", display_address, options, cancel);
-    let done: Result<CallResult<T>, Failure> = EventLoop::new()
+    let done = EventLoop::new()
         .and_then(|events| events.run(&budget, async { Ok(with_guarded_polls(work).await) }));
-    done.unwrap_or_else(|failure| Err::<T, Error>(budget.error(failure)))
+    done.unwrap_or_else(|failure| Err(budget.error(failure)))
 }
 
 #[cfg(test)]

@@ -1,13 +1,12 @@
 //! The failure of a request, and whether it is repeated.
 
-use std::fmt;
 use std::io::{self, ErrorKind};
 use std::time::Duration;
 
 use crate::error::Error;
 
 /// The time for which a failed request is repeated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Repeat {
     /// Not at all: another attempt would fail, too.
     Never,
@@ -18,33 +17,29 @@ pub enum Repeat {
 }
 
 /// Why a request failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
 pub struct Failure {
     pub error: io::Error,
-    repeat: Repeat,
+    /// The time for which the request is repeated.
+    pub repeat: Repeat,
     /// A new signature may help, once: credentials or a signed URL have expired, or the bucket is
     /// in another region.
-    renewable: bool,
+    pub renewable: bool,
     /// The status of the response, if there was one.
-    status: Option<u16>,
+    pub status: Option<u16>,
     /// The pause that the server asked for.
-    retry_after: Option<Duration>,
+    pub retry_after: Option<Duration>,
     /// The error with which the caller has ended the call.
-    ended: Option<Error>,
+    pub ended: Option<Error>,
 }
 
 impl Failure {
     /// A permanent failure: a retry would fail, too.
     pub fn permanent(kind: io::ErrorKind, what: impl Into<String>) -> Self {
         let error = io::Error::new(kind, what.into());
-        Failure {
-            error,
-            repeat: Repeat::Never,
-            renewable: false,
-            status: None,
-            retry_after: None,
-            ended: None,
-        }
+        let (repeat, renewable) = (Repeat::Never, false);
+        Failure { error, repeat, renewable, status: None, retry_after: None, ended: None }
     }
 
     /// A transient failure: a retry may succeed.
@@ -52,24 +47,9 @@ impl Failure {
         Failure { repeat: Repeat::Attempts, ..Self::permanent(kind, what) }
     }
 
-    /// The failure of a server that is too busy for this request.
-    pub fn busy(what: impl Into<String>) -> Self {
-        Failure { repeat: Repeat::Time, ..Self::permanent(io::ErrorKind::Other, what) }
-    }
-
     /// A cancelled call.
     pub fn ended(error: Error) -> Self {
         Failure { ended: Some(error), ..Self::permanent(io::ErrorKind::Interrupted, "ended") }
-    }
-
-    /// The same failure with the pause that the server asked for.
-    pub fn retry_after(self, retry_after: Option<Duration>) -> Self {
-        Failure { retry_after, ..self }
-    }
-
-    /// The same failure, by a response of this status.
-    pub fn with_status(self, status: u16) -> Self {
-        Failure { status: Some(status), ..self }
     }
 
     /// The same failure, repeated for so long.
@@ -93,44 +73,17 @@ impl Failure {
         self
     }
 
-    /// The time for which the request is repeated.
-    pub fn repeat(&self) -> Repeat {
-        self.repeat
-    }
-
-    /// The status of the response, if there was one.
-    pub fn status(&self) -> Option<u16> {
-        self.status
-    }
-
-    /// The pause that the server asks for.
-    pub fn asked_pause(&self) -> Option<Duration> {
-        self.retry_after
-    }
-
-    /// True if a new signature may help.
-    pub fn is_renewable(&self) -> bool {
-        self.renewable
-    }
-
     /// True if the caller has ended the call.
     pub fn is_ended(&self) -> bool {
         self.ended.is_some()
     }
 
-    /// The error of a call that ends with this failure; `action` is a gerund.
-    pub fn into_error(self, action: &'static str, display_address: &str) -> Error {
-        self.ended.unwrap_or_else(|| Error::io(action, display_address, self.error))
-    }
-
     /// The same failure with another text.
-    #[cfg(feature = "clouds")]
     pub fn with_text(self, what: String) -> Self {
         Failure { error: io::Error::new(self.error.kind(), what), ..self }
     }
 
     /// A copy of the failure, for libraries that return only references to errors.
-    #[cfg(feature = "http")]
     pub fn copy(&self) -> Self {
         let error = io::Error::new(self.error.kind(), self.error.to_string());
         let Failure { repeat, renewable, status, retry_after, .. } = *self;
@@ -138,23 +91,23 @@ impl Failure {
     }
 }
 
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
+/// An address in a message: without user, password, query and fragment, which may be secrets.
+pub fn show_text(address: &str) -> &str {
+    if address.contains('@') {
+        return "...";
     }
+    address.split(['?', '#']).next().unwrap_or(address)
 }
-
-impl std::error::Error for Failure {}
 
 /// The failure to look up the name of a server, if the text of an error tells of one. It is not that
 /// of a missing file, after which callers would look for another one.
 pub fn lookup_failure(text: &str) -> Option<Failure> {
     let lower = text.to_lowercase();
-    if !["dns error", "failed to lookup", "name or service"].iter().any(|part| lower.contains(part))
-    {
+    let has = |parts: &[&str]| parts.iter().any(|part| lower.contains(part));
+    if !has(&["dns error", "failed to lookup", "name or service"]) {
         return None;
     }
-    if lower.contains("temporary failure") || lower.contains("try again") {
+    if has(&["temporary failure", "try again"]) {
         let what = format!("the name of the server cannot be looked up at present: {text}");
         return Some(Failure::transient(ErrorKind::HostUnreachable, what));
     }
@@ -182,12 +135,12 @@ mod tests {
         let of = |text: &str| lookup_failure(&format!("dns error: {text}")).unwrap();
         let unknown = of("failed to lookup address information: Name or service not known");
         assert!(
-            unknown.repeat() == Repeat::Never
+            unknown.repeat == Repeat::Never
                 && unknown.error.to_string().contains("check the address")
         );
         let later =
             of("failed to lookup address information: Temporary failure in name resolution");
-        assert_eq!(later.repeat(), Repeat::Attempts);
+        assert_eq!(later.repeat, Repeat::Attempts);
         for failure in [unknown, later] {
             assert_eq!(failure.error.kind(), ErrorKind::HostUnreachable);
         }
@@ -199,7 +152,7 @@ mod tests {
         for errno in [1, 13] {
             let error = io::Error::from_raw_os_error(errno);
             let failure = refused_socket(error.kind(), &error.to_string()).unwrap();
-            assert_eq!(failure.repeat(), Repeat::Never);
+            assert_eq!(failure.repeat, Repeat::Never);
             assert_eq!(failure.error.kind(), ErrorKind::ConnectionRefused);
             assert!(failure.error.to_string().contains("this machine refuses"), "{failure}");
         }

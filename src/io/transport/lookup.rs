@@ -3,14 +3,8 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 use std::thread;
-#[cfg(feature = "http")]
-use std::{pin::Pin, vec};
 
-#[cfg(feature = "http")]
-use hyper_util::client::legacy::connect::dns::Name;
 use tokio::sync::oneshot;
-#[cfg(feature = "http")]
-use tower::util::{ServiceFn, service_fn};
 
 /// Bytes of the stack of a thread.
 const STACK: usize = 2 << 20;
@@ -33,16 +27,4 @@ pub async fn lookup(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
         Ok(_) => receive.await.unwrap_or_else(|_| Err(io::Error::other("a look-up has panicked"))),
         Err(_) => find(host),
     }
-}
-
-#[cfg(feature = "http")]
-type Found = Pin<Box<dyn Future<Output = io::Result<vec::IntoIter<SocketAddr>>> + Send>>;
-
-/// Looks up names for the HTTP client.
-#[cfg(feature = "http")]
-pub type Resolver = ServiceFn<fn(Name) -> Found>;
-
-#[cfg(feature = "http")]
-pub fn resolver() -> Resolver {
-    service_fn(|name| Box::pin(async move { Ok(lookup(name.as_str(), 0).await?.into_iter()) }))
 }

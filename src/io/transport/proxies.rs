@@ -2,19 +2,19 @@
 
 use std::error::Error as StdError;
 use std::io::{self, IoSlice};
-use std::net::SocketAddr;
-#[cfg(any(feature = "clouds", feature = "s3"))]
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
+use std::vec;
 
 use hyper::client::conn::http1;
 use hyper::header::{HOST, HeaderValue};
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper::{Request, Uri, upgrade};
 use hyper_rustls::{HttpsConnector, MaybeHttpsStream};
+use hyper_util::client::legacy::connect::dns::Name;
 use hyper_util::client::legacy::connect::proxy::{SocksV4, SocksV5};
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
 use hyper_util::client::proxy::matcher::{Intercept, Matcher};
@@ -22,11 +22,9 @@ use hyper_util::rt::TokioIo;
 use reqwest::Body;
 use tokio::net::TcpStream;
 use tower::Service as _;
+use tower::util::{ServiceFn, service_fn};
 
-use super::lookup::{Resolver, lookup};
-use super::refusal::status_failure;
-use super::send::read_beginning;
-use super::{ErrorDocument, Repeat};
+use super::{ErrorDocument, Repeat, lookup, read_beginning, status_failure};
 
 /// Variables that name the proxy of `http://`, of `https://` and of both, and the hosts without one:
 /// of each two, the first one that is set counts, even if it is empty.
@@ -37,13 +35,11 @@ const NO_PROXIES: [&str; 2] = ["no_proxy", "NO_PROXY"];
 /// A CGI script has this variable. A request could set `HTTP_PROXY` there, by a header `Proxy`.
 pub const CGI: &str = "REQUEST_METHOD";
 /// AWS's services of IPv6: metadata, and credentials of pods.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 const AWS_SERVICES: [Ipv6Addr; 2] = [
     Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254),
     Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x23),
 ];
 /// Names of this machine and of its metadata service.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 const MACHINE_NAMES: [&str; 2] = ["localhost", "metadata.google.internal"];
 /// Schemes of proxies.
 const PROXY_SCHEMES: [&str; 6] = ["http", "https", "socks4", "socks4a", "socks5", "socks5h"];
@@ -54,7 +50,6 @@ const REFUSAL_TIME: Duration = Duration::from_secs(5);
 
 /// True for a host that is reached from this machine only: loopback, and the link-local addresses of
 /// the services that give credentials. A proxy would ask its own machine, and see the tokens.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 pub fn is_of_machine(host: &str) -> bool {
     let host = host.trim_start_matches('[').trim_end_matches(']');
     match host.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
@@ -79,28 +74,27 @@ pub struct Proxies {
 
 impl Proxies {
     /// The proxies that variables name, as Python's `urllib` and `requests` read them.
-    pub fn from_variables(variable: impl Fn(&str) -> Option<String> + Copy) -> Self {
+    pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Self {
         let named = |names: [&'static str; 2]| {
-            let mut names = names.into_iter();
-            let usable = |name: &&str| *name != "HTTP_PROXY" || variable(CGI).is_none();
-            names.find_map(|name| Some((name, variable(name).filter(|_| usable(&name))?)))
+            names.into_iter().find_map(|name| {
+                let is_usable = name != "HTTP_PROXY" || variable(CGI).is_none();
+                Some((name, variable(name).filter(|_| is_usable)?))
+            })
         };
-        let [http, https, all] = [HTTP_PROXIES, HTTPS_PROXIES, ALL_PROXIES]
-            .map(|names| named(names).filter(|(_, value)| !value.is_empty()));
-        let of_schemes = [http.or(all.clone()), https.or(all)];
-        let value =
-            |of: &Option<(&str, String)>| of.as_ref().map_or(String::new(), |of| of.1.clone());
-        let [http, https] = of_schemes.each_ref().map(value);
+        let proxy = |names| named(names).filter(|(_, value)| !value.is_empty());
+        let of_schemes =
+            [HTTP_PROXIES, HTTPS_PROXIES].map(|names| proxy(names).or_else(|| proxy(ALL_PROXIES)));
         let hosts = named(NO_PROXIES).map_or(String::new(), |(_, hosts)| hosts);
-        let mut entries = hosts.split([',', ' ']).map(str::trim);
+        let entries = hosts.split([',', ' ']).map(str::trim).filter(|entry| !entry.is_empty());
         if entries.clone().any(|entry| entry == "*") || of_schemes.iter().all(Option::is_none) {
             return Proxies::default();
         }
-        let unusable = of_schemes.map(|of| unusable_proxy(of?));
+        let value = |of: &Option<(_, String)>| of.clone().map_or(String::new(), |(_, value)| value);
+        let [http, https] = of_schemes.each_ref().map(value);
         Proxies {
-            unusable,
+            unusable: of_schemes.map(|of| unusable_proxy(of?)),
             matcher: Some(Matcher::builder().http(http).https(https).build()),
-            exceptions: entries.by_ref().filter(|entry| !entry.is_empty()).map(exception).collect(),
+            exceptions: entries.map(exception).collect(),
         }
     }
 
@@ -123,10 +117,9 @@ impl Proxies {
     }
 
     fn is_exception(&self, to: &Uri) -> bool {
-        let port = port_of(to);
-        let mut exceptions = self.exceptions.iter();
-        exceptions
-            .any(|(of, matcher)| of.is_none_or(|of| of == port) && matcher.intercept(to).is_none())
+        self.exceptions.iter().any(|(port, matcher)| {
+            port.is_none_or(|port| port == port_of(to)) && matcher.intercept(to).is_none()
+        })
     }
 }
 
@@ -164,8 +157,14 @@ fn unusable_proxy((name, value): (&str, String)) -> Option<String> {
 /// An error of a connector.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
 /// Connects by TCP.
-pub type TcpConnector = HttpConnector<Resolver>;
+pub type TcpConnector = HttpConnector<ServiceFn<fn(Name) -> Found>>;
+type Found = Pin<Box<dyn Future<Output = io::Result<vec::IntoIter<SocketAddr>>> + Send>>;
 type PlainOrTls = MaybeHttpsStream<TokioIo<TcpStream>>;
+
+/// Looks up names for [`TcpConnector`].
+pub fn resolver() -> ServiceFn<fn(Name) -> Found> {
+    service_fn(|name| Box::pin(async move { Ok(lookup(name.as_str(), 0).await?.into_iter()) }))
+}
 
 /// Connects to a server, or to its proxy.
 #[derive(Debug, Clone)]
@@ -179,39 +178,35 @@ pub struct ProxyConnector {
 impl ProxyConnector {
     /// The connection over which the server is reached.
     pub async fn connect(mut self, to: Uri) -> Result<ServerStream, BoxError> {
-        let direct =
-            |stream: TokioIo<TcpStream>| ServerStream { stream: stream.into(), is_proxy: false };
         let Some(proxy) = self.proxies.proxy(&to) else {
-            return Ok(direct(self.http.call(to).await?));
+            return Ok(ServerStream { stream: self.http.call(to).await?.into(), is_proxy: false });
         };
-        let at = proxy.uri().clone();
+        let (at, scheme) = (proxy.uri().clone(), to.scheme_str().unwrap_or("").to_owned());
         // Without a port, connectors of SOCKS take 443.
-        let scheme = to.scheme_str().unwrap_or("").to_owned();
-        let server = format!("{}:{}", to.host().unwrap_or(""), port_of(&to));
         let server = match at.scheme_str() {
             Some("socks4") => resolved(&to, SocketAddr::is_ipv4).await?,
             Some("socks5") => resolved(&to, |_| true).await?,
-            _ => server,
+            _ => format!("{}:{}", to.host().unwrap_or(""), port_of(&to)),
         };
         let to: Uri = format!("{scheme}://{server}/").parse()?;
-        match at.scheme_str() {
-            Some("socks4" | "socks4a") => Ok(direct(SocksV4::new(at, self.http).call(to).await?)),
+        let stream = match at.scheme_str() {
+            Some("socks4" | "socks4a") => SocksV4::new(at, self.http).call(to).await?.into(),
             Some("socks5" | "socks5h") => {
                 let mut socks = SocksV5::new(at, self.http);
                 if let Some((user, password)) = proxy.raw_auth() {
                     socks = socks.with_auth(user.to_owned(), password.to_owned());
                 }
-                Ok(direct(socks.call(to).await?))
+                socks.call(to).await?.into()
             }
             _ => {
                 let stream = self.to_proxy.call(at).await?;
                 if scheme == "http" {
                     return Ok(ServerStream { stream, is_proxy: true });
                 }
-                let stream = tunnel(stream, &server, proxy.basic_auth()).await?;
-                Ok(ServerStream { stream, is_proxy: false })
+                tunnel(stream, &server, proxy.basic_auth()).await?
             }
-        }
+        };
+        Ok(ServerStream { stream, is_proxy: false })
     }
 }
 
@@ -242,12 +237,13 @@ pub async fn tunnel(
     }
     let mut response = reqwest::Response::from(response.map(Body::wrap));
     let (status, headers) = (response.status(), response.headers().clone());
-    let body = read_beginning(&mut response, REFUSAL_TIME).await.unwrap_or(Vec::new());
+    let body = read_beginning(&mut response, REFUSAL_TIME).await;
     let reason = ErrorDocument::read(&headers, &body);
-    let failure = status_failure(status, &headers, format!("the proxy answered {status}{reason}"));
+    let what = format!("the proxy answered {status}{reason}");
+    let mut failure = status_failure(status, &headers, what);
     // Busy or not: it may be the server that the proxy cannot reach.
-    let again = failure.repeat() != Repeat::Never;
-    Err(Box::new(if again { failure.with_repeat(Repeat::Attempts) } else { failure }))
+    failure.repeat = failure.repeat.min(Repeat::Attempts);
+    Err(Box::new(failure))
 }
 
 /// A connection to a server, or to the proxy that gets its requests.

@@ -27,23 +27,12 @@ pub struct RequestTarget {
     authorize: Option<Authorize>,
 }
 
-impl PartialEq for RequestTarget {
-    fn eq(&self, other: &RequestTarget) -> bool {
-        let same = match (&self.authorize, &other.authorize) {
-            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
-            (one, other) => one.is_none() && other.is_none(),
-        };
-        same && self.url == other.url && self.headers == other.headers
-    }
-}
-
 impl RequestTarget {
     pub fn new(url: Url, headers: Vec<(String, String)>) -> Self {
         RequestTarget { url, headers, authorize: None }
     }
 
     /// The same location, whose requests are authorized.
-    #[cfg(feature = "clouds")]
     pub fn authorized(self, authorize: Authorize) -> Self {
         RequestTarget { authorize: Some(authorize), ..self }
     }
@@ -71,9 +60,13 @@ impl RequestTarget {
         Some(RequestTarget { url, ..self.clone() })
     }
 
-    /// The location that a redirect names.
-    fn redirected(&self, to: &str) -> Result<RequestTarget, Failure> {
+    /// The location that a redirect names, which may have letters of UTF-8.
+    fn redirected(&self, response: &Response) -> Result<RequestTarget, Failure> {
         let refused = |what: &str| Failure::permanent(ErrorKind::InvalidData, what);
+        let to = response.headers().get(LOCATION);
+        let to = to.and_then(|to| std::str::from_utf8(to.as_bytes()).ok()).ok_or_else(|| {
+            refused(&format!("redirect ({}) without a Location header", response.status()))
+        })?;
         let url = self.url.join(to).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
         let mut url = url.ok_or_else(|| {
             refused("the server redirects to an address that is not http:// or https://")
@@ -100,21 +93,21 @@ impl RequestTarget {
         method: Method,
         more: &HeaderMap,
     ) -> Result<Request, Failure> {
-        let mut headers = HeaderMap::new();
-        for (name, value) in &self.headers {
-            let name = HeaderName::from_bytes(name.as_bytes()).ok();
-            let value = HeaderValue::from_str(value).ok();
-            let Some((name, mut value)) = name.zip(value) else {
-                let what = "a request header, such as that with the token, has an invalid name or \
-                            value";
-                return Err(Failure::permanent(ErrorKind::InvalidInput, what));
-            };
+        let header = |(name, value): &(String, String)| {
+            let mut value: HeaderValue = value.parse().ok()?;
             value.set_sensitive(true);
-            headers.append(name, value);
-        }
+            Some((name.parse::<HeaderName>().ok()?, value))
+        };
+        let headers: Option<HeaderMap> = self.headers.iter().map(header).collect();
+        let mut headers = headers.ok_or_else(|| {
+            let what = "a request header, such as that with the token, has an invalid name or \
+                        value";
+            Failure::permanent(ErrorKind::InvalidInput, what)
+        })?;
         headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         headers.extend(more.clone());
-        let mut request = client.request(method, self.url.clone()).headers(headers).build()?;
+        let request = client.requests.request(method, self.url.clone());
+        let mut request = request.headers(headers).build()?;
         if let Some(authorize) = &self.authorize {
             authorize(&mut request)?;
         }
@@ -134,27 +127,14 @@ pub async fn follow(
     let mut at = from.clone();
     for _ in 0..=MAX_REDIRECTS {
         let response = client.send(at.request(client, method.clone(), headers)?, None).await?;
-        if !is_redirect(response.status()) || is_answer(&at, response.headers()) {
+        let status = response.status();
+        // The status 304 names no other address.
+        let is_redirect = status.is_redirection() && status != StatusCode::NOT_MODIFIED;
+        if !is_redirect || is_answer(&at, response.headers()) {
             return Ok((at, response));
         }
-        at = at.redirected(location(&response)?)?;
+        at = at.redirected(&response)?;
     }
     let what = format!("more than {MAX_REDIRECTS} redirects");
     Err(Failure::permanent(ErrorKind::InvalidData, what))
-}
-
-/// True for a status that names another address; 304 names none.
-fn is_redirect(status: StatusCode) -> bool {
-    status.is_redirection() && status != StatusCode::NOT_MODIFIED
-}
-
-/// The address that a redirect names, which may have letters of UTF-8.
-fn location(response: &Response) -> Result<&str, Failure> {
-    let value = response.headers().get(LOCATION);
-    let to = value.and_then(|value| std::str::from_utf8(value.as_bytes()).ok());
-    to.ok_or_else(|| {
-        let status = response.status();
-        let what = format!("redirect ({status}) without a Location header");
-        Failure::permanent(ErrorKind::InvalidData, what)
-    })
 }

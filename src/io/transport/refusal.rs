@@ -8,7 +8,7 @@ use reqwest::StatusCode;
 use reqwest::header::{DATE, HeaderMap, HeaderName, LOCATION, RETRY_AFTER};
 use serde_json::Value;
 
-use super::Failure;
+use super::failure::{Failure, Repeat, show_text};
 use crate::error::Shortened;
 use crate::sys::clock;
 
@@ -124,13 +124,13 @@ fn without_queries(text: &str) -> String {
 
 /// The failure that a status other than success means. `reason`: what the response gives as such.
 pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> Failure {
-    let failure = match status {
+    let mut failure = match status {
         StatusCode::REQUEST_TIMEOUT
         | StatusCode::TOO_MANY_REQUESTS
-        | StatusCode::SERVICE_UNAVAILABLE => Failure::busy(what).retry_after(asked_pause(headers)),
-        _ if status.is_server_error() => {
-            Failure::transient(ErrorKind::Other, what).retry_after(asked_pause(headers))
+        | StatusCode::SERVICE_UNAVAILABLE => {
+            Failure::transient(ErrorKind::Other, what).with_repeat(Repeat::Time)
         }
+        _ if status.is_server_error() => Failure::transient(ErrorKind::Other, what),
         StatusCode::NOT_FOUND | StatusCode::GONE => Failure::permanent(ErrorKind::NotFound, what),
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Failure::permanent(
             ErrorKind::PermissionDenied,
@@ -144,20 +144,20 @@ pub fn status_failure(status: StatusCode, headers: &HeaderMap, what: String) -> 
             let to = headers.get(LOCATION).filter(|_| status.is_redirection());
             let to = to.map(|to| String::from_utf8_lossy(to.as_bytes()).into_owned());
             // A password or a signature may be in it.
-            let to = to.filter(|to| !to.contains('@')).map(|to| {
-                let address = to.split(['?', '#']).next().unwrap_or("");
-                format!("; it redirects to `{}`", Shortened(address))
+            let to = to.filter(|to| !to.contains('@')).map_or(String::new(), |to| {
+                format!("; it redirects to `{}`", Shortened(show_text(&to)))
             });
-            Failure::permanent(ErrorKind::Other, to.map_or(what.clone(), |to| what + &to))
+            Failure::permanent(ErrorKind::Other, what + &to)
         }
     };
-    failure.with_status(status.as_u16())
+    failure.retry_after = asked_pause(headers).filter(|_| failure.repeat != Repeat::Never);
+    failure.status = Some(status.as_u16());
+    failure
 }
 
 /// True if a request with this status may succeed when it is repeated.
-#[cfg(feature = "clouds")]
 pub fn is_transient(status: StatusCode) -> bool {
-    status_failure(status, &HeaderMap::new(), String::new()).repeat() != super::Repeat::Never
+    status_failure(status, &HeaderMap::new(), String::new()).repeat != Repeat::Never
 }
 
 /// The failure of a refusal with its reason.
@@ -186,7 +186,6 @@ fn asked_pause(headers: &HeaderMap) -> Option<Duration> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::Repeat;
     use super::*;
 
     fn headers(fields: &[(&'static str, &str)]) -> HeaderMap {
@@ -235,7 +234,7 @@ mod tests {
     fn busy_servers_are_asked_by_time_and_broken_ones_by_attempts() {
         let of = |status: u16| {
             let status = StatusCode::from_u16(status).unwrap();
-            status_failure(status, &HeaderMap::new(), String::new()).repeat()
+            status_failure(status, &HeaderMap::new(), String::new()).repeat
         };
         for status in [408, 429, 503] {
             assert_eq!(of(status), Repeat::Time, "{status}");

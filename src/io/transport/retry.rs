@@ -1,6 +1,7 @@
 //! The retry loop: decides which failures are retried, after which pause, and for how long in
 //! total.
 
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +12,6 @@ use super::{Failure, TransportOptions};
 use crate::cancel::{self, Cancel};
 use crate::error::{Error, Result};
 use crate::sys::clock;
-use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// The first pause. Each further one is twice as long, up to [`LONGEST_PAUSE`], less a random part
 /// of at most a half.
@@ -25,15 +25,16 @@ const BYTES_A_SECOND: u64 = 64 << 10;
 pub struct RetryBudget<'o> {
     action: &'static str,
     display_address: &'o str,
-    options: &'o TransportOptions,
+    pub options: &'o TransportOptions,
     cancel: &'o dyn Cancel,
     begun: Instant,
-    /// Nanoseconds for which the request has waited for its turn.
-    waited: AtomicU64,
-    bytes_moved: AtomicU64,
+    /// Time for which the request has waited for its turn.
+    waited: Cell<Duration>,
+    bytes_moved: Cell<u64>,
     /// The counter of the body that is being sent, and its value when this attempt began.
-    sending: ForkSafeMutex<(Arc<AtomicU64>, u64)>,
-    position: AtomicU64,
+    sending: RefCell<(Arc<AtomicU64>, u64)>,
+    /// The next byte wanted: the progress of the request.
+    pub position: Cell<u64>,
     opening: bool,
 }
 
@@ -52,10 +53,10 @@ impl<'o> RetryBudget<'o> {
             options,
             cancel,
             begun: clock::now(),
-            waited: AtomicU64::new(0),
-            bytes_moved: AtomicU64::new(0),
-            sending: ForkSafeMutex::new((Arc::default(), 0)),
-            position: AtomicU64::new(0),
+            waited: Cell::default(),
+            bytes_moved: Cell::default(),
+            sending: RefCell::default(),
+            position: Cell::default(),
             opening: false,
         }
     }
@@ -68,48 +69,37 @@ impl<'o> RetryBudget<'o> {
     /// The budget of a request that has taken `spent` and moved some bytes before.
     pub fn resumed(self, spent: Duration, moved: u64) -> Self {
         let begun = self.begun.checked_sub(spent).unwrap_or(self.begun);
-        RetryBudget { begun, bytes_moved: AtomicU64::new(moved), ..self }
+        RetryBudget { begun, bytes_moved: Cell::new(moved), position: Cell::new(moved), ..self }
     }
 
     /// Counts bytes that have arrived.
     pub fn received(&self, bytes: u64) {
-        self.bytes_moved.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    /// Sets the next byte wanted: the progress of the request.
-    pub fn set_position(&self, position: u64) {
-        self.position.store(position, Ordering::Relaxed);
+        self.bytes_moved.set(self.bytes_moved.get() + bytes);
     }
 
     /// Counts the bytes that the next attempt sends, by the counter of their body.
-    #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn track_upload(&self, sent: &Arc<AtomicU64>) {
-        let before = self.sent();
-        self.received(before);
-        *self.sending.lock() = (Arc::clone(sent), sent.load(Ordering::Relaxed));
+        self.received(self.sent());
+        self.sending.replace((Arc::clone(sent), sent.load(Ordering::Relaxed)));
     }
 
     fn sent(&self) -> u64 {
-        let sending = self.sending.lock();
+        let sending = self.sending.borrow();
         sending.0.load(Ordering::Relaxed).saturating_sub(sending.1)
     }
 
-    /// Sleeps, unless the caller ends the call.
+    /// Sleeps, unless the caller ends the call. The time does not count.
     pub fn wait(&self, time: Duration) -> Result<(), Failure> {
-        cancel::sleep(time, self.cancel).map_err(Failure::ended)
-    }
-
-    /// Leaves out a time in which the request waited for its turn.
-    pub fn waited(&self, time: Duration) {
-        let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.waited.fetch_add(nanoseconds, Ordering::Relaxed);
+        let begun = clock::now();
+        let slept = cancel::sleep(time, self.cancel).map_err(Failure::ended);
+        self.waited.set(self.waited.get().saturating_add(clock::since(begun)));
+        slept
     }
 
     fn time_allowed(&self) -> Duration {
-        let moved = self.bytes_moved.load(Ordering::Relaxed).saturating_add(self.sent());
-        let waited = Duration::from_nanos(self.waited.load(Ordering::Relaxed));
+        let moved = self.bytes_moved.get().saturating_add(self.sent());
         let for_bytes = Duration::from_secs(moved / BYTES_A_SECOND);
-        self.options.total.saturating_add(for_bytes).saturating_add(waited)
+        self.options.total.saturating_add(for_bytes).saturating_add(self.waited.get())
     }
 
     /// Fails if the request that is under way may not go on.
@@ -127,7 +117,8 @@ impl<'o> RetryBudget<'o> {
 
     /// The error of a request without further attempts.
     pub fn error(&self, failure: Failure) -> Error {
-        failure.into_error(self.action, self.display_address)
+        let io = |error| Error::io(self.action, self.display_address, error);
+        failure.ended.unwrap_or_else(|| io(failure.error))
     }
 
     /// Pauses before the next attempt; the error if there is to be none.
@@ -135,23 +126,20 @@ impl<'o> RetryBudget<'o> {
         if failure.is_ended() {
             return Err(self.error(failure));
         }
-        tries.count(&failure, self.position.load(Ordering::Relaxed));
+        tries.count(&failure, self.position.get());
         let kind = failure.error.kind();
         let refused_at_opening = self.opening && kind == io::ErrorKind::ConnectionRefused;
-        let asked = failure.asked_pause();
+        let asked = failure.retry_after;
         let pause = asked.unwrap_or_else(|| backoff(tries.without_progress));
         let out_of_time = clock::since(self.begun).saturating_add(pause) > self.time_allowed();
-        let advice = match failure.repeat() {
+        let advice = match failure.repeat {
             Repeat::Never => None,
             _ if refused_at_opening => None,
             Repeat::Attempts if tries.counted >= self.options.attempts => {
                 Some(format!("TENSORIZER_ATTEMPTS ({})", self.options.attempts))
             }
             _ if !out_of_time => return cancel::sleep(pause, self.cancel),
-            _ => {
-                let total = self.options.total.as_secs_f64();
-                Some(format!("TENSORIZER_TOTAL_SECONDS ({total})"))
-            }
+            _ => Some(format!("TENSORIZER_TOTAL_SECONDS ({})", self.options.total.as_secs_f64())),
         };
         if tries.all == 1 && asked.is_none() {
             return Err(self.error(failure));
@@ -159,7 +147,7 @@ impl<'o> RetryBudget<'o> {
         let mut what = format!(
             "{} (at byte {}, after {} tries in {:.1} s",
             failure.error,
-            self.position.load(Ordering::Relaxed),
+            self.position.get(),
             tries.all,
             clock::since(self.begun).as_secs_f32()
         );
@@ -190,10 +178,10 @@ impl Tries {
         self.all += 1;
         if has_progress {
             (self.without_progress, self.counted) = (1, 0);
-            return;
+        } else {
+            self.without_progress += 1;
+            self.counted += u32::from(failure.repeat == Repeat::Attempts);
         }
-        self.without_progress += 1;
-        self.counted += u32::from(failure.repeat() == Repeat::Attempts);
     }
 }
 
@@ -203,12 +191,12 @@ pub fn run<T>(
     budget: &RetryBudget<'_>,
     mut attempt: impl FnMut() -> Result<T, Failure>,
 ) -> Result<T> {
-    let position = budget.position.load(Ordering::Relaxed);
+    let position = budget.position.get();
     let (mut tries, mut renewed) = (Tries { position, ..Tries::default() }, false);
     loop {
         match attempt() {
             Ok(done) => return Ok(done),
-            Err(failure) if failure.is_renewable() && !std::mem::replace(&mut renewed, true) => {}
+            Err(failure) if failure.renewable && !std::mem::replace(&mut renewed, true) => {}
             Err(failure) => budget.pause(failure, &mut tries)?,
         }
     }
@@ -241,7 +229,9 @@ mod tests {
     }
 
     fn busy() -> Failure {
-        Failure::transient(io::ErrorKind::ConnectionRefused, "busy").retry_after(Some(2 * HOUR))
+        let mut failure = Failure::transient(io::ErrorKind::ConnectionRefused, "busy");
+        failure.retry_after = Some(2 * HOUR);
+        failure
     }
 
     #[test]
@@ -249,7 +239,7 @@ mod tests {
         let options = options();
         let (begun, mut attempts) = (clock::now(), 0);
         let budget = RetryBudget::new("reading", "file", &options, &Never);
-        budget.set_position(7);
+        budget.position.set(7);
         let outcome = run::<()>(&budget, || {
             attempts += 1;
             Err(busy())
@@ -273,7 +263,7 @@ mod tests {
         clock::sleep(HOUR);
         let failure = budget.check().unwrap_err();
         assert_eq!(failure.error.kind(), io::ErrorKind::TimedOut);
-        assert_eq!(failure.repeat(), Repeat::Never);
+        assert_eq!(failure.repeat, Repeat::Never);
     }
 
     #[test]

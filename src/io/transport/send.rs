@@ -9,13 +9,14 @@ use bytes::Bytes;
 use reqwest::Response;
 
 use super::failure::{lookup_failure, refused_socket};
-use super::tls_failure::{cause_of, tls_failure};
+use super::tls_failure::{causes, tls_failure};
 use super::{Failure, timer};
 
 /// Maximum bytes of an API's document that is held in memory.
 const DOCUMENT_LIMIT: usize = 4 << 20;
 /// Maximum bytes that are read of an error response.
 const REFUSAL_LIMIT: usize = 16 << 10;
+
 /// Waits for a server; fails if it sends nothing for `stall`, nor takes bytes, which `sent` counts.
 pub async fn unless_stalled<T>(
     stall: Duration,
@@ -45,28 +46,29 @@ pub async fn read_chunk(response: &mut Response, stall: Duration) -> Result<Byte
 }
 
 /// Reads the whole body of an API's response into memory.
-#[cfg(any(feature = "clouds", feature = "s3"))]
 pub async fn read_document(response: &mut Response, stall: Duration) -> Result<Vec<u8>, Failure> {
-    let mut body = Vec::new();
-    loop {
-        let more = read_chunk(response, stall).await?;
-        if more.is_empty() {
-            return Ok(body);
-        }
-        if body.len() + more.len() > DOCUMENT_LIMIT {
-            let what = format!(
-                "the server's response is too long: expected at most {DOCUMENT_LIMIT} bytes"
-            );
-            return Err(Failure::permanent(ErrorKind::InvalidData, what));
-        }
-        body.extend_from_slice(&more);
+    let body = read_until(response, stall, DOCUMENT_LIMIT + 1).await?;
+    if body.len() > DOCUMENT_LIMIT {
+        let what =
+            format!("the server's response is too long: expected at most {DOCUMENT_LIMIT} bytes");
+        return Err(Failure::permanent(ErrorKind::InvalidData, what));
     }
+    Ok(body)
 }
 
-/// Reads the beginning of a body that says why the server refuses.
-pub async fn read_beginning(response: &mut Response, stall: Duration) -> Result<Vec<u8>, Failure> {
+/// Reads the beginning of a body that says why the server refuses; nothing if that fails.
+pub async fn read_beginning(response: &mut Response, stall: Duration) -> Vec<u8> {
+    read_until(response, stall, REFUSAL_LIMIT).await.unwrap_or(Vec::new())
+}
+
+/// Reads a body until it has this many bytes or more, or to its end.
+async fn read_until(
+    response: &mut Response,
+    stall: Duration,
+    len: usize,
+) -> Result<Vec<u8>, Failure> {
     let mut body = Vec::new();
-    while body.len() < REFUSAL_LIMIT {
+    while body.len() < len {
         match read_chunk(response, stall).await? {
             more if more.is_empty() => break,
             more => body.extend_from_slice(&more),
@@ -88,34 +90,29 @@ impl From<reqwest::Error> for Failure {
 
 /// The texts of an error and of its causes, and the kind of the innermost error of the system.
 fn causes_of(error: &(dyn Error + 'static)) -> (String, ErrorKind) {
-    let causes = std::iter::successors(Some(error), |error| cause_of(*error));
-    let io = causes.clone().filter_map(|cause| cause.downcast_ref()).map(io::Error::kind);
+    let io = causes(error).filter_map(|cause| cause.downcast_ref()).map(io::Error::kind);
     let kind = io.filter(|kind| *kind != ErrorKind::Other).last().unwrap_or(ErrorKind::Other);
-    let mut texts: Vec<_> = causes.map(ToString::to_string).collect();
+    let mut texts: Vec<_> = causes(error).map(ToString::to_string).collect();
     texts.dedup();
-    if let [_, causes @ ..] = texts.as_slice()
-        && !causes.is_empty()
-    {
-        // The outermost says little.
-        return (causes.join(": "), kind);
-    }
-    (texts.join(": "), kind)
+    // The outermost says little.
+    let outermost = usize::from(texts.len() > 1);
+    (texts.split_off(outermost).join(": "), kind)
 }
 
 /// The failure of a request without a response; `hint` says what helps if the server's certificate
 /// is not trusted.
 pub fn connection_failure(error: &(dyn Error + 'static), hint: &str) -> Failure {
-    let mut causes = std::iter::successors(Some(error), |error| cause_of(*error));
-    if let Some(failure) = causes.find_map(|cause| cause.downcast_ref::<Failure>()) {
+    if let Some(failure) = causes(error).find_map(|cause| cause.downcast_ref::<Failure>()) {
         return failure.copy();
     }
     let (text, kind) = causes_of(error);
-    let known = tls_failure(error, hint).or_else(|| lookup_failure(&text));
-    if let Some(failure) = known.or_else(|| refused_socket(kind, &text)) {
-        return failure;
-    }
-    let kind = if kind == ErrorKind::Other { ErrorKind::ConnectionAborted } else { kind };
-    Failure::transient(kind, text)
+    let known = tls_failure(error, hint)
+        .or_else(|| lookup_failure(&text))
+        .or_else(|| refused_socket(kind, &text));
+    known.unwrap_or_else(|| {
+        let is_known = kind != ErrorKind::Other;
+        Failure::transient(if is_known { kind } else { ErrorKind::ConnectionAborted }, text)
+    })
 }
 
 #[cfg(test)]

@@ -81,7 +81,7 @@ impl StoreClient {
         {
             has_responded.store(true, Ordering::Relaxed);
         }
-        let body = read_document(&mut response, client.stall()).await?;
+        let body = read_document(&mut response, client.config.stall).await?;
         if !status.is_success() {
             let reason = ErrorDocument::read(&headers, &body).without(&secrets(&sent));
             let what = format!("`{host}` answered {status}{reason}");

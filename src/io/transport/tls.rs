@@ -13,7 +13,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore};
 
 use super::Trust;
-use super::certificate::Verifier;
+use super::certificate::{Trusted, Verifier};
 use crate::environment::{CLIENT_CERT, CLIENT_KEY, read_guarded};
 use crate::sys::process::{OwnerProcess, PerProcess};
 use crate::sys::sync::unpoisoned;
@@ -75,19 +75,15 @@ impl Tls {
     }
 }
 
-/// Files and their state when they were read; None for a file that was missing.
-type FileStamps = Vec<(PathBuf, Option<FileStamp>)>;
+/// The state of files when they were read, None for a file that was missing, and their paths.
+type FileStamps = Vec<(Option<FileStamp>, PathBuf)>;
 type TlsCache = HashMap<(Trust, AlpnProtocols), (FileStamps, Tls)>;
 
 static CACHE: PerProcess<Mutex<TlsCache>> = PerProcess::new();
 
 fn stamps(trust: &Trust, client: Option<&ClientFiles>) -> Result<FileStamps, String> {
-    let stamped = |path: PathBuf| {
-        let found = file_stamp(&path);
-        (path, found)
-    };
     let files = trust.files_to_watch()?.into_iter().chain(client.into_iter().flatten().cloned());
-    Ok(files.map(stamped).collect())
+    Ok(files.map(|path| (file_stamp(&path), path)).collect())
 }
 
 /// The cryptography provider that the program has installed, or the one that is compiled in.
@@ -100,12 +96,8 @@ fn build(trust: &Trust, client: Option<&ClientFiles>) -> Result<ClientConfig, St
     let provider = provider();
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
     let builder = builder.with_safe_default_protocol_versions().map_err(|e| e.to_string())?;
-    let verifier = if *trust == Trust::Anything {
-        Verifier::of_anything(&provider)
-    } else {
-        let (trusted, roots) = trusted(trust)?;
-        Verifier::new(trusted, roots, &provider)?
-    };
+    let trusted = (*trust != Trust::Anything).then(|| trusted(trust)).transpose()?;
+    let verifier = Verifier::new(trusted, &provider)?;
     let builder = builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier));
     let Some([certificate, key]) = client else { return Ok(builder.with_no_client_auth()) };
     let failed = |path: &Path, e: &dyn Display| {
@@ -122,24 +114,9 @@ fn build(trust: &Trust, client: Option<&ClientFiles>) -> Result<ClientConfig, St
 }
 
 /// The trusted certificates, and the authorities that they make.
-fn trusted(trust: &Trust) -> Result<(Vec<CertificateDer<'static>>, RootCertStore), String> {
-    let (mut trusted, mut roots) = (Vec::new(), RootCertStore::empty());
-    for path in trust.files()? {
-        let failed = |e: &dyn Display| {
-            with_source(trust, &format!("cannot use the certificates in {}: {e}", path.display()))
-        };
-        let pem = std::fs::read(&path).map_err(|e| failed(&e))?;
-        for certificate in CertificateDer::pem_slice_iter(&pem) {
-            let certificate = certificate.map_err(|e| failed(&e))?;
-            roots.add(certificate.clone()).map_err(|e| failed(&e))?;
-            trusted.push(certificate);
-        }
-    }
-    if let (Trust::Bundle { path, .. }, true) = (trust, roots.is_empty()) {
-        let what = format!("{} has no certificates in PEM form", path.display());
-        return Err(with_source(trust, &what));
-    }
-    if *trust == Trust::System {
+fn trusted(trust: &Trust) -> Result<Trusted, String> {
+    let mut roots = RootCertStore::empty();
+    let Trust::Bundle { path, named_by } = trust else {
         // Certificates that cannot be used are skipped, as by other clients.
         let found = read_guarded(rustls_native_certs::load_native_certs);
         if let Some(error) = found.errors.first().filter(|_| found.certs.is_empty()) {
@@ -148,7 +125,22 @@ fn trusted(trust: &Trust) -> Result<(Vec<CertificateDer<'static>>, RootCertStore
             ));
         }
         roots.add_parsable_certificates(found.certs.iter().cloned());
-        trusted = found.certs;
+        return Ok((found.certs, roots));
+    };
+    let mut trusted = Vec::new();
+    for path in trust.files()? {
+        let failed = |e: &dyn Display| {
+            format!("cannot use the certificates in {}: {e} ({named_by})", path.display())
+        };
+        let pem = std::fs::read(&path).map_err(|e| failed(&e))?;
+        for certificate in CertificateDer::pem_slice_iter(&pem) {
+            let certificate = certificate.map_err(|e| failed(&e))?;
+            roots.add(certificate.clone()).map_err(|e| failed(&e))?;
+            trusted.push(certificate);
+        }
+    }
+    if roots.is_empty() {
+        return Err(format!("{} has no certificates in PEM form ({named_by})", path.display()));
     }
     Ok((trusted, roots))
 }
@@ -161,18 +153,7 @@ fn client_files() -> Result<Option<ClientFiles>, String> {
     match (CLIENT_CERT.path(), CLIENT_KEY.path()) {
         (None, None) => Ok(None),
         (None, _) => Err(format!("{} is set, and {} is not", CLIENT_KEY.name, CLIENT_CERT.name)),
-        (Some(certificate), key) => {
-            let key = key.unwrap_or_else(|| certificate.clone());
-            Ok(Some([certificate, key]))
-        }
-    }
-}
-
-/// Appends the argument or variable that names the certificates to an error message.
-fn with_source(trust: &Trust, what: &str) -> String {
-    match trust {
-        Trust::Bundle { named_by, .. } => format!("{what} ({named_by})"),
-        _ => what.to_owned(),
+        (Some(of), key) => Ok(Some([of.clone(), key.unwrap_or(of)])),
     }
 }
 

@@ -13,37 +13,37 @@ use crate::environment::{CLIENT_CERT, CLIENT_KEY};
 /// The last second of the year 9999: later dates have no text.
 const LAST_DATE: u64 = 253_402_300_799;
 
-/// The cause of an error; for an error of the system, the error that it carries.
-pub fn cause_of<'e>(error: &'e (dyn StdError + 'static)) -> Option<&'e (dyn StdError + 'static)> {
-    match error.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
-        Some(carried) => Some(carried),
-        None => error.source(),
-    }
+/// An error and its causes; the cause of an error of the system is the error that it carries.
+pub fn causes<'e>(
+    error: &'e (dyn StdError + 'static),
+) -> impl Iterator<Item = &'e (dyn StdError + 'static)> {
+    std::iter::successors(Some(error), |&error| {
+        match error.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
+            Some(carried) => Some(carried),
+            None => error.source(),
+        }
+    })
 }
 
 /// The failure of TLS among the causes of an error, if it is permanent; `hint` says how an authority
 /// becomes trusted.
 pub fn tls_failure(error: &(dyn StdError + 'static), hint: &str) -> Option<Failure> {
-    let mut causes = std::iter::successors(Some(error), |error| cause_of(*error));
-    let error = causes.find_map(|cause| cause.downcast_ref::<Error>())?;
-    let (kind, what) = match error {
+    let error = causes(error).find_map(|cause| cause.downcast_ref::<Error>())?;
+    let what = match error {
         Error::InvalidCertificate(why) => {
             let advice = certificate_advice(why, hint);
             let what = format!("the server's certificate is not trusted: {error}; {advice}");
-            (ErrorKind::PermissionDenied, what)
+            return Some(Failure::permanent(ErrorKind::PermissionDenied, what));
         }
-        Error::InvalidMessage(InvalidMessage::InvalidContentType) => {
-            let advice = "its address may begin with http:// in place of https://";
-            let what = format!("the server does not use TLS at this port: {error}; {advice}");
-            (ErrorKind::ConnectionAborted, what)
-        }
-        Error::PeerIncompatible(_) => (ErrorKind::ConnectionAborted, no_common_protocol(error)),
-        Error::AlertReceived(alert) => {
-            (ErrorKind::ConnectionAborted, alert_message(*alert, error)?)
-        }
+        Error::InvalidMessage(InvalidMessage::InvalidContentType) => format!(
+            "the server does not use TLS at this port: {error}; its address may begin with http:// \
+             in place of https://"
+        ),
+        Error::PeerIncompatible(_) => no_common_protocol(error),
+        Error::AlertReceived(alert) => alert_message(*alert, error)?,
         _ => return None,
     };
-    Some(Failure::permanent(kind, what))
+    Some(Failure::permanent(ErrorKind::ConnectionAborted, what))
 }
 
 fn certificate_advice(why: &CertificateError, hint: &str) -> String {

@@ -26,13 +26,9 @@ pub enum Trust {
 const ARGUMENT: &str = "certificate_handling";
 /// The settings that name certificates for HTTP servers, S3, Redis and services with credentials.
 pub const HTTP_SETTINGS: &str = "certificate_handling=CAInfo(cacert=...) or REQUESTS_CA_BUNDLE";
-#[cfg(feature = "s3")]
 pub const S3_SETTINGS: &str = "certificate_handling=CAInfo(cacert=...) or AWS_CA_BUNDLE";
-#[cfg(feature = "redis")]
 pub const REDIS_SETTINGS: &str = "certificate_handling=CAInfo(cacert=...) or SSL_CERT_FILE";
-#[cfg(feature = "s3")]
 pub const AWS_CREDENTIALS_SETTINGS: &str = "AWS_CA_BUNDLE";
-#[cfg(feature = "clouds")]
 pub const CREDENTIALS_SETTINGS: &str = "REQUESTS_CA_BUNDLE";
 /// The variables that every client reads, in order of precedence.
 const BUNDLES: [TextVariable; 2] = [
@@ -44,7 +40,6 @@ const BUNDLES: [TextVariable; 2] = [
     TextVariable { name: "CURL_CA_BUNDLE", default: "none", meaning: "the same, after that one" },
 ];
 /// The variables that the library for the system's certificates reads itself.
-#[cfg(any(feature = "http", feature = "redis"))]
 const SYSTEM: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
 
 impl Trust {
@@ -54,7 +49,6 @@ impl Trust {
     }
 
     /// The file or folder that a variable of the environment names, if it is set.
-    #[cfg(feature = "s3")]
     pub fn from_variable(variable: &'static str) -> Option<Self> {
         let path = read_guarded(|| std::env::var_os(variable)).filter(|path| !path.is_empty())?;
         Some(Trust::Bundle { path: path.into(), named_by: variable })
@@ -113,16 +107,13 @@ impl Trust {
 }
 
 fn certificates_in(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder)? {
-        let path = entry?.path();
-        let is_certificate = path.extension().is_some_and(|e| {
+    let all = std::fs::read_dir(folder)?.map(|entry| Ok(entry?.path()));
+    let mut found = all.collect::<std::io::Result<Vec<_>>>()?;
+    found.retain(|path| {
+        path.extension().is_some_and(|e| {
             e.eq_ignore_ascii_case("pem") || e.eq_ignore_ascii_case("crt") || e == "0"
-        });
-        if is_certificate {
-            found.push(path);
-        }
-    }
+        })
+    });
     found.sort();
     Ok(found)
 }

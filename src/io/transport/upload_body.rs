@@ -52,9 +52,7 @@ impl<B: http_body::Body<Data = Bytes> + Unpin> http_body::Body for UploadBody<B>
     }
 
     fn size_hint(&self) -> SizeHint {
-        match (self.body.size_hint().exact(), self.unsent.len() as u64) {
-            (Some(len), next) => SizeHint::with_exact(len + next),
-            (None, _) => SizeHint::new(),
-        }
+        let (len, unsent) = (self.body.size_hint().exact(), self.unsent.len() as u64);
+        len.map_or_else(SizeHint::new, |len| SizeHint::with_exact(len + unsent))
     }
 }

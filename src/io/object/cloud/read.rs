@@ -40,7 +40,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     };
     let headers = options.transport.headers.clone();
     let signer = CloudSigner { bucket: Arc::new(url), identity, address, headers };
-    http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, options, cancel)
+    http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, None, options, cancel)
 }
 
 /// The address for messages; None if it cannot be parsed.
@@ -128,7 +128,8 @@ mod tests {
             let environment = OpenOptions::from_environment().unwrap();
             let options = OpenOptions { transport, cache: None, ..environment };
             let url = FileUrl::signed(Box::new(signer));
-            let source = http::open_url(url, false, display_address, &options, &Never).unwrap();
+            let source =
+                http::open_url(url, false, display_address, None, &options, &Never).unwrap();
             while simulated_cloud.now() < 24 * 3600 {
                 // A token that was revoked is renewed once.
                 if simulated_cloud.now() == 43_320 {

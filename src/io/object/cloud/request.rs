@@ -259,7 +259,7 @@ impl CloudObject {
         client: &Client,
         sent: &Arc<AtomicU64>,
     ) -> Result<CloudResponse, Failure> {
-        let stall = client.stall().max(request.stall_limit);
+        let stall = client.config.stall.max(request.stall_limit);
         let mut request = request.build(&self.url, checksums, sent)?;
         match &self.identity {
             Some(identity) => identity.authorization().await?(&mut request)?,
@@ -269,7 +269,9 @@ impl CloudObject {
             }
             None => {}
         }
-        let mut response = client.send_with_time_limit(request, Some(sent), stall).await?;
+        let mut client = client.clone();
+        client.config.stall = stall;
+        let mut response = client.send(request, Some(sent)).await?;
         let text = read_document(&mut response, stall).await?;
         let (status, fields) = (response.status(), response.headers().clone());
         Ok(CloudResponse { status, fields, text: String::from_utf8_lossy(&text).into_owned() })

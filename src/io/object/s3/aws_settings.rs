@@ -14,7 +14,7 @@ use crate::environment::read_guarded;
 use crate::error::{Error, Escaped, Result};
 use crate::io::auth::PerEnvironment;
 use crate::io::auth::aws::{self, PROFILE_VARIABLES, profile, profiles};
-use crate::io::transport::{AWS_CREDENTIALS_SETTINGS, CredentialClient, TransportOptions, Trust};
+use crate::io::transport::{TransportOptions, Trust, credential_client};
 use crate::sys::clock;
 
 /// Time for which a missing region of the machine is known: finding out may take seconds.
@@ -151,8 +151,7 @@ pub async fn machine_region(options: &TransportOptions) -> Option<String> {
     if let Some((region, _)) = kept.clone().filter(is_current) {
         return region;
     }
-    let config = ProviderConfig::default()
-        .with_http_client(CredentialClient::new(options, AWS_CREDENTIALS_SETTINGS));
+    let config = ProviderConfig::default().with_http_client(credential_client(options));
     let provider = ImdsRegionProvider::builder().configure(&config).build();
     let region = provider.region().await.map(|region| region.to_string());
     kept.insert((region, clock::now())).0.clone()

@@ -34,7 +34,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     let bucket = Arc::new(bucket);
     let signer = S3Signer { bucket, address, transport: transport.clone(), client };
     let options = OpenOptions { transport, ..options.clone() };
-    http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, &options, cancel)
+    http::open_url(FileUrl::signed(Box::new(signer)), tls, display_address, None, &options, cancel)
 }
 
 /// The address for messages; None if it cannot be parsed.

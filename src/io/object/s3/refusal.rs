@@ -95,14 +95,14 @@ impl S3Bucket {
         let code = document.code.as_deref().unwrap_or("");
         let failure = status_failure(status, headers, what.clone());
         let failure = match code {
-            _ if failure.repeat() == Repeat::Time => failure,
+            _ if failure.repeat == Repeat::Time => failure,
             _ if THROTTLING_ERRORS.contains(&code) || TRANSIENT_ERRORS.contains(&code) => {
                 failure.with_repeat(Repeat::Time)
             }
             _ if TRANSIENT.contains(&code) => failure.with_repeat(Repeat::Attempts),
             _ => failure,
         };
-        if !self.none_found || !status.is_client_error() || failure.repeat() != Repeat::Never {
+        if !self.none_found || !status.is_client_error() || failure.repeat != Repeat::Never {
             return failure;
         }
         what += "; no credentials were found, so the server was asked anonymously: ";

@@ -13,16 +13,14 @@ use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::config::{ConfigBag, Intercept, RuntimeComponents};
 use aws_sdk_s3::error::BoxError;
 use aws_sdk_s3::primitives::SdkBody;
-use aws_smithy_runtime_api::client::http::{
-    HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
-};
+use aws_smithy_runtime_api::client::http::{HttpConnector, HttpConnectorFuture};
 use reqwest::Url;
 
 use super::address::S3Address;
 use super::resolve::S3Bucket;
 use crate::environment::read_guarded;
 use crate::io::transport::{
-    ClientConfig, Failure, RequestTarget, SdkClient, TransportOptions, connector_error,
+    ClientConfig, Failure, RequestTarget, SdkClient, TransportOptions, connector_error, sdk_client,
 };
 use crate::sys::clock;
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
@@ -36,7 +34,7 @@ const SESSION: &str = "session";
 impl S3Bucket {
     /// A client that signs requests, and sends only its own ones for sessions.
     pub fn signing_client(&self, options: &TransportOptions) -> Client {
-        let sessions = SigningClient(Arc::new(options.clone()));
+        let sessions = sdk_client(SigningClient(Arc::new(options.clone())));
         let config = self.sdk().http_client(sessions).retry_config(RetryConfig::disabled());
         read_guarded(|| Client::from_conf(config.build()))
     }
@@ -106,16 +104,6 @@ impl Intercept for Signed {
 /// The client of the SDK that sends nothing but requests for sessions.
 #[derive(Debug, Clone)]
 struct SigningClient(Arc<TransportOptions>);
-
-impl HttpClient for SigningClient {
-    fn http_connector(
-        &self,
-        _settings: &HttpConnectorSettings,
-        _components: &RuntimeComponents,
-    ) -> SharedHttpConnector {
-        SharedHttpConnector::new(self.clone())
-    }
-}
 
 impl HttpConnector for SigningClient {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {

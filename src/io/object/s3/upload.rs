@@ -22,7 +22,7 @@ use crate::io::object::checksum::Checksum;
 use crate::io::object::upload::{
     SentPart, UploadLimits, UploadProtocol, UploadRequests, UploadSink, new_mark,
 };
-use crate::io::transport::{Failure, SdkClient, run_once, with_guarded_polls};
+use crate::io::transport::{Failure, SdkClient, run_once, sdk_client, with_guarded_polls};
 
 /// Creates an object. Finds the server and the credentials; nothing is sent before a part is
 /// complete.
@@ -104,8 +104,11 @@ impl S3Object {
             let connector = SdkClient::new(client);
             let sent = Arc::clone(&connector.sent);
             // Retries are those of the transport.
-            let config =
-                self.resolved.sdk().http_client(connector).retry_config(RetryConfig::disabled());
+            let config = self
+                .resolved
+                .sdk()
+                .http_client(sdk_client(connector))
+                .retry_config(RetryConfig::disabled());
             (read_guarded(|| Client::from_conf(config.build())), sent)
         };
         let region = self.resolved.region();

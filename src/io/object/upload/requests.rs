@@ -40,13 +40,12 @@ impl<C: Clone> UploadRequests<C> {
         let budget = RetryBudget::new("writing", &self.display_address, &self.options, cancel);
         retry::run(&budget, || {
             let begun = clock::now();
-            let connection =
-                self.pool.take(&budget, || async { Ok(wrap(self.config.client()?)) })?;
-            let (client, sent) = connection.client();
+            let connection = self.pool.take(&budget, async || Ok(wrap(self.config.client()?)))?;
+            let (client, sent) = &connection.client;
             budget.track_upload(sent);
-            let outcome = connection.run(&budget, make(client.clone(), Arc::clone(sent)));
+            let outcome = connection.events.run(&budget, make(client.clone(), Arc::clone(sent)));
             self.pool.give_back(connection);
-            if outcome.as_ref().is_err_and(Failure::is_renewable) {
+            if outcome.as_ref().is_err_and(|failure| failure.renewable) {
                 invalidate(begun);
                 // Clients may still sign for the wrong region.
                 self.pool.clear();
