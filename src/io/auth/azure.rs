@@ -7,18 +7,18 @@ use std::sync::Arc;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use reqwest::header::HeaderValue;
 
-use super::library::{LibraryProvider, missing_of_store};
+use super::library::LibraryProvider;
 use super::provider::CredentialProvider;
 use super::settings::{
-    RequestIdentity, check_printable, is_truthy, is_valid_name, parse_endpoint, store_provider,
-    without_retries,
+    IdentitySource, check_printable, is_truthy, is_valid_name, missing_of_store, parse_endpoint,
+    store_provider, without_retries,
 };
 use super::store::CredentialEnvironment;
 use crate::error::{Error, Result};
 use crate::io::transport::{FixedSettings, TransportOptions};
 
 /// Variables that count besides those of `AZURE_`.
-const OTHER_VARIABLES: [&str; 3] = ["IDENTITY_ENDPOINT", IDENTITY_HEADER, EMULATOR_URL];
+const OTHER_VARIABLES: &[&str] = &["IDENTITY_ENDPOINT", IDENTITY_HEADER, EMULATOR_URL];
 /// The variable with the address of Azurite.
 pub const EMULATOR_URL: &str = "AZURITE_BLOB_STORAGE_URL";
 /// The variable with the header of the identity service.
@@ -56,10 +56,8 @@ pub struct AzureAccess<'a> {
 
 /// The variables and files of Azure. `scope`: the account that an address names.
 pub fn environment(scope: &str) -> Arc<CredentialEnvironment> {
-    let is_relevant = |name: &[u8]| {
-        name.starts_with(b"AZURE_") || OTHER_VARIABLES.iter().any(|other| other.as_bytes() == name)
-    };
-    CredentialEnvironment::read(format!("azure {scope}"), is_relevant, |read| {
+    let names = ("AZURE_", OTHER_VARIABLES);
+    CredentialEnvironment::read(format!("azure {scope}"), names, |read| {
         let file = AzureSettings::of(read).value(AzureConfigKey::FederatedTokenFile);
         file.map(PathBuf::from).into_iter().collect()
     })
@@ -70,22 +68,22 @@ pub fn credentials(
     access: &AzureAccess<'_>,
     environment: &Arc<CredentialEnvironment>,
     options: &TransportOptions,
-) -> Result<(RequestIdentity, Arc<CredentialProvider>)> {
+) -> Result<(IdentitySource, Arc<CredentialProvider>)> {
     let settings = AzureSettings::of(environment);
     let emulator = settings.is_enabled(AzureConfigKey::UseEmulator);
     let has_account_credentials = access.key.is_some() || access.signature.is_some();
     let mut identity_keys = CHAIN_KEYS.into_iter().filter(|key| !AUTHORITY_KEYS.contains(key));
-    let identity = if settings.is_enabled(AzureConfigKey::SkipSignature) {
-        RequestIdentity::Anonymous
+    let source = if settings.is_enabled(AzureConfigKey::SkipSignature) {
+        IdentitySource::Anonymous
     } else if emulator
         || has_account_credentials
         || identity_keys.any(|key| settings.value(key).is_some())
     {
-        RequestIdentity::Configured
+        IdentitySource::Configured
     } else {
-        RequestIdentity::Machine
+        IdentitySource::Machine
     };
-    if identity != RequestIdentity::Anonymous && !emulator {
+    if source != IdentitySource::Anonymous && !emulator {
         refuse_cli(&settings, has_account_credentials)?;
     }
     let builder = configured(&settings, access)?.with_use_emulator(emulator);
@@ -94,10 +92,11 @@ pub fn credentials(
     let fixed = FixedSettings { identity_header, ..FixedSettings::default() };
     let make = move |client| {
         let store = builder.clone().with_http_connector(client).build();
-        let store = store.map_err(missing_of_store)?;
-        Ok(LibraryProvider::Azure(Arc::clone(store.credentials())))
+        store
+            .map(|store| LibraryProvider::Azure(Arc::clone(store.credentials())))
+            .map_err(missing_of_store)
     };
-    Ok((identity, store_provider(environment, options, identity, fixed, make)))
+    Ok((source, store_provider(environment, options, source, fixed, make)))
 }
 
 /// A builder with the settings of the chain.
@@ -175,14 +174,14 @@ pub struct AzureSettings<'e>(Vec<(AzureConfigKey, &'e str)>);
 impl<'e> AzureSettings<'e> {
     /// The settings that variables hold.
     pub fn of(environment: &'e CredentialEnvironment) -> Self {
-        let text = |wanted| environment.texts().find(|(name, _)| *name == wanted);
         // The names of Azure's command line and of its libraries come first: others overrule them.
         let aliases = [
             ("AZURE_STORAGE_ACCOUNT", AzureConfigKey::AccountName),
             ("AZURE_STORAGE_KEY", AzureConfigKey::AccessKey),
             ("IDENTITY_ENDPOINT", AzureConfigKey::MsiEndpoint),
         ];
-        let aliases = aliases.into_iter().filter_map(|(name, key)| Some((key, text(name)?.1)));
+        let aliases =
+            aliases.into_iter().filter_map(|(name, key)| Some((key, environment.text(name)?)));
         let mut found: Vec<_> = aliases.collect();
         found.extend(environment.texts().filter_map(|(name, value)| {
             let name = name.starts_with("AZURE_").then(|| name.to_ascii_lowercase())?;

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use serde_json::Value;
 
-use super::library::{LibraryProvider, MissingCredentials, missing_of_store};
+use super::library::{LibraryProvider, MissingCredentials};
 use super::settings::{
-    CloudSettings, RequestIdentity, check_host, check_printable, is_truthy, parse_endpoint,
-    store_provider, without_retries,
+    CloudIdentity, CloudSettings, IdentitySource, check_host, check_printable, is_truthy,
+    missing_of_store, parse_endpoint, store_provider, without_retries,
 };
 use super::store::CredentialEnvironment;
 use crate::error::{Error, Result};
@@ -20,7 +20,7 @@ const DEFAULT_ENDPOINT: &str = "https://storage.googleapis.com";
 /// The variable with the server of an emulator.
 const EMULATOR: &str = "STORAGE_EMULATOR_HOST";
 /// Variables that count besides those of `GOOGLE_`.
-const OTHER_VARIABLES: [&str; 7] = [
+const OTHER_VARIABLES: &[&str] = &[
     "HOME",
     "CLOUDSDK_CONFIG",
     EMULATOR,
@@ -54,25 +54,22 @@ const QUOTA_PROJECT: &str = "GOOGLE_CLOUD_QUOTA_PROJECT";
 
 /// The settings of the environment for a bucket.
 pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSettings> {
-    let is_relevant = |name: &[u8]| {
-        name.starts_with(b"GOOGLE_") || OTHER_VARIABLES.iter().any(|other| other.as_bytes() == name)
-    };
-    let environment =
-        CredentialEnvironment::read("google".to_owned(), is_relevant, |environment| {
-            credential_files(&builder(environment)).chain(login_file(environment)).collect()
-        });
+    let names = ("GOOGLE_", OTHER_VARIABLES);
+    let environment = CredentialEnvironment::read("google".to_owned(), names, |read| {
+        credential_files(&builder(read)).chain(login_file(read)).collect()
+    });
     let builder = builder(&environment).with_bucket_name(bucket);
     let variable = |name| environment.variable(name).and_then(|value| value.to_str()).unwrap_or("");
     let emulator = variable(EMULATOR);
     let key_or_token = names_credentials(&builder);
-    let identity = identity(&builder, variable);
+    let source = source(&builder, variable);
     let base_url = builder.get_config_value(&GoogleConfigKey::BaseUrl);
     // An emulator needs no credentials, and its name may come without `http://`.
     let scheme = if emulator.contains("://") { "" } else { "http://" };
     let base_url =
         base_url.or_else(|| (!emulator.is_empty()).then(|| format!("{scheme}{emulator}")));
     let mut fixed = FixedSettings::default();
-    if identity != RequestIdentity::Anonymous && !key_or_token {
+    if source != IdentitySource::Anonymous && !key_or_token {
         check_login_file(&environment)?;
         fixed.metadata = metadata_hosts(&environment)?;
     }
@@ -84,7 +81,7 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
     let of_file = document.get("quota_project_id").and_then(Value::as_str);
     let quota_project = Some(variable(QUOTA_PROJECT)).filter(|named| !named.is_empty()).or(of_file);
     let quota_project = quota_project.map(|named| check_printable(QUOTA_PROJECT, named));
-    let quota_project = quota_project.transpose()?.map(str::to_owned);
+    let quota_project = quota_project.transpose()?.map(Into::into);
     let make = move |client| {
         if let Some(what) = &unsupported {
             return Err(MissingCredentials::failed(ErrorKind::InvalidData, what));
@@ -94,8 +91,9 @@ pub fn settings(bucket: &str, options: &TransportOptions) -> Result<CloudSetting
         Ok(LibraryProvider::Google(Arc::clone(store.credentials())))
     };
     let endpoint = parse_endpoint(base_url.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
-    let credentials = store_provider(&environment, options, identity, fixed, make);
-    Ok(CloudSettings { endpoint, account: String::new(), quota_project, identity, credentials })
+    let credentials = store_provider(&environment, options, source, fixed, make);
+    let identity = CloudIdentity { account: "".into(), quota_project, credentials };
+    Ok(CloudSettings { endpoint, source, identity })
 }
 
 /// True if the settings name a key, a token, or a file of them.
@@ -104,20 +102,20 @@ fn names_credentials(builder: &GoogleCloudStorageBuilder) -> bool {
 }
 
 /// The identity that the settings ask for.
-fn identity<'v>(
+fn source<'v>(
     builder: &GoogleCloudStorageBuilder,
     variable: impl Fn(&'static str) -> &'v str,
-) -> RequestIdentity {
+) -> IdentitySource {
     let anonymous = builder.get_config_value(&GoogleConfigKey::SkipSignature);
     let is_named = |name: &&'static str| !variable(name).is_empty();
     if anonymous.is_some_and(|text| is_truthy(&text)) || is_named(&EMULATOR) {
-        RequestIdentity::Anonymous
+        IdentitySource::Anonymous
     } else if names_credentials(builder) || METADATA_VARIABLES.iter().any(is_named) {
-        RequestIdentity::Configured
+        IdentitySource::Configured
     } else if is_truthy(variable("NO_GCE_CHECK")) {
-        RequestIdentity::Anonymous
+        IdentitySource::Anonymous
     } else {
-        RequestIdentity::Machine
+        IdentitySource::Machine
     }
 }
 

@@ -28,7 +28,7 @@ pub fn renew_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
 }
 
 /// The time of the next attempt to renew what expires then.
-pub(super) fn retry_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
+pub fn retry_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
     let remaining = expiry.duration_since(now).unwrap_or(Duration::ZERO);
     now.checked_add((remaining / 10).max(SHORTEST_PAUSE)).unwrap_or(now)
 }
@@ -47,7 +47,7 @@ pub struct CredentialProvider {
 }
 
 #[derive(Default)]
-pub(super) struct ProviderState {
+pub struct ProviderState {
     /// Held while the library is asked, so that only one thread asks.
     asking: tokio::sync::Mutex<()>,
     known: Mutex<Known>,
@@ -74,14 +74,11 @@ struct LastCredential {
 
 impl CredentialProvider {
     /// Credentials of the provider that `make` makes.
-    pub fn new(make: impl Fn() -> MakingProvider + Send + Sync + 'static) -> Self {
-        CredentialProvider { make: Box::new(make), has_responded: None, state: PerProcess::new() }
-    }
-
-    /// The same for a machine that may have no credentials.
-    #[cfg(feature = "clouds")]
-    pub fn of_machine(self, has_responded: Option<Arc<AtomicBool>>) -> Self {
-        CredentialProvider { has_responded, ..self }
+    pub fn new(
+        make: impl Fn() -> MakingProvider + Send + Sync + 'static,
+        has_responded: Option<Arc<AtomicBool>>,
+    ) -> Self {
+        CredentialProvider { make: Box::new(make), has_responded, state: PerProcess::new() }
     }
 
     /// The current credentials.
@@ -193,9 +190,13 @@ impl ProviderState {
 }
 
 #[cfg(test)]
-impl CredentialProvider {
-    /// Replaces the provider of the library.
-    pub fn use_provider(&self, provider: LibraryProvider) {
-        unpoisoned(self.state.get().known.lock()).provider = Some(provider);
+mod tests {
+    use super::*;
+
+    impl CredentialProvider {
+        /// Replaces the provider of the library.
+        pub fn use_provider(&self, provider: LibraryProvider) {
+            unpoisoned(self.state.get().known.lock()).provider = Some(provider);
+        }
     }
 }

@@ -79,7 +79,7 @@ impl HttpConnector for CredentialClient {
 }
 
 /// A failure as the error of the SDK's client.
-pub fn connector_error(failure: Failure) -> ConnectorError {
+fn connector_error(failure: Failure) -> ConnectorError {
     ConnectorError::other(failure.into(), None)
 }
 

@@ -38,7 +38,7 @@ mod trust;
 mod upload_body;
 
 #[cfg(feature = "s3")]
-pub(crate) use aws_sdk::{SdkClient, connector_error};
+pub(crate) use aws_sdk::SdkClient;
 #[cfg(feature = "http")]
 pub(crate) use client::{Client, ClientConfig, HTTP2_WINDOW};
 pub(crate) use connections::{ConnectionPool, PooledConnection};

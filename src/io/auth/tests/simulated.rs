@@ -56,6 +56,7 @@ mod of_object_store {
     use object_store::gcp::GcpCredential;
 
     use super::*;
+    use crate::io::auth::provider::MakingProvider;
     use crate::sys::clock;
     use crate::sys::sync::unpoisoned;
 
@@ -91,11 +92,12 @@ mod of_object_store {
         wrap: fn(Arc<dyn StoreProvider<Credential = T>>) -> LibraryProvider,
     ) -> Arc<CredentialProvider> {
         let server = Arc::clone(server);
-        Arc::new(CredentialProvider::new(move || {
+        let make = move || {
             let (server, cached) = (Arc::clone(&server), Mutex::default());
             let made = wrap(Arc::new(SimulatedProvider { server, make, cached }));
-            Box::pin(async { Ok(made) })
-        }))
+            Box::pin(async { Ok(made) }) as MakingProvider
+        };
+        Arc::new(CredentialProvider::new(make, None))
     }
 
     pub fn google(server: &Arc<SimulatedCloud>) -> Arc<CredentialProvider> {

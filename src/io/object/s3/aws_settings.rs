@@ -1,7 +1,6 @@
 //! Settings of AWS in the environment and the profile, except credentials.
 
 use std::io::ErrorKind;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use aws_config::environment::EnvironmentVariableRegionProvider;
@@ -10,7 +9,7 @@ use aws_config::meta::region::RegionProviderChain;
 use aws_config::profile::ProfileFileRegionProvider;
 use aws_config::provider_config::ProviderConfig;
 
-use crate::environment::read_guarded;
+use crate::environment::{expand_home, read_guarded};
 use crate::error::{Error, Escaped, Result};
 use crate::io::auth::PerEnvironment;
 use crate::io::auth::aws::{self, PROFILE_VARIABLES, profile, profiles};
@@ -63,11 +62,7 @@ pub async fn trust() -> Option<Trust> {
     }
     let profiles = profiles().await?;
     let path = profiles.get("ca_bundle").filter(|path| !path.is_empty())?;
-    let path = PathBuf::from(path);
-    let path = match path.strip_prefix("~") {
-        Ok(rest) => crate::environment::home()?.join(rest),
-        Err(_) => path,
-    };
+    let path = expand_home(path.into())?;
     Some(Trust::Bundle { path, named_by: "`ca_bundle` of AWS's profile" })
 }
 

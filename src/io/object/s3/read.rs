@@ -9,28 +9,20 @@ use reqwest::header::{HeaderMap, LOCATION};
 use super::address::S3Address;
 use super::endpoint::Server;
 use super::refusal::bucket_region_of;
-use super::resolve::{S3Bucket, resolve, transport_options};
+use super::resolve::{S3Bucket, find};
 use crate::cancel::Cancel;
 use crate::error::Result;
 use crate::io::http::{self, FileUrl, Refusal, Sign, SignFuture};
-use crate::io::transport::{
-    Failure, RequestTarget, TransportOptions, run_once, with_guarded_polls,
-};
+use crate::io::transport::{Failure, RequestTarget, TransportOptions, with_guarded_polls};
 use crate::io::{OpenOptions, ReadAt};
 use crate::sys::fork_safe_mutex::ForkSafeMutex;
 
 /// Opens an address, without a request if the head of its file is cached.
 pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc<dyn ReadAt>> {
     let address = S3Address::parse(uri)?;
-    // Signing needs no network; finding credentials may, on machines of a cloud.
     let display_address = address.display_address();
-    let found = async {
-        let transport = transport_options(&options.transport).await;
-        let bucket = resolve(&options.s3, &transport, &address, true).await?;
-        Ok((transport, bucket))
-    };
-    let (transport, bucket) = run_once(&display_address, &options.transport, cancel, found)?;
-    let (tls, client) = (bucket.server.is_tls(), ForkSafeMutex::new(None));
+    let (transport, bucket) = find(options, &address, true, cancel)?;
+    let (tls, client) = (bucket.server.is_tls(), Arc::new(ForkSafeMutex::new(None)));
     let bucket = Arc::new(bucket);
     let signer = S3Signer { bucket, address, transport: transport.clone(), client };
     let options = OpenOptions { transport, ..options.clone() };
@@ -43,13 +35,14 @@ pub fn display_address(uri: &str) -> Option<String> {
 }
 
 /// Signs the requests for an object, if there are credentials.
+#[derive(Clone)]
 struct S3Signer {
     bucket: Arc<S3Bucket>,
     address: S3Address,
     /// With the headers of the caller.
     transport: TransportOptions,
     /// Signs for the region that the bucket was in.
-    client: ForkSafeMutex<Option<(String, Client)>>,
+    client: Arc<ForkSafeMutex<Option<(String, Client)>>>,
 }
 
 impl Sign for S3Signer {
@@ -73,14 +66,11 @@ impl Sign for S3Signer {
     fn cache_key(&self) -> String {
         let S3Address { bucket, key, version } = &self.address;
         let version = version.as_ref().map_or(String::new(), |id| format!("?versionId={id}"));
-        let server = self.bucket.url().map_or_else(
-            |_| String::new(),
-            |url| {
-                let (scheme, host) = (url.scheme(), url.host_str().unwrap_or(""));
-                let port = url.port_or_known_default().unwrap_or(0);
-                format!("{scheme}://{host}:{port}{}", url.path())
-            },
-        );
+        let server = self.bucket.url().map_or(String::new(), |url| {
+            let (scheme, host) = (url.scheme(), url.host_str().unwrap_or(""));
+            let port = url.port_or_known_default().unwrap_or(0);
+            format!("{scheme}://{host}:{port}{}", url.path())
+        });
         format!("s3 {server} {bucket}/{key}{version}")
     }
 
@@ -98,12 +88,7 @@ impl Sign for S3Signer {
     }
 
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
-        Box::new(S3Signer {
-            bucket: Arc::clone(&self.bucket),
-            address: self.address.sibling(name),
-            transport: self.transport.clone(),
-            client: ForkSafeMutex::new(self.client.lock().clone()),
-        })
+        Box::new(S3Signer { address: self.address.sibling(name), ..self.clone() })
     }
 }
 
@@ -159,7 +144,8 @@ mod tests {
                     let address = S3Address::parse(&format!("s3://bucket/{key}")).unwrap();
                     let bucket = Arc::new(bucket);
                     let client = ForkSafeMutex::new(None);
-                    let signer = S3Signer { bucket, address, transport: options(), client };
+                    let signer =
+                        S3Signer { bucket, address, transport: options(), client: client.into() };
                     let (target, _) = runtime.block_on(signer.sign_now()).unwrap();
                     let url = target.url;
                     let found = format!("{}{}", url.host_str().unwrap(), url.path());

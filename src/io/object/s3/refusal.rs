@@ -1,7 +1,7 @@
 //! Error responses of S3: their documents, whether to retry, and the region to which AWS redirects
 //! a request.
 
-use std::error::Error as _;
+use std::error::Error;
 use std::io::ErrorKind;
 
 use aws_runtime::retries::classifiers::{THROTTLING_ERRORS, TRANSIENT_ERRORS};
@@ -49,21 +49,16 @@ impl S3Bucket {
     /// True if AWS has named another region, to which later requests go; only once. `asked`: the
     /// host of the request. Another thread may have found the region since the request was sent.
     pub fn follows_region(&self, headers: &HeaderMap, asked: Option<&str>) -> bool {
-        let Some(region) =
-            bucket_region_of(headers).filter(|_| matches!(self.server, Server::Aws { .. }))
-        else {
-            return false;
-        };
+        let is_aws = matches!(self.server, Server::Aws { .. });
+        let Some(region) = bucket_region_of(headers).filter(|_| is_aws) else { return false };
         let before = self.region();
-        let first = {
-            let mut found = self.bucket_region.lock();
-            let first = found.is_none() && before != region;
-            if first {
-                *found = Some(region.to_owned());
-            }
-            first
-        };
-        first || (before == region && asked.is_some_and(|asked| asked != self.host()))
+        if before == region {
+            return asked.is_some_and(|asked| asked != self.host());
+        }
+        let mut found = self.bucket_region.lock();
+        let is_first = found.is_none();
+        found.get_or_insert_with(|| region.to_owned());
+        is_first
     }
 
     /// The failure that a refusal means.
@@ -129,7 +124,7 @@ impl S3Bucket {
     /// The failure of a call of the SDK.
     pub fn failure<E>(&self, error: SdkError<E, HttpResponse>) -> Failure
     where
-        E: std::error::Error + ProvideErrorMetadata + Send + Sync + 'static,
+        E: Error + ProvideErrorMetadata + Send + Sync + 'static,
     {
         if let Some(response) = error.raw_response() {
             let status = StatusCode::from_u16(response.status().as_u16());
@@ -138,13 +133,11 @@ impl S3Bucket {
                 code: error.code().map(str::to_owned),
                 message: error.message().map(str::to_owned),
             };
-            let mut headers = HeaderMap::new();
-            for (name, value) in response.headers() {
-                let name = HeaderName::from_bytes(name.as_bytes());
-                if let (Ok(name), Ok(value)) = (name, HeaderValue::from_str(value)) {
-                    headers.append(name, value);
-                }
-            }
+            let headers = response.headers().iter().filter_map(|(name, value)| {
+                let name = HeaderName::from_bytes(name.as_bytes()).ok()?;
+                Some((name, HeaderValue::from_str(value).ok()?))
+            });
+            let headers: HeaderMap = headers.collect();
             let refused = self.refusal(status, &headers, &document);
             // A status of success with an error, or with a document that is not from S3.
             if status.is_success() {
@@ -155,17 +148,18 @@ impl S3Bucket {
                 || self.clock.follow(document.code.as_deref(), &headers);
             return refused.if_renewable(expired || moved);
         }
-        // The cause chain of errors of requests and credentials contains a failure of the
-        // transport.
-        let mut cause = error.source();
-        while let Some(found) = cause {
-            if let Some(failure) = found.downcast_ref::<Failure>() {
-                return failure.copy();
-            }
-            cause = found.source();
+        // That of a request, or of credentials.
+        match cause::<Failure>(&error) {
+            Some(failure) => failure.copy(),
+            None => Failure::permanent(ErrorKind::Other, DisplayErrorContext(error).to_string()),
         }
-        Failure::permanent(ErrorKind::Other, DisplayErrorContext(error).to_string())
     }
+}
+
+/// The error of that type among the causes of an error.
+pub fn cause<T: Error + 'static>(error: &dyn Error) -> Option<&T> {
+    let mut causes = std::iter::successors(error.source(), |&error| error.source());
+    causes.find_map(|cause| cause.downcast_ref())
 }
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 
 use std::io::{Error as IoError, ErrorKind};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::http::HttpResponse;
@@ -13,25 +12,29 @@ use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumType, CompletedMultipartUploa
 use bytes::Bytes;
 
 use super::address::S3Address;
-use super::resolve::{S3Bucket, resolve, transport_options};
+use super::resolve::{S3Bucket, find};
 use crate::cancel::Cancel;
 use crate::environment::read_guarded;
 use crate::error::{Error, Result};
 use crate::io::OpenOptions;
 use crate::io::object::checksum::Checksum;
 use crate::io::object::upload::{
-    SentPart, UploadLimits, UploadProtocol, UploadRequests, UploadSink, new_mark,
+    SentPart, UploadLimits, UploadProtocol, UploadRequests, UploadSink, confirm_if_present,
+    new_mark,
 };
-use crate::io::transport::{Failure, SdkClient, run_once, with_guarded_polls};
+use crate::io::transport::{Failure, SdkClient, with_guarded_polls};
+
+const LIMITS: UploadLimits =
+    UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
 
 /// Creates an object. Finds the server and the credentials; nothing is sent before a part is
 /// complete.
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
-    UploadSink::new(Arc::new(S3Object::new(uri, options, cancel)?), &options.transport)
+    let object = S3Object::new(uri, options, cancel)?;
+    let display_address = object.requests.display_address.clone();
+    let target = format!("{:?} {display_address}", object.resolved.server);
+    UploadSink::new(Arc::new(object), (display_address, target), LIMITS, &options.transport)
 }
-
-const LIMITS: UploadLimits =
-    UploadLimits { max_parts: 10_000, min_part_len: 5 << 20, max_part_len: 5 << 30 };
 
 /// An object of S3.
 pub struct S3Object {
@@ -67,12 +70,7 @@ impl S3Object {
             let what = format!("`{display_address}`: a version of an object cannot be written");
             return Err(Error::InvalidArgument(what));
         }
-        let found = async {
-            let transport = transport_options(&options.transport).await;
-            let bucket = resolve(&options.s3, &transport, &address, false).await?;
-            Ok((transport, bucket))
-        };
-        let (options, resolved) = run_once(&display_address, &options.transport, cancel, found)?;
+        let (options, resolved) = find(options, &address, false, cancel)?;
         if resolved.credentials.is_none() && !resolved.is_endpoint_named {
             let what = format!(
                 "no credentials were found, and the object is not sent to {} anonymously: {}",
@@ -135,7 +133,8 @@ impl S3Object {
     /// True if the object comes from this upload.
     fn is_complete(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
         let found = self.request(cancel, |client| async move {
-            let head = client.head_object().bucket(&self.address.bucket).key(&self.address.key);
+            let S3Address { bucket, key, .. } = &self.address;
+            let head = client.head_object().bucket(bucket).key(key);
             let head = head.set_request_payer(self.resolved.payer());
             match head.send().await.map_err(|e| self.resolved.failure(e)) {
                 Err(failure) if failure.error.kind() == ErrorKind::NotFound => Ok(None),
@@ -152,70 +151,41 @@ impl S3Object {
 }
 
 impl UploadProtocol for S3Object {
-    fn display_address(&self) -> &str {
-        &self.requests.display_address
-    }
-
-    fn target(&self) -> String {
-        format!("{:?} {}", self.resolved.server, self.requests.display_address)
-    }
-
-    fn stall(&self) -> Duration {
-        self.requests.options.stall
-    }
-
-    fn limits(&self) -> UploadLimits {
-        LIMITS
-    }
-
     fn put(&self, bytes: &Bytes, cancel: &dyn Cancel) -> Result<()> {
-        let checksum = self.resolved.checksums.then(|| Checksum::of(bytes).for_s3());
-        self.request(cancel, |client| {
-            let send = move |checksum: Option<String>| {
-                let put = client.put_object().bucket(&self.address.bucket).key(&self.address.key);
-                let put = put.set_request_payer(self.resolved.payer()).body(body(bytes));
-                let (encryption, key) = self.resolved.encryption.clone();
-                let put = put.set_server_side_encryption(encryption).set_ssekms_key_id(key);
+        let S3Address { bucket, key, .. } = &self.address;
+        let checksum = self.resolved.checksums.then(|| Checksum::of(bytes));
+        self.request(cancel, |client| async move {
+            let sent = send_checked(checksum, true, |checksum| {
+                let (encryption, kms_key) = self.resolved.encryption.clone();
+                let put = client.put_object().bucket(bucket).key(key).body(body(bytes));
+                let put = put.set_server_side_encryption(encryption).set_ssekms_key_id(kms_key);
+                let put = put.set_request_payer(self.resolved.payer());
                 let put = put.set_checksum_crc64_nvme(checksum);
                 put.customize().disable_payload_signing().send()
-            };
-            let checksum = checksum.clone();
-            async move {
-                let mut response = send(checksum.clone()).await;
-                for retried in retry_checksums(&checksum) {
-                    if !response.as_ref().is_err_and(may_reject_checksums) {
-                        break;
-                    }
-                    response = with_guarded_polls(send(retried)).await;
-                }
-                response.map(drop).map_err(|e| self.resolved.failure(e))
-            }
+            });
+            sent.await.map(drop).map_err(|e| self.resolved.failure(e))
         })
     }
 
     fn begin(&self, cancel: &dyn Cancel) -> Result<Arc<str>> {
+        let S3Address { bucket, key, .. } = &self.address;
         self.request(cancel, |client| async move {
-            let begin = client
-                .create_multipart_upload()
-                .bucket(&self.address.bucket)
-                .key(&self.address.key);
+            let begin = client.create_multipart_upload().bucket(bucket).key(key);
             let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
-            let (encryption, key) = self.resolved.encryption.clone();
-            let begin = begin.set_server_side_encryption(encryption).set_ssekms_key_id(key);
+            let (encryption, kms_key) = self.resolved.encryption.clone();
+            let begin = begin.set_server_side_encryption(encryption).set_ssekms_key_id(kms_key);
             let mut checksum_support = ChecksumSupport::None;
             let mut begun = None;
             if self.resolved.checksums {
                 let begin = begin.clone().checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
-                match begin.checksum_type(ChecksumType::FullObject).send().await {
-                    Err(error) if may_reject_checksums(&error) => {}
-                    response => {
-                        let response = response.map_err(|e| self.resolved.failure(e))?;
-                        let all = response.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
-                            && response.checksum_type == Some(ChecksumType::FullObject);
-                        checksum_support =
-                            if all { ChecksumSupport::All } else { ChecksumSupport::Parts };
-                        begun = Some(response);
-                    }
+                let response = begin.checksum_type(ChecksumType::FullObject).send().await;
+                if !response.as_ref().is_err_and(may_reject_checksums) {
+                    let response = response.map_err(|e| self.resolved.failure(e))?;
+                    let all = response.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
+                        && response.checksum_type == Some(ChecksumType::FullObject);
+                    checksum_support =
+                        if all { ChecksumSupport::All } else { ChecksumSupport::Parts };
+                    begun = Some(response);
                 }
             }
             let begun = match begun {
@@ -233,56 +203,32 @@ impl UploadProtocol for S3Object {
         })
     }
 
-    fn part(
-        &self,
-        upload: &str,
-        number: u64,
-        bytes: &Bytes,
-        cancel: &dyn Cancel,
-    ) -> Result<SentPart> {
-        let checksum_support = self.checksum_support();
+    fn part(&self, id: &str, number: u64, bytes: &Bytes, cancel: &dyn Cancel) -> Result<SentPart> {
+        let S3Address { bucket, key, .. } = &self.address;
+        let support = self.checksum_support();
         let sdk_number = sdk_part_number(number)?;
-        let checksum = (checksum_support != ChecksumSupport::None).then(|| Checksum::of(bytes));
+        let checksum = (support != ChecksumSupport::None).then(|| Checksum::of(bytes));
         self.request(cancel, |client| async move {
-            let send = |checksum: Option<String>| {
-                let part = client.upload_part().bucket(&self.address.bucket).key(&self.address.key);
-                let part = part.upload_id(upload).part_number(sdk_number).body(body(bytes));
-                let part = part.set_checksum_crc64_nvme(checksum);
+            // A server that has agreed to checksums does not refuse them.
+            let sent = send_checked(checksum, support == ChecksumSupport::Parts, |checksum| {
+                let part = client.upload_part().bucket(bucket).key(key).upload_id(id);
+                let part = part.part_number(sdk_number).body(body(bytes));
                 let part = part.set_request_payer(self.resolved.payer());
+                let part = part.set_checksum_crc64_nvme(checksum);
                 part.customize().disable_payload_signing().send()
-            };
-            let text = checksum.map(Checksum::for_s3);
-            let mut sent_checksum = checksum;
-            let mut response = send(text.clone()).await;
-            // Not where the server has agreed to checksums.
-            for retried in retry_checksums(&text)
-                .into_iter()
-                .filter(|_| checksum_support == ChecksumSupport::Parts)
-            {
-                if !response.as_ref().is_err_and(may_reject_checksums) {
-                    break;
-                }
-                sent_checksum = checksum.filter(|_| retried.is_some());
-                response = with_guarded_polls(send(retried)).await;
-            }
-            let done = response.map_err(|e| self.resolved.failure(e))?;
+            });
+            let (done, checksum) = sent.await.map_err(|e| self.resolved.failure(e))?;
             let tag = done.e_tag.ok_or_else(|| {
                 let what = "the server's response to UploadPart has no ETag";
                 Failure::transient(ErrorKind::InvalidData, what)
             })?;
-            Ok(SentPart { number, tag, checksum: sent_checksum })
+            Ok(SentPart { number, tag, checksum })
         })
     }
 
-    fn complete(
-        &self,
-        upload: &str,
-        parts: &[SentPart],
-        len: u64,
-        cancel: &dyn Cancel,
-    ) -> Result<()> {
-        let checksum_support = self.checksum_support();
-        let all = checksum_support == ChecksumSupport::All;
+    fn complete(&self, id: &str, parts: &[SentPart], len: u64, cancel: &dyn Cancel) -> Result<()> {
+        let S3Address { bucket, key, .. } = &self.address;
+        let all = self.checksum_support() == ChecksumSupport::All;
         let checksums = parts.iter().filter_map(|part| part.checksum);
         let checksum =
             all.then(|| checksums.fold(Checksum::default(), Checksum::combined_with).for_s3());
@@ -293,36 +239,29 @@ impl UploadProtocol for S3Object {
         let parts = parts.collect::<Result<_>>()?;
         let parts = CompletedMultipartUpload::builder().set_parts(Some(parts)).build();
         let completed = self.request(cancel, |client| {
-            let complete = client
-                .complete_multipart_upload()
-                .bucket(&self.address.bucket)
-                .key(&self.address.key);
-            let complete = complete.upload_id(upload).multipart_upload(parts.clone());
+            let complete = client.complete_multipart_upload().bucket(bucket).key(key);
+            let complete = complete.upload_id(id).multipart_upload(parts.clone());
             let complete = complete
                 .set_checksum_crc64_nvme(checksum.clone())
                 .set_checksum_type(all.then_some(ChecksumType::FullObject))
                 .set_request_payer(self.resolved.payer());
             async move { complete.send().await.map(drop).map_err(|e| self.resolved.failure(e)) }
         });
-        let is_lost = |error: &Error| matches!(error, Error::Io { error, .. } if error.kind() == ErrorKind::NotFound);
-        match completed {
-            // If the object has the mark of this upload, it was completed and only the response was
-            // lost. If that cannot be found out, the first error is the one to report.
-            Err(error) if is_lost(&error) => match self.is_complete(len, cancel) {
-                Ok(true) => Ok(()),
-                Err(Error::Cancelled) => Err(Error::Cancelled),
-                _ => Err(error),
-            },
-            completed => completed,
-        }
+        // If the object has the mark of this upload, it was completed and only the response was lost.
+        completed.or_else(|error| match &error {
+            Error::Io { error: lost, .. } if lost.kind() == ErrorKind::NotFound => {
+                confirm_if_present(error, || self.is_complete(len, cancel))
+            }
+            _ => Err(error),
+        })
     }
 
-    fn abort(&self, upload: &str, cancel: &dyn Cancel) -> Result<()> {
+    fn abort(&self, id: &str, cancel: &dyn Cancel) -> Result<()> {
+        let S3Address { bucket, key, .. } = &self.address;
         self.request(cancel, |client| async move {
-            let abort =
-                client.abort_multipart_upload().bucket(&self.address.bucket).key(&self.address.key);
+            let abort = client.abort_multipart_upload().bucket(bucket).key(key).upload_id(id);
             let abort = abort.set_request_payer(self.resolved.payer());
-            abort.upload_id(upload).send().await.map(drop).map_err(|e| self.resolved.failure(e))
+            abort.send().await.map(drop).map_err(|e| self.resolved.failure(e))
         })
     }
 }
@@ -332,10 +271,26 @@ fn sdk_part_number(number: u64) -> Result<i32> {
     i32::try_from(number).map_err(|_| Error::Bug(format!("a part with the number {number}")))
 }
 
-/// The checksums for further attempts of a request that was refused with one. First the same,
-/// because bytes that were damaged in transit are refused too; then none.
-fn retry_checksums(checksum: &Option<String>) -> Vec<Option<String>> {
-    if checksum.is_some() { vec![checksum.clone(), None] } else { Vec::new() }
+/// Sends a request with a checksum, and returns it if it was sent. A request that is refused because
+/// of it is repeated if `may_omit` says so: first with the same, because bytes that were damaged in
+/// transit are refused too; then without.
+async fn send_checked<T, E: ProvideErrorMetadata, F>(
+    checksum: Option<Checksum>,
+    may_omit: bool,
+    send: impl Fn(Option<String>) -> F,
+) -> Result<(T, Option<Checksum>), SdkError<E, HttpResponse>>
+where
+    F: Future<Output = Result<T, SdkError<E, HttpResponse>>>,
+{
+    let mut sent = checksum;
+    let mut response = send(sent.map(Checksum::for_s3)).await;
+    for repeated in [checksum, None] {
+        if may_omit && sent.is_some() && response.as_ref().is_err_and(may_reject_checksums) {
+            sent = repeated;
+            response = with_guarded_polls(send(sent.map(Checksum::for_s3))).await;
+        }
+    }
+    Ok((response?, sent))
 }
 
 /// True if a server may have refused a request because it does not know checksums.

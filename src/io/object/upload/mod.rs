@@ -41,6 +41,11 @@ pub struct UploadSink(Arc<MultipartUpload>);
 struct MultipartUpload {
     /// The only process that may send parts, complete the object or abort it.
     owner: OwnerProcess,
+    /// The address as messages show it.
+    display_address: String,
+    limits: UploadLimits,
+    /// Time limit for a server that neither sends nor takes bytes.
+    stall: Duration,
     object: Arc<dyn UploadProtocol>,
     state: Mutex<UploadState>,
     memory: PartMemory,
@@ -72,12 +77,21 @@ struct OpenPart {
 }
 
 impl UploadSink {
-    /// An object of a server. Nothing is sent before a part is complete.
-    pub(super) fn new(object: Arc<dyn UploadProtocol>, options: &TransportOptions) -> Result<Self> {
+    /// An object of a server. Nothing is sent before a part is complete. `target` names the server
+    /// and the object, the same for all addresses of the object.
+    pub(super) fn new(
+        object: Arc<dyn UploadProtocol>,
+        (display_address, target): (String, String),
+        limits: UploadLimits,
+        options: &TransportOptions,
+    ) -> Result<Self> {
         let budget = UploadBudget::new(options)?;
         Ok(UploadSink(Arc::new(MultipartUpload {
             owner: OwnerProcess::current(),
-            turn: SaveTurn::begin(SaveTarget::Address(object.target())),
+            turn: SaveTurn::begin(SaveTarget::Address(target)),
+            display_address,
+            limits,
+            stall: options.stall,
             object,
             state: Mutex::default(),
             memory: PartMemory::new(budget),
@@ -100,19 +114,17 @@ impl MultipartUpload {
 
     /// The state of an object that is still open.
     fn open_state(&self) -> Result<MutexGuard<'_, UploadState>> {
-        self.owner.check(self.object.display_address())?;
+        self.owner.check(&self.display_address)?;
         let state = self.state();
         match state.closed_because {
-            Some(why) => {
-                Err(Error::Closed(format!("`{}` is closed: {why}", self.object.display_address())))
-            }
+            Some(why) => Err(Error::Closed(format!("`{}` is closed: {why}", self.display_address))),
             None => Ok(state),
         }
     }
 
     /// The plan of an object of `len` bytes with a head of `head` bytes.
     fn plan(&self, head: u64, len: u64) -> PartPlan {
-        PartPlan::new(self.object.limits(), head, len)
+        PartPlan::new(self.limits, head, len)
     }
 
     fn abort(&self, why: &'static str, cancel: &dyn Cancel) -> Result<()> {
@@ -130,7 +142,7 @@ impl MultipartUpload {
         if let Some(upload_id) = upload_id {
             let object = Arc::clone(&self.object);
             let limit =
-                if self.interrupted.load(Ordering::Relaxed) { ABORT_LIMIT } else { object.stall() };
+                if self.interrupted.load(Ordering::Relaxed) { ABORT_LIMIT } else { self.stall };
             let asked = Instant::now();
             let interrupted = OnceLock::new();
             let waits = || {
@@ -179,14 +191,13 @@ impl MultipartUpload {
 
     /// The number of the first part after the head.
     fn first_part(&self) -> u64 {
-        self.object.limits().head_parts() + 1
+        self.limits.head_parts() + 1
     }
 
     fn too_many_parts_error(&self) -> Error {
         Error::InvalidArgument(format!(
             "`{}` would have more than {} parts: write its tensors in fewer calls",
-            self.object.display_address(),
-            self.object.limits().max_parts
+            self.display_address, self.limits.max_parts
         ))
     }
 
@@ -263,15 +274,14 @@ impl MultipartUpload {
             if part.filled != filled {
                 return Err(Error::Bug(format!(
                     "`{}`: {} of {filled} bytes from {start} on were written",
-                    self.object.display_address(),
-                    part.filled
+                    self.display_address, part.filled
                 )));
             }
             part.bytes.truncate(to_usize(filled));
             tails.push((number, std::mem::take(&mut part.bytes)));
         }
         if head.len() as u64 != len.min(plan.head_len) {
-            let address = self.object.display_address();
+            let address = &self.display_address;
             return Err(Error::Bug(format!("`{address}`: an incomplete head")));
         }
         if !sent {
@@ -291,7 +301,7 @@ impl MultipartUpload {
             if number >= self.first_part() {
                 return Err(Error::InvalidArgument(format!(
                     "the index of `{}` takes {} bytes: write its tensors in fewer calls",
-                    self.object.display_address(),
+                    self.display_address,
                     head.len()
                 )));
             }
@@ -306,7 +316,7 @@ impl MultipartUpload {
 
 impl WriteAt for UploadSink {
     fn uri(&self) -> &str {
-        self.0.object.display_address()
+        &self.0.display_address
     }
 
     fn facts(&self) -> SinkFacts {
