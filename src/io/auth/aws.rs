@@ -17,7 +17,7 @@ use aws_sdk_s3::config::{Credentials, ProvideCredentials, Region, SharedCredenti
 use aws_sdk_s3::error::DisplayErrorContext;
 use aws_types::os_shim_internal::{Env, Fs};
 
-use super::aws_login::{HOW_TO_USE_LOGINS, LoginSession};
+use super::aws_login::{HOW_TO_USE_LOGINS, login_session};
 use super::library::{CloudCredential, LibraryProvider, MissingCredentials};
 use super::provider::{CredentialProvider, MakingProvider};
 use super::store::{CredentialEnvironment, PROVIDERS};
@@ -59,7 +59,7 @@ pub async fn settings(region: String, options: &TransportOptions) -> SdkConfig {
 
 /// The variables and files of AWS's chain.
 pub fn environment(region: String) -> Arc<CredentialEnvironment> {
-    CredentialEnvironment::read(region, ("AWS_", &["HOME"]), |read| {
+    CredentialEnvironment::read(region, &["AWS_"], |read| {
         let home = read.variable("HOME").map(PathBuf::from);
         let file = |name: &str, usual: &str| {
             let named = read.variable(name).map(PathBuf::from);
@@ -85,7 +85,7 @@ pub fn provider(region: String, options: &TransportOptions) -> Arc<CredentialPro
                     return Err(MissingCredentials::failed(kind, ENVIRONMENT_CHANGED));
                 }
                 let chain = chain(region, &options).await;
-                chain.map(LibraryProvider::Aws).ok_or(MissingCredentials::Absent)
+                chain.map(library).ok_or(MissingCredentials::Absent)
             };
             Box::pin(chain) as MakingProvider
         };
@@ -96,7 +96,7 @@ pub fn provider(region: String, options: &TransportOptions) -> Arc<CredentialPro
 /// The SDK's chain. The SDK has sessions of `aws login` only with a feature that takes a minute to
 /// compile.
 async fn chain(region: String, options: &TransportOptions) -> Option<SharedCredentialsProvider> {
-    if let Some(session) = profiles().await.as_ref().and_then(LoginSession::of_profile) {
+    if let Some(session) = profiles().await.as_ref().and_then(login_session) {
         let variables = EnvironmentVariableCredentialsProvider::new();
         let chain = CredentialsProviderChain::first_try("variables", variables);
         return Some(SharedCredentialsProvider::new(chain.or_else("login", session)));
@@ -104,11 +104,23 @@ async fn chain(region: String, options: &TransportOptions) -> Option<SharedCrede
     settings(region, options).await.credentials_provider()
 }
 
+/// A provider of the SDK.
+pub fn library(provider: SharedCredentialsProvider) -> LibraryProvider {
+    Arc::new(move || {
+        let provider = provider.clone();
+        Box::pin(async move {
+            let found = provider.provide_credentials().await.map_err(missing_of_aws)?;
+            let expiry = found.expiry();
+            Ok((CloudCredential::Aws(found), expiry))
+        })
+    })
+}
+
 /// The credentials of two keys.
 pub fn fixed(credentials: Credentials) -> Arc<CredentialProvider> {
     let make = move || {
-        let found = SharedCredentialsProvider::new(credentials.clone());
-        Box::pin(async { Ok(LibraryProvider::Aws(found)) }) as MakingProvider
+        let provider = library(SharedCredentialsProvider::new(credentials.clone()));
+        Box::pin(async { Ok(provider) }) as MakingProvider
     };
     Arc::new(CredentialProvider::new(make, None))
 }
@@ -139,8 +151,7 @@ pub fn missing_of_aws(error: CredentialsError) -> MissingCredentials {
         let what = format!("a role is assumed with a session of `aws login`: {HOW_TO_USE_LOGINS}");
         return MissingCredentials::failed(ErrorKind::PermissionDenied, &what);
     }
-    let what = format!("finding credentials: {what}");
-    MissingCredentials::Failed(Failure::transient(ErrorKind::PermissionDenied, what))
+    MissingCredentials::of(Failure::transient(ErrorKind::PermissionDenied, what))
 }
 
 /// True if no credentials are configured. Other clouds have their own service at the address of

@@ -1,24 +1,15 @@
 //! The credential providers of the libraries: of AWS's SDK, and of object_store for Google and Azure.
 
 use std::io::ErrorKind;
-#[cfg(feature = "clouds")]
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-#[cfg(feature = "clouds")]
-use object_store::{
-    azure::{AzureCredential, AzureCredentialProvider},
-    gcp::{GcpCredential, GcpCredentialProvider},
-};
 #[cfg(feature = "s3")]
-use {
-    super::aws::missing_of_aws,
-    aws_credential_types::Credentials as AwsCredentials,
-    aws_credential_types::provider::{ProvideCredentials as _, SharedCredentialsProvider},
-};
-
+use aws_credential_types::Credentials as AwsCredentials;
 #[cfg(feature = "clouds")]
-use super::settings::missing_of_store;
+use object_store::{azure::AzureCredential, gcp::GcpCredential};
+
 use crate::io::transport::Failure;
 
 /// Credentials of a cloud.
@@ -56,8 +47,13 @@ pub enum MissingCredentials {
 impl MissingCredentials {
     /// Credentials that cannot be obtained, for this reason.
     pub fn failed(kind: ErrorKind, what: &str) -> Self {
-        let what = format!("finding credentials: {what}");
-        MissingCredentials::Failed(Failure::permanent(kind, what))
+        Self::of(Failure::permanent(kind, what))
+    }
+
+    /// The same for a failure of a library or a server.
+    pub fn of(failure: Failure) -> Self {
+        let what = format!("finding credentials: {failure}");
+        MissingCredentials::Failed(failure.with_text(what))
     }
 }
 
@@ -73,37 +69,11 @@ impl From<MissingCredentials> for Failure {
     }
 }
 
-/// A provider of a library.
-#[derive(Clone)]
-pub enum LibraryProvider {
-    #[cfg(feature = "s3")]
-    Aws(SharedCredentialsProvider),
-    #[cfg(feature = "clouds")]
-    Google(GcpCredentialProvider),
-    #[cfg(feature = "clouds")]
-    Azure(AzureCredentialProvider),
-}
+/// A credential, and the time at which it expires, as far as the library says it.
+pub type Found = Result<(CloudCredential, Option<SystemTime>), MissingCredentials>;
 
-impl LibraryProvider {
-    /// Its credential, and the time at which that expires, as far as the library says it.
-    pub async fn get(&self) -> Result<(CloudCredential, Option<SystemTime>), MissingCredentials> {
-        match self {
-            #[cfg(feature = "s3")]
-            LibraryProvider::Aws(provider) => {
-                let found = provider.provide_credentials().await.map_err(missing_of_aws)?;
-                let expiry = found.expiry();
-                Ok((CloudCredential::Aws(found), expiry))
-            }
-            #[cfg(feature = "clouds")]
-            LibraryProvider::Google(provider) => {
-                let found = provider.get_credential().await.map_err(missing_of_store)?;
-                Ok((CloudCredential::Google(found), None))
-            }
-            #[cfg(feature = "clouds")]
-            LibraryProvider::Azure(provider) => {
-                let found = provider.get_credential().await.map_err(missing_of_store)?;
-                Ok((CloudCredential::Azure(found), None))
-            }
-        }
-    }
-}
+/// Work that may ask a server.
+pub type Asking<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// A provider of a library.
+pub type LibraryProvider = Arc<dyn Fn() -> Asking<Found> + Send + Sync>;

@@ -3,12 +3,11 @@
 //! last credential is used until it expires or is refused.
 
 use std::fmt;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
-use super::library::{CloudCredential, LibraryProvider, MissingCredentials};
+use super::library::{Asking, CloudCredential, Found, LibraryProvider, MissingCredentials};
 use crate::io::transport::with_guarded_polls;
 use crate::sys::clock;
 use crate::sys::process::PerProcess;
@@ -34,8 +33,7 @@ pub fn retry_at(now: SystemTime, expiry: SystemTime) -> SystemTime {
 }
 
 /// The making of a library's provider.
-pub type MakingProvider =
-    Pin<Box<dyn Future<Output = Result<LibraryProvider, MissingCredentials>> + Send>>;
+pub type MakingProvider = Asking<Result<LibraryProvider, MissingCredentials>>;
 
 /// The credentials of some settings.
 pub struct CredentialProvider {
@@ -92,13 +90,8 @@ impl CredentialProvider {
             return known;
         }
         let found = with_guarded_polls(self.ask(state)).await;
-        let is_silent = |has_responded: &Arc<AtomicBool>| !has_responded.load(Ordering::Relaxed);
-        state.keep(match found {
-            Err(_) if self.has_responded.as_ref().is_some_and(is_silent) => {
-                Err(MissingCredentials::Absent)
-            }
-            found => found,
-        })
+        let responded = self.has_responded.as_ref().is_none_or(|it| it.load(Ordering::Relaxed));
+        state.keep(found.map_err(|why| if responded { why } else { MissingCredentials::Absent }))
     }
 
     /// The time until which the last credential is used without a question to the library.
@@ -108,10 +101,7 @@ impl CredentialProvider {
     }
 
     /// Asks the library.
-    async fn ask(
-        &self,
-        state: &ProviderState,
-    ) -> Result<(CloudCredential, Option<SystemTime>), MissingCredentials> {
+    async fn ask(&self, state: &ProviderState) -> Found {
         let made = unpoisoned(state.known.lock()).provider.clone();
         let provider = match made {
             Some(provider) => provider,
@@ -120,7 +110,7 @@ impl CredentialProvider {
                 unpoisoned(state.known.lock()).provider.insert(made).clone()
             }
         };
-        provider.get().await
+        provider().await
     }
 
     /// Drops the credentials that were in use at that time, because a server has refused them, and
@@ -147,10 +137,7 @@ impl ProviderState {
     }
 
     /// Keeps what the library has found, or else the last credential while it is valid.
-    pub fn keep(
-        &self,
-        found: Result<(CloudCredential, Option<SystemTime>), MissingCredentials>,
-    ) -> Result<CloudCredential, MissingCredentials> {
+    pub fn keep(&self, found: Found) -> Result<CloudCredential, MissingCredentials> {
         let now = clock::date();
         let mut known = unpoisoned(self.known.lock());
         let valid = known.last.take().filter(|last| {

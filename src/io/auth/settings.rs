@@ -4,9 +4,10 @@ use std::io::{self, ErrorKind};
 use std::sync::Arc;
 
 use object_store::RetryConfig;
+use object_store::client::CredentialProvider as StoreProvider;
 use reqwest::Url;
 
-use super::library::{LibraryProvider, MissingCredentials};
+use super::library::{CloudCredential, LibraryProvider, MissingCredentials};
 use super::provider::{CredentialProvider, MakingProvider};
 use super::store::{CredentialEnvironment, PROVIDERS};
 use crate::environment::read_guarded;
@@ -63,21 +64,34 @@ pub fn store_provider(
     })
 }
 
+/// A provider of object_store.
+pub fn library<T: Send + Sync + 'static>(
+    provider: &Arc<dyn StoreProvider<Credential = T>>,
+    wrap: fn(Arc<T>) -> CloudCredential,
+) -> LibraryProvider {
+    let provider = Arc::clone(provider);
+    Arc::new(move || {
+        let provider = Arc::clone(&provider);
+        Box::pin(async move {
+            let found = provider.get_credential().await.map_err(missing_of_store)?;
+            Ok((wrap(found), None))
+        })
+    })
+}
+
 /// The failure of object_store: permanent where a file or a server says that there are no
 /// credentials.
 pub fn missing_of_store(error: object_store::Error) -> MissingCredentials {
     let error: Box<dyn std::error::Error> = error.into();
     for cause in std::iter::successors(Some(&*error), |&error| error.source()) {
         if let Some(found) = cause.downcast_ref::<Failure>() {
-            let what = format!("finding credentials: {found}");
-            return MissingCredentials::Failed(found.copy().with_text(what));
+            return MissingCredentials::of(found.copy());
         }
         if let Some(found) = cause.downcast_ref::<io::Error>() {
             let refused = [ErrorKind::PermissionDenied, ErrorKind::NotFound];
             let permanent = refused.contains(&found.kind());
             let make = if permanent { Failure::permanent } else { Failure::transient };
-            let what = format!("finding credentials: {found}");
-            return MissingCredentials::Failed(make(found.kind(), what));
+            return MissingCredentials::of(make(found.kind(), found.to_string()));
         }
         if let Some(found) = cause.downcast_ref::<serde_json::Error>() {
             // The text of the error may quote the file.

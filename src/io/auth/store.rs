@@ -24,18 +24,18 @@ pub struct CredentialEnvironment {
 }
 
 impl CredentialEnvironment {
-    /// Reads the variables whose names begin with `prefix`, or are among `others`, and the state of
-    /// the files whose paths `files` returns for them. Those of different scopes are never equal.
+    /// Reads `HOME` and the variables whose names begin with one of `names`, and the state of the
+    /// files whose paths `files` returns for them. Those of different scopes are never equal.
     pub fn read(
         scope: String,
-        (prefix, others): (&str, &[&str]),
+        names: &[&str],
         files: impl FnOnce(&CredentialEnvironment) -> Vec<PathBuf>,
     ) -> Arc<Self> {
         let mut read = CredentialEnvironment { scope, variables: Vec::new(), files: Vec::new() };
         let paths = read_guarded(|| {
             let is_relevant = |name: &OsStr| {
-                name.as_encoded_bytes().starts_with(prefix.as_bytes())
-                    || others.iter().any(|other| name == *other)
+                let mut begins = names.iter().map(|begin| begin.as_bytes());
+                name == "HOME" || begins.any(|begin| name.as_encoded_bytes().starts_with(begin))
             };
             read.variables.extend(std::env::vars_os().filter(|(name, _)| is_relevant(name)));
             read.variables.sort();

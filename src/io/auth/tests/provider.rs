@@ -9,8 +9,8 @@ use aws_credential_types::provider::error::CredentialsError;
 use aws_credential_types::provider::{self, SharedCredentialsProvider, future};
 use aws_sdk_s3::config::ProvideCredentials;
 
-use crate::io::auth::aws::missing_of_aws;
-use crate::io::auth::library::{CloudCredential, LibraryProvider, MissingCredentials};
+use crate::io::auth::aws::{library, missing_of_aws};
+use crate::io::auth::library::{CloudCredential, MissingCredentials};
 use crate::io::auth::provider::{
     CredentialProvider, MakingProvider, ProviderState, renew_at, retry_at,
 };
@@ -134,7 +134,7 @@ fn a_refused_credential_has_its_provider_made_anew() {
         let mut made = unpoisoned(made.lock());
         *made += 1;
         let counting = Counting { made: *made, asked: Arc::clone(&asked) };
-        let found = LibraryProvider::Aws(SharedCredentialsProvider::new(counting));
+        let found = library(SharedCredentialsProvider::new(counting));
         Box::pin(async { Ok(found) }) as MakingProvider
     };
     let provider = CredentialProvider::new(make, None);

@@ -5,7 +5,7 @@ use reqwest::Url;
 
 use super::address::CloudAddress;
 use crate::error::{Error, Result};
-use crate::io::auth::azure::{self, AzureAccess, AzureSettings, EMULATOR_URL};
+use crate::io::auth::azure::{self, AzureSettings, EMULATOR_URL};
 use crate::io::auth::{
     CloudIdentity, CloudSettings, CredentialEnvironment, is_valid_name, parse_endpoint,
 };
@@ -26,13 +26,9 @@ pub fn settings(address: &CloudAddress, options: &TransportOptions) -> Result<Cl
     let settings = AzureSettings::of(&environment);
     let (name, account) = account(address, &settings, &environment)?;
     let endpoint = server(address, &name, &account, &settings, &environment)?;
-    let access = AzureAccess {
-        account: &name,
-        container: &address.bucket,
-        key: account.key.as_deref(),
-        signature: account.signature.as_deref(),
-    };
-    let (source, credentials) = azure::credentials(&access, &environment, options)?;
+    let keys = (account.key.as_deref(), account.signature.as_deref());
+    let container = (&*name, &*address.bucket);
+    let (source, credentials) = azure::credentials(container, keys, &environment, options)?;
     let identity = CloudIdentity { account: name.into(), quota_project: None, credentials };
     Ok(CloudSettings { endpoint, source, identity })
 }

@@ -11,17 +11,13 @@ use crate::io::transport::{TransportOptions, fits_in_url};
 /// Bytes of the longest name: the clouds take 1024 characters, and a URL has its limits.
 const LONGEST_KEY: usize = 4096;
 
-/// A bucket or container.
-pub struct CloudBucket {
-    /// The URL to which names of objects are added.
-    pub url: Url,
-    /// None: requests are anonymous.
-    pub identity: Option<CloudIdentity>,
-}
-
-/// Finds the bucket of an address. Contacts a server only to find out whether this machine has an
+/// Finds the URL of the bucket of an address, and the identity of requests; without one, they are
+/// anonymous. Contacts a server only to find out whether this machine has an
 /// identity, if the settings state none.
-pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Result<CloudBucket> {
+pub async fn resolve(
+    address: &CloudAddress,
+    options: &TransportOptions,
+) -> Result<(Url, Option<CloudIdentity>)> {
     let found = match address.cloud {
         Cloud::Google => google::settings(&address.bucket, options)?,
         Cloud::Azure => azure_account::settings(address, options)?,
@@ -38,7 +34,7 @@ pub async fn resolve(address: &CloudAddress, options: &TransportOptions) -> Resu
     if let Ok(mut path) = url.path_segments_mut() {
         path.pop_if_empty().push(&address.bucket);
     }
-    Ok(CloudBucket { url, identity: (!is_anonymous).then_some(found.identity) })
+    Ok((url, (!is_anonymous).then_some(found.identity)))
 }
 
 /// The URL of an object.

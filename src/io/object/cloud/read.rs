@@ -8,7 +8,7 @@ use reqwest::{StatusCode, Url};
 
 use super::address::{Cloud, CloudAddress};
 use super::authorize::{AZURE_VERSION, with_project_hint};
-use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
+use super::bucket::{object_url, resolve, with_anonymous_hint};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
 use crate::io::auth::CloudIdentity;
@@ -26,8 +26,7 @@ pub fn open(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Arc
     let display_address = address.display_address.clone();
     // Finding credentials may need the network, on machines of a cloud.
     let found = resolve(&address, &options.transport);
-    let CloudBucket { url, identity } =
-        run_once(&display_address, &options.transport, cancel, found)?;
+    let (url, identity) = run_once(&display_address, &options.transport, cancel, found)?;
     let tls = url.scheme() == "https";
     let Some(identity) = identity else {
         let mut options = options.clone();
@@ -61,7 +60,15 @@ struct CloudSigner {
 
 impl Sign for CloudSigner {
     fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
-        Box::pin(self.sign_now())
+        Box::pin(async {
+            let authorize = self.identity.authorization().await?;
+            let url = object_url(&self.bucket, &self.address.key)
+                .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
+            let target = RequestTarget::new(url, self.headers.clone());
+            let now = clock::date();
+            let until = now.checked_add(VALID_FOR).unwrap_or(now);
+            Ok((target.authorized(Arc::new(authorize)), until))
+        })
     }
 
     fn refusal(&self, refused: &Refusal<'_>) -> Failure {
@@ -80,18 +87,6 @@ impl Sign for CloudSigner {
 
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
         Box::new(CloudSigner { address: self.address.sibling(name), ..self.clone() })
-    }
-}
-
-impl CloudSigner {
-    async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
-        let authorize = self.identity.authorization().await?;
-        let url = object_url(&self.bucket, &self.address.key)
-            .map_err(|what| Failure::permanent(ErrorKind::InvalidInput, what))?;
-        let target = RequestTarget::new(url, self.headers.clone());
-        let now = clock::date();
-        let until = now.checked_add(VALID_FOR).unwrap_or(now);
-        Ok((target.authorized(Arc::new(authorize)), until))
     }
 }
 

@@ -12,7 +12,7 @@ use reqwest::{Body, Method, Request, StatusCode, Url};
 use super::address::{Cloud, CloudAddress};
 use super::authorize::{AZURE_VERSION, with_project_hint};
 use super::azure::{self, Blob};
-use super::bucket::{CloudBucket, object_url, resolve, with_anonymous_hint};
+use super::bucket::{object_url, resolve, with_anonymous_hint};
 use super::google::{self, GoogleObject};
 use crate::cancel::Cancel;
 use crate::error::{Error, Result};
@@ -22,8 +22,7 @@ use crate::io::object::upload::{
     UploadProtocol, UploadRequests, UploadSink, confirm_if_present, new_mark,
 };
 use crate::io::transport::{
-    Client, ErrorDocument, Failure, TransportOptions, UploadBody, read_document, run_once,
-    status_failure,
+    Client, ErrorDocument, Failure, UploadBody, read_document, run_once, status_failure,
 };
 
 /// Azure gives its own Put Block List a minute, and a second more for each 1,000 blocks or so.
@@ -36,13 +35,25 @@ const UNKNOWN_CHECKSUM: [&str; 3] = ["FeatureNotSupported", "NotImplemented", "U
 /// Creates an object or a blob. Finds the server and the credentials; nothing is sent before a part
 /// is complete.
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
-    let at = CloudObject::new(uri, options.transport.clone(), cancel)?;
-    let names = (at.requests.display_address.clone(), at.url.to_string());
-    let (object, limits): (Arc<dyn UploadProtocol>, _) = match at.cloud {
-        Cloud::Google => (Arc::new(GoogleObject(at)), google::LIMITS),
-        Cloud::Azure => (Arc::new(Blob(at)), azure::LIMITS),
+    let address = CloudAddress::parse(uri)?;
+    let (cloud, display_address) = (address.cloud, address.display_address.clone());
+    let options = &options.transport;
+    // Finding credentials may need the network, on machines of a cloud.
+    let found = resolve(&address, options);
+    let (url, identity) = run_once(&display_address, options, cancel, found)?;
+    let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
+    let names = (display_address.clone(), url.to_string());
+    let tls = url.scheme() == "https";
+    let requests = UploadRequests::new(display_address, options.clone(), tls)?;
+    let checksums = AtomicBool::new(true);
+    let object = |mark: &'static str| -> Result<_> {
+        Ok(CloudObject { requests, cloud, url, identity, mark: (mark, new_mark()?), checksums })
     };
-    UploadSink::new(object, names, limits, &options.transport)
+    let (object, limits): (Arc<dyn UploadProtocol>, _) = match cloud {
+        Cloud::Google => (Arc::new(GoogleObject(object(google::MARK)?)), google::LIMITS),
+        Cloud::Azure => (Arc::new(Blob(object(azure::MARK)?)), azure::LIMITS),
+    };
+    UploadSink::new(object, names, limits, options)
 }
 
 /// A request of an upload.
@@ -159,26 +170,6 @@ pub struct CloudObject {
 }
 
 impl CloudObject {
-    /// Finds the server and the credentials. Nothing is sent yet.
-    fn new(uri: &str, options: TransportOptions, cancel: &dyn Cancel) -> Result<Self> {
-        let address = CloudAddress::parse(uri)?;
-        // Finding credentials may need the network, on machines of a cloud.
-        let found = resolve(&address, &options);
-        let CloudBucket { url, identity } =
-            run_once(&address.display_address, &options, cancel, found)?;
-        let url = object_url(&url, &address.key).map_err(Error::InvalidArgument)?;
-        let tls = url.scheme() == "https";
-        let mark = if address.cloud == Cloud::Google { google::MARK } else { azure::MARK };
-        Ok(CloudObject {
-            requests: UploadRequests::new(address.display_address, options, tls)?,
-            cloud: address.cloud,
-            url,
-            identity,
-            mark: (mark, new_mark()?),
-            checksums: AtomicBool::new(true),
-        })
-    }
-
     /// The header that marks an object of this upload.
     pub fn mark(&self) -> (&'static str, &str) {
         (self.mark.0, &self.mark.1)

@@ -47,7 +47,15 @@ struct S3Signer {
 
 impl Sign for S3Signer {
     fn sign(&self) -> SignFuture<'_, (RequestTarget, SystemTime)> {
-        Box::pin(with_guarded_polls(self.sign_now()))
+        Box::pin(with_guarded_polls(async {
+            let region = self.bucket.region();
+            let known = self.client.lock().clone().filter(|(of, _)| *of == region);
+            let (_, client) = known.unwrap_or_else(|| {
+                let made = (region, self.bucket.signing_client(&self.transport));
+                self.client.lock().insert(made).clone()
+            });
+            self.bucket.sign(&client, &self.address, &self.transport.headers).await
+        }))
     }
 
     fn refusal(&self, refused: &Refusal<'_>) -> Failure {
@@ -57,21 +65,15 @@ impl Sign for S3Signer {
             // It has the sessions that it has begun with them.
             self.client.lock().take();
         }
-        let failure = self.bucket.refusal(status, headers, reason);
-        let needs_another = self.bucket.clock.follow(reason.code.as_deref(), headers)
-            || self.bucket.follows_region(headers, url.host_str());
-        failure.if_renewable(reason.says_expired() || needs_another)
+        self.bucket.refusal(status, headers, reason, url.host_str())
     }
 
     fn cache_key(&self) -> String {
-        let S3Address { bucket, key, version } = &self.address;
-        let version = version.as_ref().map_or(String::new(), |id| format!("?versionId={id}"));
         let server = self.bucket.url().map_or(String::new(), |url| {
-            let (scheme, host) = (url.scheme(), url.host_str().unwrap_or(""));
-            let port = url.port_or_known_default().unwrap_or(0);
-            format!("{scheme}://{host}:{port}{}", url.path())
+            // Without a user and a password.
+            url.origin().ascii_serialization() + url.path()
         });
-        format!("s3 {server} {bucket}/{key}{version}")
+        format!("s3 {server} {}", self.address.display_address())
     }
 
     fn host(&self) -> Option<String> {
@@ -89,18 +91,6 @@ impl Sign for S3Signer {
 
     fn sibling(&self, name: &str) -> Box<dyn Sign> {
         Box::new(S3Signer { address: self.address.sibling(name), ..self.clone() })
-    }
-}
-
-impl S3Signer {
-    async fn sign_now(&self) -> std::result::Result<(RequestTarget, SystemTime), Failure> {
-        let region = self.bucket.region();
-        let known = self.client.lock().clone().filter(|(of, _)| *of == region);
-        let (_, client) = known.unwrap_or_else(|| {
-            let made = (region, self.bucket.signing_client(&self.transport));
-            self.client.lock().insert(made).clone()
-        });
-        self.bucket.sign(&client, &self.address, &self.transport.headers).await
     }
 }
 
@@ -146,7 +136,7 @@ mod tests {
                     let client = ForkSafeMutex::new(None);
                     let signer =
                         S3Signer { bucket, address, transport: options(), client: client.into() };
-                    let (target, _) = runtime.block_on(signer.sign_now()).unwrap();
+                    let (target, _) = runtime.block_on(signer.sign()).unwrap();
                     let url = target.url;
                     let found = format!("{}{}", url.host_str().unwrap(), url.path());
                     assert_eq!(found, format!("{root}{path}"), "{url}");

@@ -61,21 +61,32 @@ impl S3Bucket {
         is_first
     }
 
-    /// The failure that a refusal means.
+    /// The failure that a refusal means. `asked`: the host of the request, if it is known.
     pub fn refusal(
+        &self,
+        status: StatusCode,
+        headers: &HeaderMap,
+        document: &ErrorDocument,
+        asked: Option<&str>,
+    ) -> Failure {
+        let failure = self.refused(status, headers, document);
+        let needs_another = self.clock.follow(document.code.as_deref(), headers)
+            || self.follows_region(headers, asked);
+        failure.if_renewable(document.says_expired() || needs_another)
+    }
+
+    fn refused(
         &self,
         status: StatusCode,
         headers: &HeaderMap,
         document: &ErrorDocument,
     ) -> Failure {
         let text = format!("the server answered {status}{document}");
+        let (host, bucket) = (self.host(), Escaped(&self.bucket));
         let mut what = match document.code.as_deref() {
-            Some("NoSuchBucket") => {
-                format!("{} has no bucket `{}`: {text}", self.host(), Escaped(&self.bucket))
-            }
+            Some("NoSuchBucket") => format!("{host} has no bucket `{bucket}`: {text}"),
             Some("NoSuchKey") => {
-                let bucket = Escaped(&self.bucket);
-                format!("{} has no such object in the bucket `{bucket}`: {text}", self.host())
+                format!("{host} has no such object in the bucket `{bucket}`: {text}")
             }
             _ => text,
         };
@@ -89,13 +100,12 @@ impl S3Bucket {
         }
         let code = document.code.as_deref().unwrap_or("");
         let failure = status_failure(status, headers, what.clone());
-        let failure = match code {
-            _ if failure.repeat() == Repeat::Time => failure,
-            _ if THROTTLING_ERRORS.contains(&code) || TRANSIENT_ERRORS.contains(&code) => {
-                failure.with_repeat(Repeat::Time)
-            }
-            _ if TRANSIENT.contains(&code) => failure.with_repeat(Repeat::Attempts),
-            _ => failure,
+        let failure = if THROTTLING_ERRORS.contains(&code) || TRANSIENT_ERRORS.contains(&code) {
+            failure.with_repeat(Repeat::Time)
+        } else if TRANSIENT.contains(&code) && failure.repeat() != Repeat::Time {
+            failure.with_repeat(Repeat::Attempts)
+        } else {
+            failure
         };
         if !self.none_found || !status.is_client_error() || failure.repeat() != Repeat::Never {
             return failure;
@@ -138,15 +148,12 @@ impl S3Bucket {
                 Some((name, HeaderValue::from_str(value).ok()?))
             });
             let headers: HeaderMap = headers.collect();
-            let refused = self.refusal(status, &headers, &document);
-            // A status of success with an error, or with a document that is not from S3.
-            if status.is_success() {
-                return Failure::transient(ErrorKind::InvalidData, refused.error.to_string());
+            let refused = self.refusal(status, &headers, &document, None);
+            if !status.is_success() {
+                return refused;
             }
-            let expired = document.says_expired();
-            let moved = self.follows_region(&headers, None)
-                || self.clock.follow(document.code.as_deref(), &headers);
-            return refused.if_renewable(expired || moved);
+            // A status of success with an error, or with a document that is not from S3.
+            return Failure::transient(ErrorKind::InvalidData, refused.error.to_string());
         }
         // That of a request, or of credentials.
         match cause::<Failure>(&error) {
@@ -199,7 +206,7 @@ mod tests {
         let refusal = |none_found, status, code: Option<&str>| {
             let resolved = S3Bucket::without_credentials(server.clone(), none_found);
             let document = ErrorDocument { code: code.map(str::to_owned), message: None };
-            let error = resolved.refusal(status, &HeaderMap::new(), &document).error;
+            let error = resolved.refusal(status, &HeaderMap::new(), &document, None).error;
             (error.kind(), error.to_string())
         };
         let (missing, refused) = (StatusCode::NOT_FOUND, StatusCode::FORBIDDEN);

@@ -7,11 +7,14 @@ use std::io::{Error as IoError, ErrorKind};
 use std::sync::Arc;
 
 use aws_config::{BehaviorVersion, SdkConfig};
+use aws_sdk_s3::Client;
+use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::config::{
     Credentials, IdentityCache, ProvideCredentials, Region, RequestChecksumCalculation,
     ResponseChecksumValidation,
 };
 use aws_sdk_s3::types::{RequestPayer, ServerSideEncryption};
+use aws_smithy_runtime_api::client::http::HttpClient;
 use reqwest::Url;
 
 use super::address::S3Address;
@@ -61,26 +64,31 @@ pub struct S3Bucket {
 }
 
 impl S3Bucket {
-    /// The configuration of the SDK, which asks for the present credentials with each request.
-    pub fn sdk(&self) -> aws_sdk_s3::config::Builder {
+    /// A client of the SDK over this one of HTTP. It asks for the present credentials with each
+    /// request.
+    pub fn client(&self, http: impl HttpClient + 'static) -> Client {
         let config = aws_sdk_s3::Config::builder()
             .behavior_version(BehaviorVersion::latest())
             .region(Region::new(self.region()))
             .time_source(self.clock.clone())
+            .http_client(http)
+            // Retries are those of the transport.
+            .retry_config(RetryConfig::disabled())
             // Checksums of whole objects say nothing about ranges, and asking would be signed.
             .response_checksum_validation(ResponseChecksumValidation::WhenRequired)
             // Checksums are sent as headers here, because many servers do not support checksums
             // after a body.
             .request_checksum_calculation(RequestChecksumCalculation::WhenRequired);
         let config = self.server.configure(config);
-        match &self.credentials {
+        let config = match &self.credentials {
             Some(keys) => {
                 // It keeps them itself.
                 let keys: Arc<dyn ProvideCredentials> = Arc::<CredentialProvider>::clone(keys);
                 config.credentials_provider(keys).identity_cache(IdentityCache::no_cache())
             }
             None => config.allow_no_auth(),
-        }
+        };
+        read_guarded(|| Client::from_conf(config.build()))
     }
 
     /// The region that requests are signed for.
@@ -113,23 +121,19 @@ pub fn find(
     cancel: &dyn Cancel,
 ) -> Result<(TransportOptions, S3Bucket)> {
     let found = async {
-        let transport = transport_options(&options.transport).await;
+        let mut transport =
+            TransportOptions { trust_settings: S3_SETTINGS, ..options.transport.clone() };
+        // The certificates may be those that AWS's settings name.
+        if let Some(trust) = aws_settings::trust().await {
+            if transport.trust == Trust::Default {
+                transport.trust = trust.clone();
+            }
+            transport.credential_trust = trust;
+        }
         let bucket = resolve(&options.s3, &transport, address, reads).await?;
         Ok((transport, bucket))
     };
     run_once(&address.display_address(), &options.transport, cancel, found)
-}
-
-/// The transport options of a bucket: the certificates may be those that AWS's settings name.
-async fn transport_options(options: &TransportOptions) -> TransportOptions {
-    let mut options = TransportOptions { trust_settings: S3_SETTINGS, ..options.clone() };
-    if let Some(trust) = aws_settings::trust().await {
-        if options.trust == Trust::Default {
-            options.trust = trust.clone();
-        }
-        options.credential_trust = trust;
-    }
-    options
 }
 
 async fn resolve(

@@ -7,19 +7,16 @@ use std::io::ErrorKind;
 use std::time::{Duration, SystemTime};
 
 use aws_sdk_s3::Client;
-use aws_sdk_s3::config::RuntimeComponents;
 use aws_sdk_s3::config::http::HttpRequest;
-use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::error::ConnectorError;
 use aws_smithy_runtime_api::client::http::{
-    HttpClient, HttpConnector, HttpConnectorFuture, HttpConnectorSettings, SharedHttpConnector,
+    HttpConnector, HttpConnectorFuture, SharedHttpConnector, http_client_fn,
 };
 use reqwest::Url;
 
 use super::address::S3Address;
 use super::refusal::cause;
 use super::resolve::S3Bucket;
-use crate::environment::read_guarded;
 use crate::io::transport::{CredentialClient, Failure, RequestTarget, TransportOptions};
 use crate::sys::clock;
 
@@ -32,9 +29,8 @@ const SESSION: &str = "session";
 impl S3Bucket {
     /// A client that signs requests, and sends only its own ones for sessions.
     pub fn signing_client(&self, options: &TransportOptions) -> Client {
-        let sessions = SigningClient(CredentialClient { options: options.clone() });
-        let config = self.sdk().http_client(sessions).retry_config(RetryConfig::disabled());
-        read_guarded(|| Client::from_conf(config.build()))
+        let signing = SigningClient(CredentialClient { options: options.clone() });
+        self.client(http_client_fn(move |_, _| SharedHttpConnector::new(signing.clone())))
     }
 
     /// Signs a request for an object. The headers of the caller are sent, too. Returns the time
@@ -86,16 +82,6 @@ impl std::error::Error for Signed {}
 /// The client of the SDK that sends nothing but requests for sessions.
 #[derive(Debug, Clone)]
 struct SigningClient(CredentialClient);
-
-impl HttpClient for SigningClient {
-    fn http_connector(
-        &self,
-        _settings: &HttpConnectorSettings,
-        _components: &RuntimeComponents,
-    ) -> SharedHttpConnector {
-        SharedHttpConnector::new(self.clone())
-    }
-}
 
 impl HttpConnector for SigningClient {
     fn call(&self, request: HttpRequest) -> HttpConnectorFuture {

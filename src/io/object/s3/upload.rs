@@ -5,7 +5,6 @@ use std::sync::{Arc, OnceLock};
 
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::http::HttpResponse;
-use aws_sdk_s3::config::retry::RetryConfig;
 use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::primitives::{ByteStream, SdkBody};
 use aws_sdk_s3::types::{ChecksumAlgorithm, ChecksumType, CompletedMultipartUpload, CompletedPart};
@@ -30,10 +29,31 @@ const LIMITS: UploadLimits =
 /// Creates an object. Finds the server and the credentials; nothing is sent before a part is
 /// complete.
 pub fn create(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<UploadSink> {
-    let object = S3Object::new(uri, options, cancel)?;
-    let display_address = object.requests.display_address.clone();
-    let target = format!("{:?} {display_address}", object.resolved.server);
-    UploadSink::new(Arc::new(object), (display_address, target), LIMITS, &options.transport)
+    let address = S3Address::parse(uri)?;
+    let display_address = address.display_address();
+    if address.version.is_some() {
+        let what = format!("`{display_address}`: a version of an object cannot be written");
+        return Err(Error::InvalidArgument(what));
+    }
+    let (options, resolved) = find(options, &address, false, cancel)?;
+    if resolved.credentials.is_none() && !resolved.is_endpoint_named {
+        let what = format!(
+            "no credentials were found, and the object is not sent to {} anonymously: {}",
+            resolved.host(),
+            super::refusal::WAYS
+        );
+        let error = IoError::new(ErrorKind::PermissionDenied, what);
+        return Err(Error::io("opening", &display_address, error));
+    }
+    let names = (display_address.clone(), format!("{:?} {display_address}", resolved.server));
+    let object = S3Object {
+        requests: UploadRequests::new(display_address, options.clone(), resolved.server.is_tls())?,
+        address,
+        resolved,
+        mark: new_mark()?,
+        checksum_support: OnceLock::new(),
+    };
+    UploadSink::new(Arc::new(object), names, LIMITS, &options)
 }
 
 /// An object of S3.
@@ -62,33 +82,6 @@ enum ChecksumSupport {
 }
 
 impl S3Object {
-    /// Finds the server and the credentials. Nothing is sent yet.
-    fn new(uri: &str, options: &OpenOptions, cancel: &dyn Cancel) -> Result<Self> {
-        let address = S3Address::parse(uri)?;
-        let display_address = address.display_address();
-        if address.version.is_some() {
-            let what = format!("`{display_address}`: a version of an object cannot be written");
-            return Err(Error::InvalidArgument(what));
-        }
-        let (options, resolved) = find(options, &address, false, cancel)?;
-        if resolved.credentials.is_none() && !resolved.is_endpoint_named {
-            let what = format!(
-                "no credentials were found, and the object is not sent to {} anonymously: {}",
-                resolved.host(),
-                super::refusal::WAYS
-            );
-            let error = IoError::new(ErrorKind::PermissionDenied, what);
-            return Err(Error::io("opening", &display_address, error));
-        }
-        Ok(S3Object {
-            requests: UploadRequests::new(display_address, options, resolved.server.is_tls())?,
-            address,
-            resolved,
-            mark: new_mark()?,
-            checksum_support: OnceLock::new(),
-        })
-    }
-
     fn checksum_support(&self) -> ChecksumSupport {
         self.checksum_support.get().copied().unwrap_or(ChecksumSupport::None)
     }
@@ -101,17 +94,10 @@ impl S3Object {
         let wrap = |client| {
             let connector = SdkClient::new(client);
             let sent = Arc::clone(&connector.sent);
-            // Retries are those of the transport.
-            let config =
-                self.resolved.sdk().http_client(connector).retry_config(RetryConfig::disabled());
-            (read_guarded(|| Client::from_conf(config.build())), sent)
+            (self.resolved.client(connector), sent)
         };
-        let region = self.resolved.region();
         let invalidate = |used| {
-            // Credentials are valid in every region.
-            if let Some(keys) = &self.resolved.credentials
-                && self.resolved.region() == region
-            {
+            if let Some(keys) = &self.resolved.credentials {
                 keys.invalidate(used);
             }
         };
@@ -329,7 +315,11 @@ mod tests {
         };
         let environment = OpenOptions::from_environment().unwrap();
         let options = OpenOptions { transport, s3, cache: None, ..environment };
-        let object = S3Object::new("s3://bucket/key", &options, &Never).unwrap();
+        let address = S3Address::parse("s3://bucket/key").unwrap();
+        let (options, resolved) = find(&options, &address, false, &Never).unwrap();
+        let requests = UploadRequests::new("an object".to_owned(), options, false).unwrap();
+        let (mark, checksum_support) = (String::new(), OnceLock::new());
+        let object = S3Object { requests, address, resolved, mark, checksum_support };
         for number in 1..=24 * 60 {
             let bytes = Bytes::from_static(b"some bytes");
             assert_eq!(object.part("one", number, &bytes, &Never).unwrap().tag, "\"e\"");

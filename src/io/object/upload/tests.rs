@@ -1,7 +1,6 @@
 //! Uploads to an object in memory, whose requests can fail.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::cast_possible_truncation)]
 
-use std::collections::BTreeMap;
 use std::sync::Barrier;
 use std::thread;
 
