@@ -218,10 +218,8 @@ impl CloudObject {
             let (field, mark) = self.mark();
             self.send(&UploadRequest::new(Method::HEAD, Bytes::new()), cancel, |response| {
                 let is_whole = |size: &str| size.parse() == Ok(len);
-                let is_answer =
-                    response.status == StatusCode::NOT_FOUND || done(response).is_some();
-                is_answer.then_some(Ok(response.field(field) == Some(mark)
-                    && response.field("content-length").is_some_and(is_whole)))
+                let is_marked = response.success()?.field(field) == Some(mark);
+                Some(Ok(is_marked && response.field("content-length").is_some_and(is_whole)))
             })
         };
         self.send(request, cancel, take).or_else(|error| confirm_if_present(error, is_there))

@@ -97,18 +97,12 @@ impl Server {
 
     /// True if the server is AWS, also if it was configured.
     pub fn is_aws(&self) -> bool {
-        match self {
-            Server::Endpoint { url, .. } => is_amazon(url),
-            Server::Aws { .. } => true,
-        }
+        !matches!(self, Server::Endpoint { url, .. } if !is_amazon(url))
     }
 
     /// True if requests use TLS.
     pub fn is_tls(&self) -> bool {
-        match self {
-            Server::Endpoint { url, .. } => url.scheme() == "https",
-            Server::Aws { .. } => true,
-        }
+        !matches!(self, Server::Endpoint { url, .. } if url.scheme() != "https")
     }
 
     /// Makes the SDK send requests to this server.

@@ -118,21 +118,15 @@ impl S3Object {
 
     /// True if the object comes from this upload.
     fn is_complete(&self, len: u64, cancel: &dyn Cancel) -> Result<bool> {
+        let S3Address { bucket, key, .. } = &self.address;
         let found = self.request(cancel, |client| async move {
-            let S3Address { bucket, key, .. } = &self.address;
             let head = client.head_object().bucket(bucket).key(key);
             let head = head.set_request_payer(self.resolved.payer());
-            match head.send().await.map_err(|e| self.resolved.failure(e)) {
-                Err(failure) if failure.error.kind() == ErrorKind::NotFound => Ok(None),
-                found => found.map(Some),
-            }
+            head.send().await.map_err(|e| self.resolved.failure(e))
         })?;
-        let ours = found.is_some_and(|found| {
-            let mark = found.metadata().and_then(|all| all.get(MARK));
-            let size = found.content_length().and_then(|size| u64::try_from(size).ok());
-            mark == Some(&self.mark) && size == Some(len)
-        });
-        Ok(ours)
+        let mark = found.metadata().and_then(|all| all.get(MARK));
+        let size = found.content_length().and_then(|size| u64::try_from(size).ok());
+        Ok(mark == Some(&self.mark) && size == Some(len))
     }
 }
 
@@ -160,25 +154,24 @@ impl UploadProtocol for S3Object {
             let begin = begin.metadata(MARK, &self.mark).set_request_payer(self.resolved.payer());
             let (encryption, kms_key) = self.resolved.encryption.clone();
             let begin = begin.set_server_side_encryption(encryption).set_ssekms_key_id(kms_key);
-            let mut checksum_support = ChecksumSupport::None;
-            let mut begun = None;
+            let mut response = None;
             if self.resolved.checksums {
                 let begin = begin.clone().checksum_algorithm(ChecksumAlgorithm::Crc64Nvme);
-                let response = begin.checksum_type(ChecksumType::FullObject).send().await;
-                if !response.as_ref().is_err_and(may_reject_checksums) {
-                    let response = response.map_err(|e| self.resolved.failure(e))?;
-                    let all = response.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
-                        && response.checksum_type == Some(ChecksumType::FullObject);
-                    checksum_support =
-                        if all { ChecksumSupport::All } else { ChecksumSupport::Parts };
-                    begun = Some(response);
-                }
+                response = Some(begin.checksum_type(ChecksumType::FullObject).send().await);
             }
-            let begun = match begun {
-                Some(begun) => begun,
-                None => {
-                    with_guarded_polls(begin.send()).await.map_err(|e| self.resolved.failure(e))?
-                }
+            let response = response.filter(|sent| !sent.as_ref().is_err_and(may_reject_checksums));
+            let is_checked = response.is_some();
+            let begun = match response {
+                Some(response) => response,
+                None => with_guarded_polls(begin.send()).await,
+            };
+            let begun = begun.map_err(|e| self.resolved.failure(e))?;
+            let agrees = begun.checksum_algorithm == Some(ChecksumAlgorithm::Crc64Nvme)
+                && begun.checksum_type == Some(ChecksumType::FullObject);
+            let checksum_support = match (is_checked, agrees) {
+                (false, _) => ChecksumSupport::None,
+                (true, false) => ChecksumSupport::Parts,
+                (true, true) => ChecksumSupport::All,
             };
             let upload = begun.upload_id.ok_or_else(|| {
                 let what = "the server's response to CreateMultipartUpload has no UploadId";
