@@ -89,8 +89,10 @@ impl HttpConnector for SigningClient {
         if query.split('&').any(|field| field.trim_end_matches('=') == SESSION) {
             return self.0.call(request);
         }
-        // The headers that are not signed.
-        let is_kept = |name: &str| !["host", "user-agent"].contains(&name);
+        // It has the names of the signed headers, each after `=` or `;`.
+        let authorization = request.headers().get("authorization").unwrap_or("");
+        let signed: Vec<_> = authorization.split(['=', ';', ',']).collect();
+        let is_kept = |name| name == "authorization" || (name != "host" && signed.contains(&name));
         let headers = request.headers().iter().filter(|(name, _)| is_kept(name));
         let headers = headers.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
         let signed = Signed { url: request.uri().to_owned(), headers };
