@@ -12,8 +12,8 @@ use crate::io::transport::{TransportOptions, fits_in_url};
 const LONGEST_KEY: usize = 4096;
 
 /// Finds the URL of the bucket of an address, and the identity of requests; without one, they are
-/// anonymous. Contacts a server only to find out whether this machine has an
-/// identity, if the settings state none.
+/// anonymous. Contacts a server only to find out whether this machine has an identity, if the
+/// settings state none.
 pub async fn resolve(
     address: &CloudAddress,
     options: &TransportOptions,

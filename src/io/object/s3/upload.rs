@@ -226,7 +226,7 @@ impl UploadProtocol for S3Object {
                 .set_request_payer(self.resolved.payer());
             async move { complete.send().await.map(drop).map_err(|e| self.resolved.failure(e)) }
         });
-        // If the object has the mark of this upload, it was completed and only the response was lost.
+        // If the object has the mark of this upload, it is complete: only the response was lost.
         completed.or_else(|error| match &error {
             Error::Io { error: lost, .. } if lost.kind() == ErrorKind::NotFound => {
                 confirm_if_present(error, || self.is_complete(len, cancel))
