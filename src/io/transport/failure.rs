@@ -124,7 +124,7 @@ impl Failure {
     }
 
     /// The same failure with another text.
-    #[cfg(feature = "clouds")]
+    #[cfg(any(feature = "clouds", feature = "s3"))]
     pub fn with_text(self, what: String) -> Self {
         Failure { error: io::Error::new(self.error.kind(), what), ..self }
     }
